@@ -1,0 +1,71 @@
+# Every target does its own set-up. Needs Python >= 3.11, make and a C compiler.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PROTOS := $(wildcard protos/v1/*.proto)
+# One list of what is linted and typed, for people and for CI.
+CODE := pdmesh worker router prefill_service decode_service kvtransfer runtime engine text benchmarks tests
+
+.DEFAULT_GOAL := help
+.PHONY: help setup model demo test lint types contracts stubs-fresh unit mesh equality bench-mesh stubs format clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# torch goes first and alone: resolved together with others it may become another build.
+$(READY): requirements.lock pyproject.toml
+	@echo "==> setting up $(VENV) (once)"
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "pdmesh needs Python >= 3.11; set PYTHON=")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "==> installing torch (the largest download)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements.lock)"
+	@echo "==> installing the other packages of requirements.lock"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+setup: $(READY)  ## virtual environment with pinned dependencies
+
+model: $(READY)  ## fetch and convert SmolLM2-135M-Instruct into the cache (once)
+	@$(BIN)/python -m pdmesh.models fetch smollm2-135m-instruct
+
+demo: $(READY)  ## a real question through router, prefill, hand-off and decode; shows where the time went
+	@$(BIN)/python -m pdmesh demo
+
+test: lint types contracts stubs-fresh unit mesh  ## everything that CI runs
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy $(CODE)
+
+contracts: $(READY)
+	$(BIN)/lint-imports --no-cache
+
+stubs-fresh: $(READY)
+	$(BIN)/python -m protos.generate --check
+
+unit: $(READY)
+	$(BIN)/python -m pytest tests --ignore=tests/mesh
+
+mesh: $(READY) model
+	$(BIN)/python -m pytest tests/mesh
+
+equality: $(READY) model  ## all prompts, every way through the mesh, against transformers (slow)
+	$(BIN)/python -m benchmarks.equality
+
+bench-mesh: $(READY) model  ## the first table: engine and mesh, with the machine
+	$(BIN)/python -m benchmarks.mesh
+
+stubs: $(READY)  ## regenerate the stubs beside the .proto files
+	$(BIN)/python -m protos.generate
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the virtual environment and caches of tools (not the models)
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,0 +1,51 @@
+"""Generate the stubs beside the `.proto` files, or check that the committed ones are what the files say.
+
+`python -m protos.generate` writes; `python -m protos.generate --check` compares and exits 1 when they differ.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from grpc_tools import protoc
+
+ROOT = Path(__file__).resolve().parent.parent
+SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
+
+
+def generate(out: Path) -> list[Path]:
+    """Write the stubs of every `.proto` file under `out`; returns their paths relative to it."""
+    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "protos/v1").glob("*.proto"))
+    bin_folder = Path(sys.executable).parent
+    plugins = [f"--plugin={name}={bin_folder / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
+    outputs = [f"--{kind}_out={option}{out}" for kind, option in OUTPUTS]
+    status = protoc.main(["protoc", f"-I{ROOT}", *plugins, *outputs, *sources])
+    if status != 0:
+        raise SystemExit(f"protoc failed with status {status}")
+    return sorted(path.relative_to(out) for path in (out / "protos/v1").iterdir() if path.name.endswith(SUFFIXES))
+
+
+OUTPUTS = (("python", ""), ("grpc_python", ""), ("mypy", "quiet:"), ("mypy_grpc", "quiet:"))
+
+
+def stale(fresh: Path, names: list[Path]) -> list[str]:
+    """Names of stubs that differ from the committed ones, are missing there, or have no `.proto` file any more."""
+    committed = {path.relative_to(ROOT) for path in (ROOT / "protos/v1").iterdir() if path.name.endswith(SUFFIXES)}
+    differing = {name for name in names if name not in committed or (ROOT / name).read_bytes() != (fresh / name).read_bytes()}
+    return sorted(str(name) for name in differing | (committed - set(names)))
+
+
+def main() -> None:
+    """Generate in place, or with `--check` compare."""
+    if "--check" not in sys.argv[1:]:
+        generate(ROOT)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        different = stale(Path(folder), generate(Path(folder)))
+    if different:
+        raise SystemExit("stale stubs, run `make stubs`: " + ", ".join(different))
+    print("stubs are fresh")
+
+
+if __name__ == "__main__":
+    main()
