@@ -1,0 +1,1 @@
+"""The service chassis: configuration, errors, gRPC servers and channels, processes, the registry. Knows no models."""

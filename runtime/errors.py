@@ -1,0 +1,225 @@
+"""The errors of the mesh, and the one place that maps exceptions to gRPC status and back.
+
+A handler raises a `MeshError`; the server's interceptor (`runtime.interceptor`) calls `status_of` and ends the call with
+code, message and rich details (google.rpc.Status with ErrorInfo, BadRequest, RetryInfo). A client turns an `AioRpcError` back
+with `error_from_rpc`. Whatever is no MeshError becomes INTERNAL with a short id; its traceback stands in this process's log
+under the same id and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from dataclasses import dataclass
+from typing import ClassVar
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
+
+DOMAIN = "pdmesh"
+DETAILS_KEY = "grpc-status-details-bin"
+# Status and details travel as HTTP/2 headers, of which gRPC takes 8 KiB by default; the message is in both.
+MAX_MESSAGE_CHARS = 900
+MAX_FIELD_CHARS = 200
+
+logger = logging.getLogger(__name__)
+
+
+class MeshError(Exception):
+    """An error with a gRPC status. `field` names the request's field at fault; `retry_delay_s` (seconds) says when to try
+    again."""
+
+    default_code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: grpc.StatusCode | None = None,
+        field: str | None = None,
+        retry_delay_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code or self.default_code
+        self.message = message
+        self.field = field
+        self.retry_delay_s = retry_delay_s
+
+    def __repr__(self) -> str:
+        details = f"field={self.field!r}, retry_delay_s={self.retry_delay_s}"
+        return f"{type(self).__name__}({self.code.name}, {self.message!r}, {details})"
+
+
+class InvalidArgument(MeshError):
+    """The caller's request is wrong whatever the state of the mesh; names the field."""
+
+    default_code = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message, field=field)
+
+
+class NotFound(MeshError):
+    """The thing that `field` names does not exist."""
+
+    default_code = grpc.StatusCode.NOT_FOUND
+
+
+class ResourceExhausted(MeshError):
+    """No room now; `retry_delay_s` says when there may be."""
+
+    default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class FailedPrecondition(MeshError):
+    """The request does not fit this worker's state or identity; `field` names what differs."""
+
+    default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+    def __init__(self, field: str | None, message: str) -> None:
+        super().__init__(message, field=field)
+
+
+class Unavailable(MeshError):
+    """The service cannot answer now; another one may."""
+
+    default_code = grpc.StatusCode.UNAVAILABLE
+
+
+class Cancelled(MeshError):
+    """The request was cancelled."""
+
+    default_code = grpc.StatusCode.CANCELLED
+
+
+class DeadlineExceeded(MeshError):
+    """The time that the caller gave is over."""
+
+    default_code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class Aborted(MeshError):
+    """The call lost against a newer one (an older attempt, a foreign epoch)."""
+
+    default_code = grpc.StatusCode.ABORTED
+
+
+class Unimplemented(MeshError):
+    """The server does not know the method."""
+
+    default_code = grpc.StatusCode.UNIMPLEMENTED
+
+
+class Internal(MeshError):
+    """A bug on the other side; the message holds the id under which its log has the traceback."""
+
+    default_code = grpc.StatusCode.INTERNAL
+
+
+@dataclass(frozen=True)
+class RpcStatus:
+    """How a call ends: code, message, and the trailing metadata that carries the rich details."""
+
+    code: grpc.StatusCode
+    message: str
+    trailing_metadata: tuple[tuple[str, bytes], ...]
+
+
+def status_of(error: BaseException) -> RpcStatus:
+    """The status that `error` ends a call with. Logs the traceback of what is no MeshError; never raises."""
+    mesh_error = as_mesh_error(error)
+    message = _shortened(mesh_error.message, MAX_MESSAGE_CHARS)
+    details = status_pb2.Status(code=mesh_error.code.value[0], message=message, details=_details_of(mesh_error))
+    return RpcStatus(mesh_error.code, message, ((DETAILS_KEY, details.SerializeToString()),))
+
+
+def as_mesh_error(error: BaseException) -> MeshError:
+    """`error` as a MeshError. A timeout is DEADLINE_EXCEEDED, an RPC's error keeps its status, the unknown is INTERNAL with
+    an id."""
+    if isinstance(error, MeshError):
+        return error
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error_from_rpc(error)
+    if isinstance(error, TimeoutError):
+        return DeadlineExceeded(str(error) or "the time limit of an inner step has passed")
+    error_id = secrets.token_hex(4)
+    logger.error("internal error %s", error_id, exc_info=error)
+    return Internal(f"internal error {error_id}; the server's log has the details under this id")
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError) -> MeshError:
+    """The inverse of `status_of` for clients: the MeshError that the server raised, with its field and retry delay."""
+    code = error.code()
+    message = error.details() or code.name
+    field, retry_delay_s = _read_details(error)
+    cls = _CLASSES.get(code, MeshError)
+    result = cls.__new__(cls)  # subclasses differ in their arguments, not in what they hold
+    MeshError.__init__(result, message, code=code, field=field, retry_delay_s=retry_delay_s)
+    return result
+
+
+_CLASSES: dict[grpc.StatusCode, type[MeshError]] = {
+    cls.default_code: cls
+    for cls in (
+        InvalidArgument, NotFound, ResourceExhausted, FailedPrecondition, Unavailable, Cancelled, DeadlineExceeded, Aborted,
+        Unimplemented, Internal,
+    )
+}  # fmt: skip
+
+
+def _details_of(error: MeshError) -> list[any_pb2.Any]:
+    info = error_details_pb2.ErrorInfo(reason=error.code.name, domain=DOMAIN)
+    messages: list[Message] = [info]
+    if error.field is not None:
+        field = _shortened(error.field, MAX_FIELD_CHARS)
+        info.metadata["field"] = field
+        if error.code is grpc.StatusCode.INVALID_ARGUMENT:
+            description = _shortened(error.message, MAX_FIELD_CHARS)
+            violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
+            messages.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_delay_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(round(max(error.retry_delay_s, 0.0) * 1e9))
+        messages.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    return [_packed(message) for message in messages]
+
+
+def _packed(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _read_details(error: grpc.aio.AioRpcError) -> tuple[str | None, float | None]:
+    """(field, retry_delay_s) from the rich details; (None, None) where they are missing or unreadable."""
+    field: str | None = None
+    retry_delay_s: float | None = None
+    for detail in _rich_status(error).details:
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        try:
+            if detail.Unpack(info):
+                field = info.metadata.get("field")
+            elif detail.Unpack(retry):
+                retry_delay_s = retry.retry_delay.ToNanoseconds() / 1e9
+        except DecodeError:
+            logger.warning("unreadable status detail %s in answer %s", detail.type_url, error.code().name)
+    return field, retry_delay_s
+
+
+def _rich_status(error: grpc.aio.AioRpcError) -> status_pb2.Status:
+    for key, value in error.trailing_metadata() or ():
+        if key == DETAILS_KEY:
+            try:
+                return status_pb2.Status.FromString(value)
+            except DecodeError:
+                logger.warning("unreadable status details in answer %s", error.code().name)
+    return status_pb2.Status()
+
+
+def _shortened(text: str, limit: int) -> str:
+    """`text` as valid UTF-8 of at most `limit` characters, three of them dots where it was cut."""
+    valid = text.encode("utf-8", "replace").decode("utf-8")
+    return valid if len(valid) <= limit else valid[: limit - 3] + "..."

@@ -1,0 +1,97 @@
+"""Structured logs on stderr: one line for each event, as `key=value` text or JSON.
+
+`configure` once at the start; then the standard library's loggers. More fields: `logger.info("took over", extra={"fields":
+{"epoch": 7}})`. The level comes from PDMESH_LOG, such as "info" or "info,kvtransfer=debug". Logs never hold prompts, outputs
+or token ids.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Literal, TextIO
+
+from runtime.config import ConfigError
+
+VARIABLE = "PDMESH_LOG"
+Format = Literal["text", "json"]
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def configure(
+    service: str, *, format_: Format = "text", env: Mapping[str, str] | None = None, stream: TextIO | None = None
+) -> None:
+    """Sends all logs to `stream` (stderr), naming `service`. Raises ConfigError for a PDMESH_LOG that cannot be read."""
+    levels = parse_levels((os.environ if env is None else env).get(VARIABLE, ""))
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter(service) if format_ == "json" else TextFormatter(service))
+    logging.root.handlers[:] = [handler]
+    for name, level in levels.items():
+        logging.getLogger(name or None).setLevel(level)
+
+
+def parse_levels(text: str) -> dict[str, int]:
+    """Level by logger; "" is the root's. Raises ConfigError."""
+    levels = {"": logging.INFO}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, level = part.rpartition("=")
+        if level.lower() not in LEVELS:
+            remedy = f"give {'|'.join(LEVELS)}, or logger=level, comma-separated"
+            raise ConfigError(VARIABLE, f"{part[:80]!r} has no known level", remedy)
+        levels[name] = LEVELS[level.lower()]
+    return levels
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def _fields(self, record: logging.LogRecord) -> dict[str, object]:
+        fields: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        extra = getattr(record, "fields", None)
+        if isinstance(extra, dict):
+            fields.update((f"{key}_" if key in fields else str(key), value) for key, value in extra.items())
+        if record.exc_info and record.exc_info[0] is not None:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return fields
+
+
+class JsonFormatter(_Formatter):
+    """One JSON object on a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        return json.dumps(self._fields(record), default=str)
+
+
+class TextFormatter(_Formatter):
+    """`time level service logger: message key=value ...`; a traceback follows on lines of its own, for people."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, with control characters of a message escaped so that nothing in it can look like another event."""
+        fields = self._fields(record)
+        traceback = fields.pop("traceback", None)
+        head = " ".join(str(fields.pop(key)) for key in ("time", "level", "service", "logger"))
+        message = _one_line(str(fields.pop("message")))
+        pairs = "".join(f" {key}={_quoted(value)}" for key, value in fields.items())
+        return f"{head}: {message}{pairs}" + (f"\n{traceback}" if traceback else "")
+
+
+def _one_line(text: str) -> str:
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return text if text and all(char.isprintable() and char not in ' "=' for char in text) else json.dumps(text)

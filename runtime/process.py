@@ -1,0 +1,134 @@
+"""The life of a service process: ready line, signals, drain, exit code.
+
+    async def main(life: Lifecycle) -> None:
+        server = ...
+        port = await server.start()
+        life.ready(f"{host}:{port}")           # one JSON line on stdout: {"ready": true, "address": "..."}
+        await life.wait_for_stop()             # SIGTERM, SIGINT, life.stop(...) or life.fail(...)
+        await server.drain(grace_s)
+
+    sys.exit(run(main, exit_with_parent=config.exit_with_parent))
+
+Exit codes: 0 stopped as asked; 1 `main` raised or `life.fail` was called; 2 a setting is wrong (ConfigError: one line on stderr);
+128 + signal after a second signal, which ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+
+from runtime import parent_death
+from runtime.config import EXIT_USAGE, ConfigError
+
+EXIT_FAILED = 1
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+logger = logging.getLogger(__name__)
+
+
+class Lifecycle:
+    """What a service's `main` says to, and hears from, the process around it. On the event loop's thread only.
+
+    A stop that comes while `main` still starts (neither ready nor waiting for the stop) cancels it."""
+
+    def __init__(self) -> None:
+        self._stop = asyncio.Event()
+        self._starting: asyncio.Task[None] | None = None
+        self.stop_reason = ""
+        self.error: BaseException | None = None
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the process has been asked to stop, or has failed."""
+        return self._stop.is_set()
+
+    def ready(self, address: str, **fields: str | int | float | bool) -> None:
+        """Announces on stdout, as one JSON line, that the service answers at `address`. Launchers and tests wait for it."""
+        self._starting = None
+        _print_line({"ready": True, "address": address, "pid": os.getpid(), **fields})
+
+    def progress(self, text: str) -> None:
+        """Tells a waiting launcher, as a JSON line on stdout, what a slow start is busy with."""
+        _print_line({"progress": text})
+
+    async def wait_for_stop(self) -> str:
+        """Waits until the process is to stop; returns the reason."""
+        self._starting = None
+        await self._stop.wait()
+        return self.stop_reason
+
+    def stop(self, reason: str) -> None:
+        """Asks `main` to drain and return. The first reason stands."""
+        if not self.stopping:
+            self.stop_reason = reason
+            logger.info("stopping: %s", reason)
+            self._stop.set()
+            if self._starting is not None:
+                self._starting.cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """As `stop`, for an error that the process cannot live with; it exits with code 1."""
+        if self.error is None:
+            self.error = error
+            logger.critical("fatal: %s", error, exc_info=error)
+        self.stop(f"fatal: {error}")
+
+    async def run(self, main: Main) -> None:
+        """Runs `main` to its end. Its errors come out, but not the cancellation by `stop`."""
+        task = self._starting = asyncio.create_task(_coroutine(main, self), name="main")
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not self.stopping or not task.cancelled():
+                raise
+
+
+Main = Callable[[Lifecycle], Awaitable[None]]
+
+
+async def _coroutine(main: Main, life: Lifecycle) -> None:
+    await main(life)
+
+
+def run(main: Main, *, exit_with_parent: bool = False) -> int:
+    """Runs `main` on a new event loop until it returns; the exit code is for `sys.exit`."""
+    if exit_with_parent:
+        parent_death.exit_with_parent()
+    return asyncio.run(run_until_signal(main))
+
+
+async def run_until_signal(main: Main) -> int:
+    """Runs `main`; SIGTERM or SIGINT asks it to stop, a second signal ends the process at once. Returns the exit code."""
+    life = Lifecycle()
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, _on_signal, life, number)
+    try:
+        await life.run(main)
+    except ConfigError as error:
+        print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except Exception as error:  # noqa: BLE001 - logged by fail
+        life.fail(error)
+    finally:
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+    return EXIT_FAILED if life.error is not None else 0
+
+
+def _on_signal(life: Lifecycle, number: signal.Signals) -> None:
+    if life.stopping:
+        logger.warning("%s again: exiting at once", number.name)
+        logging.shutdown()
+        os._exit(128 + number)
+    life.stop(number.name)
+
+
+def _print_line(content: dict[str, object]) -> None:
+    print(json.dumps(content), flush=True)

@@ -1,0 +1,104 @@
+"""One connection to Redis that never raises and never blocks for long: operations time out, failures back off, `connected`
+tells."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from runtime.config import ConfigError
+
+T = TypeVar("T")
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+class RedisLink:
+    """`call` runs an operation and returns None when Redis is down, slow, hanging or unwilling; during a back-off it does so
+    at once."""
+
+    def __init__(self, url: str, *, timeout_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+        """`timeout_s` seconds bound a whole operation. Raises ConfigError for a malformed URL; connects only at the first
+        call."""
+        self._redis = _client(url, timeout_s)
+        self._shown_url = _without_password(url)
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._backoff_s = FIRST_BACKOFF_S
+        self._retry_at: float | None = None
+        self.connected = False
+
+    async def call(self, operation: Callable[[Redis], Awaitable[T]]) -> T | None:
+        """The operation's result, or None."""
+        if self._retry_at is not None and self._clock() < self._retry_at:
+            return None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                result = await operation(self._redis)
+        except Exception as error:  # noqa: BLE001 - logged by _failed
+            # Whatever answers on that port may be no Redis at all, and its client then raises ValueError, IndexError and
+            # the like.
+            unexpected = not isinstance(error, (RedisError, OSError, TimeoutError))
+            self._failed(error, error if unexpected else None)
+            return None
+        self._succeeded()
+        return result
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._redis.aclose()
+        except (RedisError, OSError, TimeoutError) as error:
+            logger.debug("closing the connection to Redis: %r", error)
+        self.connected = False
+
+    def _succeeded(self) -> None:
+        if not self.connected:
+            logger.info("connected to Redis at %s", self._shown_url)
+        self.connected = True
+        self._backoff_s = FIRST_BACKOFF_S
+        self._retry_at = None
+
+    def _failed(self, error: Exception, traceback_of: Exception | None) -> None:
+        if self.connected or self._retry_at is None:
+            reason = str(error) or f"no answer within {self._timeout_s} s"
+            text = "Redis at %s does not serve (%s); going on with what is known, trying again"
+            logger.warning(text, self._shown_url, reason, exc_info=traceback_of)
+        self.connected = False
+        self._retry_at = self._clock() + self._backoff_s
+        self._backoff_s = min(self._backoff_s * 2, MAX_BACKOFF_S)
+
+
+def _client(url: str, timeout_s: float) -> Redis:
+    try:
+        return Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            decode_responses=False,
+        )
+    except ValueError as error:
+        problem = f"{_without_password(url)!r} is no Redis URL ({error})"
+        raise ConfigError("redis_url", problem, "give redis://host:port/0") from None
+
+
+def _without_password(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "the URL"
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()

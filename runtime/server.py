@@ -1,0 +1,128 @@
+"""The gRPC server of a service: exceptions to status, health, reflection, bounded messages, graceful drain.
+
+    server = GrpcServer(config.host, config.port)
+    server.register(decode_pb2_grpc.add_DecodeServiceServicer_to_server, servicer, "pdmesh.v1.DecodeService")
+    port = await server.start()          # bound, but NOT_SERVING
+    await server.set_serving(True)
+    ...
+    await server.drain(grace_s=10)       # NOT_SERVING, no new calls; waits for those that run, then cancels them
+
+Interceptors given by the caller run inside the one that maps errors, so that they see messages and exceptions as the handlers
+give them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from runtime.channel import MAX_MESSAGE_BYTES, message_size_options
+from runtime.config import ConfigError
+from runtime.health import SERVICE as HEALTH_SERVICE
+from runtime.health import HealthServicer
+from runtime.interceptor import ErrorInterceptor
+
+S = TypeVar("S")
+MIN_PING_INTERVAL_S = 5.0
+KEEPALIVE_TIME_S = 30.0
+KEEPALIVE_TIMEOUT_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class GrpcServer:
+    """One listening port with the services that are registered before `start`. On one event loop."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        """`port` 0: any free one. A message larger than `max_message_bytes` is refused with RESOURCE_EXHAUSTED."""
+        self.host = host
+        self.port = port
+        chain = [ErrorInterceptor(), *interceptors]
+        self.server = grpc.aio.server(interceptors=chain, options=_options(max_message_bytes))
+        self._health = HealthServicer()
+        self._service_names: list[str] = []
+        self._drained: asyncio.Task[None] | None = None
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+
+    @property
+    def address(self) -> str:
+        """ "host:port" as bound."""
+        return _joined(self.host, self.port)
+
+    def register(self, add: Callable[[S, grpc.aio.Server], object], servicer: S, full_service_name: str) -> None:
+        """Adds a service before `start`: the generated `add_XServicer_to_server`, its servicer, and "package.Service"."""
+        add(servicer, self.server)
+        self._service_names.append(full_service_name)
+
+    async def start(self) -> int:
+        """Binds and answers, with health NOT_SERVING; returns the bound port. Raises ConfigError when the address cannot be
+        bound."""
+        reflection.enable_server_reflection((*self._service_names, HEALTH_SERVICE, reflection.SERVICE_NAME), self.server)
+        await self.set_serving(False)
+        try:
+            self.port = self.server.add_insecure_port(self.address)
+        except RuntimeError:
+            raise _bind_error(self.host, self.port) from None
+        await self.server.start()
+        logger.info("listening on %s", self.address)
+        return self.port
+
+    async def set_serving(self, serving: bool, services: Iterable[str] | None = None) -> None:
+        """Sets the health of `services`; of all of them and of the whole server ("") if None."""
+        for name in ("", *self._service_names) if services is None else services:
+            self._health.set(name, serving)
+
+    async def drain(self, grace_s: float) -> None:
+        """Health NOT_SERVING, no new calls; waits up to `grace_s` seconds for the calls that run, then cancels them.
+
+        Idempotent: a further call waits for the end of the first, whose grace stands."""
+        if self._drained is None:
+            self._health.close()
+            # gRPC crashes when two stops overlap, so that there is one only, and nobody's cancellation interrupts it.
+            self._drained = asyncio.create_task(self.server.stop(grace_s), name="drain")
+        await asyncio.shield(self._drained)
+
+
+def _options(max_message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        *message_size_options(max_message_bytes),
+        # Two processes on one port would share its calls at random; a second one has to fail.
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", round(KEEPALIVE_TIME_S * 1000)),
+        ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", round(MIN_PING_INTERVAL_S * 1000)),
+    ]
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def _bind_error(host: str, port: int) -> ConfigError:
+    """gRPC says only that it failed; an attempt of our own finds out why."""
+    reason = "the address cannot be bound"
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, number) as probe:
+            probe.bind(address)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    return ConfigError(
+        "--port", f"cannot listen on {_joined(host, port)}: {reason}", "choose another --port, or 0 for any free one"
+    )

@@ -1,0 +1,26 @@
+"""Waiting for conditions instead of for time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+async def eventually(condition: Callable[[], object], *, timeout_s: float = 15.0, period_s: float = 0.01) -> None:
+    """Returns once `condition()` is true; AssertionError after `timeout_s` seconds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        await asyncio.sleep(period_s)
+
+
+def alive(pid: int) -> bool:
+    """Whether process `pid` exists and is no zombie."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
