@@ -1,0 +1,77 @@
+"""A GGUF file as a Hugging Face folder in the cache: float32 safetensors, config.json, tokenizer."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from pdmesh.model_cache import Progress, building, exclusive, is_complete, publish, write_marker
+from pdmesh.model_catalogue import ModelError
+from pdmesh.model_download import require_space, run_reporting
+from pdmesh.model_progress import megabytes
+
+_NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+_FLOAT32_BYTES = 4
+# Run with a file and a folder: converts, and prints a line now and then.
+_PROGRAM = """
+import sys
+from engine.weights.convert import convert_gguf_weights
+convert_gguf_weights(*sys.argv[1:], lambda share, text: print(f"{share:.0%}, {text}", flush=True))
+"""
+
+
+def ensure_converted(gguf: Path, sha256: str, target: Path, notice: str, progress: Progress) -> Path:
+    """`target`, holding the conversion of `gguf`; made if it is not there yet. ModelError says why it cannot be."""
+    if is_complete(target, sha256):
+        return target
+    with exclusive(target, progress):
+        if not is_complete(target, sha256):
+            _convert(gguf, sha256, target, notice, progress)
+    return target
+
+
+def _convert(gguf: Path, sha256: str, target: Path, notice: str, progress: Progress) -> None:
+    with building(target) as folder:
+        progress(f"converting {gguf.name}: tokenizer")
+        num_bytes = _FLOAT32_BYTES * convert_tokenizer(gguf, folder)
+        require_space(folder, num_bytes, f"to convert {gguf.name} to float32")
+        convert_weights(gguf, folder, num_bytes, progress)
+        missing = [name for name in _NEEDED if not (folder / name).is_file()]
+        if missing:
+            raise ModelError(f"{gguf.name}: the conversion made no {', '.join(missing)}; this is a defect of pdmesh, report it")
+        (folder / "NOTICE").write_text(notice + "\n", encoding="utf-8")
+        write_marker(folder, sha256)
+        publish(folder, target)
+    progress(f"converted {gguf.name} to {target}")
+
+
+def convert_tokenizer(gguf_path: Path, folder: Path) -> int:
+    """Writes the tokenizer's files; returns how many numbers the file's tensors hold. ModelError: not a GGUF, or not covered."""
+    try:
+        import gguf  # heavy, and needed only to convert
+
+        from text.gguf_tokenizer import write_gguf_tokenizer
+    except ImportError as error:
+        raise ModelError(f"the package {error.name} is needed to convert {gguf_path.name}; install pdmesh[local]") from error
+    try:
+        reader = gguf.GGUFReader(str(gguf_path))
+        write_gguf_tokenizer({name: field.contents() for name, field in reader.fields.items()}, folder)
+        return sum(int(tensor.n_elements) for tensor in reader.tensors)
+    except (ValueError, LookupError) as error:
+        raise ModelError(f"{gguf_path} cannot be converted: {error}") from error
+
+
+def convert_weights(gguf: Path, folder: Path, num_bytes: int, progress: Progress) -> None:
+    """Runs the engine's converter in a process of its own, so that a launcher does not keep torch in memory."""
+    log = folder / "convert.log"
+
+    def report() -> None:
+        said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-1:]
+        progress(f"converting {gguf.name}: weights to float32, {megabytes(num_bytes)}, {said[0] if said else 'starting'}")
+
+    root = Path(__file__).resolve().parents[1]
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-c", _PROGRAM, str(gguf), str(folder)]
+    run_reporting(command, log, report, env={**os.environ, "PYTHONPATH": path})
+    log.unlink()

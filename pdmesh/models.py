@@ -1,0 +1,171 @@
+"""Models by name, by folder or by file: fetched, checked, converted once, kept.
+
+python -m pdmesh.models fetch smollm2-135m-instruct
+python -m pdmesh.models list
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import hashlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pdmesh.model_cache import Progress, cache_folder
+from pdmesh.model_catalogue import DEFAULT_MODEL, KNOWN_MODELS, KnownModel, ModelError
+from pdmesh.model_convert import ensure_converted
+from pdmesh.model_download import ensure_gguf
+from pdmesh.model_progress import StderrProgress, megabytes
+
+__all__ = ["DEFAULT_MODEL", "KNOWN_MODELS", "ModelError", "ensure_gguf_of", "ensure_model", "main", "model_name"]
+
+_CHUNK_BYTES = 1 << 20
+
+
+def ensure_model(name_or_path: str | Path, progress: Progress | None = None) -> Path:
+    """A Hugging Face folder for a model: configuration, safetensors, tokenizer with chat template.
+
+    Args:
+        name_or_path: a known name (`KNOWN_MODELS`), which is fetched and converted into the cache once; a Hugging Face folder,
+            which is returned as it is; a .gguf file, which is converted into the cache under its SHA-256.
+        progress: gets a line of text now and then; None shows them on standard error. Milliseconds and silent if all is there.
+
+    ModelError says in one sentence what is wrong and what to do. Safe in several processes at once; whatever happens,
+    nothing incomplete is left under a model's name.
+    """
+    if progress is not None:
+        return _ensure(str(name_or_path), progress)
+    shown = StderrProgress()
+    try:
+        return _ensure(str(name_or_path), shown)
+    finally:
+        shown.close()
+
+
+def ensure_gguf_of(name: str, progress: Progress) -> Path:
+    """The GGUF file of a known model as it was published, fetched if it is not in the cache."""
+    return ensure_gguf(_known(name), progress)
+
+
+def model_name(name_or_path: str | Path) -> str:
+    """The name under which a model is served when nobody gave it one: the known name, or the last part of the path."""
+    name = str(name_or_path)
+    return name if name in KNOWN_MODELS else Path(name).resolve().name.removesuffix(".gguf")
+
+
+def _ensure(name: str, progress: Progress) -> Path:
+    path = Path(name).expanduser()
+    try:
+        if name in KNOWN_MODELS:
+            return _ensure_known(KNOWN_MODELS[name], progress)
+        if path.is_dir():
+            return _checked_folder(path)
+        if path.is_file():
+            return _ensure_file(path.resolve(), progress)
+    except OSError as error:
+        raise ModelError(_explain_os_error(error)) from error
+    _known(name)
+    raise AssertionError("unreachable: _known raises")
+
+
+def _known(name: str) -> KnownModel:
+    if name not in KNOWN_MODELS:
+        known = ", ".join(KNOWN_MODELS)
+        raise ModelError(f"model {name!r} is neither a known name ({known}) nor a folder nor a .gguf file; check the spelling")
+    return KNOWN_MODELS[name]
+
+
+def _ensure_known(model: KnownModel, progress: Progress) -> Path:
+    target = cache_folder() / "models" / model.name
+    gguf = ensure_gguf(model, progress)
+    notice = f"{model.notice}\nLicence of the weights: {model.licence}. Converted to float32 safetensors by pdmesh."
+    return ensure_converted(gguf, model.sha256, target, notice, progress)
+
+
+def _checked_folder(path: Path) -> Path:
+    missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{path} is no model folder: it lacks {' and '.join(missing)}; name a Hugging Face folder or a .gguf file"
+        )
+    return path.resolve()
+
+
+def _ensure_file(path: Path, progress: Progress) -> Path:
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ModelError(
+                f"{path} is no GGUF file; name a Hugging Face folder, a .gguf file or one of {', '.join(KNOWN_MODELS)}"
+            )
+    sha256 = _remembered_sha256(path, progress)
+    notice = f"Converted from {path.name} (SHA-256 {sha256}) by pdmesh; its licence is that of the original."
+    return ensure_converted(path, sha256, cache_folder() / "models" / f"gguf-{sha256}", notice, progress)
+
+
+def _remembered_sha256(path: Path, progress: Progress) -> str:
+    """Hashing gigabytes takes seconds, so the result is kept under what changes with a file's content: size and times."""
+    stat = path.stat()
+    identity = f"{path}\0{stat.st_dev}\0{stat.st_ino}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}"
+    remembered = cache_folder() / "gguf_hashes" / hashlib.sha256(identity.encode()).hexdigest()
+    if remembered.is_file():
+        return remembered.read_text(encoding="ascii")
+    sha256 = _sha256(path, stat.st_size, progress)
+    remembered.parent.mkdir(parents=True, exist_ok=True)
+    written = remembered.with_suffix(".new")
+    written.write_text(sha256, encoding="ascii")
+    written.replace(remembered)
+    return sha256
+
+
+def _sha256(path: Path, num_bytes: int, progress: Progress) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for count, chunk in enumerate(iter(lambda: file.read(_CHUNK_BYTES), b"")):
+            digest.update(chunk)
+            if count % 256 == 255:
+                progress(f"reading {path.name}: {megabytes(count * _CHUNK_BYTES)} of {megabytes(num_bytes)}")
+    return digest.hexdigest()
+
+
+def _explain_os_error(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk of {cache_folder()} is full; free some space or name another folder in PDMESH_CACHE"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{error.filename or cache_folder()} is not writable or readable; change its permissions or set PDMESH_CACHE"
+    return f"{error.filename or cache_folder()}: {error.strerror or error}; set PDMESH_CACHE if another folder is better"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; 0 if all models asked for are there, and their folders are printed."""
+    parser = argparse.ArgumentParser(prog="python -m pdmesh.models", description="Fetch models into the cache ($PDMESH_CACHE).")
+    commands = parser.add_subparsers(dest="command", required=True)
+    fetch = commands.add_parser("fetch", help="make models ready and print their folders")
+    fetch.add_argument("models", nargs="*", default=[DEFAULT_MODEL], help=f"known names or .gguf files (default {DEFAULT_MODEL})")
+    commands.add_parser("list", help="known models with their licences")
+    arguments = parser.parse_args(argv)
+    return _list() if arguments.command == "list" else _fetch(arguments.models)
+
+
+def _list() -> int:
+    for model in KNOWN_MODELS.values():
+        print(f"{model.name}: {model.title}, {megabytes(model.source.num_bytes)} to download, {model.licence}")
+    return 0
+
+
+def _fetch(models: Sequence[str]) -> int:
+    try:
+        for model in models:
+            print(ensure_model(model))
+    except ModelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing incomplete was kept", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Names of KV blocks: a hash chained over the tokens up to a block's end.
+
+Two blocks have the same name iff they hold the same tokens behind the same tokens under the same root, and the root carries
+everything else that decides a block's contents or who may share it: identity of the model, tenant, salt. BLAKE2b with 128
+bits: fast, and nobody can make two prompts collide.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+HASH_BYTES = 16
+_TOKEN_BYTES = 4
+
+
+def cache_root(*fields: str | int, salt: str) -> bytes:
+    """The root of a chain, 16 bytes, from the fields of an identity (in a fixed order) and a tenant's salt."""
+    digest = blake2b(digest_size=HASH_BYTES, person=b"pdmesh.root")
+    for field in (*fields, salt):
+        encoded = f"{type(field).__name__}:{field}".encode()
+        digest.update(len(encoded).to_bytes(4, "little") + encoded)
+    return digest.digest()
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The name (16 bytes) of the block with `token_ids` (each in [0, 2**32)) behind the block or root `parent`."""
+    return _chain(parent, _pack(token_ids))
+
+
+def hash_prompt(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """The names of all full blocks of a prompt, in order."""
+    packed = memoryview(_pack(token_ids))
+    stride = block_size * _TOKEN_BYTES
+    hashes: list[bytes] = []
+    parent = root
+    for start in range(0, len(packed) - stride + 1, stride):
+        parent = _chain(parent, packed[start : start + stride])
+        hashes.append(parent)
+    return hashes
+
+
+def _chain(parent: bytes, packed: bytes | memoryview) -> bytes:
+    # The length keeps an empty root apart from a parent: no two different pairs make the same input.
+    digest = blake2b(bytes((len(parent),)) + parent, digest_size=HASH_BYTES, person=b"pdmesh.block")
+    digest.update(packed)
+    return digest.digest()
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
+    """Little-endian uint32."""
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()

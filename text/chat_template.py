@@ -1,0 +1,106 @@
+"""Chat templates: a model's own Jinja template, rendered as Hugging Face renders it.
+
+The conventions are those of transformers' `apply_chat_template`: blocks trimmed, loop controls, `raise_exception`,
+`strftime_now`, a `tojson` that leaves non-ASCII characters alone, `{% generation %}` transparent. A template comes with the
+model and is not trusted: it runs in Jinja's immutable sandbox. Not covered: tools and documents (always none).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+# What a template may raise on messages that it does not expect; all of it is the caller's (or the template's) fault.
+_RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation: `role` is "system", "user", "assistant" or another that the template knows."""
+
+    role: str
+    content: str
+
+
+class ChatTemplate:
+    """A Jinja template and the special tokens that it may name (`bos_token`, `eos_token`, ...)."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
+        self.special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """The conversation as the text that the model was trained on. ValueError says what the template refused."""
+        if not messages:
+            raise ValueError("messages: a conversation needs at least one message")
+        try:
+            return self._template.render(
+                messages=[asdict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+            )
+        except _RENDER_ERRORS as error:
+            raise ValueError(f"messages: the model's chat template refused them: {error}") from error
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        return environment.from_string(self.source)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's text for training masks; here its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(date_format: str) -> str:
+    return datetime.now().strftime(date_format)
+
+
+def select_template(declared: object) -> str | None:
+    """The template among what `chat_template` of a tokenizer_config.json may be: absent, one string, or a list of
+    `{"name", "template"}` of which "default" is meant for plain conversations."""
+    if declared is None or isinstance(declared, str):
+        return declared
+    named = {item["name"]: item["template"] for item in declared} if isinstance(declared, list) else {}
+    if len(named) == 1:
+        return str(next(iter(named.values())))
+    if "default" not in named:
+        raise ValueError(
+            f"tokenizer_config.json: chat_template holds {sorted(named) or type(declared).__name__} and no 'default'"
+        )
+    return str(named["default"])
