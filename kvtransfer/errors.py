@@ -1,0 +1,69 @@
+"""What can go wrong in a transfer, each with the gRPC status code that travels."""
+
+import grpc
+
+from runtime.errors import MeshError
+
+
+class TransferRefused(MeshError):
+    """The receiver does not take this push. The delegate raises it too; `code` and `message` go to the sender."""
+
+    def __init__(self, code: grpc.StatusCode, message: str, *, field: str | None = None) -> None:
+        super().__init__(message if field is None else f"{field}: {message}", code=code, field=field)
+
+
+class Incompatible(TransferRefused):
+    """Both ends differ in `field` of identity or layout."""
+
+    def __init__(self, field: str, ours: object, theirs: object) -> None:
+        super().__init__(grpc.StatusCode.FAILED_PRECONDITION, f"ours is {ours!r}, theirs is {theirs!r}", field=field)
+        self.ours = ours
+        self.theirs = theirs
+
+
+class FrameError(Exception):
+    """Bytes that are not this protocol: the connection is closed, because what follows cannot be told apart."""
+
+
+class PeerClosed(ConnectionError):
+    """The other end closed the connection."""
+
+
+class TransportUnavailable(Exception):
+    """This transport cannot be used between these two processes; nothing was opened, so another one may be tried."""
+
+
+class PushFailed(MeshError):
+    """A push ended without a commit that the sender knows of. `retryable`: another attempt may succeed."""
+
+    def __init__(self, message: str, *, retryable: bool, code: grpc.StatusCode) -> None:
+        super().__init__(message, code=code)
+        self.retryable = retryable
+
+
+RETRYABLE = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DATA_LOSS,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    }
+)
+
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def code_number(code: grpc.StatusCode) -> int:
+    """The number of `code` on the wire."""
+    number: int = code.value[0]
+    return number
+
+
+def code_of(number: int) -> grpc.StatusCode:
+    """The status code with this number; UNKNOWN for a number that gRPC does not have."""
+    return _CODES.get(number, grpc.StatusCode.UNKNOWN)
+
+
+def push_failed(code: grpc.StatusCode, message: str) -> PushFailed:
+    """A PushFailed whose `retryable` follows from the code."""
+    return PushFailed(message, retryable=code in RETRYABLE, code=code)

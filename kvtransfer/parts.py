@@ -1,0 +1,148 @@
+"""How the KV of a request is cut into parts, and how the receiver knows that it has all of them.
+
+A part is a rectangle: a group of layers × a range of blocks. Its bytes are, per layer, all keys, then all values.
+
+    blocks  0 ··· first_block ··············· num_blocks
+    layer 0 │ pinned │ part 0                       │       Blocks before first_block are on decode already.
+          1 │ prefix │                              │       The last block may be filled in part: it travels whole.
+          2 │        │ part 1                       │
+"""
+
+from dataclasses import dataclass
+
+import grpc
+
+from kvtransfer.compatibility import refuse
+from kvtransfer.errors import TransferRefused
+from protos.v1 import transfer_pb2
+
+TARGET_PART_BYTES = 8 << 20
+MAX_PART_BYTES = 64 << 20
+MAX_PART_BLOCKS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Part:
+    """A group of layers × a range of the request's blocks."""
+
+    part_id: int
+    layer_start: int
+    layer_end: int
+    block_start: int
+    block_end: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.layer_start, self.layer_end)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.block_end - self.block_start
+
+    def num_bytes(self, bytes_per_layer_block: int) -> int:
+        return len(self.layers) * 2 * self.num_blocks * bytes_per_layer_block
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """All parts of one push, lowest layers first: a part may be sent as soon as its layers are computed."""
+
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        if any(part.part_id != index for index, part in enumerate(self.parts)):
+            raise ValueError("part ids must count from 0")
+
+
+def plan_parts(
+    num_layers: int, first_block: int, num_blocks: int, bytes_per_layer_block: int, *, target_bytes: int = TARGET_PART_BYTES
+) -> PartPlan:
+    """Cut layers [0, num_layers) × blocks [first_block, num_blocks) into parts of at most `target_bytes` (or one block)."""
+    missing = num_blocks - first_block
+    if missing <= 0:
+        return PartPlan(())
+    block_bytes = 2 * bytes_per_layer_block
+    blocks_per_part = _even(missing, min(target_bytes // block_bytes, MAX_PART_BLOCKS))
+    layers_per_part = _even(num_layers, target_bytes // (block_bytes * blocks_per_part))
+    corners = [
+        (layer, block)
+        for layer in range(0, num_layers, layers_per_part)
+        for block in range(first_block, num_blocks, blocks_per_part)
+    ]
+    return PartPlan(
+        tuple(
+            Part(i, layer, min(layer + layers_per_part, num_layers), block, min(block + blocks_per_part, num_blocks))
+            for i, (layer, block) in enumerate(corners)
+        )
+    )
+
+
+def _even(total: int, at_most: int) -> int:
+    """The largest share when `total` is cut into as few nearly equal shares of at most max(1, at_most) as possible."""
+    num_shares = -(-total // max(1, at_most))
+    return -(-total // num_shares)
+
+
+class Manifest:
+    """What a receiver has of one push: every (layer, block ≥ first_block) is to be covered exactly once by a verified part."""
+
+    def __init__(self, num_layers: int, first_block: int, num_blocks: int, bytes_per_layer_block: int) -> None:
+        self.num_layers = num_layers
+        self.first_block = first_block
+        self.num_blocks = num_blocks
+        self.bytes_per_layer_block = bytes_per_layer_block
+        self.num_parts = 0
+        self.num_bytes = 0
+        self._covered = [bytearray(num_blocks) for _ in range(num_layers)]
+        self._accepted: set[int] = set()
+        self._corrupt: set[int] = set()
+
+    def check(self, header: transfer_pb2.PartHeader) -> Part:
+        """The part that `header` announces. Raises TransferRefused naming the field that does not fit; nothing is written."""
+        part = Part(header.part_id, header.layer_start, header.layer_end, header.block_start, header.block_end)
+        if not 0 <= part.layer_start < part.layer_end <= self.num_layers:
+            raise refuse("part.layer_end", f"layers [{part.layer_start}, {part.layer_end}) are not within [0, {self.num_layers})")
+        if not self.first_block <= part.block_start < part.block_end <= self.num_blocks:
+            raise refuse(
+                "part.block_end",
+                f"blocks [{part.block_start}, {part.block_end}) are not within [{self.first_block}, {self.num_blocks})",
+            )
+        expected = part.num_bytes(self.bytes_per_layer_block)
+        if header.num_bytes != expected or expected > MAX_PART_BYTES:
+            raise refuse("part.num_bytes", f"{header.num_bytes}; its ranges make {expected}, the bound is {MAX_PART_BYTES}")
+        self._check_new(part)
+        return part
+
+    def accept(self, part: Part, *, num_bytes: int) -> None:
+        """`part` is written and verified."""
+        self._accepted.add(part.part_id)
+        self.num_parts += 1
+        self.num_bytes += num_bytes
+        for layer in part.layers:
+            self._covered[layer][part.block_start : part.block_end] = b"\1" * part.num_blocks
+
+    def reject(self, part: Part) -> None:
+        """`part` arrived corrupt: it may be sent once more. Raises TransferRefused DATA_LOSS the second time."""
+        if part.part_id in self._corrupt:
+            raise TransferRefused(grpc.StatusCode.DATA_LOSS, f"part {part.part_id} arrived corrupt twice", field="part.crc32c")
+        self._corrupt.add(part.part_id)
+
+    def check_complete(self, commit: transfer_pb2.TransferCommit, num_tokens: int) -> None:
+        """Raises TransferRefused unless everything is here and `commit` says the same as we know."""
+        if commit.num_tokens != num_tokens:
+            raise refuse("commit.num_tokens", f"{commit.num_tokens}, but the reservation is for {num_tokens}")
+        if commit.num_parts != self.num_parts:
+            raise refuse("commit.num_parts", f"{commit.num_parts}, but {self.num_parts} have arrived")
+        for layer, covered in enumerate(self._covered):
+            missing = covered.find(0, self.first_block)
+            if missing >= 0:
+                raise TransferRefused(
+                    grpc.StatusCode.FAILED_PRECONDITION, f"layer {layer}, block {missing} was never sent", field="manifest"
+                )
+
+    def _check_new(self, part: Part) -> None:
+        if part.part_id in self._accepted:
+            raise refuse("part.part_id", f"{part.part_id} has been accepted before")
+        for layer in part.layers:
+            if 1 in self._covered[layer][part.block_start : part.block_end]:
+                raise refuse("part.block_start", f"part {part.part_id} overlaps an accepted one in layer {layer}")

@@ -1,0 +1,238 @@
+"""A stream socket that carries frames on the event loop and the bytes of parts in threads.
+
+A thread never waits long for a peer: it works in turns of at most TURN_S and hands back as soon as the socket has nothing for it,
+so a few threads serve many slow peers. A cancelled or interrupted transfer waits for its thread before it ends: nobody closes a
+socket, or frees a block, under a thread that still uses it.
+"""
+
+import asyncio
+import select
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+from kvtransfer import framing
+from kvtransfer.checksum import extend
+from kvtransfer.errors import FrameError, PeerClosed
+from protos.v1 import transfer_pb2
+
+TURN_S = 0.1
+POLL_MS = 10
+MAX_PIECES = 64  # of one sendmsg or recvmsg_into; IOV_MAX is 1024, and a longer list costs more to build than it saves
+MAX_PIECE_BYTES = 1 << 20  # of one system call: what was received is still in the processor's cache when it is summed
+
+T = TypeVar("T")
+
+
+class Cursor:
+    """A position in a list of views."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = views
+        self._index = 0
+        self._offset = 0
+        self.remaining = sum(view.nbytes for view in views)
+
+    @contextmanager
+    def window(self) -> Iterator[list[memoryview]]:
+        """The next pieces, at most MAX_PIECES and MAX_PIECE_BYTES; released behind it, so that no traceback holds pool memory."""
+        pieces = self._next_pieces()
+        try:
+            yield pieces
+        finally:
+            release(pieces)
+
+    def _next_pieces(self) -> list[memoryview]:
+        pieces: list[memoryview] = []
+        size, offset = 0, self._offset
+        for view in self._views[self._index : self._index + MAX_PIECES]:
+            piece = view[offset : offset + MAX_PIECE_BYTES - size]
+            pieces.append(piece)
+            size, offset = size + piece.nbytes, 0
+            if size >= MAX_PIECE_BYTES:
+                break
+        return pieces
+
+    def advance(self, num_bytes: int) -> None:
+        """Step over `num_bytes`, at most `remaining`."""
+        self.remaining -= num_bytes
+        num_bytes += self._offset
+        while self._index < len(self._views) and num_bytes >= self._views[self._index].nbytes:
+            num_bytes -= self._views[self._index].nbytes
+            self._index += 1
+        self._offset = num_bytes
+
+
+class Stream:
+    """Owns `sock` until close(). Not for concurrent use, but for interrupt().
+
+    idle_timeout_s bounds each wait for the peer: TimeoutError. PeerClosed, OSError: the connection is gone. FrameError: garbage.
+    """
+
+    def __init__(self, sock: socket.socket, executor: Executor, idle_timeout_s: float) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.idle_timeout_s = idle_timeout_s
+        self.interrupted = False
+        self._executor = executor
+
+    async def read_message(self) -> transfer_pb2.TransferMessage:
+        """The next frame."""
+        async with asyncio.timeout(self.idle_timeout_s):
+            return await self.read_rest(b"")
+
+    async def read_rest(self, beginning: bytes) -> transfer_pb2.TransferMessage:
+        """The frame whose first bytes, at most a header, were read elsewhere. No timeout."""
+        header = beginning + await self._read_exactly(framing.HEADER.size - len(beginning))
+        return framing.decode(await self._read_exactly(framing.body_length(header)))
+
+    async def write_message(self, message: transfer_pb2.TransferMessage) -> None:
+        """Send one frame."""
+        async with asyncio.timeout(self.idle_timeout_s):
+            await asyncio.get_running_loop().sock_sendall(self.sock, framing.encode(message))
+
+    async def send_views(self, views: Sequence[memoryview]) -> None:
+        """Send the bytes of `views` in order, without copying them."""
+        cursor = Cursor(views)
+        while cursor.remaining:
+            if not await self.run(self._send_turn, cursor):
+                await self.ready(write=True)
+
+    async def receive_views(self, views: Sequence[memoryview], on_bytes: Callable[[int], None]) -> int:
+        """Fill `views` in order and return the CRC-32C of what came. on_bytes(count), on the event loop, may raise to stop."""
+        cursor, value = Cursor(views), 0
+        while cursor.remaining:
+            num_bytes, value = await self.run(self._receive_turn, cursor, value)
+            if num_bytes:
+                on_bytes(num_bytes)
+            elif cursor.remaining:
+                await self.ready(write=False)
+        return value
+
+    async def run(self, work: Callable[..., T], *args: object) -> T:
+        """`work(*args)` in a thread. Cancelled meanwhile: interrupt, wait until the thread is out, then raise CancelledError."""
+        future = asyncio.get_running_loop().run_in_executor(self._executor, lambda: work(*args))
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self.interrupt()
+            while not future.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
+            future.exception()  # retrieved: it ended because we cut it off
+            raise
+
+    async def ready(self, *, write: bool) -> None:
+        """Wait until the socket can be written (or read). TimeoutError after idle_timeout_s."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        add, remove = (loop.add_writer, loop.remove_writer) if write else (loop.add_reader, loop.remove_reader)
+        add(self.sock, _resolve, future)
+        try:
+            async with asyncio.timeout(self.idle_timeout_s):
+                await future
+        finally:
+            remove(self.sock)
+
+    async def linger(self, timeout_s: float) -> None:
+        """Wait for the peer to close first, dropping what it sends: closing with unread bytes would reset the connection and
+        take our last answer with it."""
+        sink = bytearray(1 << 16)
+        with suppress(OSError, TimeoutError):
+            self.sock.shutdown(socket.SHUT_WR)
+            async with asyncio.timeout(timeout_s):
+                while await asyncio.get_running_loop().sock_recv_into(self.sock, sink):
+                    pass
+
+    def interrupt(self) -> None:
+        """Make every present and future wait on this socket fail at once. From the event loop only."""
+        self.interrupted = True
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket; idempotent."""
+        self.sock.close()
+
+    def check_interrupted(self) -> None:
+        """Raises PeerClosed after interrupt()."""
+        if self.interrupted:
+            raise PeerClosed("the transfer was interrupted on this side")
+
+    async def _read_exactly(self, num_bytes: int) -> bytes:
+        loop, buffer = asyncio.get_running_loop(), bytearray(num_bytes)
+        view, done = memoryview(buffer), 0
+        while done < num_bytes:
+            count = await loop.sock_recv_into(self.sock, view[done:])
+            if count == 0:
+                raise PeerClosed(f"the peer closed the connection with {num_bytes - done} bytes of a frame missing")
+            done += count
+        return bytes(buffer)
+
+    def _send_turn(self, cursor: Cursor) -> int:
+        """Send what the socket takes, in a thread; returns the bytes sent."""
+        before, deadline = cursor.remaining, time.monotonic() + TURN_S
+        while cursor.remaining and time.monotonic() < deadline:
+            self.check_interrupted()
+            try:
+                with cursor.window() as pieces:
+                    count = self.sock.sendmsg(pieces)
+                cursor.advance(count)
+            except BlockingIOError:
+                if not self._poll(select.POLLOUT):
+                    break
+        return before - cursor.remaining
+
+    def _receive_turn(self, cursor: Cursor, value: int) -> tuple[int, int]:
+        """Receive what the socket has, in a thread; returns the bytes received and the checksum up to them."""
+        before, deadline = cursor.remaining, time.monotonic() + TURN_S
+        while cursor.remaining and time.monotonic() < deadline:
+            self.check_interrupted()
+            try:
+                with cursor.window() as pieces:
+                    count = self.sock.recvmsg_into(pieces)[0]
+                    value = _extend_over(value, pieces, count)
+            except BlockingIOError:
+                if not self._poll(select.POLLIN):
+                    break
+                continue
+            if count == 0:
+                raise PeerClosed(f"the peer closed the connection with {cursor.remaining} bytes of a part missing")
+            cursor.advance(count)
+        return before - cursor.remaining, value
+
+    def _poll(self, event: int) -> bool:
+        poller = select.poll()
+        poller.register(self.sock, event)
+        return bool(poller.poll(POLL_MS))
+
+
+def release(views: Iterable[memoryview]) -> None:
+    """Give the memory under `views` back to its owner."""
+    for view in views:
+        view.release()
+
+
+async def expect(stream: Stream, kind: str) -> transfer_pb2.TransferMessage:
+    """The next frame, which must hold `kind`. Raises FrameError for another."""
+    message = await stream.read_message()
+    if message.WhichOneof("message") != kind:
+        raise FrameError(f"expected {kind}, got {message.WhichOneof('message')}")
+    return message
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _extend_over(value: int, pieces: Sequence[memoryview], num_bytes: int) -> int:
+    for piece in pieces:
+        value = extend(value, piece[:num_bytes])
+        num_bytes -= min(num_bytes, piece.nbytes)
+        if num_bytes == 0:
+            break
+    return value

@@ -1,0 +1,290 @@
+"""Two ends of a transfer in one process: pools, a delegate with the real state machine, and a raw peer that may misbehave."""
+
+import asyncio
+import itertools
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+import grpc
+
+from kvtransfer.checksum import checksum
+from kvtransfer.delegate import PushTarget
+from kvtransfer.errors import TransferRefused
+from kvtransfer.grant import check_grant, new_token, unknown_reservation
+from kvtransfer.memory import part_views
+from kvtransfer.parts import Part
+from kvtransfer.receiver import Receiver
+from kvtransfer.reservation import (
+    AttemptFailed,
+    Committed,
+    Finished,
+    InvalidTransition,
+    Mode,
+    PushOpened,
+    ReservationState,
+    reserved,
+    transition,
+)
+from kvtransfer.sender import PushJob, Sender
+from kvtransfer.stream import expect
+from kvtransfer.transports.base import Outgoing
+from kvtransfer.transports.registry import TRANSPORTS
+from protos.v1 import common_pb2, transfer_pb2
+from tests.support.kv_memory import FakeKVMemory, make_identity, make_layout, make_memory
+
+EPOCH = 0xE0
+DEADLINE_S = 10.0
+
+
+@dataclass
+class Held:
+    """A reservation of FakeDelegate."""
+
+    state: ReservationState
+    token: bytes
+    block_ids: tuple[int, ...]
+    first_block: int
+    num_tokens: int
+
+
+@dataclass
+class FakeDelegate:
+    """Decode's part in a transfer. `events` lists what happened; hooks let a test act in the middle."""
+
+    held: dict[str, Held] = field(default_factory=dict)
+    events: list[tuple[str, str]] = field(default_factory=list)
+    commits: list[tuple[transfer_pb2.TransferCommit, int, str]] = field(default_factory=list)
+    on_progress: Callable[[PushTarget], None] = lambda target: None
+    on_commit: Callable[[PushTarget], None] = lambda target: None
+
+    def open_push(self, hello: transfer_pb2.TransferHello) -> PushTarget:
+        held = self.held.get(hello.reservation_id)
+        if held is None:
+            raise unknown_reservation(hello.reservation_id)
+        check_grant(hello, epoch=EPOCH, token=held.token, attempt=held.state.attempt)
+        try:
+            held.state = transition(held.state, PushOpened(hello.attempt), time.monotonic())
+        except InvalidTransition as error:
+            raise TransferRefused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
+        self.events.append(("open", hello.reservation_id))
+        return PushTarget(hello.reservation_id, hello.attempt, held.block_ids, held.first_block, held.num_tokens)
+
+    def push_progress(self, target: PushTarget) -> bool:
+        self.on_progress(target)
+        return self.held[target.reservation_id].state.accepts_bytes(target.attempt)
+
+    async def commit_push(
+        self, target: PushTarget, commit: transfer_pb2.TransferCommit, *, num_bytes: int, transport: str
+    ) -> None:
+        self.on_commit(target)
+        held = self.held[target.reservation_id]
+        held.state = transition(held.state, Committed(target.attempt), time.monotonic())
+        self.commits.append((commit, num_bytes, transport))
+        self.events.append(("commit", target.reservation_id))
+
+    def push_failed(self, target: PushTarget, reason: str) -> None:
+        held = self.held[target.reservation_id]
+        held.state = transition(held.state, AttemptFailed(target.attempt, reason), time.monotonic())
+        self.events.append(("failed", reason))
+
+    def push_finished(self, target: PushTarget) -> None:
+        held = self.held[target.reservation_id]
+        held.state = transition(held.state, Finished(), time.monotonic())
+        self.events.append(("finished", target.reservation_id))
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.events]
+
+
+class World:
+    """A receiver and a sender over one transport, on pools of different sizes."""
+
+    def __init__(
+        self, transport: str, *, num_layers: int = 3, num_blocks: int = 64, part_bytes: int = 4096, idle_timeout_s: float = 5.0
+    ) -> None:
+        self.transport = transport
+        self.identity = make_identity(num_layers=num_layers)
+        self.layout = make_layout()
+        self.source = make_memory(self.identity, self.layout, num_blocks)
+        self.target = make_memory(self.identity, self.layout, num_blocks + 5)
+        self.source.fill(1)
+        self.target.fill(2)
+        self.before = bytes(self.target.memory())
+        self.delegate = FakeDelegate()
+        self.receiver = Receiver(
+            self.target, self.delegate, self.identity, self.layout, transports=(transport,), idle_timeout_s=idle_timeout_s
+        )
+        self.sender = self.make_sender(part_bytes=part_bytes)
+
+    def make_sender(self, *, memory: FakeKVMemory | None = None, part_bytes: int = 4096, reply_timeout_s: float = 5.0) -> Sender:
+        return Sender(
+            memory or self.source, self.identity, self.layout, 7, reply_timeout_s=reply_timeout_s, part_bytes=part_bytes
+        )
+
+    def job(
+        self, name: str = "r1", *, num_blocks: int = 20, first_block: int = 0, start: int = 0, spread: bool = False
+    ) -> PushJob:
+        """A reservation of `num_blocks` blocks on the receiver, and the push that fills it. The last block is filled in part."""
+        num_tokens = num_blocks * self.layout.block_size - 3
+        ids = range(start, start + num_blocks)
+        target_ids = tuple(reversed(ids)) if spread else tuple(block + 3 for block in ids)
+        held = Held(reserved(1, Mode.REMOTE, time.monotonic(), 5.0), new_token(), target_ids, first_block, num_tokens)
+        self.delegate.held[name] = held
+        return PushJob(self.reservation(name), tuple(ids), num_tokens, [transfer_pb2.CommittedChoice(token_id=42, index=1)])
+
+    def reservation(self, name: str) -> common_pb2.Reservation:
+        held = self.delegate.held[name]
+        return common_pb2.Reservation(
+            reservation_id=name,
+            epoch=EPOCH,
+            attempt=held.state.attempt,
+            lease_ms=5000,
+            token=held.token,
+            endpoints=self.receiver.endpoints(),
+            num_cached_tokens=held.first_block * self.layout.block_size,
+            layout=self.layout,
+        )
+
+    def hello(self, name: str) -> transfer_pb2.TransferHello:
+        held = self.delegate.held[name]
+        return transfer_pb2.TransferHello(
+            protocol_version=1,
+            reservation_id=name,
+            epoch=EPOCH,
+            attempt=held.state.attempt,
+            token=held.token,
+            identity=self.identity,
+            layout=self.layout,
+        )
+
+    def check_arrived(self, job: PushJob) -> None:
+        """The pushed blocks are equal, and no other byte of the receiver's pool has changed."""
+        held = self.delegate.held[job.reservation.reservation_id]
+        pairs = list(zip(job.source_block_ids, held.block_ids, strict=True))[held.first_block :]
+        for source_id, target_id in pairs:
+            assert self.source.block_bytes(source_id) == self.target.block_bytes(target_id)
+        self.check_untouched(set(range(self.target.num_blocks)) - {target_id for _, target_id in pairs})
+
+    def check_untouched(self, block_ids: set[int]) -> None:
+        original = FakeKVMemory(self.target.num_layers, self.target.num_blocks, self.target.bytes_per_layer_block)
+        original.memory()[:] = self.before
+        for block_id in block_ids:
+            assert original.block_bytes(block_id) == self.target.block_bytes(block_id)
+        original.close()
+
+    @asynccontextmanager
+    async def raw_peer(self, hello: transfer_pb2.TransferHello | None = None) -> AsyncIterator["RawPeer"]:
+        """A connection of a sender that does as the test says; greeted already if `hello` is given."""
+        endpoint = self.receiver.endpoints()[0]
+        with ThreadPoolExecutor(1) as executor:
+            outgoing = await TRANSPORTS[self.transport].connect(endpoint, self.source, executor, DEADLINE_S)
+            peer = RawPeer(outgoing, self.source)
+            try:
+                if hello is not None:
+                    assert (await peer.greet(hello)).code == 0
+                yield peer
+            finally:
+                outgoing.stream.close()
+
+
+class RawPeer:
+    """A sender without manners."""
+
+    def __init__(self, outgoing: Outgoing, source: FakeKVMemory) -> None:
+        self.outgoing = outgoing
+        self.stream = outgoing.stream
+        self._source = source
+
+    async def greet(self, hello: transfer_pb2.TransferHello) -> transfer_pb2.TransferReply:
+        await self.outgoing.send_hello(hello)
+        return (await expect(self.stream, "hello_reply")).hello_reply
+
+    def header(self, part: Part, source_ids: list[int]) -> transfer_pb2.PartHeader:
+        return transfer_pb2.PartHeader(
+            part_id=part.part_id,
+            layer_start=part.layer_start,
+            layer_end=part.layer_end,
+            block_start=part.block_start,
+            block_end=part.block_end,
+            num_bytes=part.num_bytes(self._source.bytes_per_layer_block),
+            crc32c=checksum(part_views(self._source, part.layers, source_ids)),
+        )
+
+    async def send_part(self, part: Part, source_ids: list[int], **changes: int) -> transfer_pb2.TransferMessage:
+        """Send a part, its header changed, and return the answer."""
+        header = self.header(part, source_ids)
+        for name, value in changes.items():
+            setattr(header, name, value)
+        await self.outgoing.send_part(header, part_views(self._source, part.layers, source_ids), source_ids)
+        return await self.stream.read_message()
+
+    async def send(self, **message: object) -> None:
+        await self.stream.write_message(transfer_pb2.TransferMessage(**message))  # type: ignore[arg-type]
+
+    async def send_bytes(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self.stream.sock, data)
+
+    async def verdict(self) -> tuple[grpc.StatusCode, str]:
+        """The refusal that ends the session."""
+        reply = (await expect(self.stream, "commit_reply")).commit_reply
+        return next(code for code in grpc.StatusCode if code.value[0] == reply.code), reply.message
+
+
+def at_part(number: int, act: Callable[[], object]) -> Callable[[PushTarget], None]:
+    """A hook for FakeDelegate.on_progress that acts before part `number` (from 1)."""
+    calls = itertools.count(1)
+
+    def hook(target: PushTarget) -> None:
+        if next(calls) == number:
+            act()
+
+    return hook
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for `condition`, at most DEADLINE_S."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
+        await asyncio.sleep(0.005)
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """File descriptors and threads are back to where they were."""
+    before = _descriptors()
+    threads = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + DEADLINE_S
+    while len(_descriptors()) > len(before) or set(threading.enumerate()) - threads:
+        assert time.monotonic() < deadline, f"left: {_descriptors()} (were {before}), {set(threading.enumerate()) - threads}"
+        time.sleep(0.005)
+
+
+def _descriptors() -> list[str]:
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+        except FileNotFoundError:  # the one of listdir itself
+            continue
+    return sorted(links)
+
+
+@asynccontextmanager
+async def running(world: World) -> AsyncIterator[World]:
+    """Start the receiver; stop everything afterwards. No view of either pool may be left then: close() would raise."""
+    await world.receiver.start()
+    try:
+        yield world
+    finally:
+        await world.sender.close()
+        await world.receiver.stop()
+        assert world.receiver.num_sessions == 0
+        world.source.close()
+        world.target.close()

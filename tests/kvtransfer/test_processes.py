@@ -1,0 +1,54 @@
+"""Two processes: a push that succeeds, and one whose sender is killed at each failpoint."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+DEADLINE_S = 30
+
+
+@contextmanager
+def process(*arguments: str, failpoints: str = "") -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-m", "tests.kvtransfer.transfer_process", *arguments]
+    environment = {**os.environ, "PDMESH_FAILPOINTS": failpoints}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def said(child: "subprocess.Popen[str]") -> dict[str, Any]:
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    assert line, f"the process ended with {child.wait(DEADLINE_S)}"
+    answer: dict[str, Any] = json.loads(line)
+    return answer
+
+
+@pytest.mark.timeout(120)
+def test_bytes_cross_between_processes(transport: str) -> None:
+    with process("receive", transport) as receiver:
+        opening = said(receiver)
+        with process("send", transport, opening["reservation"]) as sender:
+            assert said(sender) == {"outcome": transport, "num_bytes": 200 * 12 * 2 * 512}
+            assert sender.wait(DEADLINE_S) == 0
+        assert said(receiver) == {"sum": opening["expected"], "events": ["open", "commit"]}
+        assert receiver.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("failpoint", ["push.part=kill@7", "push.before_commit=kill"])
+def test_a_killed_sender_fails_the_attempt(transport: str, failpoint: str) -> None:
+    with process("receive", transport) as receiver:
+        opening = said(receiver)
+        with process("send", transport, opening["reservation"], failpoints=failpoint) as sender:
+            assert sender.wait(DEADLINE_S) == -9
+        assert said(receiver)["events"] == ["open", "failed"]
+        assert receiver.wait(DEADLINE_S) == 0

@@ -1,0 +1,75 @@
+"""A KV pool without an engine: memfd-backed bytes of any shape, sealed like the real one."""
+
+import fcntl
+import mmap
+import os
+import random
+
+from protos.v1 import common_pb2
+
+F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; the fcntl module has no name for it
+SEALS = F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class FakeKVMemory:
+    """Satisfies kvtransfer.memory.KVMemory. `seals` 0 leaves the memfd unsealed; `shared` False gives no descriptor."""
+
+    def __init__(
+        self, num_layers: int, num_blocks: int, bytes_per_layer_block: int, *, seals: int = SEALS, shared: bool = True
+    ) -> None:
+        self.num_layers = num_layers
+        self.num_blocks = num_blocks
+        self.bytes_per_layer_block = bytes_per_layer_block
+        self.num_bytes = num_layers * 2 * num_blocks * bytes_per_layer_block
+        self.fd: int | None = os.memfd_create("pdmesh-test-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, self.num_bytes)
+        self._map = mmap.mmap(self.fd, self.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        if seals:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+        if not shared:
+            os.close(self.fd)
+            self.fd = None
+
+    def memory(self) -> memoryview:
+        return memoryview(self._map)
+
+    def block_view(self, layer: int, kv: int, block_id: int) -> memoryview:
+        start = ((layer * 2 + kv) * self.num_blocks + block_id) * self.bytes_per_layer_block
+        return self.memory()[start : start + self.bytes_per_layer_block]
+
+    def fill(self, seed: int) -> None:
+        """Random bytes everywhere."""
+        self.memory()[:] = random.Random(seed).randbytes(self.num_bytes)
+
+    def block_bytes(self, block_id: int) -> bytes:
+        """A block's keys and values of all layers."""
+        return b"".join(self.block_view(layer, kv, block_id) for layer in range(self.num_layers) for kv in (0, 1))
+
+    def close(self) -> None:
+        self._map.close()
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+def make_layout(block_size: int = 16, kv_dtype: str = "bfloat16") -> common_pb2.KVLayout:
+    return common_pb2.KVLayout(block_size=block_size, kv_dtype=kv_dtype, tensor_parallel_size=1)
+
+
+def make_identity(num_layers: int = 3, num_kv_heads: int = 2, head_dim: int = 8) -> common_pb2.Identity:
+    return common_pb2.Identity(
+        model="tiny",
+        weights_hash="0" * 64,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        numeric_mode="cpu-fp32",
+        protocol_version=1,
+    )
+
+
+def make_memory(identity: common_pb2.Identity, layout: common_pb2.KVLayout, num_blocks: int) -> FakeKVMemory:
+    """A pool that fits identity and layout."""
+    dtype_bytes = 4 if layout.kv_dtype == "float32" else 2
+    size = layout.block_size * identity.num_kv_heads * identity.head_dim * dtype_bytes
+    return FakeKVMemory(identity.num_layers, num_blocks, size)
