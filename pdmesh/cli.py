@@ -1,0 +1,138 @@
+"""The `pdmesh` program: finds the command, loads its options, turns what goes wrong into one line and an exit code.
+
+Exit codes: 0 done; 1 failed; 2 wrong use, or a request that the mesh calls invalid; 3 no mesh, or no room in it; 4 the deadline
+passed; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any, Protocol, cast
+
+from pdmesh.arguments import parse_options
+from pdmesh.errors import DeadlineExceeded, InvalidArgument, MeshError, NotFound, Overloaded, Unavailable
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_UNAVAILABLE = 3
+EXIT_DEADLINE = 4
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+COMMANDS = {
+    "up": "start a mesh on this machine: Redis, router, prefill and decode workers",
+    "generate": "continue a prompt",
+    "chat": "talk to the model, or ask one question",
+    "status": "show workers, their roles and load, and the objectives in force",
+    "models": "list models, or fetch one",
+    "doctor": "check what this machine has and lacks",
+    "demo": "start a mesh, ask a question, show where the time went, stop",
+}
+# What the commands beyond the client library need, by the package that is missing.
+_EXTRAS = {"redis": "services", "tokenizers": "services", "grpc_health": "services", "torch": "worker", "transformers": "local"}
+
+
+class _Command(Protocol):
+    Options: type[Any]
+
+    def run(self, options: object) -> int:
+        """Does the work; returns the exit code."""
+        ...
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the program and exits."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs the program; returns the exit code."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0 if argv else EXIT_USAGE
+    if argv[0] in ("-V", "--version"):
+        print(f"pdmesh {_version()}")
+        return 0
+    if argv[0] not in COMMANDS:
+        return _unknown(argv[0])
+    return _run_command(argv[0], argv[1:])
+
+
+def overview() -> str:
+    """The text of `pdmesh --help`."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {summary}" for name, summary in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: pdmesh COMMAND [options]",
+            "",
+            "Serve large language models with prefill and decode separated, and use them.",
+            "",
+            *lines,
+            "",
+            "pdmesh COMMAND --help shows the options; each can also be set in the environment as PDMESH_<NAME>.",
+            "First steps: `pdmesh doctor`, then `pdmesh up`, then `pdmesh chat` in another terminal.",
+        ]
+    )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("pdmesh")
+    except metadata.PackageNotFoundError:
+        return "(not installed: run from its source)"
+
+
+def _unknown(name: str) -> int:
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    remedy = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
+    print(f"pdmesh: {name!r} is no command; {remedy}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+def _run_command(name: str, argv: Sequence[str]) -> int:
+    try:
+        command = cast(_Command, importlib.import_module(f"pdmesh.commands.{name}"))
+        options = parse_options(command.Options, argv, os.environ, prog=f"pdmesh {name}")
+        return command.run(options)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone; keep the interpreter from failing again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except MeshError as error:
+        print(f"pdmesh {name}: {explain(error)}", file=sys.stderr)
+        return exit_code(error)
+    except ModuleNotFoundError as error:
+        print(f"pdmesh {name}: {_missing_package(error)}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def explain(error: MeshError) -> str:
+    """What a person at a terminal needs to know of an error of the mesh."""
+    if isinstance(error, Overloaded) and error.retry_delay_s is not None:
+        return f"{error.message} (try again in {error.retry_delay_s:.1f} s, or give --retry-overload)"
+    if isinstance(error, Unavailable):
+        return f"{error.message} (is a mesh running? `pdmesh up` starts one; --router names another)"
+    return error.message
+
+
+def exit_code(error: MeshError) -> int:
+    """The exit code for an error of the mesh."""
+    if isinstance(error, (InvalidArgument, NotFound)):
+        return EXIT_USAGE
+    if isinstance(error, (Unavailable, Overloaded)):
+        return EXIT_UNAVAILABLE
+    return EXIT_DEADLINE if isinstance(error, DeadlineExceeded) else EXIT_FAILED
+
+
+def _missing_package(error: ModuleNotFoundError) -> str:
+    package = (error.name or "").partition(".")[0]
+    extra = _EXTRAS.get(package, "local")
+    return f"the Python package {package!r} is missing; install what this command needs with: pip install 'pdmesh[{extra}]'"

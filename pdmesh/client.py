@@ -1,0 +1,254 @@
+"""The client library: `Client` and `AsyncClient`, with the same calls. Needs grpcio and protobuf only.
+
+    with Client("127.0.0.1:8100,127.0.0.1:8101") as client:
+        print(client.chat([("user", "What is the capital of France?")], temperature=0).text)
+        for event in client.generate_stream("Once upon a time", max_tokens=64, timeout=30):
+            if isinstance(event, Delta):
+                print(event.text, end="")
+
+A lost router costs a pause: the stream goes on at the next address, with the same seed, behind the tokens received so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar, Unpack
+
+import grpc
+import grpc.aio
+
+from pdmesh import client_wire as wire
+from pdmesh.client_channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS, Preference, addresses
+from pdmesh.client_retry import Retrier, RetryPolicy
+from pdmesh.client_stream import AsyncCall, AsyncStream, Request, Stream, SyncCall
+from pdmesh.client_types import (
+    Completed,
+    Delta,
+    Event,
+    GenerateOptions,
+    Generation,
+    Message,
+    MessageLike,
+    Model,
+    Started,
+    Tokens,
+)
+from pdmesh.errors import error_from_rpc
+from protos.v1 import mesh_pb2
+from protos.v1.mesh_pb2_grpc import MeshStub
+
+if TYPE_CHECKING:
+    from protos.v1.mesh_pb2_grpc import MeshAsyncStub
+
+__all__ = ["AsyncClient", "Client", "Completed", "Delta", "Event", "Generation", "Message", "RetryPolicy", "Started"]
+
+Q = TypeVar("Q", contravariant=True)
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class _Unary(Protocol[Q, R_co]):
+    def __call__(self, request: Q, *, timeout: float | None = None) -> R_co: ...
+
+
+class _Base:
+    """Addresses, patience and the router that answered last."""
+
+    def __init__(
+        self, routers: str | Sequence[str] = DEFAULT_ADDRESS, *, resume_timeout_s: float = 30.0, retry_overload: bool = False
+    ) -> None:
+        self.routers = addresses(routers)
+        self._policy = RetryPolicy(resume_timeout_s=resume_timeout_s, retry_overload=retry_overload)
+        self._preference = Preference()
+
+    def _retrier(self, timeout: float | None) -> Retrier:
+        return Retrier(self._policy, len(self.routers), self._preference.address, time.monotonic(), timeout)
+
+
+class Client(_Base):
+    """A blocking client of a mesh. Thread-safe; a context manager, or call `close`.
+
+    `routers`: addresses "host:port", in a list or comma-separated, tried in turn. `resume_timeout_s`: how long to look for a
+    router after the last one was lost. `retry_overload`: wait and try again where the mesh refuses for lack of room.
+    Every call takes `timeout` in seconds (None: none) and raises the errors of `pdmesh.errors`.
+    """
+
+    def __init__(
+        self, routers: str | Sequence[str] = DEFAULT_ADDRESS, *, resume_timeout_s: float = 30.0, retry_overload: bool = False
+    ) -> None:
+        super().__init__(routers, resume_timeout_s=resume_timeout_s, retry_overload=retry_overload)
+        self._channels = [grpc.insecure_channel(address, CHANNEL_OPTIONS) for address in self.routers]
+        self._stubs = [MeshStub(channel) for channel in self._channels]
+
+    def generate(
+        self, prompt: str | Sequence[int], *, model: str = "", timeout: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Generation:
+        """Continues a text or token prompt. `model` may be empty while the mesh serves exactly one."""
+        with self.generate_stream(prompt, model=model, timeout=timeout, **options) as stream:
+            return wire.generation(stream)
+
+    def generate_stream(
+        self, prompt: str | Sequence[int], *, model: str = "", timeout: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Stream:
+        """Like `generate`, as an iterator: Started, then Deltas, last Completed. Closing it cancels the request."""
+        return self._stream(wire.generate_request(prompt, model, options), timeout)
+
+    def chat(
+        self,
+        messages: Iterable[MessageLike],
+        *,
+        model: str = "",
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generation:
+        """The next message of a conversation, oldest message first, under the model's own chat template."""
+        with self.chat_stream(messages, model=model, timeout=timeout, **options) as stream:
+            return wire.generation(stream)
+
+    def chat_stream(
+        self,
+        messages: Iterable[MessageLike],
+        *,
+        model: str = "",
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Stream:
+        """Like `chat`, as an iterator: Started, then Deltas, last Completed. Closing it cancels the request."""
+        return self._stream(wire.chat_request(messages, model, options), timeout)
+
+    def tokenize(self, text: str | Iterable[MessageLike], *, model: str = "", timeout: float | None = None) -> Tokens:
+        """Token ids of a text, or of messages rendered with the chat template."""
+        return wire.tokens(self._unary(lambda stub: stub.Tokenize, wire.tokenize_request(text, model), timeout))
+
+    def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
+        """The models that the mesh serves."""
+        return wire.models(self._unary(lambda stub: stub.ListModels, mesh_pb2.ListModelsRequest(), timeout))
+
+    def status(self, *, timeout: float | None = None) -> mesh_pb2.GetStatusResponse:
+        """A router's view of the mesh; its fields are documented in protos/v1/mesh.proto."""
+        return self._unary(lambda stub: stub.GetStatus, mesh_pb2.GetStatusRequest(), timeout)
+
+    def close(self) -> None:
+        """Closes the connections; running streams end with Cancelled."""
+        for channel in self._channels:
+            channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def _stream(self, request: Request, timeout: float | None) -> Stream:
+        return Stream(self._open, request, self._retrier(timeout), self._preference)
+
+    def _open(self, address: int, request: Request, timeout: float | None) -> SyncCall:
+        stub = self._stubs[address]
+        if isinstance(request, mesh_pb2.ChatRequest):
+            return stub.Chat(request, timeout=timeout)
+        return stub.Generate(request, timeout=timeout)
+
+    def _unary(self, method: Callable[[MeshStub], _Unary[Q, R]], request: Q, timeout: float | None) -> R:
+        retrier = self._retrier(timeout)
+        while True:
+            try:
+                response = method(self._stubs[retrier.address])(request, timeout=retrier.time_left(time.monotonic()))
+            except grpc.RpcError as error:
+                time.sleep(retrier.failed(error_from_rpc(error), time.monotonic()))
+                continue
+            self._preference.address = retrier.address
+            return response
+
+
+class AsyncClient(_Base):
+    """An asyncio client of a mesh: the calls of `Client`, awaited. Belongs to one event loop; `async with`, or await `close`."""
+
+    def __init__(
+        self, routers: str | Sequence[str] = DEFAULT_ADDRESS, *, resume_timeout_s: float = 30.0, retry_overload: bool = False
+    ) -> None:
+        super().__init__(routers, resume_timeout_s=resume_timeout_s, retry_overload=retry_overload)
+        self._channels = [grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) for address in self.routers]
+        self._stubs = [MeshStub(channel) for channel in self._channels]
+
+    async def generate(
+        self, prompt: str | Sequence[int], *, model: str = "", timeout: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Generation:
+        """See Client.generate."""
+        async with self.generate_stream(prompt, model=model, timeout=timeout, **options) as stream:
+            return wire.generation([event async for event in stream])
+
+    def generate_stream(
+        self, prompt: str | Sequence[int], *, model: str = "", timeout: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncStream:
+        """See Client.generate_stream."""
+        return self._stream(wire.generate_request(prompt, model, options), timeout)
+
+    async def chat(
+        self,
+        messages: Iterable[MessageLike],
+        *,
+        model: str = "",
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generation:
+        """See Client.chat."""
+        async with self.chat_stream(messages, model=model, timeout=timeout, **options) as stream:
+            return wire.generation([event async for event in stream])
+
+    def chat_stream(
+        self,
+        messages: Iterable[MessageLike],
+        *,
+        model: str = "",
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncStream:
+        """See Client.chat_stream."""
+        return self._stream(wire.chat_request(messages, model, options), timeout)
+
+    async def tokenize(self, text: str | Iterable[MessageLike], *, model: str = "", timeout: float | None = None) -> Tokens:
+        """See Client.tokenize."""
+        return wire.tokens(await self._unary(lambda stub: stub.Tokenize, wire.tokenize_request(text, model), timeout))
+
+    async def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
+        """See Client.list_models."""
+        return wire.models(await self._unary(lambda stub: stub.ListModels, mesh_pb2.ListModelsRequest(), timeout))
+
+    async def status(self, *, timeout: float | None = None) -> mesh_pb2.GetStatusResponse:
+        """See Client.status."""
+        return await self._unary(lambda stub: stub.GetStatus, mesh_pb2.GetStatusRequest(), timeout)
+
+    async def close(self) -> None:
+        """Closes the connections; running streams end with Cancelled."""
+        await asyncio.gather(*(channel.close() for channel in self._channels))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _stream(self, request: Request, timeout: float | None) -> AsyncStream:
+        return AsyncStream(self._open, request, self._retrier(timeout), self._preference)
+
+    def _open(self, address: int, request: Request, timeout: float | None) -> AsyncCall:
+        stub = self._stubs[address]
+        if isinstance(request, mesh_pb2.ChatRequest):
+            return stub.Chat(request, timeout=timeout)
+        return stub.Generate(request, timeout=timeout)
+
+    async def _unary(self, method: Callable[[MeshAsyncStub], _Unary[Q, Awaitable[R]]], request: Q, timeout: float | None) -> R:
+        retrier = self._retrier(timeout)
+        while True:
+            try:
+                response = await method(self._stubs[retrier.address])(request, timeout=retrier.time_left(time.monotonic()))
+            except grpc.aio.AioRpcError as error:
+                await asyncio.sleep(retrier.failed(error_from_rpc(error), time.monotonic()))
+                continue
+            self._preference.address = retrier.address
+            return response

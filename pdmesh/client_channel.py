@@ -1,0 +1,40 @@
+"""Addresses and connection settings that both clients share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+DEFAULT_ADDRESS = "127.0.0.1:8100"
+
+# A router that stops answering is noticed within keepalive_time + keepalive_timeout; one that comes back is reconnected to
+# within max_reconnect_backoff. min_reconnect_backoff is gRPC's name for its connection timeout.
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.enable_http_proxy", 0),
+    # A connection of its own for each client: closing one does not touch another's.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+def addresses(given: str | Sequence[str]) -> tuple[str, ...]:
+    """The routers to use, in order. A string may hold several, separated by commas. Raises ValueError when there is none."""
+    names = given.split(",") if isinstance(given, str) else list(given)
+    found = tuple(name.strip() for name in names if name.strip())
+    if not found:
+        raise ValueError("routers: name at least one address, such as 127.0.0.1:8100")
+    return found
+
+
+@dataclass
+class Preference:
+    """Index of the router that answered last: the first to be asked next."""
+
+    address: int = 0

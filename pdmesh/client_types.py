@@ -1,0 +1,231 @@
+"""What the client library takes and gives: plain frozen dataclasses, no protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypedDict
+
+
+class FinishReason(Enum):
+    """Why a choice ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class PrefillMode(Enum):
+    """Who computed the prompt: the decode worker itself, or a prefill worker that pushed its KV."""
+
+    LOCAL = "local"
+    REMOTE = "remote"
+
+
+class Priority(Enum):
+    """The class in which a request waits under load."""
+
+    INTERACTIVE = "interactive"
+    STANDARD = "standard"
+    BATCH = "batch"
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation. `role` is "system", "user", "assistant" or another that the model's template knows."""
+
+    role: str
+    content: str
+
+
+# What `chat` accepts as one message: a Message, ("user", "text") or {"role": "user", "content": "text"}.
+MessageLike = Message | tuple[str, str] | Mapping[str, str]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of generate and chat; what is absent takes the mesh's default (see SamplingParams in protos/v1)."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    logprobs: int
+    n: int
+    request_id: str
+    tenant: str
+    priority: Priority | str
+    slo_ttft_ms: int
+    slo_tpot_ms: int
+    mode: PrefillMode | str
+    cache_salt: str
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token and its natural log-probability under the model's own distribution."""
+
+    token_id: int
+    logprob: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """One position of the output: the token drawn, and the most likely ones, most likely first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts over all choices; tokens behind a stop string do not count."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Where a request's time went, in nanoseconds; protos/v1/mesh.proto says what each field measures.
+
+    After a resumed stream they describe its last leg.
+    """
+
+    ttft_ns: int = 0
+    route_ns: int = 0
+    admission_queue_ns: int = 0
+    reserve_ns: int = 0
+    prefill_queue_ns: int = 0
+    prefill_compute_ns: int = 0
+    first_token_return_ns: int = 0
+    retry_ns: int = 0
+    kv_exposed_ns: int = 0
+    decode_queue_ns: int = 0
+    tpot_ns: int = 0
+    total_ns: int = 0
+    kv_bytes: int = 0
+    transport: str = ""
+    mode: PrefillMode | None = None
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    num_retries: int = 0
+    num_resubmissions: int = 0
+    prefill_cached_tokens: int = 0
+    decode_cached_tokens: int = 0
+
+    @property
+    def ttft_parts(self) -> dict[str, int]:
+        """The parts of the TTFT by name, in nanoseconds, in the order in which they happen."""
+        return {
+            "route": self.route_ns,
+            "admission_queue": self.admission_queue_ns,
+            "reserve": self.reserve_ns,
+            "prefill_queue": self.prefill_queue_ns,
+            "prefill_compute": self.prefill_compute_ns,
+            "first_token_return": self.first_token_return_ns,
+            "retry": self.retry_ns,
+        }
+
+    @property
+    def first_gap_parts(self) -> dict[str, int]:
+        """What the hand-off adds between the first token and the second, by name, in nanoseconds."""
+        return {"kv_exposed": self.kv_exposed_ns, "decode_queue": self.decode_queue_ns}
+
+
+@dataclass(frozen=True)
+class Started:
+    """First event of a stream: what decides its tokens."""
+
+    request_id: str
+    seed: int
+    model: str
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New output of one choice. `token_ids[0]` has output index `first_index`; text may lag behind the ids."""
+
+    choice: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[Logprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str = ""
+
+
+@dataclass(frozen=True)
+class Completed:
+    """Last event of a stream. `num_resumes` counts the routers that were lost on the way."""
+
+    usage: Usage
+    timings: Timings
+    num_resumes: int = 0
+
+
+Event = Started | Delta | Completed
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One complete output."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_reason: str
+    logprobs: tuple[Logprobs, ...]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The complete answer to a request."""
+
+    request_id: str
+    model: str
+    seed: int
+    choices: tuple[Choice, ...]
+    usage: Usage
+    timings: Timings
+    num_resumes: int
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Token ids of the first choice."""
+        return self.choices[0].token_ids
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenized text, and the model's context, in tokens."""
+
+    token_ids: tuple[int, ...]
+    max_context: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that the mesh serves, and how many workers of each role are ready for it."""
+
+    name: str
+    max_context: int
+    num_prefill_workers: int
+    num_decode_workers: int

@@ -1,0 +1,94 @@
+"""`pdmesh chat`: a conversation at the terminal, or one question and its answer."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+from pdmesh.cli import explain
+from pdmesh.client import Client
+from pdmesh.client_types import Generation, Message
+from pdmesh.commands.options import Connection, Routing, Sampling, flat
+from pdmesh.commands.streaming import show_json, show_text, show_timings
+from pdmesh.errors import MeshError
+from pdmesh.render import palette
+
+_HELP = "/exit ends, /new starts over, Ctrl-C stops an answer"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Talk to the model. With a message, pdmesh chat "What is the capital of France?", one answer; without, a conversation."""
+
+    message: str = field(
+        default="", metadata={"help": "one question, also as bare words; empty: a conversation", "positional": True}
+    )
+    system: str = field(default="", metadata={"help": "what the model is told about its task"})
+    json: bool = field(default=False, metadata={"help": "write events as JSON lines"})
+    timings: bool = field(default=False, metadata={"help": "show where the time went"})
+    sampling: Sampling = field(default_factory=Sampling, metadata=flat())
+    routing: Routing = field(default_factory=Routing, metadata=flat())
+    connection: Connection = field(default_factory=Connection, metadata=flat())
+
+
+def run(options: Options) -> int:
+    """0 when the answer, or the conversation, is complete."""
+    history = [Message("system", options.system)] if options.system else []
+    with options.connection.client() as client:
+        if options.message:
+            _answer(client, options, [*history, Message("user", options.message)])
+            return 0
+        return _converse(client, options, history)
+
+
+def _converse(client: Client, options: Options, system: list[Message]) -> int:
+    if sys.stdin.isatty():
+        names = ", ".join(model.name for model in client.list_models(timeout=options.connection.timeout))
+        print(palette(sys.stderr).faint(f"{names} · {_HELP}"), file=sys.stderr)
+    history = list(system)
+    while (line := _read_line()) is not None:
+        if line in ("/exit", "/quit"):
+            return 0
+        if line == "/new":
+            history = list(system)
+        elif line.startswith("/"):
+            print(f"{line}: unknown; {_HELP}", file=sys.stderr)
+        elif line:
+            history = _turn(client, options, history, line)
+    return 0
+
+
+def _read_line() -> str | None:
+    """The next line; None at the end of the input, or at Ctrl-C on an empty prompt."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        print(file=sys.stderr)
+        return None
+
+
+def _turn(client: Client, options: Options, history: list[Message], line: str) -> list[Message]:
+    """The history after one exchange; as before if there was no whole answer."""
+    asked = [*history, Message("user", line)]
+    try:
+        return [*asked, Message("assistant", _answer(client, options, asked).text)]
+    except KeyboardInterrupt:
+        print("\n(stopped; the question is forgotten)", file=sys.stderr)
+    except MeshError as error:
+        print(f"\n{explain(error)}", file=sys.stderr)
+    return history
+
+
+def _answer(client: Client, options: Options, messages: list[Message]) -> Generation:
+    given = {**options.sampling.given(), **options.routing.given()}
+    events = client.chat_stream(
+        messages,
+        model=options.routing.model,
+        timeout=options.connection.timeout,
+        **given,  # type: ignore[arg-type]  # merged GenerateOptions
+    )
+    with events:
+        answer = show_json(events) if options.json else show_text(events)
+    if options.timings:
+        show_timings(answer)
+    return answer

@@ -1,0 +1,122 @@
+"""`pdmesh demo`: a whole mesh for one question, and where the time of its answer went."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pdmesh import models
+from pdmesh.client import AsyncClient
+from pdmesh.client_types import Completed, Delta, Event, Generation, Message
+from pdmesh.client_wire import generation
+from pdmesh.launcher import LocalMesh
+from pdmesh.launcher_plan import LocalMeshConfig
+from pdmesh.render import palette
+from pdmesh.render_mesh import process_table
+from pdmesh.render_timings import timings_report
+from runtime.child import StartFailed
+
+_ANSWER_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """Start a mesh, ask a question through it, show where the time went, stop: pdmesh demo."""
+
+    question: str = field(
+        default="What is the capital of France?", metadata={"help": "what to ask, also as bare words", "positional": True}
+    )
+    follow_up: str = field(default="And what is it famous for?", metadata={"help": "second turn; empty: none"})
+    max_tokens: int = field(default=48, metadata={"help": "most tokens of an answer"})
+    model: str = field(default=models.DEFAULT_MODEL, metadata={"help": "known name, Hugging Face folder or .gguf file"})
+    device: Literal["cpu", "cuda"] = field(default="cpu", metadata={"help": "where the engines compute"})
+    threads: int = field(default=0, metadata={"help": "threads of each worker; 0: the cores divided by the workers"})
+    start_timeout_s: float = field(default=180.0, metadata={"help": "how long the processes may take to get ready"})
+
+
+def run(options: Options) -> int:
+    """0 when everything was answered and all processes have ended."""
+    try:
+        folder = models.ensure_model(options.model)
+        return asyncio.run(_demo(options, folder))
+    except (models.ModelError, StartFailed) as error:
+        print(f"pdmesh demo: {error}", file=sys.stderr)
+        return 1
+
+
+async def _demo(options: Options, folder: Path) -> int:
+    began = time.monotonic()
+    config = LocalMeshConfig(
+        model=str(folder),
+        model_name=models.model_name(options.model),
+        device=options.device,
+        port=0,
+        num_threads=options.threads,
+        start_timeout_s=options.start_timeout_s,
+    )
+    mesh = LocalMesh(config, on_event=_note, on_progress=_note)
+    _note(f"starting Redis, a router, a prefill worker and a decode worker; logs in {mesh.log_dir}")
+    async with mesh:
+        pids = mesh.pids
+        _note(f"ready after {time.monotonic() - began:.1f} s")
+        print("\n".join(process_table(mesh, palette(sys.stdout))), flush=True)
+        async with AsyncClient(mesh.router_addresses) as client:
+            await _talk(client, options)
+    code = _check_ended(pids, time.monotonic() - began)
+    if code == 0:  # nobody needs the logs of what went well
+        shutil.rmtree(mesh.log_dir, ignore_errors=True)
+    return code
+
+
+async def _talk(client: AsyncClient, options: Options) -> None:
+    history: list[Message] = []
+    for question in filter(None, (options.question, options.follow_up)):
+        history.append(Message("user", question))
+        answer = await _ask(client, history, options.max_tokens)
+        history.append(Message("assistant", answer.text))
+        completed = Completed(answer.usage, answer.timings, answer.num_resumes)
+        print("\n" + "\n".join(timings_report(completed, palette(sys.stdout))), flush=True)
+
+
+async def _ask(client: AsyncClient, history: list[Message], max_tokens: int) -> Generation:
+    """Streams one answer to the terminal. Greedy: the same every time; REMOTE: there is a hand-off to see."""
+    colours = palette(sys.stdout)
+    print(f"\n{colours.bold('you')}    {history[-1].content}\n{colours.bold('model')}  ", end="", flush=True)
+    events: list[Event] = []
+    stream = client.chat_stream(history, temperature=0.0, max_tokens=max_tokens, mode="remote", timeout=_ANSWER_TIMEOUT_S)
+    async with stream:
+        async for event in stream:
+            events.append(event)
+            if isinstance(event, Delta):
+                print(event.text, end="", flush=True)
+    print(flush=True)
+    return generation(events)
+
+
+def _check_ended(pids: dict[str, int], elapsed_s: float) -> int:
+    left = [f"{name} (pid {pid})" for name, pid in pids.items() if _exists(pid)]
+    if left:
+        _note(f"still running: {', '.join(left)}")
+        return 1
+    _note(f"all {len(pids)} processes have ended; {elapsed_s:.1f} s in total")
+    return 0
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # the number was given to somebody else's process
+        return False
+    return True
+
+
+def _note(text: str) -> None:
+    print(palette(sys.stderr).faint(f"· {text}"), file=sys.stderr, flush=True)

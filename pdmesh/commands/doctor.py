@@ -1,0 +1,100 @@
+"""`pdmesh doctor`: what this machine has and lacks, what that costs, and what to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from pdmesh import doctor_machine as machine
+from pdmesh import doctor_software as software
+from pdmesh.doctor import Check, State, examine
+from pdmesh.launcher_plan import EMBEDDED_REDIS
+from pdmesh.model_catalogue import DEFAULT_MODEL
+from pdmesh.render import Palette, palette
+
+
+@dataclass(frozen=True)
+class Options:
+    """Check what this machine has and lacks for a mesh: pdmesh doctor. Exits with 1 only if no mesh can run here."""
+
+    json: bool = field(default=False, metadata={"help": "write JSON"})
+    port: int = field(default=8100, metadata={"help": "port that the router is to have"})
+    redis: str = field(default=EMBEDDED_REDIS, metadata={"help": "embedded, or the URL of a Redis to be asked", "secret": True})
+    model: str = field(default=DEFAULT_MODEL, metadata={"help": "model that is to be served"})
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field."""
+        if not 0 <= self.port <= 65535:
+            raise ValueError("port: must be between 0 and 65535")
+
+
+def run(options: Options) -> int:
+    """1 if something is missing that a mesh cannot run without, else 0."""
+    findings = examine(_checks(options))
+    can_run = not any(finding.blocks for finding in findings)
+    if options.json:
+        print(json.dumps({"can_run": can_run, "checks": [_as_json(finding) for finding in findings]}, indent=2))
+    else:
+        print("\n".join(report(findings, palette(sys.stdout))))
+    return 0 if can_run else 1
+
+
+def _checks(options: Options) -> list[tuple[str, Callable[[], Check]]]:
+    services = "routers and workers cannot start"
+    engine = "workers cannot compute"
+    package = software.package
+    return [
+        ("python", software.python),
+        ("grpcio", partial(package, "grpcio", "services", services, module="grpc")),
+        ("grpcio-health-checking", partial(package, "grpcio-health-checking", "services", services, module="grpc_health")),
+        ("tokenizers", partial(package, "tokenizers", "services", services)),
+        ("torch", partial(package, "torch", "worker", engine)),
+        ("safetensors", partial(package, "safetensors", "worker", engine)),
+        ("crc32c", partial(package, "crc32c", "worker", engine)),
+        ("transformers", partial(package, "transformers", "local", "GGUF files cannot be converted", required=False)),
+        ("redis", partial(software.redis, options.redis)),
+        ("model", partial(software.model_files, options.model)),
+        ("disk", partial(software.disk, options.model)),
+        ("cores", machine.cores),
+        ("cpu features", machine.cpu_features),
+        ("memory", machine.memory),
+        ("gpu", machine.gpu),
+        ("shared memory", machine.shared_memory),
+        ("loopback", machine.loopback),
+        (f"port {options.port}", partial(machine.port, options.port)),
+        ("open files", machine.open_files),
+        ("compiler", machine.compiler),
+    ]
+
+
+def report(findings: list[Check], colours: Palette) -> list[str]:
+    """A line for each finding; under what is not OK, its cost and its remedy. Last the verdict."""
+    width = max(len(finding.name) for finding in findings)
+    blocking = [finding.name for finding in findings if finding.blocks]
+    verdict = colours.bad(f"a mesh cannot run here: {', '.join(blocking)}") if blocking else colours.good("a mesh can run here")
+    return [*(line for finding in findings for line in _lines(finding, width, colours)), "", verdict]
+
+
+def _lines(finding: Check, width: int, colours: Palette) -> list[str]:
+    paint = {State.OK: colours.good, State.WARN: colours.warning, State.MISSING: colours.warning}[finding.state]
+    if finding.blocks:
+        paint = colours.bad
+    lines = [f"{paint(finding.state.value.ljust(7))}  {finding.name.ljust(width)}  {finding.found}"]
+    if finding.state is not State.OK:
+        margin = " " * (width + 11)
+        lines += [f"{margin}costs: {finding.cost}", f"{margin}do:    {finding.remedy}"]
+    return lines
+
+
+def _as_json(finding: Check) -> dict[str, object]:
+    return {
+        "name": finding.name,
+        "state": finding.state.value,
+        "found": finding.found,
+        "cost": finding.cost,
+        "remedy": finding.remedy,
+        "required": finding.required,
+    }

@@ -1,0 +1,94 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Literal, cast
+
+from pdmesh.client import Client
+from pdmesh.client_channel import DEFAULT_ADDRESS, addresses
+from pdmesh.client_types import GenerateOptions
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Which mesh to talk to, and how patiently."""
+
+    router: str = field(
+        default=DEFAULT_ADDRESS, metadata={"help": "address of the router; several, comma-separated, stand in for each other"}
+    )
+    timeout_s: float = field(default=0.0, metadata={"help": "deadline of the request in seconds; 0: none"})
+    resume_timeout_s: float = field(default=5.0, metadata={"help": "how long to look for a router that is lost or not there yet"})
+    retry_overload: bool = field(default=False, metadata={"help": "wait and try again when the mesh has no room"})
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field."""
+        if self.timeout_s < 0:
+            raise ValueError("timeout_s: must not be negative; give 0 for none")
+        if self.resume_timeout_s < 0:
+            raise ValueError("resume_timeout_s: must not be negative")
+        try:
+            addresses(self.router)
+        except ValueError:
+            raise ValueError(f"router: is empty; give an address such as {DEFAULT_ADDRESS}") from None
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds for the client library; None for no deadline."""
+        return self.timeout_s or None
+
+    def client(self) -> Client:
+        """A client; to be closed."""
+        return Client(self.router, resume_timeout_s=self.resume_timeout_s, retry_overload=self.retry_overload)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. What is not given is left to the mesh."""
+
+    max_tokens: int | None = field(default=None, metadata={"help": "most tokens to generate"})
+    min_tokens: int | None = field(default=None, metadata={"help": "tokens to generate before an end is allowed"})
+    temperature: float | None = field(
+        default=None, metadata={"help": "0: always the most likely token; 1: the model's distribution"}
+    )
+    top_k: int | None = field(default=None, metadata={"help": "draw from the k most likely tokens; 0: all"})
+    top_p: float | None = field(default=None, metadata={"help": "draw from the most likely tokens that make up this probability"})
+    min_p: float | None = field(default=None, metadata={"help": "drop tokens less likely than this share of the most likely"})
+    repetition_penalty: float | None = field(default=None, metadata={"help": "above 1: tokens seen before become less likely"})
+    presence_penalty: float | None = field(default=None, metadata={"help": "-2 to 2, once for each token in the output"})
+    frequency_penalty: float | None = field(default=None, metadata={"help": "-2 to 2, for each occurrence in the output"})
+    seed: int | None = field(default=None, metadata={"help": "same seed, same tokens; empty: a random one"})
+    stop: tuple[str, ...] = field(default=(), metadata={"help": "texts that end the output"})
+    stop_token_ids: tuple[int, ...] = field(default=(), metadata={"help": "tokens that end the output"})
+    ignore_eos: bool = field(default=False, metadata={"help": "go on past the model's own end"})
+
+    def given(self) -> GenerateOptions:
+        """The options that were set, for the client library."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        # By identity: a temperature of 0 equals False and is something else.
+        return cast(GenerateOptions, {name: v for name, v in values.items() if v is not None and v is not False and v != ()})
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What is not about sampling."""
+
+    model: str = field(default="", metadata={"help": "model to use; empty while the mesh serves exactly one"})
+    mode: Literal["auto", "local", "remote"] = field(
+        default="auto", metadata={"help": "who computes the prompt: decode itself, or a prefill worker"}
+    )
+    priority: Literal["interactive", "standard", "batch"] = field(default="standard", metadata={"help": "place under load"})
+    tenant: str = field(default="", metadata={"help": "on whose account the request runs"})
+    request_id: str = field(default="", metadata={"help": "name of the request in logs and traces"})
+
+    def given(self) -> GenerateOptions:
+        """The options for the client library; the model goes beside them."""
+        options = GenerateOptions(priority=self.priority, tenant=self.tenant, request_id=self.request_id)
+        if self.mode != "auto":
+            options["mode"] = self.mode
+        return options
+
+
+def flat(help_: str = "") -> dict[str, object]:
+    """Metadata of a nested group whose flags carry no prefix."""
+    return {"flatten": True, "help": help_}

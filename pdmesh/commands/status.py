@@ -1,0 +1,146 @@
+"""`pdmesh status`: a router's view of the mesh as tables of at most 100 columns, or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from google.protobuf.json_format import MessageToDict
+
+from pdmesh.client import Client
+from pdmesh.commands.options import Connection, flat
+from pdmesh.errors import MeshError
+from pdmesh.render import Palette, palette, table
+from protos.v1 import mesh_pb2, worker_pb2
+
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Show workers, their roles, epochs and load, and the objectives in force: pdmesh status --watch."""
+
+    watch: bool = field(default=False, metadata={"help": "show it again and again, until Ctrl-C"})
+    period_s: float = field(default=1.0, metadata={"help": "seconds between two looks with --watch"})
+    json: bool = field(default=False, metadata={"help": "write JSON, one object per look"})
+    connection: Connection = field(default_factory=Connection, metadata=flat())
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field."""
+        if self.period_s < 0.1:
+            raise ValueError("period_s: must be at least 0.1 seconds")
+
+
+def run(options: Options) -> int:
+    """0 when the status was shown; with --watch it never ends by itself."""
+    with options.connection.client() as client:
+        if not options.watch:
+            print(_look(client, options))
+            return 0
+        while True:
+            _show_again(client, options)
+            time.sleep(options.period_s)
+
+
+def _show_again(client: Client, options: Options) -> None:
+    try:
+        text = _look(client, options)
+    except MeshError as error:
+        text = f"{options.connection.router}: {error.message}"
+    print(_CLEAR + text if sys.stdout.isatty() and not options.json else text, flush=True)
+
+
+def _look(client: Client, options: Options) -> str:
+    status = client.status(timeout=options.connection.timeout)
+    if options.json:
+        return json.dumps(MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
+    return "\n".join(status_lines(status, palette(sys.stdout)))
+
+
+def status_lines(status: mesh_pb2.GetStatusResponse, colours: Palette) -> list[str]:
+    """The status as lines for the terminal."""
+    workers = sorted(status.workers, key=lambda worker: worker.info.worker_id)
+    return [
+        *_router_lines(status, colours),
+        "",
+        *(_worker_tables(workers, colours) if workers else [colours.warning("no worker is known")]),
+        *_objective_lines(status.objectives),
+    ]
+
+
+def _router_lines(status: mesh_pb2.GetStatusResponse, colours: Palette) -> list[str]:
+    registry = colours.good("connected") if status.registry_connected else colours.bad("not connected")
+    lines = [
+        f"router {colours.bold(status.router_id)} · {status.num_inflight} of {status.max_inflight} requests in flight,"
+        f" {status.num_queued} of {status.max_queued} queued · registry {registry}"
+    ]
+    if status.num_token_mismatches:
+        lines.append(
+            colours.bad(f"{status.num_token_mismatches} repeated indexes had another token: this is a bug, please report it")
+        )
+    return lines
+
+
+def _worker_tables(workers: Sequence[mesh_pb2.WorkerStatus], colours: Palette) -> list[str]:
+    """Who they are, then what they do: together they would not fit 100 columns."""
+    who = ("WORKER", "ROLES", "STATE", "EPOCH", "ADDRESS", "MODEL", "AGE")
+    load = ("WORKER", "RUN", "WAIT", "RESERVED", "BLOCKS", "CACHED", "PREFILLED", "HITS", "GENERATED", "PREEMPTED", "FAILED")
+    tables = (table(who, [_identity_row(w) for w in workers]), table(load, [_load_row(w) for w in workers]))
+    first, second = (_painted(lines, workers, colours) for lines in tables)
+    return [*first, "", *second]
+
+
+def _painted(lines: list[str], workers: Sequence[mesh_pb2.WorkerStatus], colours: Palette) -> list[str]:
+    head, *rows = lines
+    return [colours.bold(head), *(row if worker.alive else colours.bad(row) for row, worker in zip(rows, workers, strict=True))]
+
+
+def _identity_row(worker: mesh_pb2.WorkerStatus) -> tuple[str, ...]:
+    info = worker.info
+    return (
+        info.worker_id,
+        role_names(worker.load.roles or info.roles),
+        _state(worker),
+        f"{info.epoch:016x}"[:8],
+        info.address,
+        info.identity.model,
+        f"{worker.report_age_ms / 1000:.1f}s",
+    )
+
+
+def _load_row(worker: mesh_pb2.WorkerStatus) -> tuple[str, ...]:
+    load = worker.load
+    return (
+        worker.info.worker_id,
+        str(load.num_running),
+        str(load.num_waiting),
+        str(load.num_reserved),
+        f"{load.num_total_blocks - load.num_free_blocks}/{load.num_total_blocks}",
+        str(load.num_cached_blocks),
+        str(load.num_prefilled_tokens),
+        str(load.num_prefix_hit_tokens),
+        str(load.num_generated_tokens),
+        str(load.num_preemptions),
+        str(load.num_handoff_failures),
+    )
+
+
+def _state(worker: mesh_pb2.WorkerStatus) -> str:
+    if not worker.alive:
+        return "lost"
+    return "draining" if worker.load.draining else "alive"
+
+
+def role_names(roles: Sequence[worker_pb2.Role.ValueType]) -> str:
+    """Roles for people: "prefill,decode"."""
+    return ",".join(worker_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in roles)
+
+
+def _objective_lines(objectives: Sequence[mesh_pb2.Objective]) -> list[str]:
+    if not objectives:
+        return []
+    rows = [(o.model, f"{o.ttft_ms} ms", f"{o.tpot_ms} ms", f"{100 * o.quantile:g} %") for o in objectives]
+    return ["", *table(("MODEL", "TTFT", "TPOT", "OF REQUESTS"), rows)]

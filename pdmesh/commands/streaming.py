@@ -1,0 +1,52 @@
+"""Streams on the terminal: text as it comes, or JSON lines; then the timings when asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+
+from pdmesh.client_types import Completed, Delta, Event, Generation
+from pdmesh.client_wire import generation
+from pdmesh.render import palette
+from pdmesh.render_timings import timings_report
+
+
+def show_text(events: Iterable[Event]) -> Generation:
+    """Writes the text of the first choice to stdout as it comes, those of the others when they are complete."""
+    seen: list[Event] = []
+    last_text = ""
+    for event in events:
+        seen.append(event)
+        if isinstance(event, Delta) and event.choice == 0 and event.text:
+            last_text = event.text
+            print(event.text, end="", flush=True)
+    answer = generation(seen)
+    if not last_text.endswith("\n"):
+        print(flush=True)
+    for choice in answer.choices[1:]:
+        print(f"--- choice {choice.index}\n{choice.text}", flush=True)
+    return answer
+
+
+def show_json(events: Iterable[Event]) -> Generation:
+    """Writes one JSON object per event to stdout: its fields, and "event" with its kind."""
+    seen: list[Event] = []
+    for event in events:
+        seen.append(event)
+        print(json.dumps({"event": type(event).__name__.lower(), **as_json(event)}), flush=True)
+    return generation(seen)
+
+
+def show_timings(answer: Generation) -> None:
+    """Writes where the time went to stderr, so that stdout holds the answer alone."""
+    completed = Completed(answer.usage, answer.timings, answer.num_resumes)
+    print("\n".join(["", *timings_report(completed, palette(sys.stderr))]), file=sys.stderr)
+
+
+def as_json(value: object) -> dict[str, object]:
+    """A dataclass as JSON-ready values; enums by their text."""
+    assert is_dataclass(value) and not isinstance(value, type)
+    return asdict(value, dict_factory=lambda pairs: {key: v.value if isinstance(v, Enum) else v for key, v in pairs})

@@ -1,0 +1,131 @@
+"""`pdmesh up`: a mesh on this machine until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pdmesh import models
+from pdmesh.client_channel import DEFAULT_ADDRESS
+from pdmesh.launcher import LocalMesh
+from pdmesh.launcher_plan import EMBEDDED_REDIS, LocalMeshConfig
+from pdmesh.render import palette
+from pdmesh.render_mesh import process_table
+from runtime.child import StartFailed
+
+
+@dataclass(frozen=True)
+class Options:
+    """Start a mesh on this machine, and stop it with Ctrl-C: pdmesh up --prefill 1 --decode 1."""
+
+    prefill: int = field(default=1, metadata={"help": "workers that compute prompts"})
+    decode: int = field(default=1, metadata={"help": "workers that own requests and generate"})
+    both: int = field(default=0, metadata={"help": "workers with both roles"})
+    routers: int = field(default=1, metadata={"help": "routers, on consecutive ports"})
+    model: str = field(default=models.DEFAULT_MODEL, metadata={"help": "known name, Hugging Face folder or .gguf file"})
+    device: Literal["cpu", "cuda"] = field(default="cpu", metadata={"help": "where the engines compute"})
+    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
+    port: int = field(default=8100, metadata={"help": "port of the (first) router; 0: any free one"})
+    redis: str = field(default=EMBEDDED_REDIS, metadata={"help": "embedded, or the URL of a Redis", "secret": True})
+    threads: int = field(default=0, metadata={"help": "threads of each worker; 0: the cores divided by the workers"})
+    log_dir: str = field(default="", metadata={"help": "folder for the logs of the processes; empty: a new temporary one"})
+    start_timeout_s: float = field(default=180.0, metadata={"help": "how long the processes may take to get ready"})
+    worker_args: tuple[str, ...] = field(default=(), metadata={"help": "more flags for each worker, such as --max-num-seqs=32"})
+    router_args: tuple[str, ...] = field(default=(), metadata={"help": "more flags for each router, such as --max-queued=16"})
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field."""
+        for name in ("prefill", "decode", "both", "threads"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: must not be negative")
+        if self.decode + self.both < 1:
+            raise ValueError("decode: a mesh needs a worker that decodes; give at least 1")
+        if self.routers < 1:
+            raise ValueError("routers: a mesh needs a router; give at least 1")
+        if not 0 <= self.port <= 65535:
+            raise ValueError("port: must be between 0 and 65535")
+
+
+def run(options: Options) -> int:
+    """0 when it was stopped as asked; 1 when it could not start."""
+    try:
+        folder = models.ensure_model(options.model)
+        return asyncio.run(_serve(_config(options, folder)))
+    except (models.ModelError, StartFailed) as error:
+        print(f"pdmesh up: {error}", file=sys.stderr)
+        return 1
+
+
+def _config(options: Options, folder: Path) -> LocalMeshConfig:
+    return LocalMeshConfig(
+        model=str(folder),
+        model_name=models.model_name(options.model),
+        num_prefill=options.prefill,
+        num_decode=options.decode,
+        num_both=options.both,
+        num_routers=options.routers,
+        device=options.device,
+        host=options.host,
+        port=options.port,
+        redis=options.redis,
+        num_threads=options.threads,
+        start_timeout_s=options.start_timeout_s,
+        log_dir=options.log_dir,
+        worker_args=options.worker_args,
+        router_args=options.router_args,
+    )
+
+
+async def _serve(config: LocalMeshConfig) -> int:
+    stop = asyncio.Event()
+    starting = asyncio.current_task()
+    loop = asyncio.get_running_loop()
+    mesh = LocalMesh(config, on_event=_say, on_progress=_say)
+
+    def on_signal() -> None:
+        if stop.is_set():
+            # The kernel ends the children with us.
+            os._exit(130)
+        stop.set()
+        if not mesh.started and starting is not None:
+            starting.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    _say(f"starting; logs in {mesh.log_dir}")
+    try:
+        async with mesh:
+            print(_summary(mesh), flush=True)
+            await stop.wait()
+            _say("stopping (Ctrl-C again: at once)")
+    except asyncio.CancelledError:
+        _say("stopped before it was ready")
+        return 130
+    _say("stopped")
+    return 0
+
+
+def _summary(mesh: LocalMesh) -> str:
+    """What runs where, and what to do next."""
+    config = mesh.config
+    routers = ",".join(mesh.router_addresses)
+    flag = "" if routers == DEFAULT_ADDRESS else f" --router {routers}"
+    return "\n".join(
+        [
+            "",
+            *process_table(mesh, palette(sys.stdout)),
+            "",
+            f"{config.name_of_model} on {config.device}; logs in {mesh.log_dir}",
+            f'try: pdmesh chat{flag} "What is the capital of France?"',
+            "stop: Ctrl-C",
+        ]
+    )
+
+
+def _say(text: str) -> None:
+    print(f"pdmesh: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,186 @@
+"""Checks of the machine: compiler, processor, memory, shared memory, loopback, port, open files, GPU."""
+
+from __future__ import annotations
+
+import array
+import mmap
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from pdmesh.doctor import Check, missing, ok, warn
+from pdmesh.launcher_plan import num_usable_cores
+from pdmesh.render import size
+
+_COMPILERS = ("cc", "gcc", "clang")
+# What matrix products and quantized weights profit from, slowest last.
+_CPU_FEATURES = (
+    *("amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni", "avx2", "fma", "f16c"),
+    *("sve", "bf16", "i8mm", "asimd"),
+)
+_LOW_MEMORY_BYTES = 3_000_000_000
+_LEAST_MEMORY_BYTES = 1_200_000_000
+_LEAST_OPEN_FILES = 1024
+
+
+def compiler() -> Check:
+    """A C compiler, for packages without a wheel and for native code."""
+    for name in _COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return ok("compiler", f"{path}: {_first_line([path, '--version'])}")
+    cost = "packages without a ready-made wheel cannot be built"
+    return missing("compiler", f"none of {', '.join(_COMPILERS)} on PATH", cost, "install gcc or clang (Debian: apt install gcc)")
+
+
+def _first_line(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    return done.stdout.strip().partition("\n")[0]
+
+
+def cores() -> Check:
+    """Cores that this process may use."""
+    usable, whole = num_usable_cores(), os.cpu_count() or 1
+    found = f"{usable} usable of {whole}, {platform.machine()}"
+    if usable >= 2:
+        return ok("cores", found)
+    return warn("cores", found, "prefill and decode take turns on one core: separation gains nothing", "give it two or more")
+
+
+def cpu_features() -> Check:
+    """Instructions that decide how fast a CPU engine is."""
+    found = [feature for feature in _CPU_FEATURES if feature in cpu_flags(Path("/proc/cpuinfo").read_text().splitlines())]
+    shown = ", ".join(found) or "none that matters"
+    if {"avx2", "asimd"} & set(found):
+        return ok("cpu features", shown)
+    return warn("cpu features", shown, "generation is several times slower", "use a processor with AVX2 (2013 or later)")
+
+
+def cpu_flags(cpuinfo: Iterable[str]) -> frozenset[str]:
+    """Feature names of the first processor in the lines of /proc/cpuinfo ("flags" on x86, "Features" on Arm)."""
+    for line in cpuinfo:
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def memory() -> Check:
+    """Memory that is free for weights and KV, within the limit of this container."""
+    free = min(available_bytes(Path("/proc/meminfo").read_text().splitlines()), _cgroup_free_bytes())
+    found = f"{size(free)} free"
+    remedy = "stop other programs, or give the machine or container more memory"
+    if free < _LEAST_MEMORY_BYTES:
+        return missing("memory", found, "two workers with the default model do not fit", remedy, required=True)
+    if free < _LOW_MEMORY_BYTES:
+        return warn("memory", found, "room for few concurrent requests with the default model", remedy)
+    return ok("memory", found)
+
+
+def available_bytes(meminfo: Iterable[str]) -> int:
+    """MemAvailable of /proc/meminfo in bytes. Raises ValueError if it is not there."""
+    for line in meminfo:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError("/proc/meminfo has no MemAvailable")
+
+
+def _cgroup_free_bytes() -> float:
+    """What the cgroup (v2) leaves of its limit; infinite without one."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return float("inf")
+    return float("inf") if limit == "max" else float(int(limit) - used)
+
+
+def shared_memory() -> Check:
+    """The shm transport: anonymous shared memory whose descriptor travels over an abstract Unix socket, mapped read-only."""
+    try:
+        _pass_memory_between_sockets()
+    except (OSError, AttributeError, ValueError) as error:
+        cost = "workers on this machine exchange KV over tcp, at a fraction of the speed"
+        return warn(
+            "shared memory", f"does not work: {error}", cost, "use Linux 5.1 or later, and allow memfd_create and Unix sockets"
+        )
+    return ok("shared memory", "memfd over an abstract socket works")
+
+
+def _pass_memory_between_sockets() -> None:
+    """Raises OSError, AttributeError (no Linux) or ValueError when a part of it does not work."""
+    sent = b"pdmesh doctor"
+    name = f"\0pdmesh-doctor-{os.getpid()}"
+    memory_fd = os.memfd_create("pdmesh-doctor", os.MFD_CLOEXEC)
+    try:
+        os.write(memory_fd, sent)
+        with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as sender:
+            listener.bind(name)
+            listener.listen(1)
+            sender.connect(name)
+            receiver, _ = listener.accept()
+            with receiver:
+                sender.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory_fd]))])
+                if _read_received(receiver, len(sent)) != sent:
+                    raise ValueError("the memory that arrived is not the one that was sent")
+    finally:
+        os.close(memory_fd)
+
+
+def _read_received(receiver: socket.socket, num_bytes: int) -> bytes:
+    _, fds, _, _ = socket.recv_fds(receiver, 1, 1)
+    try:
+        with mmap.mmap(fds[0], num_bytes, prot=mmap.PROT_READ) as mapped:
+            return mapped[:]
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def loopback() -> Check:
+    """A TCP connection within this machine: without it the processes cannot talk."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=2):
+            return ok("loopback", "127.0.0.1 connects")
+    except OSError as error:
+        cost = "the processes of the mesh cannot talk to each other"
+        return missing("loopback", f"127.0.0.1: {error}", cost, "bring up the lo interface", required=True)
+
+
+def port(number: int) -> Check:
+    """The port that `pdmesh up` gives to the router."""
+    name = f"port {number}"
+    try:
+        with socket.create_server(("127.0.0.1", number)):
+            return ok(name, "free")
+    except OSError as error:
+        return warn(
+            name, f"taken ({error.strerror})", "`pdmesh up` cannot start there, unless a mesh runs already", "pdmesh up --port 0"
+        )
+
+
+def open_files() -> Check:
+    """The limit on file descriptors: each stream and connection takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{soft} (at most {hard})"
+    if soft >= _LEAST_OPEN_FILES:
+        return ok("open files", found)
+    return warn("open files", found, "many concurrent clients are refused", f"ulimit -n {_LEAST_OPEN_FILES}")
+
+
+def gpu() -> Check:
+    """An NVIDIA GPU with its driver. torch is asked only if there is one: importing it takes seconds."""
+    cost = "engines run on the CPU: fine for small models, an order of magnitude slower for large ones"
+    if not Path("/proc/driver/nvidia/version").exists() and shutil.which("nvidia-smi") is None:
+        return missing("gpu", "no NVIDIA driver", cost, "nothing to do, if the CPU is meant to serve")
+    import torch
+
+    if not torch.cuda.is_available():
+        return warn("gpu", f"there is a driver, but torch {torch.__version__} cannot use it", cost, "install torch with CUDA")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ok("gpu", ", ".join(names))

@@ -1,0 +1,106 @@
+"""Checks of what is installed: Python, packages, Redis, the model's files and the disk that they need."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from pdmesh.doctor import Check, missing, ok, warn
+from pdmesh.launcher_plan import EMBEDDED_REDIS
+from pdmesh.model_cache import cache_folder
+from pdmesh.model_catalogue import KNOWN_MODELS, KnownModel
+from pdmesh.render import size
+
+_REDIS_TIMEOUT_S = 2.0
+
+
+def python() -> Check:
+    """The interpreter."""
+    found = f"{sys.version.split()[0]} at {sys.executable}"
+    if sys.version_info >= (3, 11):  # noqa: UP036  # run from its source, nothing has checked this
+        return ok("python", found)
+    return missing("python", found, "pdmesh needs 3.11 or later", "install a newer Python", required=True)
+
+
+def package(name: str, extra: str, purpose: str, *, module: str = "", required: bool = True) -> Check:
+    """An installed package; `extra` of pdmesh brings it, `purpose` is what is lost without it."""
+    if importlib.util.find_spec(module or name) is not None:
+        return ok(name, _version(name))
+    return missing(name, "not installed", purpose, f"pip install 'pdmesh[{extra}]'", required=required)
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "installed"
+
+
+def redis(url: str) -> Check:
+    """A Redis at `url`, or the embedded one's binary."""
+    if url != EMBEDDED_REDIS:
+        return _redis_at(url)
+    from runtime.redis_embedded import find_binary
+
+    binary = find_binary()
+    if binary is not None:
+        return ok("redis", f"embedded: {binary}")
+    remedy = "pip install 'pdmesh[local]', install redis-server, or give --redis URL"
+    return missing("redis", "no redis-server binary", "`pdmesh up` needs one, or a URL", remedy, required=True)
+
+
+def _redis_at(url: str) -> Check:
+    import redis as client_library
+
+    try:
+        with client_library.Redis.from_url(
+            url, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S
+        ) as client:
+            client.ping()
+    except (client_library.RedisError, ValueError) as error:
+        # The URL may hold a password: it is not shown.
+        cost = "workers and routers do not find each other"
+        remedy = "check the URL and that the server runs, or leave out --redis for the embedded one"
+        return missing("redis", f"does not answer: {type(error).__name__}", cost, remedy, required=True)
+    return ok("redis", "answers")
+
+
+def model_files(name: str) -> Check:
+    """The model: in the cache, on disk, or to be fetched."""
+    if name not in KNOWN_MODELS:
+        exists = Path(name).expanduser().exists()
+        remedy = f"check the path, or name one of {', '.join(KNOWN_MODELS)}"
+        return (
+            ok("model", name) if exists else missing("model", f"{name} is not there", "nothing to serve", remedy, required=True)
+        )
+    folder = cache_folder() / "models" / name
+    if (folder / "config.json").is_file():
+        return ok("model", str(folder))
+    cost = f"the first start downloads {size(KNOWN_MODELS[name].source.num_bytes)} and converts it, in a minute or so"
+    return warn("model", f"{name} is not in {cache_folder()}", cost, f"pdmesh models fetch {name}")
+
+
+def disk(name: str) -> Check:
+    """Free space for a model that is to be fetched, where the cache is."""
+    folder = next(path for path in (cache_folder(), *cache_folder().parents) if path.exists())
+    fetched = name not in KNOWN_MODELS or (cache_folder() / "models" / name / "config.json").is_file()
+    return judge_disk(shutil.disk_usage(folder).free, folder, None if fetched else KNOWN_MODELS[name])
+
+
+def judge_disk(free: int, folder: Path, to_fetch: KnownModel | None) -> Check:
+    """Whether `free` bytes at `folder` are enough for fetching and converting a model."""
+    found = f"{size(free)} free at {folder}"
+    if to_fetch is None:
+        return ok("disk", found)
+    least = 2 * to_fetch.source.num_bytes + to_fetch.num_bytes
+    # Weights of two bits and more become float32, beside what was downloaded.
+    enough = least + 16 * to_fetch.num_bytes
+    remedy = "free some space, or set PDMESH_CACHE to another folder"
+    if free < least:
+        return missing("disk", found, f"downloading {to_fetch.name} takes {size(least)}", remedy, required=True)
+    if free < enough:
+        return warn("disk", found, f"converting {to_fetch.name} may take up to {size(enough)}", remedy)
+    return ok("disk", found)

@@ -1,0 +1,53 @@
+"""Errors of the client library. They are the mesh's own (`runtime.errors`), under the names that a caller looks for.
+
+    try:
+        client.generate("…", temperature=-1)
+    except errors.InvalidArgument as error:
+        error.field                 # "sampling.temperature"
+    except errors.Overloaded as error:
+        error.retry_delay_s         # when to come again, in seconds
+
+All are MeshError, with `.code` (grpc.StatusCode) and `.message`.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import grpc
+import grpc.aio
+
+from runtime import errors as mesh_errors
+from runtime.errors import (
+    Aborted,
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    MeshError,
+    NotFound,
+    Unavailable,
+    Unimplemented,
+)
+from runtime.errors import ResourceExhausted as Overloaded
+
+__all__ = [
+    "Aborted",
+    "Cancelled",
+    "DeadlineExceeded",
+    "FailedPrecondition",
+    "Internal",
+    "InvalidArgument",
+    "MeshError",
+    "NotFound",
+    "Overloaded",
+    "Unavailable",
+    "Unimplemented",
+    "error_from_rpc",
+]
+
+
+def error_from_rpc(error: grpc.RpcError) -> MeshError:
+    """The MeshError that ended a call, of either kind of channel (a sync call's error has an AioRpcError's accessors)."""
+    return mesh_errors.error_from_rpc(cast(grpc.aio.AioRpcError, error))

@@ -1,0 +1,194 @@
+"""A mesh on this machine: Redis, workers and routers as separate processes, started together, watched, and stopped in order.
+
+    async with LocalMesh(LocalMeshConfig(model=str(folder)), on_event=print) as mesh:
+        async with AsyncClient(mesh.router_address) as client: ...
+        mesh.kill("decode-0", signal.SIGKILL)        # it is reported and started again
+
+Whatever happens to this process, the others end with it (`runtime.parent_death`); so the event loop has to run in a thread that
+lives as long as the mesh, as the main thread does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pdmesh.client import AsyncClient
+from pdmesh.errors import MeshError
+from pdmesh.launcher_member import Member, OnEvent
+from pdmesh.launcher_plan import (
+    EMBEDDED_REDIS,
+    LocalMeshConfig,
+    ProcessPlan,
+    num_usable_cores,
+    router_plans,
+    with_port,
+    worker_plans,
+)
+from runtime.child import StartFailed
+from runtime.redis_embedded import EmbeddedRedis
+
+_POLL_PERIOD_S = 0.05
+
+
+def _ignore(event: str) -> None:
+    """For callers that do not listen."""
+
+
+class LocalMesh:
+    """Owner of all processes of a local mesh. Use as an async context manager, or call `start` and `stop`.
+
+    `on_event` gets a line for each death, restart and failure; `on_progress` what a slow start is busy with.
+    """
+
+    def __init__(self, config: LocalMeshConfig, *, on_event: OnEvent = _ignore, on_progress: OnEvent = _ignore) -> None:
+        config.validate()
+        self.config = config
+        self.log_dir = Path(config.log_dir or tempfile.mkdtemp(prefix="pdmesh-logs-"))
+        self.redis_url = config.redis
+        self.routers: tuple[Member, ...] = ()
+        self.workers: tuple[Member, ...] = ()
+        self.started = False  # whether everything is ready, and not stopped
+        self._redis: EmbeddedRedis | None = None
+        self._on_event = on_event
+        self._on_progress = on_progress
+
+    @property
+    def router_address(self) -> str:
+        """Of the first router."""
+        return self.routers[0].address
+
+    @property
+    def router_addresses(self) -> tuple[str, ...]:
+        """Of all routers, for `Client`."""
+        return tuple(router.address for router in self.routers)
+
+    @property
+    def redis_pid(self) -> int | None:
+        """Of the embedded Redis; None with one of the user's."""
+        return None if self._redis is None else self._redis.pid
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process id by name of everything that runs now."""
+        pids = {member.name: member.pid for member in self._members if member.running}
+        return pids if self.redis_pid is None else {"redis": self.redis_pid, **pids}
+
+    def member(self, name: str) -> Member:
+        """The router or worker of that name. Raises KeyError that lists the names."""
+        for member in self._members:
+            if member.name == name:
+                return member
+        raise KeyError(f"no process is called {name!r}; there are: {', '.join(m.name for m in self._members)}")
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Sends a signal to a router or worker. If it dies of it, it is reported and (config.restart) started again."""
+        self.member(name).kill(number)
+
+    async def restart(self, name: str) -> None:
+        """Ends a router or worker in order and starts it again; returns when it is ready."""
+        await self.member(name).restart(self.config.stop_grace_s)
+
+    async def start(self) -> None:
+        """Starts everything and waits until the routers see all workers. Raises StartFailed with the end of the culprit's
+        output; nothing is left running then."""
+        try:
+            # A little more than one process has: its own error, with the end of its output, says more.
+            async with asyncio.timeout(self.config.start_timeout_s + 5):
+                await self._start()
+        except TimeoutError:
+            await self.stop()
+            limit = f"{self.config.start_timeout_s:g} s"
+            raise StartFailed(f"the mesh was not ready within {limit}; the logs of its processes are in {self.log_dir}") from None
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        if self.config.redis == EMBEDDED_REDIS:
+            self._redis = EmbeddedRedis()
+            self.redis_url = await self._redis.start()
+        plans = worker_plans(self.config, self.redis_url, num_usable_cores())
+        self.workers = tuple(self._member(plan) for plan in plans)
+        self.routers = tuple(self._member(plan) for plan in router_plans(self.config, self.redis_url))
+        await _start_all(self._members, self._on_progress)
+        for router in self.routers:
+            router.plan = with_port(router.plan, int(router.address.rpartition(":")[2]))
+        await self.wait_ready(self.config.start_timeout_s)
+        self.started = True
+
+    def _member(self, plan: ProcessPlan) -> Member:
+        return Member(
+            plan, self.log_dir, self._on_event, restart=self.config.restart, start_timeout_s=self.config.start_timeout_s
+        )
+
+    @property
+    def _members(self) -> tuple[Member, ...]:
+        return (*self.workers, *self.routers)
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Waits until every router sees the present process of every worker alive. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            for address in self.router_addresses:
+                await self._wait_until_seen(address)
+
+    async def _wait_until_seen(self, address: str) -> None:
+        async with AsyncClient(address) as client:
+            while not await self._sees_all_workers(client):  # noqa: ASYNC110  # the event happens in another process
+                await asyncio.sleep(_POLL_PERIOD_S)
+
+    async def _sees_all_workers(self, client: AsyncClient) -> bool:
+        try:
+            status = await client.status(timeout=1.0)
+            expected = {(worker.name, worker.address) for worker in self.workers}
+        except (MeshError, RuntimeError):  # the router does not answer; a worker is between two lives
+            return False
+        return expected <= {(worker.info.worker_id, worker.info.address) for worker in status.workers if worker.alive}
+
+    async def stop(self) -> None:
+        """Stops routers, then workers, then Redis; each step gets `stop_grace_s` seconds, then SIGKILL. Idempotent; a caller
+        that is cancelled waits for the end all the same."""
+        stopping = asyncio.ensure_future(self._stop())
+        try:
+            await asyncio.shield(stopping)
+        except asyncio.CancelledError:
+            await stopping
+            raise
+
+    async def _stop(self) -> None:
+        self.started = False
+        for group in (self.routers, self.workers):
+            await asyncio.gather(*(member.stop(self.config.stop_grace_s) for member in group))
+        if self._redis is not None:
+            await self._redis.stop()
+            self._redis = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+
+async def _start_all(members: Sequence[Member], on_progress: OnEvent) -> None:
+    """Starts all at once; the first that fails ends the wait for the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for member in members:
+                group.create_task(member.start(partial(_named_progress, on_progress, member.name)))
+    except* StartFailed as failures:
+        raise failures.exceptions[0] from None
+
+
+def _named_progress(on_progress: OnEvent, name: str, text: str) -> None:
+    on_progress(f"{name}: {text}")

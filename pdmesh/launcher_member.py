@@ -1,0 +1,139 @@
+"""One process of a local mesh under supervision: its log file, its restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pdmesh.launcher_plan import ProcessPlan
+from runtime.child import ManagedProcess, StartFailed
+
+OnEvent = Callable[[str], None]
+
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 15.0
+# A process that lived so long has earned a quick restart again.
+STABLE_AFTER_S = 30.0
+
+
+def backoff_s(num_failures: int) -> float:
+    """Seconds to wait before the restart that follows `num_failures` (at least 1) short lives in a row."""
+    return float(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(num_failures - 1, 16)))
+
+
+def how_it_ended(code: int | None) -> str:
+    """An exit code for people."""
+    if code is None:
+        return "ended"
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with code {code}"
+
+
+class Member:
+    """A supervised process. Between `start` and `stop` it runs, or is about to run again.
+
+    Owner of its ManagedProcess: nobody else starts or stops it. A restart makes a new one, with the same plan.
+    """
+
+    def __init__(self, plan: ProcessPlan, log_dir: Path, on_event: OnEvent, *, restart: bool, start_timeout_s: float) -> None:
+        self.plan = plan
+        self.log_path = log_dir / f"{plan.name}.log"
+        self.num_restarts = 0
+        self._on_event = on_event
+        self._restart = restart
+        self._start_timeout_s = start_timeout_s
+        self._process: ManagedProcess | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._started_at = 0.0
+        self._num_failures = 0
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return self.plan.roles
+
+    @property
+    def running(self) -> bool:
+        """Whether its process lives now."""
+        return self._process is not None and self._process.running
+
+    @property
+    def pid(self) -> int:
+        """Of the latest process. Raises RuntimeError before the start."""
+        return self._latest.pid
+
+    @property
+    def address(self) -> str:
+        """Where it answers. Raises RuntimeError while it is not ready."""
+        return self._latest.address
+
+    @property
+    def _latest(self) -> ManagedProcess:
+        if self._process is None:
+            raise RuntimeError(f"{self.name} has not been started")
+        return self._process
+
+    async def start(self, on_progress: OnEvent | None = None) -> None:
+        """Starts it, waits until it is ready, and watches it from then on. Raises StartFailed with the end of its output."""
+        await self._start_process(on_progress)
+        self._watch = asyncio.create_task(self._supervise(), name=f"supervise {self.name}")
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends it for good: SIGTERM, after `grace_s` seconds SIGKILL. Idempotent."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
+            self._watch = None
+        if self._process is not None:
+            await self._process.stop(grace_s)
+
+    async def restart(self, grace_s: float) -> None:
+        """Ends it and starts it again at once; returns when it is ready."""
+        await self.stop(grace_s)
+        self.num_restarts += 1
+        await self.start()
+
+    def kill(self, number: signal.Signals) -> None:
+        """Sends a signal to the process."""
+        self._latest.signal(number)
+
+    async def _start_process(self, on_progress: OnEvent | None) -> None:
+        self._process = ManagedProcess(self.name, self.plan.argv, env=self.plan.env, on_line=self._log)
+        self._started_at = time.monotonic()
+        await self._process.start(self._start_timeout_s, on_progress)
+
+    async def _supervise(self) -> None:
+        while True:
+            code = await self._latest.wait()
+            lifetime_s = time.monotonic() - self._started_at
+            self._num_failures = 1 if lifetime_s >= STABLE_AFTER_S else self._num_failures + 1
+            report = f"{self.name} (pid {self.pid}) {how_it_ended(code)}"
+            if not self._restart:
+                self._on_event(f"{report}; its log: {self.log_path}")
+                return
+            await self._start_again(report)
+
+    async def _start_again(self, report: str) -> None:
+        delay_s = backoff_s(self._num_failures)
+        self._on_event(f"{report}; starting it again in {delay_s:g} s; its log: {self.log_path}")
+        await asyncio.sleep(delay_s)
+        self.num_restarts += 1
+        try:
+            await self._start_process(None)
+        except StartFailed as error:
+            self._on_event(str(error))
+            return
+        self._on_event(f"{self.name} is back (pid {self.pid}, {self.address})")
+
+    def _log(self, line: str) -> None:
+        # A full disk must not end a mesh.
+        with contextlib.suppress(OSError), self.log_path.open("a", encoding="utf-8") as log:
+            log.write(line + "\n")

@@ -1,0 +1,144 @@
+"""What a local mesh consists of: pure functions from its configuration to the command line of each process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pdmesh
+
+EMBEDDED_REDIS = "embedded"
+
+
+@dataclass(frozen=True)
+class LocalMeshConfig:
+    """A mesh on this machine."""
+
+    model: str  # folder or .gguf file, ready to be loaded
+    model_name: str = ""  # what clients ask for; empty: the name of the folder
+    num_prefill: int = 1
+    num_decode: int = 1
+    num_both: int = 0  # workers with both roles
+    num_routers: int = 1
+    device: str = "cpu"
+    host: str = "127.0.0.1"
+    port: int = 8100  # of the first router, the others follow; 0: any free ones
+    redis: str = EMBEDDED_REDIS  # or a URL
+    mesh: str = "default"
+    num_threads: int = 0  # of each worker; 0: the cores divided by the workers
+    restart: bool = True  # processes that die are started again
+    start_timeout_s: float = 180.0
+    stop_grace_s: float = 3.0  # for each of: routers, workers
+    log_dir: str = ""  # empty: a new temporary folder, which stays
+    worker_args: tuple[str, ...] = ()
+    router_args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)  # added to every process's environment
+
+    @property
+    def name_of_model(self) -> str:
+        """What clients ask for."""
+        return self.model_name or Path(self.model).resolve().stem
+
+    @property
+    def num_workers(self) -> int:
+        """All workers, whatever their roles."""
+        return self.num_prefill + self.num_decode + self.num_both
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field."""
+        for name in ("num_prefill", "num_decode", "num_both", "num_threads"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: must not be negative")
+        if self.num_decode + self.num_both < 1:
+            raise ValueError("num_decode: a mesh needs a worker that decodes; give at least 1")
+        if self.num_routers < 1:
+            raise ValueError("num_routers: a mesh needs a router; give at least 1")
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    """One process to be run."""
+
+    name: str
+    roles: tuple[str, ...]  # "router", or of a worker: "prefill", "decode"
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether it runs an engine."""
+        return "router" not in self.roles
+
+
+def worker_plans(config: LocalMeshConfig, redis_url: str, num_cores: int) -> list[ProcessPlan]:
+    """One plan for each worker: prefill-0 …, decode-0 …, worker-0 … (both roles)."""
+    threads = config.num_threads or max(1, num_cores // max(1, config.num_workers))
+    groups = (("prefill", ("prefill",), config.num_prefill), ("decode", ("decode",), config.num_decode))
+    both = ("worker", ("prefill", "decode"), config.num_both)
+    return [
+        _worker(config, f"{prefix}-{index}", roles, redis_url, threads)
+        for prefix, roles, count in (*groups, both)
+        for index in range(count)
+    ]
+
+
+def _worker(config: LocalMeshConfig, name: str, roles: tuple[str, ...], redis_url: str, threads: int) -> ProcessPlan:
+    flags = {
+        "--worker-id": name,
+        "--roles": ",".join(roles),
+        "--model": config.model,
+        "--model-name": config.name_of_model,
+        "--device": config.device,
+        "--host": config.host,
+        "--port": "0",
+        "--mesh": config.mesh,
+        "--num-threads": str(threads),
+        "--drain-grace-s": str(config.stop_grace_s / 2),
+    }
+    # Idle threads that spin would take the cores from the other workers' threads.
+    openmp = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+    return ProcessPlan(name, roles, _command("worker", flags, config.worker_args), {**_environment(config, redis_url), **openmp})
+
+
+def router_plans(config: LocalMeshConfig, redis_url: str) -> list[ProcessPlan]:
+    """One plan for each router: router-0 …, on consecutive ports."""
+    return [_router(config, index, redis_url) for index in range(config.num_routers)]
+
+
+def _router(config: LocalMeshConfig, index: int, redis_url: str) -> ProcessPlan:
+    name = f"router-{index}"
+    flags = {
+        "--host": config.host,
+        "--port": str(config.port + index if config.port else 0),
+        "--models": f"{config.name_of_model}={config.model}",
+        "--mesh": config.mesh,
+        "--drain-grace-s": str(config.stop_grace_s / 2),
+    }
+    return ProcessPlan(name, ("router",), _command("router", flags, config.router_args), _environment(config, redis_url))
+
+
+def with_port(plan: ProcessPlan, port: int) -> ProcessPlan:
+    """The plan with a fixed port: a router that comes back has to be found where it was."""
+    at = plan.argv.index("--port") + 1
+    return ProcessPlan(plan.name, plan.roles, (*plan.argv[:at], str(port), *plan.argv[at + 1 :]), plan.env)
+
+
+def _command(module: str, flags: Mapping[str, str], more: tuple[str, ...]) -> tuple[str, ...]:
+    return (sys.executable, "-m", module, *(part for pair in flags.items() for part in pair), "--exit-with-parent", *more)
+
+
+def _environment(config: LocalMeshConfig, redis_url: str) -> dict[str, str]:
+    """What children need to find this very code, installed or not; and the URL: it may hold a password, so it is no flag."""
+    root = str(Path(pdmesh.__file__).resolve().parent.parent)
+    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
+    return {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PDMESH_REDIS": redis_url, **config.env}
+
+
+def num_usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,170 @@
+"""The program: overview, bare words, exit codes, and commands against a scripted router."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from dataclasses import dataclass, field
+
+import pytest
+
+from pdmesh import cli, errors
+from pdmesh.arguments import parse_options, with_flags
+from pdmesh.commands import chat, generate
+from tests.pdmesh.fake_mesh import NUM_TOKENS, Script, start_router, text
+
+ANSWER = "".join(text(0, index) for index in range(NUM_TOKENS))
+
+
+async def run(*argv: str) -> int:
+    return await asyncio.to_thread(cli.run, argv)
+
+
+@dataclass(frozen=True)
+class Words:
+    action: str = field(default="", metadata={"positional": True})
+    rest: str = field(default="", metadata={"positional": True})
+    number: int = 0
+    loud: bool = False
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], Words()),
+        (["go"], Words("go")),
+        (["go", "on", "and", "on"], Words("go", "on and on")),
+        (["--number", "3", "go", "--loud", "on"], Words("go", "on", 3, True)),
+        (["--number=-3", "go"], Words("go", "", -3)),
+        (["--number", "-3", "go"], Words("go", "", -3)),
+        (["go", "--", "--loud", "-x"], Words("go", "--loud -x")),
+        (["--action", "stay"], Words("stay")),
+    ],
+)
+def test_bare_words(argv: list[str], expected: Words) -> None:
+    assert parse_options(Words, argv, {}, prog="test") == expected
+
+
+def test_bare_words_keep_unknown_flags_for_the_loader_to_refuse(capsys: pytest.CaptureFixture[str]) -> None:
+    assert with_flags(Words, ["--lout", "go"]) == ["--lout", "--action=go"]
+    with pytest.raises(SystemExit) as caught:
+        parse_options(Words, ["--lout"], {}, prog="test")
+    assert caught.value.code == 2
+    assert "--loud" in capsys.readouterr().err
+
+
+def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in cli.COMMANDS)
+    assert cli.run([]) == 2
+
+
+def test_unknown_command_suggests_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["stats"]) == 2
+    assert "did you mean status?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.run([name, "--help"])
+    assert caught.value.code == 0
+    assert f"usage: pdmesh {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.InvalidArgument("seed", "bad"), 2),
+        (errors.NotFound("no such model"), 2),
+        (errors.Unavailable("gone"), 3),
+        (errors.Overloaded("full", retry_delay_s=1.0), 3),
+        (errors.DeadlineExceeded("late"), 4),
+        (errors.Internal("bug"), 1),
+    ],
+)
+def test_exit_codes(error: errors.MeshError, code: int) -> None:
+    assert cli.exit_code(error) == code
+    assert error.message in cli.explain(error)
+
+
+async def test_generate_streams_text(capsys: pytest.CaptureFixture[str]) -> None:
+    router = await start_router()
+    assert await run("generate", "Once", "upon", "a", "time", "--router", router.address, "--temperature", "0", "--timings") == 0
+    shown = capsys.readouterr()
+    assert shown.out == ANSWER + "\n"
+    assert "time to first token" in shown.err
+    sent = router.script.requests[0]
+    assert sent.text == "Once upon a time"  # type: ignore[union-attr]
+    assert sent.sampling.HasField("temperature") and sent.sampling.temperature == 0.0
+    assert not sent.sampling.HasField("top_p") and not sent.sampling.HasField("max_tokens")
+    await router.stop()
+
+
+async def test_generate_writes_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    router = await start_router()
+    assert await run("generate", "hi", "--json", "--n", "2", "--mode", "local", "--router", router.address) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["event"] for event in events] == ["started", *["delta"] * (2 * NUM_TOKENS), "completed"]
+    assert events[-1]["timings"]["mode"] == "remote"
+    await router.stop()
+
+
+async def test_generate_reads_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    router = await start_router()
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
+    assert await run("generate", "--router", router.address) == 0
+    assert router.script.requests[0].text == "from a pipe"  # type: ignore[union-attr]
+    await router.stop()
+
+
+async def test_refused_request_exits_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    router = await start_router(Script(failure=errors.InvalidArgument("sampling.top_p", "sampling.top_p is 2; give at most 1")))
+    assert await run("generate", "hi", "--top-p", "2", "--router", router.address) == 2
+    assert "top_p is 2" in capsys.readouterr().err
+    await router.stop()
+
+
+async def test_no_mesh_exits_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await run("status", "--router", "127.0.0.1:1", "--resume-timeout-s", "0.1") == 3
+    assert "pdmesh up" in capsys.readouterr().err
+
+
+async def test_chat_keeps_its_history(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    router = await start_router()
+    monkeypatch.setattr("sys.stdin", io.StringIO("first\n/nonsense\nsecond\n/new\nthird\n/exit\nnever\n"))
+    assert await run("chat", "--system", "be brief", "--router", router.address) == 0
+    turns = [[message.content for message in request.messages] for request in router.script.requests]  # type: ignore[union-attr]
+    assert turns == [["be brief", "first"], ["be brief", "first", ANSWER, "second"], ["be brief", "third"]]
+    assert "/nonsense: unknown" in capsys.readouterr().err
+    await router.stop()
+
+
+async def test_chat_answers_one_question(capsys: pytest.CaptureFixture[str]) -> None:
+    router = await start_router()
+    assert await run("chat", "What", "now?", "--router", router.address) == 0
+    assert capsys.readouterr().out == ANSWER + "\n"
+    await router.stop()
+
+
+async def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    router = await start_router()
+    assert await run("status", "--json", "--router", router.address) == 0
+    assert json.loads(capsys.readouterr().out)["router_id"] == "fake-router"
+    await router.stop()
+
+
+async def test_models_lists_known_and_served(capsys: pytest.CaptureFixture[str]) -> None:
+    router = await start_router()
+    assert await run("models", "list", "--json", "--router", router.address) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["served"][0]["name"] == "fake" and shown["known"][0]["licence"]
+    await router.stop()
+
+
+def test_options_check_themselves() -> None:
+    with pytest.raises(ValueError, match="token_ids"):
+        generate.Options(prompt="a", token_ids=(1,)).validate()
+    assert chat.Options().message == ""

@@ -1,0 +1,96 @@
+"""The doctor: findings from given machines, its report, its exit code."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from pdmesh import cli, doctor_machine, doctor_software
+from pdmesh.commands import doctor as command
+from pdmesh.doctor import Check, State, examine, missing, ok
+from pdmesh.model_catalogue import KNOWN_MODELS
+from pdmesh.render import Palette
+
+PLAIN = Palette(enabled=False)
+
+
+def test_cpu_flags_of_x86_and_arm() -> None:
+    assert {"avx2", "fma"} <= doctor_machine.cpu_flags(["processor : 0", "flags\t\t: fpu avx2 fma"])
+    assert "asimd" in doctor_machine.cpu_flags(["Features : fp asimd bf16"])
+    assert doctor_machine.cpu_flags([]) == frozenset()
+
+
+def test_available_bytes() -> None:
+    assert doctor_machine.available_bytes(["MemTotal: 9 kB", "MemAvailable:  2048 kB"]) == 2_097_152
+    with pytest.raises(ValueError, match="MemAvailable"):
+        doctor_machine.available_bytes([])
+
+
+def test_this_machine_passes_shared_memory_and_loopback() -> None:
+    assert doctor_machine.shared_memory().state is State.OK
+    assert doctor_machine.loopback().state is State.OK
+
+
+def test_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        number = server.getsockname()[1]
+        assert doctor_machine.port(number).state is State.WARN
+    assert doctor_machine.port(number).state is State.OK
+
+
+def test_package_that_is_missing_says_what_to_install() -> None:
+    finding = doctor_software.package("no-such-package", "worker", "workers cannot compute", module="no_such_package")
+    assert finding.blocks and finding.remedy == "pip install 'pdmesh[worker]'"
+    assert doctor_software.package("grpcio", "services", "", module="grpc").state is State.OK
+
+
+def test_redis_that_does_not_answer() -> None:
+    finding = doctor_software.redis("redis://:secret@127.0.0.1:1")
+    assert finding.blocks and "secret" not in finding.found + finding.cost + finding.remedy
+    assert doctor_software.redis("nonsense://x").blocks
+
+
+def test_model_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDMESH_CACHE", str(tmp_path / "empty"))
+    known = next(iter(KNOWN_MODELS))
+    assert doctor_software.model_files(known).state is State.WARN
+    assert doctor_software.disk(known).state in (State.OK, State.WARN, State.MISSING)
+    assert doctor_software.model_files(str(tmp_path / "nothing")).blocks
+    assert doctor_software.model_files(str(tmp_path)).state is State.OK
+
+
+@pytest.mark.parametrize(("free", "state"), [(0, State.MISSING), (500_000_000, State.WARN), (50_000_000_000, State.OK)])
+def test_disk(free: int, state: State, tmp_path: Path) -> None:
+    assert doctor_software.judge_disk(free, tmp_path, next(iter(KNOWN_MODELS.values()))).state is state
+    assert doctor_software.judge_disk(free, tmp_path, None).state is State.OK
+
+
+def test_a_check_that_fails_is_a_finding() -> None:
+    def broken() -> Check:
+        raise RuntimeError("no idea")
+
+    finding = examine([("thing", broken)])[0]
+    assert finding.state is State.WARN and "RuntimeError: no idea" in finding.found
+
+
+def test_report_names_cost_and_remedy_and_verdict() -> None:
+    findings = [ok("a", "fine"), missing("bb", "gone", "everything", "buy one", required=True)]
+    assert command.report(findings, PLAIN) == [
+        "OK       a   fine",
+        "MISSING  bb  gone",
+        "             costs: everything",
+        "             do:    buy one",
+        "",
+        "a mesh cannot run here: bb",
+    ]
+    assert command.report(findings[:1], PLAIN)[-1] == "a mesh can run here"
+
+
+def test_exit_code_is_one_only_when_no_mesh_can_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["doctor", "--json", "--port", "0"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["can_run"] and {check["state"] for check in shown["checks"]} <= {"OK", "WARN", "MISSING"}
+    assert cli.run(["doctor", "--redis", "redis://127.0.0.1:1"]) == 1

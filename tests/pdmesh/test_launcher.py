@@ -1,0 +1,200 @@
+"""The launcher, with stand-in processes: command lines, supervision, stopping; no process is left behind whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pdmesh import launcher
+from pdmesh.launcher import LocalMesh
+from pdmesh.launcher_member import MAX_BACKOFF_S, Member, backoff_s, how_it_ended
+from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan, router_plans, with_port, worker_plans
+from runtime.child import StartFailed
+
+ROOT = Path(__file__).parents[2]
+WORKERS = ("prefill-0", "decode-0")
+
+
+def plan(name: str, kind: str, *more: str) -> ProcessPlan:
+    argv = (sys.executable, "-m", "tests.pdmesh.fake_service", kind, *more, "--port", "0")
+    return ProcessPlan(name, (kind,), argv, {"PYTHONPATH": str(ROOT)})
+
+
+def exists(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    # Whoever adopts an orphan may be slow to collect it: a zombie does nothing any more.
+    return state != "Z"
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "worker_plans", lambda *_: [plan(name, "worker") for name in WORKERS])
+    monkeypatch.setattr(launcher, "router_plans", lambda *_: [plan("router-0", "router", *WORKERS)])
+
+
+def config(tmp_path: Path, **more: object) -> LocalMeshConfig:
+    return LocalMeshConfig(model="unused", log_dir=str(tmp_path / "logs"), start_timeout_s=30, **more)  # type: ignore[arg-type]
+
+
+def flag(plan: ProcessPlan, name: str) -> str:
+    return plan.argv[plan.argv.index(name) + 1]
+
+
+def test_plans_name_workers_roles_and_share_the_cores() -> None:
+    plans = worker_plans(LocalMeshConfig(model="/m/small", num_prefill=1, num_decode=2, num_both=1), "redis://r", num_cores=8)
+    assert [(p.name, flag(p, "--roles")) for p in plans] == [
+        ("prefill-0", "prefill"),
+        ("decode-0", "decode"),
+        ("decode-1", "decode"),
+        ("worker-0", "prefill,decode"),
+    ]
+    assert all(p.is_worker and flag(p, "--worker-id") == p.name for p in plans)
+    assert {flag(p, "--num-threads") for p in plans} == {"2"} and {p.env["OMP_NUM_THREADS"] for p in plans} == {"2"}
+    assert flag(plans[0], "--model-name") == "small"
+    assert plans[0].env["PDMESH_REDIS"] == "redis://r" and "redis://r" not in plans[0].argv
+
+
+def test_threads_are_at_least_one_and_can_be_given() -> None:
+    assert flag(worker_plans(LocalMeshConfig(model="m"), "", num_cores=1)[0], "--num-threads") == "1"
+    assert flag(worker_plans(LocalMeshConfig(model="m", num_threads=5), "", num_cores=1)[0], "--num-threads") == "5"
+
+
+def test_routers_take_consecutive_ports_and_keep_them() -> None:
+    plans = router_plans(LocalMeshConfig(model="/m/small", num_routers=2, port=8100), "redis://r")
+    assert [flag(p, "--port") for p in plans] == ["8100", "8101"]
+    assert flag(plans[0], "--models") == "small=/m/small"
+    assert flag(with_port(plans[0], 9), "--port") == "9"
+    assert {flag(p, "--port") for p in router_plans(LocalMeshConfig(model="m", num_routers=2, port=0), "")} == {"0"}
+
+
+@pytest.mark.parametrize("wrong", [{"num_decode": 0}, {"num_routers": 0}, {"num_prefill": -1}])
+def test_configuration_is_checked(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        LocalMesh(LocalMeshConfig(model="m", **wrong))  # type: ignore[arg-type]
+
+
+def test_backoff_and_words() -> None:
+    assert [backoff_s(n) for n in (1, 2, 3)] == [0.5, 1.0, 2.0]
+    assert backoff_s(1000) == MAX_BACKOFF_S
+    assert how_it_ended(-9) == "was ended by SIGKILL" and how_it_ended(3) == "ended with code 3"
+
+
+async def test_mesh_starts_serves_and_leaves_nothing(stand_ins: None, tmp_path: Path) -> None:
+    async with LocalMesh(config(tmp_path)) as mesh:
+        assert mesh.started and set(mesh.pids) == {"redis", "router-0", *WORKERS}
+        assert [worker.name for worker in mesh.workers] == list(WORKERS)
+        pids = mesh.pids
+        assert all(exists(pid) for pid in pids.values())
+        assert flag(mesh.routers[0].plan, "--port") == mesh.router_address.rpartition(":")[2]
+    assert not any(exists(pid) for pid in pids.values())
+    assert "worker says hello" in (tmp_path / "logs" / "decode-0.log").read_text()
+
+
+async def test_dead_worker_is_reported_and_comes_back(stand_ins: None, tmp_path: Path) -> None:
+    events: list[str] = []
+    async with LocalMesh(config(tmp_path), on_event=events.append) as mesh:
+        first = mesh.member("decode-0").pid
+        mesh.kill("decode-0", signal.SIGKILL)
+        await until(lambda: any("decode-0 is back" in event for event in events))
+        await mesh.wait_ready(20)
+        assert mesh.member("decode-0").pid != first and mesh.member("decode-0").num_restarts == 1
+        assert "was ended by SIGKILL; starting it again" in events[0]
+        await mesh.restart("prefill-0")
+        assert mesh.member("prefill-0").running
+        with pytest.raises(KeyError, match="decode-0"):
+            mesh.member("decode-7")
+
+
+async def test_without_restart_death_is_only_reported(stand_ins: None, tmp_path: Path) -> None:
+    events: list[str] = []
+    async with LocalMesh(config(tmp_path, restart=False), on_event=events.append) as mesh:
+        mesh.kill("decode-0")
+        await until(lambda: bool(events))
+        assert "starting" not in events[0] and not mesh.member("decode-0").running
+
+
+async def test_member_that_cannot_start_is_tried_again(tmp_path: Path) -> None:
+    events: list[str] = []
+    member = Member(plan("decode-0", "worker"), tmp_path, events.append, restart=True, start_timeout_s=20)
+    await member.start()
+    member.plan = plan("decode-0", "broken")
+    member.kill(signal.SIGKILL)
+    await until(lambda: sum("ended with code 3; starting it again" in event for event in events) >= 1)
+    await member.stop(grace_s=2)
+    assert not member.running
+    assert any("the model does not fit" in event for event in events)
+
+
+async def test_failed_start_says_why_and_leaves_nothing(stand_ins: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plans = [plan("prefill-0", "worker"), plan("decode-0", "broken")]
+    monkeypatch.setattr(launcher, "worker_plans", lambda *_: plans)
+    mesh = LocalMesh(config(tmp_path))
+    with pytest.raises(StartFailed, match=r"(?s)decode-0 ended with code 3.*12 GB needed"):
+        await mesh.start()
+    assert mesh.pids == {} and not mesh.started
+
+
+async def test_start_that_takes_too_long_fails(stand_ins: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(launcher, "worker_plans", lambda *_: [plan("decode-0", "silent")])
+    mesh = LocalMesh(LocalMeshConfig(model="unused", log_dir=str(tmp_path), start_timeout_s=1.5))
+    with pytest.raises(StartFailed, match=r"(?s)decode-0 was not ready within 1.5 s.*silent says hello"):
+        await mesh.start()
+    assert mesh.pids == {}
+
+
+async def test_cancelled_start_leaves_nothing(stand_ins: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(launcher, "worker_plans", lambda *_: [plan("decode-0", "silent")])
+    mesh = LocalMesh(config(tmp_path))
+    starting = asyncio.create_task(mesh.start())
+    log = tmp_path / "logs" / "decode-0.log"
+    await until(log.exists)
+    pids = mesh.pids
+    assert "decode-0" in pids
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not any(exists(pid) for pid in pids.values())
+
+
+_KILLED_PARENT = """
+import asyncio, json, sys
+from tests.pdmesh import test_launcher as t
+from pdmesh import launcher
+launcher.worker_plans = lambda *_: [t.plan(name, "worker") for name in t.WORKERS]
+launcher.router_plans = lambda *_: [t.plan("router-0", "router", *t.WORKERS)]
+async def main():
+    async with launcher.LocalMesh(launcher.LocalMeshConfig(model="unused", log_dir=sys.argv[1])) as mesh:
+        print(json.dumps(mesh.pids), flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+async def test_nothing_outlives_the_launcher(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _KILLED_PARENT, str(tmp_path)]
+    parent = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT)
+    assert parent.stdout is not None
+    pids = json.loads(await asyncio.wait_for(parent.stdout.readline(), 30))
+    assert len(pids) == 4
+    parent.send_signal(number)
+    await asyncio.wait_for(parent.wait(), 20)
+    await until(lambda: not any(exists(pid) for pid in pids.values()))

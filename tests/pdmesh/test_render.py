@@ -1,0 +1,116 @@
+"""Text for the terminal: widths, units, bars, colours, and the report of timings."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from pdmesh.client_types import Completed, PrefillMode, Timings, Usage
+from pdmesh.commands.status import role_names, status_lines
+from pdmesh.render import Palette, bar, breakdown, duration, palette, size, table
+from pdmesh.render_timings import timings_report
+from protos.v1 import mesh_pb2, worker_pb2
+
+PLAIN = Palette(enabled=False)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_table_aligns_and_fits() -> None:
+    lines = table(("A", "LONG NAME"), [("1", "x"), ("22", "y" * 200)], max_width=40)
+    assert lines[0] == "A   LONG NAME"
+    assert lines[1] == "1   x"
+    assert max(map(len, lines)) == 40 and lines[2].endswith("…")
+
+
+@pytest.mark.parametrize(("ns", "text"), [(0, "0 µs"), (850e3, "850 µs"), (12.34e6, "12.3 ms"), (1.25e9, "1.25 s")])
+def test_duration(ns: float, text: str) -> None:
+    assert duration(ns) == text
+
+
+@pytest.mark.parametrize(("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (3_400_000, "3.4 MB"), (5e12, "5000.0 GB")])
+def test_size(num_bytes: float, text: str) -> None:
+    assert size(num_bytes) == text
+
+
+def test_bar() -> None:
+    assert bar(0.0, 4) == "    "
+    assert bar(0.5, 4) == "██  "
+    assert bar(1e-9, 4) == "▏   "
+    assert bar(7.0, 4) == "████"
+
+
+def test_breakdown_survives_an_empty_total() -> None:
+    assert breakdown({"route": 0}, 0) == ["route       0 µs   0.0 %"]
+
+
+def test_colour_only_on_a_terminal_that_wants_it() -> None:
+    assert palette(Terminal(), {"TERM": "xterm"}).bold("x") == "\x1b[1mx\x1b[0m"
+    assert palette(Terminal(), {"NO_COLOR": "1"}).bold("x") == "x"
+    assert palette(Terminal(), {"TERM": "dumb"}).bold("x") == "x"
+    assert palette(io.StringIO(), {}).bold("x") == "x"
+
+
+def test_timings_report_shows_parts_sum_handoff_and_caches() -> None:
+    timings = Timings(
+        ttft_ns=100_000_000,
+        route_ns=10_000_000,
+        reserve_ns=5_000_000,
+        prefill_compute_ns=80_000_000,
+        first_token_return_ns=4_000_000,
+        kv_exposed_ns=3_000_000,
+        decode_queue_ns=1_000_000,
+        tpot_ns=20_000_000,
+        total_ns=500_000_000,
+        kv_bytes=2_000_000,
+        transport="shm",
+        mode=PrefillMode.REMOTE,
+        prefill_worker="prefill-0",
+        decode_worker="decode-0",
+        prefill_cached_tokens=16,
+        num_retries=1,
+    )
+    text = "\n".join(timings_report(Completed(Usage(40, 20, 16), timings, num_resumes=1), PLAIN))
+    for expected in (
+        "time to first token  100.0 ms",
+        "prefill_compute",
+        "80.0 %",
+        "sum of the parts 99.0 ms; measured as a whole 100.0 ms (1.0 % apart)",
+        "added to the first gap  4.0 ms",
+        "kv_exposed",
+        "20.0 ms per output token (50.0 tokens/s)",
+        "2.0 MB of KV over shm, prefill-0 → decode-0",
+        "prefill had 16 and decode 0 of the prompt's 40 tokens",
+        "survived  1 prefill retries, 1 routers lost",
+    ):
+        assert expected in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_timings_report_of_a_local_request_with_one_token() -> None:
+    timings = Timings(ttft_ns=1_000, prefill_compute_ns=1_000, mode=PrefillMode.LOCAL, decode_worker="decode-0")
+    text = "\n".join(timings_report(Completed(Usage(1, 1, 0), timings), PLAIN))
+    assert "decode-0 prefilled the prompt itself" in text and "first gap" not in text and "one token" in text
+
+
+def test_status_fits_a_hundred_columns() -> None:
+    roles = [worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE]
+    info = worker_pb2.WorkerInfo(worker_id="worker-of-a-long-name-0", epoch=(1 << 64) - 1, address="127.0.0.1:40123", roles=roles)
+    load = worker_pb2.LoadReport(num_running=64, num_total_blocks=20000, num_free_blocks=12, num_generated_tokens=123456)
+    status = mesh_pb2.GetStatusResponse(
+        router_id="router-1",
+        max_inflight=256,
+        workers=[mesh_pb2.WorkerStatus(info=info, load=load, alive=True), mesh_pb2.WorkerStatus(info=info)],
+        objectives=[mesh_pb2.Objective(model="m", ttft_ms=300, tpot_ms=50, quantile=0.95)],
+        num_token_mismatches=1,
+    )
+    lines = status_lines(status, PLAIN)
+    text = "\n".join(lines)
+    assert all(len(line) <= 100 for line in lines)
+    assert "prefill,decode" in text and "19988/20000" in text and "ffffffff" in text and "lost" in text and "95 %" in text
+    assert "no worker is known" in "\n".join(status_lines(mesh_pb2.GetStatusResponse(), PLAIN))
+    assert role_names([worker_pb2.ROLE_DECODE]) == "decode"
