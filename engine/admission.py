@@ -1,0 +1,100 @@
+"""Is this a request that this engine could ever serve? Pure checks, made before anything is held for it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from engine.blocks import num_blocks_for
+from engine.errors import InvalidRequest, RequestTooLarge
+from engine.finish import finish_reason
+from engine.outputs import FinishReason
+from engine.request import EngineRequest
+from engine.sequence import unfinished_choices
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds a request in one engine."""
+
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_context: int  # prompt and output together
+    vocab_size: int
+    eos_token_ids: Collection[int]
+
+    def finish_reason(self, request: EngineRequest, output: Sequence[int]) -> FinishReason | None:
+        """Why a choice of the request with this output has ended, or None."""
+        return finish_reason(
+            request.sampling,
+            prompt_length=len(request.prompt),
+            output=output,
+            eos_token_ids=self.eos_token_ids,
+            max_context=self.max_context,
+        )
+
+
+def check_request(request: EngineRequest, limits: Limits) -> None:
+    """Raises InvalidRequest or RequestTooLarge; the message names the field."""
+    try:
+        request.sampling.validate()
+    except ValueError as error:
+        raise InvalidRequest(f"sampling.{error}") from error
+    _check_shape(request)
+    _check_tokens(request, limits)
+    _check_history(request, limits)
+    _check_size(request, limits)
+
+
+def _check_shape(request: EngineRequest) -> None:
+    num_choices = request.sampling.n
+    if not request.prompt:
+        raise InvalidRequest("prompt: empty; give at least one token")
+    for name, values in (("emitted", request.emitted), ("finished", request.finished)):
+        if values and len(values) != num_choices:
+            raise InvalidRequest(f"{name}: {len(values)} entries for n={num_choices} choices; give none or one for each")
+    if not unfinished_choices(request):
+        raise InvalidRequest("finished: every choice is; there is nothing to generate")
+    if request.prefill_only and len(unfinished_choices(request)) > 1 and any(request.emitted):
+        raise InvalidRequest("emitted: several choices with history cannot be prefilled for another engine; run them there")
+
+
+def _check_tokens(request: EngineRequest, limits: Limits) -> None:
+    for name, tokens in (("prompt", request.prompt), *(("emitted", tokens) for tokens in request.emitted)):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < limits.vocab_size:
+            raise InvalidRequest(f"{name}: token ids {min(tokens)} to {max(tokens)} leave the vocabulary of {limits.vocab_size}")
+
+
+def _check_history(request: EngineRequest, limits: Limits) -> None:
+    for choice in unfinished_choices(request):
+        reason = limits.finish_reason(request, request.emitted[choice]) if request.emitted else None
+        if reason is not None:
+            raise InvalidRequest(f"emitted: choice {choice} has ended already ({reason.value}); mark it as finished")
+
+
+def _check_size(request: EngineRequest, limits: Limits) -> None:
+    num_choices = len(unfinished_choices(request))
+    if num_choices > limits.max_num_seqs:
+        raise RequestTooLarge(f"n: {num_choices} choices exceed this engine's {limits.max_num_seqs} sequences; ask for fewer")
+    if len(request.prompt) >= limits.max_context:
+        raise RequestTooLarge(
+            f"prompt: {len(request.prompt)} tokens leave no room to answer in a context of {limits.max_context}"
+        )
+    num_tokens = min(num_kv_tokens(request) if request.prefill_only else _num_tokens_at_most(request), limits.max_context)
+    num_blocks = num_blocks_for(num_tokens, limits.block_size)
+    if num_blocks > limits.num_blocks:
+        raise RequestTooLarge(
+            f"prompt and max_tokens: {num_tokens} tokens need {num_blocks} blocks of {limits.block_size}, "
+            f"the pool has {limits.num_blocks}; ask for less or give the engine more KV memory"
+        )
+
+
+def num_kv_tokens(request: EngineRequest) -> int:
+    """Tokens whose KV must be there before the next token is drawn: the prompt, and the history of an only unfinished choice."""
+    choices = unfinished_choices(request)
+    return len(request.prompt) + (len(request.emitted[choices[0]]) if request.emitted and len(choices) == 1 else 0)
+
+
+def _num_tokens_at_most(request: EngineRequest) -> int:
+    return len(request.prompt) + request.sampling.max_tokens

@@ -1,0 +1,122 @@
+"""Gives sequences their blocks: cached prefix first, growth, copy-on-write, publishing what has been computed.
+
+Every block id in a `Sequence.block_ids` is one reference in the pool, and only this module changes either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+
+from engine.blocks import BlockPool, num_blocks_for
+from engine.sequence import Sequence
+
+HashBlock = Callable[[bytes, Tokens[int]], bytes]
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """Copy the content of one block, all layers, before the step writes."""
+
+    source: int
+    target: int
+
+
+class BlockAllocator:
+    """The pool as sequences see it. `hash_block(parent, token_ids)` chains the hashes of full blocks."""
+
+    def __init__(self, pool: BlockPool, block_size: int, hash_block: HashBlock, *, prefix_caching: bool) -> None:
+        self.pool = pool
+        self.num_prefix_hit_tokens = 0
+        self._block_size = block_size
+        self._hash_block = hash_block
+        self._prefix_caching = prefix_caching
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return num_blocks_for(num_tokens, self._block_size)
+
+    def admit(self, sequence: Sequence, *, keep_free: int) -> bool:
+        """Blocks for all known tokens, shared ones for a cached prefix; False, and none, if fewer than `keep_free` stay free."""
+        cached = self._find_prefix(sequence)
+        num_new = self.num_blocks_for(sequence.num_tokens) - len(cached)
+        if num_new + self.pool.num_free_among(cached) + keep_free > self.pool.num_free:
+            return False
+        self.pool.acquire(cached)  # before allocate(), which might evict them
+        sequence.block_ids = cached + self._allocate(num_new)
+        sequence.num_computed = sequence.num_cached = len(cached) * self._block_size
+        sequence.num_published = len(cached)
+        self.num_prefix_hit_tokens += sequence.num_computed
+        return True
+
+    def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """Free blocks that `num_tokens` more tokens take: new ones at the end, and copies of shared ones they write to."""
+        num_blocks = self.num_blocks_for(sequence.num_computed + num_tokens)
+        return max(0, num_blocks - len(sequence.block_ids)) + len(self._shared_to_write(sequence, num_tokens))
+
+    def extend(self, sequence: Sequence, num_tokens: int) -> tuple[BlockCopy, ...]:
+        """Makes the next `num_tokens` tokens writable. num_missing() blocks must be free. The copies are due before the write."""
+        copies = tuple(self._make_own(sequence, index) for index in self._shared_to_write(sequence, num_tokens))
+        self.grow(sequence, sequence.num_computed + num_tokens)
+        return copies
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Appends blocks until they hold `num_tokens` tokens in all; False, and nothing changed, if there are too few."""
+        blocks = self.pool.allocate(max(0, self.num_blocks_for(num_tokens) - len(sequence.block_ids)))
+        sequence.block_ids += blocks or []
+        return blocks is not None
+
+    def publish(self, sequence: Sequence) -> None:
+        """Offers what is computed and full, and was not offered before, to the prefix cache."""
+        num_full = sequence.num_computed // self._block_size
+        if not self._prefix_caching or num_full <= sequence.num_published:
+            return
+        hashes = self._hashes(sequence, num_full)
+        for index in range(sequence.num_published, num_full):
+            self.pool.publish(sequence.block_ids[index], hashes[index])
+        sequence.num_published = num_full
+
+    def part(self, trunk: Sequence) -> list[Sequence]:
+        """The trunk's choices as sequences that share its blocks. The trunk holds none any more."""
+        branches = trunk.part()
+        for branch in branches:
+            self.pool.acquire(branch.block_ids)
+        self.release(trunk)
+        return branches
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives its references back. What it published stays to be found until evicted."""
+        self.pool.release(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.num_computed = 0
+        sequence.num_published = 0
+
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        # Never the last token: its logits are what the sequence is computed for.
+        num_blocks = (sequence.num_tokens - 1) // self._block_size if self._prefix_caching else 0
+        return self.pool.find(self._hashes(sequence, num_blocks))
+
+    def _hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
+        hashes = sequence.block_hashes
+        while len(hashes) < num_blocks:
+            start = len(hashes) * self._block_size
+            parent = hashes[-1] if hashes else sequence.group.request.cache_root
+            hashes.append(self._hash_block(parent, sequence.tokens(start, start + self._block_size)))
+        return hashes[:num_blocks]
+
+    def _shared_to_write(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        start = sequence.num_computed // self._block_size
+        end = min(len(sequence.block_ids), self.num_blocks_for(sequence.num_computed + num_tokens))
+        return [index for index in range(start, end) if self.pool.ref_count(sequence.block_ids[index]) > 1]
+
+    def _make_own(self, sequence: Sequence, index: int) -> BlockCopy:
+        source = sequence.block_ids[index]
+        [target] = self._allocate(1)
+        self.pool.release([source])
+        sequence.block_ids[index] = target
+        return BlockCopy(source, target)
+
+    def _allocate(self, count: int) -> list[int]:
+        blocks = self.pool.allocate(count)
+        assert blocks is not None, f"{count} blocks were promised but {self.pool.num_free} are free"
+        return blocks

@@ -1,0 +1,104 @@
+"""The pool of KV blocks: who holds which block, which blocks hold a prefix that others may share, which go first.
+
+    free, LRU:   uncached ... | cached, oldest ... cached, youngest      allocate() takes from the left
+    in use:      ref count >= 1; a block with a hash may be held by several sequences
+
+A block that is freed keeps its hash and its content until it is taken for something else, so a later prompt may find it.
+Blocks without a hash are worth nothing to anybody and go first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+
+from engine.errors import IntegrityError
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that so many tokens fill, the last one perhaps in part."""
+    return -(-num_tokens // block_size)
+
+
+class BlockPool:
+    """Ref-counted block ids 0 to num_blocks - 1. Knows no tokens and no tensors."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_total = num_blocks
+        self._refs = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds, those with a reusable prefix included."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that hold a published prefix, in use or free."""
+        return len(self._block_of)
+
+    def ref_count(self, block_id: int) -> int:
+        return self._refs[block_id]
+
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest published prefix of a hash chain. Pins nothing: acquire() them before the next allocate()."""
+        found: list[int] = []
+        for block_hash in hashes:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def num_free_among(self, block_ids: Iterable[int]) -> int:
+        """How many of these nobody holds: acquiring them leaves that many fewer free blocks."""
+        return sum(not self._refs[block_id] for block_id in block_ids)
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """One more reference to each."""
+        for block_id in block_ids:
+            self._free.pop(block_id, None)
+            self._refs[block_id] += 1
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks of undefined content, one reference each; None when fewer are free. Evicts the least recently used."""
+        if count > len(self._free):
+            return None
+        return [self._take() for _ in range(count)]
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """One reference less to each, the last first: the end of a chain is useless without its beginning and goes first."""
+        for block_id in reversed(list(block_ids)):
+            if not self._refs[block_id]:
+                raise IntegrityError(f"block {block_id} is released but nobody holds it")
+            self._refs[block_id] -= 1
+            if not self._refs[block_id]:
+                self._free[block_id] = None
+                self._free.move_to_end(block_id, last=block_id in self._hash_of)
+
+    def publish(self, block_id: int, block_hash: bytes) -> None:
+        """Offers a full, computed block as a prefix. Equal content published before stays the one that is found."""
+        if block_hash not in self._block_of and block_id not in self._hash_of:
+            self._block_of[block_hash] = block_id
+            self._hash_of[block_id] = block_hash
+
+    def check(self, references: Mapping[int, int]) -> None:
+        """Raises IntegrityError unless free + used == total, ref counts are those in `references`, and hashes are one to one."""
+        used = {block_id: refs for block_id, refs in enumerate(self._refs) if refs}
+        if used != dict(references):
+            raise IntegrityError(f"ref counts {used} are not what sequences hold: {dict(references)}")
+        if len(self._free) + len(used) != self.num_total or not used.keys().isdisjoint(self._free):
+            raise IntegrityError(f"{len(self._free)} free + {len(used)} used blocks are not {self.num_total}")
+        if self._hash_of != {block_id: block_hash for block_hash, block_id in self._block_of.items()}:
+            raise IntegrityError("the prefix cache's two maps contradict each other")
+
+    def _take(self) -> int:
+        block_id, _ = self._free.popitem(last=False)
+        block_hash = self._hash_of.pop(block_id, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]
+        self._refs[block_id] = 1
+        return block_id

@@ -1,0 +1,51 @@
+"""What an engine is told at start: which model, on what device, with how much memory and how wide a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+DEVICES = ("cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of one engine. Each `help` is what a person reads in `--help`."""
+
+    model: str = field(metadata={"help": "model folder (Hugging Face, safetensors) or .gguf file"})
+    device: str = field(default="cpu", metadata={"help": "cpu or cuda"})
+    dtype: str = field(default="auto", metadata={"help": "auto (the checkpoint's), float32, bfloat16 or float16"})
+    block_size: int = field(default=16, metadata={"help": "tokens in one KV block"})
+    num_blocks: int = field(default=0, metadata={"help": "KV blocks; 0: as many as the KV memory holds"})
+    kv_memory_mb: int = field(default=0, metadata={"help": "MiB for the KV pool; 0: a share of what the device has free"})
+    kv_memory_share: float = field(default=0.3, metadata={"help": "share of the device's free memory the KV pool may take"})
+    max_num_seqs: int = field(default=64, metadata={"help": "sequences reserved, waiting and running at once"})
+    max_num_batched_tokens: int = field(default=512, metadata={"help": "token budget of one step"})
+    max_context: int = field(default=0, metadata={"help": "longest sequence in tokens; 0: the model's"})
+    prefix_caching: bool = field(default=True, metadata={"help": "share KV blocks between prompts with equal beginnings"})
+    num_threads: int = field(default=0, metadata={"help": "threads of a matrix product; 0: leave torch's default"})
+
+    def validate(self) -> None:
+        """Raises ValueError, naming the field and what to do, for settings that no model could make right."""
+        if not self.model:
+            raise ValueError("model: empty; give a model folder or a .gguf file")
+        _one_of("device", self.device, DEVICES)
+        _one_of("dtype", self.dtype, DTYPES)
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("num_blocks", "kv_memory_mb", "max_context", "num_threads"):
+            _at_least(name, getattr(self, name), 0)
+        if not 0.0 < self.kv_memory_share <= 1.0:
+            raise ValueError(f"kv_memory_share: {self.kv_memory_share} is not in (0, 1]; give a share such as 0.3")
+        if self.num_blocks and self.kv_memory_mb:
+            raise ValueError("num_blocks and kv_memory_mb both size the KV pool; give one of them")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: {value!r} is not known; give one of {', '.join(allowed)}")
+
+
+def _at_least(name: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        raise ValueError(f"{name}: {value} is less than {minimum}; give at least {minimum}")

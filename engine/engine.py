@@ -1,0 +1,156 @@
+"""The engine: requests in, a batch of new tokens out of every step. One thread owns it; nothing here is safe to call from two.
+
+A request enters by reserve() (its KV comes from elsewhere, or is computed here after all) or by add() (computed here), and leaves
+when its last choice ends or by release(), which is right at any time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+
+from engine.admission import Limits
+from engine.allocator import BlockAllocator, HashBlock
+from engine.blocks import BlockPool
+from engine.config import EngineConfig
+from engine.integrity import check_integrity
+from engine.kv_cache import KVPool
+from engine.memory import effective_max_context, free_memory, kv_shape
+from engine.outputs import EngineStats, StepResult
+from engine.progress import Progress
+from engine.request import EngineRequest
+from engine.requests import RequestTable
+from engine.reservations import Reservations, ReservedBlocks
+from engine.runner import ModelRunner
+from engine.sampling import Sampler
+from engine.scheduler import Scheduler
+from engine.sequence import Phase
+from engine.timing import StartClock
+from engine.weights.loader import LoadedModel, load_model
+
+
+class Engine:
+    """A model, its KV pool and the requests on it."""
+
+    def __init__(self, config: EngineConfig, *, hash_block: HashBlock, loaded: LoadedModel | None = None) -> None:
+        """Loads the model unless one is given. `hash_block(parent, token_ids) -> bytes` chains the hashes of the prefix cache.
+
+        Raises ValueError for settings that cannot be, and what the loader and the KV pool raise.
+        """
+        config.validate()
+        loaded = loaded or load_model(config)
+        self.config = config
+        self.model_config = loaded.config
+        self.weights_hash = loaded.weights_hash
+        self.numeric_mode = loaded.numeric_mode
+        self.eos_token_ids = frozenset(loaded.config.eos_token_ids)
+        self.kv = KVPool(kv_shape(config, loaded.config, loaded.dtype, free_memory(config.device)), config.device)
+        self._pool = BlockPool(self.kv.shape.num_blocks)
+        self._runner = ModelRunner(loaded.model, self.kv.tensor, Sampler(), self.eos_token_ids)
+        limits = self._limits()
+        self._allocator = BlockAllocator(self._pool, config.block_size, hash_block, prefix_caching=config.prefix_caching)
+        self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens)
+        self._table = RequestTable(limits, self._allocator, self._scheduler)
+        self._reservations = Reservations(limits, self._table, self._allocator, self._scheduler)
+        self._progress = Progress(self._table, self._allocator)
+
+    def reserve(self, request: EngineRequest) -> ReservedBlocks | None:
+        """Holds blocks for prompt and history, cached prefix first and pinned; None: no room now, nothing is held.
+
+        Raises InvalidRequest, RequestTooLarge (it never fits) or DuplicateRequest.
+        """
+        return self._reservations.reserve(request)
+
+    def restate(self, request_id: str, request: EngineRequest) -> ReservedBlocks | None:
+        """The same reservation for a request with more history, grown if it needs more blocks; None: no room, nothing changed.
+
+        Raises UnknownRequest, InvalidState (not reserved any more) or InvalidRequest (not the tokens that were reserved for).
+        """
+        return self._reservations.restate(request_id, request)
+
+    def start(self, request_id: str, first_tokens: Mapping[int, int], finished: Collection[int] = ()) -> None:
+        """The reservation's KV has arrived, and these tokens (choice → token id) were emitted elsewhere: decoding goes on.
+
+        Every unfinished choice has a first token here, or is in `finished`: it ended with its first token. A choice whose first
+        token ends it by the rules of finish.py is over too, without an update. The full blocks become shareable.
+        Raises UnknownRequest, InvalidState or InvalidRequest; the reservation is then as it was.
+        """
+        self._reservations.start(request_id, first_tokens, finished, time.monotonic_ns())
+
+    def run_local(self, request_id: str, request: EngineRequest) -> None:
+        """Nobody will push: what the reservation lacks is computed here. `request` restates it, with more history perhaps.
+
+        Raises UnknownRequest, InvalidState, InvalidRequest or RequestTooLarge; the reservation is then as it was.
+        """
+        self._reservations.run_local(request_id, request, time.monotonic_ns())
+
+    def add(self, request: EngineRequest) -> bool:
+        """Queues a request to be computed here; it gets blocks when its turn comes. False: max_num_seqs are taken.
+
+        Raises InvalidRequest, RequestTooLarge or DuplicateRequest.
+        """
+        group = self._table.open(request, Phase.ACTIVE, StartClock(time.monotonic_ns(), remote=False))
+        if group is None:
+            return False
+        self._table.put(group)
+        self._scheduler.wait(group.sequences[0])
+        return True
+
+    def release(self, request_id: str) -> bool:
+        """Ends a request in any state and frees everything it has. False: it is not here (any more)."""
+        return self._table.release(request_id)
+
+    def held_blocks(self, request_id: str) -> tuple[int, ...]:
+        """The blocks of a prefill_only request after its first tokens, in the order of its tokens; they stay until release().
+
+        Raises UnknownRequest, or InvalidState before the first tokens.
+        """
+        return tuple(self._table.find(request_id, Phase.HELD).sequences[0].block_ids)
+
+    def step(self) -> StepResult | None:
+        """One step for all sequences that fit into it. None: nothing to do until another call changes that."""
+        started_ns = time.monotonic_ns()
+        plan = self._scheduler.schedule()
+        if not plan.pieces:
+            self.check_integrity()
+            return None
+        draws = self._runner.run(plan)
+        return self._progress.postprocess(plan, draws, started_ns)
+
+    @property
+    def has_work(self) -> bool:
+        """Something runs or waits. If all that waits is waiting for blocks that reservations hold, step() still returns None."""
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def stats(self) -> EngineStats:
+        """Counts now and since start. Sequences count by choice, so running + waiting + reserved is at most max_num_seqs."""
+        running, waiting = self._scheduler.running, self._scheduler.waiting
+        return EngineStats(
+            num_running=sum(len(sequence.choices) for sequence in running),
+            num_waiting=sum(len(sequence.choices) for sequence in waiting),
+            num_reserved=sum(group.num_seats for group in self._table if group.phase is Phase.RESERVED),
+            num_held=sum(group.phase is Phase.HELD for group in self._table),
+            num_free_blocks=self._pool.num_free,
+            num_total_blocks=self._pool.num_total,
+            num_cached_blocks=self._pool.num_cached,
+            num_waiting_tokens=sum(sequence.num_remaining for sequence in (*running, *waiting) if not sequence.is_decoding),
+            num_steps=self._progress.num_steps,
+            num_generated_tokens=self._progress.num_generated_tokens,
+            num_prefilled_tokens=self._progress.num_prefilled_tokens,
+            num_prefix_hit_tokens=self._allocator.num_prefix_hit_tokens,
+            num_preemptions=self._scheduler.num_preemptions,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless free + used == total and every reference is accounted for. Also made whenever idle."""
+        check_integrity(self._pool, self._table, self._scheduler)
+
+    def _limits(self) -> Limits:
+        return Limits(
+            block_size=self.config.block_size,
+            num_blocks=self._pool.num_total,
+            max_num_seqs=self.config.max_num_seqs,
+            max_context=effective_max_context(self.config, self.model_config),
+            vocab_size=self.model_config.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+        )

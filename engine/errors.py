@@ -1,0 +1,37 @@
+"""What can go wrong between the engine and its caller, a type for each. "No room" is not among them: that is None or False."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of all errors that the engine raises on purpose."""
+
+
+class InvalidRequest(EngineError, ValueError):
+    """The request contradicts itself or what the engine already knows of it. The message names the field."""
+
+
+class RequestTooLarge(EngineError):
+    """The request can never fit this engine's context, pool of blocks or number of sequences. Waiting does not help."""
+
+
+class DuplicateRequest(EngineError):
+    """A request of this id is in the engine already."""
+
+
+class UnknownRequest(EngineError, KeyError):
+    """No request of this id is in the engine: never seen, finished, or released."""
+
+    __str__ = Exception.__str__
+
+
+class InvalidState(EngineError):
+    """The request is not in the state that the call needs."""
+
+
+class EngineStopped(EngineError):
+    """The engine's thread has ended or is ending; nothing runs on it any more."""
+
+
+class IntegrityError(EngineError):
+    """The bookkeeping of blocks contradicts itself: a bug. The process must not go on serving."""

@@ -1,0 +1,28 @@
+"""When a choice ends. One pure rule, the same wherever a token was drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from engine.outputs import FinishReason
+from engine.sampling_params import SamplingParams
+
+
+def finish_reason(
+    params: SamplingParams, *, prompt_length: int, output: Sequence[int], eos_token_ids: Collection[int], max_context: int
+) -> FinishReason | None:
+    """Why a choice with this output ends with its last token; None if it goes on. `max_context` counts prompt and output.
+
+    Before `min_tokens` tokens nothing stops a choice (the sampler masks end and stop tokens there) but the context's end.
+    """
+    if not output:
+        return None
+    if len(output) > params.min_tokens and _stops(params, output[-1], eos_token_ids):
+        return FinishReason.STOP
+    if len(output) >= params.max_tokens or prompt_length + len(output) >= max_context:
+        return FinishReason.LENGTH
+    return None
+
+
+def _stops(params: SamplingParams, token_id: int, eos_token_ids: Collection[int]) -> bool:
+    return token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids)

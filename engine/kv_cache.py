@@ -1,0 +1,131 @@
+"""The KV pool: one tensor for all layers' keys and values, in memory that peers can be shown but not change.
+
+    tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]        keys = [:, 0], values = [:, 1]
+
+On Linux CPU the pool is a memfd: anonymous shared memory without a name, which goes when its last mapping and descriptor go,
+however the process ends. Our own writable mapping is made first; then the file is sealed, so that a peer that is given the
+descriptor can only map it read-only and can neither shrink nor grow it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# linux/fcntl.h; Python's fcntl module names F_SEAL_FUTURE_WRITE only from 3.13 on.
+_F_SEAL_FUTURE_WRITE = 0x0010
+
+
+@dataclass(frozen=True)
+class KVShape:
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        return (self.num_layers, 2, self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+
+    @property
+    def bytes_per_layer_block(self) -> int:
+        """Bytes of one block's keys (or values) in one layer."""
+        return self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block: keys and values of all layers."""
+        return self.num_layers * 2 * self.bytes_per_layer_block
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block
+
+
+class KVPool:
+    """Owner of the pool's memory. After close(), neither `tensor` nor `memory()` may be used.
+
+    Views handed out (`block_view`, `memory`) must be released by their holders: one that is still held at close() keeps the
+    mapping, and only the mapping, until it is dropped.
+    """
+
+    def __init__(self, shape: KVShape, device: str = "cpu") -> None:
+        self.shape = shape
+        self.fd: int | None = None
+        self._map: mmap.mmap | None = None
+        if device == "cpu":
+            self._map, self.fd = _shared_memory(shape.num_bytes) if sys.platform == "linux" else _private_memory(shape.num_bytes)
+            self._tensor: Tensor | None = torch.frombuffer(self._map, dtype=shape.dtype).view(shape.tensor_shape)
+        else:
+            self._tensor = torch.zeros(shape.tensor_shape, dtype=shape.dtype, device=device)
+
+    @property
+    def tensor(self) -> Tensor:
+        if self._tensor is None:
+            raise ValueError("the KV pool is closed")
+        return self._tensor
+
+    @property
+    def num_layers(self) -> int:
+        return self.shape.num_layers
+
+    @property
+    def num_blocks(self) -> int:
+        return self.shape.num_blocks
+
+    @property
+    def bytes_per_layer_block(self) -> int:
+        return self.shape.bytes_per_layer_block
+
+    def memory(self) -> memoryview:
+        """The whole pool as writable bytes. Raises ValueError when closed or not in CPU memory."""
+        if self._map is None:
+            raise ValueError("the KV pool is closed or not in CPU memory; its bytes cannot be viewed")
+        return memoryview(self._map)
+
+    def block_view(self, layer: int, kv: int, block_id: int) -> memoryview:
+        """Writable bytes of one block's keys (kv=0) or values (kv=1) in one layer. Raises IndexError outside the pool."""
+        for name, value, limit in (("layer", layer, self.num_layers), ("kv", kv, 2), ("block_id", block_id, self.num_blocks)):
+            if not 0 <= value < limit:
+                raise IndexError(f"{name} {value} is not in [0, {limit})")
+        size = self.bytes_per_layer_block
+        start = ((layer * 2 + kv) * self.num_blocks + block_id) * size
+        with self.memory() as whole:
+            return whole[start : start + size]
+
+    def close(self) -> None:
+        """Gives the memory back. May be called again."""
+        self._tensor = None
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+        if self._map is not None:
+            # A view still held elsewhere pins the mapping (BufferError); it is unmapped when that view is dropped.
+            with contextlib.suppress(BufferError):
+                self._map.close()
+            self._map = None
+
+
+def _shared_memory(num_bytes: int) -> tuple[mmap.mmap, int]:
+    fd = os.memfd_create("pdmesh-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        mapping = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except BaseException:
+        os.close(fd)
+        raise
+    return mapping, fd
+
+
+def _private_memory(num_bytes: int) -> tuple[mmap.mmap, None]:
+    return mmap.mmap(-1, num_bytes), None

@@ -1,0 +1,142 @@
+"""The one engine thread and its bridge to asyncio.
+
+    event loop                               engine thread
+    call(fn) ── queue of commands ─────────► fn(engine), between steps
+    on_step(result) ◄─ call_soon_threadsafe ─ step(), one batch of results for each
+
+Neither waits for the other: the event loop puts commands and goes on; the engine posts results and goes on. Only an engine with
+nothing to do sleeps, on the queue. Context variables do not cross: spans belong to the task that calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from engine.engine import Engine
+from engine.errors import EngineStopped
+from engine.outputs import StepResult
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Command(Generic[T]):
+    """A function to run on the engine thread, and where its result goes."""
+
+    fn: Callable[[Engine], T]
+    future: Future[T] = field(default_factory=Future)
+
+    def run(self, engine: Engine) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self.fn(engine))
+        except BaseException as error:  # noqa: BLE001  whatever it is, it belongs to the caller
+            self.future.set_exception(error)
+
+    def fail(self, message: str) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(EngineStopped(message))
+
+
+class EngineLoop:
+    """Runs an engine in a thread of its own. Everything here but the thread's own functions is called on the event loop.
+
+    `failed` gets the exception of a step() that raised: fatal, the engine's state is unknown and the process should end.
+    `on_failure`, if given, is called with it on the event loop. Calls that are pending then, and later ones, raise EngineStopped.
+    """
+
+    failed: asyncio.Future[None]
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_step: Callable[[StepResult], None],
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._on_step = on_step
+        self._on_failure = on_failure
+        self._commands: queue.SimpleQueue[_Command[object] | None] = queue.SimpleQueue()  # None: stop
+        self._closed_reason: str | None = "the engine loop has not been started"
+        self._thread = threading.Thread(target=self._enter, name="engine", daemon=True)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Starts the thread; results go to `loop`. Once only."""
+        self._loop = loop
+        self.failed = loop.create_future()
+        self._closed_reason = None
+        self._thread.start()
+
+    async def call(self, fn: Callable[[Engine], T]) -> T:
+        """Runs `fn` on the engine thread between two steps; returns or raises what it does.
+
+        Results of steps before it have been given to on_step by then. Cancelling the wait withdraws a function that has not
+        begun; one that has begun runs to its end and its result is lost, so who reserves in a call releases in a `finally`.
+        Raises EngineStopped when the loop is not running.
+        """
+        if self._closed_reason is not None:
+            raise EngineStopped(self._closed_reason)
+        command = _Command(fn)
+        self._commands.put(command)  # type: ignore[arg-type]  # the queue does not care what the result is
+        return await asyncio.wrap_future(command.future)
+
+    async def stop(self) -> None:
+        """Runs what was called before, then ends the thread and waits for it. Idempotent."""
+        if self._closed_reason is None:
+            self._closed_reason = "the engine loop was stopped"
+            self._commands.put(None)
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def _enter(self) -> None:
+        contextvars.Context().run(self._run)
+
+    def _run(self) -> None:
+        """The engine thread."""
+        may_have_work = False
+        try:
+            while self._run_commands(wait=not may_have_work):
+                result = self._engine.step()
+                may_have_work = result is not None
+                if result is not None:
+                    self._post(self._on_step, result)
+        except BaseException as error:  # noqa: BLE001  reported, never swallowed
+            self._post(self._fail, error)
+
+    def _run_commands(self, *, wait: bool) -> bool:
+        """Runs all commands that are there, waiting for the first one if told to. False: stop."""
+        try:
+            while (command := self._commands.get(block=wait)) is not None:
+                command.run(self._engine)
+                wait = False
+        except queue.Empty:
+            return True
+        return False
+
+    def _post(self, callback: Callable[[T], None], argument: T) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(callback, argument)
+
+    def _fail(self, error: BaseException) -> None:
+        self._closed_reason = f"the engine failed: {error!r}"
+        self._fail_commands(self._closed_reason)
+        if not self.failed.done():
+            self.failed.set_exception(error)
+            self.failed.exception()  # marks it as seen: who does not look at `failed` uses on_failure
+        if self._on_failure is not None:
+            self._on_failure(error)
+
+    def _fail_commands(self, reason: str) -> None:
+        while not self._commands.empty():
+            command = self._commands.get_nowait()
+            if command is not None:
+                command.fail(reason)

@@ -1,0 +1,101 @@
+"""How much memory there is, and what of it the KV pool gets. Refuses, with the numbers, what does not fit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from engine.config import EngineConfig
+from engine.kv_cache import KVShape
+from engine.model_config import ModelConfig
+
+MIB = 2**20
+
+
+class DoesNotFit(ValueError):
+    """Model or KV pool need more memory than there is; the message has the numbers and what to change."""
+
+
+def effective_max_context(config: EngineConfig, model: ModelConfig) -> int:
+    """Longest sequence in tokens. Raises ValueError when more is asked for than the model's positions reach."""
+    if config.max_context <= model.max_context:
+        return config.max_context or model.max_context
+    if model.rope.rope_type == "dynamic" and config.max_context <= model.rope.factor * model.max_context:
+        return config.max_context
+    raise ValueError(f"max_context: {config.max_context} is more than the model's {model.max_context}; give at most that, or 0")
+
+
+def check_weights_fit(weight_bytes: int, free_bytes: int, device: str) -> None:
+    """Before loading: raises DoesNotFit when the weights alone are more than what is free."""
+    if weight_bytes > free_bytes:
+        raise DoesNotFit(
+            f"the model does not fit: its weights need {_mib(weight_bytes)}, {device} has {_mib(free_bytes)} free; "
+            "use a smaller model or a narrower dtype (bfloat16)"
+        )
+
+
+def kv_shape(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free_bytes: int) -> KVShape:
+    """The pool's shape: from num_blocks, else from kv_memory_mb, else a share of `free_bytes` (measured with weights loaded).
+
+    Without num_blocks the pool must hold at least one sequence of max_context. Raises DoesNotFit otherwise.
+    """
+    block = _shape(config, model, dtype, 1).bytes_per_block
+    per_sequence = -(-effective_max_context(config, model) // config.block_size)
+    if config.num_blocks:
+        num_blocks = config.num_blocks
+    elif config.kv_memory_mb:
+        num_blocks = config.kv_memory_mb * MIB // block
+    else:
+        num_blocks = min(int(config.kv_memory_share * free_bytes) // block, config.max_num_seqs * per_sequence)
+    if not config.num_blocks and num_blocks < per_sequence:
+        raise DoesNotFit(
+            f"the KV pool holds {num_blocks} blocks ({_mib(num_blocks * block)}), one sequence of "
+            f"{effective_max_context(config, model)} tokens needs {per_sequence} ({_mib(per_sequence * block)}), "
+            f"{config.device} has {_mib(free_bytes)} free; lower max_context, or raise kv_memory_mb or kv_memory_share"
+        )
+    if num_blocks * block > free_bytes:
+        raise DoesNotFit(
+            f"the KV pool needs {_mib(num_blocks * block)} ({num_blocks} blocks), {config.device} has {_mib(free_bytes)} free; "
+            "lower num_blocks or kv_memory_mb"
+        )
+    return _shape(config, model, dtype, num_blocks)
+
+
+def _shape(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, num_blocks: int) -> KVShape:
+    return KVShape(model.num_layers, num_blocks, config.block_size, model.num_kv_heads, model.head_dim, dtype)
+
+
+def free_memory(device: str) -> int:
+    """Bytes that can still be allocated: on CUDA the device's; on CPU the machine's, or the container's when that is less."""
+    if device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        return int(free)
+    return min(_machine_free(Path("/proc/meminfo")), _cgroup_free(Path("/sys/fs/cgroup")))
+
+
+def _machine_free(meminfo: Path) -> int:
+    """MemAvailable, in bytes; where the system does not tell it (not Linux), all physical memory."""
+    if not meminfo.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"{meminfo} has no MemAvailable; give kv_memory_mb or num_blocks")
+
+
+def _cgroup_free(folder: Path) -> int:
+    """What the control group's limit (version 2, as a container sees its own) leaves; very much when there is none."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        cache = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 2**62
+    # Clean page cache counts as used but is given up on demand.
+    return 2**62 if limit == "max" else max(int(limit) - used + int(cache.get("inactive_file", 0)), 0)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:,.0f} MiB"

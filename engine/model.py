@@ -1,0 +1,110 @@
+"""A Llama-family decoder over a paged KV pool: one `forward` for prefill chunks, decode rows and any mix of them.
+
+    h = embed(tokens)
+    each layer:   h += output(attention(rope(qk_norm(qkv(norm(h))))))      h += mlp(norm(h))
+    logits = head(norm(h[rows]))
+
+Order of operations and roundings are transformers', so that greedy float32 tokens are the same. Query, key and value maps are one
+product, gate and up another: rows of a product are independent, so bits do not change. How far bits are independent of the
+batch: see engine/layers.py and engine/paged_attention.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention import AttentionBackend, AttentionPlan
+from engine.batch import StepBatch
+from engine.layers import GatedMLP, Linear, pad_rows, rms_norm
+from engine.model_config import ModelConfig
+from engine.rope import RotaryTable, rotate
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One layer's weights. `qk_norm` [num_heads + num_kv_heads, head_dim] normalizes query and key heads together."""
+
+    input_norm: Tensor
+    qkv: Linear
+    qk_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    mlp: GatedMLP
+
+
+class DecoderModel:
+    """Weights and computation. Holds no per-request state: keys and values live in the pool that `forward` is given."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        embedding: Tensor,
+        layers: list[DecoderLayer],
+        norm: Tensor,
+        head: Linear,
+        rotary: RotaryTable,
+        attention: AttentionBackend,
+    ) -> None:
+        self.config = config
+        self.embedding = embedding
+        self.layers = layers
+        self.norm = norm
+        self.head = head
+        self.rotary = rotary
+        self.attention = attention
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, kv: Tensor) -> Tensor:
+        """One step: writes the step's keys and values to `kv` (`KVPool.tensor`), returns logits [R, vocab_size] float32.
+
+        The tokens' blocks must be in their block tables, and keys of all earlier positions in the pool.
+        """
+        plan = self.attention.plan(batch, kv.shape[3])
+        num_tokens = batch.num_tokens
+        hidden = F.embedding(pad_rows(batch.token_ids).to(self.device), self.embedding)
+        angles = self.rotary.at(pad_rows(batch.positions).to(self.device))
+        for index, layer in enumerate(self.layers):
+            hidden = hidden + self._attend(index, layer, hidden, angles, plan, num_tokens, kv)
+            hidden = hidden + layer.mlp(rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps))
+        return self._logits(hidden, batch.logits_rows.to(self.device))
+
+    def _attend(
+        self,
+        index: int,
+        layer: DecoderLayer,
+        hidden: Tensor,
+        angles: tuple[Tensor, Tensor],
+        plan: AttentionPlan,
+        num_tokens: int,
+        kv: Tensor,
+    ) -> Tensor:
+        """The attention half of a layer: hidden [T padded, hidden_size] -> what is added to it. Padding is not attended."""
+        config = self.config
+        qkv = layer.qkv(rms_norm(hidden, layer.input_norm, config.rms_norm_eps))
+        heads = qkv.view(qkv.shape[0], -1, config.head_dim)
+        num_rotated = config.num_heads + config.num_kv_heads
+        query_key = heads[:, :num_rotated]
+        if layer.qk_norm is not None:
+            query_key = rms_norm(query_key, layer.qk_norm, config.rms_norm_eps)
+        query_key = rotate(query_key, *angles)[:num_tokens]
+        query, key = query_key[:, : config.num_heads], query_key[:, config.num_heads :]
+        attended = plan.run(index, query, key, heads[:num_tokens, num_rotated:], kv)
+        return layer.output(pad_rows(attended.flatten(1)))
+
+    def _logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        wanted = pad_rows(hidden[rows])
+        logits = self.head(rms_norm(wanted, self.norm, self.config.rms_norm_eps))
+        return logits[: rows.shape[0]].float()

@@ -1,0 +1,152 @@
+"""What a checkpoint's config.json says about a Llama-family decoder, in one vocabulary.
+
+Read are both layouts of transformers: version 5 (`rope_parameters`, `dtype`) and earlier (`rope_scaling`, `rope_theta`,
+`torch_dtype`). What this engine cannot compute is refused by name, so that a model never runs slightly wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.rope_config import RopeConfig
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class UnsupportedModel(ValueError):
+    """A checkpoint asks for something that this engine does not compute; the message names it."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shapes and switches of one decoder. `windows[i]` is layer i's sliding window in tokens, None for full attention."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]
+    rope: RopeConfig
+    eos_token_ids: frozenset[int]
+    dtype: str | None  # the checkpoint's, such as "bfloat16"; None when it does not say
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, object]) -> ModelConfig:
+        """From the content of config.json. Raises UnsupportedModel or ValueError, naming the key."""
+        model_type = str(config.get("model_type", ""))
+        _check_supported(model_type, config)
+        num_heads = _integer(config, "num_attention_heads")
+        hidden_size = _integer(config, "hidden_size")
+        head_dim = _optional_integer(config, "head_dim") or (128 if model_type == "qwen3" else hidden_size // num_heads)
+        num_kv_heads = _optional_integer(config, "num_key_value_heads") or num_heads
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
+        num_layers = _integer(config, "num_hidden_layers")
+        max_context = _integer(config, "max_position_embeddings")
+        has_bias = bool(config.get("attention_bias")) and model_type in ("llama", "qwen3")
+        return cls(
+            model_type=model_type,
+            vocab_size=_integer(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_integer(config, "intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_context=max_context,
+            rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=has_bias or model_type == "qwen2",
+            output_bias=has_bias,
+            mlp_bias=model_type == "llama" and bool(config.get("mlp_bias")),
+            qk_norm=model_type == "qwen3",
+            windows=_windows(model_type, config, num_layers),
+            rope=RopeConfig.from_dict(config, head_dim=head_dim, max_context=max_context),
+            eos_token_ids=token_ids(config.get("eos_token_id")),
+            dtype=_dtype(config),
+        )
+
+    @property
+    def num_groups(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+def token_ids(value: object) -> frozenset[int]:
+    """`eos_token_id` of a config: absent, one id or a list of ids."""
+    if value is None:
+        return frozenset()
+    return frozenset(int(str(item)) for item in (value if isinstance(value, (list, tuple)) else [value]))
+
+
+def _check_supported(model_type: str, config: Mapping[str, object]) -> None:
+    if model_type not in MODEL_TYPES:
+        raise UnsupportedModel(f"model_type {model_type!r} is not supported; this engine runs {', '.join(MODEL_TYPES)}")
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModel(f"hidden_act {activation!r} is not supported; this engine computes silu")
+    if config.get("quantization_config"):
+        raise UnsupportedModel("quantization_config: quantized safetensors are not supported; give plain weights or a GGUF")
+
+
+def _windows(model_type: str, config: Mapping[str, object], num_layers: int) -> tuple[int | None, ...]:
+    """Each layer's sliding window, by the rules of transformers' configuration classes."""
+    if model_type == "llama":
+        return (None,) * num_layers
+    window = _optional_integer(config, "sliding_window") if "sliding_window" in config else 4096
+    if model_type == "mistral":
+        return (window,) * num_layers
+    if not config.get("use_sliding_window", False):
+        window = None
+    kinds = config.get("layer_types")
+    if isinstance(kinds, (list, tuple)):
+        return tuple(_window_of(str(kind), window) for kind in kinds[:num_layers])
+    first = _optional_integer(config, "max_window_layers")
+    first = 28 if first is None else first
+    return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+def _window_of(kind: str, window: int | None) -> int | None:
+    if kind not in ("full_attention", "sliding_attention"):
+        raise UnsupportedModel(f"layer_types: {kind!r} is not supported; layers are full_attention or sliding_attention")
+    return window if kind == "sliding_attention" else None
+
+
+def _dtype(config: Mapping[str, object]) -> str | None:
+    value = config.get("dtype") or config.get("torch_dtype")
+    return None if value is None else str(value).removeprefix("torch.")
+
+
+def _integer(config: Mapping[str, object], key: str) -> int:
+    value = _optional_integer(config, key)
+    if value is None:
+        raise ValueError(f"config.json has no {key!r}; it is needed to build the model")
+    return value
+
+
+def _optional_integer(config: Mapping[str, object], key: str) -> int | None:
+    value = config.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 0:
+        raise ValueError(f"config.json: {key} is {value!r}, not a count")
+    return int(value)
+
+
+def _number(config: Mapping[str, object], key: str, default: float) -> float:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"config.json: {key} is {value!r}, not a number")
+    return float(value)

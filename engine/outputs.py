@@ -1,0 +1,78 @@
+"""What one engine step returns: new tokens, which requests started, and when. Times are monotonic nanoseconds."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural-log probabilities from the raw logits (before penalties and temperature) as (token id, log-probability)."""
+
+    chosen: tuple[int, float]
+    top: tuple[tuple[int, float], ...]  # the likeliest first, lowest id first among equals
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"  # an end-of-sequence or stop token was drawn; it is the last of the token ids
+    LENGTH = "length"  # max_tokens or the context is used up
+
+
+@dataclass(frozen=True)
+class SequenceUpdate:
+    """New tokens of one choice. `index` is the first one's place among the choice's outputs, from 0."""
+
+    request_id: str
+    choice: int
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]  # one per token, or () when none were asked for
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class PrefillTiming:
+    """Where the time to a locally computed first token went."""
+
+    queue_ns: int
+    compute_ns: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class RequestStarted:
+    """A request's first token (prefilled here: `timing`) or its first decode step after a remote prefill (timing None)."""
+
+    request_id: str
+    timing: PrefillTiming | None
+    decode_queue_ns: int  # remote: from start() to its first step; else 0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    step: int
+    started_ns: int
+    ended_ns: int
+    num_tokens: int
+    updates: tuple[SequenceUpdate, ...]
+    started: tuple[RequestStarted, ...]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    num_running: int
+    num_waiting: int
+    num_reserved: int
+    num_held: int
+    num_free_blocks: int
+    num_total_blocks: int
+    num_cached_blocks: int
+    num_waiting_tokens: int
+    num_steps: int
+    num_generated_tokens: int
+    num_prefilled_tokens: int
+    num_prefix_hit_tokens: int
+    num_preemptions: int

@@ -1,0 +1,20 @@
+"""What an engine is asked for: a prompt, how to sample, and what was already answered elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """A request in token ids. It restates its history, so that any engine can go on where another stopped."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    emitted: tuple[tuple[int, ...], ...] = ()  # () or one tuple per choice: tokens already given to the client
+    finished: tuple[bool, ...] = ()  # () or one per choice: that choice needs no more tokens
+    cache_root: bytes = b""  # root of the block hash chain: identity and tenant salt
+    prefill_only: bool = False  # stop after each choice's first new token and hold the blocks until release()

@@ -1,0 +1,97 @@
+"""From logits to tokens.
+
+A draw is the Gumbel-max trick with counter-based noise (engine/noise.py): token = argmax(logits / temperature + noise).
+It has the distribution softmax(logits / temperature) and needs no state: the same (seed, choice, index) and logits give the
+same token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.logits import apply_temperature, forbid, keep_min_p, keep_top_k, keep_top_p, penalize
+from engine.noise import gumbel
+from engine.outputs import TokenLogprobs
+from engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """What one row of logits is for."""
+
+    params: SamplingParams
+    choice: int
+    index: int  # of the token to draw, in the choice's output
+    prompt: Sequence[int]
+    output: Sequence[int]  # tokens before `index`
+    eos_token_ids: frozenset[int]
+
+    @property
+    def forbidden(self) -> frozenset[int]:
+        """Tokens that would end the request before min_tokens."""
+        if self.index >= self.params.min_tokens:
+            return frozenset()
+        ends = frozenset(self.params.stop_token_ids)
+        return ends if self.params.ignore_eos else ends | self.eos_token_ids
+
+    @property
+    def is_plain(self) -> bool:
+        """Greedy from the raw logits: one argmax."""
+        params = self.params
+        neutral = params.repetition_penalty == 1.0 and not (params.presence_penalty or params.frequency_penalty)
+        return params.greedy and neutral and not self.forbidden
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    token_id: int
+    logprobs: TokenLogprobs | None  # None when none were asked for
+
+
+class Sampler:
+    """Stateless. A row's token depends on its logits and its SampleRow only, not on the rows beside it."""
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+        """logits [R, V] float32, one SampleRow for each -> R tokens. The logits are not changed. Greedy ties: the lowest id."""
+        greedy = logits.argmax(-1).tolist()
+        tokens = [greedy[i] if row.is_plain else _draw(logits[i], row) for i, row in enumerate(rows)]
+        return [SampledToken(token, _logprobs(logits[i], token, rows[i].params)) for i, token in enumerate(tokens)]
+
+
+def _draw(logits: Tensor, row: SampleRow) -> int:
+    """One row [V] that is not plain."""
+    params = row.params
+    logits = penalize(logits, params, row.prompt, row.output)
+    if row.forbidden:
+        logits = forbid(logits, row.forbidden)
+    if params.greedy:
+        return int(logits.argmax())
+    logits = apply_temperature(logits, params.temperature)
+    logits = keep_min_p(keep_top_p(keep_top_k(logits, params.top_k), params.top_p), params.min_p)
+    # Noise for what can be drawn only: it does not depend on which other tokens are asked for.
+    candidates = (logits > float("-inf")).nonzero().flatten()
+    scores = logits[candidates] + gumbel(params.seed, row.choice, row.index, candidates)
+    return int(candidates[scores.argmax()])
+
+
+def _logprobs(logits: Tensor, token: int, params: SamplingParams) -> TokenLogprobs | None:
+    """From the raw logits [V], before penalties and temperature."""
+    if params.logprobs is None:
+        return None
+    logprobs = logits.log_softmax(-1)
+    return TokenLogprobs((token, float(logprobs[token])), _likeliest(logprobs, min(params.logprobs, logits.shape[0])))
+
+
+def _likeliest(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` likeliest as (id, log-probability), lowest id first among equals (topk alone leaves their order open)."""
+    if count == 0:
+        return ()
+    threshold = logprobs.topk(count).values[-1]
+    ids = (logprobs >= threshold).nonzero().flatten()
+    pairs = zip(ids.tolist(), logprobs[ids].tolist(), strict=True)
+    return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count])

@@ -1,0 +1,144 @@
+"""Who computes how many tokens in the next step.
+
+There are no phases: a sequence's computed tokens chase its known tokens under the step's token budget. A decode row, a chunk of a
+prompt, what a cached prefix left over and a recomputation after preemption are the same assignment.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.allocator import BlockAllocator, BlockCopy
+from engine.sequence import Sequence
+
+# Of so many blocks one is kept free for growth when something new is admitted beside running sequences.
+BLOCKS_PER_SPARE = 64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next `num_tokens` tokens of a sequence, to be computed in this step."""
+
+    sequence: Sequence
+    num_tokens: int
+    copies: tuple[BlockCopy, ...] = ()
+
+    @property
+    def reaches_end(self) -> bool:
+        """All known tokens are computed after the step. Meaningful before the step's tokens are counted as computed."""
+        return self.sequence.num_remaining == self.num_tokens
+
+
+class Plan:
+    """One step's work, in the order in which it was planned."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.preempted: set[Sequence] = set()
+        self._pieces: dict[Sequence, Piece] = {}
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return list(self._pieces.values())
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(piece.num_tokens for piece in self._pieces.values())
+
+    def add(self, piece: Piece) -> None:
+        self._pieces[piece.sequence] = piece
+        self.budget -= piece.num_tokens
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """The sequence was preempted: its tokens, and copies into blocks that it no longer has, are off."""
+        self.preempted.add(sequence)
+        piece = self._pieces.pop(sequence, None)
+        self.budget += piece.num_tokens if piece else 0
+
+
+class Scheduler:
+    """Two lists in order of arrival: running sequences have blocks, waiting ones have none."""
+
+    def __init__(self, allocator: BlockAllocator, max_num_batched_tokens: int) -> None:
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.num_preemptions = 0
+        self._allocator = allocator
+        self._max_num_batched_tokens = max_num_batched_tokens
+
+    def run(self, sequence: Sequence) -> None:
+        """Takes a sequence that has its blocks."""
+        insort(self.running, sequence, key=_turn)
+
+    def wait(self, sequence: Sequence) -> None:
+        """Takes a sequence that has no blocks."""
+        insort(self.waiting, sequence, key=_turn)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Forgets a sequence if it is here. Its blocks are the caller's to free."""
+        for queue in (self.running, self.waiting):
+            if sequence in queue:
+                queue.remove(sequence)
+
+    def schedule(self) -> Plan:
+        """Decode rows first, then chunks of running sequences, then whoever waits, each in order of arrival.
+
+        A plan without pieces means that nothing can be done until somebody releases blocks.
+        """
+        plan = Plan(self._max_num_batched_tokens)
+        for sequence in sorted(self.running, key=lambda sequence: not sequence.is_decoding):
+            if sequence not in plan.preempted:
+                self._plan_running(sequence, plan)
+        if not plan.preempted or not plan.pieces:  # who was just preempted must not push out the next one
+            self._plan_waiting(plan)
+        return plan
+
+    def num_spare_blocks(self, num_reserved: int) -> int:
+        """Blocks to leave free when a request is admitted, so that it does not push out at once who runs or is about to."""
+        spare = max(1, self._allocator.pool.num_total // BLOCKS_PER_SPARE)
+        return min(len(self.running) + num_reserved, spare)
+
+    @property
+    def num_owed_blocks(self) -> int:
+        """Blocks that preempted sequences need to go on: they come before new reservations."""
+        return sum(self._allocator.num_blocks_for(s.num_tokens) for s in self.waiting if s.was_preempted)
+
+    def _plan_running(self, sequence: Sequence, plan: Plan) -> None:
+        num_tokens = min(sequence.num_remaining, plan.budget)
+        if num_tokens and self._make_room(sequence, num_tokens, plan):
+            plan.add(Piece(sequence, num_tokens, self._allocator.extend(sequence, num_tokens)))
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> bool:
+        """Preempts the latest arrived until there is room; False if that was the sequence itself."""
+        # Counted anew each time: a victim that shared a block leaves it to this sequence alone, without a copy.
+        while self._allocator.num_missing(sequence, num_tokens) > self._allocator.pool.num_free:
+            victim = self.running[-1]
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, victim: Sequence, plan: Plan) -> None:
+        self.running.remove(victim)
+        self._allocator.release(victim)
+        victim.was_preempted = True
+        self.wait(victim)
+        plan.withdraw(victim)
+        self.num_preemptions += 1
+
+    def _plan_waiting(self, plan: Plan) -> None:
+        for sequence in self._admit_waiting(plan):
+            plan.add(Piece(sequence, min(sequence.num_remaining, plan.budget)))
+
+    def _admit_waiting(self, plan: Plan) -> Iterator[Sequence]:
+        # Strictly in order: a large request is not overtaken for ever by small ones.
+        while self.waiting and plan.budget and self._allocator.admit(self.waiting[0], keep_free=self.num_spare_blocks(0)):
+            sequence = self.waiting.pop(0)
+            self.run(sequence)
+            yield sequence
+
+
+def _turn(sequence: Sequence) -> tuple[int, int]:
+    return sequence.turn

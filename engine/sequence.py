@@ -1,0 +1,123 @@
+"""What the scheduler moves: sequences, and the requests whose choices they are.
+
+    request, n = 3       trunk (choices 0, 1, 2)  ──┬── branch (choice 0)
+                         computes the prompt once   ├── branch (choice 1)      branches share the trunk's blocks
+                                                    └── branch (choice 2)
+
+A request with one unfinished choice has no trunk: its only sequence is the branch from the start, its history included.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from engine.request import EngineRequest
+from engine.timing import StartClock
+
+
+class Sequence:
+    """Tokens and the blocks that hold their KV: one choice, or the prompt that several choices share until they part.
+
+    `num_computed` chases `num_tokens`; only what is computed may be read or published. Compared by identity.
+    """
+
+    __slots__ = (
+        "block_hashes", "block_ids", "choices", "group", "num_cached", "num_computed", "num_published", "output", "was_preempted",
+    )  # fmt: skip
+
+    def __init__(self, group: SequenceGroup, choices: tuple[int, ...], output: list[int]) -> None:
+        self.group = group
+        self.choices = choices
+        self.output = output
+        self.block_ids: list[int] = []
+        self.block_hashes: list[bytes] = []  # of the first full blocks, as far as somebody asked
+        self.num_computed = 0
+        self.num_cached = 0  # tokens that the prefix cache served when it last got its blocks
+        self.num_published = 0  # full blocks that were offered to the prefix cache
+        self.was_preempted = False
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """First come, first served; among the choices of a request the lower first."""
+        return self.group.arrival, self.choices[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.group.request.prompt) + len(self.output)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens known but not computed: 1 while it decodes."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the token that was drawn last is missing."""
+        return self.num_remaining == 1 and bool(self.output)
+
+    @property
+    def choices_to_draw(self) -> tuple[int, ...]:
+        """Choices that draw a token when the last known token is computed. One with history parts first and goes on alone."""
+        if len(self.choices) == 1:
+            return self.choices
+        return tuple(choice for choice in self.choices if not self.group.history(choice))
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Token ids at positions `start` to `end` (exclusive) of prompt and output."""
+        prompt = self.group.request.prompt
+        behind = len(prompt)
+        return prompt[start:end] + tuple(self.output[max(0, start - behind) : max(0, end - behind)])
+
+    def part(self) -> list[Sequence]:
+        """The trunk's choices as sequences of their own, computed as far. The caller accounts for the shared blocks."""
+        branches = [Sequence(self.group, (choice,), list(self.group.history(choice))) for choice in self.choices]
+        for branch in branches:
+            branch.inherit(self)
+        return branches
+
+    def inherit(self, other: Sequence) -> None:
+        """Takes over what is known of another sequence's blocks. This sequence begins with all the tokens they hold."""
+        self.block_ids = list(other.block_ids)
+        self.block_hashes = list(other.block_hashes)
+        self.num_computed = other.num_computed
+        self.num_cached = other.num_cached
+        self.num_published = other.num_published
+
+
+class Phase(enum.Enum):
+    """What a request's blocks are for."""
+
+    RESERVED = "reserved"  # somebody else may write KV into them; not scheduled
+    ACTIVE = "active"  # its sequences wait or run
+    HELD = "held"  # prefilled and read by somebody else until release(); not scheduled
+
+
+class SequenceGroup:
+    """One request in the engine, with the sequences of its unfinished choices."""
+
+    def __init__(self, request: EngineRequest, arrival: int, phase: Phase, clock: StartClock | None = None) -> None:
+        self.request = request
+        self.arrival = arrival
+        self.phase = phase
+        self.clock = clock  # None while reserved
+        self.sequences = [self._first_sequence()]
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences it counts for against max_num_seqs. A held request only holds blocks."""
+        if self.phase is Phase.HELD:
+            return 0
+        return sum(len(sequence.choices) for sequence in self.sequences)
+
+    def history(self, choice: int) -> tuple[int, ...]:
+        """Tokens of the choice that were emitted before the request came here."""
+        return self.request.emitted[choice] if self.request.emitted else ()
+
+    def _first_sequence(self) -> Sequence:
+        choices = unfinished_choices(self.request)
+        return Sequence(self, choices, list(self.history(choices[0])) if len(choices) == 1 else [])
+
+
+def unfinished_choices(request: EngineRequest) -> tuple[int, ...]:
+    """Choices that still want tokens, ascending."""
+    return tuple(choice for choice in range(request.sampling.n) if not (request.finished and request.finished[choice]))

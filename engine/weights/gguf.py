@@ -1,0 +1,85 @@
+"""A GGUF file as a checkpoint: metadata to config, tensor names to Hugging Face's, blocks dequantized to float32 (exact).
+
+Format: ggml's docs/gguf.md; dequantization and mapping of the file are the `gguf` package's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import GGUFReader, ReaderTensor
+from gguf.quants import dequantize
+from torch import Tensor
+
+from engine.model_config import ModelConfig
+from engine.weights.gguf_config import config_dict
+from engine.weights.source import MissingTensor
+
+_GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Frequencies of a scaled rotary embedding: they become rope parameters (gguf_config), not weights.
+_NOT_WEIGHTS = ("rope_freqs.weight",)
+
+
+class GgufSource:
+    """See WeightSource. `config_dict` is the config.json that transformers would read for this file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        reader = GGUFReader(path)
+        self.config_dict = config_dict(path, reader)
+        self.config = ModelConfig.from_dict(self.config_dict)
+        self._is_permuted = self.config_dict["model_type"] == "llama"
+        tensors = [tensor for tensor in reader.tensors if tensor.name not in _NOT_WEIGHTS]
+        self._tensors: dict[str, ReaderTensor] = {huggingface_name(tensor.name): tensor for tensor in tensors}
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._tensors)
+
+    def get(self, name: str) -> Tensor:
+        """float32, in Hugging Face's layout."""
+        if name not in self._tensors:
+            raise MissingTensor(f"{self.path}: no tensor for {name!r}; the file is incomplete or of another architecture")
+        tensor = self._tensors[name]
+        values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        return torch.from_numpy(self._unpermute(name, values))
+
+    def num_elements(self) -> int:
+        return sum(math.prod(int(size) for size in tensor.shape) for tensor in self._tensors.values())
+
+    def _unpermute(self, name: str, values: np.ndarray) -> np.ndarray:
+        """Files of architecture llama hold query and key rows in the order of interleaved rotation (llama.cpp's
+        convert_hf_to_gguf.py, `permute`); this restores the order of the two rotated halves."""
+        is_query = ".q_proj." in name
+        if not self._is_permuted or not (is_query or ".k_proj." in name):
+            return values
+        heads = self.config.num_heads if is_query else self.config.num_kv_heads
+        pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+
+
+def huggingface_name(name: str) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. Raises ValueError for a tensor that is not known."""
+    stem, _, kind = name.rpartition(".")
+    if stem in _GLOBAL:
+        return f"{_GLOBAL[stem]}.{kind}"
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if match is None or match[2] not in _LAYER:
+        raise ValueError(f"GGUF tensor {name!r} is not part of a Llama-family decoder; this model is not supported")
+    return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{kind}"

@@ -1,0 +1,167 @@
+"""From a model folder or a .gguf file to a model that can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.attention import make_attention
+from engine.config import EngineConfig
+from engine.layers import GatedMLP, Linear, make_linear
+from engine.memory import check_weights_fit, effective_max_context, free_memory
+from engine.model import DecoderLayer, DecoderModel
+from engine.model_config import ModelConfig
+from engine.rope import RotaryTable
+from engine.weights.hash import weights_hash
+from engine.weights.safetensors import SafetensorsSource, weight_files
+from engine.weights.source import WeightSource
+
+Progress = Callable[[float, str], None]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ATTENTION = "reference"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with what the mesh needs to know about it.
+
+    `numeric_mode` names everything that decides the bits of a logit: workers with equal hash and mode give equal tokens.
+    """
+
+    config: ModelConfig
+    model: DecoderModel
+    weights_hash: str
+    dtype: torch.dtype
+    numeric_mode: str
+
+
+def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: None) -> LoadedModel:
+    """Loads `config.model` for `config.device` in `config.dtype`. `progress` gets (share done, what is being done).
+
+    Raises ValueError (its message names file, field or numbers): no such model, not supported, incomplete, does not fit
+    (DoesNotFit), asks for a device that is not there.
+    """
+    config.validate()
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    _check_device(config.device)
+    source, files = open_checkpoint(Path(config.model))
+    dtype = _choose_dtype(config, source.config)
+    check_weights_fit(source.num_elements() * dtype.itemsize, free_memory(config.device), config.device)
+    digest = weights_hash(files, lambda share: progress(0.3 * share, "hashing weights"))
+    builder = _Builder(source, dtype, config.device)
+    model = builder.build(effective_max_context(config, source.config), lambda share, text: progress(0.3 + 0.7 * share, text))
+    progress(1.0, "loaded")
+    return LoadedModel(source.config, model, digest, dtype, _numeric_mode(model, config.device))
+
+
+def open_checkpoint(path: Path) -> tuple[WeightSource, list[Path]]:
+    """The opened checkpoint and the files that make its hash. Raises ValueError saying what is at `path` instead."""
+    if path.is_dir():
+        return SafetensorsSource(path), [path / "config.json", *weight_files(path)]
+    if not path.is_file():
+        raise ValueError(f"model: {path} does not exist; give a model folder or a .gguf file")
+    if path.suffix.lower() != ".gguf":
+        raise ValueError(f"model: {path} is neither a folder nor a .gguf file")
+    from engine.weights.gguf import GgufSource  # loads the gguf package only for those who need it
+
+    return GgufSource(path), [path]
+
+
+def _check_device(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: cuda is not available to this torch; install a CUDA build, or give device=cpu")
+
+
+def _choose_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
+    name = (model.dtype or "float32") if config.dtype == "auto" else config.dtype
+    if name not in _DTYPES:
+        raise ValueError(f"dtype: the checkpoint's {name!r} is not supported; give one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _numeric_mode(model: DecoderModel, device: str) -> str:
+    """Such as `float32-cpu-onednn-reference-AVX512`: dtype, device, linear kernel, attention backend, kind of processor."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    if device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        processor = f"sm{major}{minor}"
+    else:
+        processor = torch.backends.cpu.get_cpu_capability()
+    return f"{dtype}-{device}-{model.head.kind}-{model.attention.name}-{processor}"
+
+
+class _Builder:
+    """Takes tensors out of a checkpoint, checks their shapes, and fuses what is computed together."""
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype, device: str) -> None:
+        self.source, self.dtype, self.device = source, dtype, device
+        self.config = source.config
+
+    def build(self, max_context: int, progress: Progress) -> DecoderModel:
+        config = self.config
+        layers = []
+        for index in range(config.num_layers):
+            progress(index / (config.num_layers + 1), f"loading layer {index + 1} of {config.num_layers}")
+            layers.append(self._layer(f"model.layers.{index}"))
+        progress(config.num_layers / (config.num_layers + 1), "loading embeddings")
+        embedding = self._tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        head = embedding if config.tie_word_embeddings else self._tensor("lm_head.weight", *embedding.shape)
+        return DecoderModel(
+            config,
+            embedding=embedding,
+            layers=layers,
+            norm=self._tensor("model.norm.weight", config.hidden_size),
+            head=make_linear(head),
+            rotary=RotaryTable(config.rope, max_context, dtype=self.dtype, device=self.device),
+            attention=make_attention(_ATTENTION, config, self.device),
+        )
+
+    def _layer(self, prefix: str) -> DecoderLayer:
+        config = self.config
+        query, kv, hidden = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.hidden_size
+        attention = f"{prefix}.self_attn"
+        return DecoderLayer(
+            input_norm=self._tensor(f"{prefix}.input_layernorm.weight", hidden),
+            qkv=self._linear(
+                [(f"{attention}.{n}_proj", rows) for n, rows in zip("qkv", (query, kv, kv), strict=True)],
+                hidden,
+                bias=config.qkv_bias,
+            ),
+            qk_norm=self._qk_norm(attention) if config.qk_norm else None,
+            output=self._linear([(f"{attention}.o_proj", hidden)], query, bias=config.output_bias),
+            mlp_norm=self._tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
+            mlp=self._mlp(f"{prefix}.mlp"),
+        )
+
+    def _mlp(self, prefix: str) -> GatedMLP:
+        inner, hidden, bias = self.config.intermediate_size, self.config.hidden_size, self.config.mlp_bias
+        gate_up = self._linear([(f"{prefix}.gate_proj", inner), (f"{prefix}.up_proj", inner)], hidden, bias=bias)
+        return GatedMLP(gate_up, self._linear([(f"{prefix}.down_proj", hidden)], inner, bias=bias))
+
+    def _qk_norm(self, attention: str) -> Tensor:
+        dim = self.config.head_dim
+        query = self._tensor(f"{attention}.q_norm.weight", dim).expand(self.config.num_heads, dim)
+        key = self._tensor(f"{attention}.k_norm.weight", dim).expand(self.config.num_kv_heads, dim)
+        return torch.cat((query, key))
+
+    def _linear(self, parts: list[tuple[str, int]], width: int, *, bias: bool) -> Linear:
+        """One product of several maps with the same input: parts are (name, output rows)."""
+        weights = [self._tensor(f"{name}.weight", rows, width) for name, rows in parts]
+        biases = [self._tensor(f"{name}.bias", rows) for name, rows in parts] if bias else []
+        return make_linear(_joined(weights), _joined(biases) if biases else None)
+
+    def _tensor(self, name: str, *shape: int) -> Tensor:
+        tensor = self.source.get(name)
+        if tensor.shape != shape:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)} in the checkpoint, {shape} by its config.json: not one model")
+        return tensor.to(self.device, self.dtype)
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    """Concatenated along rows; a single tensor is passed on without a copy."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -1,0 +1,227 @@
+"""Any interleaving of calls on an engine with a tiny pool gives every request the oracle's tokens and leaves the pool whole."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.errors import RequestTooLarge
+from engine.request import EngineRequest
+from engine.reservations import ReservedBlocks
+from engine.sampling_params import SamplingParams
+from tests.support.mock_engine import Answer, Collector, answer, make_engine, run_to_end, write_kv
+
+MAX_CONTEXT = 40
+HISTORY = st.sampled_from([0, 0, 0, 2, 5])  # tokens emitted elsewhere before
+BEGINNINGS = ((), (4, 5, 6, 7) * 3, (8, 4, 8, 5) * 3)  # few, so that prompts share prefixes, long after they were evicted as well
+
+
+@dataclass
+class Reserved:
+    """A reservation of which `num_pushed` tokens' KV has arrived, if any."""
+
+    request: EngineRequest
+    granted: ReservedBlocks
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> EngineRequest:
+    n = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    max_tokens = draw(st.integers(1, 14))
+    sampling = SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 1.0])),
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, max_tokens)),
+        seed=draw(st.integers(0, 3)),
+        n=n,
+        ignore_eos=draw(st.sampled_from([True, True, False])),
+        stop_token_ids=draw(st.sampled_from([(), (), (9, 10)])),
+    )
+    beginning = draw(st.sampled_from(BEGINNINGS))[: draw(st.integers(0, 12))]
+    rest = draw(st.lists(st.integers(4, 7), min_size=1, max_size=4))
+    return EngineRequest("", (*beginning, *rest), sampling, cache_root=draw(st.sampled_from([b"", b"", b"tenant"])))
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Plays router, prefill worker and clients on one engine."""
+
+    @initialize(
+        num_blocks=st.integers(6, 12),
+        block_size=st.sampled_from([2, 4]),
+        budget=st.sampled_from([1, 3, 8, 64]),
+        prefix_caching=st.sampled_from([True, True, False]),
+    )
+    def open(self, num_blocks: int, block_size: int, budget: int, prefix_caching: bool) -> None:
+        self.engine = make_engine(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=6,
+            max_num_batched_tokens=budget,
+            max_context=MAX_CONTEXT,
+            prefix_caching=prefix_caching,
+        )
+        self.collector = Collector()
+        self.running: dict[str, EngineRequest] = {}  # whatever is to be answered, or was
+        self.prefilling: dict[str, EngineRequest] = {}
+        self.reserved: dict[str, Reserved] = {}
+        self.num_requests = 0
+
+    def named(self, request: EngineRequest) -> EngineRequest:
+        self.num_requests += 1
+        return replace(request, request_id=f"r{self.num_requests}")
+
+    def with_history(self, request: EngineRequest, num_tokens: int) -> EngineRequest:
+        """As if the first tokens had been emitted elsewhere; choices that they end are finished. Unchanged if all would be."""
+        emitted, finished = [], []
+        for choice in range(request.sampling.n):
+            got = self.answer(request, choice)
+            tokens = got.token_ids[: num_tokens + choice % 2 if num_tokens else 0]
+            emitted.append(tokens)
+            finished.append(len(tokens) == len(got.token_ids))
+        return request if all(finished) else replace(request, emitted=tuple(emitted), finished=tuple(finished))
+
+    def answer(self, request: EngineRequest, choice: int, max_new: int | None = None) -> Answer:
+        return answer(request, choice, max_context=MAX_CONTEXT, max_new=max_new)
+
+    @rule(
+        burst=st.lists(requests(), min_size=1, max_size=5),
+        num_emitted=HISTORY,
+        prefill_only=st.sampled_from([False, False, True]),
+    )
+    def add(self, burst: list[EngineRequest], num_emitted: int, prefill_only: bool) -> None:
+        for request in burst:
+            if not (prefill_only and request.sampling.n > 1):
+                request = self.with_history(request, num_emitted)
+            request = replace(self.named(request), prefill_only=prefill_only)
+            with contextlib.suppress(RequestTooLarge):
+                if self.engine.add(request):
+                    (self.prefilling if prefill_only else self.running)[request.request_id] = request
+
+    @rule(burst=st.lists(requests(), min_size=1, max_size=3), num_emitted=HISTORY)
+    def reserve(self, burst: list[EngineRequest], num_emitted: int) -> None:
+        for request in burst:
+            request = self.named(request if request.sampling.n > 1 else self.with_history(request, num_emitted))
+            with contextlib.suppress(RequestTooLarge):
+                granted = self.engine.reserve(request)
+                if granted is not None:
+                    assert granted.num_cached_tokens < granted.num_tokens
+                    self.reserved[request.request_id] = Reserved(request, granted)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), share=st.floats(0, 1))
+    def push_in_part(self, data: st.DataObject, share: float) -> None:
+        each = self.reserved[data.draw(st.sampled_from(sorted(self.reserved)))]
+        self.write(each, int(share * each.granted.num_tokens))
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def push_and_start(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.reserved)))
+        each = self.reserved.pop(request_id)
+        self.write(each, each.granted.num_tokens)
+        drawn = {choice: self.answer(each.request, choice, max_new=1) for choice in range(each.request.sampling.n)}
+        first = {choice: got.token_ids[0] for choice, got in drawn.items()}
+        finished = {choice for choice, got in drawn.items() if got.finish_reason is not None}
+        named_finished = {choice for choice in finished if data.draw(st.booleans())}
+        self.engine.start(request_id, {c: t for c, t in first.items() if c not in named_finished}, named_finished)
+        history = each.request.emitted or ((),) * each.request.sampling.n
+        emitted = tuple((*tokens, first[choice]) for choice, tokens in enumerate(history))
+        flags = tuple(choice in finished for choice in range(each.request.sampling.n))
+        self.running[request_id] = replace(each.request, emitted=emitted, finished=flags)
+
+    def write(self, each: Reserved, end: int) -> None:
+        history = each.request.emitted[0] if each.request.emitted and each.request.sampling.n == 1 else ()
+        tokens = (*each.request.prompt, *history)
+        assert len(tokens) == each.granted.num_tokens
+        write_kv(self.engine, each.granted.block_ids, tokens[:end], each.granted.num_cached_tokens)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), num_emitted=st.sampled_from([0, 1, 4]))
+    def run_local(self, data: st.DataObject, num_emitted: int) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.reserved)))
+        each = self.reserved.pop(request_id)
+        num_known = len(each.request.emitted[0]) if each.request.emitted else 0
+        request = self.with_history(replace(each.request, emitted=(), finished=()), max(num_known, num_emitted))
+        if not request.emitted:  # that much history would have ended it
+            request = each.request
+        self.engine.run_local(request_id, request)
+        self.running[request_id] = request
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), num_more=st.sampled_from([1, 3]))
+    def restate(self, data: st.DataObject, num_more: int) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.reserved)))
+        each = self.reserved[request_id]
+        num_known = len(each.request.emitted[0]) if each.request.emitted else 0
+        request = self.with_history(replace(each.request, emitted=(), finished=()), num_known + num_more)
+        if request.sampling.n > 1 or not request.emitted:
+            return
+        granted = self.engine.restate(request_id, request)
+        if granted is not None:
+            assert granted.block_ids[: len(each.granted.block_ids)] == each.granted.block_ids
+            self.reserved[request_id] = Reserved(request, granted)
+
+    @precondition(lambda self: self.running or self.prefilling or self.reserved)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted({**self.running, **self.prefilling, **self.reserved})))
+        self.engine.release(request_id)
+        assert not self.engine.release(request_id)
+        for table in (self.running, self.prefilling, self.reserved):
+            table.pop(request_id, None)
+
+    @rule(num_steps=st.integers(1, 15))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            result = self.engine.step()
+            self.collector.take(result)
+            if result is None:
+                stats = self.engine.stats()
+                stuck = self.engine.has_work and not (stats.num_reserved or stats.num_held)
+                assert not stuck, f"it has work and all the room there is: {stats}"
+
+    @invariant()
+    def is_whole(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.check_integrity()
+            stats = self.engine.stats()
+            assert stats.num_running + stats.num_waiting + stats.num_reserved <= 6
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for request_id in self.reserved:
+            assert self.engine.release(request_id)
+        self.finish()
+        stats = self.engine.stats()
+        assert stats.num_free_blocks == stats.num_total_blocks
+        assert (stats.num_running, stats.num_waiting, stats.num_reserved, stats.num_held) == (0, 0, 0, 0)
+        self.engine.kv.close()
+
+    def finish(self) -> None:
+        """Runs everything to its end; held requests are checked and released as a prefill service would, which makes room."""
+        while self.prefilling or self.engine.has_work:
+            run_to_end(self.engine, self.collector)
+            for request_id in [r for r in self.prefilling if (r, 0) in self.collector.choices or self.is_held(r)]:
+                self.check(self.prefilling.pop(request_id), max_new=1)
+                assert self.engine.release(request_id)
+        for request in self.running.values():
+            self.check(request)
+
+    def is_held(self, request_id: str) -> bool:
+        return any((request_id, choice) in self.collector.choices for choice in range(3))
+
+    def check(self, request: EngineRequest, max_new: int | None = None) -> None:
+        for choice in range(request.sampling.n):
+            expected = self.answer(request, choice, max_new)
+            if request.finished and request.finished[choice]:
+                expected = Answer((), None)
+            assert self.collector.answer(request.request_id, choice) == expected, (request, choice)
+
+
+EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestEngine = EngineMachine.TestCase

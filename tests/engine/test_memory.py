@@ -1,0 +1,101 @@
+"""Sizing: the pool gets what flags or free memory allow, and what does not fit is refused with the numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.memory import MIB, DoesNotFit, check_weights_fit, effective_max_context, free_memory, kv_shape
+from engine.memory import _cgroup_free as cgroup_free
+from engine.model_config import ModelConfig
+
+MODEL = ModelConfig.from_dict(
+    {
+        "model_type": "llama",
+        "vocab_size": 100,
+        "hidden_size": 512,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+    }
+)
+BLOCK = 4 * 2 * 16 * 2 * 64 * 4  # layers, keys and values, slots, heads, head_dim, bytes
+SEQUENCE = 1024 // 16
+
+
+def blocks(free: int = 2**40, **settings: object) -> int:
+    return kv_shape(EngineConfig(model="m", **settings), MODEL, torch.float32, free).num_blocks  # type: ignore[arg-type]
+
+
+def test_the_pool_is_as_asked() -> None:
+    assert blocks(num_blocks=7) == 7
+    assert blocks(kv_memory_mb=200) == 200 * MIB // BLOCK
+
+
+def test_the_pool_is_a_share_of_what_is_free() -> None:
+    assert blocks(free=300 * SEQUENCE * BLOCK // 100, kv_memory_share=0.5) == 150 * SEQUENCE // 100
+
+
+def test_the_pool_is_no_more_than_all_sequences_can_use() -> None:
+    assert blocks(max_num_seqs=3) == 3 * SEQUENCE
+    assert blocks(max_num_seqs=3, max_context=100) == 3 * 7
+
+
+@pytest.mark.parametrize("settings", [{"kv_memory_mb": 1}, {"kv_memory_share": 0.001}])
+def test_a_pool_too_small_for_one_sequence_is_refused_with_the_numbers(settings: dict[str, object]) -> None:
+    with pytest.raises(DoesNotFit, match=r"one sequence of 1024 tokens needs 64 \(4 MiB\).*free.*lower max_context"):
+        blocks(free=1000 * MIB, **settings)
+
+
+def test_a_pool_larger_than_memory_is_refused() -> None:
+    with pytest.raises(DoesNotFit, match="has 100 MiB free; lower num_blocks"):
+        blocks(free=100 * MIB, num_blocks=100_000)
+
+
+def test_weights_larger_than_memory_are_refused() -> None:
+    check_weights_fit(10, 10, "cpu")
+    with pytest.raises(DoesNotFit, match="weights need 3,000 MiB, cpu has 2,000 MiB free"):
+        check_weights_fit(3000 * MIB, 2000 * MIB, "cpu")
+
+
+def test_max_context_is_the_models_or_less() -> None:
+    assert effective_max_context(EngineConfig(model="m"), MODEL) == 1024
+    assert effective_max_context(EngineConfig(model="m", max_context=10), MODEL) == 10
+    with pytest.raises(ValueError, match="max_context: 1025 is more than the model's 1024"):
+        effective_max_context(EngineConfig(model="m", max_context=1025), MODEL)
+
+
+def test_free_memory_is_less_than_the_machines() -> None:
+    assert MIB < free_memory("cpu") < 2**50
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    assert cgroup_free(tmp_path) > 2**60
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 400\ninactive_file 300\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert cgroup_free(tmp_path) > 2**60
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert cgroup_free(tmp_path) == 600
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": ""}, "model: empty"),
+        ({"device": "tpu"}, "device: 'tpu' is not known; give one of cpu, cuda"),
+        ({"dtype": "int8"}, "dtype: 'int8'"),
+        ({"block_size": 0}, "block_size: 0 is less than 1"),
+        ({"num_threads": -1}, "num_threads: -1 is less than 0"),
+        ({"kv_memory_share": 1.5}, "kv_memory_share: 1.5 is not in"),
+        ({"num_blocks": 3, "kv_memory_mb": 3}, "give one of them"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**{"model": "m", **settings}).validate()  # type: ignore[arg-type]

@@ -1,0 +1,224 @@
+"""Who computes what, in what order, with which blocks: the scheduler without a model."""
+
+from __future__ import annotations
+
+from engine.allocator import BlockAllocator, BlockCopy
+from engine.blocks import BlockPool
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Plan, Scheduler
+from engine.sequence import Phase, Sequence, SequenceGroup
+from tests.support.mock_engine import hash_block
+
+BLOCK_SIZE = 4
+
+
+class Bench:
+    """A scheduler and a hand that plays the model: every computed end draws token 9."""
+
+    def __init__(self, *, num_blocks: int = 16, budget: int = 64) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.allocator = BlockAllocator(self.pool, BLOCK_SIZE, hash_block, prefix_caching=True)
+        self.scheduler = Scheduler(self.allocator, budget)
+        self.num_arrived = 0
+
+    def add(self, prompt: range, n: int = 1, emitted: tuple[tuple[int, ...], ...] = ()) -> Sequence:
+        request = EngineRequest(str(self.num_arrived), tuple(prompt), SamplingParams(max_tokens=99, n=n), emitted)
+        group = SequenceGroup(request, self.num_arrived, Phase.ACTIVE)
+        self.num_arrived += 1
+        self.scheduler.wait(group.sequences[0])
+        return group.sequences[0]
+
+    def step(self) -> dict[Sequence, int]:
+        plan = self.scheduler.schedule()
+        for piece in plan.pieces:
+            piece.sequence.num_computed += piece.num_tokens
+            self.allocator.publish(piece.sequence)
+            if not piece.sequence.num_remaining:
+                piece.sequence.output.append(9)
+        return tokens_of(plan)
+
+    def part(self, trunk: Sequence) -> list[Sequence]:
+        branches = self.allocator.part(trunk)
+        self.scheduler.discard(trunk)
+        for branch in branches:
+            branch.output.append(9)
+            self.scheduler.run(branch)
+        return branches
+
+
+def tokens_of(plan: Plan) -> dict[Sequence, int]:
+    return {piece.sequence: piece.num_tokens for piece in plan.pieces}
+
+
+def test_decode_rows_come_before_chunks_and_chunks_in_order_of_arrival() -> None:
+    bench = Bench(budget=6)
+    a, b, c = bench.add(range(3)), bench.add(range(10, 19)), bench.add(range(20, 25))
+    assert bench.step() == {a: 3, b: 3}
+    assert list(bench.step().items()) == [(a, 1), (b, 5)]
+    assert list(bench.step().items()) == [(a, 1), (b, 1), (c, 4)]
+    assert list(bench.step().items()) == [(a, 1), (b, 1), (c, 1)]
+
+
+def test_a_waiting_sequence_gets_all_its_blocks_when_its_turn_comes() -> None:
+    bench = Bench(budget=4)
+    a = bench.add(range(9))
+    bench.step()
+    assert a.block_ids == [0, 1, 2]
+    assert a.num_computed == 4
+
+
+def test_nobody_overtakes_the_head_of_the_queue() -> None:
+    bench = Bench(num_blocks=4)
+    a = bench.add(range(8))
+    bench.step()
+    large, small = bench.add(range(20, 32)), bench.add(range(40, 42))
+    assert bench.step() == {a: 1}
+    assert bench.scheduler.waiting == [large, small]
+
+
+def test_admission_beside_running_sequences_leaves_a_spare_block() -> None:
+    bench = Bench(num_blocks=4)
+    a = bench.add(range(8))
+    bench.step()
+    b = bench.add(range(20, 28))
+    assert bench.step() == {a: 1}, "two blocks would be free for b, but a is about to need one"
+    assert bench.scheduler.waiting == [b]
+
+
+def test_alone_a_sequence_may_take_the_last_block() -> None:
+    bench = Bench(num_blocks=2)
+    a = bench.add(range(8))
+    assert bench.step() == {a: 8}
+
+
+def test_the_latest_arrived_is_preempted_and_goes_to_the_head_of_the_queue() -> None:
+    bench = Bench(num_blocks=5)
+    a, b = bench.add(range(7)), bench.add(range(20, 27))
+    assert bench.step() == {a: 7, b: 7}
+    assert bench.step() == {a: 1, b: 1}
+    c = bench.add(range(40, 41))
+    assert bench.step() == {a: 1}, "both need a third block, one is there: b goes"
+    assert bench.scheduler.waiting == [b, c]
+    assert b.block_ids == []
+    assert b.num_remaining == 9
+    assert bench.scheduler.num_preemptions == 1
+
+
+def test_a_victim_that_was_planned_already_leaves_the_plan_and_returns_its_budget() -> None:
+    bench = Bench(num_blocks=6, budget=4)
+    late = bench.add(range(20, 23))
+    bench.step()
+    late.group.arrival = 99  # as if its reservation had been granted later than the next request's
+    early = bench.add(range(17))
+    bench.allocator.admit(early, keep_free=0)
+    bench.pool.release([early.block_ids.pop()])
+    bench.scheduler.discard(early)
+    bench.scheduler.run(early)
+    early.num_computed = 16
+    bench.pool.allocate(bench.pool.num_free)
+    assert bench.step() == {early: 1}
+    assert bench.scheduler.waiting == [late]
+
+
+def test_a_sequence_that_is_the_latest_gives_way_itself() -> None:
+    bench = Bench(num_blocks=4)
+    a = bench.add(range(8))
+    bench.step()
+    taken = bench.pool.allocate(2)
+    assert bench.step() == {}
+    assert bench.scheduler.waiting == [a]
+    bench.pool.release(taken or [])
+    assert bench.step() == {a: 1}, "its two full blocks were still cached"
+
+
+def test_who_waited_longer_takes_the_room_of_one_that_gave_way() -> None:
+    """Else the step would have nothing to do, and no later call would wake the engine."""
+    bench = Bench(num_blocks=4)
+    waited = bench.add(range(20, 26))
+    bench.scheduler.discard(waited)
+    a = bench.add(range(8))
+    bench.step()
+    bench.pool.allocate(2)
+    bench.scheduler.wait(waited)
+    assert bench.step() == {waited: 6}
+    assert bench.scheduler.waiting == [a]
+
+
+def test_a_resumed_sequence_finds_its_own_prefix_but_computes_the_last_token() -> None:
+    bench = Bench(num_blocks=8)
+    a = bench.add(range(8))
+    bench.step()
+    bench.allocator.release(a)
+    bench.scheduler.discard(a)
+    a.was_preempted = True
+    bench.scheduler.wait(a)
+    assert bench.scheduler.num_owed_blocks == 3
+    assert bench.step() == {a: 1}
+    assert a.num_cached == 8
+
+
+def test_the_whole_prompt_is_never_served_from_the_cache() -> None:
+    bench = Bench()
+    bench.add(range(8))
+    bench.step()
+    b = bench.add(range(8))
+    assert bench.step()[b] == 4
+    assert b.block_ids[0] == 0
+    assert b.num_cached == 4
+
+
+def test_branches_copy_the_shared_partial_block_and_the_last_one_keeps_it() -> None:
+    bench = Bench()
+    trunk = bench.add(range(6), n=3)
+    bench.scheduler.schedule()
+    trunk.num_computed = 6
+    branches = bench.part(trunk)
+    assert [branch.block_ids for branch in branches] == [[0, 1]] * 3
+    plan = bench.scheduler.schedule()
+    assert [piece.copies for piece in plan.pieces] == [(BlockCopy(1, 2),), (BlockCopy(1, 3),), ()]
+    assert [branch.block_ids for branch in branches] == [[0, 2], [0, 3], [0, 1]]
+    assert bench.pool.ref_count(0) == 3
+
+
+def test_branches_behind_full_blocks_copy_nothing() -> None:
+    bench = Bench()
+    trunk = bench.add(range(8), n=2)
+    bench.scheduler.schedule()
+    trunk.num_computed = 8
+    branches = bench.part(trunk)
+    assert [piece.copies for piece in bench.scheduler.schedule().pieces] == [(), ()]
+    assert [branch.block_ids for branch in branches] == [[0, 1, 2], [0, 1, 3]]
+
+
+def test_preempting_a_sibling_can_make_the_copy_needless() -> None:
+    bench = Bench(num_blocks=2)
+    trunk = bench.add(range(6), n=2)
+    bench.scheduler.schedule()
+    trunk.num_computed = 6
+    first, second = bench.part(trunk)
+    [piece] = bench.scheduler.schedule().pieces
+    assert (piece.sequence, piece.copies) == (first, ())
+    assert bench.scheduler.waiting == [second]
+
+
+def test_preemption_drops_the_copies_into_blocks_that_the_victim_lost() -> None:
+    bench = Bench(num_blocks=5)
+    bench.allocator.admit(bench.add(range(100, 104)), keep_free=0)  # one block that somebody else holds
+    bench.scheduler.waiting.clear()
+    trunk = bench.add(range(7), n=2)
+    bench.scheduler.schedule()
+    trunk.num_computed = 7
+    first, second = bench.part(trunk)
+    first.output += [9] * 8  # as if it had history: it has two blocks to grow, and its turn is behind the decode row
+    pieces = bench.scheduler.schedule().pieces
+    assert [(piece.sequence, piece.copies) for piece in pieces] == [(first, ())]
+    assert bench.scheduler.waiting == [second]
+    assert bench.pool.num_free == 0
+
+
+def test_history_of_a_single_choice_is_computed_with_the_prompt() -> None:
+    bench = Bench()
+    a = bench.add(range(6), emitted=((7, 8),))
+    assert bench.step() == {a: 8}
+    assert a.tokens(4, 9) == (4, 5, 7, 8, 9)
