@@ -1,0 +1,122 @@
+"""What the transfer receiver asks: may this sender write, may it go on, is the KV complete?"""
+
+from __future__ import annotations
+
+import time
+
+import grpc
+
+from decode_service.ports import start
+from decode_service.record import Handoff, Record
+from decode_service.reservations import Reservations
+from kvtransfer.delegate import PushTarget
+from kvtransfer.errors import TransferRefused
+from kvtransfer.grant import check_grant, unknown_reservation
+from kvtransfer.reservation import AttemptFailed, Finished, InvalidTransition, Progress, PushOpened, StaleAttempt, transition
+from protos.v1 import common_pb2, transfer_pb2
+from runtime.failpoints import hit
+
+
+class PushDelegate:
+    """Implements `kvtransfer.delegate.ReceiverDelegate` on the table of reservations."""
+
+    def __init__(self, reservations: Reservations, *, epoch: int, block_size: int) -> None:
+        self._reservations = reservations
+        self._epoch = epoch
+        self._block_size = block_size
+
+    def open_push(self, hello: transfer_pb2.TransferHello) -> PushTarget:
+        """Raises TransferRefused: unknown reservation, wrong epoch, token or attempt, or one that is not to be filled (now)."""
+        record = self._reservations.find(hello.reservation_id)
+        if record is None or record.blocks is None:
+            raise unknown_reservation(hello.reservation_id)
+        # A failed attempt raises the state's number, so that its stragglers are refused; the next one must still be submitted.
+        check_grant(hello, epoch=self._epoch, token=record.token, attempt=record.reservation.attempt)
+        check_grant(hello, epoch=self._epoch, token=record.token, attempt=record.submission.attempt)
+        try:
+            after = transition(record.reservation, PushOpened(hello.attempt), time.monotonic())
+        except InvalidTransition as error:
+            raise _refused(error) from error
+        hit("decode.receiving")
+        record.reservation = after
+        return _target(record, self._block_size)
+
+    def push_progress(self, target: PushTarget) -> bool:
+        """Renews the lease; False fences the writer."""
+        record = self._reservations.find(target.reservation_id)
+        if record is None or not record.reservation.accepts_bytes(target.attempt):
+            return False
+        record.reservation = transition(record.reservation, Progress(target.attempt), time.monotonic())
+        return True
+
+    async def commit_push(
+        self, target: PushTarget, commit: transfer_pb2.TransferCommit, *, num_bytes: int, transport: str
+    ) -> None:
+        """Starts the sequence behind the first tokens of `commit`. Raises TransferRefused."""
+        record = self._reservations.find(target.reservation_id)
+        if record is None:
+            raise unknown_reservation(target.reservation_id)
+        first_tokens = _check_commit(record, target, commit)
+
+        def accept() -> None:
+            _keep_first_tokens(record, commit)
+
+        try:
+            await self._reservations.commit(record, target.attempt, first_tokens, Handoff(num_bytes, transport), accept)
+        except InvalidTransition as error:
+            raise _refused(error) from error
+
+    def push_failed(self, target: PushTarget, reason: str) -> None:
+        """The attempt is over; the reservation waits for the next one under its lease."""
+        record = self._reservations.find(target.reservation_id)
+        self._reservations.num_handoff_failures += 1
+        if record is not None and record.reservation.accepts_bytes(target.attempt):
+            record.reservation = transition(record.reservation, AttemptFailed(target.attempt, reason), time.monotonic())
+
+    def push_finished(self, target: PushTarget) -> None:
+        """Every choice ended with its first token: nothing is left to decode."""
+        record = self._reservations.find(target.reservation_id)
+        if record is not None and record.reservation.accepts_bytes(target.attempt):
+            start(self._reservations.end(record, Finished("finished on prefill")))
+
+
+def _target(record: Record, block_size: int) -> PushTarget:
+    blocks = record.blocks
+    assert blocks is not None, f"{record.reservation_id} has no blocks"
+    return PushTarget(
+        reservation_id=record.reservation_id,
+        attempt=record.submission.attempt,
+        block_ids=blocks.block_ids,
+        first_block=blocks.num_cached_tokens // block_size,
+        num_tokens=blocks.num_tokens,
+    )
+
+
+def _check_commit(record: Record, target: PushTarget, commit: transfer_pb2.TransferCommit) -> dict[int, int]:
+    """Choice → first token. Raises TransferRefused unless the commit covers exactly what was asked for."""
+    if commit.num_tokens != target.num_tokens:
+        raise _invalid(f"num_tokens is {commit.num_tokens}, the reservation is for {target.num_tokens}")
+    expected = record.submission.next_indexes
+    given = {choice.choice: choice.index for choice in commit.choices}
+    if len(given) != len(commit.choices) or given != expected:
+        raise _invalid(f"choices are {given} (choice: index), expected {expected}")
+    if all(choice.finish_reason for choice in commit.choices):
+        raise _invalid("every choice has ended: abort with finished instead")
+    return {choice.choice: choice.token_id for choice in commit.choices}
+
+
+def _keep_first_tokens(record: Record, commit: transfer_pb2.TransferCommit) -> None:
+    """The tokens that prefill drew are sent with the first frame as well: the router may have lost prefill's stream."""
+    wants_logprobs = record.engine_request.sampling.logprobs is not None
+    for choice in commit.choices:
+        reason: common_pb2.FinishReason.ValueType = choice.finish_reason
+        record.output.choices[choice.choice].append_committed(choice.token_id, reason, wants_logprobs=wants_logprobs)
+
+
+def _invalid(message: str) -> TransferRefused:
+    return TransferRefused(grpc.StatusCode.INVALID_ARGUMENT, message, field="commit")
+
+
+def _refused(error: InvalidTransition) -> TransferRefused:
+    code = grpc.StatusCode.ABORTED if isinstance(error, StaleAttempt) else grpc.StatusCode.FAILED_PRECONDITION
+    return TransferRefused(code, str(error), field="attempt")

@@ -1,0 +1,246 @@
+"""What each router is still to be told, and whether it is still there.
+
+An outbox belongs to a router and outlives its streams: while no stream is attached it keeps what comes, for a grace period. A
+stream sends one frame whenever something is due: after an engine step that concerns this router, and at every heartbeat. Whatever
+piles up while gRPC has not yet taken the last frame goes into the next one.
+
+Silence and absence are counted in this event loop's own time: a tick adds at most MAX_TICK_S, so that a stalled worker does not
+take its own stall for the router's silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from decode_service.record import Record, monotonic_ns
+from decode_service.settings import StreamSettings
+from protos.v1 import decode_pb2, worker_pb2
+from runtime.errors import Aborted, MeshError, Unavailable
+
+MAX_TICK_S = 0.05
+DEFAULT_PERIOD_S = 0.1
+
+
+@dataclass(eq=False)
+class Stream:
+    """One Attach call. `error` says why it ended; None while it lives or when the router closed it."""
+
+    generation: int
+    period_s: float
+    silence_s: float = 0.0
+    since_frame_s: float = 0.0
+    closed: bool = False
+    error: MeshError | None = None
+    _waiter: asyncio.Future[None] | None = field(default=None, repr=False)
+
+    def heard(self) -> None:
+        """The router has said something."""
+        self.silence_s = 0.0
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self, error: MeshError | None = None) -> None:
+        if not self.closed:
+            self.closed, self.error = True, error
+            self.wake()
+
+    async def wait(self) -> None:
+        """Until `wake`."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+        self._waiter = None
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A stream was attached. `abandoned`: the router no longer follows them. `unknown`: it follows them, but they are not."""
+
+    stream: Stream
+    abandoned: list[Record]
+    unknown: list[str]
+
+
+class Outbox:
+    """One router's requests, their unsent outputs and events, and its stream if it has one."""
+
+    def __init__(self, router_id: str) -> None:
+        self.router_id = router_id
+        self.records: dict[str, Record] = {}
+        self.stream: Stream | None = None
+        self.absent_s = 0.0  # how long no stream has been attached
+        self.since_report_s = 0.0
+        self._generation = 0
+        self._fresh: dict[str, Record] = {}  # records with something unsent, in the order in which it came
+        self._started: dict[str, Record] = {}
+        self._events: list[decode_pb2.RequestEvent] = []
+
+    @property
+    def generation_of_submit(self) -> int:
+        """A request submitted now is followed by the stream of this generation: the attached one, else the next."""
+        return self._generation if self.stream is not None else self._generation + 1
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._fresh or self._started or self._events)
+
+    def mark(self, record: Record) -> None:
+        self._fresh[record.request_id] = record
+        self._wake()
+
+    def mark_started(self, record: Record) -> None:
+        self._started[record.request_id] = record
+        self._wake()
+
+    def post(self, event: decode_pb2.RequestEvent) -> None:
+        self._events.append(event)
+        self._wake()
+
+    def forget(self, record: Record) -> None:
+        """Nothing more is said about `record` but what was posted as an event."""
+        if self.records.get(record.request_id) is record:
+            del self.records[record.request_id]
+            self._fresh.pop(record.request_id, None)
+            self._started.pop(record.request_id, None)
+
+    def open(self, first: decode_pb2.AttachRequest) -> Opening:
+        """Attaches a stream in place of a former one, and sends again what its resume points ask for."""
+        if self.stream is not None:
+            self.stream.close(Aborted("another stream of this router took over"))
+        self._generation += 1
+        self.absent_s = 0.0
+        self.stream = Stream(self._generation, first.period_ms / 1000 or DEFAULT_PERIOD_S)
+        resumed = resume_points_of(first)
+        abandoned = [
+            record
+            for request_id, record in self.records.items()
+            if request_id not in resumed and record.stream_generation < self._generation
+        ]
+        unknown = [request_id for request_id in resumed if request_id not in self.records]
+        for request_id in resumed.keys() & self.records.keys():
+            record = self.records[request_id]
+            record.stream_generation = self._generation
+            record.resume(resumed[request_id])
+        return Opening(self.stream, abandoned, unknown)
+
+    def close(self, stream: Stream) -> None:
+        """`stream` ended; idempotent. Absence counts from now."""
+        stream.close()
+        if self.stream is stream:
+            self.stream = None
+            self.absent_s = 0.0
+
+    def renew_leases(self, now: float) -> None:
+        """The router is there; what it waits for in a prefill worker's queue must not lapse."""
+        for record in self.records.values():
+            record.renew_lease(now)
+
+    def tick(self, elapsed_s: float, settings: StreamSettings) -> None:
+        self.since_report_s += elapsed_s
+        stream = self.stream
+        if stream is None:
+            self.absent_s += elapsed_s
+            return
+        stream.silence_s += elapsed_s
+        stream.since_frame_s += elapsed_s
+        if stream.silence_s > settings.stream_timeout_s:
+            stream.close(Unavailable(f"router {self.router_id} was silent for {stream.silence_s:.2f} s"))
+            self.close(stream)
+        elif stream.since_frame_s >= stream.period_s:
+            stream.wake()
+
+    def take_frame(self, epoch: int, num_steps: int) -> decode_pb2.Frame:
+        """Everything that is due, now counted as sent."""
+        now_ns = monotonic_ns()
+        fresh, self._fresh = self._fresh, {}
+        started, self._started = self._started, {}
+        events, self._events = self._events, []
+        outputs = [output for record in fresh.values() for output in record.output.take()]
+        events.extend(record.started_event(now_ns) for record in started.values())
+        if self.stream is not None:
+            self.stream.since_frame_s = 0.0
+        return decode_pb2.Frame(epoch=epoch, num_steps=num_steps, outputs=outputs, events=events)
+
+    def _wake(self) -> None:
+        if self.stream is not None:
+            self.stream.wake()
+
+
+class Outboxes:
+    """The outboxes of all routers."""
+
+    def __init__(
+        self,
+        settings: StreamSettings,
+        *,
+        epoch: int,
+        num_steps: Callable[[], int],
+        load_report: Callable[[], worker_pb2.LoadReport],
+    ) -> None:
+        self._settings = settings
+        self._epoch = epoch
+        self._num_steps = num_steps
+        self._load_report = load_report
+        self._by_router: dict[str, Outbox] = {}
+        self._last_tick: float | None = None
+        self._is_closing = False
+
+    def of(self, router_id: str) -> Outbox:
+        """The router's outbox, made at its first word."""
+        if router_id not in self._by_router:
+            self._by_router[router_id] = Outbox(router_id)
+        return self._by_router[router_id]
+
+    async def frames(self, outbox: Outbox, stream: Stream) -> AsyncIterator[decode_pb2.Frame]:
+        """Frames for one stream until it is closed; the first at once, so that the router knows it is attached."""
+        while outbox.stream is stream:
+            is_last = stream.closed
+            yield self._frame(outbox)
+            if is_last:
+                break
+            if not outbox.has_news and not stream.closed:
+                await stream.wait()
+        if stream.error is not None:
+            raise stream.error
+
+    def tick(self, now: float) -> list[Record]:
+        """Counts silence and heartbeats up to `now`. Returns the records of routers that are gone for good."""
+        elapsed_s = min(now - self._last_tick, MAX_TICK_S) if self._last_tick is not None else 0.0
+        self._last_tick = now
+        orphans: list[Record] = []
+        for router_id, outbox in list(self._by_router.items()):
+            outbox.tick(elapsed_s, self._settings)
+            if outbox.stream is None and outbox.absent_s > self._settings.grace_s:
+                orphans.extend(outbox.records.values())
+                if not outbox.records:
+                    del self._by_router[router_id]
+        return orphans
+
+    def close(self) -> None:
+        """Ends all streams, each after one more frame with what is due; none is attached any more."""
+        self._is_closing = True
+        for outbox in self._by_router.values():
+            if outbox.stream is not None:
+                outbox.stream.close(Unavailable("this worker is stopping"))
+
+    @property
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def _frame(self, outbox: Outbox) -> decode_pb2.Frame:
+        frame = outbox.take_frame(self._epoch, self._num_steps())
+        if outbox.since_report_s >= self._settings.report_period_s:
+            outbox.since_report_s = 0.0
+            frame.load.CopyFrom(self._load_report())
+        return frame
+
+
+def resume_points_of(first: decode_pb2.AttachRequest) -> dict[str, dict[int, int]]:
+    """request_id → choice → next index."""
+    resumed: dict[str, dict[int, int]] = {}
+    for point in first.resume_points:
+        resumed.setdefault(point.request_id, {})[point.choice] = point.next_index
+    return resumed

@@ -1,0 +1,59 @@
+"""What the decode service needs of the worker around it, and how its own work survives the end of an RPC."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+from engine.engine import Engine
+from engine.outputs import RequestStarted, SequenceUpdate
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class EngineCalls(Protocol):
+    """The engine's thread (`engine.loop.EngineLoop`)."""
+
+    async def call(self, fn: Callable[[Engine], T]) -> T:
+        """Runs `fn` between two steps."""
+
+
+class Sink(Protocol):
+    """Who hears of one engine request. Called on the event loop, in order; updates of a step before `on_started` of that step."""
+
+    def on_update(self, update: SequenceUpdate) -> None: ...
+
+    def on_started(self, started: RequestStarted, ended_ns: int) -> None: ...
+
+
+class Sinks(Protocol):
+    """The engine's results by engine request id (`worker.dispatch.Dispatcher`)."""
+
+    def add(self, engine_id: str, sink: Sink) -> None: ...
+
+    def remove(self, engine_id: str) -> None: ...
+
+
+_tasks: set[asyncio.Task[Any]] = set()
+
+
+async def in_own_task(work: Coroutine[Any, Any, T]) -> T:
+    """Runs `work` to its end even if the caller is cancelled while it waits for it."""
+    return await asyncio.shield(start(work))
+
+
+def start(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Runs `work` beside the caller. Its error is logged if nobody else sees it."""
+    task = asyncio.create_task(work)
+    _tasks.add(task)  # the event loop keeps only weak references
+    task.add_done_callback(_finished)
+    return task
+
+
+def _finished(task: asyncio.Task[Any]) -> None:
+    _tasks.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.debug("%s ended with %r", task.get_coro(), error)

@@ -1,0 +1,163 @@
+"""Everything this worker knows of one request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from decode_service.outputs import RequestOutput
+from engine.outputs import PrefillTiming, RequestStarted, SequenceUpdate
+from engine.request import EngineRequest
+from engine.reservations import ReservedBlocks
+from kvtransfer.reservation import Mode, ReservationState, State
+from protos.v1 import common_pb2, decode_pb2
+from runtime.errors import MeshError
+
+if TYPE_CHECKING:
+    from decode_service.outbox import Outbox
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A SubmitRequest that was found valid. `received_ns` is monotonic; `deadline` is monotonic seconds, None: no deadline."""
+
+    request_id: str
+    router_id: str
+    attempt: int
+    mode: Mode
+    request: EngineRequest
+    deadline: float | None
+    received_ns: int
+
+    @property
+    def next_indexes(self) -> dict[int, int]:
+        """Choice → output index of its next token, for the choices that are not finished."""
+        request = self.request
+        emitted = request.emitted or ((),) * request.sampling.n
+        finished = request.finished or (False,) * request.sampling.n
+        return {choice: len(tokens) for choice, tokens in enumerate(emitted) if not finished[choice]}
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """How the KV came here; nothing for a request that was prefilled here."""
+
+    kv_bytes: int = 0
+    transport: str = ""
+
+
+@dataclass(eq=False)
+class Record:
+    """One request. `reservation` is the state machine's value; `submission` is the newest attempt that was accepted."""
+
+    submission: Submission
+    reservation_id: str
+    engine_id: str  # unique for each set of blocks, so that late news of a released set reach nobody
+    reservation: ReservationState
+    token: bytes
+    outbox: Outbox
+    stream_generation: int
+    on_finished: Callable[[Record], None]
+    output: RequestOutput = field(init=False)
+    blocks: ReservedBlocks | None = None
+    handoff: Handoff = Handoff()
+    engine_entered_ns: int = 0
+    started: RequestStarted | None = None
+    first_token_ns: int = 0
+    is_ending: bool = False
+
+    def __post_init__(self) -> None:
+        self.restart(self.submission)
+
+    def restart(self, submission: Submission) -> None:
+        """A newer attempt states the request anew."""
+        self.submission = submission
+        self.output = RequestOutput(submission.request_id, submission.next_indexes)
+
+    @property
+    def request_id(self) -> str:
+        return self.submission.request_id
+
+    def is_at(self, submission: Submission) -> bool:
+        """`submission` repeats the attempt that is under way (not one that has failed)."""
+        known = self.submission
+        same = (submission.attempt, submission.mode) == (known.attempt, known.mode)
+        return same and self.reservation.attempt == known.attempt
+
+    @property
+    def is_released(self) -> bool:
+        return self.reservation.state is State.RELEASED
+
+    @property
+    def engine_request(self) -> EngineRequest:
+        return self.submission.request
+
+    def renew_lease(self, now: float) -> None:
+        """Its router is there and follows it. While blocks are written, only the writer's own progress renews; behind an attempt
+        that failed, only the next one does: its router may not know, if it was prefill that stalled."""
+        if self.reservation.state is State.RESERVED and self.reservation.attempt == self.submission.attempt:
+            self.reservation = replace(self.reservation, lease_deadline=now + self.reservation.lease_s)
+
+    def on_update(self, update: SequenceUpdate) -> None:
+        """New tokens from the engine (the per-token path: keep it short)."""
+        self.output.choices[update.choice].append(update)
+        self.outbox.mark(self)
+        if update.finish_reason is not None and self.output.finished:
+            self.on_finished(self)
+
+    def on_started(self, started: RequestStarted, ended_ns: int) -> None:
+        self.started = started
+        self.first_token_ns = ended_ns
+        self.outbox.mark_started(self)
+
+    def resume(self, next_indexes: Mapping[int, int]) -> None:
+        """Its router came back and needs these indexes next."""
+        self.output.rewind(next_indexes)
+        if self.started is not None:
+            self.outbox.mark_started(self)
+        self.outbox.mark(self)
+
+    def started_event(self, now_ns: int) -> decode_pb2.RequestEvent:
+        """STARTED with its timings; `now_ns` is when it is handed to gRPC. Call it only once `started` is set."""
+        assert self.started is not None, f"{self.request_id} has not started"
+        event = decode_pb2.RequestEvent(
+            request_id=self.request_id,
+            attempt=self.submission.attempt,
+            kind=decode_pb2.REQUEST_EVENT_KIND_STARTED,
+            kv_bytes=self.handoff.kv_bytes,
+            transport=self.handoff.transport,
+            decode_queue_ns=self.started.decode_queue_ns,
+            num_cached_tokens=self.blocks.num_cached_tokens if self.blocks else 0,
+        )
+        if self.started.timing is not None:
+            event.local_prefill.CopyFrom(self._prefill_timings(self.started.timing, now_ns))
+        return event
+
+    def _prefill_timings(self, timing: PrefillTiming, now_ns: int) -> common_pb2.PrefillTimings:
+        return common_pb2.PrefillTimings(
+            prefill_queue_ns=self.engine_entered_ns - self.submission.received_ns + timing.queue_ns,
+            prefill_compute_ns=timing.compute_ns,
+            return_ns=max(now_ns - self.first_token_ns, 0),
+            service_ns=max(now_ns - self.submission.received_ns, 0),
+            num_cached_tokens=timing.num_cached_tokens,
+            num_computed_tokens=timing.num_computed_tokens,
+            num_steps=timing.num_steps,
+        )
+
+
+def failed_event(request_id: str, attempt: int, failure: MeshError) -> decode_pb2.RequestEvent:
+    """FAILED: nothing more will come for this request."""
+    return decode_pb2.RequestEvent(
+        request_id=request_id,
+        attempt=attempt,
+        kind=decode_pb2.REQUEST_EVENT_KIND_FAILED,
+        code=failure.code.value[0],
+        message=failure.message,
+    )
+
+
+def monotonic_ns() -> int:
+    """The clock of all timings here; the engine's as well."""
+    return time.monotonic_ns()

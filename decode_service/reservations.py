@@ -1,0 +1,297 @@
+"""The requests that this worker owns: granted, filled, run and released, each exactly once.
+
+The pure state machine (`kvtransfer.reservation`) decides; this module acts on the engine. Who may free blocks:
+
+    RESERVED, RECEIVING   we, once the state has left them (which fences the writer) and `quiesce` has seen the last writer leave
+    COMMITTED, RUNNING    nobody writes any more: the engine itself when the request finishes, or we when it is ended
+
+Everything that changes a request runs under its lock, in a task that the end of an RPC cannot interrupt half-way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+
+from decode_service.ended import EndedRequests
+from decode_service.outbox import Outbox, Outboxes
+from decode_service.ports import EngineCalls, Sinks, in_own_task
+from decode_service.record import Handoff, Record, Submission, failed_event, monotonic_ns
+from decode_service.refusals import OUTPUT_GONE, no_room, refusal_of, released_by_worker
+from decode_service.request_locks import RequestLocks
+from decode_service.settings import ReservationSettings
+from engine.engine import Engine
+from engine.request import EngineRequest
+from engine.reservations import ReservedBlocks
+from kvtransfer.grant import new_token
+from kvtransfer.reservation import (
+    Cancelled,
+    Committed,
+    Event,
+    Failed,
+    Finished,
+    InvalidTransition,
+    Mode,
+    NewAttempt,
+    Started,
+    State,
+    reserved,
+    transition,
+)
+from runtime.errors import Aborted, MeshError
+from runtime.errors import Cancelled as MeshCancelled
+from runtime.failpoints import hit_async
+
+logger = logging.getLogger(__name__)
+
+
+class Reservations:
+    """The table of requests and what can be done to them. Used on the event loop only."""
+
+    def __init__(
+        self,
+        settings: ReservationSettings,
+        *,
+        engine: EngineCalls,
+        sinks: Sinks,
+        outboxes: Outboxes,
+        quiesce: Callable[[str], Awaitable[None]],
+        check_new_work: Callable[[], None],
+    ) -> None:
+        """`quiesce(reservation_id)` returns once nobody writes into its blocks; `check_new_work` raises when none is taken."""
+        self._settings = settings
+        self._engine = engine
+        self._sinks = sinks
+        self._outboxes = outboxes
+        self._quiesce = quiesce
+        self._check_new_work = check_new_work
+        self._by_request: dict[str, Record] = {}
+        self._by_reservation: dict[str, Record] = {}
+        self._active: dict[str, Record] = {}  # those that hold something in the engine
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._kept: deque[tuple[float, Record]] = deque()  # finished, until their router has surely had everything
+        self._ended = EndedRequests(settings.lease_s)
+        self._locks = RequestLocks()
+        self._serial = itertools.count(1)
+        self.num_handoff_failures = 0
+
+    @property
+    def active(self) -> list[Record]:
+        """Records that hold something in the engine."""
+        return list(self._active.values())
+
+    async def wait_idle(self) -> None:
+        """Until no record is active."""
+        await self._idle.wait()
+
+    def find(self, reservation_id: str) -> Record | None:
+        return self._by_reservation.get(reservation_id)
+
+    async def submit(self, submission: Submission) -> Record:
+        """Grants a reservation, or drives an existing one on. Raises MeshError; without room nothing is kept."""
+        return await in_own_task(self._submit(submission))
+
+    async def cancel(self, request_id: str, reason: str) -> bool:
+        """True if the request was known and has been released."""
+        return await in_own_task(self._cancel(request_id, reason))
+
+    async def end(self, record: Record, event: Event, failure: MeshError | None = None) -> bool:
+        """Releases `record` if `event` still ends it; tells its router if there is a `failure`. True: released now."""
+        return await in_own_task(self._end_under_lock(record, event, failure))
+
+    async def commit(
+        self, record: Record, attempt: int, first_tokens: Mapping[int, int], handoff: Handoff, accept: Callable[[], None]
+    ) -> None:
+        """The KV is in place: decoding goes on behind `first_tokens` (choice → token). `accept` is called once that is sure."""
+        await in_own_task(self._commit(record, attempt, first_tokens, handoff, accept))
+
+    def sweep(self, now: float) -> None:
+        """Forgets what has been kept long enough."""
+        self._ended.forget_old(now)
+        while self._kept and self._kept[0][0] <= now:
+            _, record = self._kept.popleft()
+            if self._by_request.get(record.request_id) is record:
+                self._forget(record, OUTPUT_GONE)
+
+    def repeat_ending(self, request_id: str, outbox: Outbox) -> None:
+        """A router came back for a request that ended meanwhile. One that never was here may be on its way: no word of it."""
+        ending = self._ended.find(request_id, time.monotonic())
+        if ending is not None:
+            outbox.post(failed_event(request_id, ending.attempt or 0, ending.failure))
+
+    async def _submit(self, submission: Submission) -> Record:
+        async with self._locks(submission.request_id):
+            record = self._by_request.get(submission.request_id)
+            if record is not None and not record.is_released:
+                return await self._drive_on(record, submission)
+            self._check_not_ended(record, submission)
+            self._check_new_work()
+            if record is not None:
+                self._forget(record, OUTPUT_GONE)
+            return await self._reserve_new(submission)
+
+    def _check_not_ended(self, record: Record | None, submission: Submission) -> None:
+        if record is not None and submission.attempt <= record.reservation.attempt:
+            raise Aborted(f"request {submission.request_id} attempt {submission.attempt} has finished here")
+        self._ended.check(submission.request_id, submission.attempt, time.monotonic())
+
+    async def _reserve_new(self, submission: Submission) -> Record:
+        serial = next(self._serial)
+        outbox = self._outboxes.of(submission.router_id)
+        outbox.absent_s = 0.0  # whoever submits is there
+        record = Record(
+            submission=submission,
+            reservation_id=f"{submission.request_id}.{serial}",
+            engine_id=self._engine_id(submission.request_id),
+            reservation=reserved(submission.attempt, submission.mode, time.monotonic(), self._settings.lease_s),
+            token=new_token(),
+            outbox=outbox,
+            stream_generation=outbox.generation_of_submit,
+            on_finished=self._on_finished,
+        )
+        self._remember(record)
+        await self._fill_or_drop(record, lambda engine: engine.reserve(_named(record)))
+        await hit_async("decode.reserved")
+        return record
+
+    async def _drive_on(self, record: Record, submission: Submission) -> Record:
+        """An attempt for a request that exists. What the state machine refuses changes nothing."""
+        if record.is_at(submission):
+            return record
+        try:
+            record.reservation = transition(record.reservation, NewAttempt(submission.attempt, submission.mode), time.monotonic())
+        except InvalidTransition as error:
+            raise refusal_of(error) from error
+        await self._quiesce(record.reservation_id)  # the former attempt is fenced now; wait until its writer has seen it
+        await self._refill(record, submission)
+        return record
+
+    async def _refill(self, record: Record, submission: Submission) -> None:
+        """Fits the blocks to the newer attempt, whose history may be longer."""
+        record.restart(submission)
+        record.renew_lease(time.monotonic())
+        if submission.mode is Mode.LOCAL:
+            await self._fill_or_drop(record, lambda _: record.blocks)
+        else:
+            await self._fill_or_drop(record, lambda engine: engine.restate(record.engine_id, _named(record)))
+
+    async def _fill_or_drop(self, record: Record, reserve: Callable[[Engine], ReservedBlocks | None]) -> None:
+        """Reserves on the engine and, for LOCAL, starts there. Without room nothing is kept."""
+        is_local = record.submission.mode is Mode.LOCAL
+        if is_local and record.reservation.state is State.RESERVED:
+            # Before the engine runs it: its first tokens may be here sooner than the answer to this call.
+            record.reservation = transition(record.reservation, Started(), time.monotonic())
+
+        def fill(engine: Engine) -> ReservedBlocks | None:
+            record.engine_entered_ns = monotonic_ns()
+            blocks = reserve(engine)
+            if blocks is not None and is_local:
+                engine.run_local(record.engine_id, _named(record))
+            return blocks
+
+        try:
+            record.blocks = await self._engine.call(fill)
+            if record.blocks is None:
+                raise no_room(self._settings.retry_delay_s)
+        except Exception:
+            await self._free(record, None)
+            raise
+
+    async def _commit(
+        self, record: Record, attempt: int, first_tokens: Mapping[int, int], handoff: Handoff, accept: Callable[[], None]
+    ) -> None:
+        async with self._locks(record.request_id):
+            record.reservation = transition(record.reservation, Committed(attempt), time.monotonic())
+            accept()
+            record.handoff = handoff
+            try:
+                await self._start(record, first_tokens)
+            except Exception as error:
+                await self._end(record, Failed(f"it could not start: {error}"), released_by_worker(str(error)))
+                raise
+
+    async def _start(self, record: Record, first_tokens: Mapping[int, int]) -> None:
+        await hit_async("decode.committed")
+        # Before the engine runs it: its tokens may be here sooner than the answer to this call.
+        record.reservation = transition(record.reservation, Started(), time.monotonic())
+        await self._engine.call(lambda engine: engine.start(record.engine_id, first_tokens))
+        await hit_async("decode.running")
+
+    async def _cancel(self, request_id: str, reason: str) -> bool:
+        async with self._locks(request_id):
+            record = self._by_request.get(request_id)
+            if record is None:
+                self._ended.note_early_cancel(request_id, time.monotonic())
+                return False
+            if record.is_released:
+                self._forget(record, OUTPUT_GONE)
+                return False
+            return await self._end(record, Cancelled(reason or "cancelled"), None)
+
+    async def _end_under_lock(self, record: Record, event: Event, failure: MeshError | None) -> bool:
+        async with self._locks(record.request_id):
+            if record.is_released:
+                return False
+            return await self._end(record, event, failure)
+
+    async def _end(self, record: Record, event: Event, failure: MeshError | None) -> bool:
+        after = transition(record.reservation, event, time.monotonic())
+        if after.state is not State.RELEASED:
+            return False  # the lease was renewed meanwhile
+        record.reservation = after
+        reason = after.released_reason or "released"
+        logger.info("request %s attempt %d released: %s", record.request_id, record.submission.attempt, reason)
+        await self._free(record, failure or MeshCancelled(reason))
+        if failure is not None:
+            record.outbox.post(failed_event(record.request_id, record.submission.attempt, failure))
+        return True
+
+    async def _free(self, record: Record, ending: MeshError | None) -> None:
+        self._forget(record, ending)
+        await self._quiesce(record.reservation_id)
+        await self._engine.call(lambda engine: engine.release(record.engine_id))
+        self._settle(record)
+
+    def _settle(self, record: Record) -> None:
+        """The record holds nothing in the engine any more."""
+        if self._active.get(record.request_id) is record:
+            del self._active[record.request_id]
+        if not self._active:
+            self._idle.set()
+
+    def _on_finished(self, record: Record) -> None:
+        """The engine has drawn the last token and freed the blocks. The output stays for a router that lost its stream."""
+        record.reservation = transition(record.reservation, Finished(), time.monotonic())
+        self._sinks.remove(record.engine_id)
+        self._settle(record)
+        self._kept.append((time.monotonic() + self._settings.keep_output_s, record))
+
+    def _remember(self, record: Record) -> None:
+        self._by_request[record.request_id] = self._active[record.request_id] = record
+        self._idle.clear()
+        self._by_reservation[record.reservation_id] = record
+        record.outbox.records[record.request_id] = record
+        self._sinks.add(record.engine_id, record)
+
+    def _forget(self, record: Record, ending: MeshError | None) -> None:
+        """`ending` is remembered for late messages; None: it never was."""
+        self._by_request.pop(record.request_id, None)
+        self._by_reservation.pop(record.reservation_id, None)
+        record.outbox.forget(record)
+        self._sinks.remove(record.engine_id)
+        if ending is not None:
+            self._ended.note(record.request_id, record.submission.attempt, ending, time.monotonic())
+
+    def _engine_id(self, request_id: str) -> str:
+        return f"d:{request_id}:{next(self._serial)}"
+
+
+def _named(record: Record) -> EngineRequest:
+    """The request under the id that the engine knows it by."""
+    return replace(record.engine_request, request_id=record.engine_id)

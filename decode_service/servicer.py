@@ -1,0 +1,118 @@
+"""DecodeService on the wire: each handler checks its message and passes it on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from decode_service.outbox import Outbox, Outboxes, Stream
+from decode_service.ports import start
+from decode_service.record import Record, monotonic_ns
+from decode_service.reservations import Reservations
+from decode_service.validation import SubmitValidator, check_attach, check_id
+from engine.errors import InvalidRequest, RequestTooLarge
+from kvtransfer.reservation import Cancelled
+from protos.v1 import common_pb2, decode_pb2
+from protos.v1.decode_pb2_grpc import DecodeServiceServicer
+from runtime.errors import DeadlineExceeded, InvalidArgument, Unavailable
+
+if TYPE_CHECKING:
+    from protos.v1.decode_pb2_grpc import _MaybeAsyncIterator, _ServicerContext
+
+Endpoints = Callable[[], list[common_pb2.TransferEndpoint]]
+
+
+class DecodeServicer(DecodeServiceServicer):
+    """Submit, Cancel and Attach."""
+
+    def __init__(
+        self,
+        reservations: Reservations,
+        outboxes: Outboxes,
+        validator: SubmitValidator,
+        *,
+        layout: common_pb2.KVLayout,
+        lease_s: float,
+        stream_timeout_s: float,
+        endpoints: Endpoints,
+    ) -> None:
+        self._reservations = reservations
+        self._outboxes = outboxes
+        self._validator = validator
+        self._layout = layout
+        self._lease_ms = round(lease_s * 1000)
+        self._stream_timeout_s = stream_timeout_s
+        self._endpoints = endpoints
+
+    async def Submit(self, request: decode_pb2.SubmitRequest, context: _ServicerContext) -> decode_pb2.SubmitResponse:
+        submission = self._validator.check(request, now=time.monotonic(), received_ns=monotonic_ns())
+        try:
+            record = await self._reservations.submit(submission)
+        except (InvalidRequest, RequestTooLarge) as error:
+            field, _, problem = str(error).partition(": ")
+            raise InvalidArgument(f"request.{field}", problem or field) from error
+        return decode_pb2.SubmitResponse(reservation=self._granted(record))
+
+    async def Cancel(self, request: decode_pb2.CancelRequest, context: _ServicerContext) -> decode_pb2.CancelResponse:
+        check_id("request_id", request.request_id)
+        return decode_pb2.CancelResponse(found=await self._reservations.cancel(request.request_id, request.reason))
+
+    async def Attach(
+        self, request_iterator: _MaybeAsyncIterator[decode_pb2.AttachRequest], context: _ServicerContext
+    ) -> AsyncIterator[decode_pb2.Frame]:
+        first = await self._first_message(request_iterator)
+        outbox = self._outboxes.of(first.router_id)
+        opening = outbox.open(first)
+        stream = opening.stream
+        # Also when the call ends while gRPC holds a frame: this generator may then not be resumed for a while.
+        context.add_done_callback(cast("Any", lambda _: outbox.close(stream)))
+        for request_id in opening.unknown:
+            self._reservations.repeat_ending(request_id, outbox)
+        for record in opening.abandoned:
+            start(self._reservations.end(record, Cancelled("its router no longer follows it")))
+        reader = start(_read(request_iterator, outbox, stream))
+        try:
+            async for frame in self._outboxes.frames(outbox, stream):
+                yield frame
+        finally:
+            reader.cancel()
+            outbox.close(stream)
+
+    async def _first_message(self, requests: AsyncIterator[decode_pb2.AttachRequest]) -> decode_pb2.AttachRequest:
+        if self._outboxes.is_closing:
+            raise Unavailable("this worker is stopping; attach to another")
+        try:
+            async with asyncio.timeout(self._stream_timeout_s):
+                first = await anext(requests)
+        except StopAsyncIteration:
+            raise InvalidArgument("router_id", "the stream ended before its first message") from None
+        except TimeoutError:
+            raise DeadlineExceeded(f"no first message within {self._stream_timeout_s} s") from None
+        check_attach(first)
+        return first
+
+    def _granted(self, record: Record) -> common_pb2.Reservation:
+        blocks = record.blocks
+        return common_pb2.Reservation(
+            reservation_id=record.reservation_id,
+            epoch=self._validator.epoch,
+            attempt=record.submission.attempt,
+            lease_ms=self._lease_ms,
+            token=record.token,
+            endpoints=self._endpoints(),
+            num_cached_tokens=blocks.num_cached_tokens if blocks else 0,
+            layout=self._layout,
+        )
+
+
+async def _read(requests: AsyncIterator[decode_pb2.AttachRequest], outbox: Outbox, stream: Stream) -> None:
+    """The router's heartbeats: it is there, and what it follows is not forgotten."""
+    async for request in requests:
+        if request.router_id != outbox.router_id:
+            stream.close(InvalidArgument("router_id", f"it was {outbox.router_id!r} before; one stream serves one router"))
+            return
+        stream.heard()
+        outbox.renew_leases(time.monotonic())
+    stream.close()  # the router has said its last word

@@ -1,0 +1,83 @@
+"""Is this message one that we can act on? Each refusal names the field."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from decode_service.deadlines import deadline_of
+from decode_service.record import Submission
+from engine.request import EngineRequest
+from kvtransfer.reservation import Mode
+from protos.v1 import common_pb2, decode_pb2, mesh_pb2
+from runtime.errors import FailedPrecondition, InvalidArgument
+
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MIN_PERIOD_MS, MAX_PERIOD_MS = 10, 10_000
+_MODES = {mesh_pb2.PREFILL_MODE_REMOTE: Mode.REMOTE, mesh_pb2.PREFILL_MODE_LOCAL: Mode.LOCAL}
+
+Translate = Callable[[common_pb2.TokenRequest], EngineRequest]
+
+
+@dataclass(frozen=True)
+class SubmitValidator:
+    """Checks against what this worker is. `translate` checks the TokenRequest within and raises InvalidArgument itself."""
+
+    epoch: int
+    identity: common_pb2.Identity
+    translate: Translate
+
+    def check(self, request: decode_pb2.SubmitRequest, *, now: float, received_ns: int) -> Submission:
+        """Raises InvalidArgument or FailedPrecondition naming the field."""
+        check_id("request_id", request.request_id)
+        check_id("router_id", request.router_id)
+        if request.attempt < 1:
+            raise InvalidArgument("attempt", "missing; attempts count from 1")
+        if request.mode not in _MODES:
+            raise InvalidArgument("mode", "missing; give PREFILL_MODE_REMOTE or PREFILL_MODE_LOCAL")
+        self._check_addressee(request)
+        if not request.HasField("request"):
+            raise InvalidArgument("request", "missing")
+        mode, engine_request = _MODES[request.mode], self.translate(request.request)
+        _check_mode(mode, engine_request)
+        return Submission(
+            request_id=request.request_id,
+            router_id=request.router_id,
+            attempt=request.attempt,
+            mode=mode,
+            request=engine_request,
+            deadline=deadline_of(request.time_left_ms, now),
+            received_ns=received_ns,
+        )
+
+    def _check_addressee(self, request: decode_pb2.SubmitRequest) -> None:
+        if request.epoch and request.epoch != self.epoch:
+            raise FailedPrecondition("epoch", f"{request.epoch:#x} is another incarnation of this worker; look it up again")
+        for field, expected in request.identity.ListFields():
+            ours = getattr(self.identity, field.name)
+            if ours != expected:
+                raise FailedPrecondition(
+                    f"identity.{field.name}", f"this worker has {ours!r}, not {expected!r}; choose a worker of that identity"
+                )
+
+
+def check_id(field: str, value: str) -> None:
+    if not _ID.fullmatch(value):
+        raise InvalidArgument(field, f"{value[:80]!r} is not 1 to 64 of [A-Za-z0-9_-]")
+
+
+def check_attach(first: decode_pb2.AttachRequest) -> None:
+    """Raises InvalidArgument naming the field."""
+    check_id("router_id", first.router_id)
+    if first.period_ms and not MIN_PERIOD_MS <= first.period_ms <= MAX_PERIOD_MS:
+        raise InvalidArgument("period_ms", f"{first.period_ms} is not 0 (100) or {MIN_PERIOD_MS} to {MAX_PERIOD_MS}")
+    for index, point in enumerate(first.resume_points):
+        check_id(f"resume_points[{index}].request_id", point.request_id)
+
+
+def _check_mode(mode: Mode, request: EngineRequest) -> None:
+    """A hand-off carries one history: several unfinished choices must not have any."""
+    finished = request.finished or (False,) * request.sampling.n
+    if mode is Mode.REMOTE and any(request.emitted) and finished.count(False) > 1:
+        raise InvalidArgument("mode", "several unfinished choices with emitted tokens cannot be prefilled remotely; use LOCAL")

@@ -1,0 +1,164 @@
+"""One prefill from the engine's queue to decode's commit.
+
+The blocks belong to the engine request from `add` to `release`. `release` stands in one `finally`, after everything that reads
+the blocks has ended, so it runs exactly once, however the prefill ends: finished, refused, failed, cancelled or out of time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, replace
+
+from engine.engine import Engine
+from engine.request import EngineRequest
+from kvtransfer.errors import PushFailed
+from kvtransfer.push import PushJob
+from kvtransfer.sender import Sender
+from prefill_service.first_tokens import FirstTokens, FirstTokensSink
+from prefill_service.ports import EngineCalls, Sinks
+from protos.v1 import common_pb2, prefill_pb2
+from runtime.errors import DeadlineExceeded, ResourceExhausted
+from runtime.failpoints import hit_async
+
+RETRY_DELAY_S = 0.1
+MAX_PUSH_S = 60.0  # a push that makes progress but no end; a stuck one ends by the transport's own timeouts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A PrefillRequest that was found valid. `engine_request` carries the engine's id; `deadline` is monotonic seconds."""
+
+    engine_request: EngineRequest
+    reservation: common_pb2.Reservation
+    num_tokens: int  # whose KV decode is to have: prompt and history
+    deadline: float | None
+    received_ns: int
+
+
+@dataclass(frozen=True)
+class HandoffTools:
+    """What all hand-offs of a worker share."""
+
+    engine: EngineCalls
+    sinks: Sinks
+    sender: Sender
+
+
+class Handoff:
+    """Runs in a task of its own; `events` gives what the router is to be told. `cancel` ends it at any point."""
+
+    def __init__(self, assignment: Assignment, tools: HandoffTools) -> None:
+        self._assignment = assignment
+        self._tools = tools
+        self._events: asyncio.Queue[FirstTokens | prefill_pb2.HandoffOutcome | None] = asyncio.Queue()
+        self._entered_ns = 0
+        self._cancelled = False
+        self.failed = False
+        self.task = asyncio.create_task(self._run())
+        self.task.add_done_callback(lambda _: self._events.put_nowait(None))
+
+    def cancel(self) -> None:
+        """Idempotent: a second cancellation must not interrupt the clean-up after the first."""
+        if not self._cancelled:
+            self._cancelled = True
+            self.task.cancel()
+
+    async def events(self) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        """First tokens, then the outcome. Raises what ended the hand-off before it had one."""
+        while (event := await self._events.get()) is not None:
+            if isinstance(event, FirstTokens):
+                timings = event.timings(received_ns=self._assignment.received_ns, entered_ns=self._entered_ns)
+                yield prefill_pb2.PrefillEvent(
+                    first_tokens=prefill_pb2.FirstTokens(tokens=event.for_router(), timings=timings)
+                )
+            else:
+                yield prefill_pb2.PrefillEvent(outcome=event)
+        self.task.result()
+
+    async def _run(self) -> None:
+        engine_id = self._assignment.engine_request.request_id
+        sink = FirstTokensSink()
+        self._tools.sinks.add(engine_id, sink)
+        try:
+            async with asyncio.timeout_at(_loop_deadline(self._assignment.deadline)):
+                await self._prefill_and_push(sink)
+        except TimeoutError as error:
+            raise DeadlineExceeded("the request's deadline has passed during its prefill") from error
+        finally:
+            self._tools.sinks.remove(engine_id)
+            await _to_its_end(self._tools.engine.call(lambda engine: engine.release(engine_id)))
+
+    async def _prefill_and_push(self, sink: FirstTokensSink) -> None:
+        await hit_async("prefill.accepted")
+        if not await self._tools.engine.call(self._add):
+            raise ResourceExhausted("this worker's prefill queue is full", retry_delay_s=RETRY_DELAY_S)
+        first = await sink.wait()
+        self._events.put_nowait(first)
+        await hit_async("prefill.computed")
+        self._events.put_nowait(await self._hand_off(first))
+
+    def _add(self, engine: Engine) -> bool:
+        self._entered_ns = time.monotonic_ns()
+        return engine.add(self._assignment.engine_request)
+
+    async def _hand_off(self, first: FirstTokens) -> prefill_pb2.HandoffOutcome:
+        engine_id = self._assignment.engine_request.request_id
+        block_ids = await self._tools.engine.call(lambda engine: engine.held_blocks(engine_id))
+        job = PushJob(self._assignment.reservation, block_ids, self._assignment.num_tokens, first.for_decode())
+        try:
+            if first.all_finished:
+                return await self._finish(job)
+            return await self._push(job, first)
+        except PushFailed as error:
+            self.failed = True
+            logger.warning("hand-off to reservation %s failed: %s", job.reservation.reservation_id, error)
+            return prefill_pb2.HandoffOutcome(
+                status=prefill_pb2.HANDOFF_STATUS_FAILED, message=str(error), retryable=error.retryable
+            )
+
+    async def _push(self, job: PushJob, first: FirstTokens) -> prefill_pb2.HandoffOutcome:
+        result = await self._tools.sender.push(job, timeout_s=self._push_timeout_s())
+        return prefill_pb2.HandoffOutcome(
+            status=prefill_pb2.HANDOFF_STATUS_COMMITTED,
+            kv_bytes=result.num_bytes,
+            transport=result.transport,
+            kv_exposed_ns=time.monotonic_ns() - first.drawn_ns,
+        )
+
+    async def _finish(self, job: PushJob) -> prefill_pb2.HandoffOutcome:
+        """Every choice ended with its first token. Decode's blocks go at once if it hears of it, else with the lease."""
+        finished = prefill_pb2.HandoffOutcome(status=prefill_pb2.HANDOFF_STATUS_FINISHED)
+        try:
+            await self._tools.sender.abort(job, finished=True, reason="every choice ended with its first token")
+        except PushFailed as error:
+            finished.message = f"decode could not be told: {error}"
+        return finished
+
+    def _push_timeout_s(self) -> float:
+        deadline = self._assignment.deadline
+        return MAX_PUSH_S if deadline is None else min(MAX_PUSH_S, max(deadline - time.monotonic(), 0.001))
+
+
+def named(request: EngineRequest, engine_id: str) -> EngineRequest:
+    """The request as the engine is to know it here: under an id of its own, to be held after its first tokens."""
+    return replace(request, request_id=engine_id, prefill_only=True)
+
+
+async def _to_its_end(work: Coroutine[object, object, object]) -> None:
+    """Awaits `work`; a cancellation meanwhile is raised after it, not instead of it."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+def _loop_deadline(deadline: float | None) -> float | None:
+    """asyncio's clock is time.monotonic on every platform we run on, but it does not promise so."""
+    return None if deadline is None else asyncio.get_running_loop().time() + deadline - time.monotonic()

@@ -1,0 +1,34 @@
+"""What the prefill service needs of the worker around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from engine.engine import Engine
+from engine.outputs import RequestStarted, SequenceUpdate
+
+T = TypeVar("T")
+
+
+class EngineCalls(Protocol):
+    """The engine's thread (`engine.loop.EngineLoop`)."""
+
+    async def call(self, fn: Callable[[Engine], T]) -> T:
+        """Runs `fn` between two steps."""
+
+
+class Sink(Protocol):
+    """Who hears of one engine request. Called on the event loop, in order; updates of a step before `on_started` of that step."""
+
+    def on_update(self, update: SequenceUpdate) -> None: ...
+
+    def on_started(self, started: RequestStarted, ended_ns: int) -> None: ...
+
+
+class Sinks(Protocol):
+    """The engine's results by engine request id (`worker.dispatch.Dispatcher`)."""
+
+    def add(self, engine_id: str, sink: Sink) -> None: ...
+
+    def remove(self, engine_id: str) -> None: ...

@@ -1,0 +1,78 @@
+"""PrefillService on the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from engine.errors import InvalidRequest, RequestTooLarge
+from prefill_service.handoff import Handoff, HandoffTools
+from prefill_service.validation import PrefillValidator
+from protos.v1 import prefill_pb2
+from protos.v1.prefill_pb2_grpc import PrefillServiceServicer
+from runtime.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from protos.v1.prefill_pb2_grpc import _ServicerContext
+
+
+class PrefillServicer(PrefillServiceServicer):
+    """Prefill. Knows its running hand-offs, so that a worker can wait for them or give them up."""
+
+    def __init__(self, validator: PrefillValidator, tools: HandoffTools, *, check_new_work: Callable[[], None]) -> None:
+        """`check_new_work` raises when none is taken."""
+        self._validator = validator
+        self._tools = tools
+        self._check_new_work = check_new_work
+        self._serial = itertools.count(1)
+        self._running: set[Handoff] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.num_handoff_failures = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: _ServicerContext
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        received_ns = time.monotonic_ns()
+        self._check_new_work()
+        engine_id = f"p:{request.request_id}:{next(self._serial)}"
+        assignment = self._validator.check(request, engine_id, now=time.monotonic(), received_ns=received_ns)
+        handoff = self._begin(Handoff(assignment, self._tools))
+        context.add_done_callback(cast("Any", lambda _: handoff.cancel()))
+        try:
+            async for event in handoff.events():
+                yield event
+        except (InvalidRequest, RequestTooLarge) as error:
+            field, _, problem = str(error).partition(": ")
+            raise InvalidArgument(f"request.{field}", problem or field) from error
+        finally:
+            handoff.cancel()
+
+    async def wait_idle(self) -> None:
+        """Until no hand-off runs."""
+        await self._idle.wait()
+
+    async def abandon(self) -> None:
+        """Gives up what runs, and waits until its blocks are released."""
+        for handoff in list(self._running):
+            handoff.cancel()
+        await self._idle.wait()
+
+    def _begin(self, handoff: Handoff) -> Handoff:
+        self._running.add(handoff)
+        self._idle.clear()
+        handoff.task.add_done_callback(lambda _: self._ended(handoff))
+        return handoff
+
+    def _ended(self, handoff: Handoff) -> None:
+        self._running.discard(handoff)
+        self.num_handoff_failures += handoff.failed
+        if not self._running:
+            self._idle.set()

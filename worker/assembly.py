@@ -1,0 +1,230 @@
+"""A worker put together: engine, KV transfer, both services, control; started, drained and stopped in this order's reverse."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Coroutine
+
+from decode_service.service import DecodeService, Surroundings
+from decode_service.settings import DecodeSettings, ReservationSettings, StreamSettings
+from engine.engine import Engine
+from engine.errors import EngineStopped
+from engine.loop import EngineLoop
+from engine.outputs import StepResult
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
+from prefill_service.handoff import HandoffTools
+from prefill_service.servicer import PrefillServicer
+from prefill_service.validation import PrefillValidator
+from protos.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from runtime.config import ConfigError
+from runtime.identity import new_epoch
+from runtime.server import GrpcServer
+from worker.config import WorkerConfig
+from worker.control import Changes, ControlServicer
+from worker.description import Description, cache_root_of, describe, identity_of, layout_of
+from worker.dispatch import Dispatcher
+from worker.load import LoadReporter
+from worker.roles import Role, RoleGate, roles_of
+from worker.token_request import TokenRequestTranslator
+
+STREAM_END_GRACE_S = 2.0  # for frames and answers that are on their way when everything has ended
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Owns everything between the engine and the network, and from `start` on the engine as well."""
+
+    def __init__(
+        self, config: WorkerConfig, engine: Engine, *, worker_id: str, on_failure: Callable[[BaseException], None]
+    ) -> None:
+        """`on_failure` hears what the worker cannot live with: a failed engine, a bug in a background task."""
+        self.epoch = new_epoch()
+        self.gate = RoleGate(roles_of(config.roles))
+        self.changes = Changes()
+        self.dispatcher = Dispatcher()
+        self.engine = engine
+        self.description: Description | None = None
+        self._config = config
+        self._worker_id = worker_id
+        self._on_failure = on_failure
+        self._engine_loop = EngineLoop(engine, self._on_step, on_failure)
+        identity, layout = identity_of(engine, config.served_name), layout_of(engine)
+        translate = TokenRequestTranslator(
+            identity.model, lambda tenant, cache_salt: cache_root_of(identity, tenant=tenant, cache_salt=cache_salt)
+        )
+        self.load = self._load_reporter()
+        self._sender = Sender(engine.kv, identity, layout, self.epoch)
+        self.prefill = PrefillServicer(
+            PrefillValidator(identity, layout, translate),
+            HandoffTools(self._engine_loop, self.dispatcher, self._sender),
+            check_new_work=self.gate.checker(worker_pb2.ROLE_PREFILL),
+        )
+        self.decode = DecodeService(_decode_settings(config), self._surroundings(identity, layout, translate))
+        self._receiver = _receiver(config, engine, self.decode, identity, layout)
+        self._server = GrpcServer(config.host, config.port)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._role_change = asyncio.Lock()
+
+    async def start(self) -> Description:
+        """Serves; returns what the worker is. Raises ConfigError when an address is taken."""
+        self._engine_loop.start(asyncio.get_running_loop())
+        try:
+            await self._receiver.start()
+        except OSError as error:
+            raise ConfigError("--transfer-port", f"cannot listen for KV on {self._transfer_address}: {error.strerror}") from error
+        control = ControlServicer(info=self.info, report=self.load.report, changes=self.changes, set_roles=self.set_roles)
+        add_decode = decode_pb2_grpc.add_DecodeServiceServicer_to_server
+        add_prefill = prefill_pb2_grpc.add_PrefillServiceServicer_to_server
+        self._server.register(add_decode, self.decode.servicer, "pdmesh.v1.DecodeService")
+        self._server.register(add_prefill, self.prefill, "pdmesh.v1.PrefillService")
+        self._server.register(worker_pb2_grpc.add_WorkerControlServicer_to_server, control, "pdmesh.v1.WorkerControl")
+        port = await self._server.start()
+        self.description = self._describe(port)
+        for work in (self.decode.keeper.run(), self.load.run()):
+            self._tasks.append(self._background(work))
+        await self._server.set_serving(True)
+        return self.description
+
+    def info(self) -> worker_pb2.WorkerInfo:
+        """What the worker registers, with the roles of now. Only after `start`."""
+        assert self.description is not None, "the worker has not been started"
+        return self.description.info()
+
+    async def set_roles(self, roles: frozenset[Role], drain_timeout_s: float) -> None:
+        """New roles count at once; a role that is taken away finishes its work, or gives it up after the timeout."""
+        async with self._role_change:
+            removed = set(self.gate.roles) - roles
+            self.gate.set(roles)
+            self.changes.notify()
+            await self._finish_work(removed, drain_timeout_s, "the role was taken away")
+
+    async def drain(self, grace_s: float) -> None:
+        """No new work; what runs may finish for `grace_s`, pushes until they are acknowledged; the rest is given up."""
+        self.gate.draining = True
+        self.changes.notify()
+        await self._server.set_serving(False)
+        await self._finish_work({worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE}, grace_s, "the worker is stopping")
+
+    async def stop(self) -> None:
+        """Ends streams, sockets and threads and gives the memory back; idempotent. Work that still runs is lost."""
+        self.gate.draining = True
+        self.changes.close()
+        self.decode.close_streams()
+        await self._server.drain(STREAM_END_GRACE_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(EngineStopped):  # a failed engine has lost its blocks' bookkeeping anyway
+            await self.prefill.abandon()
+            await self.decode.abandon("the worker is stopping")
+        await self._receiver.stop()
+        await self._sender.close()
+        await self._engine_loop.stop()
+        self.engine.kv.close()
+
+    async def _finish_work(self, roles: set[Role], timeout_s: float, reason: str) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._wait_idle(roles)
+        except TimeoutError:
+            logger.warning("%s, and %.0f s were not enough for its work: giving it up", reason, timeout_s)
+            if worker_pb2.ROLE_PREFILL in roles:
+                await self.prefill.abandon()
+            if worker_pb2.ROLE_DECODE in roles:
+                await self.decode.abandon(reason)
+
+    async def _wait_idle(self, roles: set[Role]) -> None:
+        if worker_pb2.ROLE_PREFILL in roles:
+            await self.prefill.wait_idle()
+        if worker_pb2.ROLE_DECODE in roles:
+            await self.decode.wait_idle()
+
+    def _on_step(self, result: StepResult) -> None:
+        try:
+            self.dispatcher.on_step(result)
+        except Exception as error:  # noqa: BLE001  results that were lost cannot be had again
+            self._on_failure(error)
+
+    def _background(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        task.add_done_callback(functools.partial(_report_failure, self._on_failure))
+        return task
+
+    def _load_reporter(self) -> LoadReporter:
+        return LoadReporter(
+            self._engine_loop,
+            self.gate,
+            self.engine.stats(),
+            worker_id=self._worker_id,
+            epoch=self.epoch,
+            max_num_seqs=self.engine.config.max_num_seqs,
+            num_handoff_failures=lambda: self.prefill.num_handoff_failures + self.decode.reservations.num_handoff_failures,
+        )
+
+    def _surroundings(
+        self, identity: common_pb2.Identity, layout: common_pb2.KVLayout, translate: TokenRequestTranslator
+    ) -> Surroundings:
+        return Surroundings(
+            epoch=self.epoch,
+            identity=identity,
+            layout=layout,
+            translate=translate,
+            engine=self._engine_loop,
+            sinks=self.dispatcher,
+            quiesce=lambda reservation_id: self._receiver.quiesce(reservation_id),
+            endpoints=lambda: self._receiver.endpoints(),
+            check_new_work=self.gate.checker(worker_pb2.ROLE_DECODE),
+            num_steps=lambda: self.dispatcher.num_steps,
+            load_report=self.load.report,
+        )
+
+    @property
+    def _transfer_address(self) -> str:
+        return f"{self._config.host}:{self._config.transfer_port}"
+
+    def _describe(self, port: int) -> Description:
+        host = self._config.advertise or self._config.host
+        return describe(
+            self.engine,
+            self.gate,
+            worker_id=self._worker_id,
+            epoch=self.epoch,
+            address=f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}",
+            model=self._config.served_name,
+            transports=tuple(endpoint.transport for endpoint in self._receiver.endpoints()),
+        )
+
+
+def _receiver(
+    config: WorkerConfig, engine: Engine, decode: DecodeService, identity: common_pb2.Identity, layout: common_pb2.KVLayout
+) -> Receiver:
+    """Both transports move bytes of CPU memory; KV on a device is not handed off yet, such a worker prefills LOCAL."""
+    return Receiver(
+        engine.kv,
+        decode.delegate,
+        identity,
+        layout,
+        host=config.host,
+        port=config.transfer_port,
+        transports=config.transports if config.engine.device == "cpu" else (),
+        advertise=config.advertise or None,
+        idle_timeout_s=config.lease_s,
+    )
+
+
+def _decode_settings(config: WorkerConfig) -> DecodeSettings:
+    return DecodeSettings(
+        stream=StreamSettings(config.stream_timeout_s, config.grace_s, config.report_period_s),
+        reservation=ReservationSettings(lease_s=config.lease_s, keep_output_s=config.keep_output_s),
+    )
+
+
+def _report_failure(on_failure: Callable[[BaseException], None], task: asyncio.Task[None]) -> None:
+    # An engine that stopped has reported itself.
+    if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, EngineStopped):
+        on_failure(error)

@@ -1,0 +1,90 @@
+"""Configuration of a worker process: flags, environment and `--help` come from these dataclasses."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.config import EngineConfig
+from kvtransfer.transports.registry import TRANSPORTS
+from worker.roles import ROLE_NAMES
+
+_ROLES_HELP = "services that take work at start: prefill, decode or both"
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """A worker: an engine with the prefill service, the decode service, or both. Durations in seconds."""
+
+    engine: EngineConfig = field(metadata={"flatten": True})
+    roles: tuple[str, ...] = field(default=("prefill", "decode"), metadata={"help": _ROLES_HELP})
+    model_name: str = field(default="", metadata={"help": "name that clients ask for; empty: the model's file or folder name"})
+    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on, for gRPC and for KV transfer"})
+    port: int = field(default=0, metadata={"help": "gRPC port; 0 picks a free one"})
+    advertise: str = field(default="", metadata={"help": "host that others reach it at; empty: the one it listens on"})
+    transfer_port: int = field(default=0, metadata={"help": "port of the KV receiver (tcp); 0 picks a free one"})
+    transports: tuple[str, ...] = field(default=("shm", "tcp"), metadata={"help": "KV transports to offer"})
+    worker_id: str = field(default="", metadata={"help": "name of this worker, stable over restarts; empty: a random one"})
+    redis: str = field(default="", metadata={"help": "URL of the registry; empty: routers are told otherwise", "secret": True})
+    mesh: str = field(default="default", metadata={"help": "name of the mesh in the registry"})
+    registry_ttl_s: float = field(default=3.0, metadata={"help": "how long a registration lives without renewal"})
+    lease_s: float = field(default=5.0, metadata={"help": "how long a reservation lives without progress"})
+    stream_timeout_s: float = field(default=1.0, metadata={"help": "silence after which a router's stream counts as broken"})
+    grace_s: float = field(default=2.0, metadata={"help": "how long a router may take to attach again"})
+    report_period_s: float = field(default=0.2, metadata={"help": "period of load reports to routers"})
+    drain_grace_s: float = field(default=30.0, metadata={"help": "how long running requests may finish after SIGTERM"})
+    exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field."""
+        _require(bool(self.roles) and set(self.roles) <= set(ROLE_NAMES), "roles", f"give one or more of {', '.join(ROLE_NAMES)}")
+        _require(bool(self.transports), "transports", f"give one or more of {', '.join(TRANSPORTS)}")
+        unknown = set(self.transports) - set(TRANSPORTS)
+        _require(not unknown, "transports", f"{', '.join(sorted(unknown))} unknown; there are {', '.join(TRANSPORTS)}")
+        for name in ("worker_id", "mesh"):
+            value = getattr(self, name)
+            _require(not value or bool(_ID.fullmatch(value)), name, f"{value[:80]!r} is not 1 to 64 of A-Z a-z 0-9 . _ -")
+        for name in ("port", "transfer_port"):
+            _require(0 <= getattr(self, name) <= 65535, name, "must be between 0 and 65535")
+        for name in ("registry_ttl_s", "lease_s", "stream_timeout_s", "grace_s", "report_period_s"):
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value > 0, name, "must be a positive number of seconds")
+        _require(math.isfinite(self.drain_grace_s) and self.drain_grace_s >= 0, "drain_grace_s", "must be 0 or more seconds")
+        _require(bool(self.host), "host", "give an address to listen on, such as 127.0.0.1 or 0.0.0.0")
+        _require(
+            bool(self.advertise) or self.host not in ("0.0.0.0", "::", "[::]"),
+            "advertise",
+            f"host {self.host} is no address that others can connect to; give the one that they can",
+        )
+
+    @property
+    def served_name(self) -> str:
+        """The name that clients ask for."""
+        return self.model_name or Path(self.engine.model).resolve().name.removesuffix(".gguf")
+
+    @property
+    def keep_output_s(self) -> float:
+        """How long finished output is kept: a router notices a broken stream, and may then take the grace period to come back."""
+        return 2 * self.stream_timeout_s + self.grace_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(WorkerConfig):
+    """A worker that computes prompts for others, unless roles say otherwise. Durations in seconds."""
+
+    roles: tuple[str, ...] = field(default=("prefill",), metadata={"help": _ROLES_HELP})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(WorkerConfig):
+    """A worker that owns requests, unless roles say otherwise. Durations in seconds."""
+
+    roles: tuple[str, ...] = field(default=("decode",), metadata={"help": _ROLES_HELP})
+
+
+def _require(condition: bool, name: str, what: str) -> None:
+    if not condition:
+        raise ValueError(f"{name}: {what}")

@@ -1,0 +1,88 @@
+"""WorkerControl on the wire: what every worker answers, whatever its roles."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from protos.v1 import worker_pb2
+from protos.v1.worker_pb2_grpc import WorkerControlServicer
+from runtime.errors import InvalidArgument
+from worker.roles import Role, check_roles
+
+if TYPE_CHECKING:
+    from protos.v1.worker_pb2_grpc import _ServicerContext
+
+DEFAULT_DRAIN_S = 30.0
+DEFAULT_PERIOD_S = 0.2
+MIN_PERIOD_MS, MAX_PERIOD_MS = 20, 10_000
+
+
+class Changes:
+    """Wakes everyone who waits for the next change; ends when the worker stops."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
+        self.closed = False
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """`listener` is called at every change, at once."""
+        self._listeners.append(listener)
+
+    def notify(self) -> None:
+        self._next.set()
+        self._next = asyncio.Event()
+        for listener in self._listeners:
+            listener()
+
+    def close(self) -> None:
+        self.closed = True
+        self.notify()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until a change, at most `timeout_s`."""
+        change = self._next
+        try:
+            async with asyncio.timeout(timeout_s):
+                await change.wait()
+        except TimeoutError:
+            return
+
+
+class ControlServicer(WorkerControlServicer):
+    """GetInfo, Watch and SetRoles."""
+
+    def __init__(
+        self,
+        *,
+        info: Callable[[], worker_pb2.WorkerInfo],
+        report: Callable[[], worker_pb2.LoadReport],
+        changes: Changes,
+        set_roles: Callable[[frozenset[Role], float], Awaitable[None]],
+    ) -> None:
+        """`set_roles(roles, drain_timeout_s)` returns when removed roles have no work left."""
+        self._info = info
+        self._report = report
+        self._changes = changes
+        self._set_roles = set_roles
+
+    async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: _ServicerContext) -> worker_pb2.WorkerInfo:
+        return self._info()
+
+    async def Watch(self, request: worker_pb2.WatchRequest, context: _ServicerContext) -> AsyncIterator[worker_pb2.LoadReport]:
+        if request.period_ms and not MIN_PERIOD_MS <= request.period_ms <= MAX_PERIOD_MS:
+            raise InvalidArgument("period_ms", f"{request.period_ms} is not 0 (200) or {MIN_PERIOD_MS} to {MAX_PERIOD_MS}")
+        period_s = request.period_ms / 1000 or DEFAULT_PERIOD_S
+        while True:
+            is_last = self._changes.closed
+            yield self._report()
+            if is_last:
+                return
+            await self._changes.wait(period_s)
+
+    async def SetRoles(self, request: worker_pb2.SetRolesRequest, context: _ServicerContext) -> worker_pb2.WorkerInfo:
+        roles = check_roles(request.roles)
+        await self._set_roles(roles, request.drain_timeout_ms / 1000 or DEFAULT_DRAIN_S)
+        return self._info()

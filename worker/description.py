@@ -1,0 +1,100 @@
+"""What this worker is: identity and layout that peers compare, and what it registers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.engine import Engine
+from engine.memory import effective_max_context
+from kvtransfer.compatibility import PROTOCOL_VERSION
+from protos.v1 import common_pb2, worker_pb2
+from runtime.identity import host_id
+from text.block_hash import cache_root
+from worker.roles import RoleGate
+
+
+def identity_of(engine: Engine, model: str) -> common_pb2.Identity:
+    """What must be equal on both ends of a hand-off."""
+    shape = engine.kv.shape
+    return common_pb2.Identity(
+        model=model,
+        weights_hash=engine.weights_hash,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        numeric_mode=engine.numeric_mode,
+        protocol_version=PROTOCOL_VERSION,
+    )
+
+
+def layout_of(engine: Engine) -> common_pb2.KVLayout:
+    """What must be convertible between both ends."""
+    shape = engine.kv.shape
+    dtype = str(shape.dtype).removeprefix("torch.")
+    return common_pb2.KVLayout(block_size=shape.block_size, kv_dtype=dtype, tensor_parallel_size=1)
+
+
+def cache_root_of(identity: common_pb2.Identity, *, tenant: str, cache_salt: str) -> bytes:
+    """The root of the block hashes: prefixes are shared within one identity, tenant and salt."""
+    fields = (identity.model, identity.weights_hash, identity.numeric_mode, identity.protocol_version)
+    return cache_root(*fields, salt=f"{len(tenant)}:{tenant}:{cache_salt}")
+
+
+@dataclass(frozen=True)
+class Description:
+    """Everything about a worker that does not change while it runs, and its roles, which do."""
+
+    worker_id: str
+    epoch: int
+    address: str
+    identity: common_pb2.Identity
+    layout: common_pb2.KVLayout
+    transports: tuple[str, ...]
+    max_context: int
+    max_num_seqs: int
+    num_blocks: int
+    eos_token_ids: tuple[int, ...]
+    gate: RoleGate
+
+    def info(self) -> worker_pb2.WorkerInfo:
+        """With the roles of now."""
+        return worker_pb2.WorkerInfo(
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            address=self.address,
+            roles=self.gate.roles,
+            identity=self.identity,
+            layout=self.layout,
+            transports=self.transports,
+            max_context=self.max_context,
+            max_num_seqs=self.max_num_seqs,
+            num_blocks=self.num_blocks,
+            eos_token_ids=self.eos_token_ids,
+            host_id=host_id(),
+        )
+
+
+def describe(
+    engine: Engine,
+    gate: RoleGate,
+    *,
+    worker_id: str,
+    epoch: int,
+    address: str,
+    model: str,
+    transports: tuple[str, ...],
+) -> Description:
+    """The description of a worker around `engine`."""
+    return Description(
+        worker_id=worker_id,
+        epoch=epoch,
+        address=address,
+        identity=identity_of(engine, model),
+        layout=layout_of(engine),
+        transports=transports,
+        max_context=effective_max_context(engine.config, engine.model_config),
+        max_num_seqs=engine.config.max_num_seqs,
+        num_blocks=engine.kv.shape.num_blocks,
+        eos_token_ids=tuple(sorted(engine.eos_token_ids)),
+        gate=gate,
+    )

@@ -1,0 +1,68 @@
+"""How busy this worker is, as it tells routers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from engine.engine import Engine
+from engine.loop import EngineLoop
+from engine.outputs import EngineStats
+from protos.v1 import worker_pb2
+from worker.roles import RoleGate
+
+REFRESH_S = 0.1
+
+
+class LoadReporter:
+    """Keeps the engine's counts fresh; reading a report never waits for the engine."""
+
+    def __init__(
+        self,
+        engine: EngineLoop,
+        gate: RoleGate,
+        first: EngineStats,
+        *,
+        worker_id: str,
+        epoch: int,
+        max_num_seqs: int,
+        num_handoff_failures: Callable[[], int],
+    ) -> None:
+        self._engine = engine
+        self._gate = gate
+        self._stats = first
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._max_num_seqs = max_num_seqs
+        self._num_handoff_failures = num_handoff_failures
+
+    async def run(self) -> None:
+        """Refreshes until cancelled."""
+        while True:
+            self._stats = await self._engine.call(Engine.stats)
+            await asyncio.sleep(REFRESH_S)
+
+    def report(self) -> worker_pb2.LoadReport:
+        """As of the last refresh; roles and draining as of now."""
+        stats = self._stats
+        return worker_pb2.LoadReport(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            roles=self._gate.roles,
+            draining=self._gate.draining,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_reserved=stats.num_reserved,
+            num_held=stats.num_held,
+            num_free_blocks=stats.num_free_blocks,
+            num_total_blocks=stats.num_total_blocks,
+            num_cached_blocks=stats.num_cached_blocks,
+            num_waiting_tokens=stats.num_waiting_tokens,
+            num_steps=stats.num_steps,
+            num_generated_tokens=stats.num_generated_tokens,
+            num_prefilled_tokens=stats.num_prefilled_tokens,
+            num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
+            num_preemptions=stats.num_preemptions,
+            num_handoff_failures=self._num_handoff_failures(),
+            max_num_seqs=self._max_num_seqs,
+        )

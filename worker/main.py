@@ -1,0 +1,88 @@
+"""The worker's process: load, serve, announce, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from engine.engine import Engine
+from runtime import log
+from runtime.announcer import worker_announcer
+from runtime.config import ConfigError, load
+from runtime.process import Lifecycle, run
+from runtime.registry import Registry
+from text.block_hash import hash_block
+from worker.assembly import Worker
+from worker.config import DecodeConfig, PrefillConfig, WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None, *, config_class: type[WorkerConfig] = WorkerConfig, prog: str = "worker") -> NoReturn:
+    """Runs a worker from flags and environment until it is told to stop."""
+    config = load(config_class, argv, os.environ, prog=prog)
+    sys.exit(run(lambda life: serve(life, config, prog=prog), exit_with_parent=config.exit_with_parent))
+
+
+def prefill_main() -> NoReturn:
+    """`main` with the prefill role unless the settings say otherwise."""
+    main(config_class=PrefillConfig, prog="prefill_service")
+
+
+def decode_main() -> NoReturn:
+    """`main` with the decode role unless the settings say otherwise."""
+    main(config_class=DecodeConfig, prog="decode_service")
+
+
+async def serve(life: Lifecycle, config: WorkerConfig, *, prog: str = "worker") -> None:
+    """One worker's life. Raises ConfigError when the model cannot be loaded or does not fit, or an address is taken."""
+    log.configure(prog)
+    engine = await _load_engine(life, config)
+    if life.stopping:
+        engine.kv.close()
+        return
+    worker = Worker(config, engine, worker_id=config.worker_id or f"worker-{secrets.token_hex(4)}", on_failure=life.fail)
+    try:
+        description = await worker.start()
+        await _announced(life, config, worker, description.address)
+        if life.error is None:
+            await worker.drain(config.drain_grace_s)
+    finally:
+        await worker.stop()
+
+
+async def _announced(life: Lifecycle, config: WorkerConfig, worker: Worker, address: str) -> None:
+    """Registered and ready from here until the process is to stop; withdrawn before anything is drained."""
+    registry = Registry(config.redis, config.mesh, ttl_s=config.registry_ttl_s) if config.redis else None
+    announcer = worker_announcer(registry, worker.info) if registry else None
+    if announcer is not None:
+        announcer.start()
+        worker.changes.subscribe(announcer.renew_now)
+    logger.info("worker %s serves %s at %s", worker.info().worker_id, config.served_name, address)
+    life.ready(address, worker_id=worker.info().worker_id, epoch=f"{worker.epoch:016x}")
+    await life.wait_for_stop()
+    worker.gate.draining = True
+    if registry is not None and announcer is not None:
+        await announcer.stop()
+        await registry.stop()
+
+
+async def _load_engine(life: Lifecycle, config: WorkerConfig) -> Engine:
+    started = time.monotonic()
+    life.progress(f"loading {config.engine.model}")
+    try:
+        engine = await asyncio.to_thread(Engine, config.engine, hash_block=hash_block)
+    except (ValueError, OSError) as error:
+        raise ConfigError("--model", str(error)) from error
+    shape = engine.kv.shape
+    life.progress(
+        f"loaded {config.engine.model} in {time.monotonic() - started:.1f} s; "
+        f"KV pool of {shape.num_blocks} blocks, {shape.num_bytes / 2**20:,.0f} MiB"
+    )
+    return engine

@@ -1,0 +1,56 @@
+"""Which services take work now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+from protos.v1 import worker_pb2
+from runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
+
+Role: TypeAlias = "worker_pb2.Role.ValueType"
+ROLE_NAMES: dict[str, Role] = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
+_NAME_OF = {role: name for name, role in ROLE_NAMES.items()}
+
+
+class RoleGate:
+    """Roles are a set that can change while the worker runs; a worker that drains takes no new work at all."""
+
+    def __init__(self, roles: Iterable[Role]) -> None:
+        self._roles = frozenset(roles)
+        self.draining = False
+
+    @property
+    def roles(self) -> list[Role]:
+        return sorted(self._roles)
+
+    def set(self, roles: Iterable[Role]) -> None:
+        self._roles = check_roles(roles)
+
+    def check(self, role: Role) -> None:
+        """Raises Unavailable while draining, FailedPrecondition when the role is off."""
+        if self.draining:
+            raise Unavailable("this worker is draining and takes no new work; choose another", retry_delay_s=0.1)
+        if role not in self._roles:
+            have = ", ".join(_NAME_OF[have] for have in self.roles)
+            raise FailedPrecondition("roles", f"this worker has the roles {have}, not {_NAME_OF[role]}; choose another")
+
+    def checker(self, role: Role) -> Callable[[], None]:
+        """`check` for one service."""
+        return lambda: self.check(role)
+
+
+def check_roles(roles: Iterable[Role]) -> frozenset[Role]:
+    """Raises InvalidArgument for none or an unknown one."""
+    given = frozenset(roles)
+    unknown = given - _NAME_OF.keys()
+    if unknown:
+        raise InvalidArgument("roles", f"{sorted(unknown)} unknown; give ROLE_PREFILL, ROLE_DECODE or both")
+    if not given:
+        raise InvalidArgument("roles", "none given; a worker has at least one")
+    return given
+
+
+def roles_of(names: Iterable[str]) -> frozenset[Role]:
+    """Roles by their names in the configuration."""
+    return frozenset(ROLE_NAMES[name] for name in names)
