@@ -1,0 +1,6 @@
+"""`python -m router`."""
+
+from router.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Configuration of a router process: flags, environment and `--help` come from this dataclass."""
+
+import re
+from dataclasses import dataclass, field
+
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]+):[0-9]{1,5}")
+_AT_LEAST_ONE = ("max_inflight", "max_buffered_tokens", "max_prompt_bytes", "prefix_memory_blocks")
+_POSITIVE = (
+    "stream_timeout_s",
+    "reattach_grace_s",
+    "submit_timeout_s",
+    "place_timeout_s",
+    "resubmit_timeout_s",
+    "room_timeout_s",
+    "forget_worker_s",
+)
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """Everything that can be set. Durations are seconds of the monotonic clock unless the name says `_ms`."""
+
+    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
+    port: int = field(default=50051, metadata={"help": "port to listen on; 0 picks a free one"})
+    models: tuple[str, ...] = field(
+        default=(), metadata={"help": "models to serve, NAME=FOLDER with the tokenizer, comma separated"}
+    )
+    redis: str = field(default="", metadata={"help": "URL of the registry; empty: only --workers are known", "secret": True})
+    mesh: str = field(default="default", metadata={"help": "name of the mesh in the registry"})
+    workers: tuple[str, ...] = field(
+        default=(), metadata={"help": "workers known without a registry, host:port, comma separated"}
+    )
+    router_id: str = field(default="", metadata={"help": "name of this router; empty: a random one"})
+    objectives: str = field(default="", metadata={"help": "TOML or JSON file with objectives per model"})
+    max_inflight: int = field(default=256, metadata={"help": "requests admitted at the same time"})
+    max_queued: int = field(default=256, metadata={"help": "requests that may wait for admission; more are refused"})
+    max_buffered_tokens: int = field(
+        default=4096, metadata={"help": "tokens held for a client that reads slowly; more cancel it"}
+    )
+    max_prompt_bytes: int = field(default=2 << 20, metadata={"help": "bytes of prompt text, or of all chat messages"})
+    local_prefill_tokens: int = field(
+        default=32, metadata={"help": "prompts with fewer uncached tokens are prefilled by decode itself"}
+    )
+    prefix_memory_blocks: int = field(default=200_000, metadata={"help": "prompt blocks remembered for routing by cached prefix"})
+    stream_timeout_s: float = field(default=1.0, metadata={"help": "silence after which a worker's stream counts as broken"})
+    heartbeat_ms: int = field(default=100, metadata={"help": "period of heartbeats to and from decode workers"})
+    report_period_ms: int = field(default=200, metadata={"help": "period of load reports"})
+    reattach_grace_s: float = field(default=2.0, metadata={"help": "how long a broken decode stream may take to come back"})
+    submit_timeout_s: float = field(default=30.0, metadata={"help": "deadline of one Submit call"})
+    place_timeout_s: float = field(
+        default=5.0, metadata={"help": "how long a new request waits while no worker serves its model"}
+    )
+    resubmit_timeout_s: float = field(
+        default=30.0, metadata={"help": "how long a started request waits for a worker after a loss"}
+    )
+    room_timeout_s: float = field(
+        default=60.0, metadata={"help": "how long an admitted request waits for blocks on decode workers"}
+    )
+    max_resubmissions: int = field(default=16, metadata={"help": "losses of decode workers that one request survives"})
+    forget_worker_s: float = field(default=60.0, metadata={"help": "after how long an unregistered, silent worker is forgotten"})
+    drain_grace_s: float = field(default=30.0, metadata={"help": "how long running streams may finish after SIGTERM"})
+    exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field."""
+        for name in _AT_LEAST_ONE:
+            _require(getattr(self, name) >= 1, name, "must be at least 1")
+        for name in ("max_queued", "local_prefill_tokens", "max_resubmissions", "drain_grace_s"):
+            _require(getattr(self, name) >= 0, name, "must not be negative")
+        for name in _POSITIVE:
+            _require(getattr(self, name) > 0, name, "must be positive")
+        _require(0 <= self.port <= 65535, "port", "must be between 0 and 65535")
+        _require(20 <= self.report_period_ms <= 10_000, "report_period_ms", "must be between 20 and 10000")
+        _require(10 <= self.heartbeat_ms <= 10_000, "heartbeat_ms", "must be between 10 and 10000")
+        _require(
+            self.stream_timeout_s * 1000 > 2 * self.heartbeat_ms, "stream_timeout_s", "must exceed two heartbeats (heartbeat_ms)"
+        )
+        _require(self.stream_timeout_s * 1000 > 2 * self.report_period_ms, "stream_timeout_s", "must exceed two report_period_ms")
+        _require(not self.router_id or bool(_ID.fullmatch(self.router_id)), "router_id", "must be 1 to 64 of [A-Za-z0-9_-]")
+        for address in self.workers:
+            _require(bool(_ADDRESS.fullmatch(address)), "workers", f"{address!r} is not host:port")
+        _require(bool(self.models), "models", "name at least one, such as --models smollm2=/path/to/folder")
+        self.model_folders()
+
+    def model_folders(self) -> dict[str, str]:
+        """Name of each model with the folder of its tokenizer. Raises ValueError."""
+        folders: dict[str, str] = {}
+        for entry in self.models:
+            name, separator, folder = entry.partition("=")
+            _require(bool(separator and name and folder), "models", f"{entry!r} is not NAME=FOLDER")
+            _require(name not in folders, "models", f"{name!r} is named twice")
+            folders[name] = folder
+        return folders
+
+
+def _require(condition: bool, name: str, what: str) -> None:
+    if not condition:
+        raise ValueError(f"{name}: {what}")

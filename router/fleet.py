@@ -1,0 +1,104 @@
+"""All workers this router knows: those of the registry and static peers.
+
+The registry only says where to look. A worker whose stream lives is alive whatever stands there, and an empty or unreachable
+registry takes nobody away; a worker is forgotten when it is unregistered, not static, and has been silent for a while.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+
+from protos.v1 import worker_pb2
+from router.changes import Changes
+from router.decode_link import LinkSettings
+from router.policy import WorkerView
+from router.worker import Worker
+from runtime.channel import Channels
+
+SWEEP_PERIOD_S = 1.0
+
+
+class Fleet:
+    """Watches workers by address."""
+
+    def __init__(self, settings: LinkSettings, channels: Channels, *, report_period_ms: int, forget_s: float) -> None:
+        self.changes = Changes()
+        self._settings = settings
+        self._channels = channels
+        self._report_period_ms = report_period_ms
+        self._forget_s = forget_s
+        self._workers: dict[str, Worker] = {}
+        self._sweeper: asyncio.Task[None] | None = None
+
+    def start(self, static: Iterable[str]) -> None:
+        """Watch static peers, given as host:port."""
+        for address in static:
+            self._add(address, static=True)
+        self._sweeper = asyncio.create_task(self._sweep_forever(), name="sweep lost workers")
+
+    async def stop(self) -> None:
+        """Stop watching everybody."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+        await asyncio.gather(*(worker.stop() for worker in self._workers.values()))
+        self._workers.clear()
+
+    def on_registry(self, registered: Iterable[worker_pb2.WorkerInfo]) -> None:
+        """What the registry holds now."""
+        addresses = {info.address for info in registered}
+        for address in addresses - self._workers.keys():
+            self._add(address, static=False)
+        for worker in self._workers.values():
+            worker.registered = worker.address in addresses
+
+    @property
+    def workers(self) -> Mapping[str, Worker]:
+        """Workers by address, alive or lately lost."""
+        return self._workers
+
+    def views(self) -> list[WorkerView]:
+        """Those that are alive and take work."""
+        return [view for worker in self._workers.values() if (view := worker.view) is not None]
+
+    def ready(self) -> bool:
+        """Is there a worker that can own a request? It can always prefill by itself, so a pair needs no more than that."""
+        return any(view.decode for view in self.views())
+
+    def max_context(self, model: str) -> int | None:
+        """The largest context of any worker of `model` that is known; None without one."""
+        infos = (worker.last.info for worker in self._workers.values() if worker.last is not None)
+        return max((info.max_context for info in infos if info.identity.model == model), default=None)
+
+    async def forget_lost(self, now: float) -> None:
+        """Drop workers that nobody names and that have been silent for long. `now` is monotonic seconds."""
+        for worker in list(self._workers.values()):
+            if self._is_forgotten(worker, now):
+                del self._workers[worker.address]
+                await worker.stop()
+                await self._channels.forget(worker.address)
+
+    def _is_forgotten(self, worker: Worker, now: float) -> bool:
+        named = worker.static or worker.registered
+        return not named and worker.current is None and now - worker.lost_at > self._forget_s
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_PERIOD_S)
+            await self.forget_lost(time.monotonic())
+
+    def _add(self, address: str, *, static: bool) -> None:
+        worker = Worker(
+            address,
+            self._channels.get(address),
+            self._settings,
+            report_period_ms=self._report_period_ms,
+            static=static,
+            on_change=lambda: self._changed(worker),
+        )
+        self._workers[address] = worker
+        worker.start()
+
+    def _changed(self, worker: Worker) -> None:
+        worker.link_changed()
+        self.changes.fire()

@@ -1,0 +1,65 @@
+"""A validated request: what is left of a client's message once every field has been checked."""
+
+from dataclasses import dataclass, field
+
+from protos.v1 import common_pb2
+from router.policy import Mode
+from router.served_model import ServedModel
+from text.block_hash import cache_root, hash_prompt
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One request, ready to be placed.
+
+    `sampling` is what workers get: seed, max_tokens and n are set; stop strings are the router's and stand in `stop` instead.
+    `emitted` is empty, or holds one entry for each choice in order. `deadline` is monotonic seconds, None without one.
+    """
+
+    request_id: str
+    model: ServedModel
+    prompt: tuple[int, ...]
+    sampling: common_pb2.SamplingParams
+    stop: tuple[str, ...]
+    emitted: tuple[common_pb2.EmittedChoice, ...] = ()
+    tenant: str = ""
+    priority: common_pb2.Priority.ValueType = common_pb2.PRIORITY_STANDARD
+    cache_salt: str = ""
+    mode: Mode | None = None
+    deadline: float | None = None
+    _hashes: dict[int, list[bytes]] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_choices(self) -> int:
+        """n of the request."""
+        return self.sampling.n
+
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        """Tokens that end a choice: stop tokens, and end-of-sequence unless ignored."""
+        stops = frozenset(self.sampling.stop_token_ids)
+        return stops if self.sampling.ignore_eos else stops | self.model.eos_token_ids
+
+    def block_hashes(self, block_size: int) -> list[bytes]:
+        """Hashes of the prompt's full blocks, for this router's own memory (workers chain theirs from another root)."""
+        if block_size not in self._hashes:
+            root = cache_root(self.model.name, salt=self.cache_salt)
+            self._hashes[block_size] = hash_prompt(root, self.prompt, block_size)
+        return self._hashes[block_size]
+
+    def token_request(self, emitted: list[common_pb2.EmittedChoice]) -> common_pb2.TokenRequest:
+        """The request as workers see it, forced to `emitted`."""
+        return common_pb2.TokenRequest(
+            model=self.model.name,
+            prompt_token_ids=self.prompt,
+            sampling=self.sampling,
+            emitted=emitted,
+            cache_salt=self.cache_salt,
+            tenant=self.tenant,
+            priority=self.priority,
+        )
+
+
+def scoped_salt(tenant: str, cache_salt: str) -> str:
+    """The salt on the wire: caches are shared within a tenant and, with a salt, within that. Empty if both are."""
+    return f"{len(tenant)}:{tenant}:{cache_salt}" if tenant or cache_salt else ""

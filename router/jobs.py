@@ -1,0 +1,136 @@
+"""From a client's message to a Job: find the model, check, tokenize, complete."""
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+
+from protos.v1 import common_pb2, mesh_pb2
+from router import sampling, validation
+from router.core import Core
+from router.job import Job, scoped_salt
+from router.served_model import ServedModel
+from runtime.errors import DeadlineExceeded, InvalidArgument, NotFound
+from text.chat_template import Message
+
+LARGE_TEXT_CHARS = 8192
+"""Longer texts are tokenized in a thread: the event loop has streams to serve."""
+
+FAR_AWAY_S = 10.0**8
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """What Generate and Chat have in common besides the prompt."""
+
+    sampling: common_pb2.SamplingParams
+    options: mesh_pb2.RequestOptions
+    resume: mesh_pb2.Resume | None
+    deadline: float | None
+
+
+class Jobs:
+    """Makes jobs for one router."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    async def from_generate(self, request: mesh_pb2.GenerateRequest, time_left_s: float | None) -> Job:
+        """Raises InvalidArgument naming the field, NotFound, DeadlineExceeded."""
+        deadline = deadline_of(time_left_s)
+        model = self._model(request.model)
+        validation.check_options(request.options)
+        prompt = await self._generate_prompt(model, request)
+        resume = request.resume if request.HasField("resume") else None
+        return self._job(model, prompt, _Rest(request.sampling, request.options, resume, deadline))
+
+    async def from_chat(self, request: mesh_pb2.ChatRequest, time_left_s: float | None) -> Job:
+        """Raises as `from_generate`."""
+        deadline = deadline_of(time_left_s)
+        model = self._model(request.model)
+        validation.check_options(request.options)
+        prompt = await self._chat_prompt(model, request.messages)
+        resume = request.resume if request.HasField("resume") else None
+        return self._job(model, prompt, _Rest(request.sampling, request.options, resume, deadline))
+
+    async def tokenize(self, request: mesh_pb2.TokenizeRequest) -> mesh_pb2.TokenizeResponse:
+        """Raises InvalidArgument, NotFound."""
+        model = self._model(request.model)
+        if request.text and request.messages:
+            validation.refuse("text", "exclusive with messages; send one of them")
+        if request.messages:
+            token_ids = await self._chat_prompt(model, request.messages)
+        else:
+            validation.check_prompt_text(request.text, self._core.config.max_prompt_bytes, field="text")
+            token_ids = await _encode(model, request.text)
+        return mesh_pb2.TokenizeResponse(token_ids=token_ids, max_context=self._core.max_context(model))
+
+    def _model(self, name: str) -> ServedModel:
+        models = self._core.models
+        if not name and len(models) == 1:
+            return next(iter(models.values()))
+        if not name:
+            validation.refuse("model", f"name one of {', '.join(sorted(models))}")
+        if name not in models:
+            raise NotFound(f"model: {name[:100]!r} is not served here; there is {', '.join(sorted(models))}", field="model")
+        return models[name]
+
+    async def _generate_prompt(self, model: ServedModel, request: mesh_pb2.GenerateRequest) -> list[int]:
+        kind = request.WhichOneof("prompt")
+        if kind == "text":
+            validation.check_prompt_text(request.text, self._core.config.max_prompt_bytes)
+            return await _encode(model, request.text)
+        if kind != "tokens":
+            validation.refuse("prompt", "it is missing; send text or tokens")
+        validation.check_tokens("tokens.ids", request.tokens.ids, model.tokenizer.vocab_size)
+        return list(request.tokens.ids)
+
+    async def _chat_prompt(self, model: ServedModel, messages: validation.Messages) -> list[int]:
+        validation.check_messages(messages, self._core.config.max_prompt_bytes)
+        turns = [Message(message.role, message.content) for message in messages]
+        try:
+            if sum(len(turn.content) for turn in turns) > LARGE_TEXT_CHARS:
+                return await asyncio.to_thread(model.tokenizer.apply_chat_template, turns)
+            return model.tokenizer.apply_chat_template(turns)
+        except ValueError as error:
+            raise InvalidArgument("messages", str(error)) from error
+
+    def _job(self, model: ServedModel, prompt: list[int], rest: _Rest) -> Job:
+        max_context = self._core.max_context(model)
+        validation.check_prompt_length(len(prompt), max_context)
+        limits = sampling.Limits(model.tokenizer.vocab_size, model.eos_token_ids, max_context - len(prompt))
+        params = sampling.complete(rest.sampling, limits)
+        emitted: tuple[common_pb2.EmittedChoice, ...] = ()
+        if rest.resume is not None:
+            emitted = validation.check_resume(rest.resume, params, limits.vocab_size)
+            params.seed = rest.resume.seed
+        if not params.HasField("seed"):
+            params.seed = secrets.randbits(64)
+        options = rest.options
+        return Job(
+            request_id=options.request_id or secrets.token_hex(8),
+            model=model,
+            prompt=tuple(prompt),
+            sampling=params,
+            stop=tuple(rest.sampling.stop),
+            emitted=emitted,
+            tenant=options.tenant,
+            priority=options.priority or common_pb2.PRIORITY_STANDARD,
+            cache_salt=scoped_salt(options.tenant, options.cache_salt),
+            mode=validation.mode_of(options),
+            deadline=rest.deadline,
+        )
+
+
+def deadline_of(time_left_s: float | None) -> float | None:
+    """Time left as a deadline of the event loop's clock; None without one. Raises DeadlineExceeded."""
+    if time_left_s is None or time_left_s > FAR_AWAY_S:
+        return None
+    if time_left_s <= 0:
+        raise DeadlineExceeded("the deadline had passed when the request arrived")
+    return asyncio.get_running_loop().time() + time_left_s
+
+
+async def _encode(model: ServedModel, text: str) -> list[int]:
+    if len(text) > LARGE_TEXT_CHARS:
+        return await asyncio.to_thread(model.tokenizer.encode, text)
+    return model.tokenizer.encode(text)

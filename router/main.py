@@ -1,0 +1,96 @@
+"""The router process: wires the parts together, serves, drains."""
+
+import asyncio
+import logging
+import os
+import secrets
+import sys
+
+from protos.v1 import mesh_pb2_grpc
+from router import objectives, served_model
+from router.config import RouterConfig
+from router.core import Core
+from router.decode_link import LinkSettings
+from router.fleet import Fleet
+from router.service import MeshService
+from runtime import config as configuration
+from runtime import log, process
+from runtime.channel import Channels
+from runtime.registry import Registry
+from runtime.server import GrpcServer
+
+SERVICE_NAME = "pdmesh.v1.Mesh"
+BACKGROUND_GRACE_S = 3.0
+
+logger = logging.getLogger(__name__)
+
+
+class Router:
+    """A router in this process, from `start` to `stop`."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Raises what loading tokenizers and objectives raises."""
+        self.config = config
+        router_id = config.router_id or f"router-{secrets.token_hex(4)}"
+        links = LinkSettings(router_id, config.heartbeat_ms, config.stream_timeout_s, config.reattach_grace_s)
+        self.channels = Channels()
+        fleet = Fleet(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
+        self.core = Core.build(config, router_id, served_model.load(config.model_folders()), fleet)
+        self.registry = Registry(config.redis, config.mesh) if config.redis else None
+        self.service = MeshService(self.core, objectives.load(config.objectives), self._registry_connected)
+        self.server = GrpcServer(config.host, config.port)
+        self.server.register(mesh_pb2_grpc.add_MeshServicer_to_server, self.service, SERVICE_NAME)
+        self._health: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Listen and look for workers; returns the address. Health is NOT_SERVING until one can own a request."""
+        port = await self.server.start()
+        self.core.fleet.start(self.config.workers)
+        if self.registry is not None:
+            self.registry.start(self.core.fleet.on_registry)
+        self._health = asyncio.create_task(self._follow_readiness(), name="health")
+        return f"{self.config.host}:{port}"
+
+    async def stop(self) -> None:
+        """Drain, then leave nothing behind."""
+        if self._health is not None:
+            self._health.cancel()
+            await asyncio.gather(self._health, return_exceptions=True)
+        await self.server.set_serving(False)
+        await self.service.drain(self.config.drain_grace_s)
+        await self.core.background.finish(BACKGROUND_GRACE_S)
+        await self.server.drain(0.5)
+        if self.registry is not None:
+            await self.registry.stop()
+        await self.core.fleet.stop()
+        await self.channels.close()
+
+    def _registry_connected(self) -> bool:
+        return self.registry is not None and self.registry.connected
+
+    async def _follow_readiness(self) -> None:
+        serving = False
+        while True:
+            change = self.core.fleet.changes.next
+            if self.core.fleet.ready() != serving:
+                serving = not serving
+                logger.info("ready" if serving else "not ready: no decode worker is reachable")
+                await self.server.set_serving(serving)
+            await change.wait()
+
+
+async def serve(config: RouterConfig, life: process.Lifecycle) -> None:
+    """A router until the process is to stop."""
+    router = Router(config)
+    life.ready(await router.start(), router_id=router.core.router_id)
+    try:
+        await life.wait_for_stop()
+    finally:
+        await router.stop()
+
+
+def main() -> None:
+    """`python -m router`."""
+    config = configuration.load(RouterConfig, None, os.environ, prog="router")
+    log.configure("router")
+    sys.exit(process.run(lambda life: serve(config, life), exit_with_parent=config.exit_with_parent))

@@ -1,0 +1,136 @@
+"""From tokens to the messages a client gets: ids at once, text when it is safe, stop strings, logprobs as text, usage."""
+
+from collections.abc import Sequence
+
+from protos.v1 import common_pb2, mesh_pb2
+from router.book import UNFINISHED, Book, Span
+from router.job import Job
+from text.choice_text import ChoiceText
+
+
+class ResumeMismatch(Exception):
+    """The history of a resumed stream goes on behind its own end; `choice` says where."""
+
+    def __init__(self, choice: int, message: str) -> None:
+        super().__init__(message)
+        self.choice = choice
+
+
+class Output:
+    """Output of one request towards its client. Ends choices at stop strings, which it tells the book."""
+
+    def __init__(self, job: Job, book: Book) -> None:
+        self._job = job
+        self._book = book
+        self._tokenizer = job.model.tokenizer
+        self._ending = job.ending_token_ids
+        self._texts = [ChoiceText(self._tokenizer, job.stop, self._ending) for _ in range(job.num_choices)]
+        self._counts = [0] * job.num_choices
+        self._finished = [False] * job.num_choices
+
+    @property
+    def done(self) -> bool:
+        """Every choice has had its last delta."""
+        return all(self._finished)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all choices, history included, nothing behind a stop string."""
+        return sum(self._counts)
+
+    def replay(self, emitted: Sequence[common_pb2.EmittedChoice]) -> list[mesh_pb2.GenerateResponse]:
+        """Take in the history of a resumed stream. Returns messages only for choices whose end the client has not been told.
+
+        Raises ResumeMismatch.
+        """
+        deltas = [self._replay_choice(choice) for choice in emitted]
+        return [mesh_pb2.GenerateResponse(delta=delta) for delta in deltas if delta is not None]
+
+    def render(self, span: Span) -> mesh_pb2.GenerateResponse | None:
+        """The message with the delta of `span`; None when its choice has ended already (per-token path)."""
+        choice = span.choice
+        if self._finished[choice]:
+            return None
+        text, num_pushed, matched = self._push(choice, span.token_ids)
+        response = mesh_pb2.GenerateResponse()
+        delta = response.delta
+        delta.choice, delta.first_index, delta.text = choice, span.first_index, text
+        delta.token_ids.extend(span.token_ids[:num_pushed])
+        self._counts[choice] += num_pushed
+        if matched is not None:
+            self._end_by_string(delta, matched)
+        elif span.finish_reason:
+            self._end(delta, span.finish_reason, span.token_ids[-1] if span.token_ids else None)
+        if span.logprobs:
+            self._add_logprobs(delta, span.logprobs[:num_pushed])
+        return response
+
+    def _push(self, choice: int, token_ids: Sequence[int]) -> tuple[str, int, str | None]:
+        """(text, number of tokens taken, stop string that the last of them completed)."""
+        push = self._texts[choice].push
+        pieces = []
+        for number, token_id in enumerate(token_ids, start=1):
+            piece, matched = push(token_id)
+            pieces.append(piece)
+            if matched is not None:
+                return "".join(pieces), number, matched
+        return "".join(pieces), len(token_ids), None
+
+    def _end(self, delta: mesh_pb2.Delta, reason: common_pb2.FinishReason.ValueType, last: int | None) -> None:
+        text = self._texts[delta.choice]
+        delta.text += text.finish()
+        if text.matched is not None:
+            self._end_by_string(delta, text.matched)
+            return
+        delta.finish_reason = reason
+        if reason == common_pb2.FINISH_REASON_STOP and last in self._ending and last is not None:
+            delta.stop_reason = self._tokenizer.token_text(last)
+        self._finished[delta.choice] = True
+
+    def _end_by_string(self, delta: mesh_pb2.Delta, matched: str) -> None:
+        delta.finish_reason = common_pb2.FINISH_REASON_STOP
+        delta.stop_reason = matched
+        self._finished[delta.choice] = True
+        self._book.stop(delta.choice, self._counts[delta.choice])
+
+    def _add_logprobs(self, delta: mesh_pb2.Delta, logprobs: Sequence[common_pb2.Logprobs]) -> None:
+        token_text = self._tokenizer.token_text
+        for entry in logprobs:
+            entry.chosen.text = token_text(entry.chosen.token_id)
+            for candidate in entry.top:
+                candidate.text = token_text(candidate.token_id)
+        delta.logprobs.extend(logprobs)
+
+    def _replay_choice(self, emitted: common_pb2.EmittedChoice) -> mesh_pb2.Delta | None:
+        choice, tokens = emitted.index, emitted.token_ids
+        _, num_pushed, matched = self._push(choice, tokens)
+        ends_at = next((number for number, token in enumerate(tokens, start=1) if self._ends(token, number)), None)
+        if num_pushed < len(tokens) or (ends_at is not None and ends_at < len(tokens)):
+            raise ResumeMismatch(
+                choice, f"the output ends at index {min(num_pushed, ends_at or num_pushed) - 1}, yet tokens follow"
+            )
+        self._counts[choice] = len(tokens)
+        if emitted.finish_reason:
+            self._finished[choice] = True
+            return None
+        return self._replay_end(choice, tokens, matched, ends_at is not None)
+
+    def _replay_end(self, choice: int, tokens: Sequence[int], matched: str | None, by_token: bool) -> mesh_pb2.Delta | None:
+        """The last delta of a choice whose history is complete although nobody said so; None when it goes on."""
+        delta = mesh_pb2.Delta(choice=choice, first_index=len(tokens))
+        if matched is not None:
+            self._end_by_string(delta, matched)
+            return delta
+        reason = common_pb2.FINISH_REASON_STOP if by_token else self._length_reason(len(tokens))
+        if not reason:
+            return None
+        self._end(delta, reason, tokens[-1] if tokens else None)
+        self._book.accept(Span(choice, len(tokens), [], (), reason))
+        return delta
+
+    def _ends(self, token_id: int, number: int) -> bool:
+        """Would `token_id`, the `number`-th of an output, have ended it? Before min_tokens no such token can be drawn."""
+        return token_id in self._ending and number > self._job.sampling.min_tokens
+
+    def _length_reason(self, num_tokens: int) -> common_pb2.FinishReason.ValueType:
+        return common_pb2.FINISH_REASON_LENGTH if num_tokens >= self._job.sampling.max_tokens else UNFINISHED

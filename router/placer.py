@@ -1,0 +1,227 @@
+"""Finds a decode worker that takes a request, and a prefill worker for it: policy decides, the workers' answers correct it."""
+
+import asyncio
+import logging
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+
+from protos.v1 import common_pb2
+from router import policy, timings
+from router.changes import wait_at_most
+from router.core import Core
+from router.decode_leg import DecodeLeg, Sink
+from router.job import Job
+from router.policy import Demand, Mode, NoPlacement, Placement, WorkerView
+from router.prefix_memory import WorkerKey
+from router.timings import RequestTimings
+from router.worker import Dispatched, Incarnation, Worker
+from runtime.errors import InvalidArgument, MeshError, ResourceExhausted, Unavailable
+
+RETRY_PERIOD_S = 0.25
+MIN_RETRY_GAP_S = 0.02
+ROOM_RETRY_DELAY_S = 1.0
+STARTED_PRIORITY = 0
+"""Requests with an output under way stand before all priorities of new ones."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A reservation on a decode worker, and who is to fill it: None if decode itself does."""
+
+    leg: DecodeLeg
+    reservation: common_pb2.Reservation
+    prefill: tuple[Worker, Incarnation] | None
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one placement is for. `avoid`: workers to leave out at first, as the request was just lost there."""
+
+    job: Job
+    emitted: list[common_pb2.EmittedChoice]
+    sink: Sink
+    timings: RequestTimings
+    identity: tuple[object, ...] | None = None
+    avoid: frozenset[WorkerKey] = frozenset()
+
+    @property
+    def started(self) -> bool:
+        """Tokens are out already."""
+        return bool(self.emitted)
+
+    @property
+    def line_key(self) -> Hashable:
+        """Requests with the same key could run on the same workers."""
+        return (self.job.model.name, self.identity, self.job.mode)
+
+    @property
+    def priority(self) -> int:
+        """Place in the line for room."""
+        return STARTED_PRIORITY if self.started else self.job.priority
+
+
+class Placer:
+    """Places requests of one router."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    async def place(self, need: Need) -> Placed:
+        """Waits for room or for a worker within the configured limits. Raises MeshError."""
+        line, key = self._core.room, need.line_key
+        if line.is_empty(key):
+            placed = await self._try_all(need, need.avoid)
+            if isinstance(placed, Placed):
+                return placed
+        began_ns = timings.now_ns()
+        turn = line.enter(key, need.priority)
+        try:
+            return await self._wait_for_place(need, turn.ahead)
+        finally:
+            line.leave(key, turn)
+            need.timings.queued(began_ns)
+
+    def next_prefill(self, leg: DecodeLeg, need: Need, tried: frozenset[WorkerKey]) -> tuple[Worker, Incarnation] | None:
+        """Another prefill worker for a reservation that stands; None if there is none that was not tried."""
+        views = self._core.fleet.views()
+        decode = next((view for view in views if view.key == (leg.worker.address, leg.info.epoch)), None)
+        if decode is None:
+            return None
+        demand = replace(self._demand(need, views), excluded_prefill=tried)
+        return self._incarnation(policy.choose_prefill(decode, views, demand))
+
+    def remember(self, job: Job, incarnations: Iterable[Incarnation]) -> None:
+        """The prompt's blocks are on these workers now."""
+        for incarnation in incarnations:
+            info = incarnation.info
+            self._core.prefixes.record((info.address, info.epoch), job.block_hashes(info.layout.block_size))
+
+    async def _wait_for_place(self, need: Need, ahead: asyncio.Event) -> Placed:
+        """At the head of the line: try at every change, until the limit for what is missing has passed."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while True:
+            change = self._core.fleet.changes.next
+            if await wait_at_most(ahead, RETRY_PERIOD_S):
+                placed = await self._try_all(need, frozenset())
+                if isinstance(placed, Placed):
+                    return placed
+                self._check_limit(placed, need, loop.time() - began)
+                await asyncio.sleep(MIN_RETRY_GAP_S)
+                await wait_at_most(change, RETRY_PERIOD_S)
+            elif loop.time() - began > self._core.config.room_timeout_s:
+                raise ResourceExhausted(
+                    "the line for room on decode workers did not move; retry later", retry_delay_s=ROOM_RETRY_DELAY_S
+                )
+
+    def _check_limit(self, nothing: NoPlacement, need: Need, waited_s: float) -> None:
+        config = self._core.config
+        if nothing.never:
+            raise ResourceExhausted(f"{nothing.reason}; send a shorter prompt or start larger workers")
+        if nothing.full and waited_s > config.room_timeout_s:
+            raise ResourceExhausted(f"{nothing.reason}; no room for {waited_s:.0f} s", retry_delay_s=ROOM_RETRY_DELAY_S)
+        limit_s = config.resubmit_timeout_s if need.started else config.place_timeout_s
+        if not nothing.full and waited_s > limit_s:
+            raise Unavailable(f"{nothing.reason}; waited {waited_s:.0f} s, see `pdmesh status`", retry_delay_s=ROOM_RETRY_DELAY_S)
+
+    async def _try_all(self, need: Need, avoid: frozenset[WorkerKey]) -> Placed | NoPlacement:
+        """One round: the best worker first, on a refusal the next best."""
+        refused, errors = avoid, list[MeshError]()
+        while True:
+            began_ns = timings.now_ns()
+            views = self._core.fleet.views()
+            demand = replace(self._demand(need, views), excluded_decode=refused)
+            choice = policy.choose(views, demand, local_prefill_tokens=self._core.config.local_prefill_tokens)
+            need.timings.routed(began_ns)
+            if isinstance(choice, NoPlacement):
+                return _with_answers(choice, errors)
+            placed = await self._submit(need, choice)
+            if isinstance(placed, Placed):
+                return placed
+            errors.append(placed)
+            refused |= {choice.decode.key}
+
+    async def _submit(self, need: Need, choice: Placement) -> Placed | MeshError:
+        """Submit where the policy said; the error when the worker refuses. What only the caller can mend is raised."""
+        decode, prefill = self._incarnation(choice.decode), self._incarnation(choice.prefill)
+        if decode is None or (prefill is None and choice.prefill is not None):
+            return Unavailable("the worker has just been lost")
+        leg = DecodeLeg(self._core, *decode, need.job, need.sink, need.timings)
+        self._count_dispatch(need, choice)
+        try:
+            reservation = await leg.submit(choice.mode, need.emitted)
+        except MeshError as error:
+            _note_refusal(leg, error)
+            return error
+        except asyncio.CancelledError:
+            leg.leave("the client left")
+            raise
+        if prefill is None:
+            self.remember(need.job, (decode[1],))
+        logger.debug("%s attempt %d: %s", leg.wire_id, leg.attempt, choice.reason)
+        return Placed(leg, reservation, prefill)
+
+    def _count_dispatch(self, need: Need, choice: Placement) -> None:
+        job, decode, prefill = need.job, choice.decode, choice.prefill
+        num_tokens = _num_tokens(need)
+        blocks = policy.blocks_for(num_tokens, decode)
+        local_tokens = 0 if prefill else num_tokens
+        fleet = self._core.fleet.workers
+        fleet[decode.address].dispatched(Dispatched(job.num_choices, blocks, local_tokens))
+        if prefill is not None:
+            fleet[prefill.address].dispatched(Dispatched(1, policy.blocks_for(num_tokens, prefill), num_tokens))
+
+    def _demand(self, need: Need, views: list[WorkerView]) -> Demand:
+        job = need.job
+        several_under_way = job.num_choices > 1 and need.started
+        return Demand(
+            model=job.model.name,
+            num_tokens=_num_tokens(need),
+            num_choices=job.num_choices,
+            max_total_tokens=len(job.prompt) + job.sampling.max_tokens,
+            cached_tokens=self._cached_tokens(job, {view.block_size for view in views}),
+            mode=Mode.LOCAL if several_under_way else job.mode,
+            identity=need.identity,
+        )
+
+    def _cached_tokens(self, job: Job, block_sizes: set[int]) -> dict[WorkerKey, int]:
+        """Tokens of the prompt that each worker is thought to hold."""
+        cached: dict[WorkerKey, int] = {}
+        for block_size in block_sizes:
+            matched = self._core.prefixes.match(job.block_hashes(block_size))
+            cached.update({worker: blocks * block_size for worker, blocks in matched.items()})
+        return cached
+
+    def _incarnation(self, view: WorkerView | None) -> tuple[Worker, Incarnation] | None:
+        """The living process behind a view; None if it has gone since."""
+        worker = self._core.fleet.workers.get(view.address) if view is not None else None
+        if view is None or worker is None or worker.current is None or worker.current.info.epoch != view.epoch:
+            return None
+        return worker, worker.current
+
+
+def _num_tokens(need: Need) -> int:
+    """Tokens whose KV decode needs: the prompt and what was emitted of the choice that is furthest."""
+    return len(need.job.prompt) + max((len(choice.token_ids) for choice in need.emitted), default=0)
+
+
+def _note_refusal(leg: DecodeLeg, error: MeshError) -> None:
+    """Leave the leg; raises the error if it is the caller's to mend."""
+    if isinstance(error, (ResourceExhausted, InvalidArgument)):
+        leg.refused()
+    else:
+        logger.warning("Submit of %s to %s: %s %s", leg.wire_id, leg.info.worker_id, error.code.name, error.message)
+    leg.leave("its Submit failed")
+    if isinstance(error, InvalidArgument):
+        raise error
+
+
+def _with_answers(nothing: NoPlacement, errors: list[MeshError]) -> NoPlacement:
+    """What the workers answered says more than that nobody is left; RESOURCE_EXHAUSTED from any means that room may come."""
+    if not errors:
+        return nothing
+    return NoPlacement(
+        f"{nothing.reason} ({errors[-1].message})", full=any(isinstance(error, ResourceExhausted) for error in errors)
+    )

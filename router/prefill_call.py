@@ -1,0 +1,70 @@
+"""One Prefill call: first tokens, then the outcome of the hand-off, or the news that its worker fell silent."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc.aio
+
+from protos.v1 import common_pb2, prefill_pb2
+from router.changes import unless
+from router.core import time_left_ms, time_left_s
+from router.decode_leg import DecodeLeg
+from router.job import Job
+from router.worker import Incarnation, Worker
+
+OnFirstTokens = Callable[[prefill_pb2.FirstTokens], None]
+
+
+@dataclass(frozen=True)
+class PrefillEnd:
+    """How a call ended: `outcome` as reported (None: the call broke), the problem in words unless it went well."""
+
+    outcome: prefill_pb2.HandoffOutcome | None
+    problem: str | None
+    retryable: bool = True
+
+
+class PrefillCall:
+    """`run` to its end in a task; cancelling that cancels compute and push on the worker."""
+
+    def __init__(self, worker: Worker, incarnation: Incarnation, on_first_tokens: OnFirstTokens) -> None:
+        self.got_first_tokens = False
+        self.worker_id = incarnation.info.worker_id
+        self._worker = worker
+        self._incarnation = incarnation
+        self._on_first_tokens = on_first_tokens
+
+    async def run(
+        self, leg: DecodeLeg, job: Job, reservation: common_pb2.Reservation, request: common_pb2.TokenRequest
+    ) -> PrefillEnd:
+        """Never raises but when cancelled: whatever goes wrong is a reason to try elsewhere."""
+        message = prefill_pb2.PrefillRequest(
+            request_id=leg.wire_id,
+            request=request,
+            reservation=reservation,
+            identity=leg.info.identity,
+            time_left_ms=time_left_ms(job.deadline),
+        )
+        call = self._worker.prefill.Prefill(message, timeout=time_left_s(job.deadline))
+        try:
+            end = await unless(self._incarnation.lost, self._read(call))
+            return end or PrefillEnd(None, f"prefill worker {self.worker_id} fell silent")
+        finally:
+            call.cancel()
+
+    async def _read(self, call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent]) -> PrefillEnd:
+        try:
+            async for event in call:
+                if event.HasField("first_tokens"):
+                    self.got_first_tokens = True
+                    self._on_first_tokens(event.first_tokens)
+                elif event.HasField("outcome"):
+                    return self._end_of(event.outcome)
+        except grpc.aio.AioRpcError as error:
+            return PrefillEnd(None, f"prefill worker {self.worker_id} answered {error.code().name}: {error.details()}")
+        return PrefillEnd(None, f"prefill worker {self.worker_id} ended its stream without an outcome")
+
+    def _end_of(self, outcome: prefill_pb2.HandoffOutcome) -> PrefillEnd:
+        if outcome.status in (prefill_pb2.HANDOFF_STATUS_COMMITTED, prefill_pb2.HANDOFF_STATUS_FINISHED):
+            return PrefillEnd(outcome, None)
+        return PrefillEnd(outcome, f"hand-off from {self.worker_id} failed: {outcome.message}", outcome.retryable)

@@ -1,0 +1,93 @@
+"""One request from admission to completion: what the client's stream is made of."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from protos.v1 import mesh_pb2
+from router.admission import Ticket
+from router.book import Book
+from router.core import Core
+from router.course import Course
+from router.job import Job
+from router.output import Output, ResumeMismatch
+from router.timings import RequestTimings, now_ns
+from runtime.errors import InvalidArgument, MeshError
+
+
+class Request:
+    """Owns a place in admission and a course; `close` gives both up, as often as one likes."""
+
+    def __init__(self, core: Core, job: Job, timings: RequestTimings) -> None:
+        self.job = job
+        self._core = core
+        self._timings = timings
+        self._book = Book(job.num_choices, job.emitted)
+        self._output = Output(job, self._book)
+        self._course = Course(core, job, self._book, timings)
+        self._ticket: Ticket | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def messages(self) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
+        """`started`, deltas, `completed`. Raises MeshError. However it ends, the request's work ends with it."""
+        try:
+            ended = self._replay()
+            await self._admit()
+            self._task = self._core.background.spawn(self._course.run(), f"request {self.job.request_id}")
+            yield self._started()
+            for message in ended:
+                yield message
+            take, render, handed = self._course.outbox.take, self._output.render, self._timings.handed
+            while not self._output.done:
+                for span in await take():
+                    rendered = render(span)
+                    if rendered is not None:
+                        handed(span.choice, len(rendered.delta.token_ids))
+                        yield rendered
+            yield self._completed()
+        finally:
+            self.close()
+
+    def fail(self, error: MeshError) -> None:
+        """End the stream with `error` after what is queued."""
+        self._course.outbox.fail(error)
+
+    def close(self) -> None:
+        """Give place and workers back. The workers are told in the background."""
+        if self._task is not None and not self._course.is_winding_up:
+            self._task.cancel()
+        if self._ticket is not None:
+            self._core.gate.leave(self._ticket)
+            self._ticket = None
+            self._core.num_token_mismatches += self._book.num_mismatches
+            self._core.fleet.changes.fire()  # there may be room now
+
+    def _replay(self) -> list[mesh_pb2.GenerateResponse]:
+        try:
+            return self._output.replay(self.job.emitted)
+        except ResumeMismatch as error:
+            raise InvalidArgument(
+                f"resume.emitted[{error.choice}].token_ids", f"{error}; send what was received, no more"
+            ) from error
+
+    async def _admit(self) -> None:
+        began_ns = now_ns()
+        self._ticket = await self._core.gate.enter(self.job.priority)
+        self._timings.queued(began_ns)
+
+    def _started(self) -> mesh_pb2.GenerateResponse:
+        started = mesh_pb2.Started(
+            request_id=self.job.request_id,
+            seed=self.job.sampling.seed,
+            model=self.job.model.name,
+            num_prompt_tokens=len(self.job.prompt),
+        )
+        return mesh_pb2.GenerateResponse(started=started)
+
+    def _completed(self) -> mesh_pb2.GenerateResponse:
+        timings = self._timings.message()
+        usage = mesh_pb2.Usage(
+            prompt_tokens=len(self.job.prompt),
+            completion_tokens=self._output.num_tokens,
+            cached_tokens=min(timings.prefill_cached_tokens, len(self.job.prompt)),
+        )
+        return mesh_pb2.GenerateResponse(completed=mesh_pb2.Completed(usage=usage, timings=timings))

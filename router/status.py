@@ -1,0 +1,57 @@
+"""The router's view of the mesh, as clients ask for it."""
+
+import time
+from collections.abc import Sequence
+
+from protos.v1 import mesh_pb2, worker_pb2
+from router.core import Core
+from router.objectives import ModelObjective
+from router.worker import Worker
+
+
+def models(core: Core) -> mesh_pb2.ListModelsResponse:
+    """The models served here, with the workers that take work for them now."""
+    views = core.fleet.views()
+    infos = [
+        mesh_pb2.ModelInfo(
+            name=model.name,
+            max_context=core.max_context(model),
+            num_prefill_workers=sum(view.prefill for view in views if view.model == model.name),
+            num_decode_workers=sum(view.decode for view in views if view.model == model.name),
+        )
+        for model in core.models.values()
+    ]
+    return mesh_pb2.ListModelsResponse(models=infos)
+
+
+def status(core: Core, objectives: Sequence[ModelObjective], *, registry_connected: bool) -> mesh_pb2.GetStatusResponse:
+    """Workers, admission, objectives."""
+    now = time.monotonic()
+    admission = core.gate.admission
+    return mesh_pb2.GetStatusResponse(
+        router_id=core.router_id,
+        workers=[_worker(worker, now) for worker in core.fleet.workers.values()],
+        num_inflight=admission.num_inflight,
+        num_queued=admission.num_queued,
+        max_inflight=admission.max_inflight,
+        max_queued=admission.max_queued,
+        registry_connected=registry_connected,
+        objectives=[
+            mesh_pb2.Objective(model=goal.model, ttft_ms=goal.ttft_ms, tpot_ms=goal.tpot_ms, quantile=goal.quantile)
+            for goal in objectives
+        ],
+        num_token_mismatches=core.num_token_mismatches,
+    )
+
+
+def _worker(worker: Worker, now: float) -> mesh_pb2.WorkerStatus:
+    """One that has never answered is shown by its address."""
+    last = worker.last
+    if last is None:
+        return mesh_pb2.WorkerStatus(info=worker_pb2.WorkerInfo(address=worker.address))
+    info = worker_pb2.WorkerInfo()
+    info.CopyFrom(last.info)
+    info.ClearField("roles")
+    info.roles.extend(last.load.roles)  # they may have changed since it registered
+    age_ms = min(2**32 - 1, round((now - last.reported_at) * 1000))
+    return mesh_pb2.WorkerStatus(info=info, load=last.load, alive=worker.current is not None, report_age_ms=age_ms)

@@ -1,0 +1,123 @@
+"""Where one request's time went: each part of TTFT is measured by itself, and they add up.
+
+    received ─ route ─ admission_queue ─ route ─┬─ reserve ─ prefill_queue ─ prefill_compute ─ first_token_return ─► to gRPC
+                                                └─ retry: from the Submit of an attempt that failed until the next one begins
+
+REMOTE  the Submit call, then the Prefill call. Of the latter the worker measures queue, compute, return and the whole (service);
+        call duration − service is the wire, which belongs to first_token_return, like the router's own time until the hand-over.
+LOCAL   one call's worth: the worker's clock starts with the receipt of Submit, so its queue time contains the Submit call. That
+        share of it is shown as reserve.
+All values are monotonic nanoseconds of this router; durations of workers travel as durations.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+from protos.v1 import common_pb2, mesh_pb2
+
+now_ns = time.monotonic_ns
+
+
+@dataclass(slots=True)
+class _ChoicePace:
+    first_ns: int
+    last_ns: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class RequestTimings:
+    """Collects while the request lives; `message` sums up. Before the first token a failed attempt starts the parts anew."""
+
+    received_ns: int
+    parts: mesh_pb2.Timings = field(default_factory=mesh_pb2.Timings)
+    attempt_ns: int | None = None
+    submit_ns: int = 0
+    call_ns: int = 0
+    first_local: bool = False
+    first_received_ns: int | None = None
+    first_handed_ns: int | None = None
+    prefill: common_pb2.PrefillTimings | None = None
+    paces: dict[int, _ChoicePace] = field(default_factory=dict)
+
+    def routed(self, started_ns: int) -> None:
+        """Validation, tokenization or a choice of workers took from `started_ns` until now."""
+        if self.first_received_ns is None:
+            self.parts.route_ns += now_ns() - started_ns
+
+    def queued(self, started_ns: int) -> None:
+        """The request waited for a place or for room from `started_ns` until now."""
+        if self.first_received_ns is None:
+            self.parts.admission_queue_ns += now_ns() - started_ns
+
+    def submitting(self) -> None:
+        """An attempt begins: Submit is being sent. What an earlier one took counts as retry."""
+        self.failed()
+        if self.first_received_ns is None:
+            self.attempt_ns = self.call_ns = now_ns()
+
+    def submitted(self, mode: mesh_pb2.PrefillMode.ValueType, decode_worker: str, num_cached_tokens: int) -> None:
+        """Submit was answered. LOCAL: the prompt is being computed already."""
+        if self.attempt_ns is not None:
+            self.submit_ns = now_ns() - self.attempt_ns
+            self.first_local = mode == mesh_pb2.PREFILL_MODE_LOCAL
+        self.parts.mode = mode
+        self.parts.decode_worker = decode_worker
+        self.parts.decode_cached_tokens = num_cached_tokens
+
+    def prefilling(self, prefill_worker: str) -> None:
+        """The Prefill call is being sent."""
+        if self.first_received_ns is None:
+            self.call_ns = now_ns()
+        self.parts.prefill_worker = prefill_worker
+
+    def failed(self) -> None:
+        """The current attempt, if any, is given up; before the first token its time is retry time."""
+        if self.attempt_ns is not None and self.first_received_ns is None:
+            self.parts.retry_ns += now_ns() - self.attempt_ns
+        self.attempt_ns = None
+
+    def first_token(self) -> None:
+        """A token has reached this router; only the first call counts."""
+        if self.first_received_ns is None:
+            self.first_received_ns = now_ns()
+
+    def prefilled(self, timings: common_pb2.PrefillTimings) -> None:
+        """What the worker that computed the prompt measured; the first one counts."""
+        if self.prefill is None:
+            self.prefill = timings
+            self.parts.prefill_cached_tokens = timings.num_cached_tokens
+
+    def handed(self, choice: int, num_tokens: int) -> None:
+        """A delta with `num_tokens` tokens of `choice` is handed to gRPC (per-token path)."""
+        now = now_ns()
+        if self.first_handed_ns is None and num_tokens:
+            self.first_handed_ns = now
+        pace = self.paces.get(choice)
+        if pace is None:
+            self.paces[choice] = _ChoicePace(now, now, num_tokens)
+        elif num_tokens:
+            pace.last_ns = now
+            pace.num_tokens += num_tokens
+
+    def message(self) -> mesh_pb2.Timings:
+        """The sum-up, at completion."""
+        now = now_ns()
+        self.parts.total_ns = now - self.received_ns
+        self.parts.tpot_ns = max((_tpot_ns(pace) for pace in self.paces.values()), default=0)
+        if self.first_handed_ns is not None and self.first_received_ns is not None:
+            self.parts.ttft_ns = self.first_handed_ns - self.received_ns
+            self._add_first_token_parts(self.first_received_ns, self.first_handed_ns)
+        return self.parts
+
+    def _add_first_token_parts(self, received_ns: int, handed_ns: int) -> None:
+        worker = self.prefill or common_pb2.PrefillTimings()
+        wire_ns = max(0, received_ns - self.call_ns - worker.service_ns)
+        self.parts.reserve_ns = min(self.submit_ns, worker.prefill_queue_ns) if self.first_local else self.submit_ns
+        self.parts.prefill_queue_ns = worker.prefill_queue_ns - (self.parts.reserve_ns if self.first_local else 0)
+        self.parts.prefill_compute_ns = worker.prefill_compute_ns
+        self.parts.first_token_return_ns = worker.return_ns + wire_ns + handed_ns - received_ns
+
+
+def _tpot_ns(pace: _ChoicePace) -> int:
+    return (pace.last_ns - pace.first_ns) // (pace.num_tokens - 1) if pace.num_tokens > 1 else 0

@@ -1,0 +1,194 @@
+"""One worker at one address: who it is, how loaded, whether it lives. Its Watch stream is the truth, not the registry."""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from protos.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from router import worker_views
+from router.decode_link import DecodeLink, LinkSettings
+from router.policy import WorkerView
+from router.silence import Watchdog
+
+MIN_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Incarnation:
+    """A worker process as long as its Watch stream lives; `lost` is set when the stream ends or falls silent."""
+
+    info: worker_pb2.WorkerInfo
+    load: worker_pb2.LoadReport
+    reported_at: float
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What was sent to a worker and no report can be sure to contain."""
+
+    seqs: int = 0
+    blocks: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: "Dispatched") -> "Dispatched":
+        return Dispatched(self.seqs + other.seqs, self.blocks + other.blocks, self.tokens + other.tokens)
+
+
+class Worker:
+    """Connects, asks for GetInfo, then follows Watch; again after every break. With the decode role it has a DecodeLink, too."""
+
+    def __init__(
+        self,
+        address: str,
+        channel: grpc.aio.Channel,
+        settings: LinkSettings,
+        *,
+        report_period_ms: int,
+        static: bool,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self.static = static
+        self.registered = False
+        self.current: Incarnation | None = None
+        self.last: Incarnation | None = None
+        self.prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
+        self.decode = decode_pb2_grpc.DecodeServiceStub(channel)
+        self.link = DecodeLink(address, self.decode, settings, on_change=on_change, on_load=self._report)
+        self._control = worker_pb2_grpc.WorkerControlStub(channel)
+        self._settings = settings
+        self._report_period_ms = report_period_ms
+        self._on_change = on_change
+        # A report may have left before the latest dispatch arrived: what was dispatched counts until the second report after it.
+        self._dispatched = (Dispatched(), Dispatched())
+        self._view: WorkerView | None = None
+        self._link_started = False
+        self._task: asyncio.Task[None] | None = None
+        self.lost_at: float = time.monotonic()
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._task = asyncio.create_task(self._run(), name=f"watch {self.address}")
+
+    async def stop(self) -> None:
+        """Stop watching; requests that follow the worker are lost."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self.current is not None:
+            self.current.lost.set()
+        self.current = self._view = None
+        if self._link_started:
+            await self.link.stop("the router stopped watching it")
+
+    @property
+    def view(self) -> WorkerView | None:
+        """What the policy sees; None while the worker is not alive or takes no new work."""
+        current = self.current
+        if current is None or current.load.draining:
+            return None
+        if self._view is None:
+            attached = self.link.attached and self.link.epoch == current.info.epoch
+            sent = self._dispatched[0] + self._dispatched[1]
+            view = worker_views.view_of(current.info, current.load, decode=attached)
+            self._view = dataclasses.replace(
+                view, dispatched_seqs=sent.seqs, dispatched_blocks=sent.blocks, dispatched_tokens=sent.tokens
+            )
+        return self._view
+
+    def dispatched(self, sent: Dispatched) -> None:
+        """Count what was just sent there, until the reports contain it."""
+        self._dispatched = (self._dispatched[0], self._dispatched[1] + sent)
+        self._view = None
+
+    def link_changed(self) -> None:
+        """The DecodeLink attached or broke."""
+        self._view = None
+
+    async def _run(self) -> None:
+        backoff_s = MIN_BACKOFF_S
+        while True:
+            try:
+                await self._session()
+                problem = "it was restarted or ended the stream"
+            except grpc.aio.AioRpcError as error:
+                problem = error.details() or error.code().name
+            except Exception as error:  # a bug must not make a worker disappear for good
+                logger.exception("watching %s failed", self.address)
+                problem = f"internal error: {error}"
+            backoff_s = MIN_BACKOFF_S if self.current is not None else min(MAX_BACKOFF_S, 2 * backoff_s)
+            self._down(problem)
+            await asyncio.sleep(backoff_s)
+
+    async def _session(self) -> None:
+        """One incarnation, from its first report until the stream breaks, falls silent or tells of another epoch."""
+        info = await self._control.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._settings.stream_timeout_s)
+        problem = worker_views.problem_of(info)
+        if problem is not None:
+            logger.error("worker %s cannot be used: its GetInfo says that %s", self.address, problem)
+            await asyncio.sleep(MAX_BACKOFF_S)
+            return
+        info.address = self.address
+        call = self._control.Watch(worker_pb2.WatchRequest(period_ms=self._report_period_ms))
+        with Watchdog(self._settings.stream_timeout_s, call.cancel) as watchdog:
+            try:
+                await self._follow(info, call, watchdog)
+            except asyncio.CancelledError:
+                if not call.cancelled() or _being_cancelled():
+                    raise
+            finally:
+                call.cancel()
+
+    async def _follow(
+        self,
+        info: worker_pb2.WorkerInfo,
+        call: grpc.aio.UnaryStreamCall[worker_pb2.WatchRequest, worker_pb2.LoadReport],
+        watchdog: Watchdog,
+    ) -> None:
+        async for load in call:
+            watchdog.heard()
+            if load.epoch != info.epoch:
+                return
+            if self.current is None:
+                self._up(Incarnation(info, load, time.monotonic()))
+            self._report(load)
+
+    def _up(self, incarnation: Incarnation) -> None:
+        info = incarnation.info
+        logger.info("worker %s is alive at %s, epoch %016x", info.worker_id, self.address, info.epoch)
+        self.current = self.last = incarnation
+        self._dispatched = (Dispatched(), Dispatched())
+
+    def _report(self, load: worker_pb2.LoadReport) -> None:
+        current = self.current
+        if current is None or load.epoch != current.info.epoch:
+            return
+        current.load, current.reported_at = load, time.monotonic()
+        self._dispatched = (self._dispatched[1], Dispatched())
+        self._view = None
+        if worker_pb2.ROLE_DECODE in load.roles and not self._link_started:
+            self._link_started = True
+            self.link.start()
+        self._on_change()
+
+    def _down(self, problem: str) -> None:
+        current, self.current, self._view = self.current, None, None
+        if current is not None:
+            logger.warning("worker %s at %s is lost: %s", current.info.worker_id, self.address, problem)
+            self.lost_at = time.monotonic()
+            current.lost.set()
+            self._on_change()
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,49 @@
+"""From a worker's own messages to the value that the policy looks at."""
+
+from protos.v1 import common_pb2, worker_pb2
+from router.policy import WorkerView
+
+
+def identity_of(identity: common_pb2.Identity) -> tuple[object, ...]:
+    """All fields in order: what must be equal for a pair."""
+    return tuple(getattr(identity, field.name) for field in identity.DESCRIPTOR.fields)
+
+
+def layout_of(layout: common_pb2.KVLayout) -> tuple[object, ...]:
+    """All fields in order."""
+    return tuple(getattr(layout, field.name) for field in layout.DESCRIPTOR.fields)
+
+
+def view_of(info: worker_pb2.WorkerInfo, load: worker_pb2.LoadReport, *, decode: bool) -> WorkerView:
+    """The view without anything dispatched. `decode`: its Attach stream is open, so it may own requests, if it has the role."""
+    return WorkerView(
+        worker_id=info.worker_id,
+        address=info.address,
+        epoch=info.epoch,
+        model=info.identity.model,
+        prefill=worker_pb2.ROLE_PREFILL in load.roles,
+        decode=decode and worker_pb2.ROLE_DECODE in load.roles,
+        identity=identity_of(info.identity),
+        layout=layout_of(info.layout),
+        transports=frozenset(info.transports),
+        host_id=info.host_id,
+        block_size=info.layout.block_size,
+        max_context=info.max_context,
+        max_num_seqs=load.max_num_seqs or info.max_num_seqs,
+        num_total_blocks=load.num_total_blocks or info.num_blocks,
+        num_free_blocks=load.num_free_blocks,
+        num_seqs=load.num_running + load.num_waiting + load.num_reserved + load.num_held,
+        num_waiting_tokens=load.num_waiting_tokens,
+    )
+
+
+def problem_of(info: worker_pb2.WorkerInfo) -> str | None:
+    """Why a worker that says this of itself cannot be used; None when it can."""
+    for name in ("worker_id", "epoch", "max_context", "max_num_seqs", "num_blocks"):
+        if not getattr(info, name):
+            return f"{name} is not set"
+    if not info.identity.model:
+        return "identity.model is not set"
+    if not info.layout.block_size:
+        return "layout.block_size is not set"
+    return None

@@ -1,0 +1,122 @@
+"""What the router knows of workers: streams are the truth, the registry only says where to look."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from protos.v1 import worker_pb2
+from router.decode_link import LinkSettings, is_refused
+from router.fleet import Fleet
+from router.worker import Dispatched
+from runtime.channel import Channels
+from tests.router.stub_workers import DECODE, PREFILL, StubWorker
+from tests.support.waiting import eventually
+
+SETTINGS = LinkSettings("r", heartbeat_ms=50, stream_timeout_s=0.5, grace_s=0.5)
+
+
+@asynccontextmanager
+async def running_fleet(*static: str, forget_s: float = 60.0) -> AsyncIterator[Fleet]:
+    channels = Channels()
+    fleet = Fleet(SETTINGS, channels, report_period_ms=50, forget_s=forget_s)
+    fleet.start(static)
+    yield fleet
+    await fleet.stop()
+    await channels.close()
+
+
+async def test_an_empty_registry_takes_nobody_away() -> None:
+    worker = await StubWorker("d0", (DECODE,)).start()
+    async with running_fleet(forget_s=0.001) as fleet:
+        fleet.on_registry([worker.info()])
+        await eventually(fleet.ready)
+        fleet.on_registry([])
+        await fleet.forget_lost(time.monotonic() + 100)
+        assert fleet.ready()
+        await worker.kill()
+        await eventually(lambda: not fleet.views())
+        await fleet.forget_lost(time.monotonic() + 100)
+        assert not fleet.workers
+
+
+async def test_a_static_peer_is_never_forgotten() -> None:
+    worker = await StubWorker("d0", (DECODE,)).start()
+    async with running_fleet(worker.address) as fleet:
+        await eventually(fleet.ready)
+        await worker.kill()
+        await eventually(lambda: not fleet.views())
+        await fleet.forget_lost(time.monotonic() + 1000)
+        again = await StubWorker("d0", (DECODE,), port=worker.port).start()
+        await eventually(fleet.ready)
+        assert fleet.workers[worker.address].current is not None
+        assert {view.epoch for view in fleet.views()} == {again.epoch}
+        await again.kill()
+
+
+async def test_a_silent_worker_is_lost_and_found_again() -> None:
+    worker = await StubWorker("p0", (PREFILL,)).start()
+    async with running_fleet(worker.address) as fleet:
+        await eventually(fleet.views)
+        incarnation = fleet.workers[worker.address].current
+        assert incarnation is not None
+        worker.watch_mute = True
+        await asyncio.wait_for(incarnation.lost.wait(), 10)
+        assert not fleet.views()
+        worker.watch_mute = False
+        await eventually(fleet.views)
+        await worker.kill()
+
+
+async def test_roles_change_while_running() -> None:
+    worker = await StubWorker("w", (PREFILL,)).start()
+    async with running_fleet(worker.address) as fleet:
+        await eventually(lambda: [view.prefill for view in fleet.views()] == [True])
+        assert not fleet.ready()
+        worker.roles = (DECODE,)
+        await eventually(fleet.ready)
+        assert [view.prefill for view in fleet.views()] == [False]
+        await worker.kill()
+
+
+async def test_draining_worker_takes_nothing_new() -> None:
+    worker = await StubWorker("d0", (DECODE,)).start()
+    async with running_fleet(worker.address) as fleet:
+        await eventually(fleet.ready)
+        load = worker.load()
+        load.draining = True
+        worker.load = lambda: load  # type: ignore[method-assign]
+        await eventually(lambda: not fleet.ready())
+        assert fleet.workers[worker.address].current is not None
+        await worker.kill()
+
+
+async def test_dispatches_count_until_the_second_report() -> None:
+    worker = await StubWorker("p0", (PREFILL,)).start()
+    async with running_fleet(worker.address) as fleet:
+        await eventually(fleet.views)
+        known = fleet.workers[worker.address]
+        known.dispatched(Dispatched(1, 10, 160))
+        (view,) = fleet.views()
+        assert (view.dispatched_seqs, view.dispatched_blocks, view.tokens_ahead) == (1, 10, 160)
+        await eventually(lambda: fleet.views()[0].dispatched_tokens == 0)
+        await worker.kill()
+
+
+async def test_worker_that_says_nonsense_is_not_used() -> None:
+    worker = await StubWorker("d0", (DECODE,)).start()
+    wrong = worker_pb2.WorkerInfo(worker_id="d0")
+    worker.info = lambda: wrong  # type: ignore[method-assign]
+    async with running_fleet(worker.address) as fleet:
+        fleet.on_registry([worker_pb2.WorkerInfo(worker_id="x", address="127.0.0.1:1")])
+        await asyncio.sleep(0)
+        assert fleet.views() == []
+        await worker.kill()
+
+
+async def test_refused_is_told_apart_from_unreachable() -> None:
+    worker = await StubWorker("d0", (DECODE,)).start()
+    assert not await is_refused(worker.address)
+    await worker.kill()
+    assert await is_refused(worker.address)
+    assert not await is_refused("nonsense")

@@ -1,0 +1,275 @@
+"""What a client sees when workers fail: a delay, the same tokens, no error."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+
+from protos.v1 import mesh_pb2
+from router.main import Router
+from router.worker import Dispatched
+from runtime.errors import FailedPrecondition, MeshError, ResourceExhausted, Unavailable
+from tests.router.mesh import Answer, Mesh, config_for, expected, request, running_mesh, running_router
+from tests.router.stub_workers import DECODE, PREFILL, StubWorker
+from tests.support.waiting import eventually
+
+REMOTE, LOCAL = mesh_pb2.PREFILL_MODE_REMOTE, mesh_pb2.PREFILL_MODE_LOCAL
+
+
+@pytest.mark.parametrize("plan", ["reject", "fail", "break", "break_after_first"])
+async def test_prefill_failure_is_retried_elsewhere(model_folder: Path, plan: str) -> None:
+    async with running_mesh(model_folder, prefill=2) as mesh:
+        mesh["p0"].prefill_plan = mesh["p1"].prefill_plan = plans = [plan]  # whichever is asked first
+        answer = await mesh.generate(request())
+        assert plans == []
+        assert answer.tokens() == expected(8)
+        assert (answer.timings.mode, answer.timings.num_retries) == (REMOTE, 1)
+        assert [submit.attempt for submit in mesh["d0"].submits] == [1, 2]
+        assert len({submit.request_id for submit in mesh["d0"].submits}) == 1
+        await mesh.until_whole()
+
+
+@pytest.mark.parametrize("plan", ["reject", "fail", "final", "break", "break_after_first"])
+async def test_prefill_failure_becomes_local(model_folder: Path, plan: str) -> None:
+    async with running_mesh(model_folder) as mesh:
+        mesh["p0"].prefill_plan = [plan]
+        answer = await mesh.generate(request())
+        assert answer.tokens() == expected(8)
+        assert (answer.timings.mode, answer.timings.num_retries) == (LOCAL, 1)
+        assert [submit.mode for submit in mesh["d0"].submits] == [REMOTE, LOCAL]
+        await mesh.until_whole()
+
+
+async def test_failed_hand_off_of_choices_becomes_local_with_history(model_folder: Path) -> None:
+    async with running_mesh(model_folder, prefill=2) as mesh:
+        mesh["p0"].prefill_plan = mesh["p1"].prefill_plan = ["break_after_first"]
+        answer = await mesh.generate(request(n=3))
+        assert [answer.tokens(choice) for choice in range(3)] == [expected(8, choice=choice) for choice in range(3)]
+        last = mesh["d0"].submits[-1]
+        assert last.mode == LOCAL
+        assert [list(choice.token_ids) for choice in last.request.emitted] == [expected(1, choice=choice) for choice in range(3)]
+
+
+async def test_time_of_failed_attempts_is_retry_time(model_folder: Path) -> None:
+    async with running_mesh(model_folder) as mesh:
+        mesh["p0"].prefill_plan = ["fail"]
+        timings = (await mesh.generate(request())).timings
+        assert timings.retry_ns > 0
+
+
+async def test_silent_prefill_worker_is_left_within_the_stream_timeout(model_folder: Path) -> None:
+    async with running_mesh(model_folder, prefill=2) as mesh:
+        stalled = mesh["p0"]
+        stalled.prefill_plan = ["mute"]
+        mesh["p1"].prefill_plan = []
+        mesh.router.core.fleet.workers[mesh["p1"].address].dispatched(Dispatched(tokens=10_000))  # so that p0 is asked first
+        answering = asyncio.create_task(mesh.generate(request()))
+        await eventually(lambda: stalled.prefills)
+        stalled.watch_mute = True
+        answer = await answering
+        assert answer.tokens() == expected(8)
+        assert answer.timings.prefill_worker == "p1"
+        await eventually(lambda: stalled.num_cancelled_prefills == 1)
+
+
+@pytest.mark.parametrize("omit_committed", [False, True])
+async def test_commit_whose_first_token_was_lost_is_started_again(model_folder: Path, omit_committed: bool) -> None:
+    async with running_mesh(model_folder) as mesh:
+        mesh["d0"].omit_committed = omit_committed
+        mesh["p0"].prefill_plan = ["lie"]
+        assert (await mesh.generate(request())).tokens() == expected(8)
+        await mesh.until_whole()
+
+
+@pytest.mark.parametrize("mode", [REMOTE, LOCAL])
+async def test_killed_decode_worker(model_folder: Path, mode: mesh_pb2.PrefillMode.ValueType) -> None:
+    async with running_mesh(model_folder, decode=2) as mesh:
+        for name in ("d0", "d1"):
+            mesh[name].pause_at = 5
+        answering = asyncio.create_task(mesh.generate(request(max_tokens=20, mode=mode)))
+        first, other = await _holder(mesh)
+        await eventually(lambda: sum(map(len, next(iter(first.held.values())).tokens.values())) >= 5)
+        other.pause_at = None
+        await first.kill()
+        answer = await answering
+        assert answer.tokens() == expected(20)
+        assert answer.timings.num_resubmissions == 1
+        assert answer.timings.decode_worker == other.name
+        emitted = other.submits[-1].request.emitted[0].token_ids
+        assert list(emitted) == expected(len(emitted)) and len(emitted) <= 5
+        assert mesh.router.core.num_token_mismatches == 0
+
+
+async def _holder(mesh: Mesh) -> tuple[StubWorker, StubWorker]:
+    """The decode worker that has the request, and the other one."""
+    decodes = [mesh["d0"], mesh["d1"]]
+    await eventually(lambda: any(worker.held for worker in decodes))
+    return (decodes[0], decodes[1]) if decodes[0].held else (decodes[1], decodes[0])
+
+
+async def test_restarted_decode_worker_takes_its_requests_again(model_folder: Path) -> None:
+    async with running_mesh(model_folder) as mesh:
+        old = mesh["d0"]
+        old.pause_at = 5
+        answering = asyncio.create_task(mesh.generate(request(max_tokens=20, n=2)))
+        await eventually(lambda: old.held)
+        await old.kill()
+        old.held.clear()
+        new = await StubWorker("d0", (DECODE,), port=old.port).start()
+        answer = await answering
+        assert [answer.tokens(choice) for choice in range(2)] == [expected(20, choice=choice) for choice in range(2)]
+        assert new.submits[0].epoch == new.epoch != old.epoch
+        await new.kill()
+
+
+async def test_broken_stream_is_attached_again_and_nothing_is_lost(model_folder: Path) -> None:
+    async with running_mesh(model_folder) as mesh:
+        decode = mesh["d0"]
+        decode.pause_at = 5
+        answering = asyncio.create_task(mesh.generate(request(max_tokens=20)))
+        await eventually(lambda: decode.held and sum(map(len, next(iter(decode.held.values())).tokens.values())) >= 5)
+        decode.break_streams()
+        await eventually(lambda: len(decode.attaches) == 2)
+        decode.resume.set()
+        answer = await answering
+        assert answer.tokens() == expected(20)
+        assert answer.timings.num_resubmissions == 0
+        points = decode.attaches[1].resume_points
+        assert [(point.request_id, point.choice) for point in points] == [(decode.submits[0].request_id, 0)]
+        assert points[0].next_index <= 5
+
+
+async def test_silent_stream_is_attached_again(model_folder: Path) -> None:
+    async with running_mesh(model_folder) as mesh:
+        decode = mesh["d0"]
+        decode.pause_at = 5
+        answering = asyncio.create_task(mesh.generate(request(max_tokens=20)))
+        await eventually(lambda: decode.held)
+        decode.frames_mute = True
+        decode.resume.set()
+        await eventually(lambda: len(decode.attaches) >= 2)
+        decode.frames_mute = False
+        assert (await answering).tokens() == expected(20)
+
+
+async def test_stream_that_does_not_come_back_loses_its_requests(model_folder: Path) -> None:
+    async with running_mesh(model_folder, decode=2) as mesh:
+        for name in ("d0", "d1"):
+            mesh[name].pause_at = 5
+        answering = asyncio.create_task(mesh.generate(request(max_tokens=20)))
+        first, other = await _holder(mesh)
+        other.pause_at = None
+        first.frames_mute = True
+        answer = await answering
+        assert answer.tokens() == expected(20)
+        assert answer.timings.decode_worker == other.name
+        await eventually(lambda: first.cancels)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.INTERNAL])
+async def test_request_that_decode_gives_up_goes_on_elsewhere(model_folder: Path, code: grpc.StatusCode) -> None:
+    async with running_mesh(model_folder, decode=2) as mesh:
+        for name in ("d0", "d1"):
+            mesh[name].pause_at = 5
+        answering = asyncio.create_task(mesh.generate(request(max_tokens=20)))
+        first, other = await _holder(mesh)
+        other.pause_at = None
+        await eventually(lambda: next(iter(first.held.values())).running)
+        first.fail(first.submits[0].request_id, code)
+        assert (await answering).tokens() == expected(20)
+        assert other.submits
+
+
+@pytest.mark.parametrize("error", [ResourceExhausted("no room"), FailedPrecondition("identity", "no"), Unavailable("draining")])
+async def test_refused_submit_goes_to_another_worker(model_folder: Path, error: MeshError) -> None:
+    async with running_mesh(model_folder, decode=2) as mesh:
+        mesh["d0"].submit_errors = mesh["d1"].submit_errors = errors = [error]
+        assert (await mesh.generate(request())).tokens() == expected(8)
+        assert errors == []
+
+
+async def test_without_room_requests_wait_in_line(model_folder: Path) -> None:
+    async with running_mesh(model_folder) as mesh:
+        mesh["d0"].full = True
+        answering = [asyncio.create_task(mesh.generate(request(seed=seed))) for seed in range(5)]
+        await eventually(lambda: len(mesh["d0"].submits) >= 2)
+        mesh["d0"].full = False
+        answers = await asyncio.gather(*answering)
+        assert [answer.tokens() for answer in answers] == [expected(8, seed=seed) for seed in range(5)]
+        await mesh.until_whole()
+
+
+async def test_without_room_for_too_long_it_is_refused(model_folder: Path) -> None:
+    async with running_mesh(model_folder, room_timeout_s=0.3) as mesh:
+        mesh["d0"].full = True
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await mesh.generate(request())
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_no_worker_is_unavailable(model_folder: Path) -> None:
+    config = config_for(model_folder, place_timeout_s=0.2)
+    async with running_router(config) as (router, stub):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await Mesh(router, stub, {}).generate(request())
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "no decode worker" in (refused.value.details() or "")
+
+
+async def test_forced_remote_without_prefill_is_unavailable(model_folder: Path) -> None:
+    async with running_mesh(model_folder, prefill=0, place_timeout_s=0.2) as mesh:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await mesh.generate(request(mode=REMOTE))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_decode_overtaking_prefill_changes_nothing(model_folder: Path) -> None:
+    """The first tokens count as prefill gives them, with its timings and log-probabilities, however late they are read."""
+    async with running_mesh(model_folder) as mesh:
+        mesh["p0"].prefill_plan = ["late"]
+        answer = await mesh.generate(request(logprobs=0, n=2))
+        assert [answer.tokens(choice) for choice in range(2)] == [expected(8, choice=choice) for choice in range(2)]
+        assert all(entry.chosen.logprob == -0.5 for delta in answer.deltas for entry in delta.logprobs)
+        assert (answer.timings.prefill_queue_ns, answer.timings.prefill_compute_ns) == (1000, 2000)
+        await mesh.until_whole()
+
+
+async def test_commit_that_was_reported_as_failed_goes_on(model_folder: Path) -> None:
+    async with running_mesh(model_folder, prefill=2) as mesh:
+        mesh["p0"].prefill_plan = mesh["p1"].prefill_plan = ["committed_but_failed"]
+        mesh["d0"].frames_mute = True  # so that only the next Submit can tell
+        answering = asyncio.create_task(mesh.generate(request()))
+        await eventually(lambda: len(mesh["d0"].submits) == 2)
+        mesh["d0"].frames_mute = False
+        assert (await answering).tokens() == expected(8)
+        assert len({submit.request_id for submit in mesh["d0"].submits}) == 1
+        await mesh.until_whole()
+
+
+async def test_repeated_index_with_another_token_is_counted_and_dropped(model_folder: Path) -> None:
+    async with running_mesh(model_folder) as mesh:
+        mesh["d0"].wrong_token_at = 0  # decode repeats the committed token, wrongly
+        assert (await mesh.generate(request())).tokens() == expected(8)
+        await mesh.until_whole()
+        status = await mesh.stub.GetStatus(mesh_pb2.GetStatusRequest())
+        assert status.num_token_mismatches == 1
+
+
+async def test_workers_of_another_kind_are_not_paired(model_folder: Path) -> None:
+    prefill, decode = StubWorker("p0", (PREFILL,)), StubWorker("d0", (DECODE,))
+    foreign = prefill.info()
+    foreign.identity.weights_hash = "other"
+    prefill.info = lambda: foreign  # type: ignore[method-assign]
+    for worker in (prefill, decode):
+        await worker.start()
+    async with running_router(config_for(model_folder, (prefill, decode))) as (router, stub):
+        await eventually(lambda: _num_ready(router) == 2)
+        answer: Answer = await Mesh(router, stub, {}).generate(request())
+        assert answer.timings.mode == LOCAL
+    for worker in (prefill, decode):
+        await worker.kill()
+
+
+def _num_ready(router: Router) -> int:
+    return sum(view.decode or view.prefill for view in router.core.fleet.views())

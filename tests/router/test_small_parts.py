@@ -1,0 +1,237 @@
+"""Prefix memory, outbox, silence, room line, objectives, timings, configuration."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos.v1 import common_pb2, mesh_pb2
+from router import objectives
+from router.book import Span
+from router.changes import Changes, unless, wait_at_most
+from router.config import RouterConfig
+from router.job import scoped_salt
+from router.outbox import Outbox
+from router.prefix_memory import PrefixMemory
+from router.room_line import RoomLine
+from router.silence import SilenceClock
+from router.timings import RequestTimings, now_ns
+from runtime.config import ConfigError, parse
+from runtime.errors import ResourceExhausted, Unavailable
+from tests.support.waiting import eventually
+
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+A, B = ("a:1", 1), ("b:1", 2)
+
+
+def test_prefix_memory_matches_leading_blocks() -> None:
+    memory = PrefixMemory(100)
+    memory.record(A, [b"1", b"2", b"3"])
+    memory.record(B, [b"1", b"x"])
+    assert memory.match([b"1", b"2", b"3", b"4"]) == {A: 3, B: 1}
+    assert memory.match([b"2"]) == {A: 1}
+    assert memory.match([b"9", b"1"]) == {}
+
+
+@given(st.lists(st.lists(st.integers(0, 30).map(lambda number: bytes([number])), max_size=12), max_size=20), st.integers(1, 8))
+def test_prefix_memory_is_bounded_and_never_invents(chains: list[list[bytes]], max_blocks: int) -> None:
+    memory = PrefixMemory(max_blocks)
+    for chain in chains:
+        memory.record(A, chain)
+        assert len(memory) <= max_blocks
+        assert memory.match(chain).get(A, 0) <= len(chain)
+    known = {block for chain in chains for block in chain}
+    assert memory.match([b"unknown"]) == {}
+    assert all(memory.match([block]).keys() <= {A} for block in known)
+
+
+def test_heads_of_prompts_outlive_their_tails() -> None:
+    memory = PrefixMemory(2)
+    memory.record(A, [b"1", b"2", b"3"])
+    assert memory.match([b"1", b"2", b"3"]) == {A: 2}
+
+
+async def test_outbox_merges_what_piles_up() -> None:
+    outbox = Outbox(max_tokens=100)
+    for span in (Span(0, 0, [1]), Span(0, 1, [2]), Span(1, 0, [9]), Span(0, 2, [3]), Span(0, 3, [4], finish_reason=LENGTH)):
+        outbox.put(span)
+    taken = [(span.choice, span.first_index, span.token_ids, span.finish_reason) for span in await outbox.take()]
+    assert taken == [(0, 0, [1, 2], 0), (1, 0, [9], 0), (0, 2, [3, 4], 2)]
+
+
+async def test_outbox_overflow_drops_everything_and_says_why() -> None:
+    outbox = Outbox(max_tokens=3)
+    outbox.put(Span(0, 0, [1, 2, 3]))
+    assert not outbox.failed
+    outbox.put(Span(0, 3, [4]))
+    with pytest.raises(ResourceExhausted, match="too slowly"):
+        await outbox.take()
+
+
+async def test_outbox_gives_what_it_has_before_the_error() -> None:
+    outbox = Outbox(max_tokens=3)
+    outbox.put(Span(0, 0, [1]))
+    outbox.fail(Unavailable("going"))
+    outbox.fail(ResourceExhausted("later"))
+    assert (await outbox.take())[0].token_ids == [1]
+    with pytest.raises(Unavailable):
+        await outbox.take()
+
+
+def test_silence_does_not_count_own_stalls() -> None:
+    clock = SilenceClock(timeout_s=1.0, tick_s=0.1)
+    assert not clock.tick(0.0)
+    assert not clock.tick(60.0)  # this process was stopped for a minute
+    assert not any(clock.tick(60.0 + number / 10) for number in range(1, 8))
+    assert any(clock.tick(61.0 + number / 10) for number in range(4))
+
+
+def test_silence_ends_with_every_word() -> None:
+    clock = SilenceClock(timeout_s=1.0, tick_s=0.1)
+    for number in range(100):
+        assert not clock.tick(number / 10)
+        clock.heard()
+
+
+def test_room_line_serves_by_priority_then_arrival() -> None:
+    line = RoomLine()
+    assert line.is_empty("m")
+    first, second, urgent = line.enter("m", 2), line.enter("m", 2), line.enter("m", 1)
+    assert [turn.ahead.is_set() for turn in (first, second, urgent)] == [False, False, True]
+    line.leave("m", urgent)
+    assert [turn.ahead.is_set() for turn in (first, second)] == [True, False]
+    line.leave("m", first)
+    assert second.ahead.is_set() and line.is_empty("other")
+    line.leave("m", second)
+    assert line.is_empty("m")
+
+
+async def test_changes_are_not_missed() -> None:
+    changes = Changes()
+    change = changes.next
+    changes.fire()
+    assert await wait_at_most(change, 1.0)
+    assert not await wait_at_most(changes.next, 0.001)
+
+
+async def test_unless() -> None:
+    event, started, cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def quick() -> int:
+        return 7
+
+    async def endless() -> int:
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return 8
+
+    assert await unless(event, quick()) == 7
+    waiting = asyncio.create_task(unless(event, endless()))
+    await started.wait()
+    event.set()
+    assert await waiting is None
+    await eventually(cancelled.is_set)
+
+
+def test_objectives(tmp_path: Path) -> None:
+    toml, js = tmp_path / "o.toml", tmp_path / "o.json"
+    toml.write_text("[m]\nttft_ms = 500\ntpot_ms = 40\n")
+    js.write_text(json.dumps({"m": {"ttft_ms": 500, "tpot_ms": 40, "quantile": 0.99}}))
+    assert objectives.load(str(toml)) == objectives.load(str(js))
+    assert objectives.load("") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[m]\nttft_ms = 0\ntpot_ms = 40", "m.ttft_ms"),
+        ("[m]\nttft_ms = 500", "m.tpot_ms"),
+        ("[m]\nttft_ms = 500\ntpot_ms = 40\nquantile = 1.0", "m.quantile"),
+        ("[m]\nttft_ms = 500\ntpot_ms = 40\nttft = 1", "unknown field 'ttft'"),
+        ("m = 3", "must be a table"),
+        ("[m", "o.toml"),
+    ],
+)
+def test_wrong_objectives(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "o.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as wrong:
+        objectives.load(str(path))
+    assert words in str(wrong.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "--models"),
+        (["--models", "x"], "--models"),
+        (["--models", "x=a,x=b"], "named twice"),
+        (["--models", "x=a", "--max-inflight", "0"], "--max-inflight"),
+        (["--models", "x=a", "--stream-timeout-s", "0.1"], "--stream-timeout-s"),
+        (["--models", "x=a", "--port", "70000"], "--port"),
+        (["--models", "x=a", "--heartbeat-ms", "5"], "--heartbeat-ms"),
+        (["--models", "x=a", "--router-id", "a b"], "--router-id"),
+        (["--models", "x=a", "--workers", "here"], "--workers"),
+    ],
+)
+def test_wrong_configuration(flags: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as wrong:
+        parse(RouterConfig, flags, {}, prog="router")
+    assert words in str(wrong.value)
+
+
+def test_configuration() -> None:
+    config = parse(RouterConfig, ["--models", "x=a,y=b", "--workers", "h:1,h:2"], {"PDMESH_MAX_INFLIGHT": "3"}, prog="router")
+    assert (config.model_folders(), config.workers, config.max_inflight) == ({"x": "a", "y": "b"}, ("h:1", "h:2"), 3)
+
+
+def test_salts_keep_tenants_apart() -> None:
+    salts = [scoped_salt(*pair) for pair in (("", ""), ("a", ""), ("", "a"), ("a", "a"), ("1:a", ""), ("", "1:a"), ("a", ":"))]
+    assert len(set(salts)) == len(salts)
+    assert salts[0] == ""
+
+
+def _timings(mode: mesh_pb2.PrefillMode.ValueType, submit_ns: int) -> mesh_pb2.Timings:
+    timings = RequestTimings(received_ns=now_ns())
+    timings.submitting()
+    timings.submitted(mode, "d", 0)
+    timings.submit_ns = submit_ns
+    timings.prefilled(common_pb2.PrefillTimings(prefill_queue_ns=700, prefill_compute_ns=2000, return_ns=30, service_ns=2800))
+    timings.first_received_ns = timings.call_ns + 3000
+    timings.first_handed_ns = timings.first_received_ns + 100
+    return timings.message()
+
+
+def test_remote_parts_are_submit_then_prefill_call() -> None:
+    parts = _timings(mesh_pb2.PREFILL_MODE_REMOTE, 500)
+    assert (parts.reserve_ns, parts.prefill_queue_ns, parts.prefill_compute_ns, parts.first_token_return_ns) == (
+        500,
+        700,
+        2000,
+        330,
+    )
+
+
+@pytest.mark.parametrize(("submit_ns", "reserve_ns", "queue_ns"), [(500, 500, 200), (900, 700, 0)])
+def test_local_reserve_is_the_first_share_of_the_queue(submit_ns: int, reserve_ns: int, queue_ns: int) -> None:
+    parts = _timings(mesh_pb2.PREFILL_MODE_LOCAL, submit_ns)
+    assert (parts.reserve_ns, parts.prefill_queue_ns, parts.first_token_return_ns) == (reserve_ns, queue_ns, 330)
+    total = parts.reserve_ns + parts.prefill_queue_ns + parts.prefill_compute_ns + parts.first_token_return_ns
+    assert total == 3000 + 100 - (2800 - 700 - 2000 - 30)  # all but what the worker itself leaves unexplained
+
+
+def test_tpot_is_that_of_the_slowest_choice() -> None:
+    timings = RequestTimings(received_ns=0)
+    assert timings.message().tpot_ns == 0
+    timings.handed(0, 1)
+    timings.handed(1, 1)
+    timings.handed(1, 4)
+    timings.paces[1].last_ns = timings.paces[1].first_ns + 400
+    assert timings.message().tpot_ns == 100
