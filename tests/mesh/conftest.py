@@ -1,0 +1,39 @@
+"""Meshes of real processes. After each test every pool is whole; after each mesh nothing is left behind."""
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from pdmesh.launcher import LocalMesh
+from pdmesh.launcher_plan import LocalMeshConfig
+from tests.mesh.checks import Footprint
+from tests.support.tiny_models import make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model called "tiny"."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def mesh(tiny: Path) -> AsyncIterator[LocalMesh]:
+    """Two prefill workers, two decode workers, one router; dead processes are started again."""
+    mesh = LocalMesh(LocalMeshConfig(model=str(tiny), num_prefill=2, num_decode=2, port=0, num_threads=1))
+    async with mesh:
+        footprint = Footprint.of(mesh)
+        yield mesh
+        footprint.grow(mesh)
+    footprint.assert_gone()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All of them start processes."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("mesh")
+            if os.name != "posix":
+                item.add_marker(pytest.mark.skip(reason="needs POSIX signals"))

@@ -1,0 +1,38 @@
+"""The unseparated engine: what every answer of the mesh has to be."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from benchmarks.engine_runs import make_engine
+from engine.engine import Engine
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+
+
+@lru_cache(maxsize=2)
+def _engine(folder: Path) -> Engine:
+    return make_engine(folder, kv_memory_mb=64)
+
+
+def answer(folder: Path, prompt: Sequence[int], params: SamplingParams) -> list[list[int]]:
+    """Token ids of each choice, from one engine alone."""
+    return answers(folder, [(prompt, params)])[0]
+
+
+def answers(folder: Path, jobs: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[list[list[int]]]:
+    """The same for several requests, batched (that a batch changes nothing is shown in tests/engine)."""
+    engine = _engine(folder)
+    outputs: list[list[list[int]]] = [[[] for _ in range(params.n)] for _, params in jobs]
+    for number, (prompt, params) in enumerate(jobs):
+        assert engine.add(EngineRequest(request_id=str(number), prompt=tuple(prompt), sampling=params, cache_root=b"oracle"))
+    while engine.has_work:
+        result = engine.step()
+        for update in result.updates if result else ():
+            outputs[int(update.request_id)][update.choice].extend(update.token_ids)
+    return outputs
+
+
+def prompt_of(number: int, length: int) -> list[int]:
+    """A prompt of bytes that differs from others in its first block already."""
+    return [(number * 37 + position * 11 + position // 7) % 250 + 1 for position in range(length)]

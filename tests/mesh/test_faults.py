@@ -1,0 +1,136 @@
+"""Processes die, clients leave and deadlines pass at every state of the hand-off: answers stay right, pools stay whole."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from engine.sampling_params import SamplingParams
+from pdmesh.client import AsyncClient
+from pdmesh.errors import DeadlineExceeded
+from pdmesh.launcher import LocalMesh
+from pdmesh.launcher_plan import LocalMeshConfig
+from runtime.failpoints import VARIABLE
+from tests.mesh import oracle
+from tests.mesh.checks import Footprint, assert_whole, is_running
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PREFILL_POINTS = ("prefill.accepted", "prefill.computed", "push.hello", "push.part", "push.before_commit", "push.committed")
+DECODE_POINTS = ("decode.reserved", "decode.receiving", "decode.committed", "decode.running")
+LENGTH, NUM_TOKENS = 60, 20
+
+
+async def ask(client: AsyncClient, number: int, timeout: float = 60) -> list[int]:
+    result = await client.generate(
+        oracle.prompt_of(number, LENGTH),
+        temperature=0.8,
+        seed=number,
+        max_tokens=NUM_TOKENS,
+        ignore_eos=True,
+        mode="remote",
+        timeout=timeout,
+    )
+    return list(result.token_ids)
+
+
+def expected(folder: Path, number: int) -> list[int]:
+    params = SamplingParams(temperature=0.8, seed=number, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return oracle.answer(folder, oracle.prompt_of(number, LENGTH), params)[0]
+
+
+async def arm(mesh: LocalMesh, name: str, failpoints: str) -> None:
+    """Restart a worker with these failpoints ("" for none)."""
+    member = mesh.member(name)
+    member.plan = replace(member.plan, env={**member.plan.env, VARIABLE: failpoints})
+    await mesh.restart(name)
+    await mesh.wait_ready(60)
+
+
+async def until_dead(pid: int, timeout_s: float = 20) -> None:
+    async with asyncio.timeout(timeout_s):
+        while is_running(pid):  # noqa: ASYNC110  # another process's death has no event here
+            await asyncio.sleep(0.02)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def unwatched(tiny: Path) -> AsyncIterator[LocalMesh]:
+    """Two workers of each kind; what dies stays dead until the test restarts it."""
+    config = LocalMeshConfig(model=str(tiny), num_prefill=2, num_decode=2, port=0, restart=False, num_threads=1)
+    async with LocalMesh(config) as mesh:
+        footprint = Footprint.of(mesh)
+        yield mesh
+        footprint.grow(mesh)
+    footprint.assert_gone()
+
+
+@pytest.mark.parametrize("failpoint", [*PREFILL_POINTS, *DECODE_POINTS])
+async def test_a_worker_killed_at_each_state(unwatched: LocalMesh, tiny: Path, failpoint: str) -> None:
+    victim = "decode-0" if failpoint.startswith("decode") else "prefill-0"
+    await arm(unwatched, victim, f"{failpoint}=kill@2")
+    pid = unwatched.member(victim).pid
+    numbers = range(8)
+    async with AsyncClient(unwatched.router_addresses) as client:
+        answers = await asyncio.gather(*(ask(client, number) for number in numbers))
+        await until_dead(pid)
+        assert answers == [expected(tiny, number) for number in numbers]
+        assert await ask(client, 99) == expected(tiny, 99)  # at once, by those who are left
+    await assert_whole(unwatched)
+    await arm(unwatched, victim, "")
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+async def test_a_worker_that_stalls_costs_a_delay(unwatched: LocalMesh, tiny: Path, victim: str) -> None:
+    numbers = range(10, 16)
+    async with AsyncClient(unwatched.router_addresses) as client:
+        asked = [asyncio.create_task(ask(client, number)) for number in numbers]
+        unwatched.kill(victim, signal.SIGSTOP)
+        try:
+            assert list(await asyncio.gather(*asked)) == [expected(tiny, number) for number in numbers]
+        finally:
+            unwatched.kill(victim, signal.SIGCONT)
+    await unwatched.wait_ready(30)
+    await assert_whole(unwatched, timeout_s=30)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def slow(tiny: Path) -> AsyncIterator[LocalMesh]:
+    """One worker of each kind that dwells 120 ms at every state, so that a moment in time is a state."""
+    delays = ",".join(f"{point}=delay:120" for point in [*PREFILL_POINTS, *DECODE_POINTS])
+    async with LocalMesh(LocalMeshConfig(model=str(tiny), port=0, num_threads=1, env={VARIABLE: delays})) as mesh:
+        footprint = Footprint.of(mesh)
+        yield mesh
+        footprint.grow(mesh)
+    footprint.assert_gone()
+
+
+async def test_a_client_that_leaves_at_each_state(slow: LocalMesh) -> None:
+    async with AsyncClient(slow.router_addresses) as client:
+        for number in range(20):
+            task = asyncio.create_task(ask(client, 200 + number))
+            await asyncio.wait([task], timeout=0.03 + 0.08 * number)
+            task.cancel()
+            await asyncio.wait([task])
+        await assert_whole(slow)
+
+
+async def test_a_deadline_that_passes_at_each_state(slow: LocalMesh) -> None:
+    passed = 0
+    async with AsyncClient(slow.router_addresses) as client:
+        for number in range(16):
+            try:
+                await ask(client, 300 + number, timeout=0.05 + 0.08 * number)
+            except DeadlineExceeded:
+                passed += 1
+        await assert_whole(slow)
+    assert passed >= 8
+
+
+async def test_the_slow_mesh_answers_right_all_the_same(slow: LocalMesh, tiny: Path) -> None:
+    async with AsyncClient(slow.router_addresses) as client:
+        assert await ask(client, 400) == expected(tiny, 400)
+    await assert_whole(slow)

@@ -1,0 +1,23 @@
+"""Small images: what must not need torch starts without it, in a process of its own, lazy imports included."""
+
+import subprocess
+import sys
+
+import pytest
+
+TORCH_FREE = ["router.main", "text.tokenizer", "text.choice_text", "pdmesh.client", "runtime.server", "runtime.registry"]
+HEAVY = ["torch", "transformers", "engine"]
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_starts_without_torch(module: str) -> None:
+    program = f"import sys, {module}\nprint(sorted(name for name in {HEAVY!r} if name in sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_client_needs_only_grpc() -> None:
+    others = ["redis", "tokenizers", "jinja2", "numpy"]
+    program = f"import sys, pdmesh.client\nprint(sorted(name for name in {others!r} if name in sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert shown.stdout.strip() == "[]"
