@@ -39,9 +39,7 @@ class DecodeService:
     """Its parts, for the worker to register and run: `servicer`, `delegate` for the receiver, `keeper.run()` as a task."""
 
     def __init__(self, settings: DecodeSettings, around: Surroundings) -> None:
-        self._outboxes = Outboxes(
-            settings.stream, epoch=around.epoch, num_steps=around.num_steps, load_report=around.load_report
-        )
+        self._outboxes = Outboxes(settings.stream, epoch=around.epoch, num_steps=around.num_steps, load_report=around.load_report)
         self.reservations = Reservations(
             settings.reservation,
             engine=around.engine,

@@ -73,9 +73,7 @@ class Handoff:
         while (event := await self._events.get()) is not None:
             if isinstance(event, FirstTokens):
                 timings = event.timings(received_ns=self._assignment.received_ns, entered_ns=self._entered_ns)
-                yield prefill_pb2.PrefillEvent(
-                    first_tokens=prefill_pb2.FirstTokens(tokens=event.for_router(), timings=timings)
-                )
+                yield prefill_pb2.PrefillEvent(first_tokens=prefill_pb2.FirstTokens(tokens=event.for_router(), timings=timings))
             else:
                 yield prefill_pb2.PrefillEvent(outcome=event)
         self.task.result()

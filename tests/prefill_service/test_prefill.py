@@ -24,9 +24,7 @@ INVALID, PRECONDITION = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED
 
 async def submitted(decoder: Peer, router: MiniRouter, name: str = "r1") -> prefill_pb2.PrefillRequest:
     reservation = await router.submit(decoder, name, REQUEST)
-    return prefill_pb2.PrefillRequest(
-        request_id=name, request=REQUEST, reservation=reservation, identity=decoder.info.identity
-    )
+    return prefill_pb2.PrefillRequest(request_id=name, request=REQUEST, reservation=reservation, identity=decoder.info.identity)
 
 
 async def cancel(decoder: Peer, name: str = "r1") -> None:

@@ -160,4 +160,3 @@ def only_transport(reservation: common_pb2.Reservation, transport: str) -> commo
 
 def history(*choices: Sequence[int]) -> list[common_pb2.EmittedChoice]:
     return [common_pb2.EmittedChoice(index=index, token_ids=tokens) for index, tokens in enumerate(choices)]
-

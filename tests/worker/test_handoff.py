@@ -133,9 +133,7 @@ async def test_stop_token_first(model: Model, prefiller: Peer, decoder: Peer, ro
     assert router.of("r1").finished == {0: common_pb2.FINISH_REASON_STOP}
 
 
-async def test_some_choices_end_with_their_first_token(
-    model: Model, prefiller: Peer, decoder: Peer, router: MiniRouter
-) -> None:
+async def test_some_choices_end_with_their_first_token(model: Model, prefiller: Peer, decoder: Peer, router: MiniRouter) -> None:
     plain = token_request(PROMPT, temperature=6.0, n=4, seed=3)
     firsts = [tokens[0] for tokens in reference(model, plain)]
     request = token_request(PROMPT, temperature=6.0, n=4, seed=3, stop_token_ids=firsts[:1])
