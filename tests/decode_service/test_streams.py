@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import grpc
+import grpc.aio
 import pytest
 
 from protos.v1 import decode_pb2, prefill_pb2
@@ -139,15 +141,19 @@ async def test_second_stream_takes_over(decoder: Peer, router: MiniRouter) -> No
     await again.detach()
 
 
-async def test_frames_of_a_slow_router_are_merged(model: Model, decoder: Peer, router: MiniRouter) -> None:
+async def test_frames_of_a_slow_router_are_merged(model: Model, decoder: Peer) -> None:
     """A router that does not read fills gRPC's window; what follows waits here and goes out in few frames."""
     request = token_request(PROMPT, max_tokens=500, logprobs=20)
-    router.paused.clear()
-    await asyncio.sleep(0)
-    await router.submit(decoder, "r1", request, mode=LOCAL)
-    await eventually(lambda: decoder.worker.engine.stats().num_generated_tokens >= 500, timeout_s=60)
-    router.paused.set()
-    await router.until_finished("r1")
+    router = MiniRouter("slow")
+    # gRPC would widen its window by measuring the loopback; fixed at 64 KiB, it fills.
+    async with grpc.aio.insecure_channel(decoder.info.address, options=[("grpc.http2.bdp_probe", 0)]) as channel:
+        await router.attach(replace(decoder, channel=channel))
+        router.paused.clear()
+        await router.submit(decoder, "r1", request, mode=LOCAL)
+        await eventually(lambda: decoder.worker.engine.stats().num_generated_tokens >= 500, timeout_s=60)
+        router.paused.set()
+        await router.until_finished("r1")
+        await router.detach()
     assert router.of("r1").output() == reference(model, request)[0]
     assert max(len(output.token_ids) for frame in router.frames for output in frame.outputs) > 1
 
