@@ -21,9 +21,10 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "pdmesh"
 DETAILS_KEY = "grpc-status-details-bin"
-# Status and details travel as HTTP/2 headers, of which gRPC takes 8 KiB by default; the message is in both.
-MAX_MESSAGE_CHARS = 900
-MAX_FIELD_CHARS = 200
+# Status and details travel as HTTP/2 headers, of which gRPC takes 8 KiB by default. The message is in both: percent-encoded (up to
+# three bytes for one) and in base64.
+MAX_MESSAGE_BYTES = 900
+MAX_FIELD_BYTES = 200
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class RpcStatus:
 def status_of(error: BaseException) -> RpcStatus:
     """The status that `error` ends a call with. Logs the traceback of what is no MeshError; never raises."""
     mesh_error = as_mesh_error(error)
-    message = _shortened(mesh_error.message, MAX_MESSAGE_CHARS)
+    message = _shortened(mesh_error.message, MAX_MESSAGE_BYTES)
     details = status_pb2.Status(code=mesh_error.code.value[0], message=message, details=_details_of(mesh_error))
     return RpcStatus(mesh_error.code, message, ((DETAILS_KEY, details.SerializeToString()),))
 
@@ -174,10 +175,10 @@ def _details_of(error: MeshError) -> list[any_pb2.Any]:
     info = error_details_pb2.ErrorInfo(reason=error.code.name, domain=DOMAIN)
     messages: list[Message] = [info]
     if error.field is not None:
-        field = _shortened(error.field, MAX_FIELD_CHARS)
+        field = _shortened(error.field, MAX_FIELD_BYTES)
         info.metadata["field"] = field
         if error.code is grpc.StatusCode.INVALID_ARGUMENT:
-            description = _shortened(error.message, MAX_FIELD_CHARS)
+            description = _shortened(error.message, MAX_FIELD_BYTES)
             violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
             messages.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_delay_s is not None:
@@ -220,6 +221,6 @@ def _rich_status(error: grpc.aio.AioRpcError) -> status_pb2.Status:
 
 
 def _shortened(text: str, limit: int) -> str:
-    """`text` as valid UTF-8 of at most `limit` characters, three of them dots where it was cut."""
-    valid = text.encode("utf-8", "replace").decode("utf-8")
-    return valid if len(valid) <= limit else valid[: limit - 3] + "..."
+    """`text` as valid UTF-8 of at most `limit` bytes, three of them dots where it was cut."""
+    encoded = text.encode("utf-8", "replace")
+    return encoded.decode() if len(encoded) <= limit else encoded[: limit - 3].decode("utf-8", "ignore") + "..."
