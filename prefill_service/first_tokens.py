@@ -72,8 +72,10 @@ class FirstTokensSink:
         if not self._done.done():
             self._done.set_result(FirstTokens(tuple(self._updates), started.timing, ended_ns))
 
-    async def wait(self) -> FirstTokens:
-        return await self._done
+    async def wait(self, timeout_s: float) -> FirstTokens | None:
+        """None: not yet, after `timeout_s`."""
+        await asyncio.wait((self._done,), timeout=timeout_s)
+        return self._done.result() if self._done.done() else None
 
 
 def _first_token(update: SequenceUpdate) -> prefill_pb2.FirstToken:

@@ -24,6 +24,7 @@ from runtime.errors import DeadlineExceeded, ResourceExhausted
 from runtime.failpoints import hit_async
 
 RETRY_DELAY_S = 0.1
+STUCK_S = 0.5  # between two looks at an engine that may have stopped
 MAX_PUSH_S = 60.0  # a push that makes progress but no end; a stuck one ends by the transport's own timeouts
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class Handoff:
         await hit_async("prefill.accepted")
         if not await self._tools.engine.call(self._add):
             raise ResourceExhausted("this worker's prefill queue is full", retry_delay_s=RETRY_DELAY_S)
-        first = await sink.wait()
+        first = await self._first_tokens(sink)
         self._events.put_nowait(first)
         await hit_async("prefill.computed")
         self._events.put_nowait(await self._hand_off(first))
@@ -103,6 +104,24 @@ class Handoff:
     def _add(self, engine: Engine) -> bool:
         self._entered_ns = time.monotonic_ns()
         return engine.add(self._assignment.engine_request)
+
+    async def _first_tokens(self, sink: FirstTokensSink) -> FirstTokens:
+        """Raises ResourceExhausted when the engine stands still because reservations hold all blocks.
+
+        Each of them may wait for a worker that waits, like us, for blocks that are reserved for our push. Whoever notices gives
+        way: the request is prefilled elsewhere, or by decode in the blocks that it holds.
+        """
+        num_steps: int | None = None
+        while (first := await sink.wait(STUCK_S)) is None:
+            before, num_steps = num_steps, await self._num_steps_if_idle()
+            if num_steps is not None and num_steps == before:
+                raise ResourceExhausted("reservations hold the blocks that this prompt needs", retry_delay_s=RETRY_DELAY_S)
+        return first
+
+    async def _num_steps_if_idle(self) -> int | None:
+        """The engine's steps so far; None while something runs here or is being pushed: that will free its blocks."""
+        stats = await self._tools.engine.call(Engine.stats)
+        return None if stats.num_running or stats.num_held else stats.num_steps
 
     async def _hand_off(self, first: FirstTokens) -> prefill_pb2.HandoffOutcome:
         engine_id = self._assignment.engine_request.request_id

@@ -18,10 +18,9 @@ from router.job import Job
 from router.outbox import Outbox
 from router.placer import Need, Placed, Placer
 from router.policy import Mode
-from router.prefill_call import PrefillCall, PrefillEnd
+from router.prefill_call import PrefillCall, PrefillEnd, PrefillTarget
 from router.prefix_memory import WorkerKey
 from router.timings import RequestTimings
-from router.worker import Incarnation, Worker
 from router.worker_views import identity_of
 from runtime.errors import DeadlineExceeded, FailedPrecondition, MeshError, Unavailable
 
@@ -97,7 +96,7 @@ class Course:
             end, committed = await self._prefill(leg, prefill, reservation)
             if committed:
                 break
-            tried |= {(prefill[0].address, prefill[1].info.epoch)}
+            tried |= {prefill.key}
             self._timings.failed()
             self._timings.parts.num_retries += 1
             logger.warning("%s attempt %d: %s", leg.wire_id, leg.attempt, end.problem)
@@ -112,13 +111,13 @@ class Course:
         self._check_outbox()
 
     async def _prefill(
-        self, leg: DecodeLeg, prefill: tuple[Worker, Incarnation], reservation: common_pb2.Reservation
+        self, leg: DecodeLeg, prefill: PrefillTarget, reservation: common_pb2.Reservation
     ) -> tuple[PrefillEnd, bool]:
         """One Prefill call; the flag says that nothing is left to do for prefill: committed, or the leg has ended.
 
         Where first tokens end every choice, the call may still report: then decode has been told already and needs no Cancel.
         """
-        call = PrefillCall(*prefill, lambda first: self._on_first_tokens(leg, first))
+        call = PrefillCall(prefill, lambda first: self._on_first_tokens(leg, first))
         self._timings.prefilling(call.worker_id)
         request = self._job.token_request(self._book.history())
         running = asyncio.create_task(call.run(leg, self._job, reservation, request), name=f"prefill {leg.wire_id}")
@@ -132,10 +131,12 @@ class Course:
         finally:
             running.cancel()
 
-    def _is_committed(self, leg: DecodeLeg, prefill: tuple[Worker, Incarnation], call: PrefillCall, end: PrefillEnd) -> bool:
+    def _is_committed(self, leg: DecodeLeg, prefill: PrefillTarget, call: PrefillCall, end: PrefillEnd) -> bool:
         """Does decode go on by itself? Raises LegLost when it does but the first tokens, which only prefill had, did not come."""
         if end.problem is None:
-            self._note_handoff(leg, prefill[1], end)
+            if not call.got_first_tokens:
+                raise LegLost(f"prefill worker {call.worker_id} reported a hand-off without first tokens")
+            self._note_handoff(leg, prefill, end)
             return True
         if leg.ended.done():
             return True
@@ -143,7 +144,7 @@ class Course:
             raise LegLost(f"{end.problem}; the hand-off was done, its first tokens are lost")
         return leg.started
 
-    async def _submit_again(self, leg: DecodeLeg, prefill: tuple[Worker, Incarnation] | None) -> common_pb2.Reservation | None:
+    async def _submit_again(self, leg: DecodeLeg, prefill: PrefillTarget | None) -> common_pb2.Reservation | None:
         """The next attempt at the same reservation; None when decode runs already: the last attempt has succeeded after all."""
         try:
             return await leg.submit(Mode.REMOTE if prefill is not None else Mode.LOCAL, self._book.history())
@@ -154,7 +155,7 @@ class Course:
         except MeshError as error:
             raise LegLost(f"attempt {leg.attempt} on {leg.info.worker_id} failed: {error.message}") from error
 
-    def _next_prefill(self, leg: DecodeLeg, need: Need, tried: frozenset[WorkerKey]) -> tuple[Worker, Incarnation] | None:
+    def _next_prefill(self, leg: DecodeLeg, need: Need, tried: frozenset[WorkerKey]) -> PrefillTarget | None:
         """Several choices under way can only be continued LOCAL."""
         if self._job.num_choices > 1 and self._book.anything_emitted:
             return None
@@ -169,17 +170,19 @@ class Course:
         ]
         leg.deliver_first(spans)
 
-    def _note_handoff(self, leg: DecodeLeg, prefill: Incarnation, end: PrefillEnd) -> None:
+    def _note_handoff(self, leg: DecodeLeg, prefill: PrefillTarget, end: PrefillEnd) -> None:
         if end.outcome is None:
             return
         if end.outcome.status == prefill_pb2.HANDOFF_STATUS_FINISHED:
-            leg.finished()
+            if not end.outcome.message:  # else decode could not be told, and holds its blocks until we cancel
+                leg.finished()
             return
         parts = self._timings.parts
         parts.kv_exposed_ns = end.outcome.kv_exposed_ns
         parts.kv_bytes, parts.transport = end.outcome.kv_bytes, end.outcome.transport
         decode = leg.worker.current
-        self._placer.remember(self._job, (prefill,) if decode is None else (prefill, decode))
+        holders = (prefill.incarnation,) if decode is None else (prefill.incarnation, decode)
+        self._placer.remember(self._job, holders)
 
     def _note_loss(self, leg: DecodeLeg, loss: LegLost) -> None:
         parts = self._timings.parts

@@ -69,6 +69,7 @@ class DecodeLeg:
         self._waits_for_first = False
         self._held: list[Span] = []
         self._submitting = False
+        self._failed_meanwhile: LegLost | MeshError | None = None
         self._submitted = False
         self._unfinished = set(range(job.num_choices))
 
@@ -79,6 +80,7 @@ class DecodeLeg:
         self._unfinished -= {choice.index for choice in emitted if choice.finish_reason}
         self.worker.link.follow(self.wire_id, self.info.epoch, self)
         self._timings.submitting()
+        self._failed_meanwhile = None
         try:
             response = await self._call_submit(self._submit_request(mode, emitted))
         except MeshError:
@@ -86,6 +88,8 @@ class DecodeLeg:
             self._waits_for_first = waited_before
             if not waited_before:
                 self.deliver_first(())  # decode may run on with the attempt before
+            if self._failed_meanwhile is not None:
+                self.end(self._failed_meanwhile)
             raise
         self._timings.submitted(WIRE_MODES[mode], self.info.worker_id, response.reservation.num_cached_tokens)
         return response.reservation
@@ -151,6 +155,8 @@ class DecodeLeg:
             self._on_started(event)
         elif event.kind == decode_pb2.REQUEST_EVENT_KIND_FAILED and self._is_about_now(event.attempt):
             self.end(self._failure(event))
+        elif event.kind == decode_pb2.REQUEST_EVENT_KIND_FAILED and self._submitting and event.attempt == self.attempt - 1:
+            self._failed_meanwhile = self._failure(event)  # counts only if the new attempt is refused
 
     def on_lost(self, reason: str) -> None:
         """The worker is gone, or out of reach for too long."""

@@ -92,7 +92,7 @@ class Jobs:
                 return await asyncio.to_thread(model.tokenizer.apply_chat_template, turns)
             return model.tokenizer.apply_chat_template(turns)
         except ValueError as error:
-            raise InvalidArgument("messages", str(error)) from error
+            raise InvalidArgument("messages", f"messages: {error}") from error
 
     def _job(self, model: ServedModel, prompt: list[int], rest: _Rest) -> Job:
         max_context = self._core.max_context(model)

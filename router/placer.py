@@ -12,6 +12,7 @@ from router.core import Core
 from router.decode_leg import DecodeLeg, Sink
 from router.job import Job
 from router.policy import Demand, Mode, NoPlacement, Placement, WorkerView
+from router.prefill_call import PrefillTarget
 from router.prefix_memory import WorkerKey
 from router.timings import RequestTimings
 from router.worker import Dispatched, Incarnation, Worker
@@ -32,7 +33,7 @@ class Placed:
 
     leg: DecodeLeg
     reservation: common_pb2.Reservation
-    prefill: tuple[Worker, Incarnation] | None
+    prefill: PrefillTarget | None
 
 
 @dataclass(frozen=True)
@@ -75,22 +76,20 @@ class Placer:
             placed = await self._try_all(need, need.avoid)
             if isinstance(placed, Placed):
                 return placed
-        began_ns = timings.now_ns()
         turn = line.enter(key, need.priority)
         try:
             return await self._wait_for_place(need, turn.ahead)
         finally:
             line.leave(key, turn)
-            need.timings.queued(began_ns)
 
-    def next_prefill(self, leg: DecodeLeg, need: Need, tried: frozenset[WorkerKey]) -> tuple[Worker, Incarnation] | None:
+    def next_prefill(self, leg: DecodeLeg, need: Need, tried: frozenset[WorkerKey]) -> PrefillTarget | None:
         """Another prefill worker for a reservation that stands; None if there is none that was not tried."""
         views = self._core.fleet.views()
         decode = next((view for view in views if view.key == (leg.worker.address, leg.info.epoch)), None)
         if decode is None:
             return None
         demand = replace(self._demand(need, views), excluded_prefill=tried)
-        return self._incarnation(policy.choose_prefill(decode, views, demand))
+        return self._prefill_target(policy.choose_prefill(decode, views, demand), demand)
 
     def remember(self, job: Job, incarnations: Iterable[Incarnation]) -> None:
         """The prompt's blocks are on these workers now."""
@@ -101,13 +100,15 @@ class Placer:
     async def _wait_for_place(self, need: Need, ahead: asyncio.Event) -> Placed:
         """At the head of the line: try at every change, until the limit for what is missing has passed."""
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        began, waiting_ns = loop.time(), timings.now_ns()
         while True:
             change = self._core.fleet.changes.next
             if await wait_at_most(ahead, RETRY_PERIOD_S):
+                need.timings.queued(waiting_ns)  # what the tries take is route, reserve or retry time
                 placed = await self._try_all(need, frozenset())
                 if isinstance(placed, Placed):
                     return placed
+                waiting_ns = timings.now_ns()
                 self._check_limit(placed, need, loop.time() - began)
                 await asyncio.sleep(MIN_RETRY_GAP_S)
                 await wait_at_most(change, RETRY_PERIOD_S)
@@ -137,25 +138,31 @@ class Placer:
             need.timings.routed(began_ns)
             if isinstance(choice, NoPlacement):
                 return _with_answers(choice, errors)
-            placed = await self._submit(need, choice)
+            placed = await self._submit(need, choice, demand)
             if isinstance(placed, Placed):
                 return placed
             errors.append(placed)
             refused |= {choice.decode.key}
 
-    async def _submit(self, need: Need, choice: Placement) -> Placed | MeshError:
+    async def _submit(self, need: Need, choice: Placement, demand: Demand) -> Placed | MeshError:
         """Submit where the policy said; the error when the worker refuses. What only the caller can mend is raised."""
-        decode, prefill = self._incarnation(choice.decode), self._incarnation(choice.prefill)
+        decode, prefill = self._incarnation(choice.decode), self._prefill_target(choice.prefill, demand)
         if decode is None or (prefill is None and choice.prefill is not None):
+            _give_up(prefill)
             return Unavailable("the worker has just been lost")
         leg = DecodeLeg(self._core, *decode, need.job, need.sink, need.timings)
-        self._count_dispatch(need, choice)
+        local_tokens = 0 if prefill else demand.uncached(choice.decode)
+        blocks = policy.blocks_for(demand.num_tokens, choice.decode)
+        decode[0].dispatched(Dispatched(demand.num_choices, blocks, local_tokens))
         try:
             reservation = await leg.submit(choice.mode, need.emitted)
         except MeshError as error:
+            need.timings.failed()
+            _give_up(prefill)
             _note_refusal(leg, error)
             return error
         except asyncio.CancelledError:
+            _give_up(prefill)
             leg.leave("the client left")
             raise
         if prefill is None:
@@ -163,15 +170,14 @@ class Placer:
         logger.debug("%s attempt %d: %s", leg.wire_id, leg.attempt, choice.reason)
         return Placed(leg, reservation, prefill)
 
-    def _count_dispatch(self, need: Need, choice: Placement) -> None:
-        job, decode, prefill = need.job, choice.decode, choice.prefill
-        num_tokens = _num_tokens(need)
-        blocks = policy.blocks_for(num_tokens, decode)
-        local_tokens = 0 if prefill else num_tokens
-        fleet = self._core.fleet.workers
-        fleet[decode.address].dispatched(Dispatched(job.num_choices, blocks, local_tokens))
-        if prefill is not None:
-            fleet[prefill.address].dispatched(Dispatched(1, policy.blocks_for(num_tokens, prefill), num_tokens))
+    def _prefill_target(self, view: WorkerView | None, demand: Demand) -> PrefillTarget | None:
+        """The process behind a view, with this prompt counted as its load; None if it has gone since."""
+        found = self._incarnation(view)
+        if view is None or found is None:
+            return None
+        sent = Dispatched(1, policy.blocks_for(demand.num_tokens, view), demand.uncached(view))
+        found[0].dispatched(sent)
+        return PrefillTarget(*found, sent)
 
     def _demand(self, need: Need, views: list[WorkerView]) -> Demand:
         job = need.job
@@ -205,6 +211,12 @@ class Placer:
 def _num_tokens(need: Need) -> int:
     """Tokens whose KV decode needs: the prompt and what was emitted of the choice that is furthest."""
     return len(need.job.prompt) + max((len(choice.token_ids) for choice in need.emitted), default=0)
+
+
+def _give_up(prefill: PrefillTarget | None) -> None:
+    """It will not be asked to compute anything."""
+    if prefill is not None:
+        prefill.computed()
 
 
 def _note_refusal(leg: DecodeLeg, error: MeshError) -> None:

@@ -10,7 +10,8 @@ from router.changes import unless
 from router.core import time_left_ms, time_left_s
 from router.decode_leg import DecodeLeg
 from router.job import Job
-from router.worker import Incarnation, Worker
+from router.prefix_memory import WorkerKey
+from router.worker import Dispatched, Incarnation, Worker
 
 OnFirstTokens = Callable[[prefill_pb2.FirstTokens], None]
 
@@ -24,14 +25,31 @@ class PrefillEnd:
     retryable: bool = True
 
 
+@dataclass(frozen=True)
+class PrefillTarget:
+    """The worker that is to compute a prompt. `sent` counts as its load until it has."""
+
+    worker: Worker
+    incarnation: Incarnation
+    sent: Dispatched
+
+    @property
+    def key(self) -> WorkerKey:
+        """What tells incarnations apart."""
+        return (self.worker.address, self.incarnation.info.epoch)
+
+    def computed(self) -> None:
+        """The first tokens have come, or never will; idempotent."""
+        self.worker.done(self.sent)
+
+
 class PrefillCall:
     """`run` to its end in a task; cancelling that cancels compute and push on the worker."""
 
-    def __init__(self, worker: Worker, incarnation: Incarnation, on_first_tokens: OnFirstTokens) -> None:
+    def __init__(self, target: PrefillTarget, on_first_tokens: OnFirstTokens) -> None:
         self.got_first_tokens = False
-        self.worker_id = incarnation.info.worker_id
-        self._worker = worker
-        self._incarnation = incarnation
+        self.worker_id = target.incarnation.info.worker_id
+        self._target = target
         self._on_first_tokens = on_first_tokens
 
     async def run(
@@ -45,18 +63,20 @@ class PrefillCall:
             identity=leg.info.identity,
             time_left_ms=time_left_ms(job.deadline),
         )
-        call = self._worker.prefill.Prefill(message, timeout=time_left_s(job.deadline))
+        call = self._target.worker.prefill.Prefill(message, timeout=time_left_s(job.deadline))
         try:
-            end = await unless(self._incarnation.lost, self._read(call))
+            end = await unless(self._target.incarnation.lost, self._read(call))
             return end or PrefillEnd(None, f"prefill worker {self.worker_id} fell silent")
         finally:
             call.cancel()
+            self._target.computed()
 
     async def _read(self, call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent]) -> PrefillEnd:
         try:
             async for event in call:
                 if event.HasField("first_tokens"):
                     self.got_first_tokens = True
+                    self._target.computed()
                     self._on_first_tokens(event.first_tokens)
                 elif event.HasField("outcome"):
                     return self._end_of(event.outcome)

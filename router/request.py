@@ -13,6 +13,9 @@ from router.output import Output, ResumeMismatch
 from router.timings import RequestTimings, now_ns
 from runtime.errors import InvalidArgument, MeshError
 
+# How long a complete answer waits for the rest of its timings. The report is on its way already: it takes a millisecond or two.
+SETTLE_S = 0.1
+
 
 class Request:
     """Owns a place in admission and a course; `close` gives both up, as often as one likes."""
@@ -43,9 +46,15 @@ class Request:
                     if rendered is not None:
                         handed(span.choice, len(rendered.delta.token_ids))
                         yield rendered
+            await self._settle()
             yield self._completed()
         finally:
             self.close()
+
+    async def _settle(self) -> None:
+        """A short answer can end before prefill's report of the hand-off has been read: the timings of `completed` need it."""
+        if self._task is not None and self._course.is_winding_up:
+            await asyncio.wait((self._task,), timeout=SETTLE_S)
 
     def fail(self, error: MeshError) -> None:
         """End the stream with `error` after what is queued."""
@@ -65,9 +74,8 @@ class Request:
         try:
             return self._output.replay(self.job.emitted)
         except ResumeMismatch as error:
-            raise InvalidArgument(
-                f"resume.emitted[{error.choice}].token_ids", f"{error}; send what was received, no more"
-            ) from error
+            field = f"resume.emitted[{error.choice}].token_ids"
+            raise InvalidArgument(field, f"{field}: {error}; send what was received, no more") from error
 
     async def _admit(self) -> None:
         began_ns = now_ns()

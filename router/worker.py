@@ -31,16 +31,14 @@ class Incarnation:
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Dispatched:
     """What was sent to a worker and no report can be sure to contain."""
 
     seqs: int = 0
     blocks: int = 0
     tokens: int = 0
-
-    def __add__(self, other: "Dispatched") -> "Dispatched":
-        return Dispatched(self.seqs + other.seqs, self.blocks + other.blocks, self.tokens + other.tokens)
+    num_reports: int = 0  # that have come since
 
 
 class Worker:
@@ -68,8 +66,7 @@ class Worker:
         self._settings = settings
         self._report_period_ms = report_period_ms
         self._on_change = on_change
-        # A report may have left before the latest dispatch arrived: what was dispatched counts until the second report after it.
-        self._dispatched = (Dispatched(), Dispatched())
+        self._dispatched: list[Dispatched] = []
         self._view: WorkerView | None = None
         self._link_started = False
         self._task: asyncio.Task[None] | None = None
@@ -98,17 +95,24 @@ class Worker:
             return None
         if self._view is None:
             attached = self.link.attached and self.link.epoch == current.info.epoch
-            sent = self._dispatched[0] + self._dispatched[1]
-            view = worker_views.view_of(current.info, current.load, decode=attached)
             self._view = dataclasses.replace(
-                view, dispatched_seqs=sent.seqs, dispatched_blocks=sent.blocks, dispatched_tokens=sent.tokens
+                worker_views.view_of(current.info, current.load, decode=attached),
+                dispatched_seqs=sum(sent.seqs for sent in self._dispatched),
+                dispatched_blocks=sum(sent.blocks for sent in self._dispatched),
+                dispatched_tokens=sum(sent.tokens for sent in self._dispatched),
             )
         return self._view
 
     def dispatched(self, sent: Dispatched) -> None:
-        """Count what was just sent there, until the reports contain it."""
-        self._dispatched = (self._dispatched[0], self._dispatched[1] + sent)
+        """Count what was just sent there, until the reports contain it or `done`."""
+        self._dispatched.append(sent)
         self._view = None
+
+    def done(self, sent: Dispatched) -> None:
+        """The worker has no more work with what was sent, as its answer says; idempotent."""
+        if sent in self._dispatched:
+            self._dispatched.remove(sent)
+            self._view = None
 
     def link_changed(self) -> None:
         """The DecodeLink attached or broke."""
@@ -166,14 +170,17 @@ class Worker:
         info = incarnation.info
         logger.info("worker %s is alive at %s, epoch %016x", info.worker_id, self.address, info.epoch)
         self.current = self.last = incarnation
-        self._dispatched = (Dispatched(), Dispatched())
+        self._dispatched.clear()
 
     def _report(self, load: worker_pb2.LoadReport) -> None:
         current = self.current
         if current is None or load.epoch != current.info.epoch:
             return
         current.load, current.reported_at = load, time.monotonic()
-        self._dispatched = (self._dispatched[1], Dispatched())
+        # A report may have left before the latest dispatch arrived: what was dispatched counts until the second report after it.
+        for sent in self._dispatched:
+            sent.num_reports += 1
+        self._dispatched = [sent for sent in self._dispatched if sent.num_reports < 2]
         self._view = None
         if worker_pb2.ROLE_DECODE in load.roles and not self._link_started:
             self._link_started = True

@@ -41,9 +41,13 @@ class Changes:
         self.closed = True
         self.notify()
 
-    async def wait(self, timeout_s: float) -> None:
-        """Until a change, at most `timeout_s`."""
-        change = self._next
+    @property
+    def next(self) -> asyncio.Event:
+        """Set at the next change from now on: take it before looking at the state, then `wait` for it."""
+        return self._next
+
+    async def wait(self, change: asyncio.Event, timeout_s: float) -> None:
+        """Until `change` is set, at most `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await change.wait()
@@ -76,11 +80,11 @@ class ControlServicer(WorkerControlServicer):
             raise InvalidArgument("period_ms", f"{request.period_ms} is not 0 (200) or {MIN_PERIOD_MS} to {MAX_PERIOD_MS}")
         period_s = request.period_ms / 1000 or DEFAULT_PERIOD_S
         while True:
-            is_last = self._changes.closed
+            is_last, change = self._changes.closed, self._changes.next
             yield self._report()
             if is_last:
                 return
-            await self._changes.wait(period_s)
+            await self._changes.wait(change, period_s)
 
     async def SetRoles(self, request: worker_pb2.SetRolesRequest, context: _ServicerContext) -> worker_pb2.WorkerInfo:
         roles = check_roles(request.roles)

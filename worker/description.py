@@ -92,7 +92,10 @@ def describe(
         identity=identity_of(engine, model),
         layout=layout_of(engine),
         transports=transports,
-        max_context=effective_max_context(engine.config, engine.model_config),
+        # The engine refuses a request whose prompt and max_tokens would not fit into an empty pool.
+        max_context=min(
+            effective_max_context(engine.config, engine.model_config), engine.kv.shape.num_blocks * engine.kv.shape.block_size
+        ),
         max_num_seqs=engine.config.max_num_seqs,
         num_blocks=engine.kv.shape.num_blocks,
         eos_token_ids=tuple(sorted(engine.eos_token_ids)),

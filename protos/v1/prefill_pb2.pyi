@@ -31,7 +31,9 @@ class _HandoffStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Handoff
     HANDOFF_STATUS_COMMITTED: _HandoffStatus.ValueType  # 1
     """HANDOFF_STATUS_COMMITTED: decode has everything and goes on."""
     HANDOFF_STATUS_FINISHED: _HandoffStatus.ValueType  # 2
-    """HANDOFF_STATUS_FINISHED: every choice ended with its first token; the reservation was released."""
+    """HANDOFF_STATUS_FINISHED: every choice ended with its first token. Decode was told and released the reservation; with a message it
+    could not be told, and the router has to cancel there.
+    """
     HANDOFF_STATUS_FAILED: _HandoffStatus.ValueType  # 3
     """HANDOFF_STATUS_FAILED: see message."""
 
@@ -43,7 +45,9 @@ HANDOFF_STATUS_UNSPECIFIED: HandoffStatus.ValueType  # 0
 HANDOFF_STATUS_COMMITTED: HandoffStatus.ValueType  # 1
 """HANDOFF_STATUS_COMMITTED: decode has everything and goes on."""
 HANDOFF_STATUS_FINISHED: HandoffStatus.ValueType  # 2
-"""HANDOFF_STATUS_FINISHED: every choice ended with its first token; the reservation was released."""
+"""HANDOFF_STATUS_FINISHED: every choice ended with its first token. Decode was told and released the reservation; with a message it
+could not be told, and the router has to cancel there.
+"""
 HANDOFF_STATUS_FAILED: HandoffStatus.ValueType  # 3
 """HANDOFF_STATUS_FAILED: see message."""
 Global___HandoffStatus: _TypeAlias = HandoffStatus  # noqa: Y015

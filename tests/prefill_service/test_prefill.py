@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 import grpc
 import pytest
@@ -86,6 +87,22 @@ async def test_full_queue_is_refused_with_a_delay(model: Model, decoder: Peer, r
         assert error.retry_delay_s is not None
         assert (await first)[-1].outcome.status == prefill_pb2.HANDOFF_STATUS_COMMITTED
         await cancel(decoder, "r2")
+        await cancel(decoder)
+
+
+async def test_a_prompt_whose_blocks_are_reserved_gives_way(model: Model, decoder: Peer, router: MiniRouter) -> None:
+    """Two workers may each hold the blocks that the other's pushes wait for: somebody has to notice."""
+    async with running_worker(model, engine={"num_blocks": 5}) as both, AsyncExitStack() as stack:
+        holder = MiniRouter()
+        await holder.attach(both)
+        stack.push_async_callback(holder.detach)
+        await holder.submit(both, "held", REQUEST)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _events(both, await submitted(decoder, router))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "reservations" in (caught.value.details() or "")
+        assert both.worker.engine.stats().num_waiting == 0
+        await cancel(both, "held")
         await cancel(decoder)
 
 

@@ -33,7 +33,7 @@ BY_TOKEN: dict[bytes, tuple[Decode, str]] = {}
 class StubPrefill(prefill_pb2_grpc.PrefillServiceServicer):
     """`prefill_plan` is empty when all goes well, else one word for each call:
 
-    reject | mute | break | lie | late | fail | final | break_after_first | committed_but_failed
+    reject | mute | break | lie | late | fail | final | break_after_first | committed_but_failed | tokenless | untold
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class StubPrefill(prefill_pb2_grpc.PrefillServiceServicer):
             if plan == "late":  # decode has sent everything before the first tokens are out
                 self._push(request)
                 await _drained(request)
-            if plan not in ("fail", "final"):
+            if plan not in ("fail", "final", "tokenless"):
                 yield prefill_pb2.PrefillEvent(first_tokens=_first_tokens(request.request))
             if plan == "committed_but_failed":
                 self._push(request)
@@ -73,6 +73,8 @@ class StubPrefill(prefill_pb2_grpc.PrefillServiceServicer):
             status = prefill_pb2.HANDOFF_STATUS_FAILED
             return prefill_pb2.HandoffOutcome(status=status, message="as planned", retryable=plan == "fail")
         if request.request.sampling.max_tokens == 1 + max(stub_model.start_indexes(request.request).values()):
+            if plan == "untold":
+                return prefill_pb2.HandoffOutcome(status=prefill_pb2.HANDOFF_STATUS_FINISHED, message="decode could not be told")
             decode, request_id = BY_TOKEN[request.reservation.token]
             decode.forget(request_id)
             return prefill_pb2.HandoffOutcome(status=prefill_pb2.HANDOFF_STATUS_FINISHED)

@@ -62,6 +62,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     full: bool = False
     wrong_token_at: int | None = None
     omit_committed: bool = False
+    give_up_while_refusing: bool = False  # a new attempt of what runs: it fails while the answer is on its way
     # What happened.
     submits: list[decode_pb2.SubmitRequest] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
@@ -156,6 +157,10 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
         if known is None and self.full:
             raise ResourceExhausted("no room", retry_delay_s=0.1)
         if known is not None and known.running:
+            if self.give_up_while_refusing:
+                self.frames_mute = False
+                self.fail(request.request_id, grpc.StatusCode.UNAVAILABLE)
+                await asyncio.sleep(0.2)
             raise FailedPrecondition("attempt", "the request runs already")
         if known is not None and request.attempt < known.submit.attempt:
             raise Aborted("an older attempt")

@@ -103,6 +103,21 @@ async def test_dispatches_count_until_the_second_report() -> None:
         await worker.kill()
 
 
+async def test_a_dispatch_ends_with_the_workers_answer() -> None:
+    worker = await StubWorker("p0", (PREFILL,)).start()
+    async with running_fleet(worker.address) as fleet:
+        await eventually(fleet.views)
+        known = fleet.workers[worker.address]
+        first, second = Dispatched(tokens=160), Dispatched(tokens=160)
+        known.dispatched(first)
+        known.dispatched(second)
+        known.done(first)
+        known.done(first)
+        (view,) = fleet.views()
+        assert view.tokens_ahead == 160  # the other one, though it looks the same
+        await worker.kill()
+
+
 async def test_worker_that_says_nonsense_is_not_used() -> None:
     worker = await StubWorker("d0", (DECODE,)).start()
     wrong = worker_pb2.WorkerInfo(worker_id="d0")

@@ -73,6 +73,14 @@ async def test_silent_prefill_worker_is_left_within_the_stream_timeout(model_fol
         await eventually(lambda: stalled.num_cancelled_prefills == 1)
 
 
+async def test_hand_off_without_first_tokens_is_started_again(model_folder: Path) -> None:
+    """Nobody else has them: to wait for them would be for ever."""
+    async with running_mesh(model_folder) as mesh:
+        mesh["p0"].prefill_plan = ["tokenless"]
+        assert (await mesh.generate(request())).tokens() == expected(8)
+        await mesh.until_whole()
+
+
 @pytest.mark.parametrize("omit_committed", [False, True])
 async def test_commit_whose_first_token_was_lost_is_started_again(model_folder: Path, omit_committed: bool) -> None:
     async with running_mesh(model_folder) as mesh:
@@ -244,6 +252,15 @@ async def test_commit_that_was_reported_as_failed_goes_on(model_folder: Path) ->
         mesh["d0"].frames_mute = False
         assert (await answering).tokens() == expected(8)
         assert len({submit.request_id for submit in mesh["d0"].submits}) == 1
+        await mesh.until_whole()
+
+
+async def test_giving_up_while_a_new_attempt_is_refused_is_not_missed(model_folder: Path) -> None:
+    async with running_mesh(model_folder) as mesh:
+        mesh["p0"].prefill_plan = ["committed_but_failed"]
+        mesh["d0"].frames_mute = mesh["d0"].give_up_while_refusing = True
+        answer = await mesh.generate(request())
+        assert (answer.tokens(), answer.timings.num_resubmissions) == (expected(8), 1)
         await mesh.until_whole()
 
 

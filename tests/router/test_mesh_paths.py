@@ -1,5 +1,6 @@
 """A request's ways through the mesh while nothing breaks: REMOTE, LOCAL, choices, stops, logprobs, resume."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from protos.v1 import common_pb2, mesh_pb2
 from tests.router import stub_model
 from tests.router.mesh import PROMPT, expected, request, running_mesh
+from tests.support.waiting import eventually
 
 REMOTE, LOCAL = mesh_pb2.PREFILL_MODE_REMOTE, mesh_pb2.PREFILL_MODE_LOCAL
 
@@ -58,6 +60,35 @@ def _check_sum(timings: mesh_pb2.Timings) -> None:
     total = sum(getattr(timings, f"{name}_ns") for name in names)
     assert abs(timings.ttft_ns - total) < 20_000_000  # scheduling between the parts, on a busy machine
     assert 0 < timings.ttft_ns <= timings.total_ns
+
+
+async def test_a_prefix_returns_to_the_worker_that_has_it(model_folder: Path) -> None:
+    """Without waiting for reports: what was dispatched ends with the first tokens."""
+    async with running_mesh(model_folder, prefill=2, report_period_ms=1000, stream_timeout_s=5.0) as mesh:
+        workers = [(await mesh.generate(request([*PROMPT, last], mode=REMOTE))).timings.prefill_worker for last in range(64, 69)]
+        assert len(set(workers)) == 1
+
+
+@pytest.mark.parametrize("mode", [REMOTE, LOCAL])
+async def test_waiting_for_room_is_counted_once(model_folder: Path, mode: mesh_pb2.PrefillMode.ValueType) -> None:
+    async with running_mesh(model_folder) as mesh:
+        mesh["d0"].full = True
+        answering = asyncio.create_task(mesh.generate(request(mode=mode)))
+        await eventually(lambda: len(mesh["d0"].submits) >= 2)
+        await asyncio.sleep(0.3)
+        mesh["d0"].full = False
+        timings = (await answering).timings
+        assert timings.admission_queue_ns > timings.ttft_ns / 2
+        _check_sum(timings)
+
+
+async def test_blocks_of_which_decode_was_not_told_are_given_back(model_folder: Path) -> None:
+    """Its lease would not lapse: this router's heartbeats renew it."""
+    async with running_mesh(model_folder) as mesh:
+        mesh["p0"].prefill_plan = ["untold"]
+        assert (await mesh.generate(request(max_tokens=1))).tokens() == expected(1)
+        await mesh.until_whole()
+        assert len(mesh["d0"].cancels) == 1
 
 
 async def test_first_token_may_end_it(model_folder: Path) -> None:

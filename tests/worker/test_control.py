@@ -36,6 +36,12 @@ async def test_info_is_complete(decoder: Peer) -> None:
     assert list(info.eos_token_ids)
 
 
+async def test_context_is_what_the_pool_holds(model: Model) -> None:
+    """Otherwise routers would fill up a request to the model's context, and this worker would refuse each of them."""
+    async with running_worker(model, engine={"num_blocks": 10}) as peer:
+        assert peer.info.max_context == 10 * 16
+
+
 async def test_workers_of_one_model_have_one_identity(prefiller: Peer, decoder: Peer) -> None:
     assert prefiller.info.identity == decoder.info.identity
     assert prefiller.info.epoch != decoder.info.epoch
