@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 DEVICES = ("cpu", "cuda")
+MAX_THREADS = 1024  # torch crashes when the system refuses it a thread
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -35,6 +36,8 @@ class EngineConfig:
             _at_least(name, getattr(self, name), 1)
         for name in ("num_blocks", "kv_memory_mb", "max_context", "num_threads"):
             _at_least(name, getattr(self, name), 0)
+        if self.num_threads > MAX_THREADS:
+            raise ValueError(f"num_threads: {self.num_threads} is more than {MAX_THREADS}; give the cores that it may use")
         if not 0.0 < self.kv_memory_share <= 1.0:
             raise ValueError(f"kv_memory_share: {self.kv_memory_share} is not in (0, 1]; give a share such as 0.3")
         if self.num_blocks and self.kv_memory_mb:

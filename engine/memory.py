@@ -86,15 +86,23 @@ def _machine_free(meminfo: Path) -> int:
 
 
 def _cgroup_free(folder: Path) -> int:
-    """What the control group's limit (version 2, as a container sees its own) leaves; very much when there is none."""
+    """What the control group's limit leaves, as a container sees its own (version 2, else 1); very much when there is none."""
+    files = {
+        "memory.max": ("memory.current", "memory.stat", "inactive_file"),
+        "memory/memory.limit_in_bytes": ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    }
+    return min(_limit_left(folder, limit, *names) for limit, names in files.items())
+
+
+def _limit_left(folder: Path, limit_name: str, used_name: str, stat_name: str, cache_key: str) -> int:
     try:
-        limit = (folder / "memory.max").read_text().strip()
-        used = int((folder / "memory.current").read_text())
-        cache = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        limit = (folder / limit_name).read_text().strip()
+        used = int((folder / used_name).read_text())
+        stat = dict(line.split() for line in (folder / stat_name).read_text().splitlines())
     except (OSError, ValueError):
         return 2**62
     # Clean page cache counts as used but is given up on demand.
-    return 2**62 if limit == "max" else max(int(limit) - used + int(cache.get("inactive_file", 0)), 0)
+    return 2**62 if limit == "max" else max(int(limit) - used + int(stat.get(cache_key, 0)), 0)
 
 
 def _mib(num_bytes: int) -> str:

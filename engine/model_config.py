@@ -88,7 +88,10 @@ def token_ids(value: object) -> frozenset[int]:
     """`eos_token_id` of a config: absent, one id or a list of ids."""
     if value is None:
         return frozenset()
-    return frozenset(int(str(item)) for item in (value if isinstance(value, (list, tuple)) else [value]))
+    ids = value if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+        raise ValueError(f"eos_token_id is {value!r}, not a token id or a list of them")
+    return frozenset(ids)
 
 
 def _check_supported(model_type: str, config: Mapping[str, object]) -> None:
@@ -112,6 +115,8 @@ def _windows(model_type: str, config: Mapping[str, object], num_layers: int) -> 
         window = None
     kinds = config.get("layer_types")
     if isinstance(kinds, (list, tuple)):
+        if len(kinds) < num_layers:
+            raise ValueError(f"layer_types: {len(kinds)} entries for {num_layers} layers")
         return tuple(_window_of(str(kind), window) for kind in kinds[:num_layers])
     first = _optional_integer(config, "max_window_layers")
     first = 28 if first is None else first
@@ -131,8 +136,8 @@ def _dtype(config: Mapping[str, object]) -> str | None:
 
 def _integer(config: Mapping[str, object], key: str) -> int:
     value = _optional_integer(config, key)
-    if value is None:
-        raise ValueError(f"config.json has no {key!r}; it is needed to build the model")
+    if not value:
+        raise ValueError(f"config.json has no {key!r}, or it is 0; it is needed to build the model")
     return value
 
 

@@ -29,7 +29,8 @@ COMMANDS = {
     "generate": "continue a prompt",
     "chat": "talk to the model, or ask one question",
     "status": "show workers, their roles and load, and the objectives in force",
-    "models": "list models, or fetch one",
+    "roles": "change the roles of a worker while it runs",
+    "models": "list models, or fetch or convert one",
     "doctor": "check what this machine has and lacks",
     "demo": "start a mesh, ask a question, show where the time went, stop",
 }

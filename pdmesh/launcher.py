@@ -31,10 +31,11 @@ from pdmesh.launcher_plan import (
     with_port,
     worker_plans,
 )
+from pdmesh.launcher_redis import RedisMember, require_redis
 from runtime.child import StartFailed
-from runtime.redis_embedded import EmbeddedRedis
 
 _POLL_PERIOD_S = 0.05
+_REDIS_PATIENCE_S = 5.0
 
 
 def _ignore(event: str) -> None:
@@ -55,7 +56,7 @@ class LocalMesh:
         self.routers: tuple[Member, ...] = ()
         self.workers: tuple[Member, ...] = ()
         self.started = False  # whether everything is ready, and not stopped
-        self._redis: EmbeddedRedis | None = None
+        self._redis: RedisMember | None = None
         self._on_event = on_event
         self._on_progress = on_progress
 
@@ -71,14 +72,15 @@ class LocalMesh:
 
     @property
     def redis_pid(self) -> int | None:
-        """Of the embedded Redis; None with one of the user's."""
+        """Of the embedded Redis; None while it is not running, and with one of the user's."""
         return None if self._redis is None else self._redis.pid
 
     @property
     def pids(self) -> dict[str, int]:
         """Process id by name of everything that runs now."""
         pids = {member.name: member.pid for member in self._members if member.running}
-        return pids if self.redis_pid is None else {"redis": self.redis_pid, **pids}
+        redis_pid = self.redis_pid
+        return pids if redis_pid is None else {"redis": redis_pid, **pids}
 
     def member(self, name: str) -> Member:
         """The router or worker of that name. Raises KeyError that lists the names."""
@@ -113,8 +115,10 @@ class LocalMesh:
     async def _start(self) -> None:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         if self.config.redis == EMBEDDED_REDIS:
-            self._redis = EmbeddedRedis()
+            self._redis = RedisMember(self._on_event, restart=self.config.restart)
             self.redis_url = await self._redis.start()
+        else:
+            await require_redis(self.redis_url, min(_REDIS_PATIENCE_S, self.config.start_timeout_s))
         plans = worker_plans(self.config, self.redis_url, num_usable_cores())
         self.workers = tuple(self._member(plan) for plan in plans)
         self.routers = tuple(self._member(plan) for plan in router_plans(self.config, self.redis_url))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping
@@ -9,8 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pdmesh
+from runtime.child import StartFailed
 
 EMBEDDED_REDIS = "embedded"
+# What routers and workers import: the client alone is installed without them.
+_PACKAGES = ("grpc_health", "grpc_reflection", "redis", "tokenizers", "jinja2", "torch", "safetensors", "numpy", "crc32c")
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,8 @@ def _worker(config: LocalMeshConfig, name: str, roles: tuple[str, ...], redis_ur
         "--port": "0",
         "--mesh": config.mesh,
         "--num-threads": str(threads),
+        # They share the machine's memory: each takes its part, and together they leave as much as two with the default.
+        "--kv-memory-share": f"{min(0.3, 0.6 / max(1, config.num_workers)):.4g}",
         "--drain-grace-s": str(config.stop_grace_s / 2),
     }
     # Idle threads that spin would take the cores from the other workers' threads.
@@ -135,6 +141,16 @@ def _environment(config: LocalMeshConfig, redis_url: str) -> dict[str, str]:
     root = str(Path(pdmesh.__file__).resolve().parent.parent)
     path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
     return {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PDMESH_REDIS": redis_url, **config.env}
+
+
+def check_packages() -> None:
+    """Raises StartFailed, with the command that installs them, when packages are missing that the processes need."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise StartFailed(
+            f"Python packages are missing ({', '.join(missing)}); install what a mesh on this machine needs with: "
+            "pip install 'pdmesh[local]'"
+        )
 
 
 def num_usable_cores() -> int:

@@ -11,7 +11,7 @@
 
 `port` is `--port` and PDMESH_PORT; a flag wins over the environment, that over the default. Fields of a nested dataclass
 carry the outer field's name as prefix (`--engine-max-num-seqs`) unless its metadata say `flatten`. Booleans are `--x` and
-`--no-x`. Field types: see `runtime.config_values`. Metadata: `help`, `flatten`, `secret` (never shown).
+`--no-x`. Field types: see `runtime.config_values`. Metadata: `help`, `flatten`, `secret` (what is given is never shown).
 """
 
 from __future__ import annotations

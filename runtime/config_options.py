@@ -30,11 +30,9 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """The default as a person reads it."""
+        """The default as a person reads it. It stands in the source: no secret, also of an option that may hold one."""
         if self.required:
             return "required"
-        if self.secret and self.default:
-            return "hidden"
         return config_values.format_value(self.type_, self.default) or "empty"
 
 

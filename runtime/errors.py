@@ -21,8 +21,8 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "pdmesh"
 DETAILS_KEY = "grpc-status-details-bin"
-# Status and details travel as HTTP/2 headers, of which gRPC takes 8 KiB by default. The message is in both: percent-encoded (up to
-# three bytes for one) and in base64.
+# Status and details travel as HTTP/2 headers, of which gRPC takes 8 KiB by default. The message is in both: percent-encoded
+# (up to three bytes for one) and in base64.
 MAX_MESSAGE_BYTES = 900
 MAX_FIELD_BYTES = 200
 

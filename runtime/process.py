@@ -22,6 +22,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from runtime import parent_death
 from runtime.config import EXIT_USAGE, ConfigError
@@ -112,7 +113,7 @@ async def run_until_signal(main: Main) -> int:
     try:
         await life.run(main)
     except ConfigError as error:
-        print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
+        print(f"{_program()}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except Exception as error:  # noqa: BLE001 - logged by fail
         life.fail(error)
@@ -128,6 +129,12 @@ def _on_signal(life: Lifecycle, number: signal.Signals) -> None:
         logging.shutdown()
         os._exit(128 + number)
     life.stop(number.name)
+
+
+def _program() -> str:
+    """The program's name: for `python -m NAME`, whose path ends in NAME/__main__.py, NAME."""
+    path = Path(sys.argv[0])
+    return path.parent.name if path.name == "__main__.py" else path.name
 
 
 def _print_line(content: dict[str, object]) -> None:

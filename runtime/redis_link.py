@@ -4,6 +4,7 @@ tells."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -32,7 +33,7 @@ class RedisLink:
         """`timeout_s` seconds bound a whole operation. Raises ConfigError for a malformed URL; connects only at the first
         call."""
         self._redis = _client(url, timeout_s)
-        self._shown_url = _without_password(url)
+        self._shown_url = without_password(url)
         self._timeout_s = timeout_s
         self._clock = clock
         self._backoff_s = FIRST_BACKOFF_S
@@ -43,6 +44,16 @@ class RedisLink:
         """The operation's result, or None."""
         if self._retry_at is not None and self._clock() < self._retry_at:
             return None
+        task = asyncio.current_task()
+        assert task is not None
+        num_cancels = task.cancelling()
+        result = await self._attempt(operation)
+        if task.cancelling() > num_cancels:
+            # The client library loses a cancellation that comes while it connects; whoever cancelled waits for our end.
+            raise asyncio.CancelledError
+        return result
+
+    async def _attempt(self, operation: Callable[[Redis], Awaitable[T]]) -> T | None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 result = await operation(self._redis)
@@ -81,6 +92,20 @@ class RedisLink:
         self._backoff_s = min(self._backoff_s * 2, MAX_BACKOFF_S)
 
 
+async def why_silent(url: str, timeout_s: float = 1.0) -> str | None:
+    """Asks the Redis at `url` once: None when it answers, else why not. Raises ConfigError for a malformed URL."""
+    redis = _client(url, timeout_s)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await redis.ping()
+            return None
+    except Exception as error:  # noqa: BLE001 - what answers there may be no Redis at all
+        return str(error) or f"no answer within {timeout_s:g} s"
+    finally:
+        with contextlib.suppress(RedisError, OSError, TimeoutError):
+            await redis.aclose()
+
+
 def _client(url: str, timeout_s: float) -> Redis:
     try:
         return Redis.from_url(
@@ -92,11 +117,12 @@ def _client(url: str, timeout_s: float) -> Redis:
             decode_responses=False,
         )
     except ValueError as error:
-        problem = f"{_without_password(url)!r} is no Redis URL ({error})"
-        raise ConfigError("redis_url", problem, "give redis://host:port/0") from None
+        problem = f"{without_password(url)!r} is no Redis URL ({error})"
+        raise ConfigError("--redis", problem, "give redis://host:port/0") from None
 
 
-def _without_password(url: str) -> str:
+def without_password(url: str) -> str:
+    """The URL as it may be shown."""
     try:
         parts = urlsplit(url)
     except ValueError:

@@ -23,6 +23,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from protos.v1.worker_pb2 import WorkerInfo
 from runtime import records
+from runtime.config import ConfigError
 from runtime.redis_link import RedisLink
 
 Kind = Literal["worker", "router"]
@@ -88,13 +89,16 @@ class Registry:
         timeout_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ttl_s` seconds a record lives without renewal. Raises ConfigError for a malformed URL, InvalidRecord for a mesh's
-        name."""
-        self._mesh = records.check_id("mesh", mesh)
+        """`ttl_s` seconds a record lives without renewal. Raises ConfigError for a malformed URL or mesh's name."""
+        try:
+            self._mesh = records.check_id("mesh", mesh)
+        except records.InvalidRecord as error:
+            raise ConfigError("--mesh", str(error)) from None
         self._link = RedisLink(url, timeout_s=timeout_s, clock=clock)
         self.ttl_s = ttl_s
         self._clock = clock
         self._generations: dict[str, int] = {}
+        self._ousted: set[str] = set()  # keys that newer processes own
         self._invalid: dict[bytes, str] = {}
         self._watcher: asyncio.Task[None] | None = None
         self.num_invalid_records = 0
@@ -184,7 +188,9 @@ class Registry:
         generation = await self._link.call(lambda redis: _eval(redis, _PUT, key, arguments))
         if generation:
             self._generations[key] = generation
-        elif generation == 0:
+            self._ousted.discard(key)
+        elif generation == 0 and key not in self._ousted:
+            self._ousted.add(key)
             logger.warning("%s belongs to a newer process now; this one (epoch %016x) leaves it alone", key, epoch)
         return bool(generation)
 

@@ -32,6 +32,11 @@ class Tokenizer:
         """Reads tokenizer.json and, where present, tokenizer_config.json, special_tokens_map.json, chat_template.jinja,
         generation_config.json and config.json. FileNotFoundError or ValueError name the file and what is wrong with it."""
         path = Path(folder) / "tokenizer.json"
+        if Path(folder).is_file():
+            raise ValueError(
+                f"{folder} is a file, and a tokenizer is read from a model folder; for a .gguf file, "
+                "`pdmesh models fetch FILE` makes one and prints its path"
+            )
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path} is missing: a model folder needs config.json, *.safetensors and tokenizer.json; "

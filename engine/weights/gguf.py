@@ -42,7 +42,7 @@ class GgufSource:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        reader = GGUFReader(path)
+        reader = _open(path)
         self.config_dict = config_dict(path, reader)
         self.config = ModelConfig.from_dict(self.config_dict)
         self._is_permuted = self.config_dict["model_type"] == "llama"
@@ -72,6 +72,16 @@ class GgufSource:
         heads = self.config.num_heads if is_query else self.config.num_kv_heads
         pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+
+
+def _open(path: Path) -> GGUFReader:
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{path} is no GGUF file; give one, or a Hugging Face folder")
+    try:
+        return GGUFReader(path)
+    except (ValueError, LookupError, OverflowError) as error:  # what numpy makes of too few bytes
+        raise ValueError(f"{path} cannot be read ({error}); it is cut off or damaged, get it again") from error
 
 
 def huggingface_name(name: str) -> str:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.model_config import ModelConfig, token_ids
+from engine.model_config import ModelConfig, UnsupportedModel, token_ids
 from engine.weights.source import MissingTensor
 
+T = TypeVar("T")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -50,7 +52,10 @@ class _Slice(Protocol):
 
 
 def _tensors_of(path: Path) -> list[tuple[_File, str]]:
-    file: _File = safe_open(path, framework="pt")
+    try:
+        file: _File = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read ({error}); it is cut off or no safetensors file, get it again") from error
     return [(file, name) for name in list(file.keys())]
 
 
@@ -59,12 +64,25 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder}: no config.json; give a Hugging Face model folder or a .gguf file")
-    config = ModelConfig.from_dict(json.loads(path.read_text()))
+    config = _config_of(path, ModelConfig.from_dict)
     generation = folder / "generation_config.json"
     if generation.is_file():
-        ids = token_ids(json.loads(generation.read_text()).get("eos_token_id"))
+        ids = _config_of(generation, lambda content: token_ids(content.get("eos_token_id")))
         return replace(config, eos_token_ids=ids or config.eos_token_ids)
     return config
+
+
+def _config_of(path: Path, read: Callable[[Mapping[str, object]], T]) -> T:
+    """What `read` makes of a JSON file. Raises ValueError that names the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no JSON object")
+        return read(content)
+    except UnsupportedModel:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -74,8 +92,15 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     if not index.is_file():
         raise ValueError(f"{folder}: neither {SINGLE} nor {INDEX}; only safetensors and GGUF weights are read")
-    files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    files = sorted({folder / name for name in _config_of(index, _weight_map).values()})
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise ValueError(f"{folder}: shards are missing: {', '.join(missing)}; download them again")
     return files
+
+
+def _weight_map(index: Mapping[str, object]) -> dict[str, str]:
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError("it has no weight_map from tensors to files")
+    return names

@@ -16,7 +16,7 @@ from pdmesh.client import AsyncClient
 from pdmesh.client_types import Completed, Delta, Event, Generation, Message
 from pdmesh.client_wire import generation
 from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
+from pdmesh.launcher_plan import LocalMeshConfig, check_packages
 from pdmesh.render import palette
 from pdmesh.render_mesh import process_table
 from pdmesh.render_timings import timings_report
@@ -43,6 +43,7 @@ class Options:
 def run(options: Options) -> int:
     """0 when everything was answered and all processes have ended."""
     try:
+        check_packages()
         folder = models.ensure_model(options.model)
         return asyncio.run(_demo(options, folder))
     except (models.ModelError, StartFailed) as error:

@@ -10,6 +10,7 @@ from enum import Enum
 
 from pdmesh.client_types import Completed, Delta, Event, Generation
 from pdmesh.client_wire import generation
+from pdmesh.errors import MeshError
 from pdmesh.render import palette
 from pdmesh.render_timings import timings_report
 
@@ -18,11 +19,16 @@ def show_text(events: Iterable[Event]) -> Generation:
     """Writes the text of the first choice to stdout as it comes, those of the others when they are complete."""
     seen: list[Event] = []
     last_text = ""
-    for event in events:
-        seen.append(event)
-        if isinstance(event, Delta) and event.choice == 0 and event.text:
-            last_text = event.text
-            print(event.text, end="", flush=True)
+    try:
+        for event in events:
+            seen.append(event)
+            if isinstance(event, Delta) and event.choice == 0 and event.text:
+                last_text = event.text
+                print(event.text, end="", flush=True)
+    except MeshError:
+        # What is said about the error begins on a line of its own.
+        print(end="\n" if last_text and not last_text.endswith("\n") else "", flush=True)
+        raise
     answer = generation(seen)
     if not last_text.endswith("\n"):
         print(flush=True)

@@ -13,7 +13,7 @@ from typing import Literal
 from pdmesh import models
 from pdmesh.client_channel import DEFAULT_ADDRESS
 from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import EMBEDDED_REDIS, LocalMeshConfig
+from pdmesh.launcher_plan import EMBEDDED_REDIS, LocalMeshConfig, check_packages
 from pdmesh.render import palette
 from pdmesh.render_mesh import process_table
 from runtime.child import StartFailed
@@ -32,6 +32,7 @@ class Options:
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
     port: int = field(default=8100, metadata={"help": "port of the (first) router; 0: any free one"})
     redis: str = field(default=EMBEDDED_REDIS, metadata={"help": "embedded, or the URL of a Redis", "secret": True})
+    mesh: str = field(default="default", metadata={"help": "name of the mesh: meshes that share a Redis need different ones"})
     threads: int = field(default=0, metadata={"help": "threads of each worker; 0: the cores divided by the workers"})
     log_dir: str = field(default="", metadata={"help": "folder for the logs of the processes; empty: a new temporary one"})
     start_timeout_s: float = field(default=180.0, metadata={"help": "how long the processes may take to get ready"})
@@ -54,6 +55,7 @@ class Options:
 def run(options: Options) -> int:
     """0 when it was stopped as asked; 1 when it could not start."""
     try:
+        check_packages()
         folder = models.ensure_model(options.model)
         return asyncio.run(_serve(_config(options, folder)))
     except (models.ModelError, StartFailed) as error:
@@ -73,6 +75,7 @@ def _config(options: Options, folder: Path) -> LocalMeshConfig:
         host=options.host,
         port=options.port,
         redis=options.redis,
+        mesh=options.mesh,
         num_threads=options.threads,
         start_timeout_s=options.start_timeout_s,
         log_dir=options.log_dir,

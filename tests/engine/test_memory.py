@@ -84,6 +84,16 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
     assert cgroup_free(tmp_path) == 600
 
 
+def test_a_containers_limit_counts_in_version_1_of_control_groups(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("700\n")
+    (tmp_path / "memory" / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 300\n")
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert cgroup_free(tmp_path) > 2**60
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1000\n")
+    assert cgroup_free(tmp_path) == 600
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -92,6 +102,7 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
         ({"dtype": "int8"}, "dtype: 'int8'"),
         ({"block_size": 0}, "block_size: 0 is less than 1"),
         ({"num_threads": -1}, "num_threads: -1 is less than 0"),
+        ({"num_threads": 100_000}, "num_threads: 100000 is more than 1024"),
         ({"kv_memory_share": 1.5}, "kv_memory_share: 1.5 is not in"),
         ({"num_blocks": 3, "kv_memory_mb": 3}, "give one of them"),
     ],

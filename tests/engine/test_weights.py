@@ -117,6 +117,34 @@ def test_what_is_not_a_model_is_refused(tmp_path: Path, name: str, message: str)
         load(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", "{", r"config\.json: Expecting"),
+        ("config.json", "[1]", r"config\.json: it holds no JSON object"),
+        ("generation_config.json", '{"eos_token_id": "abc"}', r"generation_config\.json: eos_token_id is 'abc'"),
+        ("model.safetensors", "", r"model\.safetensors cannot be read .*get it again"),
+        ("model.safetensors.index.json", "{}", r"index\.json: it has no weight_map"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    folder = make_tiny_model(tmp_path / "hf", "llama")
+    if name.endswith("index.json"):
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"hi", b"GGUF", b"GGUF\3\0\0\0" + b"\xff" * 7 + b"\x7f" + b"\xff" * 8, b"GGUF\3\0\0\0" + b"\1" * 99]
+)
+def test_a_damaged_gguf_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "damaged.gguf").write_bytes(content)
+    with pytest.raises(ValueError, match=r"damaged\.gguf"):
+        load(tmp_path / "damaged.gguf")
+
+
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no config\.json"):
         load(tmp_path)

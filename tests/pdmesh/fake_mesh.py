@@ -43,6 +43,7 @@ class Script:
     hang_after: int | None = None
     # Send these messages instead of a stream of tokens.
     messages: Sequence[mesh_pb2.GenerateResponse] | None = None
+    workers: Sequence[mesh_pb2.WorkerStatus] = ()
     requests: list[mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest] = field(default_factory=list)
     time_left_s: list[float | None] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,7 +76,7 @@ class FakeMesh(MeshServicer):
         return mesh_pb2.ListModelsResponse(models=[model])
 
     async def GetStatus(self, request: mesh_pb2.GetStatusRequest, context: Context) -> mesh_pb2.GetStatusResponse:
-        return mesh_pb2.GetStatusResponse(router_id="fake-router", max_inflight=4)
+        return mesh_pb2.GetStatusResponse(router_id="fake-router", max_inflight=4, workers=self.script.workers)
 
     async def _serve(
         self, request: mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest, context: Context

@@ -127,6 +127,14 @@ async def test_refused_request_exits_with_its_reason(capsys: pytest.CaptureFixtu
     await router.stop()
 
 
+async def test_an_answer_that_breaks_off_ends_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    router = await start_router(Script(fail_after=2, failure=errors.Internal("broken")))
+    assert await run("generate", "hi", "--router", router.address) == 1
+    shown = capsys.readouterr()
+    assert shown.out == f"{text(0, 0)}{text(0, 1)}\n" and "broken" in shown.err
+    await router.stop()
+
+
 async def test_no_mesh_exits_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
     assert await run("status", "--router", "127.0.0.1:1", "--resume-timeout-s", "0.1") == 3
     assert "pdmesh up" in capsys.readouterr().err

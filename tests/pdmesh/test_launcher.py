@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh import launcher
+from pdmesh import launcher, launcher_redis
 from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_member import MAX_BACKOFF_S, Member, backoff_s, how_it_ended
-from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan, router_plans, with_port, worker_plans
+from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan, check_packages, router_plans, with_port, worker_plans
 from runtime.child import StartFailed
+from runtime.redis_link import why_silent
 
 ROOT = Path(__file__).parents[2]
 WORKERS = ("prefill-0", "decode-0")
@@ -68,6 +70,7 @@ def test_plans_name_workers_roles_and_share_the_cores() -> None:
     ]
     assert all(p.is_worker and flag(p, "--worker-id") == p.name for p in plans)
     assert {flag(p, "--num-threads") for p in plans} == {"2"} and {p.env["OMP_NUM_THREADS"] for p in plans} == {"2"}
+    assert {flag(p, "--kv-memory-share") for p in plans} == {"0.15"}
     assert flag(plans[0], "--model-name") == "small"
     assert plans[0].env["PDMESH_REDIS"] == "redis://r" and "redis://r" not in plans[0].argv
 
@@ -89,6 +92,13 @@ def test_routers_take_consecutive_ports_and_keep_them() -> None:
 def test_configuration_is_checked(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         LocalMesh(LocalMeshConfig(model="m", **wrong))  # type: ignore[arg-type]
+
+
+def test_missing_packages_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_packages()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch" else object())
+    with pytest.raises(StartFailed, match=r"\(torch\).*pip install 'pdmesh\[local\]'"):
+        check_packages()
 
 
 def test_backoff_and_words() -> None:
@@ -121,6 +131,54 @@ async def test_dead_worker_is_reported_and_comes_back(stand_ins: None, tmp_path:
         assert mesh.member("prefill-0").running
         with pytest.raises(KeyError, match="decode-0"):
             mesh.member("decode-7")
+
+
+async def test_dead_redis_is_reported_and_comes_back_on_its_port(stand_ins: None, tmp_path: Path) -> None:
+    events: list[str] = []
+    async with LocalMesh(config(tmp_path), on_event=events.append) as mesh:
+        url, first = mesh.redis_url, mesh.redis_pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: any("redis is back" in event for event in events))
+        assert f"redis (pid {first}) was ended by SIGKILL" in events[0] and "starting it again" in events[0]
+        assert mesh.redis_url == url and mesh.redis_pid not in (None, first)
+        assert await why_silent(url) is None
+        last = mesh.redis_pid
+    assert last is not None and not exists(last)
+
+
+async def test_dead_redis_without_restart_is_only_reported(stand_ins: None, tmp_path: Path) -> None:
+    events: list[str] = []
+    async with LocalMesh(config(tmp_path, restart=False), on_event=events.append) as mesh:
+        assert mesh.redis_pid is not None
+        os.kill(mesh.redis_pid, signal.SIGKILL)
+        await until(lambda: bool(events))
+        assert "starting" not in events[0] and mesh.redis_pid is None and "redis" not in mesh.pids
+
+
+async def test_stopped_while_redis_is_between_two_lives(stand_ins: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(launcher_redis, "backoff_s", lambda _: 60.0)
+    events: list[str] = []
+    async with LocalMesh(config(tmp_path), on_event=events.append) as mesh:
+        assert mesh.redis_pid is not None
+        os.kill(mesh.redis_pid, signal.SIGKILL)
+        await until(lambda: bool(events))
+        pids = mesh.pids
+        assert set(pids) == {"router-0", *WORKERS}
+    assert not any(exists(pid) for pid in pids.values())
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"), [("redis://127.0.0.1:1", "does not answer.*leave out --redis"), ("7", "no Redis URL")]
+)
+async def test_redis_of_the_user_has_to_answer(
+    stand_ins: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str, problem: str
+) -> None:
+    monkeypatch.setattr(launcher, "_REDIS_PATIENCE_S", 0.1)
+    mesh = LocalMesh(config(tmp_path, redis=url))
+    with pytest.raises(StartFailed, match=problem):
+        await mesh.start()
+    assert mesh.pids == {}
 
 
 async def test_without_restart_death_is_only_reported(stand_ins: None, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from contextlib import AsyncExitStack
 import pytest
 
 from runtime.child import ManagedProcess, StartFailed
+from runtime.config import EXIT_USAGE, ConfigError
+from runtime.process import Lifecycle, run
 from tests.support.waiting import alive, eventually
 
 Launch = Callable[..., ManagedProcess]
@@ -144,3 +146,17 @@ def _handles_sigterm(pid: int) -> bool:
     with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
         caught = next(line for line in status if line.startswith("SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"), [("/src/router/__main__.py", "router"), ("/bin/pdmesh", "pdmesh"), ("/src/service.py", "service.py")]
+)
+def test_a_wrong_setting_is_reported_under_the_programs_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], path: str, shown: str
+) -> None:
+    async def wrong(_: Lifecycle) -> None:
+        raise ConfigError("--port", "is wrong")
+
+    monkeypatch.setattr("sys.argv", [path])
+    assert run(wrong) == EXIT_USAGE
+    assert capsys.readouterr().err == f"{shown}: --port: is wrong\n"

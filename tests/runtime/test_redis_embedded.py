@@ -34,6 +34,14 @@ async def test_stop_leaves_no_process() -> None:
     await server.stop()
 
 
+async def test_its_death_is_heard() -> None:
+    async with EmbeddedRedis() as server:
+        assert server.running
+        os.kill(server.pid, signal.SIGKILL)
+        assert await server.wait() == -signal.SIGKILL
+        assert not server.running
+
+
 async def test_a_paused_one_is_stopped_too() -> None:
     async with EmbeddedRedis() as server:
         pid = server.pid

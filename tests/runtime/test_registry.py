@@ -19,6 +19,7 @@ from runtime.announcer import router_announcer, worker_announcer
 from runtime.config import ConfigError
 from runtime.records import InvalidRecord
 from runtime.redis_embedded import EmbeddedRedis
+from runtime.redis_link import RedisLink
 from runtime.registry import Registry
 from tests.runtime.test_records import record, worker
 from tests.support.waiting import eventually
@@ -77,11 +78,15 @@ async def test_meshes_do_not_see_each_other(redis_server: EmbeddedRedis, registr
     await elsewhere.stop()
 
 
-async def test_an_older_process_cannot_touch_the_record_of_a_newer_one(registry: Registry, other: Registry) -> None:
+async def test_an_older_process_cannot_touch_the_record_of_a_newer_one(
+    registry: Registry, other: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
     old, new = worker(epoch=2**64 - 1), worker(epoch=1, address="127.0.0.1:6000")
     assert await registry.register(old)
     assert await other.register(new)
     assert not await registry.renew(old)
+    assert not await registry.renew(old)
+    assert caplog.text.count("belongs to a newer process") == 1
     assert not await registry.deregister(old)
     assert await registry.list_workers() == [new]
     assert await other.renew(new)
@@ -309,14 +314,48 @@ async def test_something_on_the_port_that_is_no_redis(answer: bytes) -> None:
 
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1", "redis://host:port", "127.0.0.1:6379"])
 def test_a_malformed_url_is_a_config_error(url: str) -> None:
-    with pytest.raises(ConfigError, match="redis_url"):
+    with pytest.raises(ConfigError, match="--redis"):
         Registry(url)
+
+
+def test_a_wrong_name_of_a_mesh_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"--mesh: .*'a b' is not"):
+        Registry("redis://127.0.0.1:1", "a b")
 
 
 def test_a_password_is_not_shown() -> None:
     with pytest.raises(ConfigError) as caught:
         Registry("http://user:geheim@host")
     assert "geheim" not in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", [None, "late"])
+async def test_a_cancellation_that_the_client_library_loses_still_counts(answer: str | None) -> None:
+    link = RedisLink("redis://127.0.0.1:1")
+
+    async def lose(_: object) -> str:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            if answer is None:
+                raise ConnectionError("lost") from None
+        return "late"
+
+    call = asyncio.create_task(link.call(lose))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await link.close()
+
+
+async def test_a_watch_stops_while_it_connects(redis_server: EmbeddedRedis) -> None:
+    for number in range(30):
+        registry = Registry(redis_server.url)
+        registry.start(lambda _: None, poll_period_s=0.0005)
+        await asyncio.sleep(0.0002 * number)
+        await asyncio.wait_for(registry.stop(), 5)
 
 
 async def test_during_the_back_off_nothing_is_tried() -> None:

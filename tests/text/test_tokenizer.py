@@ -93,6 +93,13 @@ def test_a_missing_tokenizer_says_what_to_do(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+def test_a_gguf_file_instead_of_a_folder_says_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="pdmesh models fetch"):
+        Tokenizer.load(file)
+
+
 def test_text_of_single_tokens() -> None:
     tokenizer = make_tokenizer("byte_level")
     start_of_euro = tokenizer.encode("€")[0]
