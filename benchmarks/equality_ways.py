@@ -39,15 +39,37 @@ def engine_ways(folder: Path, prompts: Sequence[Sequence[int]], draw: Draw, num_
     outputs = run(engine, prompts, params)
     yield Outcome("engine batched", outputs, sum(map(len, outputs)) - engine.stats().num_steps)
     del engine
-    tight = make_engine(folder, num_blocks=_tight(prompts, num_tokens), max_num_batched_tokens=96)
-    outputs = run(tight, prompts, params)
-    yield Outcome("engine preempted, small chunks", outputs, tight.stats().num_preemptions)
+    yield _preempted_engine(folder, prompts, draw, num_tokens)
 
 
-def _tight(prompts: Sequence[Sequence[int]], num_tokens: int) -> int:
-    """Blocks that hold all prompts but not all answers: sequences start, grow, and must give way to each other."""
-    longest = -(-(max(map(len, prompts)) + num_tokens) // BLOCK_SIZE)
-    return max(longest, sum(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts) + len(prompts)) + 2
+@dataclass(frozen=True)
+class Tight:
+    """Some of the prompts with a pool in which their answers cannot all grow at once: sequences have to give way."""
+
+    numbers: list[int]
+    num_blocks: int
+
+
+def tight_groups(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Tight]:
+    """Short prompts with a third of the blocks that they would like, long ones with hardly more than the longest needs."""
+    needs = [-(-(len(prompt) + num_tokens) // BLOCK_SIZE) for prompt in prompts]
+    by_need = sorted(range(len(prompts)), key=lambda number: needs[number])
+    middle = len(prompts) * 3 // 4
+    short, long = by_need[:middle], by_need[middle:]
+    third = sum(needs[number] for number in short) * 35 // 100
+    return [Tight(short, max(needs[short[-1]], third)), Tight(long, needs[long[-1]] + 2)]
+
+
+def _preempted_engine(folder: Path, prompts: Sequence[Sequence[int]], draw: Draw, num_tokens: int) -> Outcome:
+    outputs: list[list[int]] = [[] for _ in prompts]
+    num_preemptions = 0
+    for group in tight_groups(prompts, num_tokens):
+        engine = make_engine(folder, num_blocks=group.num_blocks, max_num_batched_tokens=96)
+        answers = run(engine, [prompts[number] for number in group.numbers], draw.params(num_tokens))
+        for number, answer in zip(group.numbers, answers, strict=True):
+            outputs[number] = answer
+        num_preemptions += engine.stats().num_preemptions
+    return Outcome("engine preempted, small chunks", outputs, num_preemptions)
 
 
 async def mesh_ways(folder: Path, prompts: Sequence[Sequence[int]], draw: Draw, num_tokens: int) -> AsyncIterator[Outcome]:
@@ -81,11 +103,16 @@ async def mesh_ways(folder: Path, prompts: Sequence[Sequence[int]], draw: Draw, 
 
 async def preempting_mesh(folder: Path, prompts: Sequence[Sequence[int]], draw: Draw, num_tokens: int) -> Outcome:
     """(f) through the mesh: a decode worker whose pool is too small for all answers at once."""
-    blocks = ("--num-blocks", str(_tight(prompts, num_tokens)))
-    async with LocalMesh(LocalMeshConfig(model=str(folder), port=0, worker_args=blocks)) as mesh:
-        streams = await mesh_runs.run(mesh.router_addresses, prompts, draw, num_tokens, together=True)
-        async with AsyncClient(mesh.router_addresses) as client:
-            status = await client.status()
-        return Outcome(
-            "mesh, preempted", mesh_runs.tokens(streams), sum(worker.load.num_preemptions for worker in status.workers)
-        )
+    outputs: list[list[int]] = [[] for _ in prompts]
+    num_preemptions = 0
+    for group in tight_groups(prompts, num_tokens):
+        blocks = ("--num-blocks", str(group.num_blocks))
+        async with LocalMesh(LocalMeshConfig(model=str(folder), port=0, worker_args=blocks)) as mesh:
+            chosen = [prompts[number] for number in group.numbers]
+            streams = await mesh_runs.run(mesh.router_addresses, chosen, draw, num_tokens, together=True)
+            async with AsyncClient(mesh.router_addresses) as client:
+                status = await client.status()
+        for number, stream in zip(group.numbers, streams, strict=True):
+            outputs[number] = stream.token_ids
+        num_preemptions += sum(worker.load.num_preemptions for worker in status.workers)
+    return Outcome("mesh, preempted", outputs, num_preemptions)

@@ -132,9 +132,16 @@ class RpcStatus:
 def status_of(error: BaseException) -> RpcStatus:
     """The status that `error` ends a call with. Logs the traceback of what is no MeshError; never raises."""
     mesh_error = as_mesh_error(error)
-    message = _shortened(mesh_error.message, MAX_MESSAGE_BYTES)
+    message = _shortened(_with_field(mesh_error), MAX_MESSAGE_BYTES)
     details = status_pb2.Status(code=mesh_error.code.value[0], message=message, details=_details_of(mesh_error))
     return RpcStatus(mesh_error.code, message, ((DETAILS_KEY, details.SerializeToString()),))
+
+
+def _with_field(error: MeshError) -> str:
+    """Not everybody reads the rich details: the text alone says what is wrong where."""
+    if error.field is None or error.field in error.message:
+        return error.message
+    return f"{_shortened(error.field, MAX_FIELD_BYTES)}: {error.message}"
 
 
 def as_mesh_error(error: BaseException) -> MeshError:

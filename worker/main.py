@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import secrets
@@ -11,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+from engine.config import EngineConfig
 from engine.engine import Engine
 from runtime import log
 from runtime.announcer import worker_announcer
@@ -73,13 +75,21 @@ async def _announced(life: Lifecycle, config: WorkerConfig, worker: Worker, addr
         await registry.stop()
 
 
+def _config_error(error: Exception) -> ConfigError:
+    """The flag at fault: the engine's settings are named at the beginning of its messages; all else is about the model."""
+    name, _, problem = str(error).partition(": ")
+    if problem and name in {field.name for field in dataclasses.fields(EngineConfig)}:
+        return ConfigError(f"--{name.replace('_', '-')}", problem)
+    return ConfigError("--model", str(error))
+
+
 async def _load_engine(life: Lifecycle, config: WorkerConfig) -> Engine:
     started = time.monotonic()
     life.progress(f"loading {config.engine.model}")
     try:
         engine = await asyncio.to_thread(Engine, config.engine, hash_block=hash_block)
     except (ValueError, OSError) as error:
-        raise ConfigError("--model", str(error)) from error
+        raise _config_error(error) from error
     shape = engine.kv.shape
     life.progress(
         f"loaded {config.engine.model} in {time.monotonic() - started:.1f} s; "
