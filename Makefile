@@ -48,7 +48,7 @@ contracts: $(READY)
 stubs-fresh: $(READY)
 	$(BIN)/python -m protos.generate --check
 
-unit: $(READY)
+unit: $(READY) model
 	$(BIN)/python -m pytest tests --ignore=tests/mesh
 
 mesh: $(READY) model

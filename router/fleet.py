@@ -71,7 +71,9 @@ class Fleet:
         return max((info.max_context for info in infos if info.identity.model == model), default=None)
 
     async def forget_lost(self, now: float) -> None:
-        """Drop workers that nobody names and that have been silent for long. `now` is monotonic seconds."""
+        """Drop lost workers that nobody names: at once if they came back elsewhere, else after long silence.
+
+        `now` is monotonic seconds."""
         for worker in list(self._workers.values()):
             if self._is_forgotten(worker, now):
                 del self._workers[worker.address]
@@ -79,8 +81,14 @@ class Fleet:
                 await self._channels.forget(worker.address)
 
     def _is_forgotten(self, worker: Worker, now: float) -> bool:
-        named = worker.static or worker.registered
-        return not named and worker.current is None and now - worker.lost_at > self._forget_s
+        if worker.static or worker.registered or worker.current is not None:
+            return False
+        return self._is_replaced(worker) or now - worker.lost_at > self._forget_s
+
+    def _is_replaced(self, worker: Worker) -> bool:
+        """Does a worker of the same id live at another address? It was restarted there."""
+        alive = {other.current.info.worker_id for other in self._workers.values() if other.current is not None}
+        return worker.last is not None and worker.last.info.worker_id in alive
 
     async def _sweep_forever(self) -> None:
         while True:

@@ -54,6 +54,23 @@ async def test_a_static_peer_is_never_forgotten() -> None:
         await again.kill()
 
 
+async def test_a_worker_that_came_back_elsewhere_replaces_its_former_self() -> None:
+    former = await StubWorker("d0", (DECODE,)).start()
+    other = await StubWorker("d1", (DECODE,)).start()
+    async with running_fleet() as fleet:
+        fleet.on_registry([former.info(), other.info()])
+        await eventually(lambda: len(fleet.views()) == 2)
+        await former.kill()
+        await other.kill()
+        successor = await StubWorker("d0", (DECODE,)).start()
+        fleet.on_registry([successor.info()])
+        await eventually(fleet.ready)
+        await eventually(lambda: len(fleet.views()) == 1)
+        await fleet.forget_lost(time.monotonic())
+        assert fleet.workers.keys() == {successor.address, other.address}  # d1 may yet come back
+        await successor.kill()
+
+
 async def test_a_silent_worker_is_lost_and_found_again() -> None:
     worker = await StubWorker("p0", (PREFILL,)).start()
     async with running_fleet(worker.address) as fleet:
