@@ -1,15 +1,20 @@
-"""Frames of the transfer protocol: magic "PDKV", a little-endian length, one TransferMessage. Pure: bytes in, messages out."""
+"""Frames of the transfer protocol: magic "PDKV", length and CRC-32C of the body (little-endian), one TransferMessage.
+
+Pure: bytes in, messages out. The checksum is for what decides where KV goes and which token comes next: a flipped bit there would
+be a well-formed lie.
+"""
 
 import struct
 
 from google.protobuf.message import DecodeError
 
+from kvtransfer.checksum import checksum
 from kvtransfer.errors import FrameError
 from protos.v1 import transfer_pb2
 
 MAGIC = b"PDKV"
 MAX_FRAME_BYTES = 1 << 20
-HEADER = struct.Struct("<4sI")
+HEADER = struct.Struct("<4sII")
 
 
 def encode(message: transfer_pb2.TransferMessage) -> bytes:
@@ -19,12 +24,12 @@ def encode(message: transfer_pb2.TransferMessage) -> bytes:
     body = message.SerializeToString()
     if len(body) > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {len(body)} bytes exceeds the bound of {MAX_FRAME_BYTES}")
-    return HEADER.pack(MAGIC, len(body)) + body
+    return HEADER.pack(MAGIC, len(body), checksum([body])) + body
 
 
 def body_length(header: bytes) -> int:
     """Bytes that follow a header of HEADER.size bytes. Raises FrameError for a wrong magic or an unbounded length."""
-    magic, length = HEADER.unpack(header)
+    magic, length, _ = HEADER.unpack(header)
     if magic != MAGIC:
         raise FrameError(f"a frame must begin with {MAGIC!r}, got {magic!r}: the peer speaks another protocol")
     if not 0 < length <= MAX_FRAME_BYTES:
@@ -32,8 +37,10 @@ def body_length(header: bytes) -> int:
     return int(length)
 
 
-def decode(body: bytes) -> transfer_pb2.TransferMessage:
-    """The message in `body`. Raises FrameError if there is none, or one that this version does not know."""
+def decode(header: bytes, body: bytes) -> transfer_pb2.TransferMessage:
+    """The message in `body`. Raises FrameError if it is damaged, is none, or one that this version does not know."""
+    if checksum([body]) != HEADER.unpack(header)[2]:
+        raise FrameError(f"a frame of {len(body)} bytes was damaged on its way: its checksum is wrong")
     try:
         message = transfer_pb2.TransferMessage.FromString(body)
     except DecodeError as error:

@@ -87,7 +87,7 @@ class Stream:
     async def read_rest(self, beginning: bytes) -> transfer_pb2.TransferMessage:
         """The frame whose first bytes, at most a header, were read elsewhere. No timeout."""
         header = beginning + await self._read_exactly(framing.HEADER.size - len(beginning))
-        return framing.decode(await self._read_exactly(framing.body_length(header)))
+        return framing.decode(header, await self._read_exactly(framing.body_length(header)))
 
     async def write_message(self, message: transfer_pb2.TransferMessage) -> None:
         """Send one frame."""

@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvtransfer import framing
+from kvtransfer.checksum import checksum
 from kvtransfer.errors import FrameError, PeerClosed
 from kvtransfer.stream import Stream
 from protos.v1 import transfer_pb2
@@ -37,13 +38,13 @@ def test_round_trip(message: transfer_pb2.TransferMessage) -> None:
     frame = framing.encode(message)
     header, body = frame[: framing.HEADER.size], frame[framing.HEADER.size :]
     assert framing.body_length(header) == len(body)
-    assert framing.decode(body) == message
+    assert framing.decode(header, body) == message
 
 
-@given(st.binary(min_size=8, max_size=8))
-@example(b"PDKV\0\0\0\0")
-@example(b"PDKV\xff\xff\xff\xff")
-@example(b"GET / HT")
+@given(st.binary(min_size=12, max_size=12))
+@example(b"PDKV\0\0\0\0\0\0\0\0")
+@example(b"PDKV\xff\xff\xff\xff\0\0\0\0")
+@example(b"GET / HTTP/1")
 def test_any_header_is_a_bounded_length_or_an_error(header: bytes) -> None:
     try:
         length = framing.body_length(header)
@@ -54,23 +55,22 @@ def test_any_header_is_a_bounded_length_or_an_error(header: bytes) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_body_is_a_message_or_an_error(body: bytes) -> None:
-    check_body(body)
-
-
-def check_body(body: bytes) -> None:
+    header = framing.HEADER.pack(framing.MAGIC, len(body), checksum([body]))
     try:
-        message = framing.decode(body)
+        message = framing.decode(header, body)
     except FrameError:
         return
     assert message.WhichOneof("message") is not None
 
 
 @given(messages, st.data())
-def test_damaged_frames_never_raise_anything_else(message: transfer_pb2.TransferMessage, data: st.DataObject) -> None:
-    body = bytearray(framing.encode(message)[framing.HEADER.size :])
+def test_a_damaged_body_is_always_noticed(message: transfer_pb2.TransferMessage, data: st.DataObject) -> None:
+    frame = framing.encode(message)
+    header, body = frame[: framing.HEADER.size], bytearray(frame[framing.HEADER.size :])
     position = data.draw(st.integers(0, len(body) - 1))
     body[position] ^= data.draw(st.integers(1, 255))
-    check_body(bytes(body))
+    with pytest.raises(FrameError, match="damaged"):
+        framing.decode(header, bytes(body))
 
 
 def test_what_cannot_be_sent() -> None:

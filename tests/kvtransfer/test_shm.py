@@ -123,7 +123,7 @@ def send_hello(address: str, hello: transfer_pb2.TransferHello, fds: list[int]) 
         header = sock.recv(framing.HEADER.size, socket.MSG_WAITALL)
         if not header:
             raise ConnectionError("closed")
-        reply = framing.decode(sock.recv(framing.body_length(header), socket.MSG_WAITALL)).hello_reply
+        reply = framing.decode(header, sock.recv(framing.body_length(header), socket.MSG_WAITALL)).hello_reply
         raise PermissionError(reply.message)
 
 
