@@ -87,7 +87,7 @@ async def mesh_ways(folder: Path, prompts: Sequence[Sequence[int]], draw: Draw, 
         yield Outcome("mesh together, with prefix hits", mesh_runs.tokens(streams), sum(s.cached_tokens for s in streams))
 
         async def kill_decode() -> None:
-            mesh.kill("decode-0", signal.SIGKILL)
+            mesh.kill(await _busiest_decode(routers), signal.SIGKILL)
 
         streams = await mesh_runs.run(routers, prompts, draw, num_tokens, together=True, disturb=kill_decode)
         resubmissions = sum(s.timings.num_resubmissions for s in streams if s.timings)
@@ -99,6 +99,14 @@ async def mesh_ways(folder: Path, prompts: Sequence[Sequence[int]], draw: Draw, 
 
         streams = await mesh_runs.run(routers, prompts, draw, num_tokens, together=True, disturb=kill_router)
         yield Outcome("mesh, router killed, client resumes", mesh_runs.tokens(streams), sum(s.num_resumes for s in streams))
+
+
+async def _busiest_decode(routers: Sequence[str]) -> str:
+    """The decode worker with the most sequences: cached prefixes may have drawn all of them to one."""
+    async with AsyncClient(routers) as client:
+        status = await client.status(timeout=30)
+    decodes = [worker for worker in status.workers if worker.alive and worker.info.worker_id.startswith("decode")]
+    return max(decodes, key=lambda worker: worker.load.num_running + worker.load.num_reserved).info.worker_id
 
 
 async def preempting_mesh(folder: Path, prompts: Sequence[Sequence[int]], draw: Draw, num_tokens: int) -> Outcome:
