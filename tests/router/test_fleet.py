@@ -64,8 +64,8 @@ async def test_a_worker_that_came_back_elsewhere_replaces_its_former_self() -> N
         await other.kill()
         successor = await StubWorker("d0", (DECODE,)).start()
         fleet.on_registry([successor.info()])
-        await eventually(fleet.ready)
-        await eventually(lambda: len(fleet.views()) == 1)
+        await eventually(lambda: fleet.workers[successor.address].current is not None)
+        await eventually(lambda: len(fleet.views()) == 1)  # both losses are noticed
         await fleet.forget_lost(time.monotonic())
         assert fleet.workers.keys() == {successor.address, other.address}  # d1 may yet come back
         await successor.kill()
