@@ -1,6 +1,6 @@
 """A GGUF file as a checkpoint: metadata to config, tensor names to Hugging Face's, blocks dequantized to float32 (exact).
 
-Format: ggml's docs/gguf.md; dequantization and mapping of the file are the `gguf` package's.
+Format: ggml's docs/gguf.md; the mapping of the file is the `gguf` package's.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import re
 from pathlib import Path
 
 import numpy as np
-import torch
 from gguf import GGUFReader, ReaderTensor
-from gguf.quants import dequantize
 from torch import Tensor
 
 from engine.model_config import ModelConfig
+from engine.weights.gguf_blocks import INT4_GROUP, dequantize_rows, int4_rows
 from engine.weights.gguf_config import config_dict
+from engine.weights.quantize import Int4Weight
 from engine.weights.source import MissingTensor
 
 _GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -54,24 +54,33 @@ class GgufSource:
 
     def get(self, name: str) -> Tensor:
         """float32, in Hugging Face's layout."""
-        if name not in self._tensors:
-            raise MissingTensor(f"{self.path}: no tensor for {name!r}; the file is incomplete or of another architecture")
-        tensor = self._tensors[name]
-        values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-        return torch.from_numpy(self._unpermute(name, values))
+        return dequantize_rows(self._rows(name), self._stored(name).tensor_type)
+
+    def get_int4(self, name: str, group: int = 32) -> Int4Weight | None:
+        """The codes, scales and minimums of a Q4_0 or Q4_1 tensor, in Hugging Face's layout: dequantized they are what `get`
+        gives. None for other types, other groups, and a Q4_0 minimum beyond float16. Raises MissingTensor."""
+        tensor = self._stored(name)
+        return int4_rows(self._rows(name), tensor.tensor_type) if group == INT4_GROUP else None
 
     def num_elements(self) -> int:
         return sum(math.prod(int(size) for size in tensor.shape) for tensor in self._tensors.values())
 
-    def _unpermute(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Files of architecture llama hold query and key rows in the order of interleaved rotation (llama.cpp's
+    def _stored(self, name: str) -> ReaderTensor:
+        if name not in self._tensors:
+            raise MissingTensor(f"{self.path}: no tensor for {name!r}; the file is incomplete or of another architecture")
+        return self._tensors[name]
+
+    def _rows(self, name: str) -> np.ndarray:
+        """The tensor as it is stored, its rows in Hugging Face's order.
+
+        Files of architecture llama hold query and key rows in the order of interleaved rotation (llama.cpp's
         convert_hf_to_gguf.py, `permute`); this restores the order of the two rotated halves."""
-        is_query = ".q_proj." in name
+        rows, is_query = np.asarray(self._stored(name).data), ".q_proj." in name
         if not self._is_permuted or not (is_query or ".k_proj." in name):
-            return values
+            return rows
         heads = self.config.num_heads if is_query else self.config.num_kv_heads
-        pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
-        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+        pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
 
 def _open(path: Path) -> GGUFReader:

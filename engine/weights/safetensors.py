@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.model_config import ModelConfig, UnsupportedModel, token_ids
+from engine.weights.quantize import Int4Weight
 from engine.weights.source import MissingTensor
 
 T = TypeVar("T")
@@ -34,6 +35,10 @@ class SafetensorsSource:
         if name not in self._file_of:
             raise MissingTensor(f"{self.folder}: no tensor {name!r} in its safetensors; the checkpoint is incomplete")
         return self._file_of[name].get_tensor(name)
+
+    def get_int4(self, name: str, group: int) -> Int4Weight | None:
+        """None: safetensors are read in floating dtypes only."""
+        return None
 
     def num_elements(self) -> int:
         return sum(math.prod(file.get_slice(name).get_shape()) for name, file in self._file_of.items())

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.model_config import ModelConfig
+from engine.weights.quantize import Int4Weight
 
 
 class WeightSource(Protocol):
@@ -18,6 +19,10 @@ class WeightSource(Protocol):
 
     def get(self, name: str) -> Tensor:
         """The tensor, in the checkpoint's dtype. Raises MissingTensor naming it and the files."""
+
+    def get_int4(self, name: str, group: int) -> Int4Weight | None:
+        """The tensor as the file has it, where that is 4 bits in groups of this size: quantizing what `get` gives would round a
+        second time. None otherwise. Raises MissingTensor as `get` does."""
 
     def num_elements(self) -> int:
         """Number of weights in all tensors, from the headers alone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,15 @@ def gguf_type(name: str) -> Any:
 
 
 def write_gguf(
-    folder: Path, path: Path, *, extra: dict[str, float | str] | None = None, rope_freqs: np.ndarray | None = None
+    folder: Path,
+    path: Path,
+    *,
+    extra: dict[str, float | str] | None = None,
+    rope_freqs: np.ndarray | None = None,
+    types: Callable[[str], Any] = gguf_type,
 ) -> dict[str, np.ndarray]:
-    """Returns the values that the file stands for, in Hugging Face's names and layout: what a reader must give back."""
+    """`types` gives each tensor's type. Returns the values that the file stands for, in Hugging Face's names and layout: what a
+    reader must give back."""
     config = json.loads((folder / "config.json").read_text())
     arch = config["model_type"]
     writer = GGUFWriter(path, arch)
@@ -59,7 +66,8 @@ def write_gguf(
         writer.add_string(f"{arch}.{key}", value) if isinstance(value, str) else writer.add_float32(f"{arch}.{key}", value)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs.astype(np.float32))
-    expected = {name: _add(writer, name, values, config) for name, values in load_file(folder / "model.safetensors").items()}
+    tensors = load_file(folder / "model.safetensors")
+    expected = {name: _add(writer, name, values, config, types(name)) for name, values in tensors.items()}
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -67,9 +75,8 @@ def write_gguf(
     return expected
 
 
-def _add(writer: GGUFWriter, name: str, values: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+def _add(writer: GGUFWriter, name: str, values: np.ndarray, config: dict[str, Any], kind: Any) -> np.ndarray:
     """Adds one tensor; returns its values after quantization, back in Hugging Face's layout."""
-    kind = gguf_type(name)
     is_permuted = config["model_type"] == "llama" and ("q_proj" in name or "k_proj" in name)
     heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"] if is_permuted else 0
     stored = _permute(values, heads) if is_permuted else values
