@@ -1,0 +1,98 @@
+"""Instruction tiers: for which processors the kernels are compiled, and which of them this processor has.
+
+A library is compiled for one tier as a whole, and one is loaded. PDMESH_CPU_ISA forces a tier, for tests and comparisons.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+VARIABLE = "PDMESH_CPU_ISA"
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One set of instructions."""
+
+    name: str
+    needs: frozenset[str]  # as the kernel names them under "flags" in /proc/cpuinfo; it leaves out what it does not let us use
+    flags: tuple[str, ...]  # of GCC and Clang
+
+    @property
+    def define(self) -> str:
+        """The compiler option by which the sources see the tier: -DPDMESH_ISA_AVX2=1."""
+        return f"-DPDMESH_ISA_{self.name.upper()}=1"
+
+
+_AVX2 = Tier("avx2", frozenset({"avx2", "fma", "f16c"}), ("-mavx2", "-mfma", "-mf16c"))
+_AVX512_VNNI = Tier(
+    "avx512_vnni",
+    _AVX2.needs | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"},
+    (*_AVX2.flags, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512",
+     # GCC 12 holds the undefined operands inside its own AVX-512 header for mistakes (its bug 105593): megabytes of warnings.
+     "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+)  # fmt: skip
+_AVX512_BF16 = Tier("avx512_bf16", _AVX512_VNNI.needs | {"avx512_bf16"}, (*_AVX512_VNNI.flags, "-mavx512bf16"))
+_PORTABLE = Tier("portable", frozenset(), ())
+
+TIERS = (_AVX512_BF16, _AVX512_VNNI, _AVX2, _PORTABLE)  # best first
+
+
+def by_name(name: str) -> Tier:
+    """The tier of this name. ValueError, with the names there are, for any other."""
+    for tier in TIERS:
+        if tier.name == name:
+            return tier
+    raise ValueError(f"{name!r} is no instruction tier; choose one of {_names(TIERS)}")
+
+
+def compilable(machine: str | None = None) -> tuple[Tier, ...]:
+    """The tiers that a compiler of this machine architecture knows, best first; the processor need not have them."""
+    return TIERS if (machine or platform.machine()) == "x86_64" else (_PORTABLE,)
+
+
+def supported(cpuinfo: Path = _CPUINFO, machine: str | None = None) -> tuple[Tier, ...]:
+    """The tiers that this processor has, best first. "portable" is always among them, and alone where nothing else is known:
+    other architectures than x86-64, and systems without /proc/cpuinfo."""
+    present = _processor_flags(cpuinfo)
+    return tuple(tier for tier in compilable(machine) if tier.needs <= present)
+
+
+def detect(environment: Mapping[str, str] | None = None, tiers: tuple[Tier, ...] | None = None) -> Tier:
+    """The tier to run: the one that PDMESH_CPU_ISA names, else the best of `tiers` (default: of this processor).
+
+    ValueError, naming the variable, for a name that is no tier, and for a tier that the processor lacks.
+    """
+    forced = (os.environ if environment is None else environment).get(VARIABLE)
+    tiers = supported() if tiers is None else tiers
+    if not forced:
+        return tiers[0]
+    try:
+        tier = by_name(forced)
+    except ValueError as error:
+        raise ValueError(f"{VARIABLE}: {error}") from None
+    if tier not in tiers:
+        raise ValueError(f"{VARIABLE}: this processor does not have {forced}; choose one of {_names(tiers)}, or unset it")
+    return tier
+
+
+def _processor_flags(cpuinfo: Path) -> frozenset[str]:
+    """Of the first processor: those of one machine have the same."""
+    try:
+        lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _names(tiers: tuple[Tier, ...]) -> str:
+    return ", ".join(tier.name for tier in tiers)
