@@ -1,0 +1,58 @@
+// What crosses the C boundary: plain structs, mirrored field by field in library.py. All memory stays the caller's.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// How the numbers of a weight matrix, of embeddings or of the KV pool are stored.
+enum PdmeshFormat : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3 };
+
+// y = W x + b. `packed`: panels of 16 outputs (engine/weights/pack.py draws the layout); `scales`: a factor for each output
+// (int8 only), `bias`: or null; both padded with zeros to a multiple of 16.
+struct PdmeshLinear {
+    int32_t format, n, k, group;
+    const uint8_t* packed;
+    const float* scales;
+    const float* bias;
+};
+
+// Norm weights are padded with zeros to a multiple of 16; `query_norm`, `key_norm` [head_dim] or null; `window` 0: none.
+// The gate_up map has alternating panels: 16 gate outputs, their 16 up outputs, and so on.
+struct PdmeshLayer {
+    const float *input_norm, *mlp_norm, *query_norm, *key_norm;
+    PdmeshLinear qkv, output, gate_up, down;
+    int64_t window;
+};
+
+struct PdmeshModel {
+    int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, rotary_dim, vocab;
+    int32_t block_size, kv_format, embedding_format, max_context;
+    float eps, attention_scale;
+    const PdmeshLayer* layers;
+    const float* norm;
+    PdmeshLinear head;
+    const uint8_t* embedding;  // [vocab][hidden], rows without padding
+    const float *cos, *sin;    // [max_context][rotary_dim / 2]
+};
+
+// Nanoseconds of each stage of one step, as rank 0 saw them; the waiting at a stage's end is part of the stage.
+struct PdmeshProfile {
+    int64_t embed, prepare, qkv, rope, attention, output, gate_up, down, head, total;
+};
+
+struct PdmeshStep {
+    int32_t num_tokens, num_seqs, num_rows;
+    const int64_t *token_ids, *positions, *slots;  // [num_tokens]
+    const int32_t *query_starts;                   // [num_seqs + 1]
+    const int32_t *context_lens;                   // [num_seqs]
+    const int32_t *blocks;                         // block ids of all sequences, one after the other
+    const int32_t *block_starts;                   // [num_seqs]: where each sequence's begin
+    const int64_t *logits_rows;                    // [num_rows]: tokens whose logits are wanted
+    uint8_t* kv;                                   // the pool
+    int64_t num_blocks;
+    float* logits;                                 // [num_rows][vocab]
+    PdmeshProfile* profile;                        // or null
+};
+
+}

@@ -1,0 +1,39 @@
+"""Large memory in large pages, where the system has them: streaming then misses the address cache 512 times less often."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64
+_HUGE_PAGE = 2 * 2**20
+
+
+def allocate(num_bytes: int) -> Tensor:
+    """`num_bytes` zero bytes (uint8), from the beginning of a large page on."""
+    # Private: large pages of shared memory are another setting of the system, and mostly off.
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them: ordinary pages serve as well
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    offset = -whole.data_ptr() % _HUGE_PAGE
+    return whole[offset : offset + num_bytes]
+
+
+def gather(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of the tensors, one after the other in one allocation, each at a multiple of 64 bytes."""
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    memory = allocate(end)
+    copies = []
+    for tensor, start in zip(tensors, starts, strict=True):
+        copy = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        copies.append(copy.copy_(tensor))
+    return copies

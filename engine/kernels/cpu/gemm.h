@@ -1,0 +1,312 @@
+// Products of a few to many rows with packed weights.
+//
+// A weight matrix lies in panels of 16 outputs; a panel is a stream of 64-byte units, 4 bytes of input for each of 16 outputs:
+//
+//     unit u:  | out 0: w[4u..4u+3] | out 1: w[4u..4u+3] | ... | out 15 |        (int8; bf16: 2 inputs, float32: 1)
+//
+// so that one vector instruction adds a unit's part to 16 outputs at once, and no sum over lanes is ever needed. A tile is MR
+// rows x NR panels held in registers: each unit of weights is loaded once for MR rows, each 4 bytes of a row once for NR panels.
+//
+// Bits. Every output is one chain of additions over its units in order (int4: over its groups in order), however many rows and
+// panels a tile has: the result of a row does not depend on the rows beside it, nor on which tile shape was chosen.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "abi.h"
+#include "parallel.h"
+#include "simd.h"
+
+namespace pdmesh {
+
+constexpr int kPanel = 16;  // outputs of a panel: lanes of a vector
+constexpr int kUnit = 64;   // bytes of a unit
+
+inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+// Rows of activations in the form that a weight format multiplies with. `data`: float32, bf16 or int8 numbers, rows `stride`
+// bytes apart (a multiple of 64), of `units` times 4 bytes, padded with zeros. int8 rows have for each group of inputs (one group
+// for int8 weights) a scale and the sum of their numbers. Rows for int8 weights have outliers too.
+struct Outliers;
+struct Rows {
+    uint8_t* data;
+    size_t stride;
+    int units;
+    float* scales;
+    int32_t* sums;
+    int num_groups;
+    Outliers* outliers;
+};
+
+// What a few units of an int8 row exceed the range of the others by. One scale for a whole row of activations would be set by one
+// or two of them, and leave the others four or five bits (Dettmers et al., LLM.int8(), 2022); so a row is
+// scale * data + outliers.scale * (the excess of kOutliers units). Measured: see benchmarks/accuracy.py.
+constexpr int kOutliers = 4;
+struct Outliers {
+    float scale;
+    int32_t sum;
+    int32_t unit[kOutliers];
+    int32_t excess[kOutliers];  // 4 int8 each
+};
+
+struct DotFloat32 {
+    using Acc = F;
+    static constexpr int kStep = 64;
+    static Acc zero() { return f_zero(); }
+    static I load(const uint8_t* w) { return i_load(w); }
+    static Acc dot(Acc acc, I w, I a) { return f_fma(f_bits(w), f_bits(a), acc); }
+};
+struct DotBFloat16 {
+    using Acc = F;
+    static constexpr int kStep = 64;
+    static Acc zero() { return f_zero(); }
+    static I load(const uint8_t* w) { return i_load(w); }
+    static Acc dot(Acc acc, I w, I a) { return dot_bf16(acc, w, a); }
+};
+struct DotInt8 {  // weights unsigned (w + 128), activations signed
+    using Acc = I;
+    static constexpr int kStep = 64;
+    static Acc zero() { return i_zero(); }
+    static I load(const uint8_t* w) { return i_load(w); }
+    static Acc dot(Acc acc, I w, I a) { return dot_u8s8(acc, w, a); }
+};
+// int8 in memory, bf16 in the product: the KV cache, whose rows of probabilities and queries are bf16.
+struct DotInt8AsBFloat16 {
+    using Acc = F;
+    static constexpr int kStep = 32;
+    static Acc zero() { return f_zero(); }
+    static I load(const uint8_t* w) { return bf16_from_i8(reinterpret_cast<const int8_t*>(w)); }
+    static Acc dot(Acc acc, I w, I a) { return dot_bf16(acc, w, a); }
+};
+
+// acc[i][j] += row i x panel j over `units`. `next`: panels to be asked for unit by unit meanwhile, or null.
+template <class Dot, int MR, int NR>
+[[gnu::always_inline]] inline void tile(const uint8_t* a, size_t stride, const uint8_t* const (&w)[NR], int units,
+                                        const uint8_t* const* next, typename Dot::Acc (&acc)[MR][NR]) {
+    for (int u = 0; u < units; u++) {
+        I weights[NR];
+#pragma GCC unroll 8
+        for (int j = 0; j < NR; j++) weights[j] = Dot::load(w[j] + static_cast<size_t>(u) * Dot::kStep);
+        if (next) {
+#pragma GCC unroll 8
+            for (int j = 0; j < NR; j++) prefetch_far(next[j] + static_cast<size_t>(u) * Dot::kStep);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < MR; i++) {
+            const I x = i_broadcast(a + i * stride + u * 4);
+#pragma GCC unroll 8
+            for (int j = 0; j < NR; j++) acc[i][j] = Dot::dot(acc[i][j], weights[j], x);
+        }
+    }
+}
+
+// The rest of an int8 row: its outliers, then scales. Weights are w + 128, so 128 times the sum of the row is taken off.
+template <int NR>
+[[gnu::always_inline]] inline void finish_int8(const PdmeshLinear& linear, const Rows& rows, int row, int panel,
+                                               const uint8_t* const (&w)[NR], const I (&acc)[NR], F (&out)[NR]) {
+    const Outliers& outliers = rows.outliers[row];
+    I excess[NR];
+#pragma GCC unroll 8
+    for (int j = 0; j < NR; j++) excess[j] = i_zero();
+#pragma GCC unroll 4
+    for (int t = 0; t < kOutliers; t++) {
+        const I x = i_broadcast(&outliers.excess[t]);
+#pragma GCC unroll 8
+        for (int j = 0; j < NR; j++) excess[j] = dot_u8s8(excess[j], i_load(w[j] + static_cast<size_t>(outliers.unit[t]) * kUnit), x);
+    }
+    const I sum = i_broadcast(rows.sums + row), excess_sum = i_broadcast(&outliers.sum);
+    const F scale = f_set(rows.scales[row]), excess_scale = f_set(outliers.scale);
+#pragma GCC unroll 8
+    for (int j = 0; j < NR; j++) {
+        const F all = f_fma(f_from(i_minus_128_times(excess[j], excess_sum)), excess_scale,
+                            f_from(i_minus_128_times(acc[j], sum)) * scale);
+        out[j] = all * f_load(linear.scales + (panel + j) * kPanel);
+    }
+}
+
+// One tile from a zero start to floats: out[i][j] = row i x panel (first + j), scales applied.
+template <class Dot, int MR, int NR>
+inline void product(const PdmeshLinear& linear, const Rows& rows, int row, int panel, unsigned ahead, F (&out)[MR][NR]) {
+    const size_t panel_bytes = static_cast<size_t>(rows.units) * kUnit;
+    const uint8_t *w[NR], *next[NR];
+    typename Dot::Acc acc[MR][NR];
+#pragma GCC unroll 8
+    for (int j = 0; j < NR; j++) {
+        w[j] = linear.packed + (panel + j) * panel_bytes;
+        next[j] = w[j] + (ahead >> j & 1 ? NR * panel_bytes : 0);  // what is asked for again costs next to nothing
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < NR; j++) acc[i][j] = Dot::zero();
+    const uint8_t* a = rows.data + row * rows.stride;
+    if (ahead) tile<Dot, MR, NR>(a, rows.stride, w, rows.units, next, acc);
+    else tile<Dot, MR, NR>(a, rows.stride, w, rows.units, nullptr, acc);
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++) {
+        if constexpr (std::is_same_v<Dot, DotInt8>) {
+            finish_int8<NR>(linear, rows, row + i, panel, w, acc[i], out[i]);
+        } else {
+#pragma GCC unroll 8
+            for (int j = 0; j < NR; j++) out[i][j] = acc[i][j];
+        }
+    }
+}
+
+// The same for int4: integers are exact within a group; groups add up in float32, in order.
+template <int MR, int NR>
+inline void product_int4(const PdmeshLinear& linear, const Rows& rows, int row, int panel, unsigned ahead, F (&out)[MR][NR]) {
+    const int steps = linear.group / 8, groups = rows.num_groups;
+    const size_t group_bytes = static_cast<size_t>(steps) * kUnit + kUnit, panel_bytes = group_bytes * groups;
+    const uint8_t* a = rows.data + row * rows.stride;
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < NR; j++) out[i][j] = f_zero();
+    for (int g = 0; g < groups; g++) {
+        const uint8_t* w[NR];
+        I acc[MR][NR];
+#pragma GCC unroll 8
+        for (int j = 0; j < NR; j++) w[j] = linear.packed + (panel + j) * panel_bytes + g * group_bytes;
+#pragma GCC unroll 8
+        for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+            for (int j = 0; j < NR; j++) acc[i][j] = i_zero();
+        for (int s = 0; s < steps; s++, a += 8) {
+            I low[NR], high[NR];
+#pragma GCC unroll 8
+            for (int j = 0; j < NR; j++) {
+                const I both = i_load(w[j] + s * kUnit);
+                if (ahead >> j & 1) prefetch_far(w[j] + s * kUnit + NR * panel_bytes);
+                low[j] = i_low_nibbles(both);
+                high[j] = i_high_nibbles(both);
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < MR; i++) {
+                const I x = i_broadcast(a + i * rows.stride), y = i_broadcast(a + i * rows.stride + 4);
+#pragma GCC unroll 8
+                for (int j = 0; j < NR; j++) acc[i][j] = dot_u8s8(dot_u8s8(acc[i][j], low[j], x), high[j], y);
+            }
+        }
+#pragma GCC unroll 8
+        for (int j = 0; j < NR; j++) {
+            const auto* halves = reinterpret_cast<const uint16_t*>(w[j] + steps * kUnit);
+            const F scale = f_load_f16(halves), minimum = f_load_f16(halves + kPanel);
+            if (ahead >> j & 1) prefetch_far(w[j] + steps * kUnit + NR * panel_bytes);
+#pragma GCC unroll 8
+            for (int i = 0; i < MR; i++) {
+                const size_t at = static_cast<size_t>(row + i) * groups + g;
+                const F sum = f_from(i_broadcast(rows.sums + at));
+                out[i][j] = f_fma(f_fma(scale, f_from(acc[i][j]), minimum * sum), f_set(rows.scales[at]), out[i][j]);
+            }
+        }
+    }
+}
+
+template <int Format, int MR, int NR, class Emit>
+[[gnu::noinline]] void emit_tile(const PdmeshLinear& linear, const Rows& rows, int row, int panel, unsigned ahead, const Emit& emit) {
+    F out[MR][NR];
+    if constexpr (Format == kInt4)
+        product_int4<MR, NR>(linear, rows, row, panel, ahead, out);
+    else if constexpr (Format == kInt8)
+        product<DotInt8, MR, NR>(linear, rows, row, panel, ahead, out);
+    else if constexpr (Format == kBFloat16)
+        product<DotBFloat16, MR, NR>(linear, rows, row, panel, ahead, out);
+    else
+        product<DotFloat32, MR, NR>(linear, rows, row, panel, ahead, out);
+    if (linear.bias) {
+#pragma GCC unroll 8
+        for (int j = 0; j < NR; j++) {
+            const F bias = f_load(linear.bias + (panel + j) * kPanel);
+#pragma GCC unroll 8
+            for (int i = 0; i < MR; i++) out[i][j] = out[i][j] + bias;
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++) emit(row + i, panel, out[i]);
+}
+
+// Tiles that fit the registers; int4 needs twice as many.
+template <int Format>
+constexpr int kTileRows = Format == kInt4 ? 4 : kMostRows;
+template <int Format>
+constexpr int kTilePanels = Format == kInt4 ? 2 : kMostPanels;
+
+// `is_ahead`: the tiles ask for the panels that follow, each for its share of them, so that memory is busy all the time: bit j of
+// a tile's `ahead` stands for its panel j.
+template <int Format, int NR, class Emit>
+void emit_rows(const PdmeshLinear& linear, const Rows& rows, int begin, int end, int panel, bool is_ahead, const Emit& emit) {
+    constexpr int most = kTileRows<Format>;
+    const int tiles = (end - begin + most - 1) / most;
+    const auto share = [&](int number) {
+        unsigned mask = 0;
+        for (int j = 0; j < NR; j++) mask |= static_cast<unsigned>(is_ahead && j * std::min(tiles, NR) / NR == number) << j;
+        return mask;
+    };
+    int row = begin, number = 0;
+    for (; end - row >= most; row += most) emit_tile<Format, most, NR>(linear, rows, row, panel, share(number++), emit);
+    const unsigned ahead = share(number);
+    switch (end - row) {
+        case 1: return emit_tile<Format, 1, NR>(linear, rows, row, panel, ahead, emit);
+        case 2: return emit_tile<Format, 2, NR>(linear, rows, row, panel, ahead, emit);
+        case 3: return emit_tile<Format, 3, NR>(linear, rows, row, panel, ahead, emit);
+        case 4: if constexpr (most > 4) return emit_tile<Format, 4, NR>(linear, rows, row, panel, ahead, emit); break;
+        case 5: if constexpr (most > 5) return emit_tile<Format, 5, NR>(linear, rows, row, panel, ahead, emit); break;
+        default: break;
+    }
+}
+
+// Panels [panel, panel + count) for rows [begin, end).
+template <int Format, class Emit>
+void emit_panels(const PdmeshLinear& linear, const Rows& rows, int begin, int end, int panel, int count, const Emit& emit) {
+    constexpr int most = kTilePanels<Format>;
+    const bool few = end - begin <= 2;
+    for (const int last = panel + count; panel < last;) {
+        const int left = last - panel;
+        if (most >= 4 && left >= 4 && !few) {
+            emit_rows<Format, most>(linear, rows, begin, end, panel, left >= 2 * most, emit);
+            panel += most;
+        } else if (left >= 2) {
+            emit_rows<Format, 2>(linear, rows, begin, end, panel, left >= 4, emit);
+            panel += 2;
+        } else {
+            if constexpr (Emit::kPairs) return;  // never: pairs come in twos
+            else emit_rows<Format, 1>(linear, rows, begin, end, panel, false, emit);
+            panel += 1;
+        }
+    }
+}
+
+// All outputs of all rows, shared out over the team: call on every rank, barrier after. emit(row, panel, F (&out)[NR]).
+template <int Format, class Emit>
+void multiply_format(Team& team, int rank, const PdmeshLinear& linear, const Rows& rows, int num_rows, const Emit& emit) {
+    const int panels = round_up(linear.n, kPanel) / kPanel;
+    if (num_rows <= 2 * kTileRows<Format>) {
+        // Memory decides: each rank streams one contiguous part.
+        const int pairs = (panels + 1) / 2;
+        const int first = pairs * rank / team.size() * 2, last = std::min(pairs * (rank + 1) / team.size() * 2, panels);
+        emit_panels<Format>(linear, rows, 0, num_rows, first, last - first, emit);
+        return;
+    }
+    constexpr int step = 4, block = 96;  // panels and rows of an item
+    const int row_blocks = (num_rows + block - 1) / block, items = (panels + step - 1) / step * row_blocks;
+    for (int item; (item = team.take()) < items;) {
+        const int panel = item / row_blocks * step, row = item % row_blocks * block;
+        const int count = std::min(step, panels - panel);
+        emit_panels<Format>(linear, rows, row, std::min(row + block, num_rows), panel, count, emit);
+    }
+}
+
+template <class Emit>
+void multiply(Team& team, int rank, const PdmeshLinear& linear, const Rows& rows, int num_rows, const Emit& emit) {
+    switch (linear.format) {
+        case kInt8: return multiply_format<kInt8>(team, rank, linear, rows, num_rows, emit);
+        case kInt4: return multiply_format<kInt4>(team, rank, linear, rows, num_rows, emit);
+        case kBFloat16: return multiply_format<kBFloat16>(team, rank, linear, rows, num_rows, emit);
+        default: return multiply_format<kFloat32>(team, rank, linear, rows, num_rows, emit);
+    }
+}
+
+}  // namespace pdmesh

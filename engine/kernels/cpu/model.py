@@ -1,0 +1,212 @@
+"""A decoder on the CPU kernels: one native call for each step."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from engine.batch import StepBatch
+from engine.kernels.cpu import library as abi
+from engine.kernels.cpu.arena import gather
+from engine.kernels.cpu.sampling import NativeSampler
+from engine.model_config import ModelConfig
+
+MAX_HEAD_DIM = 512
+GROUP_TOKENS = 16  # tokens of a group in a KV block: see attention.h
+INT8_SCALE_BYTES = 4  # a token's scale for each head lies at the end of its int8 block
+# How long the threads spin for their next piece of work before they sleep. Within a step the pieces follow each other in
+# microseconds; between steps the engine's Python takes a few hundred.
+SPIN_US = 100
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """y = W x + b. `packed` as engine/weights/pack.py lays it out; scales and bias float32, padded to 16."""
+
+    format: str
+    num_outputs: int
+    num_inputs: int
+    group: int
+    packed: Tensor
+    scales: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What a product reads of it."""
+        return self.packed.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def descriptor(self) -> abi.Linear:
+        return abi.Linear(
+            abi.FORMATS[self.format],
+            self.num_outputs,
+            self.num_inputs,
+            self.group,
+            self.packed.data_ptr(),
+            _address(self.scales),
+            _address(self.bias),
+        )
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """Norm weights are float32, padded to 16; `query_norm`, `key_norm` [head_dim]."""
+
+    input_norm: Tensor
+    mlp_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    qkv: PackedLinear
+    output: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        return (self.qkv, self.output, self.gate_up, self.down)
+
+    def descriptor(self, window: int | None) -> abi.Layer:
+        norms = (self.input_norm, self.mlp_norm, self.query_norm, self.key_norm)
+        return abi.Layer(*map(_address, norms), *(linear.descriptor() for linear in self.linears), window or 0)
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """`embedding` [vocab, hidden] float32 or bfloat16; `cos`, `sin` [max_context, rotary_dim / 2] float32."""
+
+    layers: list[PackedLayer]
+    norm: Tensor
+    head: PackedLinear
+    embedding: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    def gathered(self) -> PackedWeights:
+        """The same, with what a step streams in one piece of memory, in the order in which it is read."""
+        linears = [linear for layer in self.layers for linear in layer.linears] + [self.head]
+        placed = iter([replace(old, packed=new) for old, new in zip(linears, gather([x.packed for x in linears]), strict=True)])
+        layers = [
+            replace(layer, qkv=next(placed), output=next(placed), gate_up=next(placed), down=next(placed))
+            for layer in self.layers
+        ]
+        return replace(self, layers=layers, head=next(placed))
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Weight bytes that one step reads, however few tokens it has."""
+        return sum(linear.num_bytes for layer in self.layers for linear in layer.linears) + self.head.num_bytes
+
+
+class NativeModel:
+    """`forward` as the model runner wants it. Bits of a token's logits depend on its sequence alone (see gemm.h, attention.h)."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        config: ModelConfig,
+        weights: PackedWeights,
+        *,
+        block_size: int,
+        kv_dtype: torch.dtype,
+        num_threads: int,
+    ) -> None:
+        """Raises MemoryError when the engine's threads or buffers cannot be had."""
+        self.config, self.weights = config, weights
+        self.profile: abi.Profile | None = None  # where one is set, each step fills it
+        self._library = library
+        self._kv_dtype, self._block_size = kv_dtype, block_size
+        descriptor = self._descriptor(block_size)
+        self._handle = library.pdmesh_engine_create(ctypes.byref(descriptor), num_threads, SPIN_US)
+        if not self._handle:
+            raise MemoryError("the CPU kernels' threads or buffers cannot be had; lower num_threads")
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._library.pdmesh_engine_destroy(self._handle)
+
+    def sampler(self) -> NativeSampler:
+        """One that draws with this model's threads, between its steps; it keeps the model alive."""
+        return NativeSampler(self._library, team=self._library.pdmesh_engine_team(self._handle), owner=self)
+
+    def forward(self, batch: StepBatch, kv: Tensor) -> Tensor:
+        """See DecoderModel.forward. `batch.logits_rows` ascend. Raises ValueError for a pool of another kind."""
+        if kv.dtype != self._kv_dtype or kv.shape[3] != self._block_size:
+            raise ValueError(f"KV pool: {kv.dtype}, blocks of {kv.shape[3]}; this model has {self._kv_dtype}, {self._block_size}")
+        logits = torch.empty((len(batch.logits_rows), self.config.vocab_size), dtype=torch.float32)
+        lists = _int32(batch.query_starts), _int32(batch.context_lens), _int32(list(chain.from_iterable(batch.block_tables)))
+        starts = _int32([0, *accumulate(map(len, batch.block_tables))][:-1])
+        step = abi.Step(
+            batch.num_tokens,
+            batch.num_seqs,
+            len(batch.logits_rows),
+            batch.token_ids.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.slot_mapping.data_ptr(),
+            *(numbers.buffer_info()[0] for numbers in (*lists, starts)),
+            batch.logits_rows.data_ptr(),
+            kv.data_ptr(),
+            kv.shape[2],
+            logits.data_ptr(),
+            None if self.profile is None else ctypes.pointer(self.profile),
+        )
+        if self._library.pdmesh_engine_step(self._handle, ctypes.byref(step)):
+            raise MemoryError(f"no memory for the buffers of a step of {batch.num_tokens} tokens; lower max_num_batched_tokens")
+        return logits
+
+    def _descriptor(self, block_size: int) -> abi.Model:
+        config, weights = self.config, self.weights
+        layers = (abi.Layer * config.num_layers)(
+            *(layer.descriptor(window) for layer, window in zip(weights.layers, config.windows, strict=True))
+        )
+        return abi.Model(
+            num_layers=config.num_layers,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rotary_dim=2 * weights.cos.shape[1],
+            vocab=config.vocab_size,
+            block_size=block_size,
+            kv_format=abi.FORMATS[str(self._kv_dtype).removeprefix("torch.")],
+            embedding_format=abi.FORMATS[str(weights.embedding.dtype).removeprefix("torch.")],
+            max_context=weights.cos.shape[0],
+            eps=config.rms_norm_eps,
+            attention_scale=config.head_dim**-0.5,
+            layers=layers,
+            norm=weights.norm.data_ptr(),
+            head=weights.head.descriptor(),
+            embedding=weights.embedding.data_ptr(),
+            cos=weights.cos.data_ptr(),
+            sin=weights.sin.data_ptr(),
+        )
+
+
+def why_not(config: ModelConfig, block_size: int) -> str | None:
+    """What of this model the kernels do not compute; None when they compute it all."""
+    if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
+        return f"head_dim {config.head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
+    if block_size % GROUP_TOKENS:
+        return f"block_size {block_size} is not a multiple of {GROUP_TOKENS}"
+    if any(window is not None and window < 1 for window in config.windows):
+        return "a sliding window of no tokens"
+    return None
+
+
+def kv_head_size(head_dim: int, kv_dtype: torch.dtype) -> int:
+    """Elements that one token's key (or value) of one head takes in the pool."""
+    return head_dim + INT8_SCALE_BYTES if kv_dtype == torch.int8 else head_dim
+
+
+def _int32(numbers: Sequence[int]) -> array[int]:
+    return array("i", numbers)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

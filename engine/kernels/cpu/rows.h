@@ -1,0 +1,147 @@
+// From float32 rows to the rows that a product takes: norm, then rounding to the weights' partner format.
+// Float rows lie `round_up(width, 16)` floats apart and are zero beyond their width.
+#pragma once
+
+#include <cstring>
+
+#include "gemm.h"
+
+namespace pdmesh {
+
+// 1 / rms of a row (Zhang and Sennrich, 2019); zeros beyond the width change nothing.
+inline float inverse_rms(const float* x, int padded, int width, float eps) {
+    F even = f_zero(), odd = f_zero();  // two chains of additions: each waits for itself only
+    int i = 0;
+    for (; i + 32 <= padded; i += 32) {
+        const F a = f_load(x + i), b = f_load(x + i + 16);
+        even = f_fma(a, a, even);
+        odd = f_fma(b, b, odd);
+    }
+    if (i < padded) even = f_fma(f_load(x + i), f_load(x + i), even);
+    return 1.0f / __builtin_sqrtf(f_sum(even + odd) / static_cast<float>(width) + eps);
+}
+
+// The sum of `count` int8.
+inline int32_t sum_of(const int8_t* x, int count) {
+    static constexpr uint32_t kOnes = 0x01010101;
+    I sums = i_zero();
+    int i = 0;
+    for (; i + kUnit <= count; i += kUnit) sums = dot_u8s8(sums, i_broadcast(&kOnes), i_load(x + i));
+    int32_t lanes[kPanel], sum = 0;
+    i_store(lanes, sums);
+    for (const int32_t lane : lanes) sum += lane;
+    for (; i < count; i++) sum += x[i];
+    return sum;
+}
+
+// out = x / limit * 127 rounded, cut to [-limit, limit]; returns the sum of what it wrote.
+inline int32_t quantize(const float* x, int count, float limit, int8_t* out) {
+    const F factor = f_set(limit > 0 ? 127.0f / limit : 0.0f), high = f_set(limit), low = f_set(-limit);
+    for (int i = 0; i < count; i += 16) f_store_i8(out + i, f_max(f_min(f_load(x + i), high), low) * factor);
+    return sum_of(out, count);
+}
+
+inline float largest(const float* x, int count) {
+    F most = f_zero();
+    for (int i = 0; i < count; i += 16) most = f_max(most, f_abs(f_load(x + i)));
+    return f_hmax(most);
+}
+
+// Symmetric int8 for each group of a row: its largest magnitude becomes 127. A group is a multiple of 16 numbers.
+inline void quantize_groups(const float* x, const PdmeshLinear& linear, int8_t* out, float* scales, int32_t* sums) {
+    for (int g = 0; g * linear.group < linear.k; g++) {
+        const int first = g * linear.group;
+        const float limit = largest(x + first, linear.group);
+        scales[g] = limit / 127.0f;
+        sums[g] = quantize(x + first, linear.group, limit, out + first);
+    }
+}
+
+inline float largest_of(const float* maxima, int count) {
+    F most = f_zero();
+    for (int i = 0; i < count; i += 16) most = f_max(most, f_load(maxima + i));
+    return f_hmax(most);
+}
+
+// The unit with the largest number, by the maxima of all units (-1: taken already); the lowest among equals, 0 where all are
+// taken. `count` is a multiple of 16.
+inline int largest_unit(const float* maxima, int count) {
+    const F peak = f_set(largest_of(maxima, count));
+    for (int i = 0; i < count; i += 16)
+        if (const uint32_t mask = f_equal_mask(f_load(maxima + i), peak)) return i + __builtin_ctz(mask);
+    return 0;
+}
+
+// Symmetric int8 for a whole row whose largest units are cut to the range of the others; what is cut off goes to `outliers`.
+// `maxima` holds round_up(padded / 4, 16) floats.
+inline void quantize_row(const float* x, int padded, float* maxima, int8_t* out, float* scale, int32_t* sum, Outliers* outliers) {
+    const int units = padded / 4, padded_units = round_up(units, 16), whole = units / 16 * 16;
+    for (int u = 0; u < whole; u += 16) f_store(maxima + u, f_maxima_of_4(x + u * 4));
+    if (whole < units) {
+        float rest[64] = {};
+        std::memcpy(rest, x + whole * 4, sizeof(float) * (padded - whole * 4));
+        f_store(maxima + whole, f_maxima_of_4(rest));
+    }
+    for (int t = 0; t < kOutliers; t++) {
+        outliers->unit[t] = largest_unit(maxima, padded_units);
+        maxima[outliers->unit[t]] = -1.0f;  // out of the race; units beyond the row are 0 and never lead before it
+    }
+    const float limit = largest_of(maxima, padded_units);
+    *scale = limit / 127.0f;
+    *sum = quantize(x, padded, limit, out);
+    float excess[kOutliers * 4], most = 0;
+    for (int t = 0; t < kOutliers; t++)
+        for (int i = 0; i < 4; i++) {
+            const float v = outliers->unit[t] < units ? x[outliers->unit[t] * 4 + i] : 0.0f;
+            excess[t * 4 + i] = v - std::min(std::max(v, -limit), limit);
+            most = std::max(most, __builtin_fabsf(excess[t * 4 + i]));
+        }
+    const float factor = most > 0 ? 127.0f / most : 0.0f;
+    outliers->scale = most / 127.0f;
+    outliers->sum = 0;
+    auto* bytes = reinterpret_cast<int8_t*>(outliers->excess);
+    for (int i = 0; i < kOutliers * 4; i++) {
+        bytes[i] = static_cast<int8_t>(__builtin_rintf(excess[i] * factor));
+        outliers->sum += bytes[i];
+    }
+}
+
+// Row `row` of `rows` from x [width], times weight / rms where a weight is given. `scratch` holds a padded row and
+// its units' maxima (scratch_floats).
+inline void prepare_row(const PdmeshLinear& linear, const float* x, const float* weight, float eps, float* scratch, Rows& rows,
+                        int row) {
+    const int padded = round_up(linear.k, 16);
+    if (weight) {
+        const F factor = f_set(inverse_rms(x, padded, linear.k, eps));
+        for (int i = 0; i < padded; i += 16) f_store(scratch + i, f_load(x + i) * factor * f_load(weight + i));
+        x = scratch;
+    }
+    uint8_t* out = rows.data + row * rows.stride;
+    if (linear.format == kFloat32) {
+        std::memcpy(out, x, static_cast<size_t>(linear.k) * 4);
+    } else if (linear.format == kBFloat16) {
+        for (int i = 0; i < padded; i += 16) f_store_bf16(reinterpret_cast<uint16_t*>(out) + i, f_load(x + i));
+    } else {
+        const size_t at = static_cast<size_t>(row) * rows.num_groups;
+        auto* bytes = reinterpret_cast<int8_t*>(out);
+        if (linear.format == kInt4) quantize_groups(x, linear, bytes, rows.scales + at, rows.sums + at);
+        else quantize_row(x, padded, scratch + padded, bytes, rows.scales + at, rows.sums + at, rows.outliers + row);
+    }
+}
+
+// Units of 4 bytes of one prepared row: as many as a panel of the weights has.
+inline int row_units(const PdmeshLinear& linear) {
+    switch (linear.format) {
+        case kFloat32: return linear.k;
+        case kBFloat16: return (linear.k + 1) / 2;
+        default: return (linear.k + 3) / 4;
+    }
+}
+
+inline int scratch_floats(const PdmeshLinear& linear) { return 2 * round_up(linear.k, 16) + 16; }
+
+inline int num_groups(const PdmeshLinear& linear) { return linear.format == kInt4 ? linear.k / linear.group : 1; }
+
+inline F silu(F x) { return x / (f_set(1.0f) + f_exp2(f_min(x * f_set(-1.44269504f), f_set(126.0f)))); }
+
+}  // namespace pdmesh

@@ -1,0 +1,51 @@
+// Drawing the tokens of one step, all rows in one call. The meaning of every rule is that of engine/sampling.py and
+// engine/logits.py; engine/kernels/cpu/sampling.py mirrors the structs.
+#pragma once
+
+#include <cstdint>
+
+#include "parallel.h"
+
+extern "C" {
+
+// What one row of logits is for. All memory stays the caller's and is only read.
+struct PdmeshSampleRow {
+    uint64_t seed;
+    int64_t choice, index;
+    const int64_t* prompt;     // [num_prompt], for the repetition penalty; ids outside the vocabulary are nobody's
+    const int64_t* output;     // [num_output], for all penalties
+    const int64_t* forbidden;  // [num_forbidden]: tokens that cannot be drawn now
+    int64_t num_prompt, num_output, num_forbidden;
+    int64_t top_k;  // 0: all tokens
+    double top_p, min_p;  // 1 and 0: all tokens
+    float temperature;    // 0: greedy
+    float repetition_penalty, presence_penalty, frequency_penalty;  // 1, 0 and 0: none
+    int32_t num_logprobs;  // how many of the likeliest tokens are reported beside the chosen one
+    int32_t wants_logprobs;
+};
+
+// `stride` numbers of top_ids and top_logprobs belong to each row; the first top_counts[row] of them are written, the likeliest
+// first, lowest id first among equals. Where no row wants log-probabilities all but `tokens` may be null.
+struct PdmeshSampleOutput {
+    int64_t* tokens;    // [R]
+    float* chosen;      // [R]: log-probability of the token
+    int64_t* top_ids;   // [R][stride]
+    float* top_logprobs;
+    int32_t* top_counts;  // [R]
+    int64_t stride;
+};
+
+}
+
+namespace pdmesh {
+
+// logits [R][V], not changed. A row's token depends on its logits and its PdmeshSampleRow alone: neither on the other rows nor on
+// the size of the team. Where nothing can be drawn (all logits NaN or -inf) the token is some id of the vocabulary.
+// Called outside of the team's regions; memory is kept for the next call by each of its threads.
+void sample_rows(Team& team, const float* logits, int64_t num_rows, int64_t vocab, const PdmeshSampleRow* rows,
+                 const PdmeshSampleOutput& out);
+
+// Greedy, from the logits as they are: the lowest id among the highest.
+void argmax_rows(Team& team, const float* logits, int64_t num_rows, int64_t vocab, int64_t* tokens);
+
+}  // namespace pdmesh

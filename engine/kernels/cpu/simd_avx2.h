@@ -1,0 +1,202 @@
+// Sixteen lanes on AVX2, FMA and F16C: two registers of eight, `lo` with lanes 0-7. See simd.h for what each function means.
+//
+// Always inlined: the calling convention passes these structs in memory, which would cost more than the functions themselves.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#define PDMESH_INLINE [[gnu::always_inline]] inline
+
+namespace pdmesh {
+
+constexpr int kMostRows = 4, kMostPanels = 2;  // of a tile: more would spill (a vector is two registers)
+
+struct F {
+    __m256 lo, hi;
+};
+struct I {
+    __m256i lo, hi;
+};
+
+PDMESH_INLINE F f_zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+PDMESH_INLINE F f_set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+PDMESH_INLINE F f_load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+PDMESH_INLINE void f_store(float* p, F x) {
+    _mm256_storeu_ps(p, x.lo);
+    _mm256_storeu_ps(p + 8, x.hi);
+}
+PDMESH_INLINE void f_store_first(float* p, F x, int count) {
+    if (count >= 16) return f_store(p, x);
+    float lanes[16];
+    f_store(lanes, x);
+    for (int i = 0; i < count; i++) p[i] = lanes[i];
+}
+PDMESH_INLINE F operator+(F a, F b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+PDMESH_INLINE F operator-(F a, F b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+PDMESH_INLINE F operator*(F a, F b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+PDMESH_INLINE F operator/(F a, F b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+PDMESH_INLINE F f_fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+PDMESH_INLINE F f_max(F a, F b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+PDMESH_INLINE F f_min(F a, F b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+PDMESH_INLINE F f_abs(F a) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
+}
+PDMESH_INLINE F f_round(F a) {
+    constexpr int kNearestEven = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(a.lo, kNearestEven), _mm256_round_ps(a.hi, kNearestEven)};
+}
+
+// 2^n for integers n of -126 .. 127, put together from the bits of a float.
+PDMESH_INLINE __m256 power_of_two(__m256i n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+}
+
+// A float cannot hold 2^-150, so the power comes in two factors. The one that reaches into the denormals is the last:
+// x * 2^(n + 126) is exact unless x is so small that the result is 0 anyhow, hence one rounding. Right for n of -252 .. 254.
+PDMESH_INLINE __m256 scale2_half(__m256 x, __m256 exponent) {
+    const __m256i n = _mm256_cvtps_epi32(exponent);
+    const __m256i most = _mm256_min_epi32(_mm256_max_epi32(n, _mm256_set1_epi32(-126)), _mm256_set1_epi32(127));
+    return _mm256_mul_ps(_mm256_mul_ps(x, power_of_two(_mm256_sub_epi32(n, most))), power_of_two(most));
+}
+PDMESH_INLINE F f_scale2(F x, F n) { return {scale2_half(x.lo, n.lo), scale2_half(x.hi, n.hi)}; }
+
+// Halves are folded onto each other: lanes 8 apart, then 4, 2, 1.
+PDMESH_INLINE float f_sum(F x) {
+    const __m256 eight = _mm256_add_ps(x.lo, x.hi);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+PDMESH_INLINE float f_hmax(F x) {
+    const __m256 eight = _mm256_max_ps(x.lo, x.hi);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+// The lanes below `count` from `x`, the others from `y`.
+PDMESH_INLINE F split_at(int count, F x, F y) {
+    const __m256i wanted = _mm256_set1_epi32(count);
+    const __m256i low = _mm256_cmpgt_epi32(wanted, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    const __m256i high = _mm256_cmpgt_epi32(wanted, _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15));
+    return {_mm256_blendv_ps(y.lo, x.lo, _mm256_castsi256_ps(low)), _mm256_blendv_ps(y.hi, x.hi, _mm256_castsi256_ps(high))};
+}
+PDMESH_INLINE F f_first(F x, int count, float other) { return split_at(count, x, f_set(other)); }
+PDMESH_INLINE F f_from_lane(F x, int first, float other) { return split_at(first, f_set(other), x); }
+PDMESH_INLINE F f_from(I x) { return {_mm256_cvtepi32_ps(x.lo), _mm256_cvtepi32_ps(x.hi)}; }
+PDMESH_INLINE F f_bits(I x) { return {_mm256_castsi256_ps(x.lo), _mm256_castsi256_ps(x.hi)}; }
+
+PDMESH_INLINE __m128i load_half(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+
+PDMESH_INLINE F f_load_bf16(const uint16_t* p) {
+    const __m256i low = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(p)), 16);
+    const __m256i high = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(p + 8)), 16);
+    return {_mm256_castsi256_ps(low), _mm256_castsi256_ps(high)};
+}
+PDMESH_INLINE F f_load_f16(const uint16_t* p) { return {_mm256_cvtph_ps(load_half(p)), _mm256_cvtph_ps(load_half(p + 8))}; }
+
+// Round to nearest, ties to even; the result is in the low 16 bits of each lane. NaN is not kept: no caller has one that matters.
+PDMESH_INLINE __m256i bf16_bits(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    return _mm256_srli_epi32(rounded, 16);
+}
+// AVX2 packs within 128-bit halves: quarters come out as 0 2 1 3.
+PDMESH_INLINE __m256i in_order(__m256i packed) { return _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0)); }
+
+PDMESH_INLINE void f_store_bf16(uint16_t* p, F x) {
+    const __m256i packed = _mm256_packus_epi32(bf16_bits(x.lo), bf16_bits(x.hi));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), in_order(packed));
+}
+// Rounded to integers and stored as int8; callers stay within [-127, 127].
+PDMESH_INLINE void f_store_i8(int8_t* p, F x) {
+    const __m256i words = in_order(_mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi)));
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+
+PDMESH_INLINE I i_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+PDMESH_INLINE I i_load(const void* p) {
+    const auto* halves = static_cast<const __m256i*>(p);
+    return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
+}
+PDMESH_INLINE void i_store(void* p, I x) {
+    auto* halves = static_cast<__m256i*>(p);
+    _mm256_storeu_si256(halves, x.lo);
+    _mm256_storeu_si256(halves + 1, x.hi);
+}
+PDMESH_INLINE I i_broadcast(const void* p) {
+    int32_t bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return {_mm256_set1_epi32(bytes), _mm256_set1_epi32(bytes)};
+}
+PDMESH_INLINE I i_low_nibbles(I x) {
+    const __m256i low = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(x.lo, low), _mm256_and_si256(x.hi, low)};
+}
+PDMESH_INLINE I i_high_nibbles(I x) { return i_low_nibbles({_mm256_srli_epi16(x.lo, 4), _mm256_srli_epi16(x.hi, 4)}); }
+PDMESH_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+PDMESH_INLINE I i_minus_128_times(I x, I sum) {
+    return {_mm256_sub_epi32(x.lo, _mm256_slli_epi32(sum.lo, 7)), _mm256_sub_epi32(x.hi, _mm256_slli_epi32(sum.hi, 7))};
+}
+
+// Even and odd bytes are widened to 16 bits and multiplied apart: `maddubs` on the bytes would saturate (2 * 255 * 127 > 32767).
+// Widened before the products, not after, because the widening of a shared `u` or `s` then leaves the inner loop.
+PDMESH_INLINE __m256i dot_u8s8_half(__m256i acc, __m256i u, __m256i s) {
+    const __m256i even_u = _mm256_and_si256(u, _mm256_set1_epi16(255));
+    const __m256i even_s = _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8);
+    const __m256i even = _mm256_madd_epi16(even_u, even_s);
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
+    return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+}
+PDMESH_INLINE I dot_u8s8(I acc, I u, I s) { return {dot_u8s8_half(acc.lo, u.lo, s.lo), dot_u8s8_half(acc.hi, u.hi, s.hi)}; }
+
+PDMESH_INLINE __m256 even_bf16(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+PDMESH_INLINE __m256 odd_bf16(__m256i x) {
+    return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+}
+PDMESH_INLINE __m256 dot_bf16_half(__m256 acc, __m256i a, __m256i b) {
+    return _mm256_fmadd_ps(odd_bf16(a), odd_bf16(b), _mm256_fmadd_ps(even_bf16(a), even_bf16(b), acc));
+}
+PDMESH_INLINE F dot_bf16(F acc, I a, I b) { return {dot_bf16_half(acc.lo, a.lo, b.lo), dot_bf16_half(acc.hi, a.hi, b.hi)}; }
+
+// Integers to 127 are exact in bf16, so the upper half of the float is all of it.
+PDMESH_INLINE __m256i bf16_from_words(__m256i words) {
+    const __m256 even = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words, 16), 16));
+    const __m256 odd = _mm256_cvtepi32_ps(_mm256_srai_epi32(words, 16));
+    return _mm256_blend_epi16(_mm256_srli_epi32(_mm256_castps_si256(even), 16), _mm256_castps_si256(odd), 0xaa);
+}
+// 32 int8 -> 32 bf16 in the same order.
+PDMESH_INLINE I bf16_from_i8(const int8_t* p) {
+    const __m256i low = _mm256_cvtepi8_epi16(load_half(p));
+    const __m256i high = _mm256_cvtepi8_epi16(load_half(p + 16));
+    return {bf16_from_words(low), bf16_from_words(high)};
+}
+
+PDMESH_INLINE uint32_t f_equal_mask(F a, F b) {
+    float x[16], y[16];
+    f_store(x, a);
+    f_store(y, b);
+    uint32_t mask = 0;
+    for (int i = 0; i < 16; i++) mask |= static_cast<uint32_t>(x[i] == y[i]) << i;
+    return mask;
+}
+PDMESH_INLINE F f_maxima_of_4(const float* p) {
+    float maxima[16];
+    for (int i = 0; i < 16; i++) {
+        const float a = __builtin_fabsf(p[4 * i]), b = __builtin_fabsf(p[4 * i + 1]);
+        const float c = __builtin_fabsf(p[4 * i + 2]), d = __builtin_fabsf(p[4 * i + 3]);
+        const float ab = a > b ? a : b, cd = c > d ? c : d;
+        maxima[i] = ab > cd ? ab : cd;
+    }
+    return f_load(maxima);
+}
+PDMESH_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+}  // namespace pdmesh
