@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 DEVICES = ("cpu", "cuda")
 MAX_THREADS = 1024  # torch crashes when the system refuses it a thread
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+BACKENDS = ("auto", "native", "torch")
+QUANTIZATIONS = ("auto", "none", "int8", "int4")
+QUANTIZATION_GROUPS = (32, 64, 128)
+KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 
 
 @dataclass(frozen=True)
@@ -16,15 +20,25 @@ class EngineConfig:
     model: str = field(metadata={"help": "model folder (Hugging Face, safetensors) or .gguf file"})
     device: str = field(default="cpu", metadata={"help": "cpu or cuda"})
     dtype: str = field(default="auto", metadata={"help": "auto (the checkpoint's), float32, bfloat16 or float16"})
+    backend: str = field(default="auto", metadata={"help": "native (CPU kernels), torch, or auto: native where it can"})
+    quantization: str = field(
+        default="auto", metadata={"help": "weights: int8, int4, none (dtype), or auto: native with dtype=auto quantizes, int8"}
+    )
+    quantization_group: int = field(default=32, metadata={"help": "int4: inputs that share a scale: 32, 64 or 128"})
+    kv_dtype: str = field(default="auto", metadata={"help": "KV cache: float32, bfloat16, int8, or auto: as wide as activations"})
     block_size: int = field(default=16, metadata={"help": "tokens in one KV block"})
     num_blocks: int = field(default=0, metadata={"help": "KV blocks; 0: as many as the KV memory holds"})
     kv_memory_mb: int = field(default=0, metadata={"help": "MiB for the KV pool; 0: a share of what the device has free"})
     kv_memory_share: float = field(default=0.3, metadata={"help": "share of the device's free memory the KV pool may take"})
+    kv_shared: bool = field(
+        default=False,
+        metadata={"help": "KV pool in memory that other processes may map; always so for who starts with role prefill"},
+    )
     max_num_seqs: int = field(default=64, metadata={"help": "sequences reserved, waiting and running at once"})
     max_num_batched_tokens: int = field(default=512, metadata={"help": "token budget of one step"})
     max_context: int = field(default=0, metadata={"help": "longest sequence in tokens; 0: the model's"})
     prefix_caching: bool = field(default=True, metadata={"help": "share KV blocks between prompts with equal beginnings"})
-    num_threads: int = field(default=0, metadata={"help": "threads of a matrix product; 0: leave torch's default"})
+    num_threads: int = field(default=0, metadata={"help": "threads that compute; 0: one for each core"})
 
     def validate(self) -> None:
         """Raises ValueError, naming the field and what to do, for settings that no model could make right."""
@@ -32,6 +46,11 @@ class EngineConfig:
             raise ValueError("model: empty; give a model folder or a .gguf file")
         _one_of("device", self.device, DEVICES)
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("backend", self.backend, BACKENDS)
+        _one_of("quantization", self.quantization, QUANTIZATIONS)
+        _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
+        if self.quantization_group not in QUANTIZATION_GROUPS:
+            raise ValueError(f"quantization_group: {self.quantization_group} is not known; give 32, 64 or 128")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 1)
         for name in ("num_blocks", "kv_memory_mb", "max_context", "num_threads"):

@@ -14,6 +14,7 @@ from engine.allocator import BlockAllocator, HashBlock
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
 from engine.integrity import check_integrity
+from engine.kernels.cpu.model import NativeModel
 from engine.kv_cache import KVPool
 from engine.memory import effective_max_context, free_memory, kv_shape
 from engine.outputs import EngineStats, StepResult
@@ -44,9 +45,12 @@ class Engine:
         self.weights_hash = loaded.weights_hash
         self.numeric_mode = loaded.numeric_mode
         self.eos_token_ids = frozenset(loaded.config.eos_token_ids)
-        self.kv = KVPool(kv_shape(config, loaded.config, loaded.dtype, free_memory(config.device)), config.device)
+        self.kv = KVPool(
+            kv_shape(config, loaded.config, loaded.kv_dtype, free_memory(config.device)), config.device, shared=config.kv_shared
+        )
+        sampler = loaded.model.sampler() if isinstance(loaded.model, NativeModel) else Sampler()
         self._pool = BlockPool(self.kv.shape.num_blocks)
-        self._runner = ModelRunner(loaded.model, self.kv.tensor, Sampler(), self.eos_token_ids)
+        self._runner = ModelRunner(loaded.model, self.kv.tensor, sampler, self.eos_token_ids)
         limits = self._limits()
         self._allocator = BlockAllocator(self._pool, config.block_size, hash_block, prefix_caching=config.prefix_caching)
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens)

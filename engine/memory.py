@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig
+from engine.kernels.cpu.model import kv_head_size
 from engine.kv_cache import KVShape
 from engine.model_config import ModelConfig
 
@@ -64,7 +65,9 @@ def kv_shape(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free_
 
 
 def _shape(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, num_blocks: int) -> KVShape:
-    return KVShape(model.num_layers, num_blocks, config.block_size, model.num_kv_heads, model.head_dim, dtype)
+    return KVShape(
+        model.num_layers, num_blocks, config.block_size, model.num_kv_heads, kv_head_size(model.head_dim, dtype), dtype
+    )
 
 
 def free_memory(device: str) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.batch import StepBatch
 from engine.blocks import num_blocks_for
-from engine.sampling import SampledToken, Sampler, SampleRow
+from engine.sampling import SampledToken, SampleRow
 from engine.scheduler import Piece, Plan
 from engine.sequence import Sequence
 
@@ -22,6 +22,12 @@ class ForwardModel(Protocol):
     def forward(self, batch: StepBatch, kv: Tensor) -> Tensor:
         """Writes the KV of the batch's T tokens into `kv`; logits [R, vocab] float32 of its logits rows."""
         ...
+
+
+class TokenSampler(Protocol):
+    """What the runner needs of a sampler: see engine/sampling.py."""
+
+    def sample(self, logits: Tensor, rows: list[SampleRow]) -> list[SampledToken]: ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class Draw:
 class ModelRunner:
     """Runs one model on one KV pool tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]."""
 
-    def __init__(self, model: ForwardModel, kv: Tensor, sampler: Sampler, eos_token_ids: Collection[int]) -> None:
+    def __init__(self, model: ForwardModel, kv: Tensor, sampler: TokenSampler, eos_token_ids: Collection[int]) -> None:
         self._model = model
         self._kv = kv
         self._sampler = sampler

@@ -51,7 +51,7 @@ class Receiver:
             raise ValueError(f"transports: {', '.join(unknown)} unknown; there are {', '.join(TRANSPORTS)}")
         check_memory(memory, identity, layout)
         self._shared = Host(memory, delegate, identity, layout)
-        self._transports = [each for each in TRANSPORTS.values() if each.name in transports and each.offered(memory)]
+        self._transports = [each for each in TRANSPORTS.values() if each.name in transports and each.receives()]
         self._host, self._port, self._advertise = host, port, advertise
         self._idle_timeout_s = idle_timeout_s
         self._max_sessions = max_sessions

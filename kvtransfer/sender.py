@@ -149,7 +149,7 @@ class Sender:
         """Endpoints that we can reach, best transport first."""
         for name, transport in TRANSPORTS.items():
             for endpoint in reservation.endpoints:
-                if endpoint.transport == name and transport.offered(self._memory) and transport.reaches(endpoint):
+                if endpoint.transport == name and transport.sends(self._memory) and transport.reaches(endpoint):
                     yield transport, endpoint
 
     def _hello(self, reservation: common_pb2.Reservation) -> transfer_pb2.TransferHello:

@@ -25,6 +25,7 @@ from runtime.identity import new_epoch
 from runtime.server import GrpcServer
 from worker.config import WorkerConfig
 from worker.control import Changes, ControlServicer
+from worker.cpus import bind
 from worker.description import Description, cache_root_of, describe, identity_of, layout_of
 from worker.dispatch import Dispatcher
 from worker.load import LoadReporter
@@ -73,6 +74,7 @@ class Worker:
     async def start(self) -> Description:
         """Serves; returns what the worker is. Raises ConfigError when an address is taken."""
         self._engine_loop.start(asyncio.get_running_loop())
+        await self._engine_loop.call(lambda _engine: bind(self._config.cpus))
         try:
             await self._receiver.start()
         except OSError as error:

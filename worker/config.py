@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine.config import EngineConfig
 from kvtransfer.transports.registry import TRANSPORTS
+from worker.cpus import problem_with
 from worker.roles import ROLE_NAMES
 
 _ROLES_HELP = "services that take work at start: prefill, decode or both"
@@ -36,6 +37,7 @@ class WorkerConfig:
     grace_s: float = field(default=2.0, metadata={"help": "how long a router may take to attach again"})
     report_period_s: float = field(default=0.2, metadata={"help": "period of load reports to routers"})
     drain_grace_s: float = field(default=30.0, metadata={"help": "how long running requests may finish after SIGTERM"})
+    cpus: tuple[int, ...] = field(default=(), metadata={"help": "cores of the engine's threads, such as 0,1; empty: any (Linux)"})
     exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
 
     def validate(self) -> None:
@@ -53,6 +55,8 @@ class WorkerConfig:
             value = getattr(self, name)
             _require(math.isfinite(value) and value > 0, name, "must be a positive number of seconds")
         _require(math.isfinite(self.drain_grace_s) and self.drain_grace_s >= 0, "drain_grace_s", "must be 0 or more seconds")
+        problem = problem_with(self.cpus, self.engine.num_threads)
+        _require(problem is None, "cpus", problem or "")
         _require(bool(self.host), "host", "give an address to listen on, such as 127.0.0.1 or 0.0.0.0")
         _require(
             bool(self.advertise) or self.host not in ("0.0.0.0", "::", "[::]"),
@@ -64,6 +68,15 @@ class WorkerConfig:
     def served_name(self) -> str:
         """The name that clients ask for."""
         return self.model_name or Path(self.engine.model).resolve().name.removesuffix(".gguf")
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        """Settings of the engine: bound to cores, it has a thread for each unless told otherwise.
+
+        Only who prefills sends from its pool; a worker that gets that role later sends by another transport than shared memory.
+        """
+        num_threads = self.engine.num_threads or len(self.cpus)
+        return replace(self.engine, num_threads=num_threads, kv_shared=self.engine.kv_shared or "prefill" in self.roles)
 
     @property
     def keep_output_s(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -14,6 +15,7 @@ from typing import NoReturn
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.weights.loader import Progress, load_model
 from runtime import log
 from runtime.announcer import worker_announcer
 from runtime.config import ConfigError, load
@@ -22,6 +24,9 @@ from runtime.registry import Registry
 from text.block_hash import hash_block
 from worker.assembly import Worker
 from worker.config import DecodeConfig, PrefillConfig, WorkerConfig
+from worker.cpus import bound
+
+_PROGRESS_PERIOD_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -76,18 +81,43 @@ async def _announced(life: Lifecycle, config: WorkerConfig, worker: Worker, addr
 
 
 def _config_error(error: Exception) -> ConfigError:
-    """The flag at fault: the engine's settings are named at the beginning of its messages; all else is about the model."""
+    """The flag or variable at fault: the engine names it at the beginning of its messages; all else is about the model."""
     name, _, problem = str(error).partition(": ")
+    if name in os.environ:
+        return ConfigError(name, problem)
     if problem and name in {field.name for field in dataclasses.fields(EngineConfig)}:
         return ConfigError(f"--{name.replace('_', '-')}", problem)
     return ConfigError("--model", str(error))
+
+
+def _open_engine(config: WorkerConfig, progress: Progress) -> Engine:
+    """Called on a thread of its own; the threads that compute begin here."""
+    with bound(config.cpus):
+        loaded = load_model(config.engine_config, progress)
+        return Engine(config.engine_config, hash_block=hash_block, loaded=loaded)
+
+
+def _progress_of(life: Lifecycle) -> Progress:
+    """Tells the process around us what loading is busy with: what comes before the weights (the kernels may have to be compiled),
+    then a line each few seconds. Called on the loading thread."""
+    loop = asyncio.get_running_loop()
+    last = time.monotonic()
+
+    def progress(share: float, text: str) -> None:
+        nonlocal last
+        if share == 0.0 or time.monotonic() - last >= _PROGRESS_PERIOD_S:
+            last = time.monotonic()
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to tell
+                loop.call_soon_threadsafe(life.progress, f"{text} ({share:.0%})" if share else text)
+
+    return progress
 
 
 async def _load_engine(life: Lifecycle, config: WorkerConfig) -> Engine:
     started = time.monotonic()
     life.progress(f"loading {config.engine.model}")
     try:
-        engine = await asyncio.to_thread(Engine, config.engine, hash_block=hash_block)
+        engine = await asyncio.to_thread(_open_engine, config, _progress_of(life))
     except (ValueError, OSError) as error:
         raise _config_error(error) from error
     shape = engine.kv.shape

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,17 +14,25 @@ from torch import Tensor
 
 from engine.attention import make_attention
 from engine.config import EngineConfig
+from engine.kernels.cpu import isa
+from engine.kernels.cpu.build import BuildFailed, NoCompiler
+from engine.kernels.cpu.library import open_library
+from engine.kernels.cpu.model import NativeModel
 from engine.layers import GatedMLP, Linear, make_linear
 from engine.memory import check_weights_fit, effective_max_context, free_memory
 from engine.model import DecoderLayer, DecoderModel
 from engine.model_config import ModelConfig
+from engine.numerics import Numerics, choose_numerics
 from engine.rope import RotaryTable
 from engine.weights.hash import weights_hash
+from engine.weights.native import NativeBuilder, one_torch_thread
 from engine.weights.safetensors import SafetensorsSource, weight_files
 from engine.weights.source import WeightSource
+from engine.weights.tensors import checked
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[float, str], None]
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ATTENTION = "reference"
 
 
@@ -33,14 +44,15 @@ class LoadedModel:
     """
 
     config: ModelConfig
-    model: DecoderModel
+    model: NativeModel | DecoderModel
     weights_hash: str
-    dtype: torch.dtype
+    dtype: torch.dtype  # of activations and of what is not quantized
+    kv_dtype: torch.dtype
     numeric_mode: str
 
 
 def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: None) -> LoadedModel:
-    """Loads `config.model` for `config.device` in `config.dtype`. `progress` gets (share done, what is being done).
+    """Loads `config.model` for `config.device` in the numbers it asks for. `progress` gets (share done, what is being done).
 
     Raises ValueError (its message names file, field or numbers): no such model, not supported, incomplete, does not fit
     (DoesNotFit), asks for a device that is not there.
@@ -50,13 +62,48 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
         torch.set_num_threads(config.num_threads)
     _check_device(config.device)
     source, files = open_checkpoint(Path(config.model))
-    dtype = _choose_dtype(config, source.config)
-    check_weights_fit(source.num_elements() * dtype.itemsize, free_memory(config.device), config.device)
+    library, why_none = _open_kernels(config, lambda text: progress(0.0, text))
+    numerics = choose_numerics(config, source.config, has_int4=_has_int4(source, config), no_library=why_none)
+    if numerics.why_torch:
+        logger.warning("the slower torch backend computes this model: %s", numerics.why_torch)
+    check_weights_fit(int(source.num_elements() * numerics.bytes_per_weight), free_memory(config.device), config.device)
     digest = weights_hash(files, lambda share: progress(0.3 * share, "hashing weights"))
-    builder = _Builder(source, dtype, config.device)
-    model = builder.build(effective_max_context(config, source.config), lambda share, text: progress(0.3 + 0.7 * share, text))
+    loading = partial(_load, source, config, numerics, library)
+    model, mode = loading(lambda share, text: progress(0.3 + 0.7 * share, text))
     progress(1.0, "loaded")
-    return LoadedModel(source.config, model, digest, dtype, _numeric_mode(model, config.device))
+    return LoadedModel(source.config, model, digest, numerics.dtype, numerics.kv_dtype, mode)
+
+
+def _load(
+    source: WeightSource, config: EngineConfig, numerics: Numerics, library: ctypes.CDLL | None, progress: Progress
+) -> tuple[NativeModel | DecoderModel, str]:
+    """The model, and its numeric mode."""
+    max_context = effective_max_context(config, source.config)
+    if numerics.backend == "torch" or library is None:
+        model = _Builder(source, numerics.dtype, config.device).build(max_context, progress)
+        return model, _numeric_mode(model, config.device)
+    num_threads = config.num_threads or torch.get_num_threads()
+    with one_torch_thread():
+        weights = NativeBuilder(source, numerics, max_context).build(progress).gathered()
+    sizes = {"block_size": config.block_size, "num_threads": num_threads}
+    native = NativeModel(library, source.config, weights, kv_dtype=numerics.kv_dtype, **sizes)
+    return native, numerics.name(f"native-{isa.detect().name}")
+
+
+def _has_int4(source: WeightSource, config: EngineConfig) -> bool:
+    """Are the checkpoint's own weights 4 bits, in the groups that are asked for? The first product tells for all."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    return name in source.names() and source.get_int4(name, config.quantization_group) is not None
+
+
+def _open_kernels(config: EngineConfig, say: Callable[[str], None]) -> tuple[ctypes.CDLL | None, str]:
+    """The native library, or why there is none. Not opened where it is not wanted."""
+    if config.backend == "torch" or config.device != "cpu":
+        return None, "it was not asked for"
+    try:
+        return open_library(say), ""
+    except (NoCompiler, BuildFailed, OSError) as error:
+        return None, str(error)
 
 
 def open_checkpoint(path: Path) -> tuple[WeightSource, list[Path]]:
@@ -75,13 +122,6 @@ def open_checkpoint(path: Path) -> tuple[WeightSource, list[Path]]:
 def _check_device(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: cuda is not available to this torch; install a CUDA build, or give device=cpu")
-
-
-def _choose_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
-    name = (model.dtype or "float32") if config.dtype == "auto" else config.dtype
-    if name not in _DTYPES:
-        raise ValueError(f"dtype: the checkpoint's {name!r} is not supported; give one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
 
 
 def _numeric_mode(model: DecoderModel, device: str) -> str:
@@ -156,10 +196,7 @@ class _Builder:
         return make_linear(_joined(weights), _joined(biases) if biases else None)
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
-        tensor = self.source.get(name)
-        if tensor.shape != shape:
-            raise ValueError(f"{name}: shape {tuple(tensor.shape)} in the checkpoint, {shape} by its config.json: not one model")
-        return tensor.to(self.device, self.dtype)
+        return checked(self.source, name, shape).to(self.device, self.dtype)
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

@@ -48,8 +48,11 @@ class Transport(Protocol):
 
     name: str
 
-    def offered(self, memory: KVMemory) -> bool:
-        """Whether an end with this memory can use the transport."""
+    def sends(self, memory: KVMemory) -> bool:
+        """Can this process send from this memory?"""
+
+    def receives(self) -> bool:
+        """Can this process receive by it?"""
 
     def reaches(self, endpoint: common_pb2.TransferEndpoint) -> bool:
         """Whether `endpoint` can be reached from this host."""

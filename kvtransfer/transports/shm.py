@@ -140,8 +140,11 @@ class ShmTransport:
 
     name = "shm"
 
-    def offered(self, memory: KVMemory) -> bool:
+    def sends(self, memory: KVMemory) -> bool:
         return sys.platform == "linux" and memory.fd is not None
+
+    def receives(self) -> bool:
+        return sys.platform == "linux"
 
     def reaches(self, endpoint: common_pb2.TransferEndpoint) -> bool:
         return endpoint.host_id == host_id()

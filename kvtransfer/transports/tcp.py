@@ -61,7 +61,10 @@ class TcpTransport:
 
     name = "tcp"
 
-    def offered(self, memory: KVMemory) -> bool:
+    def sends(self, memory: KVMemory) -> bool:
+        return True
+
+    def receives(self) -> bool:
         return True
 
     def reaches(self, endpoint: common_pb2.TransferEndpoint) -> bool:

@@ -262,9 +262,13 @@ class Identity(_message.Message):
     num_kv_heads: _builtins.int
     """num_kv_heads per layer."""
     head_dim: _builtins.int
-    """head_dim in elements."""
+    """head_dim is the number of elements that a token's key (or value) of one head takes in the pool: the model's, and with int8
+    4 more, which are the bytes of its scale.
+    """
     numeric_mode: _builtins.str
-    """numeric_mode names what decides the bits of the computation, such as "cpu-fp32"."""
+    """numeric_mode names what decides the bits of the computation, and how numbers lie within a block, such as
+    "int8-bfloat16-native-avx512_bf16": weights, KV, kernels.
+    """
     protocol_version: _builtins.int
     """protocol_version of the hand-off."""
     def __init__(
@@ -298,7 +302,7 @@ class KVLayout(_message.Message):
     block_size: _builtins.int
     """block_size in tokens."""
     kv_dtype: _builtins.str
-    """kv_dtype is "float32", "bfloat16" or "float16"."""
+    """kv_dtype is "float32", "bfloat16", "float16" or "int8"."""
     tensor_parallel_size: _builtins.int
     """tensor_parallel_size is the number of shards over which KV heads are split."""
     def __init__(

@@ -181,7 +181,8 @@ Global___TransferReply: _TypeAlias = TransferReply  # noqa: Y015
 @_typing.final
 class PartHeader(_message.Message):
     """PartHeader describes the KV of a range of layers and a range of the request's blocks. Its bytes are, for each layer, first all
-    blocks' keys, then all blocks' values; a block is [block_size, num_kv_heads, head_dim] in kv_dtype, row-major.
+    blocks' keys, then all blocks' values; a block is block_size * num_kv_heads * head_dim elements of kv_dtype, in the order of the
+    kernels that numeric_mode names.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

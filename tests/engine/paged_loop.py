@@ -1,4 +1,4 @@
-"""The smallest loop that drives a DecoderModel over a paged pool: no scheduler, so that model tests test the model."""
+"""The smallest loop that drives a model over a paged pool: no scheduler, so that model tests test the model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.batch import StepBatch
 from engine.config import EngineConfig
+from engine.kernels.cpu.model import kv_head_size
 from engine.kv_cache import KVPool, KVShape
 from engine.weights.loader import LoadedModel, load_model
 
@@ -22,6 +23,7 @@ class Chunk:
     token_ids: Sequence[int]
     num_computed: int
     every_row: bool = False  # logits of all tokens, else of the last
+    wanted: bool = True  # False: logits of none, as in the middle of a prompt
 
 
 @dataclass
@@ -34,18 +36,24 @@ class PagedLoop:
     pool: KVPool = field(init=False)
 
     def __post_init__(self) -> None:
-        config = self.loaded.config
-        shape = KVShape(
-            config.num_layers, self.num_blocks, self.block_size, config.num_kv_heads, config.head_dim, self.loaded.dtype
-        )
-        self.pool = KVPool(shape)
-        # What a pool holds before it is written must not matter; NaN shows it if it does.
-        self.pool.tensor.fill_(float("nan"))
+        config, dtype = self.loaded.config, self.loaded.kv_dtype
+        head = kv_head_size(config.head_dim, dtype)
+        self.pool = KVPool(KVShape(config.num_layers, self.num_blocks, self.block_size, config.num_kv_heads, head, dtype))
+        # What a pool holds before it is written must not matter; NaN shows it if it does, and these bytes are NaN in every
+        # format (int8: -1 with a scale of NaN).
+        self.pool.tensor.view(torch.uint8).fill_(0xFF)
         generator = torch.Generator().manual_seed(self.num_blocks)
         self._free = torch.randperm(self.num_blocks, generator=generator).tolist()
 
     def table(self, num_tokens: int) -> list[int]:
         return [self._free.pop() for _ in range(-(-num_tokens // self.block_size))]
+
+    def release(self, table: list[int]) -> None:
+        """Its blocks are the next to be dealt out, with what they hold."""
+        self._free += table
+
+    def fill_free_blocks(self, byte: int) -> None:
+        self.pool.tensor.view(torch.uint8)[:, :, self._free] = byte
 
     def step(self, chunks: Sequence[Chunk]) -> Tensor:
         return self.loaded.model.forward(make_batch(chunks, self.block_size), self.pool.tensor)
@@ -85,7 +93,8 @@ def make_batch(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
             positions.append(position)
             slots.append(chunk.table[position // block_size] * block_size + position % block_size)
         starts.append(len(token_ids))
-        rows += range(first, len(token_ids)) if chunk.every_row else [len(token_ids) - 1]
+        if chunk.wanted:
+            rows += range(first if chunk.every_row else len(token_ids) - 1, len(token_ids))
     return StepBatch(
         token_ids=torch.tensor(token_ids),
         positions=torch.tensor(positions),
@@ -93,7 +102,7 @@ def make_batch(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
         query_starts=starts,
         context_lens=[chunk.num_computed + len(chunk.token_ids) for chunk in chunks],
         block_tables=[chunk.table for chunk in chunks],
-        logits_rows=torch.tensor(rows),
+        logits_rows=torch.tensor(rows, dtype=torch.int64),
     )
 
 

@@ -16,6 +16,7 @@ from engine.engine import Engine
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.weights.loader import LoadedModel, load_model
+from tests.engine.backends import BACKENDS
 from tests.support.mock_engine import open_engine, run_to_end
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
 
@@ -44,14 +45,20 @@ class Reference:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+def answered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, ...]]]:
+    """A model folder, and transformers' greedy answers to prompts()."""
     transformers = pytest.importorskip("transformers")
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     folder = make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    answers = [_generate(model, prompt) for prompt in prompts()]
-    yield Reference(folder, load_model(EngineConfig(model=str(folder))), answers)
+    return folder, [_generate(model, prompt) for prompt in prompts()]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def reference(request: pytest.FixtureRequest, answered: tuple[Path, list[tuple[int, ...]]]) -> Iterator[Reference]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    folder, answers = answered
+    yield Reference(folder, load_model(EngineConfig(model=str(folder), backend=request.param, dtype="float32")), answers)
     torch.set_num_threads(num_threads)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.kv_cache import KVShape
 from engine.memory import MIB, DoesNotFit, check_weights_fit, effective_max_context, free_memory, kv_shape
 from engine.memory import _cgroup_free as cgroup_free
 from engine.model_config import ModelConfig
@@ -57,6 +58,15 @@ def test_a_pool_larger_than_memory_is_refused() -> None:
         blocks(free=100 * MIB, num_blocks=100_000)
 
 
+def test_an_int8_token_carries_its_scale() -> None:
+    def shape(dtype: torch.dtype) -> KVShape:
+        return kv_shape(EngineConfig(model="m", num_blocks=5), MODEL, dtype, 2**40)
+
+    assert shape(torch.bfloat16).bytes_per_block == BLOCK // 2
+    assert shape(torch.int8).bytes_per_block == BLOCK // 4 + 4 * 2 * 16 * 2 * 4  # a float32 for each token and head
+    assert shape(torch.int8).tensor_shape == (4, 2, 5, 16, 2, 64 + 4)
+
+
 def test_weights_larger_than_memory_are_refused() -> None:
     check_weights_fit(10, 10, "cpu")
     with pytest.raises(DoesNotFit, match="weights need 3,000 MiB, cpu has 2,000 MiB free"):
@@ -100,6 +110,10 @@ def test_a_containers_limit_counts_in_version_1_of_control_groups(tmp_path: Path
         ({"model": ""}, "model: empty"),
         ({"device": "tpu"}, "device: 'tpu' is not known; give one of cpu, cuda"),
         ({"dtype": "int8"}, "dtype: 'int8'"),
+        ({"backend": "cuda"}, "backend: 'cuda' is not known; give one of auto, native, torch"),
+        ({"quantization": "int2"}, "quantization: 'int2' is not known; give one of auto, none, int8, int4"),
+        ({"quantization_group": 16}, "quantization_group: 16 is not known; give 32, 64 or 128"),
+        ({"kv_dtype": "float16"}, "kv_dtype: 'float16' is not known; give one of auto, float32, bfloat16, int8"),
         ({"block_size": 0}, "block_size: 0 is less than 1"),
         ({"num_threads": -1}, "num_threads: -1 is less than 0"),
         ({"num_threads": 100_000}, "num_threads: 100000 is more than 1024"),

@@ -1,4 +1,7 @@
-"""A token's logits have the same bits whatever shares its step, however its prompt was cut, wherever its blocks lie."""
+"""A token's logits have the same bits whatever shares its step, however its prompt was cut, wherever its blocks lie.
+
+This is about the torch backend; for the native one see tests/engine/kernels/cpu/test_model_bits.py.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ NAMES = ["llama", "llama-odd-groups", "llama-mqa", "mistral-window", "qwen2-wind
 def loop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PagedLoop:
     torch.set_num_threads(1)
     kind, overrides = KINDS[request.param]
-    return PagedLoop(load(make_tiny_model(tmp_path_factory.mktemp(request.param), kind, **overrides)), num_blocks=2000)
+    folder = make_tiny_model(tmp_path_factory.mktemp(request.param), kind, **overrides)
+    return PagedLoop(load(folder, backend="torch"), num_blocks=2000)
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -102,6 +106,6 @@ def test_the_number_of_threads_changes_no_bit(loop: PagedLoop, num_threads: int)
 
 def test_bits_of_bfloat16(tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    loop = PagedLoop(load(make_tiny_model(tmp_path, "llama", dtype="bfloat16")))
+    loop = PagedLoop(load(make_tiny_model(tmp_path, "llama", dtype="bfloat16"), backend="torch"))
     token_ids = prompt(150)
     assert all(torch.equal(loop.logits(token_ids, size), loop.logits(token_ids)) for size in (1, 7, 64))

@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig
+from engine.model import DecoderModel
 from engine.weights.convert import convert_gguf_weights
 from engine.weights.gguf import GgufSource
 from engine.weights.loader import load_model, open_checkpoint
 from engine.weights.safetensors import SafetensorsSource
 from engine.weights.source import MissingTensor
+from tests.engine.backends import needs_native
 from tests.engine.paged_loop import PagedLoop, load
 from tests.engine.tiny_gguf import write_gguf
 from tests.support.tiny_models import IM_END, IM_START, make_tiny_model
@@ -78,7 +80,8 @@ def test_a_tensor_of_another_shape_is_named(folder: Path) -> None:
 
 
 def test_a_mapped_tensor_is_not_copied_when_the_dtype_is_equal(folder: Path) -> None:
-    loaded = load(folder)
+    loaded = load(folder, backend="torch")
+    assert isinstance(loaded.model, DecoderModel)
     assert loaded.model.dtype == torch.float32
     mapped = SafetensorsSource(folder).get("model.norm.weight")
     assert mapped.to("cpu", torch.float32) is mapped
@@ -88,8 +91,9 @@ def test_a_mapped_tensor_is_not_copied_when_the_dtype_is_equal(folder: Path) -> 
     ("dtype", "expected"), [("auto", torch.bfloat16), ("float32", torch.float32), ("float16", torch.float16)]
 )
 def test_the_dtype_is_the_checkpoints_or_as_asked(tmp_path: Path, dtype: str, expected: torch.dtype) -> None:
-    loaded = load(make_tiny_model(tmp_path, dtype="bfloat16"), dtype=dtype)
-    assert loaded.dtype == loaded.model.dtype == expected
+    loaded = load(make_tiny_model(tmp_path, dtype="bfloat16"), dtype=dtype, backend="torch")
+    assert isinstance(loaded.model, DecoderModel)
+    assert loaded.dtype == loaded.kv_dtype == loaded.model.dtype == expected
     assert loaded.numeric_mode.startswith(str(expected).removeprefix("torch.") + "-cpu-")
 
 
@@ -99,13 +103,14 @@ def test_end_of_sequence_ids_are_those_of_generation(folder: Path) -> None:
     assert SafetensorsSource(folder).config.eos_token_ids == {1, 2}
 
 
-def test_progress_rises_to_one(folder: Path) -> None:
+@pytest.mark.parametrize(("backend", "doing"), [("torch", "loading"), pytest.param("native", "packing", marks=needs_native)])
+def test_progress_rises_to_one(folder: Path, backend: str, doing: str) -> None:
     seen: list[tuple[float, str]] = []
-    load_model(EngineConfig(model=str(folder)), lambda share, text: seen.append((share, text)))
+    load_model(EngineConfig(model=str(folder), backend=backend), lambda share, text: seen.append((share, text)))
     shares = [share for share, _ in seen]
     assert shares == sorted(shares)
     assert seen[-1] == (1.0, "loaded")
-    assert (0.3, "loading layer 1 of 2") in seen
+    assert (0.3, f"{doing} layer 1 of 2") in seen
 
 
 @pytest.mark.parametrize(
@@ -188,8 +193,8 @@ def test_a_converted_gguf_is_the_same_model_here_and_in_transformers(gguf: Gguf,
     converted = convert_gguf_weights(path, tmp_path / "converted", lambda share, _: seen.append(share))
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
-    logits = PagedLoop(load(path)).logits(PROMPT)
-    assert torch.equal(PagedLoop(load(converted)).logits(PROMPT), logits)
+    logits = PagedLoop(load(path, dtype="float32")).logits(PROMPT)
+    assert torch.equal(PagedLoop(load(converted, dtype="float32")).logits(PROMPT), logits)
     model = transformers.AutoModelForCausalLM.from_pretrained(converted)
     assert model.dtype == torch.float32
     assert (model.generation_config.bos_token_id, model.generation_config.eos_token_id) == (IM_START, IM_END)

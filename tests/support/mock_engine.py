@@ -152,6 +152,7 @@ def make_engine(
         model=MockModel(),  # type: ignore[arg-type]  # it has the one method that the engine calls
         weights_hash="mock",
         dtype=torch.float32,
+        kv_dtype=torch.float32,
         numeric_mode="mock",
     )
     return open_engine(config, loaded)

@@ -45,7 +45,7 @@ class Model:
         return Engine(self.engine_config(**overrides), hash_block=hash_block, loaded=self.loaded)
 
     def engine_config(self, **overrides: object) -> EngineConfig:
-        small = EngineConfig(model=str(self.folder), num_blocks=128, max_num_seqs=16, max_num_batched_tokens=64)
+        small = EngineConfig(model=str(self.folder), num_blocks=128, max_num_seqs=16, max_num_batched_tokens=64, kv_shared=True)
         return replace(small, **overrides)  # type: ignore[arg-type]
 
 

@@ -103,12 +103,14 @@ class _Remote:
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        (["--num-blocks", "0", "--kv-memory-mb", "1", "--block-size", "4096"], "blocks"),
+        (["--num-blocks", "0", "--kv-memory-mb", "1", "--block-size", "8192"], "blocks"),
         (["--roles", "cook"], "--roles"),
         (["--host", "0.0.0.0"], "--advertise"),
         (["--transports", "pigeon"], "--transports"),
         (["--lease-s", "0"], "--lease-s"),
         (["--worker-id", "a b"], "--worker-id"),
+        (["--cpus", "100000"], "--cpus"),
+        (["--backend", "torch", "--quantization", "int8"], "--quantization"),
         (["--redis", "nonsense"], "redis"),
         (["--model", "/nowhere"], "nowhere"),
     ],
@@ -118,6 +120,28 @@ async def test_wrong_settings_end_with_one_line(model: Model, more: list[str], n
         _, stderr = await asyncio.wait_for(child.communicate(), 60)
         assert child.returncode == 2, stderr.decode()
         assert named in stderr.decode().splitlines()[-1], stderr.decode()
+
+
+async def test_without_a_compiler_torch_serves_with_a_warning(model: Model, tmp_path: Path) -> None:
+    env = {"CXX": "no-such-compiler", "PDMESH_CACHE": str(tmp_path), "PDMESH_KERNELS_DIR": ""}
+    async with process("worker", *flags(model.folder), env=env) as child:
+        message = await ready(child)
+        channel = connect(str(message["address"]))
+        control: worker_pb2_grpc.WorkerControlAsyncStub = worker_pb2_grpc.WorkerControlStub(channel)
+        info = await control.GetInfo(worker_pb2.GetInfoRequest())
+        assert "native" not in info.identity.numeric_mode
+        assert info.layout.kv_dtype == "float32"
+        await channel.close()
+        child.send_signal(signal.SIGTERM)
+        _, stderr = await asyncio.wait_for(child.communicate(), 20)
+        assert "the slower torch backend" in stderr.decode() and "no-such-compiler" in stderr.decode()
+
+
+async def test_a_variable_at_fault_is_named(model: Model) -> None:
+    async with process("worker", *flags(model.folder), env={"PDMESH_CPU_ISA": "quantum"}) as child:
+        _, stderr = await asyncio.wait_for(child.communicate(), 60)
+        assert child.returncode == 2, stderr.decode()
+        assert "PDMESH_CPU_ISA: " in stderr.decode().splitlines()[-1], stderr.decode()
 
 
 async def test_a_taken_port_is_named(model: Model) -> None:

@@ -283,14 +283,14 @@ void emit_panels(const PdmeshLinear& linear, const Rows& rows, int begin, int en
 template <int Format, class Emit>
 void multiply_format(Team& team, int rank, const PdmeshLinear& linear, const Rows& rows, int num_rows, const Emit& emit) {
     const int panels = round_up(linear.n, kPanel) / kPanel;
-    if (num_rows <= 2 * kTileRows<Format>) {
-        // Memory decides: each rank streams one contiguous part.
+    constexpr int step = 4, block = 96;  // panels and rows of an item
+    if (num_rows <= block) {
+        // Memory counts: each rank streams one contiguous part, and knows what it will read next.
         const int pairs = (panels + 1) / 2;
         const int first = pairs * rank / team.size() * 2, last = std::min(pairs * (rank + 1) / team.size() * 2, panels);
         emit_panels<Format>(linear, rows, 0, num_rows, first, last - first, emit);
         return;
     }
-    constexpr int step = 4, block = 96;  // panels and rows of an item
     const int row_blocks = (num_rows + block - 1) / block, items = (panels + step - 1) / step * row_blocks;
     for (int item; (item = team.take()) < items;) {
         const int panel = item / row_blocks * step, row = item % row_blocks * block;

@@ -74,8 +74,9 @@ inline void i_store(void* p, I x) { _mm512_storeu_si512(p, x.v); }
 inline I i_broadcast(const void* p) { return {_mm512_set1_epi32(*static_cast<const int32_t*>(p))}; }
 inline I i_low_nibbles(I x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(15))}; }
 inline I i_high_nibbles(I x) { return {_mm512_and_si512(_mm512_srli_epi16(x.v, 4), _mm512_set1_epi8(15))}; }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+// Always inline: GCC 12 finds that such a function has no effect, and drops the calls.
+[[gnu::always_inline]] inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+[[gnu::always_inline]] inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 inline uint32_t f_equal_mask(F a, F b) { return _mm512_cmpeq_ps_mask(a.v, b.v); }
 inline F f_maxima_of_4(const float* p) {

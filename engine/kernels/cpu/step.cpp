@@ -336,7 +336,7 @@ class Engine {
     }
 
     // A token's key lies in all lines of its group: they arrive while the queries are rotated.
-    void ask_for_slot(int index, int head, int64_t slot) const {
+    [[gnu::always_inline]] void ask_for_slot(int index, int head, int64_t slot) const {
         const int in_block = static_cast<int>(slot % kv_.block_size);
         const uint8_t* keys = kv_.group(kv_.block(index, 0, slot / kv_.block_size), head, in_block);
         const uint8_t* values = kv_.group(kv_.block(index, 1, slot / kv_.block_size), head, in_block);
