@@ -1,4 +1,4 @@
-# Every target does its own set-up. Needs Python >= 3.11, make and a C compiler.
+# Every target does its own set-up. Needs Python >= 3.11, make, and a C and C++ compiler.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,8 @@ PROTOS := $(wildcard protos/v1/*.proto)
 CODE := pdmesh worker router prefill_service decode_service kvtransfer runtime engine text benchmarks tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test lint types contracts stubs-fresh unit mesh equality bench-mesh stubs format clean
+.PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh equality
+.PHONY: bench-mesh bench-cpu bench-profile stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,7 +31,11 @@ setup: $(READY)  ## virtual environment with pinned dependencies
 model: $(READY)  ## fetch and convert SmolLM2-135M-Instruct into the cache (once)
 	@$(BIN)/python -m pdmesh.models fetch smollm2-135m-instruct
 
-demo: $(READY)  ## a real question through router, prefill, hand-off and decode; shows where the time went
+# Compiled once, ahead of what would otherwise wait for it in each process. Without a compiler the torch backend serves.
+kernels: $(READY)  ## compile the CPU kernels into the cache (once)
+	@$(BIN)/python -m engine.kernels.cpu.build || echo "==> without them the slower torch backend computes"
+
+demo: $(READY) kernels  ## a real question through router, prefill, hand-off and decode; shows where the time went
 	@$(BIN)/python -m pdmesh demo
 
 test: lint types contracts stubs-fresh unit mesh  ## everything that CI runs
@@ -48,17 +53,23 @@ contracts: $(READY)
 stubs-fresh: $(READY)
 	$(BIN)/python -m protos.generate --check
 
-unit: $(READY) model
+unit: $(READY) model kernels
 	$(BIN)/python -m pytest tests --ignore=tests/mesh
 
-mesh: $(READY) model
+mesh: $(READY) model kernels
 	$(BIN)/python -m pytest tests/mesh
 
-equality: $(READY) model  ## all prompts, every way through the mesh, against transformers (slow)
+equality: $(READY) model kernels  ## all prompts, every way through the mesh, against transformers and one engine (slow)
 	$(BIN)/python -m benchmarks.equality
 
-bench-mesh: $(READY) model  ## the first table: engine and mesh, with the machine
+bench-mesh: $(READY) model kernels  ## engine and mesh, in int8 and float32, with the machine
 	$(BIN)/python -m benchmarks.mesh
+
+bench-cpu: $(READY) model kernels  ## the CPU kernels beside OpenVINO, vLLM, llama.cpp and transformers; accuracy, limits (slow)
+	$(BIN)/python -m benchmarks.cpu
+
+bench-profile: $(READY) model kernels  ## where the time of an engine's step goes
+	$(BIN)/python -m benchmarks.profile
 
 stubs: $(READY)  ## regenerate the stubs beside the .proto files
 	$(BIN)/python -m protos.generate

@@ -1,0 +1,101 @@
+"""What the machine allows at most for a model of this size: bytes over bandwidth, products over their peak."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.kernels.cpu import limits
+
+READ, INT8, BF16 = "read bandwidth, all threads", "int8 product peak", "bf16 product peak"
+# How each limit is measured; in turn with the contestants, so that a machine's moods touch all alike.
+LIMIT_CASES = {READ: limits.read_bandwidth_gb_s, INT8: limits.int8_peak_gop_s, BF16: limits.bf16_peak_gflop_s}
+UNITS = {READ: "GB/s", INT8: "GOP/s", BF16: "GFLOP/s"}
+_KV_BYTES_PER_NUMBER = 2
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Numbers that a step has to read or multiply."""
+
+    layer_weights: int
+    head_weights: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @staticmethod
+    def read(folder: Path) -> ModelSizes:
+        """From config.json and the heads of the safetensors files."""
+        config = json.loads((folder / "config.json").read_text())
+        shapes: dict[str, list[int]] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            shapes |= _shapes(file)
+        heads = config["num_attention_heads"]
+        return ModelSizes(
+            layer_weights=sum(math.prod(shape) for name, shape in shapes.items() if ".layers." in name and len(shape) == 2),
+            head_weights=config["vocab_size"] * config["hidden_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads", heads),
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        )
+
+    @property
+    def num_weights(self) -> int:
+        """All that a decode step reads: the layers' matrices and the head (tied to the embedding or not)."""
+        return self.layer_weights + self.head_weights
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """In 16 bits."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * _KV_BYTES_PER_NUMBER
+
+    def prefill_weight_operations(self, length: int) -> float:
+        """Of a prompt's products with weights; the head is needed for the last token alone."""
+        return 2.0 * (self.layer_weights * length + self.head_weights)
+
+    def prefill_attention_operations(self, length: int) -> float:
+        """Scores and weighted values, the causal half."""
+        return 4.0 * self.num_layers * self.num_heads * self.head_dim * length * (length + 1) / 2
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """Medians of the run. `operations_s` by kind."""
+
+    bytes_s: float
+    int8_operations_s: float
+    bf16_operations_s: float
+
+    @staticmethod
+    def of(medians: dict[str, float]) -> MachineLimits | None:
+        """None where the machine could not be measured: there is no compiler for the kernels."""
+        if not {READ, INT8, BF16} <= medians.keys():
+            return None
+        return MachineLimits(medians[READ] * 1e9, medians[INT8] * 1e9, medians[BF16] * 1e9)
+
+    def peak(self, bytes_per_weight: float) -> float:
+        """Weights of a byte or less can be multiplied as int8."""
+        return self.int8_operations_s if bytes_per_weight < 2 else self.bf16_operations_s
+
+    def decode_speed(self, sizes: ModelSizes, bytes_per_weight: float, batch: int, context: float) -> float:
+        """Tokens a second at most: a step reads all weights once and each sequence's KV; products take their time, too."""
+        num_bytes = sizes.num_weights * bytes_per_weight + batch * context * sizes.kv_bytes_per_token
+        compute_s = 2 * sizes.num_weights * batch / self.peak(bytes_per_weight)
+        return batch / max(num_bytes / self.bytes_s, compute_s)
+
+    def prefill_speed(self, sizes: ModelSizes, bytes_per_weight: float, length: int) -> float:
+        """Tokens a second at most: weights' products at their peak, attention's at that of bf16."""
+        seconds = sizes.prefill_weight_operations(length) / self.peak(bytes_per_weight)
+        return length / (seconds + sizes.prefill_attention_operations(length) / self.bf16_operations_s)
+
+
+def _shapes(file: Path) -> dict[str, list[int]]:
+    """The head of a safetensors file: its length in 8 bytes, then JSON."""
+    with file.open("rb") as stream:
+        head = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return {name: entry["shape"] for name, entry in head.items() if name != "__metadata__"}
