@@ -1,7 +1,7 @@
 """Run prompts through one engine in this process: the unseparated side of every comparison."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,11 @@ from engine.engine import Engine
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from text.block_hash import hash_block
+
+# Fields of EngineConfig: the numbers that an engine, or every worker of a mesh, computes in.
+Settings = Mapping[str, object]
+DEFAULT: Settings = {}  # int8 weights, where the CPU kernels serve
+FLOAT32: Settings = {"dtype": "float32"}  # what transformers is compared in
 
 
 @dataclass(frozen=True)
@@ -27,9 +32,14 @@ GREEDY = Draw()
 SAMPLED = Draw(temperature=0.8, seed=20_26)
 
 
+def flags_of(settings: Settings) -> tuple[str, ...]:
+    """The same settings as a worker's flags."""
+    return tuple(part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value)))
+
+
 def make_engine(folder: Path, **settings: object) -> Engine:
-    """An engine in fp32 on this folder; `settings` are fields of EngineConfig."""
-    fields: dict[str, object] = {"model": str(folder), "dtype": "float32", "kv_memory_mb": 1024, **settings}
+    """An engine on this folder; `settings` are fields of EngineConfig."""
+    fields: dict[str, object] = {"model": str(folder), "kv_memory_mb": 1024, **settings}
     if "num_blocks" in settings:
         fields["kv_memory_mb"] = 0
     return Engine(EngineConfig(**fields), hash_block=hash_block)  # type: ignore[arg-type]

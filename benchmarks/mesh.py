@@ -1,23 +1,24 @@
-"""`make bench-mesh`: the first table. The reference engine alone, then the same engine behind router, prefill and decode.
+"""`make bench-mesh`: one engine alone, then behind router, prefill and decode; in int8, which is the default, and in float32.
 
-Engine figures use both cores; where mesh and engine are compared, every engine has one thread, as the workers of a
+Engine figures use all cores; where mesh and engine are compared, every engine has one thread, as the workers of a
 two-core mesh have.
 """
 
 import asyncio
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 
-import torch
-
 from benchmarks.cpu_time import event_loop_cpu_ns, process_cpu_ns
-from benchmarks.engine_runs import GREEDY, make_engine, timed
+from benchmarks.engine_runs import DEFAULT, FLOAT32, GREEDY, Settings, flags_of, make_engine, timed
 from benchmarks.harness import Figure, interleave, say, write
-from benchmarks.machine_limits import gemm_peak_gflop_s, read_bandwidth_gb_s
 from engine.engine import Engine
+from engine.kernels.cpu.limits import product_peak_gop_s, read_bandwidth_gb_s
 from engine.request import EngineRequest
 from pdmesh.client import AsyncClient, Completed, Delta
 from pdmesh.launcher import LocalMesh
@@ -26,7 +27,9 @@ from pdmesh.models import ensure_model
 
 BATCHES = (1, 4, 16, 32)
 PREFILLS = (128, 512, 2000)
-NUM_PARAMETERS = 134.5e6
+NUMBERS: dict[str, Settings] = {"int8": DEFAULT, "float32": FLOAT32}
+BYTES_PER_WEIGHT = {"int8": 1, "float32": 4}
+LAYER_WEIGHTS, HEAD_WEIGHTS = 106.2e6, 28.3e6  # of the model's products; prefill needs the head for one token only
 PROMPT_TOKENS, OUTPUT_TOKENS, ROUNDS = 160, 64, 5
 STREAMS = 16
 
@@ -64,20 +67,35 @@ def one_request(engine: Engine, ids: Sequence[int], num_tokens: int, tag: str) -
 
 def engine_figures(folder: Path) -> list[Figure]:
     """Decode and prefill speed of one engine on all cores, with the machine's limits."""
-    bandwidth, peak = read_bandwidth_gb_s(), gemm_peak_gflop_s()
-    engine = make_engine(folder, max_num_batched_tokens=2048, prefix_caching=False)
+    bandwidth = read_bandwidth_gb_s()
+    peaks = {numbers: product_peak_gop_s(numbers) for numbers in NUMBERS}
     run = iter(range(10**6))
-    cases = {f"decode, batch {b}": lambda b=b: decode_speed(engine, b, f"d{next(run)}-") for b in BATCHES}
-    cases |= {f"prefill, {n} tokens": lambda n=n: prefill_speed(engine, n, f"p{next(run)}") for n in PREFILLS}
+    cases, limits = {}, {}
+    for numbers, settings in NUMBERS.items():
+        engine = make_engine(folder, max_num_batched_tokens=2048, prefix_caching=False, **settings)
+        for batch in BATCHES:
+            name = f"engine {numbers}: decode, batch {batch}"
+            cases[name] = partial(_decode_case, engine, batch, run)
+            read_s = (LAYER_WEIGHTS + HEAD_WEIGHTS) * BYTES_PER_WEIGHT[numbers] / (bandwidth * 1e9)
+            limits[name] = batch / max(read_s, 2 * (LAYER_WEIGHTS + HEAD_WEIGHTS) * batch / (peaks[numbers] * 1e9))
+        for length in PREFILLS:
+            name = f"engine {numbers}: prefill, {length} tokens"
+            cases[name] = partial(_prefill_case, engine, length, run)
+            limits[name] = peaks[numbers] * 1e9 / (2 * LAYER_WEIGHTS)
     medians = interleave(cases, ROUNDS)
-    weight_bytes = NUM_PARAMETERS * 4
-    limits = {f"decode, batch {b}": b * bandwidth * 1e9 / weight_bytes for b in BATCHES}
-    limits |= {f"prefill, {n} tokens": peak * 1e9 / (2 * NUM_PARAMETERS) for n in PREFILLS}
     return [
-        Figure("read bandwidth (torch sum)", bandwidth, "GB/s", "higher"),
-        Figure("float32 product peak", peak, "GFLOP/s", "higher"),
-        *(Figure(f"engine fp32: {name}", value, "tokens/s", "higher", limit=limits[name]) for name, value in medians.items()),
+        Figure("read bandwidth", bandwidth, "GB/s", "higher"),
+        *(Figure(f"{numbers} product peak", peak, "10^9 operations/s", "higher") for numbers, peak in peaks.items()),
+        *(Figure(name, value, "tokens/s", "higher", limit=limits[name]) for name, value in medians.items()),
     ]
+
+
+def _decode_case(engine: Engine, batch: int, run: Iterator[int]) -> float:
+    return decode_speed(engine, batch, f"d{next(run)}-")
+
+
+def _prefill_case(engine: Engine, length: int, run: Iterator[int]) -> float:
+    return prefill_speed(engine, length, f"p{next(run)}")
 
 
 @dataclass
@@ -86,6 +104,10 @@ class Samples:
 
     ttft: dict[str, list[float]]
     tpot: dict[str, list[float]]
+
+    def add(self, name: str, ttft_s: float, tpot_s: float) -> None:
+        self.ttft.setdefault(name, []).append(ttft_s * 1e3)
+        self.tpot.setdefault(name, []).append(tpot_s * 1e3)
 
 
 async def through_mesh(client: AsyncClient, ids: Sequence[int], mode: str) -> tuple[float, float]:
@@ -101,23 +123,21 @@ async def through_mesh(client: AsyncClient, ids: Sequence[int], mode: str) -> tu
     return stamps[0] - started, (stamps[-1] - stamps[0]) / (len(stamps) - 1)
 
 
-async def latency_figures(folder: Path, mesh: LocalMesh) -> list[Figure]:
-    """TTFT and TPOT of single requests: engine in this process (one thread), mesh REMOTE, mesh LOCAL, in turn."""
-    torch.set_num_threads(1)
-    engine = make_engine(folder, num_threads=1, prefix_caching=False)
+async def latency_figures(folder: Path, meshes: Mapping[str, LocalMesh]) -> list[Figure]:
+    """TTFT and TPOT of single requests: engine in this process (one thread), mesh REMOTE, mesh LOCAL, in turn, in all numbers."""
+    engines = {numbers: make_engine(folder, num_threads=1, prefix_caching=False, **NUMBERS[numbers]) for numbers in meshes}
     samples = Samples({}, {})
-    async with AsyncClient(mesh.router_addresses) as client:
-        for number in range(ROUNDS + 1):
-            for where in ("engine", "mesh REMOTE", "mesh LOCAL"):
-                ids = prompt(number * 31 + len(where), PROMPT_TOKENS)
-                if where == "engine":
-                    ttft, tpot = one_request(engine, ids, OUTPUT_TOKENS, f"l{number}")
-                else:
-                    ttft, tpot = await through_mesh(client, ids, where.split()[1].lower())
-                if number:  # the first round warms up
-                    samples.ttft.setdefault(where, []).append(ttft * 1e3)
-                    samples.tpot.setdefault(where, []).append(tpot * 1e3)
-                say(f"{where}: TTFT {ttft * 1e3:.1f} ms, TPOT {tpot * 1e3:.1f} ms")
+    async with AsyncExitStack() as stack:
+        clients = {name: await stack.enter_async_context(AsyncClient(mesh.router_addresses)) for name, mesh in meshes.items()}
+        for number, numbers, where in product(range(ROUNDS + 1), meshes, ("engine", "mesh REMOTE", "mesh LOCAL")):
+            ids = prompt(number * 31 + len(where), PROMPT_TOKENS)
+            if where == "engine":
+                ttft, tpot = one_request(engines[numbers], ids, OUTPUT_TOKENS, f"l{number}")
+            else:
+                ttft, tpot = await through_mesh(clients[numbers], ids, where.split()[1].lower())
+            if number:  # the first round warms up
+                samples.add(f"{where}, {numbers}", ttft, tpot)
+            say(f"{where}, {numbers}: TTFT {ttft * 1e3:.1f} ms, TPOT {tpot * 1e3:.1f} ms")
     peer = "the same engine in one process, one thread"
     return [
         Figure(
@@ -143,20 +163,27 @@ async def cpu_figures(mesh: LocalMesh) -> list[Figure]:
             tokens = STREAMS * OUTPUT_TOKENS
             per_router.append((process_cpu_ns(router) - before[0]) / tokens / 1e3)
             per_loop.append((event_loop_cpu_ns(decode) - before[1]) / tokens / 1e3)
-    label = f"CPU per streamed token, {STREAMS} streams"
+    label = f"CPU per streamed token, {STREAMS} streams, int8"
     return [
         Figure(f"{label}: router process", statistics.median(per_router), "us", "lower"),
         Figure(f"{label}: decode worker's event loop", statistics.median(per_loop), "us", "lower"),
     ]
 
 
+def mesh_in(numbers: str, folder: Path) -> LocalMesh:
+    flags = (*flags_of(NUMBERS[numbers]), "--kv-memory-mb", "1024")
+    return LocalMesh(LocalMeshConfig(model=str(folder), port=0, worker_args=flags))
+
+
 async def main() -> None:
     folder = ensure_model("smollm2-135m-instruct", say)
     figures = engine_figures(folder)
-    async with LocalMesh(LocalMeshConfig(model=str(folder), port=0, worker_args=("--kv-memory-mb", "1024"))) as mesh:
-        figures += await latency_figures(folder, mesh)
-        figures += await cpu_figures(mesh)
-    write("mesh", figures, model="SmolLM2-135M-Instruct, fp32, reference backend")
+    # Both at once, so that they can take turns: the one that is not asked sleeps.
+    async with AsyncExitStack() as stack:
+        meshes = {numbers: await stack.enter_async_context(mesh_in(numbers, folder)) for numbers in NUMBERS}
+        figures += await latency_figures(folder, meshes)
+        figures += await cpu_figures(meshes["int8"])
+    write("mesh", figures, model="SmolLM2-135M-Instruct; int8 weights (the default) and float32")
 
 
 if __name__ == "__main__":

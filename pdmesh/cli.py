@@ -31,6 +31,7 @@ COMMANDS = {
     "status": "show workers, their roles and load, and the objectives in force",
     "roles": "change the roles of a worker while it runs",
     "models": "list models, or fetch or convert one",
+    "profile": "show where the time of an engine's step goes on this machine",
     "doctor": "check what this machine has and lacks",
     "demo": "start a mesh, ask a question, show where the time went, stop",
 }

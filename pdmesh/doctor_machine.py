@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pdmesh.doctor import Check, missing, ok, warn
-from pdmesh.launcher_plan import num_usable_cores
+from pdmesh.launcher_plan import usable_cores
 from pdmesh.render import size
 
 _COMPILERS = ("cc", "gcc", "clang")
@@ -45,7 +45,7 @@ def _first_line(command: list[str]) -> str:
 
 def cores() -> Check:
     """Cores that this process may use."""
-    usable, whole = num_usable_cores(), os.cpu_count() or 1
+    usable, whole = len(usable_cores()), os.cpu_count() or 1
     found = f"{usable} usable of {whole}, {platform.machine()}"
     if usable >= 2:
         return ok("cores", found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import sys
 from importlib import metadata
@@ -66,6 +67,29 @@ def _redis_at(url: str) -> Check:
         remedy = "check the URL and that the server runs, or leave out --redis for the embedded one"
         return missing("redis", f"does not answer: {type(error).__name__}", cost, remedy, required=True)
     return ok("redis", "answers")
+
+
+def cpu_kernels() -> Check:
+    """The native CPU backend: compiled already, built ahead, or to be compiled by the first worker."""
+    from engine.kernels.cpu import build, isa
+
+    name = "cpu kernels"
+    try:
+        tier = isa.detect()
+    except ValueError as error:
+        return missing(name, str(error), "workers on the CPU refuse to start", f"unset {isa.VARIABLE}", required=True)
+    ahead = [Path(folder) for folder in (os.environ.get("PDMESH_KERNELS_DIR"), build.SOURCES / "prebuilt") if folder]
+    if any((folder / tier.name / build.LIBRARY).is_file() for folder in ahead):
+        return ok(name, f"{tier.name}, built ahead")
+    try:
+        compiled = build.library_path(tier).is_file()
+    except (build.NoCompiler, build.BuildFailed) as error:
+        remedy = "install a C++ compiler (Debian: apt install g++)"
+        return missing(name, f"none for {tier.name}: {error}", "the torch backend computes, several times slower", remedy)
+    if compiled:
+        return ok(name, f"{tier.name}, compiled")
+    remedy = "python -m engine.kernels.cpu.build"
+    return warn(name, f"{tier.name}, not compiled yet", "the first start takes about 20 s longer, once", remedy)
 
 
 def model_files(name: str) -> Check:

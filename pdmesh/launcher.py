@@ -26,8 +26,9 @@ from pdmesh.launcher_plan import (
     EMBEDDED_REDIS,
     LocalMeshConfig,
     ProcessPlan,
-    num_usable_cores,
+    cpu_sets,
     router_plans,
+    usable_cores,
     with_port,
     worker_plans,
 )
@@ -119,7 +120,10 @@ class LocalMesh:
             self.redis_url = await self._redis.start()
         else:
             await require_redis(self.redis_url, min(_REDIS_PATIENCE_S, self.config.start_timeout_s))
-        plans = worker_plans(self.config, self.redis_url, num_usable_cores())
+        cores = usable_cores()
+        if self.config.bind_cpus and not cpu_sets(self.config, cores):
+            self._on_event(f"workers are not bound to cores: {len(cores)} cores are too few for the threads of all of them")
+        plans = worker_plans(self.config, self.redis_url, cores)
         self.workers = tuple(self._member(plan) for plan in plans)
         self.routers = tuple(self._member(plan) for plan in router_plans(self.config, self.redis_url))
         await _start_all(self._members, self._on_progress)

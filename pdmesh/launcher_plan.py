@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class LocalMeshConfig:
     redis: str = EMBEDDED_REDIS  # or a URL
     mesh: str = "default"
     num_threads: int = 0  # of each worker; 0: the cores divided by the workers
+    bind_cpus: bool = False  # each worker's engine to cores of its own, where there are enough: see `cpu_sets`
     restart: bool = True  # processes that die are started again
     start_timeout_s: float = 180.0
     stop_grace_s: float = 3.0  # for each of: routers, workers
@@ -77,19 +78,28 @@ class ProcessPlan:
         return "router" not in self.roles
 
 
-def worker_plans(config: LocalMeshConfig, redis_url: str, num_cores: int) -> list[ProcessPlan]:
-    """One plan for each worker: prefill-0 …, decode-0 …, worker-0 … (both roles)."""
-    threads = config.num_threads or max(1, num_cores // max(1, config.num_workers))
+def worker_plans(config: LocalMeshConfig, redis_url: str, cores: Sequence[int]) -> list[ProcessPlan]:
+    """One plan for each worker: prefill-0 …, decode-0 …, worker-0 … (both roles). `cores`: those that they may use."""
+    threads = config.num_threads or max(1, len(cores) // max(1, config.num_workers))
     groups = (("prefill", ("prefill",), config.num_prefill), ("decode", ("decode",), config.num_decode))
     both = ("worker", ("prefill", "decode"), config.num_both)
-    return [
-        _worker(config, f"{prefix}-{index}", roles, redis_url, threads)
-        for prefix, roles, count in (*groups, both)
-        for index in range(count)
-    ]
+    named = [(f"{prefix}-{index}", roles) for prefix, roles, count in (*groups, both) for index in range(count)]
+    sets = cpu_sets(config, cores) or [()] * len(named)
+    return [_worker(config, name, roles, redis_url, threads, cpus) for (name, roles), cpus in zip(named, sets, strict=True)]
 
 
-def _worker(config: LocalMeshConfig, name: str, roles: tuple[str, ...], redis_url: str, threads: int) -> ProcessPlan:
+def cpu_sets(config: LocalMeshConfig, cores: Sequence[int]) -> list[tuple[int, ...]]:
+    """Disjoint cores for the engine of each worker; none when they are not to be bound, or there are fewer cores than workers
+    (or than their threads). Neighbours stay together: they share caches. What the division leaves is for all else."""
+    share = len(cores) // max(1, config.num_workers)
+    if not config.bind_cpus or share < max(1, config.num_threads):
+        return []
+    return [tuple(cores[index * share : (index + 1) * share]) for index in range(config.num_workers)]
+
+
+def _worker(
+    config: LocalMeshConfig, name: str, roles: tuple[str, ...], redis_url: str, threads: int, cpus: tuple[int, ...]
+) -> ProcessPlan:
     flags = {
         "--worker-id": name,
         "--roles": ",".join(roles),
@@ -100,6 +110,7 @@ def _worker(config: LocalMeshConfig, name: str, roles: tuple[str, ...], redis_ur
         "--port": "0",
         "--mesh": config.mesh,
         "--num-threads": str(threads),
+        **({"--cpus": ",".join(map(str, cpus))} if cpus else {}),
         # They share the machine's memory: each takes its part, and together they leave as much as two with the default.
         "--kv-memory-share": f"{min(0.3, 0.6 / max(1, config.num_workers)):.4g}",
         "--drain-grace-s": str(config.stop_grace_s / 2),
@@ -153,8 +164,8 @@ def check_packages() -> None:
         )
 
 
-def num_usable_cores() -> int:
-    """Cores that this process may run on."""
+def usable_cores() -> list[int]:
+    """Numbers of the cores that this process may run on, ascending."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))

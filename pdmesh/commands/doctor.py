@@ -60,6 +60,7 @@ def _checks(options: Options) -> list[tuple[str, Callable[[], Check]]]:
         ("disk", partial(software.disk, options.model)),
         ("cores", machine.cores),
         ("cpu features", machine.cpu_features),
+        ("cpu kernels", software.cpu_kernels),
         ("memory", machine.memory),
         ("gpu", machine.gpu),
         ("shared memory", machine.shared_memory),

@@ -34,6 +34,7 @@ class Options:
     redis: str = field(default=EMBEDDED_REDIS, metadata={"help": "embedded, or the URL of a Redis", "secret": True})
     mesh: str = field(default="default", metadata={"help": "name of the mesh: meshes that share a Redis need different ones"})
     threads: int = field(default=0, metadata={"help": "threads of each worker; 0: the cores divided by the workers"})
+    bind_cpus: bool = field(default=False, metadata={"help": "each worker computes on cores of its own, where there are enough"})
     log_dir: str = field(default="", metadata={"help": "folder for the logs of the processes; empty: a new temporary one"})
     start_timeout_s: float = field(default=180.0, metadata={"help": "how long the processes may take to get ready"})
     worker_args: tuple[str, ...] = field(default=(), metadata={"help": "more flags for each worker, such as --max-num-seqs=32"})
@@ -77,6 +78,7 @@ def _config(options: Options, folder: Path) -> LocalMeshConfig:
         redis=options.redis,
         mesh=options.mesh,
         num_threads=options.threads,
+        bind_cpus=options.bind_cpus,
         start_timeout_s=options.start_timeout_s,
         log_dir=options.log_dir,
         worker_args=options.worker_args,

@@ -1,12 +1,13 @@
-"""The real model, six prompts, every way: the tokens of transformers. All prompts: `make equality`."""
+"""The real model, six prompts, every way: in float32 the tokens of transformers, in the default numbers (int8) one engine's.
+All prompts: `make equality`."""
 
 from pathlib import Path
 
 import pytest
 
 from benchmarks import reference
-from benchmarks.engine_runs import GREEDY, SAMPLED
-from benchmarks.equality_ways import engine_ways, mesh_ways
+from benchmarks.engine_runs import FLOAT32, GREEDY, SAMPLED, Draw
+from benchmarks.equality_ways import Task, engine_ways, mesh_ways, preempting_mesh
 from benchmarks.prompts import encode_all
 from pdmesh.models import ensure_model
 from text.tokenizer import Tokenizer
@@ -21,27 +22,34 @@ def smollm2() -> Path:
     return ensure_model("smollm2-135m-instruct", print)
 
 
+@pytest.fixture(scope="module")
+def prompts(smollm2: Path) -> list[list[int]]:
+    everything = encode_all(Tokenizer.load(smollm2).encode)
+    return [everything[number] for number in CHOSEN]
+
+
 @pytest.mark.real_model
 @pytest.mark.timeout(900)
-async def test_every_way_gives_the_tokens_of_transformers(smollm2: Path) -> None:
-    everything = encode_all(Tokenizer.load(smollm2).encode)
-    prompts = [everything[number] for number in CHOSEN]
+async def test_every_way_gives_the_tokens_of_transformers(smollm2: Path, prompts: list[list[int]]) -> None:
     expected = reference.greedy(smollm2, prompts, NUM_TOKENS)
-    for outcome in engine_ways(smollm2, prompts, GREEDY, NUM_TOKENS):
+    task = Task(smollm2, prompts, GREEDY, NUM_TOKENS, FLOAT32)
+    for outcome in engine_ways(task):
         assert outcome.tokens == expected, outcome.way
         assert outcome.evidence > 0, outcome.way
-    async for outcome in mesh_ways(smollm2, prompts, GREEDY, NUM_TOKENS):
+    async for outcome in mesh_ways(task):
         assert outcome.tokens == expected, outcome.way
         assert outcome.evidence > 0, outcome.way
 
 
 @pytest.mark.real_model
 @pytest.mark.timeout(900)
-async def test_a_seed_gives_the_same_tokens_every_way(smollm2: Path) -> None:
-    everything = encode_all(Tokenizer.load(smollm2).encode)
-    prompts = [everything[number] for number in CHOSEN]
-    outcomes = list(engine_ways(smollm2, prompts, SAMPLED, NUM_TOKENS))
-    outcomes += [outcome async for outcome in mesh_ways(smollm2, prompts, SAMPLED, NUM_TOKENS)]
+@pytest.mark.parametrize("draw", [GREEDY, SAMPLED], ids=["greedy", "with a seed"])
+async def test_every_way_gives_the_tokens_of_one_engine(smollm2: Path, prompts: list[list[int]], draw: Draw) -> None:
+    """In the default numbers: weights in int8, activations quantized token by token."""
+    task = Task(smollm2, prompts, draw, NUM_TOKENS)
+    outcomes = list(engine_ways(task))
+    outcomes += [outcome async for outcome in mesh_ways(task)]
+    outcomes.append(await preempting_mesh(task))
     for outcome in outcomes:
         assert outcome.tokens == outcomes[0].tokens, outcome.way
         assert outcome.evidence > 0, outcome.way

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.kernels.cpu import build, isa
 from pdmesh import cli, doctor_machine, doctor_software
 from pdmesh.commands import doctor as command
 from pdmesh.doctor import Check, State, examine, missing, ok
@@ -60,6 +61,34 @@ def test_model_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor_software.disk(known).state in (State.OK, State.WARN, State.MISSING)
     assert doctor_software.model_files(str(tmp_path / "nothing")).blocks
     assert doctor_software.model_files(str(tmp_path)).state is State.OK
+
+
+def test_cpu_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDMESH_CACHE", str(tmp_path))
+    monkeypatch.delenv("PDMESH_KERNELS_DIR", raising=False)
+    monkeypatch.setattr(build, "SOURCES", sources := tmp_path / "sources")
+    monkeypatch.setattr(build, "library_path", lambda _tier: tmp_path / build.LIBRARY)
+    assert doctor_software.cpu_kernels().state is State.WARN
+    (tmp_path / build.LIBRARY).touch()
+    assert doctor_software.cpu_kernels().state is State.OK
+    (sources / "prebuilt" / isa.detect().name).mkdir(parents=True)
+    (sources / "prebuilt" / isa.detect().name / build.LIBRARY).touch()
+    assert "built ahead" in doctor_software.cpu_kernels().found
+    monkeypatch.setenv(isa.VARIABLE, "quantum")
+    assert doctor_software.cpu_kernels().blocks and "quantum" in doctor_software.cpu_kernels().found
+
+
+def test_no_compiler_costs_speed_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDMESH_CACHE", str(tmp_path))
+    monkeypatch.setenv("PDMESH_KERNELS_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    monkeypatch.setattr(build, "library_path", _no_compiler)
+    finding = doctor_software.cpu_kernels()
+    assert finding.state is State.MISSING and not finding.blocks and "torch" in finding.cost
+
+
+def _no_compiler(_tier: isa.Tier) -> Path:
+    raise build.NoCompiler("no C++ compiler is on PATH")
 
 
 @pytest.mark.parametrize(("free", "state"), [(0, State.MISSING), (500_000_000, State.WARN), (50_000_000_000, State.OK)])

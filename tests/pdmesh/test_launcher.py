@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def flag(plan: ProcessPlan, name: str) -> str:
 
 
 def test_plans_name_workers_roles_and_share_the_cores() -> None:
-    plans = worker_plans(LocalMeshConfig(model="/m/small", num_prefill=1, num_decode=2, num_both=1), "redis://r", num_cores=8)
+    plans = worker_plans(LocalMeshConfig(model="/m/small", num_prefill=1, num_decode=2, num_both=1), "redis://r", cores=range(8))
     assert [(p.name, flag(p, "--roles")) for p in plans] == [
         ("prefill-0", "prefill"),
         ("decode-0", "decode"),
@@ -76,8 +77,17 @@ def test_plans_name_workers_roles_and_share_the_cores() -> None:
 
 
 def test_threads_are_at_least_one_and_can_be_given() -> None:
-    assert flag(worker_plans(LocalMeshConfig(model="m"), "", num_cores=1)[0], "--num-threads") == "1"
-    assert flag(worker_plans(LocalMeshConfig(model="m", num_threads=5), "", num_cores=1)[0], "--num-threads") == "5"
+    assert flag(worker_plans(LocalMeshConfig(model="m"), "", cores=[3])[0], "--num-threads") == "1"
+    assert flag(worker_plans(LocalMeshConfig(model="m", num_threads=5), "", cores=[3])[0], "--num-threads") == "5"
+
+
+def test_workers_are_bound_to_disjoint_cores_where_there_are_enough() -> None:
+    wanted = LocalMeshConfig(model="m", num_prefill=1, num_decode=2, bind_cpus=True)
+    plans = worker_plans(wanted, "", cores=[0, 1, 4, 5, 6, 7, 9])
+    assert [flag(p, "--cpus") for p in plans] == ["0,1", "4,5", "6,7"]
+    assert {flag(p, "--num-threads") for p in plans} == {"2"}
+    for unbound in (replace(wanted, bind_cpus=False), replace(wanted, num_threads=3), replace(wanted, num_decode=9)):
+        assert not any("--cpus" in p.argv for p in worker_plans(unbound, "", cores=range(8)))
 
 
 def test_routers_take_consecutive_ports_and_keep_them() -> None:

@@ -1,0 +1,86 @@
+"""`pdmesh profile`: where the time of an engine's step goes on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdmesh import models
+from pdmesh.render import breakdown, duration, palette
+
+if TYPE_CHECKING:
+    from pdmesh.step_profile import StepProfile
+
+
+@dataclass(frozen=True)
+class Options:
+    """Show where the time of an engine's step goes: pdmesh profile. The engine runs in this process, on the CPU."""
+
+    model: str = field(
+        default=models.DEFAULT_MODEL,
+        metadata={"help": "known name, Hugging Face folder or .gguf file, also as a bare word", "positional": True},
+    )
+    batches: tuple[int, ...] = field(default=(1, 16), metadata={"help": "decode steps of so many sequences"})
+    context: int = field(default=160, metadata={"help": "tokens of each sequence before it decodes"})
+    prefill: tuple[int, ...] = field(default=(512,), metadata={"help": "prefill steps of so many tokens"})
+    steps: int = field(default=64, metadata={"help": "steps of each kind (an eighth of them for prefill)"})
+    threads: int = field(default=0, metadata={"help": "threads that compute; 0: one for each core"})
+    dtype: str = field(default="auto", metadata={"help": "as a worker's --dtype"})
+    quantization: str = field(default="auto", metadata={"help": "as a worker's --quantization"})
+    kv_dtype: str = field(default="auto", metadata={"help": "as a worker's --kv-dtype"})
+    json: bool = field(default=False, metadata={"help": "write JSON"})
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field."""
+        for name in ("batches", "prefill"):
+            if any(number < 1 for number in getattr(self, name)):
+                raise ValueError(f"{name}: give numbers of 1 or more, or nothing")
+        if not self.batches and not self.prefill:
+            raise ValueError("batches: give one at least, or a prefill")
+        for name in ("context", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: must be 1 or more")
+
+
+def run(options: Options) -> int:
+    """1 when the model cannot be loaded, or not by the CPU kernels, which alone know their stages."""
+    from engine.config import EngineConfig  # with the profiler: torch, which takes a second, and not for --help
+    from pdmesh.step_profile import Case, StepProfiler
+
+    try:
+        folder = models.ensure_model(options.model)
+        config = EngineConfig(
+            model=str(folder),
+            dtype=options.dtype,
+            quantization=options.quantization,
+            kv_dtype=options.kv_dtype,
+            num_threads=options.threads,
+        )
+        cases = [Case(batch, options.context) for batch in options.batches] + [Case(0, tokens) for tokens in options.prefill]
+        profiler = StepProfiler(config, cases, options.steps, _note)
+    except (models.ModelError, ValueError) as error:
+        print(f"pdmesh profile: {error}", file=sys.stderr)
+        return 1
+    profiles = [profiler.run(case) for case in cases]
+    print(_as_json(profiler.numeric_mode, profiles) if options.json else _report(profiler.numeric_mode, profiles))
+    return 0
+
+
+def _report(numeric_mode: str, profiles: list[StepProfile]) -> str:
+    colours = palette(sys.stdout)
+    lines = [f"numbers and kernels: {numeric_mode}"]
+    for profile in profiles:
+        title = f"{profile.case.name}: {duration(profile.wall_ns)} a step, {profile.tokens_per_s:,.0f} tokens/s"
+        lines += ["", colours.bold(title), *breakdown(profile.parts, profile.wall_ns)]
+    return "\n".join(lines)
+
+
+def _as_json(numeric_mode: str, profiles: list[StepProfile]) -> str:
+    steps = [{"step": profile.case.name, "wall_ns": profile.wall_ns, "parts_ns": profile.parts} for profile in profiles]
+    return json.dumps({"numeric_mode": numeric_mode, "steps": steps}, indent=2)
+
+
+def _note(text: str) -> None:
+    print(f"pdmesh profile: {text}", file=sys.stderr, flush=True)

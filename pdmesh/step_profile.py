@@ -1,0 +1,161 @@
+"""Where the time of an engine's step goes: the stages of the CPU kernels, sampling, and Python around them. No mesh is needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.kernels.cpu.library import Profile
+from engine.kernels.cpu.model import NativeModel
+from engine.request import EngineRequest
+from engine.sampling import SampledToken, SampleRow
+from engine.sampling_params import SamplingParams
+from engine.weights.loader import load_model
+from text.block_hash import hash_block
+
+SAMPLING, PYTHON, REST = "sampling", "Python", "between stages"
+_WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of step: `num_seqs` sequences that decode behind `context` tokens, or the whole prompt of one (`num_seqs` 0)."""
+
+    num_seqs: int
+    context: int
+
+    @property
+    def name(self) -> str:
+        return f"decode, batch {self.num_seqs}" if self.num_seqs else f"prefill, {self.context} tokens"
+
+    @property
+    def num_tokens(self) -> int:
+        """Of one step."""
+        return self.num_seqs or self.context
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """A typical step. `parts` in nanoseconds, in the order of the computation; they add up to the wall time."""
+
+    case: Case
+    parts: dict[str, int]
+
+    @property
+    def wall_ns(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.case.num_tokens * 1e9 / self.wall_ns
+
+
+class StepProfiler:
+    """An engine in this process whose steps are taken apart."""
+
+    def __init__(
+        self, config: EngineConfig, cases: Sequence[Case], num_steps: int, say: Callable[[str], None] = lambda _text: None
+    ) -> None:
+        """`config` as a worker has it; its pool and budget are made large enough. `say` hears when the kernels are compiled.
+
+        Raises ValueError for settings that cannot be, and for a model that the kernels do not compute.
+        """
+        self.cases, self._num_steps = cases, num_steps
+        config = replace(_with_room(config, cases, num_steps), prefix_caching=False)
+        loaded = load_model(config, lambda share, text: None if share else say(text))
+        if not isinstance(loaded.model, NativeModel):
+            raise ValueError("backend: torch computes this model, whose steps have no stages to show; see the warning above")
+        self._model = loaded.model
+        self._sampler = _TimedSampler(loaded.model.sampler())
+        self._model.sampler = lambda: self._sampler  # type: ignore[method-assign, assignment, return-value]  # this one's only
+        self._engine = Engine(config, hash_block=hash_block, loaded=loaded)
+        self._numbers = count()
+        self.numeric_mode = loaded.numeric_mode
+
+    def run(self, case: Case) -> StepProfile:
+        """Runs the case's steps; the mean of those whose wall time is in the middle half, so that the parts add up."""
+        self._model.profile = Profile()
+        samples = list(self._decode(case) if case.num_seqs else self._prefill(case))
+        self._model.profile = None
+        samples.sort(key=lambda parts: sum(parts.values()))
+        middle = samples[len(samples) // 4 : len(samples) - len(samples) // 4]
+        return StepProfile(case, {name: sum(parts[name] for parts in middle) // len(middle) for name in middle[0]})
+
+    def _decode(self, case: Case) -> Iterator[dict[str, int]]:
+        for _ in range(case.num_seqs):
+            self._add(case.context, _WARM_UP_STEPS + self._num_steps + 1)
+        while self._engine.stats().num_waiting_tokens:
+            self._engine.step()
+        for _ in range(_WARM_UP_STEPS):
+            self._engine.step()
+        for _ in range(self._num_steps):
+            yield self._step()
+        self._finish()
+
+    def _prefill(self, case: Case) -> Iterator[dict[str, int]]:
+        for number in range(1 + max(4, self._num_steps // 8)):
+            self._add(case.context, 1)
+            parts = self._step()
+            self._finish()
+            if number:  # the first warms up
+                yield parts
+
+    def _add(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        number = next(self._numbers)
+        vocabulary = self._engine.model_config.vocab_size
+        prompt = tuple((number * 7919 + position * 104_729) % vocabulary for position in range(num_prompt_tokens))
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        if not self._engine.add(EngineRequest(request_id=str(number), prompt=prompt, sampling=sampling)):
+            raise AssertionError("the pool was made large enough")
+
+    def _step(self) -> dict[str, int]:
+        self._sampler.ns = 0
+        started = time.perf_counter_ns()
+        self._engine.step()
+        wall = time.perf_counter_ns() - started
+        assert self._model.profile is not None
+        stages = self._model.profile.nanoseconds()
+        total = stages.pop("total")
+        python = wall - total - self._sampler.ns
+        return {**stages, REST: total - sum(stages.values()), SAMPLING: self._sampler.ns, PYTHON: python}
+
+    def _finish(self) -> None:
+        while self._engine.has_work:
+            self._engine.step()
+
+
+class _Sampler(Protocol):
+    def sample(self, logits: Tensor, rows: list[SampleRow]) -> list[SampledToken]: ...
+
+
+class _TimedSampler:
+    """A sampler, and the nanoseconds it took since `ns` was set to 0."""
+
+    def __init__(self, sampler: _Sampler) -> None:
+        self._sampler = sampler
+        self.ns = 0
+
+    def sample(self, logits: Tensor, rows: list[SampleRow]) -> list[SampledToken]:
+        started = time.perf_counter_ns()
+        drawn = self._sampler.sample(logits, rows)
+        self.ns += time.perf_counter_ns() - started
+        return drawn
+
+
+def _with_room(config: EngineConfig, cases: Sequence[Case], num_steps: int) -> EngineConfig:
+    """A pool for the largest case, and a budget in which a prompt is one step."""
+    tokens = [max(1, case.num_seqs) * (case.context + num_steps + _WARM_UP_STEPS + 2 * config.block_size) for case in cases]
+    return replace(
+        config,
+        num_blocks=max(tokens) // config.block_size + 1,
+        kv_memory_mb=0,
+        max_num_seqs=max(config.max_num_seqs, *(case.num_seqs for case in cases)),
+        max_num_batched_tokens=max(config.max_num_batched_tokens, *(max(case.context, case.num_seqs) for case in cases)),
+    )

@@ -1,0 +1,39 @@
+"""A mesh whose workers compute on cores of their own."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.sampling_params import SamplingParams
+from pdmesh.client import AsyncClient
+from pdmesh.launcher import LocalMesh
+from pdmesh.launcher_plan import LocalMeshConfig, usable_cores
+from tests.mesh import oracle
+
+
+def bound_to(pid: int) -> list[set[int]]:
+    """Cores of those threads of a process that may not run everywhere."""
+    tasks = [int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()]
+    return [cores for task in tasks if (cores := os.sched_getaffinity(task)) != set(usable_cores())]
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
+async def test_engines_have_cores_of_their_own(tiny: Path) -> None:
+    prompt = oracle.prompt_of(41, 50)
+    async with LocalMesh(LocalMeshConfig(model=str(tiny), port=0, num_threads=1, bind_cpus=True)) as mesh:
+        async with AsyncClient(mesh.router_addresses) as client:
+            answer = await client.generate(prompt, temperature=0, max_tokens=8, mode="remote", timeout=60)
+        prefill, decode = (bound_to(mesh.member(name).pid) for name in ("prefill-0", "decode-0"))
+        assert prefill and decode and prefill[0].isdisjoint(decode[0])
+        assert all(cores == prefill[0] for cores in prefill) and all(cores == decode[0] for cores in decode)
+        assert os.sched_getaffinity(mesh.member("decode-0").pid) == set(usable_cores())
+    assert [list(answer.token_ids)] == oracle.answer(tiny, prompt, SamplingParams(temperature=0, max_tokens=8))
+
+
+async def test_too_few_cores_are_said(tiny: Path) -> None:
+    events: list[str] = []
+    more = len(usable_cores()) + 1
+    config = LocalMeshConfig(model=str(tiny), port=0, num_threads=more, bind_cpus=True)
+    async with LocalMesh(config, on_event=events.append):
+        assert any("not bound to cores" in event for event in events)
