@@ -20,7 +20,7 @@ async def draw_first_tokens(folder: Path, prompt: Sequence[int], num_draws: int)
     requests = -(-num_draws // CHOICES)
     places = asyncio.Semaphore(PARALLEL)
     tokens: list[int] = []
-    config = LocalMeshConfig(model=str(folder), port=0, worker_args=("--max-num-seqs", "512"))
+    config = LocalMeshConfig(model=str(folder), port=0, worker_args=("--dtype", "float32", "--max-num-seqs", "512"))
     async with LocalMesh(config) as mesh, AsyncClient(mesh.router_addresses) as client:
 
         async def one(seed: int) -> None:

@@ -19,7 +19,9 @@ class EngineConfig:
 
     model: str = field(metadata={"help": "model folder (Hugging Face, safetensors) or .gguf file"})
     device: str = field(default="cpu", metadata={"help": "cpu or cuda"})
-    dtype: str = field(default="auto", metadata={"help": "auto (the checkpoint's), float32, bfloat16 or float16"})
+    dtype: str = field(
+        default="auto", metadata={"help": "float32, bfloat16, float16, auto (the checkpoint's); quantized: bfloat16"}
+    )
     backend: str = field(default="auto", metadata={"help": "native (CPU kernels), torch, or auto: native where it can"})
     quantization: str = field(
         default="auto", metadata={"help": "weights: int8, int4, none (dtype), or auto: native with dtype=auto quantizes, int8"}

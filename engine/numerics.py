@@ -11,7 +11,7 @@ from engine.kernels.cpu.model import why_not
 from engine.model_config import ModelConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WIDTHS = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.625}
+_WIDTHS = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0}
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,19 @@ class Numerics:
     kv_dtype: torch.dtype
     why_torch: str = ""
 
-    @property
-    def bytes_per_weight(self) -> float:
-        return _WIDTHS[self.weights]
+    def num_bytes(self, model: ModelConfig, num_weights: int) -> int:
+        """Memory of a model's weights. The native backend keeps embeddings beside the head that is made of them, and the head in
+        8 bits at least."""
+        width = 0.5 + 4 / self.group if self.weights == "int4" else _WIDTHS[self.weights]
+        if self.backend == "torch":
+            return int(num_weights * width)
+        table = model.vocab_size * model.hidden_size
+        others = num_weights - table * (1 if model.tie_word_embeddings else 2)
+        return int(others * width + table * (self.dtype.itemsize + max(width, 1.0)))
 
     def name(self, kernels: str) -> str:
-        """All that decides the bits of a logit beside the weights, such as `int8-bfloat16-native-avx512_bf16`: weights, KV dtype,
-        kernels."""
+        """All that decides the bits of a logit beside the weights, such as `int8-bfloat16-native1-avx512_bf16`: format of the
+        weights, KV dtype, kernels."""
         weights = f"{self.weights}g{self.group}" if self.weights == "int4" else self.weights
         return "-".join((weights, str(self.kv_dtype).removeprefix("torch."), kernels))
 
@@ -47,7 +53,7 @@ def choose_numerics(config: EngineConfig, model: ModelConfig, *, has_int4: bool,
         raise ValueError(f"backend: native cannot run this: {reason}; give backend=torch, or auto")
     dtype = _choose_dtype(config, model)
     if reason or config.backend == "torch":
-        _check_torch(config, reason)
+        _check_torch(config, dtype, reason)
         return Numerics(
             "torch", _name(dtype), 0, dtype, dtype, "" if config.backend == "torch" or config.device != "cpu" else reason
         )
@@ -69,11 +75,11 @@ def _why_torch(config: EngineConfig, model: ModelConfig, no_library: str) -> str
     return no_library or why_not(model, config.block_size) or ""
 
 
-def _check_torch(config: EngineConfig, reason: str) -> None:
+def _check_torch(config: EngineConfig, dtype: torch.dtype, reason: str) -> None:
     because = f" ({reason})" if reason else ""
     if config.quantization not in ("auto", "none"):
         raise ValueError(f"quantization: {config.quantization} needs backend=native{because}; give none")
-    if config.kv_dtype not in ("auto", config.dtype):
+    if config.kv_dtype not in ("auto", _name(dtype)):
         raise ValueError(f"kv_dtype: {config.kv_dtype} needs backend=native{because}; give auto")
 
 

@@ -8,7 +8,7 @@ from kvtransfer.memory import KVMemory
 from protos.v1 import common_pb2
 
 PROTOCOL_VERSION = 1
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
 def check_identity(ours: common_pb2.Identity, theirs: common_pb2.Identity) -> None:

@@ -118,7 +118,7 @@ async def _load_engine(life: Lifecycle, config: WorkerConfig) -> Engine:
     life.progress(f"loading {config.engine.model}")
     try:
         engine = await asyncio.to_thread(_open_engine, config, _progress_of(life))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         raise _config_error(error) from error
     shape = engine.kv.shape
     life.progress(

@@ -17,7 +17,8 @@ from engine.config import EngineConfig
 from engine.kernels.cpu import isa
 from engine.kernels.cpu.build import BuildFailed, NoCompiler
 from engine.kernels.cpu.library import open_library
-from engine.kernels.cpu.model import NativeModel
+from engine.kernels.cpu.model import KERNEL_REVISION, NativeModel
+from engine.kernels.cpu.threads import default_threads
 from engine.layers import GatedMLP, Linear, make_linear
 from engine.memory import check_weights_fit, effective_max_context, free_memory
 from engine.model import DecoderLayer, DecoderModel
@@ -66,7 +67,7 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
     numerics = choose_numerics(config, source.config, has_int4=_has_int4(source, config), no_library=why_none)
     if numerics.why_torch:
         logger.warning("the slower torch backend computes this model: %s", numerics.why_torch)
-    check_weights_fit(int(source.num_elements() * numerics.bytes_per_weight), free_memory(config.device), config.device)
+    check_weights_fit(numerics.num_bytes(source.config, source.num_elements()), free_memory(config.device), config.device)
     digest = weights_hash(files, lambda share: progress(0.3 * share, "hashing weights"))
     loading = partial(_load, source, config, numerics, library)
     model, mode = loading(lambda share, text: progress(0.3 + 0.7 * share, text))
@@ -82,12 +83,12 @@ def _load(
     if numerics.backend == "torch" or library is None:
         model = _Builder(source, numerics.dtype, config.device).build(max_context, progress)
         return model, _numeric_mode(model, config.device)
-    num_threads = config.num_threads or torch.get_num_threads()
+    num_threads = config.num_threads or default_threads()
     with one_torch_thread():
-        weights = NativeBuilder(source, numerics, max_context).build(progress).gathered()
+        weights = NativeBuilder(source, numerics, max_context).build(progress)
     sizes = {"block_size": config.block_size, "num_threads": num_threads}
     native = NativeModel(library, source.config, weights, kv_dtype=numerics.kv_dtype, **sizes)
-    return native, numerics.name(f"native-{isa.detect().name}")
+    return native, numerics.name(f"native{KERNEL_REVISION}-{isa.detect().name}")
 
 
 def _has_int4(source: WeightSource, config: EngineConfig) -> bool:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.model import PackedLayer, PackedLinear, PackedWeights
+from engine.kernels.cpu.model import PackedLayer, PackedLinear, PackedWeights, gathered
 from engine.numerics import Numerics
 from engine.rope import RotaryTable
 from engine.weights import pack
@@ -55,8 +55,8 @@ class NativeBuilder:
         return PackedWeights(
             layers,
             norm=self._norm("model.norm", config.hidden_size),
-            head=_packed(_quantized(head, head_format, 0), head_format, None),
-            embedding=embedding.to(self.numerics.dtype).contiguous(),
+            head=gathered([_packed(_quantized(head, head_format, 0), head_format, None)])[0],
+            embedding=embedding.to(self.numerics.dtype, copy=True).contiguous(),
             cos=rotary.cos[:, :half].contiguous(),
             sin=rotary.sin[:, half:].contiguous(),
         )
@@ -81,7 +81,7 @@ class NativeBuilder:
                 pack.interleave_gate_up(gate, up), pack.interleave_gate_up(*gate_up_bias) if gate_up_bias else None
             ),
             down=self._linear(f"{mlp}.down_proj", hidden, inner, has_bias=config.mlp_bias),
-        )
+        ).gathered()
 
     def _linear(self, name: str, rows: int, width: int, *, has_bias: bool) -> PackedLinear:
         bias = self._tensor(f"{name}.bias", rows) if has_bias else None

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.checksum import checksum
-from kvtransfer.compatibility import check_identity, check_layout, check_memory, check_protocol
+from kvtransfer.compatibility import bytes_per_layer_block, check_identity, check_layout, check_memory, check_protocol
 from kvtransfer.errors import Incompatible, TransferRefused, code_number, code_of
 from kvtransfer.grant import check_grant, new_token
 from kvtransfer.memory import part_views, runs
@@ -50,6 +50,14 @@ def test_memory_must_fit_identity_and_layout() -> None:
         check_memory(memory, make_identity(num_layers=3), make_layout())
     with pytest.raises(ValueError, match=r"layout\.kv_dtype"):
         check_memory(memory, make_identity(num_layers=2), make_layout(kv_dtype="int3"))
+    memory.close()
+
+
+def test_int8_has_its_scales_behind_each_head() -> None:
+    identity, layout = make_identity(num_layers=2, num_kv_heads=3, head_dim=64 + 4), make_layout(kv_dtype="int8")
+    assert bytes_per_layer_block(identity, layout) == 16 * 3 * 68
+    memory = FakeKVMemory(2, 4, 16 * 3 * 68)
+    check_memory(memory, identity, layout)
     memory.close()
 
 

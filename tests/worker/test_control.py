@@ -29,7 +29,7 @@ async def test_info_is_complete(decoder: Peer) -> None:
     assert (info.worker_id, list(info.roles), list(info.transports)) == ("d", [DECODE], ["shm", "tcp"])
     assert (info.identity.model, info.identity.protocol_version) == (MODEL, 1)
     assert len(info.identity.weights_hash) == 64
-    assert (info.layout.block_size, info.layout.kv_dtype, info.layout.tensor_parallel_size) == (16, "bfloat16", 1)
+    assert (info.layout.block_size, info.layout.kv_dtype, info.layout.tensor_parallel_size) == (16, "float32", 1)
     assert (info.num_blocks, info.max_num_seqs, info.max_context) == (128, 16, 2048)
     assert info.epoch
     assert info.host_id

@@ -17,6 +17,8 @@ from engine.kernels.cpu.arena import gather
 from engine.kernels.cpu.sampling import NativeSampler
 from engine.model_config import ModelConfig
 
+# Part of the numeric mode: to be raised with every change of the kernels that changes bits of a logit or the layout of KV blocks.
+KERNEL_REVISION = 1
 MAX_HEAD_DIM = 512
 GROUP_TOKENS = 16  # tokens of a group in a KV block: see attention.h
 INT8_SCALE_BYTES = 4  # a token's scale for each head lies at the end of its int8 block
@@ -54,6 +56,12 @@ class PackedLinear:
         )
 
 
+def gathered(linears: Sequence[PackedLinear]) -> list[PackedLinear]:
+    """Copies in large pages, one after the other."""
+    copies = gather([linear.packed for linear in linears])
+    return [replace(linear, packed=copy) for linear, copy in zip(linears, copies, strict=True)]
+
+
 @dataclass(frozen=True)
 class PackedLayer:
     """Norm weights are float32, padded to 16; `query_norm`, `key_norm` [head_dim]."""
@@ -71,6 +79,11 @@ class PackedLayer:
     def linears(self) -> tuple[PackedLinear, ...]:
         return (self.qkv, self.output, self.gate_up, self.down)
 
+    def gathered(self) -> PackedLayer:
+        """The same, its maps in one piece of memory, in the order in which a step streams them."""
+        qkv, output, gate_up, down = gathered(self.linears)
+        return replace(self, qkv=qkv, output=output, gate_up=gate_up, down=down)
+
     def descriptor(self, window: int | None) -> abi.Layer:
         norms = (self.input_norm, self.mlp_norm, self.query_norm, self.key_norm)
         return abi.Layer(*map(_address, norms), *(linear.descriptor() for linear in self.linears), window or 0)
@@ -86,16 +99,6 @@ class PackedWeights:
     embedding: Tensor
     cos: Tensor
     sin: Tensor
-
-    def gathered(self) -> PackedWeights:
-        """The same, with what a step streams in one piece of memory, in the order in which it is read."""
-        linears = [linear for layer in self.layers for linear in layer.linears] + [self.head]
-        placed = iter([replace(old, packed=new) for old, new in zip(linears, gather([x.packed for x in linears]), strict=True)])
-        layers = [
-            replace(layer, qkv=next(placed), output=next(placed), gate_up=next(placed), down=next(placed))
-            for layer in self.layers
-        ]
-        return replace(self, layers=layers, head=next(placed))
 
     @property
     def bytes_per_step(self) -> int:
@@ -124,7 +127,7 @@ class NativeModel:
         descriptor = self._descriptor(block_size)
         self._handle = library.pdmesh_engine_create(ctypes.byref(descriptor), num_threads, SPIN_US)
         if not self._handle:
-            raise MemoryError("the CPU kernels' threads or buffers cannot be had; lower num_threads")
+            raise MemoryError(f"num_threads: the system refuses {num_threads} threads, or memory for them; give fewer")
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):

@@ -9,6 +9,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -26,24 +28,26 @@ class Team {
   public:
     // `spin_us`: how long a thread that waits for the next region spins before it sleeps.
     Team(int num_threads, int spin_us) : size_(num_threads < 1 ? 1 : num_threads), spin_(spin_us) {
-        for (int rank = 1; rank < size_; rank++) threads_.emplace_back([this, rank] { serve(rank); });
+        try {
+            for (int rank = 1; rank < size_; rank++) threads_.emplace_back([this, rank] { serve(rank); });
+        } catch (...) {  // the system refuses a thread: the others must end first
+            end();
+            throw;
+        }
     }
 
-    ~Team() {
-        stop_ = true;
-        region_.fetch_add(1, std::memory_order_release);
-        region_.notify_all();
-        for (auto& thread : threads_) thread.join();
-    }
+    ~Team() { end(); }
 
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
 
     int size() const { return size_; }
 
-    // Runs body(rank) on every rank; returns when all have returned. Calls do not overlap: one caller at a time.
+    // Runs body(rank) on every rank; returns when all have returned. Callers take turns. Throws bad_alloc when a rank ran out of
+    // memory: only a body without barriers may.
     template <class Body>
     void run(Body&& body) {
+        std::lock_guard turn(turn_);
         next_.store(0, std::memory_order_relaxed);
         if (size_ == 1) {
             body(0);
@@ -51,10 +55,11 @@ class Team {
         }
         context_ = &body;
         call_ = [](void* context, int rank) { (*static_cast<std::remove_reference_t<Body>*>(context))(rank); };
-        region_.fetch_add(1, std::memory_order_release);
+        region_.fetch_add(1, std::memory_order_seq_cst);  // as in barrier()
         region_.notify_all();
-        body(0);
+        attempt(0);
         barrier();
+        if (failed_.exchange(false)) throw std::bad_alloc();
     }
 
     // Within a region: all ranks wait for each other. What any rank wrote before is seen by all after.
@@ -67,7 +72,9 @@ class Team {
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
             arrived_.store(0, std::memory_order_relaxed);
             next_.store(0, std::memory_order_relaxed);
-            round_.store(round + 1, std::memory_order_release);
+            // Sequentially consistent: notify_all looks for sleepers by a load, which must not overtake this store, or one that is
+            // falling asleep just then is never woken.
+            round_.store(round + 1, std::memory_order_seq_cst);
             round_.notify_all();
         } else {
             wait_while(round_, round, kBarrierSpin);
@@ -83,9 +90,24 @@ class Team {
             wait_while(region_, seen, spin_);
             seen++;
             if (stop_) return;
-            call_(context_, rank);
+            attempt(rank);
             barrier();
         }
+    }
+
+    void attempt(int rank) {
+        try {
+            call_(context_, rank);
+        } catch (const std::bad_alloc&) {
+            failed_ = true;
+        }
+    }
+
+    void end() {
+        stop_ = true;
+        region_.fetch_add(1, std::memory_order_seq_cst);
+        region_.notify_all();
+        for (auto& thread : threads_) thread.join();
     }
 
     void wait_while(std::atomic<uint32_t>& value, uint32_t old, std::chrono::microseconds spin) {
@@ -112,6 +134,8 @@ class Team {
     void (*call_)(void*, int) = nullptr;
     void* context_ = nullptr;
     bool stop_ = false;
+    std::mutex turn_;
+    std::atomic<bool> failed_{false};
     // Each on a line of its own: they are written by different threads at different times.
     alignas(64) std::atomic<uint32_t> region_{0};
     alignas(64) std::atomic<uint32_t> round_{0};

@@ -8,6 +8,15 @@
 
 namespace pdmesh {
 
+// Units of 4 bytes of one prepared row: as many as a panel of the weights has.
+inline int row_units(const PdmeshLinear& linear) {
+    switch (linear.format) {
+        case kFloat32: return linear.k;
+        case kBFloat16: return (linear.k + 1) / 2;
+        default: return (linear.k + 3) / 4;
+    }
+}
+
 // 1 / rms of a row (Zhang and Sennrich, 2019); zeros beyond the width change nothing.
 inline float inverse_rms(const float* x, int padded, int width, float eps) {
     F even = f_zero(), odd = f_zero();  // two chains of additions: each waits for itself only
@@ -74,7 +83,7 @@ inline int largest_unit(const float* maxima, int count) {
 
 // Symmetric int8 for a whole row whose largest units are cut to the range of the others; what is cut off goes to `outliers`.
 // `maxima` holds round_up(padded / 4, 16) floats.
-inline void quantize_row(const float* x, int padded, float* maxima, int8_t* out, float* scale, int32_t* sum, Outliers* outliers) {
+inline void quantize_row(const float* x, int padded, int num_units, float* maxima, int8_t* out, float* scale, int32_t* sum, Outliers* outliers) {
     const int units = padded / 4, padded_units = round_up(units, 16), whole = units / 16 * 16;
     for (int u = 0; u < whole; u += 16) f_store(maxima + u, f_maxima_of_4(x + u * 4));
     if (whole < units) {
@@ -99,6 +108,8 @@ inline void quantize_row(const float* x, int padded, float* maxima, int8_t* out,
     const float factor = most > 0 ? 127.0f / most : 0.0f;
     outliers->scale = most / 127.0f;
     outliers->sum = 0;
+    for (int32_t& unit : outliers->unit)
+        if (unit >= num_units) unit = 0;  // padding: nothing exceeds there, and the weights have no such unit
     auto* bytes = reinterpret_cast<int8_t*>(outliers->excess);
     for (int i = 0; i < kOutliers * 4; i++) {
         bytes[i] = static_cast<int8_t>(__builtin_rintf(excess[i] * factor));
@@ -125,16 +136,7 @@ inline void prepare_row(const PdmeshLinear& linear, const float* x, const float*
         const size_t at = static_cast<size_t>(row) * rows.num_groups;
         auto* bytes = reinterpret_cast<int8_t*>(out);
         if (linear.format == kInt4) quantize_groups(x, linear, bytes, rows.scales + at, rows.sums + at);
-        else quantize_row(x, padded, scratch + padded, bytes, rows.scales + at, rows.sums + at, rows.outliers + row);
-    }
-}
-
-// Units of 4 bytes of one prepared row: as many as a panel of the weights has.
-inline int row_units(const PdmeshLinear& linear) {
-    switch (linear.format) {
-        case kFloat32: return linear.k;
-        case kBFloat16: return (linear.k + 1) / 2;
-        default: return (linear.k + 3) / 4;
+        else quantize_row(x, padded, row_units(linear), scratch + padded, bytes, rows.scales + at, rows.sums + at, rows.outliers + row);
     }
 }
 

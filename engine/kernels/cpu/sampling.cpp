@@ -233,16 +233,29 @@ void argmax_rows(Team& team, const float* logits, int64_t num_rows, int64_t voca
 
 extern "C" {
 
-void* pdmesh_team_create(int32_t num_threads, int32_t spin_us) { return new pdmesh::Team(num_threads, spin_us); }
+// Null when the system refuses the threads.
+void* pdmesh_team_create(int32_t num_threads, int32_t spin_us) {
+    try {
+        return new pdmesh::Team(num_threads, spin_us);
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
 
 void pdmesh_team_destroy(void* team) { delete static_cast<pdmesh::Team*>(team); }
 
 // For the caller to compare: structs are mirrored by hand.
 int64_t pdmesh_sample_row_bytes() { return sizeof(PdmeshSampleRow); }
 
-void pdmesh_sample(void* team, const float* logits, int64_t num_rows, int64_t vocab, const PdmeshSampleRow* rows,
-                   const PdmeshSampleOutput* out) {
-    pdmesh::sample_rows(*static_cast<pdmesh::Team*>(team), logits, num_rows, vocab, rows, *out);
+// 0, or 1 without memory.
+int32_t pdmesh_sample(void* team, const float* logits, int64_t num_rows, int64_t vocab, const PdmeshSampleRow* rows,
+                      const PdmeshSampleOutput* out) {
+    try {
+        pdmesh::sample_rows(*static_cast<pdmesh::Team*>(team), logits, num_rows, vocab, rows, *out);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
 }
 
 void pdmesh_argmax(void* team, const float* logits, int64_t num_rows, int64_t vocab, int64_t* tokens) {

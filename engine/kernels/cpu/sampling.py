@@ -120,6 +120,8 @@ class NativeSampler:
             raise RuntimeError(f"{library._name} is not of this version (PdmeshSampleRow differs); build the kernels anew")
         self._library, self._owner = library, owner
         self._team: int = library.pdmesh_team_create(num_threads, spin_us) if team is None else team
+        if not self._team:
+            raise MemoryError(f"num_threads: the system refuses {num_threads} threads; give fewer")
         owned = self._team if team is None else None
         self._finalizer = weakref.finalize(self, library.pdmesh_team_destroy, owned)  # of null: nothing
         self._plans: dict[int, _Plan] = {}
@@ -169,7 +171,8 @@ class NativeSampler:
 
     def _call(self, logits: Tensor, rows: Sequence[SampleRow], plans: list[_Plan], output: _Output) -> None:
         packed, _alive = self._pack(rows, plans)  # the arrays that rows point to live until the call is over
-        self._library.pdmesh_sample(self._team, logits.data_ptr(), *logits.shape, packed.ctypes.data, ctypes.byref(output))
+        if self._library.pdmesh_sample(self._team, logits.data_ptr(), *logits.shape, packed.ctypes.data, ctypes.byref(output)):
+            raise MemoryError(f"no memory to sample from {logits.shape[1]} tokens a row")
 
     def _plans_of(self, rows: Sequence[SampleRow]) -> list[_Plan]:
         """By identity: to hash the parameters by value would cost more than all the rest."""
@@ -232,5 +235,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.pdmesh_sample_row_bytes.restype = int64
     library.pdmesh_team_create.argtypes, library.pdmesh_team_create.restype = [ctypes.c_int32] * 2, pointer
     library.pdmesh_team_destroy.argtypes, library.pdmesh_team_destroy.restype = [pointer], None
-    library.pdmesh_sample.argtypes, library.pdmesh_sample.restype = [pointer, pointer, int64, int64, pointer, pointer], None
+    library.pdmesh_sample.argtypes, library.pdmesh_sample.restype = (
+        [pointer, pointer, int64, int64, pointer, pointer],
+        ctypes.c_int32,
+    )
     library.pdmesh_argmax.argtypes, library.pdmesh_argmax.restype = [pointer, pointer, int64, int64, pointer], None

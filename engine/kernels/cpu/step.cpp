@@ -35,6 +35,7 @@ struct Buffer {  // 64-byte aligned, grows, never shrinks; contents are lost whe
     size_t size = 0;
     T* reserve(size_t count) {
         if (count > size) {
+            count = std::max(count, size + size / 2);  // contexts grow step by step, buffers seldom
             data.reset(static_cast<T*>(::operator new[](count * sizeof(T), std::align_val_t(64))));
             std::memset(static_cast<void*>(data.get()), 0, count * sizeof(T));
             size = count;
@@ -112,7 +113,6 @@ class Engine {
         model_.layers = layers_.data();
         groups_ = model.num_heads / model.num_kv_heads;
         tile_queries_ = std::max(1, kTileTarget / groups_);
-        partial_rows_ = round_up(kSplitQueries * groups_, 16);
         hidden_stride_ = round_up(model.hidden, 16);
         inner_stride_ = round_up(model.intermediate, 16);
         attended_stride_ = model.num_heads * model.head_dim;
@@ -127,7 +127,7 @@ class Engine {
     Team& team() { return team_; }
 
     void step(const PdmeshStep& step) {
-        std::lock_guard lock(mutex_);
+        std::lock_guard lock(mutex_);  // of the buffers; the team has its own
         step_ = &step;
         kv_ = {model_.num_kv_heads, model_.head_dim, model_.block_size, model_.kv_format, step.num_blocks, step.kv};
         reserve(step.num_tokens);
@@ -162,7 +162,10 @@ class Engine {
         splits_.clear();
         int64_t tiles = 0;
         for (int s = 0; s < step.num_seqs; s++) tiles += (queries_of(s) + tile_queries_ - 1) / tile_queries_ * model_.num_kv_heads;
-        int num_partials = 0;
+        int num_partials = 0, most_queries = 1;
+        for (int s = 0; s < step.num_seqs; s++)
+            if (queries_of(s) <= kSplitQueries) most_queries = std::max(most_queries, queries_of(s));
+        partial_rows_ = round_up(most_queries * groups_, 16);
         for (int s = 0; s < step.num_seqs; s++) {
             const int num = queries_of(s), chunks = (step.context_lens[s] + kChunk - 1) / kChunk;
             const bool is_split = team_.size() > 1 && num <= kSplitQueries && num <= tile_queries_ && chunks > 1 && tiles < 8 * team_.size();
@@ -402,7 +405,6 @@ class Engine {
                 item = &engine_.items_[next_++];
                 tile = engine_.tile_of(*item, window_);
                 if (find(item->chunk_begin)) return;
-                if (item->partial >= 0) engine_.forget_partial(item->partial, tile.rows());
             }
             next_ = end_;
             item = nullptr;
@@ -456,14 +458,13 @@ class Engine {
         if (is_last) finish(scratch.folded, scratch.result.data(), tile, dim, target_of(item), attended_stride_);
     }
 
-    void forget_partial(int partial, int rows) { std::fill_n(partial_sums(partial), rows, kNothing); }
-
     void merge(int rank, int64_t window, const Item& split) {
         const QueryTile tile = tile_of(split, window);
         AttentionScratch& scratch = *scratch_[rank];
         const int rows = tile.rows(), dim = model_.head_dim;
         clear(scratch.folded, scratch.result.data(), rows, dim);
-        for (int c = 0; c < split.chunk_end; c++) {
+        // Chunks before the window were not computed, and what lies there is another's.
+        for (int c = tile.first_visible(tile.position) / kChunk; c < split.chunk_end; c++) {
             const float* peaks = partial_sums(split.partial + c);
             fold(scratch.folded, scratch.result.data(), peaks, peaks + partial_rows_, partial_output(split.partial + c), rows, dim);
         }
@@ -485,7 +486,7 @@ class Engine {
     std::vector<PdmeshLayer> layers_;
     Team team_;
     std::mutex mutex_;
-    int groups_, tile_queries_, partial_rows_, bundle_ = 1, hidden_stride_, inner_stride_, attended_stride_, qkv_stride_;
+    int groups_, tile_queries_, partial_rows_ = 0, bundle_ = 1, hidden_stride_, inner_stride_, attended_stride_, qkv_stride_;
     const PdmeshStep* step_ = nullptr;
     KVGeometry kv_{};
     PdmeshProfile profile_{};
