@@ -49,10 +49,10 @@ class Model:
         return replace(small, **overrides)  # type: ignore[arg-type]
 
 
-def load_tiny(folder: Path) -> Model:
+def load_tiny(folder: Path, backend: str = "torch") -> Model:
     torch.set_num_threads(1)
     # The native kernels finish hundreds of tokens of a tiny model before a test can interrupt them.
-    return Model(folder, load_model(EngineConfig(model=str(folder), num_blocks=128, backend="torch")))
+    return Model(folder, load_model(EngineConfig(model=str(folder), num_blocks=128, backend=backend)))
 
 
 @dataclass

@@ -70,7 +70,7 @@ async def test_a_decode_process_serves_and_drains(tmp_path: Path) -> None:
         info = await control.GetInfo(worker_pb2.GetInfoRequest())
         assert (info.worker_id, list(info.roles)) == ("d1", [worker_pb2.ROLE_DECODE])
         stub: decode_pb2_grpc.DecodeServiceAsyncStub = decode_pb2_grpc.DecodeServiceStub(channel)
-        model = load_tiny(folder)
+        model = load_tiny(folder, "auto")  # as the process has it
         await _generate_through(model, stub, info)
         child.send_signal(signal.SIGTERM)
         async with asyncio.timeout(20):
