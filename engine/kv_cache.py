@@ -2,9 +2,9 @@
 
     tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]        keys = [:, 0], values = [:, 1]
 
-On Linux CPU the pool is a memfd: anonymous shared memory without a name, which goes when its last mapping and descriptor go,
-however the process ends. Our own writable mapping is made first; then the file is sealed, so that a peer that is given the
-descriptor can only map it read-only and can neither shrink nor grow it.
+On Linux CPU a shared pool is a memfd: anonymous shared memory without a name, which goes when its last mapping and descriptor
+go, however the process ends. Our own writable mapping is made first; then the file is sealed, so that a peer that is given the
+descriptor can only map it read-only and can neither shrink nor grow it. A pool that nobody maps is private memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from engine.large_pages import private_memory
 
 # linux/fcntl.h; Python's fcntl module names F_SEAL_FUTURE_WRITE only from 3.13 on.
 _F_SEAL_FUTURE_WRITE = 0x0010
@@ -66,7 +68,7 @@ class KVPool:
         self._map: mmap.mmap | None = None
         if device == "cpu":
             can_share = shared and sys.platform == "linux"
-            self._map, self.fd = _shared_memory(shape.num_bytes) if can_share else _private_memory(shape.num_bytes)
+            self._map, self.fd = _shared_memory(shape.num_bytes) if can_share else (private_memory(shape.num_bytes), None)
             self._tensor: Tensor | None = torch.frombuffer(self._map, dtype=shape.dtype).view(shape.tensor_shape)
         else:
             self._tensor = torch.zeros(shape.tensor_shape, dtype=shape.dtype, device=device)
@@ -128,11 +130,3 @@ def _shared_memory(num_bytes: int) -> tuple[mmap.mmap, int]:
         os.close(fd)
         raise
     return mapping, fd
-
-
-def _private_memory(num_bytes: int) -> tuple[mmap.mmap, None]:
-    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them: ordinary pages serve as well
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping, None

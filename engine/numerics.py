@@ -38,8 +38,10 @@ class Numerics:
 
     def name(self, kernels: str) -> str:
         """All that decides the bits of a logit beside the weights, such as `int8-bfloat16-native1-avx512_bf16`: format of the
-        weights, KV dtype, kernels."""
+        weights (and what is not quantized, if not bfloat16), KV dtype, kernels."""
         weights = f"{self.weights}g{self.group}" if self.weights == "int4" else self.weights
+        if self.weights in ("int8", "int4") and self.dtype != torch.bfloat16:
+            weights += f"+{_name(self.dtype)}"
         return "-".join((weights, str(self.kv_dtype).removeprefix("torch."), kernels))
 
 
@@ -63,7 +65,10 @@ def choose_numerics(config: EngineConfig, model: ModelConfig, *, has_int4: bool,
     if weights == "none":
         return Numerics("native", _name(dtype), 0, dtype, _choose_kv(config, dtype))
     group = config.quantization_group if weights == "int4" else 0
-    return Numerics("native", weights, group, torch.bfloat16, _choose_kv(config, torch.bfloat16))
+    held = torch.bfloat16 if config.dtype == "auto" else dtype
+    if held == torch.float16:
+        raise ValueError(f"dtype: float16 does not go with quantization={weights}; give bfloat16, float32 or auto")
+    return Numerics("native", weights, group, held, _choose_kv(config, held))
 
 
 def _why_torch(config: EngineConfig, model: ModelConfig, no_library: str) -> str:

@@ -51,7 +51,9 @@ def chosen(of: ModelConfig | None = None, *, has_int4: bool = False, no_library:
         ({}, ("int8", 0, BF16, BF16)),
         ({"backend": "native"}, ("int8", 0, BF16, BF16)),
         ({"quantization": "int8"}, ("int8", 0, BF16, BF16)),
-        ({"quantization": "int8", "dtype": "float16"}, ("int8", 0, BF16, BF16)),
+        ({"quantization": "int8", "dtype": "bfloat16"}, ("int8", 0, BF16, BF16)),
+        ({"quantization": "int8", "dtype": "float32"}, ("int8", 0, F32, F32)),
+        ({"quantization": "int4", "dtype": "float32", "kv_dtype": "bfloat16"}, ("int4", 32, F32, BF16)),
         ({"quantization": "int4"}, ("int4", 32, BF16, BF16)),
         ({"quantization": "int4", "quantization_group": 128}, ("int4", 128, BF16, BF16)),
         ({"quantization": "int8", "quantization_group": 128}, ("int8", 0, BF16, BF16)),
@@ -142,6 +144,11 @@ def test_what_torch_cannot_compute_is_refused(settings: Settings, field: str) ->
         chosen(**settings)
 
 
+def test_float16_beside_quantized_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^dtype: float16 does not go with quantization=int8; give bfloat16, float32 or auto"):
+        chosen(dtype="float16", quantization="int8")
+
+
 def test_an_unknown_dtype_of_a_checkpoint_is_named() -> None:
     both: list[Settings] = [{"quantization": "none"}, {"backend": "torch"}]
     for settings in both:
@@ -157,9 +164,10 @@ def test_modes_name_all_that_decides_bits() -> None:
         {"dtype": "float32"},
         {"quantization": "int4"},
         {"quantization": "int4", "quantization_group": 64},
+        {"quantization": "int8", "dtype": "float32", "kv_dtype": "bfloat16"},
     ]
     modes = {chosen(**settings).name(kernels) for kernels in ("native-avx2", "native-portable") for settings in several}
-    assert len(modes) == 12
+    assert len(modes) == 14
     assert {"int8-bfloat16-native-avx2", "int4g64-bfloat16-native-portable", "bfloat16-bfloat16-native-avx2"} <= modes
 
 
