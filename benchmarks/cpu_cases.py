@@ -28,7 +28,7 @@ _ATTEMPTS = 3
 class Plan:
     """How much is measured."""
 
-    rounds: int = 5
+    rounds: int = 3
     starts: int = 3
     batches: tuple[int, ...] = (1, 4, 16, 32)
     prompt_tokens: int = 160
