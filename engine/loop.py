@@ -2,6 +2,7 @@
 
     event loop                               engine thread
     call(fn) ── queue of commands ─────────► fn(engine), between steps
+    on_ready(KV) ◄─ a pipe wakes it ──────── step(), each few layers of a prefill_only request
     on_step(result) ◄─ call_soon_threadsafe ─ step(), one batch of results for each
 
 Neither waits for the other: the event loop puts commands and goes on; the engine posts results and goes on. Only an engine with
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -22,9 +24,10 @@ from typing import Generic, TypeVar
 
 from engine.engine import Engine
 from engine.errors import EngineStopped
-from engine.outputs import StepResult
+from engine.outputs import KVReady, StepResult
 
 T = TypeVar("T")
+_PIPE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,14 @@ class EngineLoop:
         engine: Engine,
         on_step: Callable[[StepResult], None],
         on_failure: Callable[[BaseException], None] | None = None,
+        on_ready: Callable[[tuple[KVReady, ...]], None] | None = None,
     ) -> None:
+        """`on_ready` hears during a step how far the KV of prefill_only requests is."""
         self._engine = engine
         self._on_step = on_step
         self._on_failure = on_failure
+        self._on_ready = on_ready
+        self._pipe: tuple[int, int] | None = None
         self._commands: queue.SimpleQueue[_Command[object] | None] = queue.SimpleQueue()  # None: stop
         self._closed_reason: str | None = "the engine loop has not been started"
         self._thread = threading.Thread(target=self._enter, name="engine", daemon=True)
@@ -74,6 +81,12 @@ class EngineLoop:
         self._loop = loop
         self.failed = loop.create_future()
         self._closed_reason = None
+        if self._on_ready is not None:
+            self._pipe = os.pipe()
+            for end in self._pipe:
+                os.set_blocking(end, False)
+            loop.add_reader(self._pipe[0], self._read_signals, self._pipe[0], self._on_ready)
+            self._engine.exports.signal.fd = self._pipe[1]
         self._thread.start()
 
     async def call(self, fn: Callable[[Engine], T]) -> T:
@@ -96,6 +109,19 @@ class EngineLoop:
             self._commands.put(None)
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join)
+        if self._pipe is not None:
+            self._engine.exports.signal.fd = -1
+            self._loop.remove_reader(self._pipe[0])
+            for end in self._pipe:
+                os.close(end)
+            self._pipe = None
+
+    def _read_signals(self, fd: int, on_ready: Callable[[tuple[KVReady, ...]], None]) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(fd, _PIPE_BYTES)
+        ready = self._engine.exports.ready()
+        if ready:
+            on_ready(ready)
 
     def _enter(self) -> None:
         contextvars.Context().run(self._run)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.attention import AttentionBackend, AttentionPlan
 from engine.batch import StepBatch
+from engine.exports import LayerSignal
 from engine.layers import GatedMLP, Linear, pad_rows, rms_norm
 from engine.model_config import ModelConfig
 from engine.rope import RotaryTable, rotate
@@ -67,8 +68,9 @@ class DecoderModel:
         return self.embedding.dtype
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, kv: Tensor) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None) -> Tensor:
         """One step: writes the step's keys and values to `kv` (`KVPool.tensor`), returns logits [R, vocab_size] float32.
+        `signal` hears of each layer whose keys and values are there.
 
         The tokens' blocks must be in their block tables, and keys of all earlier positions in the pool.
         """
@@ -78,6 +80,8 @@ class DecoderModel:
         angles = self.rotary.at(pad_rows(batch.positions).to(self.device))
         for index, layer in enumerate(self.layers):
             hidden = hidden + self._attend(index, layer, hidden, angles, plan, num_tokens, kv)
+            if signal is not None:
+                signal.layer_done(index)
             hidden = hidden + layer.mlp(rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps))
         return self._logits(hidden, batch.logits_rows.to(self.device))
 

@@ -52,6 +52,18 @@ class RequestStarted:
 
 
 @dataclass(frozen=True)
+class KVReady:
+    """What of one request is final: all layers of its first `num_tokens` tokens, and the first `num_layers` layers of its first
+    `num_step_tokens` tokens. `block_ids` are those of the whole request, in the order of its tokens."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    num_step_tokens: int
+    num_layers: int
+
+
+@dataclass(frozen=True)
 class StepResult:
     step: int
     started_ns: int
@@ -59,6 +71,7 @@ class StepResult:
     num_tokens: int
     updates: tuple[SequenceUpdate, ...]
     started: tuple[RequestStarted, ...]
+    ready: tuple[KVReady, ...] = ()  # of the prefill_only requests in the step
 
 
 @dataclass(frozen=True)

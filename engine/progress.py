@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from engine.allocator import BlockAllocator
-from engine.outputs import RequestStarted, SequenceUpdate, StepResult
+from engine.outputs import KVReady, RequestStarted, SequenceUpdate, StepResult
 from engine.requests import RequestTable
 from engine.runner import Draw
 from engine.scheduler import Piece, Plan
@@ -22,7 +22,9 @@ class Progress:
         self._table = table
         self._allocator = allocator
 
-    def postprocess(self, plan: Plan, draws: dict[Sequence, list[Draw]], started_ns: int) -> StepResult:
+    def postprocess(
+        self, plan: Plan, draws: dict[Sequence, list[Draw]], started_ns: int, ready: tuple[KVReady, ...] = ()
+    ) -> StepResult:
         """All of the plan's pieces are computed."""
         self._count(plan, draws)
         updates = [update for piece in plan.pieces for update in self._advance(piece, draws.get(piece.sequence, []))]
@@ -34,6 +36,7 @@ class Progress:
             num_tokens=plan.num_tokens,
             updates=tuple(updates),
             started=tuple(_started(plan, draws, started_ns, ended_ns)),
+            ready=ready,
         )
 
     def _count(self, plan: Plan, draws: dict[Sequence, list[Draw]]) -> None:

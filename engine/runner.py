@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.batch import StepBatch
 from engine.blocks import num_blocks_for
+from engine.exports import LayerSignal
 from engine.sampling import SampledToken, SampleRow
 from engine.scheduler import Piece, Plan
 from engine.sequence import Sequence
@@ -19,8 +20,8 @@ from engine.sequence import Sequence
 class ForwardModel(Protocol):
     """What the runner needs of a model."""
 
-    def forward(self, batch: StepBatch, kv: Tensor) -> Tensor:
-        """Writes the KV of the batch's T tokens into `kv`; logits [R, vocab] float32 of its logits rows."""
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None) -> Tensor:
+        """Writes the KV of the batch's T tokens into `kv`, telling `signal` of each layer; logits [R, vocab] float32."""
         ...
 
 
@@ -48,11 +49,11 @@ class ModelRunner:
         self._eos_token_ids = frozenset(eos_token_ids)
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> dict[Sequence, list[Draw]]:
+    def run(self, plan: Plan, signal: LayerSignal | None = None) -> dict[Sequence, list[Draw]]:
         """Computes the plan's pieces; the draws of the sequences that reach their end."""
         pieces = plan.pieces
         self._copy_blocks(pieces)
-        logits = self._model.forward(build_batch(pieces, self._kv.shape[3], self._kv.device), self._kv)
+        logits = self._model.forward(build_batch(pieces, self._kv.shape[3], self._kv.device), self._kv, signal)
         return self._draw(pieces, logits)
 
     def _copy_blocks(self, pieces: list[Piece]) -> None:

@@ -114,7 +114,8 @@ class Scheduler:
         """Preempts the latest arrived until there is room; False if that was the sequence itself."""
         # Counted anew each time: a victim that shared a block leaves it to this sequence alone, without a copy.
         while self._allocator.num_missing(sequence, num_tokens) > self._allocator.pool.num_free:
-            victim = self.running[-1]
+            # Never one whose KV is being read by somebody else; it has all the blocks it wants, so `sequence` is none.
+            victim = next(other for other in reversed(self.running) if not other.group.request.prefill_only)
             self._preempt(victim, plan)
             if victim is sequence:
                 return False

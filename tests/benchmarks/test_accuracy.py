@@ -224,7 +224,7 @@ class OffInDecode:
     def __init__(self, loaded: LoadedModel) -> None:
         self.model = loaded.model
 
-    def forward(self, batch: StepBatch, kv: Tensor) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: object = None) -> Tensor:
         logits = self.model.forward(batch, kv)
         return logits + 0.125 if batch.num_tokens == batch.num_seqs else logits
 
@@ -232,7 +232,7 @@ class OffInDecode:
 class ForgetsKeys(OffInDecode):
     """A model whose steps of single tokens leave no keys and values behind."""
 
-    def forward(self, batch: StepBatch, kv: Tensor) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: object = None) -> Tensor:
         return self.model.forward(batch, kv.clone() if batch.num_tokens == batch.num_seqs else kv)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.batch import StepBatch
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.exports import LayerSignal
 from engine.finish import finish_reason
 from engine.model_config import ModelConfig
 from engine.outputs import FinishReason, StepResult
@@ -51,7 +52,7 @@ class MockModel:
 
     num_forwards = 0
 
-    def forward(self, batch: StepBatch, kv: Tensor) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None) -> Tensor:
         """Logits [R, vocab] float32 of the batch's logits rows."""
         self.num_forwards += 1
         slots = batch.slot_mapping.tolist()

@@ -53,6 +53,8 @@ struct PdmeshStep {
     int64_t num_blocks;
     float* logits;                                 // [num_rows][vocab]
     PdmeshProfile* profile;                        // or null
+    int32_t* layers_done;                          // or null: counts the layers whose KV is in the pool
+    int32_t signal_fd, signal_every;               // beside it: a byte is written there each so many layers, unless negative
 };
 
 }

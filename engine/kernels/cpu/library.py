@@ -78,6 +78,9 @@ class Step(Structure):
         ("num_blocks", c_int64),
         ("logits", c_void_p),
         ("profile", POINTER(Profile)),
+        ("layers_done", c_void_p),
+        ("signal_fd", c_int32),
+        ("signal_every", c_int32),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import StepBatch
+from engine.exports import LayerSignal
 from engine.kernels.cpu import library as abi
 from engine.kernels.cpu.arena import gather
 from engine.kernels.cpu.sampling import NativeSampler
@@ -137,7 +138,7 @@ class NativeModel:
         """One that draws with this model's threads, between its steps; it keeps the model alive."""
         return NativeSampler(self._library, team=self._library.pdmesh_engine_team(self._handle), owner=self)
 
-    def forward(self, batch: StepBatch, kv: Tensor) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None) -> Tensor:
         """See DecoderModel.forward. `batch.logits_rows` ascend. Raises ValueError for a pool of another kind."""
         if kv.dtype != self._kv_dtype or kv.shape[3] != self._block_size:
             raise ValueError(f"KV pool: {kv.dtype}, blocks of {kv.shape[3]}; this model has {self._kv_dtype}, {self._block_size}")
@@ -157,6 +158,7 @@ class NativeModel:
             kv.shape[2],
             logits.data_ptr(),
             None if self.profile is None else ctypes.pointer(self.profile),
+            *((None, -1, 1) if signal is None else (signal.address, signal.fd, signal.every)),
         )
         if self._library.pdmesh_engine_step(self._handle, ctypes.byref(step)):
             raise MemoryError(f"no memory for the buffers of a step of {batch.num_tokens} tokens; lower max_num_batched_tokens")

@@ -7,6 +7,9 @@
 // Stages are separated by barriers; within a stage the ranks share out tiles, tokens or attention items. Hidden states stay in
 // float32; a product rounds its input rows to its weights' partner format ("prepare"). With few rows every rank prepares all rows
 // for itself, which costs less than a barrier.
+#include <unistd.h>
+
+#include <atomic>
 #include <cmath>
 #include <memory>
 #include <mutex>
@@ -235,6 +238,7 @@ class Engine {
             clock.mark(profile_.qkv);
             rotate_and_write(rank, index, layer);
             team_.barrier();
+            if (rank == 0 && step_->layers_done) tell_layer_done(index);
             clock.mark(profile_.rope);
             attend(rank, index, layer.window);
             team_.barrier();
@@ -265,6 +269,14 @@ class Engine {
         const Rows rows = prepare(rank, model_.head, hidden_.get(), hidden_stride_, model_.norm, step_->num_rows);
         multiply(team_, rank, model_.head, rows, step_->num_rows, Emitted{step_->logits, size_t(model_.vocab), model_.vocab});
         clock.mark(profile_.head);
+    }
+
+    // For those who send KV away while the step still runs.
+    void tell_layer_done(int index) const {
+        std::atomic_ref<int32_t>(*step_->layers_done).store(index + 1, std::memory_order_release);
+        if (step_->signal_fd < 0 || ((index + 1) % step_->signal_every && index + 1 < model_.num_layers)) return;
+        const char byte = 0;
+        if (write(step_->signal_fd, &byte, 1) < 0) return;  // full: then its reader is awake as well
     }
 
     void embed(int rank) {

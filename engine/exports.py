@@ -1,0 +1,90 @@
+"""How far the KV of prefill_only requests is final, told to another thread while the step that computes it still runs.
+
+    engine thread                                             reader (the event loop)
+    begin(plan): layers = 0, then the snapshot  ───────────►  ready(): the snapshot, then layers
+    the model: layers = 1, 2, ...; a byte into the pipe now and then ─► wakes it
+
+Every claim stays true: blocks of a prefill_only request keep what they hold until it is released. So a reader that meets a
+snapshot of one step and the layers of a later one is told less than is known, or the truth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from array import array
+
+from engine.outputs import KVReady
+from engine.scheduler import Plan
+
+SIGNALS_PER_STEP = 8
+
+
+class LayerSignal:
+    """Counts the layers of the running step whose KV is in the pool. The model calls, or writes to `address`, from its thread."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.every = max(1, num_layers // SIGNALS_PER_STEP)
+        self.num_layers = num_layers
+        self.fd = -1
+        self._done = array("i", [0])
+
+    @property
+    def address(self) -> int:
+        """Of the int32 that counts."""
+        return self._done.buffer_info()[0]
+
+    @property
+    def num_done(self) -> int:
+        return self._done[0]
+
+    def reset(self) -> None:
+        self._done[0] = 0
+
+    def layer_done(self, index: int) -> None:
+        """The KV of layer `index` is written."""
+        self._done[0] = index + 1
+        if self.fd >= 0 and ((index + 1) % self.every == 0 or index + 1 == self.num_layers):
+            with contextlib.suppress(BlockingIOError):  # a full pipe wakes the reader as well
+                os.write(self.fd, b"\0")
+
+
+class KVExports:
+    """The engine's side of it. `begin`, `end` on the engine thread; `ready` on any."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.signal = LayerSignal(num_layers)
+        self._running: tuple[KVReady, ...] = ()
+
+    def begin(self, plan: Plan) -> LayerSignal | None:
+        """A step starts; the signal for its model, or None when nobody waits for its layers."""
+        running = tuple(
+            KVReady(
+                request_id=piece.sequence.group.request.request_id,
+                block_ids=tuple(piece.sequence.block_ids),
+                num_tokens=piece.sequence.num_computed,
+                num_step_tokens=piece.sequence.num_computed + piece.num_tokens,
+                num_layers=0,
+            )
+            for piece in plan.pieces
+            if piece.sequence.group.request.prefill_only
+        )
+        self._running = ()
+        self.signal.reset()
+        self._running = running
+        return self.signal if running else None
+
+    def end(self) -> tuple[KVReady, ...]:
+        """The step is over: what it computed is final in all layers."""
+        ended, self._running = self._running, ()
+        return tuple(
+            KVReady(ready.request_id, ready.block_ids, ready.num_step_tokens, ready.num_step_tokens, self.signal.num_layers)
+            for ready in ended
+        )
+
+    def ready(self) -> tuple[KVReady, ...]:
+        """What of the running step is final by now."""
+        running, num_layers = self._running, self.signal.num_done  # in this order
+        return tuple(
+            KVReady(ready.request_id, ready.block_ids, ready.num_tokens, ready.num_step_tokens, num_layers) for ready in running
+        )
