@@ -13,6 +13,7 @@ from engine.admission import Limits
 from engine.allocator import BlockAllocator, HashBlock
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
+from engine.exports import KVExports
 from engine.integrity import check_integrity
 from engine.kernels.cpu.model import NativeModel
 from engine.kv_cache import KVPool
@@ -44,6 +45,7 @@ class Engine:
         self.model_config = loaded.config
         self.weights_hash = loaded.weights_hash
         self.numeric_mode = loaded.numeric_mode
+        self.kv_arrangement = "panels" if isinstance(loaded.model, NativeModel) else "plain"  # see kv_format.py
         self.eos_token_ids = frozenset(loaded.config.eos_token_ids)
         self.kv = KVPool(
             kv_shape(config, loaded.config, loaded.kv_dtype, free_memory(config.device)), config.device, shared=config.kv_shared
@@ -57,6 +59,7 @@ class Engine:
         self._table = RequestTable(limits, self._allocator, self._scheduler)
         self._reservations = Reservations(limits, self._table, self._allocator, self._scheduler)
         self._progress = Progress(self._table, self._allocator)
+        self.exports = KVExports(loaded.config.num_layers)
 
     def reserve(self, request: EngineRequest) -> ReservedBlocks | None:
         """Holds blocks for prompt and history, cached prefix first and pinned; None: no room now, nothing is held.
@@ -118,8 +121,8 @@ class Engine:
         if not plan.pieces:
             self.check_integrity()
             return None
-        draws = self._runner.run(plan)
-        return self._progress.postprocess(plan, draws, started_ns)
+        draws = self._runner.run(plan, self.exports.begin(plan))
+        return self._progress.postprocess(plan, draws, started_ns, self.exports.end())
 
     @property
     def has_work(self) -> bool:

@@ -37,12 +37,12 @@ class Numerics:
         return int(others * width + table * (self.dtype.itemsize + max(width, 1.0)))
 
     def name(self, kernels: str) -> str:
-        """All that decides the bits of a logit beside the weights, such as `int8-bfloat16-native1-avx512_bf16`: format of the
-        weights (and what is not quantized, if not bfloat16), KV dtype, kernels."""
+        """All that decides the bits of a logit beside the weights and the KV dtype, such as `int8-native1-avx512_bf16`:
+        format of the weights (and what is not quantized, if not bfloat16), kernels."""
         weights = f"{self.weights}g{self.group}" if self.weights == "int4" else self.weights
         if self.weights in ("int8", "int4") and self.dtype != torch.bfloat16:
             weights += f"+{_name(self.dtype)}"
-        return "-".join((weights, str(self.kv_dtype).removeprefix("torch."), kernels))
+        return f"{weights}-{kernels}"
 
 
 def choose_numerics(config: EngineConfig, model: ModelConfig, *, has_int4: bool, no_library: str) -> Numerics:

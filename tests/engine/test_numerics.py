@@ -159,7 +159,6 @@ def test_an_unknown_dtype_of_a_checkpoint_is_named() -> None:
 def test_modes_name_all_that_decides_bits() -> None:
     several: list[Settings] = [
         {},
-        {"kv_dtype": "int8"},
         {"dtype": "bfloat16"},
         {"dtype": "float32"},
         {"quantization": "int4"},
@@ -167,8 +166,8 @@ def test_modes_name_all_that_decides_bits() -> None:
         {"quantization": "int8", "dtype": "float32", "kv_dtype": "bfloat16"},
     ]
     modes = {chosen(**settings).name(kernels) for kernels in ("native-avx2", "native-portable") for settings in several}
-    assert len(modes) == 14
-    assert {"int8-bfloat16-native-avx2", "int4g64-bfloat16-native-portable", "bfloat16-bfloat16-native-avx2"} <= modes
+    assert len(modes) == 12
+    assert {"int8-native-avx2", "int4g64-native-portable", "bfloat16-native-avx2"} <= modes
 
 
 # ---- the loader
@@ -258,7 +257,7 @@ def test_the_native_backend_loads_without_a_warning(folder: Path, caplog: pytest
     loaded = load(folder)
     assert isinstance(loaded.model, NativeModel)
     assert (loaded.dtype, loaded.kv_dtype) == (BF16, BF16)
-    assert loaded.numeric_mode == f"int8-bfloat16-native1-{isa.detect().name}"
+    assert loaded.numeric_mode == f"int8-native1-{isa.detect().name}"
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from engine.kernels.cpu import build, isa
+from engine.kernels.cpu.build import Project
 from tests.support.waiting import alive, eventually
 
 REAL_COMPILER = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), "")
@@ -34,8 +35,8 @@ exec {compiler} "$@"
 """
 LOAD = """import sys
 from pathlib import Path
-from engine.kernels.cpu.build import load_library
-print(load_library(lambda line: print(line, flush=True), sources=Path(sys.argv[1])).answer(), flush=True)
+from engine.kernels.cpu.build import Project, load_library
+print(load_library(lambda line: print(line, flush=True), project=Project(Path(sys.argv[1]))).answer(), flush=True)
 """
 
 
@@ -105,7 +106,7 @@ def line_of(process: subprocess.Popen[str]) -> str:
 def load(sources: Path) -> tuple[int, str]:
     """What the loaded library computes, and all that was said."""
     said: list[str] = []
-    return build.load_library(said.append, sources=sources).answer(), "\n".join(said)
+    return build.load_library(said.append, project=Project(sources)).answer(), "\n".join(said)
 
 
 def left_behind(path: Path) -> list[Path]:
@@ -118,10 +119,10 @@ def test_the_sources_see_their_tier(sources: Path, tier: isa.Tier, monkeypatch: 
     monkeypatch.setenv("PDMESH_CPU_ISA", tier.name)
     code = f"#if PDMESH_ISA_{tier.name.upper()} != 1\n#error another tier\n#endif\n"
     (sources / "tier.cpp").write_text(code, encoding="ascii")
-    library = build.load_library(lambda _: None, sources=sources)
+    library = build.load_library(lambda _: None, project=Project(sources))
     library.pdmesh_build_stamp.restype = ctypes.c_char_p
-    assert library.pdmesh_build_stamp().decode() == build.Sources.read(sources).stamp
-    assert build.library_path(tier, sources=sources).parent.name.startswith(f"{tier.name}-")
+    assert library.pdmesh_build_stamp().decode() == build.Sources.read(Project(sources)).stamp
+    assert build.library_path(tier, project=Project(sources)).parent.name.startswith(f"{tier.name}-")
 
 
 @needs_compiler
@@ -132,17 +133,17 @@ def test_it_is_compiled_once_and_said(sources: Path, compiler: CompilerScript) -
     assert "compiled CPU kernels for portable in" in said
     assert load(sources) == (42, "")
     assert len(compiler.pids()) == EXECUTIONS
-    assert not left_behind(build.library_path(PORTABLE, sources=sources))
+    assert not left_behind(build.library_path(PORTABLE, project=Project(sources)))
 
 
 @needs_compiler
 @pytest.mark.parametrize("change", ["source", "header", "compiler"])
 def test_a_change_means_compiling_again(sources: Path, compiler: CompilerScript, change: str) -> None:
-    before = build.library_path(PORTABLE, sources=sources)
+    before = build.library_path(PORTABLE, project=Project(sources))
     changed = {"source": sources / "six.cpp", "header": sources / "numbers.h", "compiler": Path(compiler.path)}[change]
     with changed.open("a", encoding="utf-8") as file:
         file.write("\n")
-    assert build.library_path(PORTABLE, sources=sources) != before
+    assert build.library_path(PORTABLE, project=Project(sources)) != before
 
 
 @needs_compiler
@@ -169,7 +170,7 @@ def test_of_two_processes_one_compiles(sources: Path, compiler: CompilerScript) 
 
 @needs_compiler
 async def test_a_builder_killed_midway_leaves_no_library(sources: Path, compiler: CompilerScript) -> None:
-    path = build.library_path(PORTABLE, sources=sources)
+    path = build.library_path(PORTABLE, project=Project(sources))
     compiler.gate.touch()
     with loader(sources) as builder:
         assert line_of(builder).startswith("compiling")
@@ -194,7 +195,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 @needs_compiler
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_library_is_compiled_again(sources: Path, damage: Callable[[bytes], bytes]) -> None:
-    path = build.build_ahead(PORTABLE, None, lambda _: None, sources=sources)
+    path = build.build_ahead(PORTABLE, None, lambda _: None, project=Project(sources))
     path.write_bytes(damage(path.read_bytes()))
     answer, said = load(sources)
     assert answer == 42
@@ -217,7 +218,7 @@ def test_an_unwritable_cache_is_done_without(sources: Path, tmp_path: Path, monk
 @needs_compiler
 @pytest.mark.parametrize("folder", ["image", "sources/prebuilt"])
 def test_built_ahead_needs_no_compiler(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
-    build.build_ahead(PORTABLE, tmp_path / folder, lambda _: None, sources=sources)
+    build.build_ahead(PORTABLE, tmp_path / folder, lambda _: None, project=Project(sources))
     if folder == "image":
         monkeypatch.setenv("PDMESH_KERNELS_DIR", str(tmp_path / folder))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -227,7 +228,7 @@ def test_built_ahead_needs_no_compiler(sources: Path, tmp_path: Path, monkeypatc
 
 @needs_compiler
 def test_a_library_of_other_sources_is_ignored(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build.build_ahead(PORTABLE, tmp_path / "image", lambda _: None, sources=sources)
+    build.build_ahead(PORTABLE, tmp_path / "image", lambda _: None, project=Project(sources))
     monkeypatch.setenv("PDMESH_KERNELS_DIR", str(tmp_path / "image"))
     (sources / "six.cpp").write_text(SIX.replace("6;", "9;"), encoding="ascii")
     answer, said = load(sources)
@@ -237,7 +238,7 @@ def test_a_library_of_other_sources_is_ignored(sources: Path, tmp_path: Path, mo
 
 @needs_compiler
 def test_what_is_damaged_or_missing_is_ignored(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = build.build_ahead(PORTABLE, tmp_path / "image", lambda _: None, sources=sources)
+    path = build.build_ahead(PORTABLE, tmp_path / "image", lambda _: None, project=Project(sources))
     monkeypatch.setenv("PDMESH_KERNELS_DIR", str(tmp_path / "image"))
     path.write_bytes(DAMAGES["cut"](path.read_bytes()))
     assert f"ignored the CPU kernels built ahead: {path} is damaged" in load(sources)[1]
@@ -264,7 +265,7 @@ def test_a_compiler_that_cannot_run_is_named(sources: Path, monkeypatch: pytest.
 
 @needs_compiler
 def test_a_failed_build_shows_what_the_compiler_said(sources: Path) -> None:
-    path = build.library_path(PORTABLE, sources=sources)
+    path = build.library_path(PORTABLE, project=Project(sources))
     (sources / "six.cpp").unlink()
     with pytest.raises(build.BuildFailed, match="undefined"):  # declared, called, and nowhere written
         load(sources)
@@ -283,18 +284,18 @@ def test_an_installation_without_sources_says_so(tmp_path: Path) -> None:
 @needs_compiler
 def test_the_command_builds_ahead(sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (sources / "six.cpp").write_text(SIX.replace("return", "int unused; return"), encoding="ascii")
-    build.main(["--all", "--output", str(tmp_path / "image")], sources=sources)
+    build.main(["--all", "--output", str(tmp_path / "image")], project=Project(sources))
     printed = capsys.readouterr().out
     for tier in isa.compilable():
         path = tmp_path / "image" / tier.name / build.LIBRARY
         assert path.is_file()
         assert f"{tier.name}: {path}" in printed
     assert "unused" in printed  # the compiler's warning
-    build.main(["--isa", "portable"], sources=sources)
-    assert build.library_path(PORTABLE, sources=sources).is_file()
+    build.main(["--isa", "portable"], project=Project(sources))
+    assert build.library_path(PORTABLE, project=Project(sources)).is_file()
 
 
 def test_the_command_ends_with_the_error(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(SystemExit, match=r"python -m engine\.kernels\.cpu\.build: CXX: there is no program"):
-        build.main(["--isa", "portable"], sources=sources)
+        build.main(["--isa", "portable"], project=Project(sources))

@@ -176,6 +176,6 @@ def hand_over(prefill: Engine, decode: Engine, each: EngineRequest, first_tokens
 def test_numbers_name_themselves(tmp_path: Path) -> None:
     """Workers with equal modes give equal tokens: what is computed differently must not have the same one."""
     folder = make_tiny_model(tmp_path)
-    modes = [load_model(EngineConfig(model=str(folder), **settings)).numeric_mode for settings in NUMBERS.values()]  # type: ignore[arg-type]
-    assert len(set(modes)) == len(modes)
-    assert all("-native1-" in mode for mode in modes)
+    loaded = [load_model(EngineConfig(model=str(folder), **settings)) for settings in NUMBERS.values()]  # type: ignore[arg-type]
+    assert len({(each.numeric_mode, each.kv_dtype) for each in loaded}) == len(loaded)
+    assert all("-native1-" in each.numeric_mode for each in loaded)

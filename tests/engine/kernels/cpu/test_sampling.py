@@ -39,7 +39,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     def load_tier(name: str) -> ctypes.CDLL:
         if name not in loaded:
             try:
-                path = build.build_ahead(isa.by_name(name), folder / "built", sources=folder)
+                path = build.build_ahead(isa.by_name(name), folder / "built", project=build.Project(folder))
             except build.NoCompiler as error:
                 pytest.skip(str(error))
             loaded[name] = ctypes.CDLL(str(path))
