@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.native.library import Runs
+
 
 class KVMemory(Protocol):
     """One pool of KV blocks in CPU memory: [num_layers, 2, num_blocks, bytes_per_layer_block] bytes, contiguous."""
@@ -66,10 +71,33 @@ class Run:
 
 def runs(*tables: Sequence[int]) -> Iterator[Run]:
     """Cut block tables of one length into the longest runs in which the ids of every table are consecutive."""
-    count = len(tables[0])
-    cuts = [i for i in range(1, count) if any(table[i] != table[i - 1] + 1 for table in tables)]
-    for start, end in pairwise([0, *cuts, count] if count else []):
+    ids = np.array(tables, np.int64)
+    cuts = np.flatnonzero((np.diff(ids) != 1).any(axis=0)) + 1
+    for start, end in pairwise([0, *cuts.tolist(), ids.shape[1]] if ids.size else []):
         yield Run(start, end - start)
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Blocks of a range of layers of a pool."""
+
+    shape: PoolShape
+    layers: range
+    block_ids: Sequence[int]
+
+    def offsets(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """Of the keys of block_ids[i] for i in `indices`, then of their values, layer by layer."""
+        planes = np.arange(2 * self.layers.start, 2 * self.layers.stop, dtype=np.int64)[:, None]
+        blocks = np.array([self.block_ids[index] for index in indices], np.int64)
+        return ((planes * self.shape.num_blocks + blocks) * self.shape.bytes_per_layer_block).reshape(-1)
+
+
+def copies(target: Rectangle, source: Rectangle) -> Runs:
+    """What to copy from one pool to another, in the order of the wire: [n, 3] of offset in target, offset in source, bytes."""
+    pieces = list(runs(target.block_ids, source.block_ids))
+    firsts = [run.first for run in pieces]
+    sizes = np.array([run.num_blocks for run in pieces], np.int64) * target.shape.bytes_per_layer_block
+    return np.stack([target.offsets(firsts), source.offsets(firsts), np.tile(sizes, 2 * len(target.layers))], axis=1)
 
 
 def part_views(memory: KVMemory, layers: range, block_ids: Sequence[int]) -> list[memoryview]:

@@ -6,7 +6,7 @@
 
 A library appears by one rename, under a lock, and ends with a seal: the SHA-256 of what comes before it (the system's loader
 does not mind). So what is killed midway leaves no library, and one that was cut off later is recognized before it is mapped,
-where it would end the process with SIGBUS.
+where it would end the process with SIGBUS. Other libraries of ours (a `Project`) are compiled the same way.
 
     python -m engine.kernels.cpu.build [--all | --isa TIER] [--output FOLDER]       builds ahead
 """
@@ -59,21 +59,45 @@ class BuildFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Sources:
-    """The *.cpp and *.h of one folder, read once: what is hashed is what is compiled, though somebody edits them meanwhile."""
+class Project:
+    """What becomes one library: the *.cpp and *.h of `folder`; `title` is what people call it."""
 
     folder: Path
+    library: str = LIBRARY
+    title: str = "CPU kernels"
+    module: str = "engine.kernels.cpu.build"  # whose command builds it ahead
+    compile_s: int = 20  # about
+    is_tiered: bool = True  # False: one library for all, which looks by itself what the processor has
+
+    def tier(self) -> isa.Tier:
+        """Of this process. Raises ValueError for a wrong PDMESH_CPU_ISA."""
+        return isa.detect() if self.is_tiered else isa.by_name("portable")
+
+    def tiers(self) -> tuple[isa.Tier, ...]:
+        """All that there can be on this architecture."""
+        return isa.compilable() if self.is_tiered else (isa.by_name("portable"),)
+
+
+KERNELS = Project(SOURCES)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The sources of a project, read once: what is hashed is what is compiled, though somebody edits them meanwhile."""
+
+    project: Project
     files: tuple[tuple[str, bytes], ...]  # name and content, in the order of the names
     stamp: str  # hex SHA-256 of names and contents
 
     @staticmethod
-    def read(folder: Path) -> Sources:
+    def read(project: Project) -> Sources:
         """Raises BuildFailed when there are none."""
+        folder = project.folder
         paths = sorted(path for pattern in ("[!.]*.cpp", "[!.]*.h") for path in folder.glob(pattern))
         if not any(path.suffix == ".cpp" for path in paths):
             raise BuildFailed(f"there are no C++ sources in {folder}: this installation lacks them; reinstall pdmesh, {_ELSE}")
         files = tuple((path.name, path.read_bytes()) for path in paths)
-        return Sources(folder, files, _digest(part for name, content in files for part in (name.encode(), content)))
+        return Sources(project, files, _digest(part for name, content in files for part in (name.encode(), content)))
 
 
 @dataclass(frozen=True)
@@ -103,28 +127,28 @@ class Compiler:
         return repr((self.command, programs, [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, programs)]))
 
 
-def load_library(say: Say = print, *, sources: Path = SOURCES) -> ctypes.CDLL:
-    """The kernels for this processor (or for the tier in PDMESH_CPU_ISA): built ahead, or cached, or compiled now.
+def load_library(say: Say = print, *, project: Project = KERNELS) -> ctypes.CDLL:
+    """The library for this processor (or for the tier in PDMESH_CPU_ISA): built ahead, or cached, or compiled now.
 
-    `say` gets a line before anything that takes seconds, after it, and about each library that is passed over. `sources` is the
-    folder of the *.cpp and *.h. Raises NoCompiler, BuildFailed, and ValueError for a wrong PDMESH_CPU_ISA.
+    `say` gets a line before anything that takes seconds, after it, and about each library that is passed over. Raises
+    NoCompiler, BuildFailed, and ValueError for a wrong PDMESH_CPU_ISA.
     """
-    tier, code = isa.detect(), Sources.read(sources)
+    tier, code = project.tier(), Sources.read(project)
     return _open_prebuilt(tier, code, say) or _open_cached(tier, code, Compiler.find(), say)
 
 
-def library_path(tier: isa.Tier, *, sources: Path = SOURCES) -> Path:
+def library_path(tier: isa.Tier, *, project: Project = KERNELS) -> Path:
     """Where the cache has, or will have, the library of a tier. Raises NoCompiler, BuildFailed."""
-    return _cache_path(tier, Sources.read(sources), Compiler.find())
+    return _cache_path(tier, Sources.read(project), Compiler.find())
 
 
-def build_ahead(tier: isa.Tier, output: Path | None, say: Say = print, *, sources: Path = SOURCES) -> Path:
+def build_ahead(tier: isa.Tier, output: Path | None, say: Say = print, *, project: Project = KERNELS) -> Path:
     """The library of a tier, which this processor need not have: compiled into `output`/TIER, and what the compiler warned of is
     said; without `output` into the cache, unless it is there. Raises NoCompiler, BuildFailed, OSError."""
-    code, compiler = Sources.read(sources), Compiler.find()
+    code, compiler = Sources.read(project), Compiler.find()
     if output is None:
         return _in_cache(tier, code, compiler, say)
-    path = output / tier.name / LIBRARY
+    path = output / tier.name / project.library
     if warnings := _compile(tier, code, compiler, path, say):
         say(_excerpt(warnings, "warning"))
     return path
@@ -133,32 +157,32 @@ def build_ahead(tier: isa.Tier, output: Path | None, say: Say = print, *, source
 def _open_prebuilt(tier: isa.Tier, code: Sources, say: Say) -> ctypes.CDLL | None:
     """The first library built ahead from these very sources; None if there is none."""
     named = os.environ.get("PDMESH_KERNELS_DIR")
-    for folder in filter(None, (named, str(code.folder / "prebuilt"))):
-        path = Path(folder, tier.name, LIBRARY).absolute()
+    for folder in filter(None, (named, str(code.project.folder / "prebuilt"))):
+        path = Path(folder, tier.name, code.project.library).absolute()
         if path.exists() or folder == named:
             try:
                 _check(path, code.stamp)
                 return ctypes.CDLL(str(path))
             except (OSError, ValueError) as error:
-                say(f"ignored the CPU kernels built ahead: {error}")
+                say(f"ignored the {code.project.title} built ahead: {error}")
     return None
 
 
 def _open_cached(tier: isa.Tier, code: Sources, compiler: Compiler, say: Say) -> ctypes.CDLL:
     try:
-        return _open(_in_cache(tier, code, compiler, say))
+        return _open(_in_cache(tier, code, compiler, say), code.project.title)
     except OSError as error:
         say(f"the cache cannot be written ({error}); set PDMESH_CACHE to a folder that can, to compile only once")
     with tempfile.TemporaryDirectory(prefix="pdmesh-kernels-") as folder:  # a library that is loaded needs its file no more
-        _compile(tier, code, compiler, path := Path(folder, LIBRARY), say)
-        return _open(path)
+        _compile(tier, code, compiler, path := Path(folder, code.project.library), say)
+        return _open(path, code.project.title)
 
 
-def _open(path: Path) -> ctypes.CDLL:
+def _open(path: Path, title: str) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        message = f"the CPU kernels cannot be loaded: {error}; set PDMESH_CACHE to a folder not mounted noexec, {_ELSE}"
+        message = f"the {title} cannot be loaded: {error}; set PDMESH_CACHE to a folder not mounted noexec, {_ELSE}"
         raise BuildFailed(message) from error
 
 
@@ -168,7 +192,7 @@ def _in_cache(tier: isa.Tier, code: Sources, compiler: Compiler, say: Say) -> Pa
     if _is_good(path, code.stamp):
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _exclusive(path.parent / ".lock", say):
+    with _exclusive(path.parent / ".lock", code.project.title, say):
         if not _is_good(path, code.stamp):
             if path.exists():
                 say(f"{path} is damaged")
@@ -181,7 +205,7 @@ def _in_cache(tier: isa.Tier, code: Sources, compiler: Compiler, say: Say) -> Pa
 def _cache_path(tier: isa.Tier, code: Sources, compiler: Compiler) -> Path:
     flags = (*_FLAGS, *tier.flags, tier.define, *_LINK_FLAGS, _STAMP_SOURCE)
     key = _digest(part.encode() for part in (code.stamp, *flags, compiler.identity, _abi()))
-    return cache_folder().expanduser().absolute() / "kernels" / f"{tier.name}-{key[:16]}" / LIBRARY
+    return cache_folder().expanduser().absolute() / "kernels" / f"{tier.name}-{key[:16]}" / code.project.library
 
 
 def _abi() -> str:
@@ -190,13 +214,13 @@ def _abi() -> str:
 
 
 @contextlib.contextmanager
-def _exclusive(lock: Path, say: Say) -> Iterator[None]:
+def _exclusive(lock: Path, title: str, say: Say) -> Iterator[None]:
     """The kernel releases the lock when its holder dies. Compilers that outlive the holder did not inherit it."""
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("waiting for another process that compiles the CPU kernels")
+            say(f"waiting for another process that compiles the {title}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -204,35 +228,36 @@ def _exclusive(lock: Path, say: Say) -> Iterator[None]:
 def _compile(tier: isa.Tier, code: Sources, compiler: Compiler, target: Path, say: Say) -> str:
     """Compiles, links, seals, renames to `target`. Returns the warnings. Raises BuildFailed; OSError for an unwritable folder."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
+    started, what = time.monotonic(), f"{code.project.title} for {tier.name}"
     # Its name is new each time: a compiler that outlived its killed parent cannot write into it.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         for source, content in (*code.files, ("pdmesh_build_stamp.cpp", _STAMP_SOURCE.encode())):
             (folder / source).write_bytes(content)
-        say(f"compiling CPU kernels for {tier.name} (once, about 20 s)")
-        warnings = _compile_and_link(tier, code.stamp, compiler, folder)
-        built = folder / LIBRARY
+        say(f"compiling {what} (once, about {code.project.compile_s} s)")
+        warnings = _compile_and_link(tier, code, compiler, folder)
+        built = folder / code.project.library
         seal = hashlib.sha256(built.read_bytes()).digest()
         with built.open("ab") as file:
             file.write(seal)
         built.replace(target)
-    say(f"compiled CPU kernels for {tier.name} in {time.monotonic() - started:.1f} s")
+    say(f"compiled {what} in {time.monotonic() - started:.1f} s")
     return warnings
 
 
-def _compile_and_link(tier: isa.Tier, stamp: str, compiler: Compiler, folder: Path) -> str:
+def _compile_and_link(tier: isa.Tier, code: Sources, compiler: Compiler, folder: Path) -> str:
     """Leaves the library in `folder`; the compiler sees file names alone. Returns its warnings."""
-    options = (*_FLAGS, *tier.flags, tier.define, f'-DPDMESH_BUILD_STAMP="{stamp}"')
+    options = (*_FLAGS, *tier.flags, tier.define, f'-DPDMESH_BUILD_STAMP="{code.stamp}"')
     sources = sorted(path.name for path in folder.glob("*.cpp"))
     commands = [(*compiler.command, *options, "-c", name, "-o", f"{name}.o") for name in sources]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()) as pool:
-        warnings = list(pool.map(lambda command: _run(command, folder), commands))
+        warnings = list(pool.map(lambda command: _run(command, folder, code.project.title), commands))
     objects = (f"{name}.o" for name in sources)
-    return "".join([*warnings, _run((*compiler.command, *objects, *_LINK_FLAGS, "-o", LIBRARY), folder)])
+    link = (*compiler.command, *objects, *_LINK_FLAGS, "-o", code.project.library)
+    return "".join([*warnings, _run(link, folder, code.project.title)])
 
 
-def _run(command: Sequence[str], folder: Path) -> str:
+def _run(command: Sequence[str], folder: Path, title: str) -> str:
     """What the compiler printed. Raises BuildFailed."""
     try:
         environment = {**os.environ, "LC_ALL": "C"}  # messages in English
@@ -242,7 +267,7 @@ def _run(command: Sequence[str], folder: Path) -> str:
     if done.returncode:
         why = _excerpt(done.stdout + done.stderr, "error|undefined")
         raise BuildFailed(
-            f"the CPU kernels did not compile ({shlex.join(command)}):\n{why}\n"
+            f"the {title} did not compile ({shlex.join(command)}):\n{why}\n"
             f"Use GCC 11, Clang 14 or newer (CXX names one), a simpler tier ({isa.VARIABLE}=portable), {_ELSE}."
         )
     return done.stdout + done.stderr
@@ -282,16 +307,16 @@ def _digest(parts: Iterator[bytes]) -> str:
     return digest.hexdigest()
 
 
-def main(argv: Sequence[str] | None = None, *, sources: Path = SOURCES) -> None:
-    parser = argparse.ArgumentParser(prog="python -m engine.kernels.cpu.build", description="Compiles the CPU kernels ahead.")
+def main(argv: Sequence[str] | None = None, *, project: Project = KERNELS) -> None:
+    parser = argparse.ArgumentParser(prog=f"python -m {project.module}", description=f"Compiles the {project.title} ahead.")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--all", action="store_true", help="for every tier of this architecture (default: this processor's)")
     which.add_argument("--isa", choices=[tier.name for tier in isa.TIERS], help="for this tier")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="into FOLDER/TIER instead of the cache")
     chosen = parser.parse_args(argv)
     try:
-        for tier in isa.compilable() if chosen.all else [isa.by_name(chosen.isa) if chosen.isa else isa.detect()]:
-            print(f"{tier.name}: {build_ahead(tier, chosen.output, sources=sources)}")
+        for tier in project.tiers() if chosen.all else [isa.by_name(chosen.isa) if chosen.isa else project.tier()]:
+            print(f"{tier.name}: {build_ahead(tier, chosen.output, project=project)}")
     except (NoCompiler, BuildFailed, ValueError, OSError) as error:
         sys.exit(f"{parser.prog}: {error}")
 

@@ -1,0 +1,150 @@
+"""The C boundary: tiers.h's ways to sum and copy, and transfer.cpp's functions with their types.
+
+python -m kvtransfer.native.library [--output FOLDER]       compiles ahead, like engine.kernels.cpu.build
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterable
+from ctypes import c_char_p, c_int32, c_int64, c_uint32, c_void_p
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.kernels.cpu import build
+
+PROJECT = build.Project(
+    Path(__file__).parent,
+    library="libpdmesh_kv.so",
+    title="KV transfer library",
+    module="kvtransfer.native.library",
+    compile_s=3,
+    is_tiered=False,
+)
+
+Pieces: TypeAlias = NDArray[np.int64]  # [num_pieces, 2]: address, bytes
+Runs: TypeAlias = NDArray[np.int64]  # [num_runs, 3]: address of the copy, address of the original, bytes
+
+_SIGNATURES = {
+    "pdmesh_kv_tier_name": (c_char_p, (c_int32,)),
+    "pdmesh_kv_has_tier": (c_int32, (c_int32,)),
+    "pdmesh_kv_sum": (c_uint32, (c_int32, c_uint32, c_void_p, c_int64)),
+    "pdmesh_kv_copy": (c_uint32, (c_int32, c_uint32, c_void_p, c_int64, c_int32)),
+    "pdmesh_kv_receive": (c_int64, (c_int32, c_int32, c_void_p, c_int64, c_void_p, c_int64)),
+    "pdmesh_kv_send": (c_int64, (c_int32, c_void_p, c_int64, c_void_p, c_int64)),
+}
+_KNOWN = (b"123456789", 0xE3069283)  # the check value in every list of CRCs
+
+
+class Position(ctypes.Structure):
+    """Where a transfer through a socket stands, in a list of pieces; `Cursor` in transfer.cpp."""
+
+    _fields_ = (("index", c_int64), ("offset", c_int64), ("value", c_uint32), ("error", c_int32))
+
+
+class Native:
+    """The library, in one tier. Whoever passes addresses keeps the memory behind them; they are not checked."""
+
+    def __init__(self, library: ctypes.CDLL, tier: str | None = None) -> None:
+        """`tier`: by name; None: the best that this processor has. Raises ValueError for one that it lacks and for a library that
+        does not compute CRC-32C, AttributeError for one that is another's."""
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+        self._library = library
+        present = self.tiers()
+        if tier is not None and tier not in present:
+            raise ValueError(f"tier: {tier!r} is not among {', '.join(present)}, which this processor has")
+        self.tier = tier or next(iter(present))
+        self._tier = present[self.tier]
+        if self.tier != "unsummed" and self.sum(0, pieces_of([_KNOWN[0]])) != _KNOWN[1]:
+            raise ValueError(f"the KV transfer library computes no CRC-32C in tier {self.tier}")
+
+    def tiers(self) -> dict[str, int]:
+        """Numbers of the tiers that this processor has, by name, best first. "unsummed" copies and computes no checksum."""
+        numbers: dict[str, int] = {}
+        index = 0
+        while name := self._library.pdmesh_kv_tier_name(index):
+            if self._library.pdmesh_kv_has_tier(index):
+                numbers[name.decode()] = index
+            index += 1
+        return numbers
+
+    def sum(self, value: int, pieces: Pieces) -> int:
+        """The CRC-32C of what `value` is the checksum of, followed by all pieces."""
+        result: int = self._library.pdmesh_kv_sum(self._tier, value, pieces.ctypes.data, len(pieces))
+        return result
+
+    def copy(self, value: int, runs: Runs, *, streams: bool) -> int:
+        """Copy and return the CRC-32C of what `value` is the checksum of, followed by the copies. `streams`: past the caches."""
+        result: int = self._library.pdmesh_kv_copy(self._tier, value, runs.ctypes.data, len(runs), streams)
+        return result
+
+    def receive(self, fd: int, pieces: Pieces, position: Position, max_ms: int) -> int:
+        """Receive and sum for at most max_ms; returns the bytes. position.error: an errno; EPIPE when the peer has closed."""
+        result: int = self._library.pdmesh_kv_receive(
+            self._tier, fd, pieces.ctypes.data, len(pieces), ctypes.addressof(position), max_ms
+        )
+        return result
+
+    def send(self, fd: int, pieces: Pieces, position: Position, max_ms: int) -> int:
+        """Send for at most max_ms; returns the bytes. position.error: an errno."""
+        result: int = self._library.pdmesh_kv_send(fd, pieces.ctypes.data, len(pieces), ctypes.addressof(position), max_ms)
+        return result
+
+
+class _Loaded:
+    """What this process has, once `prepare` has ended."""
+
+    native: Native | None = None
+    is_tried = False
+    lock = threading.Lock()
+
+
+def prepare() -> None:
+    """Have the library compiled, if need be, and loaded; takes seconds the first time on a machine, so call it in a thread.
+
+    Never raises: without a compiler, or where anything else stands in the way, Python goes on to do the same.
+    """
+    with _Loaded.lock:
+        if not _Loaded.is_tried:
+            _Loaded.is_tried = True
+            _Loaded.native = _load()
+
+
+def native() -> Native | None:
+    """The library if `prepare` has brought it."""
+    return _Loaded.native
+
+
+def use(chosen: Native | None) -> None:
+    """For tests and benchmarks: this one from now on, or none."""
+    with _Loaded.lock:
+        _Loaded.is_tried, _Loaded.native = True, chosen
+
+
+def _load() -> Native | None:
+    try:
+        return Native(build.load_library(lambda _text: None, project=PROJECT))
+    except (build.NoCompiler, build.BuildFailed, OSError, ValueError, AttributeError):
+        return None
+
+
+def address_of(memory: bytes | memoryview) -> int:
+    """Of its first byte; valid as long as the memory is."""
+    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def pieces_of(memories: Iterable[bytes | memoryview]) -> Pieces:
+    """Their addresses and sizes; empty ones are left out."""
+    rows = [(address_of(memory), size) for memory in memories if (size := memoryview(memory).nbytes)]
+    return np.array(rows, np.int64).reshape(-1, 2)
+
+
+if __name__ == "__main__":
+    build.main(project=PROJECT)
