@@ -32,6 +32,7 @@ COMMANDS = {
     "roles": "change the roles of a worker while it runs",
     "models": "list models, or fetch or convert one",
     "profile": "show where the time of an engine's step goes on this machine",
+    "tls": "make certificates, so that a mesh encrypts and lets nobody else in",
     "doctor": "check what this machine has and lacks",
     "demo": "start a mesh, ask a question, show where the time went, stop",
 }
@@ -121,7 +122,9 @@ def explain(error: MeshError) -> str:
     if isinstance(error, Overloaded) and error.retry_delay_s is not None:
         return f"{error.message} (try again in {error.retry_delay_s:.1f} s, or give --retry-overload)"
     if isinstance(error, Unavailable):
-        return f"{error.message} (is a mesh running? `pdmesh up` starts one; --router names another)"
+        return (
+            f"{error.message} (is a mesh running? `pdmesh up` starts one; --router names another, --tls-ca its CA if it encrypts)"
+        )
     return error.message
 
 

@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 
 from pdmesh import client_wire as wire
-from pdmesh.client_channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS, Preference, addresses
+from pdmesh.client_channel import DEFAULT_ADDRESS, Preference, addresses, open_aio_channel, open_channel
 from pdmesh.client_retry import Retrier, RetryPolicy
 from pdmesh.client_stream import AsyncCall, AsyncStream, Request, Stream, SyncCall
 from pdmesh.client_types import (
@@ -39,11 +39,23 @@ from pdmesh.client_types import (
 from pdmesh.errors import error_from_rpc
 from protos.v1 import mesh_pb2
 from protos.v1.mesh_pb2_grpc import MeshStub
+from runtime.tls import ClientTlsConfig, TlsConfig, open_tls
 
 if TYPE_CHECKING:
     from protos.v1.mesh_pb2_grpc import MeshAsyncStub
 
-__all__ = ["AsyncClient", "Client", "Completed", "Delta", "Event", "Generation", "Message", "RetryPolicy", "Started"]
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "ClientTlsConfig",
+    "Completed",
+    "Delta",
+    "Event",
+    "Generation",
+    "Message",
+    "RetryPolicy",
+    "Started",
+]
 
 Q = TypeVar("Q", contravariant=True)
 R = TypeVar("R")
@@ -58,11 +70,17 @@ class _Base:
     """Addresses, patience and the router that answered last."""
 
     def __init__(
-        self, routers: str | Sequence[str] = DEFAULT_ADDRESS, *, resume_timeout_s: float = 30.0, retry_overload: bool = False
+        self,
+        routers: str | Sequence[str] = DEFAULT_ADDRESS,
+        *,
+        resume_timeout_s: float = 30.0,
+        retry_overload: bool = False,
+        tls: TlsConfig | None = None,
     ) -> None:
         self.routers = addresses(routers)
         self._policy = RetryPolicy(resume_timeout_s=resume_timeout_s, retry_overload=retry_overload)
         self._preference = Preference()
+        self._tls = None if tls is None else open_tls(tls)
 
     def _retrier(self, timeout: float | None) -> Retrier:
         return Retrier(self._policy, len(self.routers), self._preference.address, time.monotonic(), timeout)
@@ -73,14 +91,21 @@ class Client(_Base):
 
     `routers`: addresses "host:port", in a list or comma-separated, tried in turn. `resume_timeout_s`: how long to look for a
     router after the last one was lost. `retry_overload`: wait and try again where the mesh refuses for lack of room.
+    `tls`: certificates, for a mesh that encrypts: ClientTlsConfig(tls_cert=…, tls_key=…, tls_ca=…); tls_ca
+    alone where the routers serve anybody. Raises runtime.config.ConfigError for files that are not good.
     Every call takes `timeout` in seconds (None: none) and raises the errors of `pdmesh.errors`.
     """
 
     def __init__(
-        self, routers: str | Sequence[str] = DEFAULT_ADDRESS, *, resume_timeout_s: float = 30.0, retry_overload: bool = False
+        self,
+        routers: str | Sequence[str] = DEFAULT_ADDRESS,
+        *,
+        resume_timeout_s: float = 30.0,
+        retry_overload: bool = False,
+        tls: TlsConfig | None = None,
     ) -> None:
-        super().__init__(routers, resume_timeout_s=resume_timeout_s, retry_overload=retry_overload)
-        self._channels = [grpc.insecure_channel(address, CHANNEL_OPTIONS) for address in self.routers]
+        super().__init__(routers, resume_timeout_s=resume_timeout_s, retry_overload=retry_overload, tls=tls)
+        self._channels = [open_channel(address, self._tls) for address in self.routers]
         self._stubs = [MeshStub(channel) for channel in self._channels]
 
     def generate(
@@ -167,10 +192,15 @@ class AsyncClient(_Base):
     """An asyncio client of a mesh: the calls of `Client`, awaited. Belongs to one event loop; `async with`, or await `close`."""
 
     def __init__(
-        self, routers: str | Sequence[str] = DEFAULT_ADDRESS, *, resume_timeout_s: float = 30.0, retry_overload: bool = False
+        self,
+        routers: str | Sequence[str] = DEFAULT_ADDRESS,
+        *,
+        resume_timeout_s: float = 30.0,
+        retry_overload: bool = False,
+        tls: TlsConfig | None = None,
     ) -> None:
-        super().__init__(routers, resume_timeout_s=resume_timeout_s, retry_overload=retry_overload)
-        self._channels = [grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) for address in self.routers]
+        super().__init__(routers, resume_timeout_s=resume_timeout_s, retry_overload=retry_overload, tls=tls)
+        self._channels = [open_aio_channel(address, self._tls) for address in self.routers]
         self._stubs = [MeshStub(channel) for channel in self._channels]
 
     async def generate(

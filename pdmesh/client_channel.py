@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import grpc
+import grpc.aio
+
+from runtime.tls import Tls
+
 DEFAULT_ADDRESS = "127.0.0.1:8100"
 
 # A router that stops answering is noticed within keepalive_time + keepalive_timeout; one that comes back is reconnected to
@@ -22,6 +27,20 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A connection of its own for each client: closing one does not touch another's.
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+
+def open_channel(address: str, tls: Tls | None) -> grpc.Channel:
+    """A channel to a router; encrypted, and the router checked, if `tls` is given."""
+    if tls is None:
+        return grpc.insecure_channel(address, CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, tls.channel_credentials(), (*CHANNEL_OPTIONS, *tls.channel_options))
+
+
+def open_aio_channel(address: str, tls: Tls | None) -> grpc.aio.Channel:
+    """As `open_channel`, for asyncio."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), (*CHANNEL_OPTIONS, *tls.channel_options))
 
 
 def addresses(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -14,11 +14,13 @@ import asyncio
 import signal
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from pdmesh.certificates import CertificateError, make_certificates
 from pdmesh.client import AsyncClient
 from pdmesh.errors import MeshError
 from pdmesh.launcher_member import Member, OnEvent
@@ -34,6 +36,7 @@ from pdmesh.launcher_plan import (
 )
 from pdmesh.launcher_redis import RedisMember, require_redis
 from runtime.child import StartFailed
+from runtime.tls import TlsConfig
 
 _POLL_PERIOD_S = 0.05
 _REDIS_PATIENCE_S = 5.0
@@ -58,6 +61,7 @@ class LocalMesh:
         self.workers: tuple[Member, ...] = ()
         self.started = False  # whether everything is ready, and not stopped
         self._redis: RedisMember | None = None
+        self._certificates: tempfile.TemporaryDirectory[str] | None = None
         self._on_event = on_event
         self._on_progress = on_progress
 
@@ -70,6 +74,11 @@ class LocalMesh:
     def router_addresses(self) -> tuple[str, ...]:
         """Of all routers, for `Client`."""
         return tuple(router.address for router in self.routers)
+
+    @property
+    def tls(self) -> TlsConfig:
+        """Certificates for `Client`; unset without TLS. Throwaway ones exist between start and stop."""
+        return self.config.tls
 
     @property
     def redis_pid(self) -> int | None:
@@ -120,11 +129,12 @@ class LocalMesh:
             self.redis_url = await self._redis.start()
         else:
             await require_redis(self.redis_url, min(_REDIS_PATIENCE_S, self.config.start_timeout_s))
+        if self.config.throwaway_tls and self._certificates is None:
+            await self._make_certificates()
         cores = usable_cores()
         if self.config.bind_cpus and not cpu_sets(self.config, cores):
             self._on_event(f"workers are not bound to cores: {len(cores)} cores are too few for the threads of all of them")
-        plans = worker_plans(self.config, self.redis_url, cores)
-        self.workers = tuple(self._member(plan) for plan in plans)
+        self.workers = tuple(self._member(plan) for plan in worker_plans(self.config, self.redis_url, cores))
         self.routers = tuple(self._member(plan) for plan in router_plans(self.config, self.redis_url))
         await _start_all(self._members, self._on_progress)
         for router in self.routers:
@@ -132,9 +142,25 @@ class LocalMesh:
         await self.wait_ready(self.config.start_timeout_s)
         self.started = True
 
+    async def _make_certificates(self) -> None:
+        """In a folder that only this user may look into."""
+        self._certificates = tempfile.TemporaryDirectory(prefix="pdmesh-tls-")
+        try:
+            made = await asyncio.to_thread(make_certificates, Path(self._certificates.name))
+        except CertificateError as error:
+            raise StartFailed(str(error)) from None
+        self.config = replace(self.config, tls=made)
+
+    def _delete_certificates(self) -> None:
+        if self._certificates is not None:
+            self._certificates.cleanup()
+            self._certificates = None
+            self.config = replace(self.config, tls=TlsConfig())
+
     def _member(self, plan: ProcessPlan) -> Member:
+        adjusted = self.config.adjust(plan) if self.config.adjust is not None else plan
         return Member(
-            plan, self.log_dir, self._on_event, restart=self.config.restart, start_timeout_s=self.config.start_timeout_s
+            adjusted, self.log_dir, self._on_event, restart=self.config.restart, start_timeout_s=self.config.start_timeout_s
         )
 
     @property
@@ -148,7 +174,7 @@ class LocalMesh:
                 await self._wait_until_seen(address)
 
     async def _wait_until_seen(self, address: str) -> None:
-        async with AsyncClient(address) as client:
+        async with AsyncClient(address, tls=self.tls) as client:
             while not await self._sees_all_workers(client):  # noqa: ASYNC110  # the event happens in another process
                 await asyncio.sleep(_POLL_PERIOD_S)
 
@@ -177,6 +203,7 @@ class LocalMesh:
         if self._redis is not None:
             await self._redis.stop()
             self._redis = None
+        self._delete_certificates()
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pdmesh
 from runtime.child import StartFailed
+from runtime.config import to_env
+from runtime.tls import TlsConfig
 
 EMBEDDED_REDIS = "embedded"
 # What routers and workers import: the client alone is installed without them.
@@ -38,9 +40,12 @@ class LocalMeshConfig:
     start_timeout_s: float = 180.0
     stop_grace_s: float = 3.0  # for each of: routers, workers
     log_dir: str = ""  # empty: a new temporary folder, which stays
+    tls: TlsConfig = field(default_factory=TlsConfig)  # certificates of every process; none: nothing is encrypted
+    throwaway_tls: bool = False  # make certificates for this mesh, and delete them when it stops
     worker_args: tuple[str, ...] = ()
     router_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)  # added to every process's environment
+    adjust: Callable[[ProcessPlan], ProcessPlan] | None = None  # the last word on each process: flags or environment of its own
 
     @property
     def name_of_model(self) -> str:
@@ -61,6 +66,8 @@ class LocalMeshConfig:
             raise ValueError("num_decode: a mesh needs a worker that decodes; give at least 1")
         if self.num_routers < 1:
             raise ValueError("num_routers: a mesh needs a router; give at least 1")
+        if self.throwaway_tls and self.tls.is_set:
+            raise ValueError("throwaway_tls: excludes certificates of your own (tls)")
 
 
 @dataclass(frozen=True)
@@ -148,10 +155,11 @@ def _command(module: str, flags: Mapping[str, str], more: tuple[str, ...]) -> tu
 
 
 def _environment(config: LocalMeshConfig, redis_url: str) -> dict[str, str]:
-    """What children need to find this very code, installed or not; and the URL: it may hold a password, so it is no flag."""
+    """What children need to find this very code, installed or not; and the URL: it may hold a password, so it is no flag;
+    and the certificates, or that there are none, whatever our own environment says."""
     root = str(Path(pdmesh.__file__).resolve().parent.parent)
     path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
-    return {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PDMESH_REDIS": redis_url, **config.env}
+    return {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PDMESH_REDIS": redis_url, **to_env(config.tls), **config.env}
 
 
 def check_packages() -> None:

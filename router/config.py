@@ -2,6 +2,9 @@
 
 import re
 from dataclasses import dataclass, field
+from typing import Literal
+
+from runtime.tls import TlsConfig
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]+):[0-9]{1,5}")
@@ -60,6 +63,11 @@ class RouterConfig:
     max_resubmissions: int = field(default=16, metadata={"help": "losses of decode workers that one request survives"})
     forget_worker_s: float = field(default=60.0, metadata={"help": "after how long an unregistered, silent worker is forgotten"})
     drain_grace_s: float = field(default=30.0, metadata={"help": "how long running streams may finish after SIGTERM"})
+    tls: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
+    tls_client_auth: Literal["require", "none"] = field(
+        default="require",
+        metadata={"help": "with TLS, whether clients show a certificate of the CA: require, or none to serve anybody"},
+    )
     exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
 
     def validate(self) -> None:

@@ -76,9 +76,25 @@ class Fleet:
         `now` is monotonic seconds."""
         for worker in list(self._workers.values()):
             if self._is_forgotten(worker, now):
-                del self._workers[worker.address]
-                await worker.stop()
-                await self._channels.forget(worker.address)
+                await self._drop(worker)
+
+    async def reopen_outdated(self, now: float) -> None:
+        """Look again for lost workers that may have refused a certificate of ours which has been replaced meanwhile: a channel
+        keeps its own.
+
+        `now` is monotonic seconds. Not within the grace period: requests may still wait for the stream."""
+        for worker in list(self._workers.values()):
+            is_lost = worker.current is None and now - worker.lost_at > self._settings.grace_s
+            if is_lost and self._channels.is_outdated(worker.address):
+                await self._drop(worker)
+                if worker.address not in self._workers:  # the registry may have been faster
+                    again = self._add(worker.address, static=worker.static)
+                    again.registered, again.last, again.lost_at = worker.registered, worker.last, worker.lost_at
+
+    async def _drop(self, worker: Worker) -> None:
+        del self._workers[worker.address]
+        await worker.stop()
+        await self._channels.forget(worker.address)
 
     def _is_forgotten(self, worker: Worker, now: float) -> bool:
         if worker.static or worker.registered or worker.current is not None:
@@ -94,8 +110,9 @@ class Fleet:
         while True:
             await asyncio.sleep(SWEEP_PERIOD_S)
             await self.forget_lost(time.monotonic())
+            await self.reopen_outdated(time.monotonic())
 
-    def _add(self, address: str, *, static: bool) -> None:
+    def _add(self, address: str, *, static: bool) -> Worker:
         worker = Worker(
             address,
             self._channels.get(address),
@@ -106,6 +123,7 @@ class Fleet:
         )
         self._workers[address] = worker
         worker.start()
+        return worker
 
     def _changed(self, worker: Worker) -> None:
         worker.link_changed()

@@ -17,7 +17,8 @@ from runtime import config as configuration
 from runtime import log, process
 from runtime.channel import Channels
 from runtime.registry import Registry
-from runtime.server import GrpcServer
+from runtime.server import Callers, GrpcServer
+from runtime.tls import open_tls
 
 SERVICE_NAME = "pdmesh.v1.Mesh"
 BACKGROUND_GRACE_S = 3.0
@@ -29,16 +30,17 @@ class Router:
     """A router in this process, from `start` to `stop`."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Raises what loading tokenizers and objectives raises."""
+        """Raises what loading tokenizers, objectives and certificates raises."""
         self.config = config
         router_id = config.router_id or f"router-{secrets.token_hex(4)}"
         links = LinkSettings(router_id, config.heartbeat_ms, config.stream_timeout_s, config.reattach_grace_s)
-        self.channels = Channels()
+        tls = open_tls(config.tls)
+        self.channels = Channels(tls=tls)
         fleet = Fleet(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
         self.core = Core.build(config, router_id, served_model.load(config.model_folders()), fleet)
         self.registry = Registry(config.redis, config.mesh) if config.redis else None
         self.service = MeshService(self.core, objectives.load(config.objectives), self._registry_connected)
-        self.server = GrpcServer(config.host, config.port)
+        self.server = GrpcServer(config.host, config.port, tls=tls, callers=_callers(config))
         self.server.register(mesh_pb2_grpc.add_MeshServicer_to_server, self.service, SERVICE_NAME)
         self._health: asyncio.Task[None] | None = None
 
@@ -77,6 +79,11 @@ class Router:
                 logger.info("ready" if serving else "not ready: no decode worker is reachable")
                 await self.server.set_serving(serving)
             await change.wait()
+
+
+def _callers(config: RouterConfig) -> Callers:
+    """Clients need no name of the mesh: they are not its members."""
+    return "certified" if config.tls_client_auth == "require" else "any"
 
 
 async def serve(config: RouterConfig, life: process.Lifecycle) -> None:

@@ -6,35 +6,44 @@ import asyncio
 
 import grpc.aio
 
+from runtime.tls import Tls
+
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 KEEPALIVE_TIME_S = 10.0
 KEEPALIVE_TIMEOUT_S = 5.0
 
-Option = tuple[str, int]
+Option = tuple[str, int | str]
 
 
 def connect(
-    address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES, keepalive_time_s: float = KEEPALIVE_TIME_S
+    address: str,
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    keepalive_time_s: float = KEEPALIVE_TIME_S,
+    tls: Tls | None = None,
 ) -> grpc.aio.Channel:
     """A channel to "host:port". Connects at the first call and again, soon, whenever the connection is lost. Close it after use.
 
-    No proxy (mesh traffic stays in its network); a connection of its own, so that closing the channel closes it."""
+    No proxy (mesh traffic stays in its network); a connection of its own, so that closing the channel closes it. With
+    `tls` it is encrypted, and the server has to be one of the mesh."""
     options: list[Option] = [
         *message_size_options(max_message_bytes),
         ("grpc.keepalive_time_ms", round(keepalive_time_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
-        # gRPC's own back-off reaches two minutes: far too long for a worker that restarts in seconds.
+        # gRPC's own back-off reaches two minutes; a worker that restarts is to serve within a second of being ready.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1000),
-        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.max_reconnect_backoff_ms", 300),
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    return grpc.aio.insecure_channel(address, options=options)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=[*options, *tls.channel_options])
 
 
-def message_size_options(max_message_bytes: int) -> list[Option]:
+def message_size_options(max_message_bytes: int) -> list[tuple[str, int]]:
     """The options that bound messages in both directions, for channels and servers."""
     return [("grpc.max_send_message_length", max_message_bytes), ("grpc.max_receive_message_length", max_message_bytes)]
 
@@ -42,15 +51,25 @@ def message_size_options(max_message_bytes: int) -> list[Option]:
 class Channels:
     """One channel for each address, opened when first asked for. On one event loop."""
 
-    def __init__(self, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(self, *, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: Tls | None = None) -> None:
+        self._tls = tls
         self._max_message_bytes = max_message_bytes
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._opened_with: dict[str, int] = {}  # which certificates, as Tls counts them
 
     def get(self, address: str) -> grpc.aio.Channel:
         """The channel to `address`; owned by this cache."""
         if address not in self._channels:
-            self._channels[address] = connect(address, max_message_bytes=self._max_message_bytes)
+            self._opened_with[address] = self._num_changes()
+            self._channels[address] = connect(address, max_message_bytes=self._max_message_bytes, tls=self._tls)
         return self._channels[address]
+
+    def is_outdated(self, address: str) -> bool:
+        """Whether the certificates have changed since the channel to `address`, which keeps them, was opened."""
+        return address in self._channels and self._opened_with[address] != self._num_changes()
+
+    def _num_changes(self) -> int:
+        return 0 if self._tls is None else self._tls.num_changes()
 
     async def forget(self, address: str) -> None:
         """Closes the channel to `address`, if there is one; its calls end with CANCELLED."""

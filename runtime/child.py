@@ -98,8 +98,10 @@ class ChildProcess:
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to the child alone; nothing happens if it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            self._started.send_signal(number)
+        # Not by asyncio's `send_signal`: it reaps a child that has just died, and the exit code is lost to who waits for it.
+        if self._started.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """SIGKILL to the child and all of its process group; nothing happens if it has ended."""

@@ -1,13 +1,18 @@
 """Places where a test makes a process pause, die, wait or fail.
 
 PDMESH_FAILPOINTS="name=action[@N][,name=action[@N]]...". Actions: `pause` (SIGSTOP to itself), `kill` (SIGKILL to itself),
-`delay:MS` (wait), `error` (raise FailpointError). With `@N` only the N-th hit of the name acts (from 1); without, every hit
-does. When the variable is unset, a hit costs one look at an empty dictionary. Never set in production.
+`delay:MS` (wait), `error` (raise FailpointError), `full` (raise OSError ENOSPC, as where no room is left). With `@N` only the
+N-th hit of the name acts (from 1); without, every hit does. When no variable is set, a hit costs one look at an empty dictionary.
+Never set in production.
+
+PDMESH_FAILPOINTS_FILE names a file with the same text that is read again whenever it is another one, so that a test arms and
+disarms a process that runs. What acted is appended to the file of that name with ".hit" behind it, a line each, before it acts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import re
@@ -15,9 +20,14 @@ import signal
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 VARIABLE = "PDMESH_FAILPOINTS"
-_ENTRY = re.compile(r"(?P<name>[a-z0-9_.]+)=(?P<action>pause|kill|error|delay:(?P<delay_ms>\d{1,9}))(?:@(?P<nth>[1-9]\d{0,8}))?")
+FILE_VARIABLE = "PDMESH_FAILPOINTS_FILE"
+HIT_SUFFIX = ".hit"
+_ENTRY = re.compile(
+    r"(?P<name>[a-z0-9_.]+)=(?P<action>pause|kill|error|full|delay:(?P<delay_ms>\d{1,9}))(?:@(?P<nth>[1-9]\d{0,8}))?"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +38,7 @@ class FailpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Action:
-    """What a failpoint does: `kind` pause, kill, delay (`delay_s` seconds) or error; only at its `nth` hit, None: at every
+    """What a failpoint does: `kind` pause, kill, delay (`delay_s` seconds), error or full; only at its `nth` hit, None: at every
     one."""
 
     kind: str
@@ -42,7 +52,7 @@ def parse(text: str) -> dict[str, tuple[Action, ...]]:
     for entry in filter(None, (part.strip() for part in text.split(","))):
         match = _ENTRY.fullmatch(entry)
         if match is None:
-            raise ValueError(f"{VARIABLE}: cannot read {entry!r}; write name=pause|kill|error|delay:MS, optionally with @N")
+            raise ValueError(f"{VARIABLE}: cannot read {entry!r}; write name=pause|kill|error|full|delay:MS, optionally with @N")
         nth = int(match["nth"]) if match["nth"] else None
         action = Action(match["action"].split(":")[0], int(match["delay_ms"] or 0) / 1000, nth)
         actions[match["name"]] = (*actions.get(match["name"], ()), action)
@@ -51,6 +61,8 @@ def parse(text: str) -> dict[str, tuple[Action, ...]]:
 
 _actions = parse(os.environ.get(VARIABLE, ""))
 _hits: Counter[str] = Counter()
+_file = Path(os.environ[FILE_VARIABLE]) if os.environ.get(FILE_VARIABLE) else None
+_file_version: tuple[int, int] | None = None  # inode and time of what was read last
 
 
 def install(text: str) -> None:
@@ -60,20 +72,28 @@ def install(text: str) -> None:
     _hits.clear()
 
 
+def watch(file: Path | None) -> None:
+    """Takes the failpoints from `file` from now on, as with PDMESH_FAILPOINTS_FILE; None: no longer."""
+    global _file, _file_version
+    _file, _file_version = file, None
+
+
 def hit(name: str) -> None:
     """Acts if `name` is armed. `delay` blocks the calling thread: on an event loop use `hit_async`."""
-    if _actions:
+    if _actions or _file:
         time.sleep(_act(name))
 
 
 async def hit_async(name: str) -> None:
     """Acts if `name` is armed. `delay` lets other tasks run."""
-    if _actions:
+    if _actions or _file:
         await asyncio.sleep(_act(name))
 
 
 def _act(name: str) -> float:
     """Does what is due at this hit of `name`; returns the seconds that the caller has to wait."""
+    if _file is not None:
+        _read_again(_file)
     armed = _actions.get(name, ())
     if not armed:
         return 0.0
@@ -81,12 +101,36 @@ def _act(name: str) -> float:
     due = [action for action in armed if action.nth in (None, _hits[name])]
     for action in due:
         logger.warning("failpoint %s: %s at hit %d", name, action.kind, _hits[name])
+        if _file is not None:
+            _tell(_file, name)
         _strike(name, action.kind)
     return sum(action.delay_s for action in due)
+
+
+def _read_again(file: Path) -> None:
+    """Whoever arms us renames a complete file to this name, so another one has another inode or time."""
+    global _file_version
+    try:
+        status = file.stat()
+        version = (status.st_ino, status.st_mtime_ns)
+        if version != _file_version:
+            install(file.read_text(encoding="ascii"))
+            _file_version = version
+    except FileNotFoundError:
+        if _file_version is not None:
+            install("")
+            _file_version = None
+
+
+def _tell(file: Path, name: str) -> None:
+    with Path(f"{file}{HIT_SUFFIX}").open("a", encoding="ascii") as hits:
+        hits.write(f"{name}\n")
 
 
 def _strike(name: str, kind: str) -> None:
     if kind == "error":
         raise FailpointError(f"failpoint {name}")
+    if kind == "full":
+        raise OSError(errno.ENOSPC, f"failpoint {name}: {os.strerror(errno.ENOSPC)}")
     if kind in ("pause", "kill"):
         os.kill(os.getpid(), signal.SIGSTOP if kind == "pause" else signal.SIGKILL)

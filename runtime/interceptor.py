@@ -51,7 +51,7 @@ class _Unparsed:
 
 
 def _wrapped(handler: Handler) -> Handler:
-    behaviour, factory = _parts(handler)
+    behaviour, factory = parts_of(handler)
     call = _streaming(behaviour) if handler.response_streaming else _unary(behaviour)
     deserialize = handler.request_deserializer
     if deserialize is not None:
@@ -59,7 +59,7 @@ def _wrapped(handler: Handler) -> Handler:
     return factory(call, request_deserializer=deserialize, response_serializer=handler.response_serializer)
 
 
-def _parts(handler: Handler) -> tuple[Behaviour, Callable[..., Handler]]:
+def parts_of(handler: Handler) -> tuple[Behaviour, Callable[..., Handler]]:
     """The handler's function, and gRPC's factory for its kind of call."""
     kinds = {
         (False, False): (handler.unary_unary, grpc.unary_unary_rpc_method_handler),

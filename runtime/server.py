@@ -17,7 +17,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import grpc
 import grpc.aio
@@ -29,11 +29,15 @@ from runtime.config import ConfigError
 from runtime.health import SERVICE as HEALTH_SERVICE
 from runtime.health import HealthServicer
 from runtime.interceptor import ErrorInterceptor
+from runtime.tls import Tls
+from runtime.tls_peer import MemberInterceptor
 
 S = TypeVar("S")
+Callers = Literal["members", "certified", "any"]
 MIN_PING_INTERVAL_S = 5.0
 KEEPALIVE_TIME_S = 30.0
 KEEPALIVE_TIMEOUT_S = 10.0
+STREAM_WINDOW_BYTES = 2 * 1024 * 1024
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +52,18 @@ class GrpcServer:
         *,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        tls: Tls | None = None,
+        callers: Callers = "members",
     ) -> None:
-        """`port` 0: any free one. A message larger than `max_message_bytes` is refused with RESOURCE_EXHAUSTED."""
+        """`port` 0: any free one. A message larger than `max_message_bytes` is refused with RESOURCE_EXHAUSTED.
+
+        With `tls`, `callers` says who may call: whose certificate carries the mesh's name, who has any of the CA, or anybody."""
         self.host = host
         self.port = port
-        chain = [ErrorInterceptor(), *interceptors]
+        self._tls = tls
+        self._callers = callers
+        checks = [MemberInterceptor(tls.name)] if tls is not None and callers == "members" else []
+        chain = [ErrorInterceptor(), *checks, *interceptors]
         self.server = grpc.aio.server(interceptors=chain, options=_options(max_message_bytes))
         self._health = HealthServicer()
         self._service_names: list[str] = []
@@ -75,12 +86,18 @@ class GrpcServer:
         reflection.enable_server_reflection((*self._service_names, HEALTH_SERVICE, reflection.SERVICE_NAME), self.server)
         await self.set_serving(False)
         try:
-            self.port = self.server.add_insecure_port(self.address)
+            self.port = self._add_port()
         except RuntimeError:
             raise _bind_error(self.host, self.port) from None
         await self.server.start()
         logger.info("listening on %s", self.address)
         return self.port
+
+    def _add_port(self) -> int:
+        if self._tls is None:
+            return self.server.add_insecure_port(self.address)
+        credentials = self._tls.server_credentials(require_client=self._callers != "any")
+        return self.server.add_secure_port(self.address, credentials)
 
     async def set_serving(self, serving: bool, services: Iterable[str] | None = None) -> None:
         """Sets the health of `services`; of all of them and of the whole server ("") if None."""
@@ -107,6 +124,9 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", round(MIN_PING_INTERVAL_S * 1000)),
+        # What a client may send ahead of a handler that does not read. Left to itself gRPC opens it to tens of megabytes.
+        ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
+        ("grpc.http2.bdp_probe", 0),
     ]
 
 

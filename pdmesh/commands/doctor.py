@@ -10,6 +10,7 @@ from functools import partial
 
 from pdmesh import doctor_machine as machine
 from pdmesh import doctor_software as software
+from pdmesh import doctor_transfer as transfer
 from pdmesh.doctor import Check, State, examine
 from pdmesh.launcher_plan import EMBEDDED_REDIS
 from pdmesh.model_catalogue import DEFAULT_MODEL
@@ -65,9 +66,11 @@ def _checks(options: Options) -> list[tuple[str, Callable[[], Check]]]:
         ("gpu", machine.gpu),
         ("shared memory", machine.shared_memory),
         ("loopback", machine.loopback),
+        (transfer.NAME, transfer.transports),
         (f"port {options.port}", partial(machine.port, options.port)),
         ("open files", machine.open_files),
         ("compiler", machine.compiler),
+        ("openssl", machine.openssl),
     ]
 
 

@@ -8,6 +8,7 @@ from typing import Literal, cast
 from pdmesh.client import Client
 from pdmesh.client_channel import DEFAULT_ADDRESS, addresses
 from pdmesh.client_types import GenerateOptions
+from runtime.tls import ClientTlsConfig
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Connection:
     timeout_s: float = field(default=0.0, metadata={"help": "deadline of the request in seconds; 0: none"})
     resume_timeout_s: float = field(default=5.0, metadata={"help": "how long to look for a router that is lost or not there yet"})
     retry_overload: bool = field(default=False, metadata={"help": "wait and try again when the mesh has no room"})
+    tls: ClientTlsConfig = field(default_factory=ClientTlsConfig, metadata={"flatten": True})
 
     def validate(self) -> None:
         """Raises ValueError that names the field."""
@@ -39,7 +41,7 @@ class Connection:
 
     def client(self) -> Client:
         """A client; to be closed."""
-        return Client(self.router, resume_timeout_s=self.resume_timeout_s, retry_overload=self.retry_overload)
+        return Client(self.router, resume_timeout_s=self.resume_timeout_s, retry_overload=self.retry_overload, tls=self.tls)
 
 
 @dataclass(frozen=True)

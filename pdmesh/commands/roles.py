@@ -9,12 +9,13 @@ from typing import Literal
 
 import grpc
 
-from pdmesh.client_channel import CHANNEL_OPTIONS
+from pdmesh.client_channel import open_channel
 from pdmesh.commands.options import Connection, flat
 from pdmesh.commands.status import role_names
 from pdmesh.errors import FailedPrecondition, MeshError, NotFound, Unavailable, error_from_rpc
 from protos.v1 import mesh_pb2, worker_pb2
 from protos.v1.worker_pb2_grpc import WorkerControlStub
+from runtime.tls import open_tls
 
 # Behind the drain: abandoning what is left, and the way there and back.
 _MARGIN_S = 10.0
@@ -75,7 +76,7 @@ def _set_roles(worker: worker_pb2.WorkerInfo, options: Options) -> worker_pb2.Wo
     roles = [worker_pb2.Role.Value(f"ROLE_{name.upper()}") for name in options.roles]
     request = worker_pb2.SetRolesRequest(roles=roles, drain_timeout_ms=round(options.drain_timeout_s * 1000))
     timeout_s = options.connection.timeout or options.drain_timeout_s + _MARGIN_S
-    with grpc.insecure_channel(worker.address, CHANNEL_OPTIONS) as channel:
+    with open_channel(worker.address, open_tls(options.connection.tls)) as channel:
         control = WorkerControlStub(channel)
         try:
             answer = control.GetInfo(worker_pb2.GetInfoRequest(), timeout=timeout_s)

@@ -12,11 +12,13 @@ from typing import Literal
 
 from pdmesh import models
 from pdmesh.client_channel import DEFAULT_ADDRESS
+from pdmesh.commands.tls import exports
 from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_plan import EMBEDDED_REDIS, LocalMeshConfig, check_packages
 from pdmesh.render import palette
 from pdmesh.render_mesh import process_table
 from runtime.child import StartFailed
+from runtime.tls import TlsConfig
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Options:
     mesh: str = field(default="default", metadata={"help": "name of the mesh: meshes that share a Redis need different ones"})
     threads: int = field(default=0, metadata={"help": "threads of each worker; 0: the cores divided by the workers"})
     bind_cpus: bool = field(default=False, metadata={"help": "each worker computes on cores of its own, where there are enough"})
+    tls: bool = field(default=False, metadata={"help": "encrypt, with certificates made for this mesh and deleted with it"})
+    certificates: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
     log_dir: str = field(default="", metadata={"help": "folder for the logs of the processes; empty: a new temporary one"})
     start_timeout_s: float = field(default=180.0, metadata={"help": "how long the processes may take to get ready"})
     worker_args: tuple[str, ...] = field(default=(), metadata={"help": "more flags for each worker, such as --max-num-seqs=32"})
@@ -51,6 +55,8 @@ class Options:
             raise ValueError("routers: a mesh needs a router; give at least 1")
         if not 0 <= self.port <= 65535:
             raise ValueError("port: must be between 0 and 65535")
+        if self.tls and self.certificates.is_set:
+            raise ValueError("tls: makes certificates, and others are given; leave out one of them")
 
 
 def run(options: Options) -> int:
@@ -81,6 +87,8 @@ def _config(options: Options, folder: Path) -> LocalMeshConfig:
         bind_cpus=options.bind_cpus,
         start_timeout_s=options.start_timeout_s,
         log_dir=options.log_dir,
+        tls=options.certificates,
+        throwaway_tls=options.tls,
         worker_args=options.worker_args,
         router_args=options.router_args,
     )
@@ -125,11 +133,17 @@ def _summary(mesh: LocalMesh) -> str:
             "",
             *process_table(mesh, palette(sys.stdout)),
             "",
+            *_tls_lines(config),
             f"{config.name_of_model} on {config.device}; logs in {mesh.log_dir}",
             f'try: pdmesh chat{flag} "What is the capital of France?"',
             "stop: Ctrl-C",
         ]
     )
+
+
+def _tls_lines(config: LocalMeshConfig) -> list[str]:
+    """What clients in other terminals need."""
+    return ["encrypted; in the terminal of a client:", *exports(config.tls), ""] if config.tls.is_set else []
 
 
 def _say(text: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,7 @@ from runtime.failpoints import FailpointError, hit, hit_async
 @pytest.fixture(autouse=True)
 def no_failpoints_left() -> Iterator[None]:
     yield
+    failpoints.watch(None)
     failpoints.install("")
 
 
@@ -89,3 +92,33 @@ def _wait_until_stopped(pid: int) -> None:
                 return
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_no_room_left() -> None:
+    failpoints.install("shm.map=full")
+    with pytest.raises(OSError, match=r"shm\.map") as raised:
+        hit("shm.map")
+    assert raised.value.errno == errno.ENOSPC
+
+
+def test_a_file_arms_and_disarms_while_the_process_runs(tmp_path: Path) -> None:
+    file = tmp_path / "failpoints"
+    failpoints.watch(file)
+    hit("a")
+    _write(file, "a=error@2")
+    hit("a")
+    with pytest.raises(FailpointError):
+        hit("a")
+    _write(file, "b=error")
+    hit("a")
+    with pytest.raises(FailpointError):
+        hit("b")
+    file.unlink()
+    hit("b")
+    assert Path(f"{file}.hit").read_text() == "a\nb\n"
+
+
+def _write(file: Path, text: str) -> None:
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    new.replace(file)

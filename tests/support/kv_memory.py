@@ -5,6 +5,7 @@ import mmap
 import os
 import random
 
+from kvtransfer.compatibility import bytes_per_layer_block
 from protos.v1 import common_pb2
 
 F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; the fcntl module has no name for it
@@ -52,8 +53,12 @@ class FakeKVMemory:
             self.fd = None
 
 
-def make_layout(block_size: int = 16, kv_dtype: str = "bfloat16") -> common_pb2.KVLayout:
-    return common_pb2.KVLayout(block_size=block_size, kv_dtype=kv_dtype, tensor_parallel_size=1)
+def make_layout(
+    block_size: int = 16, kv_dtype: str = "bfloat16", *, size: int = 1, rank: int = 0, arrangement: str = "plain"
+) -> common_pb2.KVLayout:
+    return common_pb2.KVLayout(
+        block_size=block_size, kv_dtype=kv_dtype, tensor_parallel_size=size, tensor_parallel_rank=rank, arrangement=arrangement
+    )
 
 
 def make_identity(num_layers: int = 3, num_kv_heads: int = 2, head_dim: int = 8) -> common_pb2.Identity:
@@ -70,6 +75,4 @@ def make_identity(num_layers: int = 3, num_kv_heads: int = 2, head_dim: int = 8)
 
 def make_memory(identity: common_pb2.Identity, layout: common_pb2.KVLayout, num_blocks: int) -> FakeKVMemory:
     """A pool that fits identity and layout."""
-    dtype_bytes = 4 if layout.kv_dtype == "float32" else 2
-    size = layout.block_size * identity.num_kv_heads * identity.head_dim * dtype_bytes
-    return FakeKVMemory(identity.num_layers, num_blocks, size)
+    return FakeKVMemory(identity.num_layers, num_blocks, bytes_per_layer_block(identity, layout))
