@@ -4,10 +4,12 @@ import grpc
 from google.protobuf.message import Message
 
 from kvtransfer.errors import Incompatible, TransferRefused
+from kvtransfer.layouts import Layout
 from kvtransfer.memory import KVMemory
 from protos.v1 import common_pb2
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+INT8_SCALE_BYTES = 4  # of a token and head
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
@@ -16,9 +18,15 @@ def check_identity(ours: common_pb2.Identity, theirs: common_pb2.Identity) -> No
     _check_equal("identity", ours, theirs)
 
 
-def check_layout(ours: common_pb2.KVLayout, theirs: common_pb2.KVLayout) -> None:
-    """Raises Incompatible naming the first field of KVLayout that cannot be converted. So far only equal layouts can."""
-    _check_equal("layout", ours, theirs)
+def check_layout(identity: common_pb2.Identity, ours: common_pb2.KVLayout, theirs: common_pb2.KVLayout) -> None:
+    """Raises Incompatible naming the field of KVLayout that cannot be converted, or that no worker can have."""
+    mine, other = Layout.of(ours), Layout.of(theirs)
+    problem = other.problem(identity.num_kv_heads)
+    if problem is not None:
+        raise TransferRefused(grpc.StatusCode.FAILED_PRECONDITION, problem[1], field=f"layout.{problem[0]}")
+    field = other.difference(mine)
+    if field is not None:
+        raise Incompatible(f"layout.{field}", getattr(mine, field), getattr(other, field))
 
 
 def check_protocol(theirs: int) -> None:
@@ -33,7 +41,8 @@ def bytes_per_layer_block(identity: common_pb2.Identity, layout: common_pb2.KVLa
     if dtype_bytes is None:
         raise ValueError(f"layout.kv_dtype must be one of {', '.join(DTYPE_BYTES)}, got {layout.kv_dtype!r}")
     num_kv_heads = identity.num_kv_heads // max(1, layout.tensor_parallel_size)
-    return layout.block_size * num_kv_heads * identity.head_dim * dtype_bytes
+    scale_bytes = INT8_SCALE_BYTES if layout.kv_dtype == "int8" else 0
+    return layout.block_size * num_kv_heads * (identity.head_dim * dtype_bytes + scale_bytes)
 
 
 def check_memory(memory: KVMemory, identity: common_pb2.Identity, layout: common_pb2.KVLayout) -> None:

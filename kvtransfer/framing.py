@@ -13,6 +13,7 @@ from kvtransfer.errors import FrameError
 from protos.v1 import transfer_pb2
 
 MAGIC = b"PDKV"
+TLS_HANDSHAKE = b"\x16\x03"  # how a peer begins that has certificates
 MAX_FRAME_BYTES = 1 << 20
 HEADER = struct.Struct("<4sII")
 
@@ -30,6 +31,8 @@ def encode(message: transfer_pb2.TransferMessage) -> bytes:
 def body_length(header: bytes) -> int:
     """Bytes that follow a header of HEADER.size bytes. Raises FrameError for a wrong magic or an unbounded length."""
     magic, length, _ = HEADER.unpack(header)
+    if magic.startswith(TLS_HANDSHAKE):
+        raise FrameError("the peer uses TLS and this end does not; give this worker --tls-cert, --tls-key and --tls-ca")
     if magic != MAGIC:
         raise FrameError(f"a frame must begin with {MAGIC!r}, got {magic!r}: the peer speaks another protocol")
     if not 0 < length <= MAX_FRAME_BYTES:

@@ -1,4 +1,4 @@
-"""The decode worker's end: listens on every transport that its memory allows and runs one session for each connection."""
+"""The decode worker's end: listens on every transport that its memory allows and runs the pushes that come."""
 
 import asyncio
 import logging
@@ -6,19 +6,24 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvtransfer.compatibility import check_memory
+from kvtransfer.compatibility import check_memory, refuse
 from kvtransfer.delegate import PushTarget, ReceiverDelegate
 from kvtransfer.errors import Incompatible, TransferRefused
+from kvtransfer.grant import unknown_reservation
 from kvtransfer.memory import KVMemory
-from kvtransfer.session import Host, Session
-from kvtransfer.transports.base import Transport
-from kvtransfer.transports.registry import TRANSPORTS
-from protos.v1 import common_pb2
-from runtime.errors import MeshError
+from kvtransfer.message_stream import MessageStream, Wire
+from kvtransfer.native.library import prepare
+from kvtransfer.session import Connection, Host, Session
+from kvtransfer.transports.base import Incoming, SocketTransport
+from kvtransfer.transports.registry import GRPC, TRANSPORTS, socket_transports
+from protos.v1 import common_pb2, transfer_pb2
+from runtime.errors import MeshError, ResourceExhausted, Unavailable
+from runtime.tls import Tls
 
 __all__ = ["Incompatible", "PushTarget", "Receiver", "ReceiverDelegate", "TransferRefused"]
 
 NUM_THREADS = 4
+PUSH_ID_BYTES = 16
 ACCEPT_RETRY_S = 0.1  # after running out of descriptors
 
 logger = logging.getLogger(__name__)
@@ -28,8 +33,9 @@ class Receiver:
     """Takes pushes into `memory`; the delegate decides which, and hears how each ended.
 
     identity and layout are compared with every sender's. host and port are tcp's (port 0: any free one); advertise is the host
-    that peers are told (None: `host`). idle_timeout_s, the lease, bounds every wait for a sender. Raises ValueError for an
-    unknown transport or memory that does not have the shape of identity and layout.
+    that peers are told (None: `host`). `grpc_address` is to be set, once the worker's gRPC server has started, to where it can be
+    reached; it passes calls on to `serve_push`. idle_timeout_s, the lease, bounds every wait for a sender. tls encrypts what
+    crosses hosts. Raises ValueError for an unknown transport or memory that does not have the shape of identity and layout.
     """
 
     def __init__(
@@ -41,27 +47,33 @@ class Receiver:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        transports: Sequence[str] = ("shm", "tcp"),
+        transports: Sequence[str] = ("shm", "tcp", "grpc"),
         advertise: str | None = None,
         idle_timeout_s: float = 5.0,
-        max_sessions: int = 128,
+        max_connections: int = 256,
+        tls: Tls | None = None,
     ) -> None:
         unknown = [name for name in transports if name not in TRANSPORTS]
         if unknown:
             raise ValueError(f"transports: {', '.join(unknown)} unknown; there are {', '.join(TRANSPORTS)}")
         check_memory(memory, identity, layout)
         self._shared = Host(memory, delegate, identity, layout)
-        self._transports = [each for each in TRANSPORTS.values() if each.name in transports and each.receives()]
+        self._transports = [each for each in socket_transports(tls).values() if each.name in transports and each.receives()]
+        self.takes_calls = GRPC.name in transports
+        self.grpc_address: str | None = None
         self._host, self._port, self._advertise = host, port, advertise
         self._idle_timeout_s = idle_timeout_s
-        self._max_sessions = max_sessions
+        self._max_connections = max_connections
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-receive")
-        self._listeners: list[tuple[Transport, socket.socket]] = []
+        self._listeners: list[tuple[SocketTransport, socket.socket]] = []
+        self._is_running = False
         self._accepting: list[asyncio.Task[None]] = []
-        self._sessions: dict[asyncio.Task[None], Session] = {}
+        self._connections: dict[asyncio.Task[None], Connection] = {}
+        self._pushes: dict[bytes, Session] = {}  # those that run, by push_id
 
     async def start(self) -> None:
         """Listen. Raises OSError if an address is taken."""
+        self._executor.submit(prepare)  # until it is ready, Python does the same
         try:
             for transport in self._transports:
                 listener = transport.listen(self._host, self._port)
@@ -70,16 +82,20 @@ class Receiver:
         except OSError:
             await self.stop()
             raise
+        self._is_running = True
         self._accepting = [asyncio.create_task(self._accept(*pair)) for pair in self._listeners]
 
     def endpoints(self) -> list[common_pb2.TransferEndpoint]:
         """Where senders reach us, best first; empty before start()."""
-        return [transport.endpoint(listener, self._advertise) for transport, listener in self._listeners]
+        endpoints = [transport.endpoint(listener, self._advertise) for transport, listener in self._listeners]
+        if self.takes_calls and self.grpc_address is not None:
+            endpoints.append(GRPC.endpoint(self.grpc_address))
+        return endpoints
 
     @property
-    def num_sessions(self) -> int:
+    def num_connections(self) -> int:
         """Connections that are open now."""
-        return len(self._sessions)
+        return len(self._connections)
 
     async def quiesce(self, reservation_id: str) -> None:
         """Return when no writer is inside a part of this reservation. Call it after fencing, before its blocks are given away."""
@@ -87,21 +103,32 @@ class Receiver:
 
     async def stop(self) -> None:
         """Stop listening, end every session (the delegate hears push_failed) and wait for all threads; idempotent."""
+        self._is_running = False
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
         for _, listener in self._listeners:
             listener.close()
         self._listeners.clear()
-        for task in self._sessions:
+        for task in self._connections:
             task.cancel()
-        await asyncio.gather(*self._sessions, return_exceptions=True)
+        await asyncio.gather(*self._connections, return_exceptions=True)
         self._executor.shutdown()
 
-    def _sessions_of(self, reservation_id: str) -> list[Session]:
-        return [s for s in self._sessions.values() if s.target is not None and s.target.reservation_id == reservation_id]
+    async def serve_push(self, wire: Wire) -> None:
+        """A call of the worker's gRPC server, from its beginning to its end. Raises MeshError to refuse it."""
+        if not self._is_running:
+            raise Unavailable("the receiver does not run")
+        if self._is_full(GRPC.name):
+            raise ResourceExhausted(f"{self._max_connections} connections are open already")
+        stream = MessageStream(wire, self._executor, self._idle_timeout_s)
+        self._connect(GRPC.accept(stream, self._shared.memory), GRPC.name)
+        await stream.carry()
 
-    async def _accept(self, transport: Transport, listener: socket.socket) -> None:
+    def _sessions_of(self, reservation_id: str) -> list[Session]:
+        return [session for session in self._pushes.values() if session.target.reservation_id == reservation_id]
+
+    async def _accept(self, transport: SocketTransport, listener: socket.socket) -> None:
         while True:
             try:
                 sock, _ = await asyncio.get_running_loop().sock_accept(listener)
@@ -111,9 +138,8 @@ class Receiver:
                 continue
             self._begin(transport, sock)
 
-    def _begin(self, transport: Transport, sock: socket.socket) -> None:
-        if len(self._sessions) >= self._max_sessions:
-            logger.warning("closed a %s connection: %d sessions are open already", transport.name, self._max_sessions)
+    def _begin(self, transport: SocketTransport, sock: socket.socket) -> None:
+        if self._is_full(transport.name):
             sock.close()
             return
         try:
@@ -122,34 +148,62 @@ class Receiver:
             logger.warning("closed a %s connection: %s", transport.name, error)
             sock.close()
             return
-        session = Session(self._shared, incoming, transport.name)
-        task = asyncio.create_task(self._run(session))
-        self._sessions[task] = session
+        self._connect(incoming, transport.name)
+
+    def _is_full(self, transport: str) -> bool:
+        if len(self._connections) < self._max_connections:
+            return False
+        logger.warning("closed a %s connection: %d are open already", transport, self._max_connections)
+        return True
+
+    def _connect(self, incoming: Incoming, transport: str) -> None:
+        connection = Connection(self._shared, incoming, transport)
+        task = asyncio.create_task(self._run(connection))
+        self._connections[task] = connection
         task.add_done_callback(self._forget)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
-        del self._sessions[task]
+        del self._connections[task]
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a session ended by a bug of ours", exc_info=error)
+            logger.error("a connection ended by a bug of ours", exc_info=error)
 
-    async def _run(self, session: Session) -> None:
+    async def _run(self, connection: Connection) -> None:
         try:
-            hello = await session.hello()
+            hello = await connection.hello()
             if hello is None:
                 return
-            former = self._sessions_of(hello.reservation_id)
             try:
-                session.open(hello)
+                if hello.connection:
+                    self._join(connection, hello)
+                else:
+                    await self._open(connection, hello)
             except MeshError as refusal:
-                await session.refuse(refusal)
+                await connection.refuse(refusal)
                 return
-            # One writer for each reservation: whoever filled it before is out before the new one hears "go".
-            await self._supersede(former)
-            await session.exchange()
+            await connection.exchange()
         finally:
-            session.close()
+            session = connection.session
+            connection.close()
+            if session is not None and not session.connections:
+                self._pushes.pop(session.hello.push_id, None)
 
-    async def _supersede(self, former: Sequence[Session]) -> None:
-        for session in former:
-            session.interrupt()
-        await asyncio.gather(*(session.quiesce() for session in former))
+    async def _open(self, connection: Connection, hello: transfer_pb2.TransferHello) -> None:
+        """A new push. Raises MeshError."""
+        if len(hello.push_id) != PUSH_ID_BYTES or hello.push_id in self._pushes:
+            raise refuse("push_id", f"give {PUSH_ID_BYTES} random bytes of your own")
+        former = self._sessions_of(hello.reservation_id)
+        session = Session(self._shared, hello, connection.transport)
+        self._pushes[hello.push_id] = session
+        connection.belong(session, hello)
+        # One writer for each reservation: whoever filled it before is out before the new one hears "go".
+        for each in former:
+            each.interrupt()
+        await asyncio.gather(*(each.quiesce() for each in former))
+
+    def _join(self, connection: Connection, hello: transfer_pb2.TransferHello) -> None:
+        """One more connection of a push that runs. Raises MeshError."""
+        session = self._pushes.get(hello.push_id)
+        if session is None:
+            raise unknown_reservation(hello.reservation_id)
+        session.check_join(hello)
+        connection.belong(session, hello)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,24 +12,35 @@ import grpc
 
 from kvtransfer.compatibility import PROTOCOL_VERSION, check_layout, check_memory, refuse
 from kvtransfer.errors import FrameError, PushFailed, TransferRefused, TransportUnavailable, push_failed
+from kvtransfer.feed import Ending, FirstTokensDrawn, NothingToDecode
 from kvtransfer.memory import KVMemory
-from kvtransfer.outgoing import OutgoingSession
-from kvtransfer.parts import TARGET_PART_BYTES, PartPlan, plan_parts
+from kvtransfer.native.library import prepare
+from kvtransfer.outgoing import OutgoingConnection
+from kvtransfer.outgoing_session import OutgoingSession
+from kvtransfer.parts import TARGET_PART_BYTES
+from kvtransfer.pipeline import Pipeline
 from kvtransfer.push import PushJob, PushResult
+from kvtransfer.reachability import Silent
 from kvtransfer.transports.base import Outgoing, Transport
-from kvtransfer.transports.registry import TRANSPORTS
+from kvtransfer.transports.registry import transports_with
 from protos.v1 import common_pb2, transfer_pb2
 from runtime import failpoints
+from runtime.tls import Tls
 
 __all__ = ["PushFailed", "PushJob", "PushResult", "Sender"]
 
 NUM_THREADS = 4
+NUM_CONNECTIONS = 2  # of one push, where the transport gains by several
+BYTES_FOR_A_CONNECTION = 8 << 20
+ASSUMED_BYTES_PER_S = 2e9
+MIN_BYTES_TO_LEARN = 1 << 20
 
 logger = logging.getLogger(__name__)
 
 
 class Sender:
     """Pushes out of `memory`. identity, layout and epoch are this worker's. reply_timeout_s bounds every wait for a receiver.
+    tls encrypts what crosses hosts.
 
     Raises ValueError for memory that does not have the shape of identity and layout.
     """
@@ -42,6 +54,8 @@ class Sender:
         *,
         reply_timeout_s: float = 5.0,
         part_bytes: int = TARGET_PART_BYTES,
+        num_connections: int = NUM_CONNECTIONS,
+        tls: Tls | None = None,
     ) -> None:
         check_memory(memory, identity, layout)
         self._memory = memory
@@ -50,104 +64,153 @@ class Sender:
         self._epoch = epoch
         self._reply_timeout_s = reply_timeout_s
         self._part_bytes = part_bytes
+        self._num_connections = num_connections
+        self._transports = transports_with(tls)
+        self._bytes_per_s: dict[str, float] = {}
+        self._silent = Silent()
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-send")
-        self._open: set[Outgoing] = set()
+        self._executor.submit(prepare)  # until it is ready, Python does the same
+        self._opened: set[Outgoing] = set()
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self._closed = False
 
     async def push(self, job: PushJob, *, timeout_s: float) -> PushResult:
-        """Send what decode lacks and commit. Raises PushFailed; on cancellation the connection is closed before it returns.
+        """Send what decode lacks as the prefill makes it final, then commit, or release decode's reservation if nothing is left
+        to decode. Raises PushFailed; on cancellation the connections are closed before it returns.
 
-        `timeout_s` bounds the whole push. job.source_block_ids must stay pinned until this returns or raises.
+        `timeout_s` bounds the push from the end of the prefill on; before, each wait for the receiver is bounded.
+        job.source_block_ids must stay pinned until this returns or raises.
         """
         started_ns = time.monotonic_ns()
         with _as_push_failed():
-            async with asyncio.timeout(timeout_s):
-                plan = self._plan(job)
-                async with self._session(job) as session:
-                    num_bytes = await session.send_parts(plan, job.source_block_ids)
-                    await failpoints.hit_async("push.before_commit")
-                    await session.commit(len(plan.parts), job.num_tokens, job.choices)
-                    await failpoints.hit_async("push.committed")
-        return PushResult(session.transport, num_bytes, len(plan.parts), time.monotonic_ns() - started_ns)
+            pipeline = self._pipeline(job)
+            async with asyncio.timeout(timeout_s if job.feed.ending else None) as limit, self._session(job, pipeline) as session:
+                num_exposed_bytes = await session.send_parts(job, self._bytes_per_s.get(session.transport, ASSUMED_BYTES_PER_S))
+                ending = await session.ending(job)
+                limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
+                await self._end(session, pipeline, job, ending)
+                self._learn(session)
+        return PushResult(
+            transport=session.transport,
+            num_bytes=session.num_bytes,
+            num_exposed_bytes=num_exposed_bytes,
+            num_parts=pipeline.num_parts,
+            elapsed_ns=time.monotonic_ns() - started_ns,
+            committed=isinstance(ending, FirstTokensDrawn),
+        )
 
-    async def abort(self, job: PushJob, *, finished: bool, reason: str) -> None:
-        """Tell decode that nothing will be pushed: `finished` releases the reservation, else this attempt has failed.
+    async def _end(self, session: OutgoingSession, pipeline: Pipeline, job: PushJob, ending: Ending) -> None:
+        if isinstance(ending, NothingToDecode):
+            await session.first.abort(finished=True, reason=ending.reason)
+            return
+        await failpoints.hit_async("push.before_commit")
+        await session.first.commit(pipeline.num_parts, job.num_tokens, ending.choices)
+        await failpoints.hit_async("push.committed")
 
-        Returns when the receiver has acted on it. Raises PushFailed if it could not be told: its lease will lapse.
-        """
-        with _as_push_failed():
-            async with asyncio.timeout(self._reply_timeout_s), self._session(job) as session:
-                await session.abort(finished=finished, reason=reason)
+    def _learn(self, session: OutgoingSession) -> None:
+        """What the transport moves in a second; small pushes tell little about it."""
+        if session.num_bytes >= MIN_BYTES_TO_LEARN and session.busy_s > 0:
+            before = self._bytes_per_s.get(session.transport)
+            now = session.num_bytes / session.busy_s
+            self._bytes_per_s[session.transport] = now if before is None else 0.7 * before + 0.3 * now
 
     async def close(self) -> None:
         """End running pushes (they raise PushFailed) and wait for all threads; idempotent."""
         self._closed = True
-        for outgoing in self._open:
+        for outgoing in self._opened:
             outgoing.stream.interrupt()
         await self._all_closed.wait()
         self._executor.shutdown()
 
-    def _plan(self, job: PushJob) -> PartPlan:
+    def _pipeline(self, job: PushJob) -> Pipeline:
         """The parts of `job`. Raises TransferRefused naming what is wrong with it."""
-        check_layout(self._layout, job.reservation.layout)
+        check_layout(self._identity, self._layout, job.reservation.layout)
         num_blocks = -(-job.num_tokens // self._layout.block_size)
         if len(job.source_block_ids) != num_blocks:
             raise refuse("source_block_ids", f"{len(job.source_block_ids)} blocks; {job.num_tokens} tokens need {num_blocks}")
         cached = job.reservation.num_cached_tokens
-        if cached % self._layout.block_size or cached >= job.num_tokens:
+        if cached % job.reservation.layout.block_size or cached >= job.num_tokens:
             raise refuse("reservation.num_cached_tokens", f"{cached}: it must be whole blocks and less than {job.num_tokens}")
         if not all(0 <= block_id < self._memory.num_blocks for block_id in job.source_block_ids):
             raise refuse("source_block_ids", f"an id is outside the pool of {self._memory.num_blocks} blocks")
-        return plan_parts(
-            self._memory.num_layers,
-            job.first_block,
-            num_blocks,
-            self._memory.bytes_per_layer_block,
-            target_bytes=self._part_bytes,
-        )
+        memory = self._memory
+        first_block = cached // self._layout.block_size  # decode may have a part of it already
+        return Pipeline(memory.num_layers, first_block, num_blocks, memory.bytes_per_layer_block, self._part_bytes)
 
     @asynccontextmanager
-    async def _session(self, job: PushJob) -> AsyncIterator[OutgoingSession]:
-        """A session that the receiver accepted, closed on every way out."""
-        session = await self._connect(job)
+    async def _session(self, job: PushJob, pipeline: Pipeline) -> AsyncIterator[OutgoingSession]:
+        """Connections that the receiver accepted, closed on every way out."""
+        opened: list[OutgoingConnection] = []
         try:
-            yield session
+            await self._connect(job, opened)
+            yield OutgoingSession(opened, pipeline, self._memory.num_layers)
         finally:
-            self._close(session.outgoing)
+            await self._close(*(connection.outgoing for connection in opened))
 
-    async def _connect(self, job: PushJob) -> OutgoingSession:
+    async def _connect(self, job: PushJob, opened: list[OutgoingConnection]) -> None:
         """Over the best transport that works. Raises PushFailed with what stood in the way of each."""
         reasons = []
-        for transport, endpoint in self._candidates(job.reservation):
+        candidates = sorted(self._candidates(job.reservation), key=lambda pair: self._silent.holds(pair[1]))
+        for transport, endpoint in candidates:
+            hello = self._hello(job.reservation)
             try:
-                return await self._open_session(transport, endpoint, job)
+                opened.append(await self._open(transport, endpoint, hello))
             except TransportUnavailable as error:
                 logger.info("%s: %s", job.reservation.reservation_id, error)
                 reasons.append(str(error))
+                continue
+            await self._open_more(transport, endpoint, hello, job, opened)
+            return
         offered = ", ".join(endpoint.transport for endpoint in job.reservation.endpoints) or "nothing"
         why = "; ".join(reasons) or f"no transport that both ends offer: decode offers {offered}"
         raise push_failed(grpc.StatusCode.UNAVAILABLE, why)
 
-    async def _open_session(self, transport: Transport, endpoint: common_pb2.TransferEndpoint, job: PushJob) -> OutgoingSession:
-        outgoing = await transport.connect(endpoint, self._memory, self._executor, self._reply_timeout_s)
-        self._open.add(outgoing)
+    async def _open_more(
+        self,
+        transport: Transport,
+        endpoint: common_pb2.TransferEndpoint,
+        hello: transfer_pb2.TransferHello,
+        job: PushJob,
+        opened: list[OutgoingConnection],
+    ) -> None:
+        """One connection for each few megabytes, where the transport gains by several."""
+        num_blocks = len(job.source_block_ids) - job.reservation.num_cached_tokens // self._layout.block_size
+        num_bytes = num_blocks * 2 * self._memory.num_layers * self._memory.bytes_per_layer_block
+        wanted = min(self._num_connections if transport.gains_by_connections else 1, num_bytes // BYTES_FOR_A_CONNECTION)
+        for index in range(1, wanted):
+            hello.connection = index
+            try:
+                opened.append(await self._open(transport, endpoint, hello))
+            except TransportUnavailable as error:  # the first one carries all of it as well
+                logger.info("%s: no more connections: %s", hello.reservation_id, error)
+                return
+
+    async def _open(
+        self, transport: Transport, endpoint: common_pb2.TransferEndpoint, hello: transfer_pb2.TransferHello
+    ) -> OutgoingConnection:
+        try:
+            outgoing = await transport.connect(endpoint, self._memory, self._executor, self._reply_timeout_s)
+        except TransportUnavailable:
+            self._silent.note(endpoint)
+            raise
+        self._opened.add(outgoing)
         self._all_closed.clear()
         try:
             if self._closed:
                 raise push_failed(grpc.StatusCode.UNAVAILABLE, "the sender is closed")
-            await failpoints.hit_async("push.hello")
-            session = OutgoingSession(outgoing, self._memory, transport.name)
-            await session.hello(self._hello(job.reservation))
+            if hello.connection == 0:
+                await failpoints.hit_async("push.hello")
+            connection = OutgoingConnection(outgoing, self._memory, transport.name)
+            await connection.hello(hello)
         except BaseException:
-            self._close(outgoing)
+            await self._close(outgoing)
             raise
-        return session
+        return connection
 
     def _candidates(self, reservation: common_pb2.Reservation) -> Iterator[tuple[Transport, common_pb2.TransferEndpoint]]:
         """Endpoints that we can reach, best transport first."""
-        for name, transport in TRANSPORTS.items():
+        for name, transport in self._transports.items():
             for endpoint in reservation.endpoints:
                 if endpoint.transport == name and transport.sends(self._memory) and transport.reaches(endpoint):
                     yield transport, endpoint
@@ -162,13 +225,19 @@ class Sender:
             identity=self._identity,
             layout=self._layout,
             sender_epoch=self._epoch,
+            push_id=secrets.token_bytes(16),
         )
 
-    def _close(self, outgoing: Outgoing) -> None:
-        outgoing.stream.close()
-        self._open.discard(outgoing)
-        if not self._open:
-            self._all_closed.set()
+    async def _close(self, *connections: Outgoing) -> None:
+        for outgoing in connections:
+            outgoing.stream.close()
+        try:
+            for outgoing in connections:
+                await outgoing.stream.wait_closed()
+        finally:
+            self._opened.difference_update(connections)
+            if not self._opened:
+                self._all_closed.set()
 
 
 @contextmanager

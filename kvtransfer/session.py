@@ -1,19 +1,22 @@
-"""One connection at the receiver: hello, parts, then commit or abort. Every way out closes it and tells the delegate.
+"""A push at the receiver: hello, parts, then commit or abort. Every way out closes its connections and tells the delegate once.
 
-Who may write: `_write_part` asks the delegate on the event loop and, in the same turn of the loop, marks the session as writing;
-from then on `quiesce` interrupts it and waits until its thread is out. So once the delegate has fenced a target and quiesce has
-returned, no byte goes into its blocks.
+Who may write: `_write_part` asks the delegate on the event loop and, in the same turn of the loop, marks the connection as
+writing; from then on `quiesce` interrupts it and waits until its thread is out. So once the delegate has fenced a target and
+quiesce has returned, no byte goes into its blocks.
 """
 
 import asyncio
+import hmac
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
 from kvtransfer.compatibility import check_identity, check_layout, check_protocol, refuse
-from kvtransfer.delegate import PushTarget, ReceiverDelegate
+from kvtransfer.conversion import Conversion, Staging, kv_format
+from kvtransfer.delegate import ReceiverDelegate
 from kvtransfer.errors import FrameError, TransferRefused, code_number
+from kvtransfer.layouts import Layout
 from kvtransfer.memory import KVMemory
 from kvtransfer.parts import Manifest, Part
 from kvtransfer.stream import Stream
@@ -39,16 +42,125 @@ class Host:
 
 
 class Session:
-    """One sender's connection over the transport named `transport`."""
+    """One push: what it may fill, what has come, and the connections that bring it.
+
+    Each rank of a tensor-parallel sender brings its share of the heads, over connections of its own, with a manifest of its own.
+    """
+
+    def __init__(self, host: Host, hello: transfer_pb2.TransferHello, transport: str) -> None:
+        """Asks the delegate for the target. Raises MeshError."""
+        self.host = host
+        self.target = host.delegate.open_push(hello)
+        self.hello = hello
+        self.transport = transport
+        self.connections: set[Connection] = set()
+        self.ended = False  # the delegate knows how it ended
+        self._delegate = host.delegate
+        memory = host.memory
+        if not all(0 <= block_id < memory.num_blocks for block_id in self.target.block_ids):
+            # a bug of our own service; it must not become a write
+            self.fail("it was granted blocks outside the pool")
+            raise TransferRefused(grpc.StatusCode.INTERNAL, f"{self.target.reservation_id} was granted blocks outside the pool")
+        self.converting = asyncio.Lock()  # blocks are read, changed and written back by one at a time
+        self._first_token = self.target.first_block * host.layout.block_size
+        self._manifests: dict[int, Manifest] = {}
+
+    def manifest(self, layout: Layout) -> Manifest:
+        """Of the sender's rank that has this layout, in blocks of the sender."""
+        rank = layout.tensor_parallel_rank
+        if rank not in self._manifests:
+            first_block, num_blocks = self._first_token // layout.block_size, -(-self.target.num_tokens // layout.block_size)
+            num_bytes = kv_format(self.host.identity, layout).num_bytes
+            self._manifests[rank] = Manifest(self.host.memory.num_layers, first_block, num_blocks, num_bytes)
+        return self._manifests[rank]
+
+    def conversion(self, layout: Layout) -> Conversion | None:
+        """What it takes to make ours of the sender's KV; None where it lies as ours does."""
+        ours, num_heads = Layout.of(self.host.layout), self.host.identity.num_kv_heads
+        source, target = kv_format(self.host.identity, layout), kv_format(self.host.identity, ours)
+        heads = layout.heads(num_heads), ours.heads(num_heads)
+        return None if (source, heads[0]) == (target, heads[1]) else Conversion(source, heads[0], target, heads[1])
+
+    async def convert(self, conversion: Conversion, staging: Staging, part: Part, stream: Stream) -> None:
+        """Write a verified part into the pool in our form."""
+        memory, block_ids = self.host.memory, self.target.block_ids
+        async with self.converting:
+            self.check_fence()
+            await stream.run(conversion.write, staging, part, memory, block_ids, self._first_token, stream.check_interrupted)
+
+    def check_join(self, hello: transfer_pb2.TransferHello) -> None:
+        """May this connection be one of ours? Raises TransferRefused. It says the same as the first one, and knows the secret."""
+        if not hmac.compare_digest(hello.token, self.hello.token):
+            raise TransferRefused(grpc.StatusCode.PERMISSION_DENIED, "it is not the one of this push", field="token")
+        ours = (self.hello.reservation_id, self.hello.epoch, self.hello.attempt)
+        same_form = replace(Layout.of(hello.layout), tensor_parallel_rank=0) == replace(
+            Layout.of(self.hello.layout), tensor_parallel_rank=0
+        )
+        if (hello.reservation_id, hello.epoch, hello.attempt) != ours or not same_form or self.ended:
+            raise TransferRefused(grpc.StatusCode.ABORTED, "the push has another target, or has ended", field="push_id")
+
+    def check_fence(self) -> None:
+        """Raises TransferRefused when nothing more may be written; renews the lease."""
+        if not self._delegate.push_progress(self.target):
+            raise TransferRefused(grpc.StatusCode.ABORTED, f"{self.target.attempt} was replaced or released", field="attempt")
+
+    async def commit(self, commit: transfer_pb2.TransferCommit) -> None:
+        """Raises MeshError."""
+        self.check_fence()
+        manifests = [self.manifest(layout) for layout in self._layouts_needed()]
+        num_parts = sum(manifest.num_parts for manifest in manifests)
+        if commit.num_parts != num_parts:
+            raise refuse("commit.num_parts", f"{commit.num_parts}, but {num_parts} have arrived")
+        for manifest in manifests:
+            manifest.check_complete(commit, self.target.num_tokens)
+        num_bytes = sum(manifest.num_bytes for manifest in manifests)
+        await self._delegate.commit_push(self.target, commit, num_bytes=num_bytes, transport=self.transport)
+        self.ended = True
+
+    def _layouts_needed(self) -> list[Layout]:
+        """Of all ranks of the sender that have heads of ours."""
+        layout, num_heads = Layout.of(self.hello.layout), self.host.identity.num_kv_heads
+        ranks = layout.ranks_with(Layout.of(self.host.layout).heads(num_heads), num_heads)
+        return [replace(layout, tensor_parallel_rank=rank) for rank in ranks]
+
+    def abort(self, abort: transfer_pb2.TransferAbort) -> None:
+        """The sender's end without a commit."""
+        if not abort.finished:
+            self.fail(f"the sender gave up: {abort.reason}")
+            return
+        self.ended = True
+        self._delegate.push_finished(self.target)
+
+    def fail(self, reason: str) -> None:
+        """Once, and for all connections."""
+        if self.ended:
+            return
+        self.ended = True
+        self._delegate.push_failed(self.target, reason)
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        """End every connection as soon as its thread is out."""
+        for connection in self.connections:
+            connection.interrupt()
+
+    async def quiesce(self) -> None:
+        """Return when no connection is inside a part; one that is not writing goes on to its next part."""
+        await asyncio.gather(*(connection.quiesce() for connection in self.connections))
+
+
+class Connection:
+    """One connection of a sender over the transport named `transport`."""
 
     def __init__(self, host: Host, incoming: Incoming, transport: str) -> None:
-        self.target: PushTarget | None = None
         self.transport = transport
+        self.session: Session | None = None
         self._host = host
         self._incoming = incoming
-        self._delegate = host.delegate
-        self._manifest: Manifest | None = None
-        self._ended = False  # the delegate knows how it ended
+        self._is_first = True
+        self._layout = Layout.of(host.layout)  # the sender's, from hello on
+        self._conversion: Conversion | None = None
+        self._is_answered = False  # hello
         self._writer_out = asyncio.Event()
         self._writer_out.set()
         self._unreported_bytes = 0
@@ -58,11 +170,11 @@ class Session:
         return self._incoming.stream
 
     def interrupt(self) -> None:
-        """End the session as soon as its thread is out."""
+        """End it as soon as its thread is out."""
         self.stream.interrupt()
 
     async def quiesce(self) -> None:
-        """Interrupt a writer inside a part and wait until it is out. A session that is not writing goes on to its next part."""
+        """Interrupt a writer inside a part and wait until it is out."""
         if not self._writer_out.is_set():
             self.interrupt()
             await self._writer_out.wait()
@@ -74,7 +186,8 @@ class Session:
                 hello = await self._incoming.receive_hello()
             check_protocol(hello.protocol_version)
             check_identity(self._host.identity, hello.identity)
-            check_layout(self._host.layout, hello.layout)
+            check_layout(self._host.identity, self._host.layout, hello.layout)
+            self._incoming.prepare(hello)
             return hello
         except MeshError as refusal:
             await self.refuse(refusal)
@@ -82,34 +195,46 @@ class Session:
             self._log_broken(error)
         return None
 
-    def open(self, hello: transfer_pb2.TransferHello) -> None:
-        """Ask the delegate for the target. Raises MeshError."""
-        target, memory = self._delegate.open_push(hello), self._host.memory
-        self.target = target
-        if not all(0 <= block_id < memory.num_blocks for block_id in target.block_ids):
-            # a bug of our own service; it must not become a write
-            raise TransferRefused(grpc.StatusCode.INTERNAL, f"{target.reservation_id} was granted blocks outside the pool")
-        self._manifest = Manifest(memory.num_layers, target.first_block, len(target.block_ids), memory.bytes_per_layer_block)
+    def belong(self, session: Session, hello: transfer_pb2.TransferHello) -> None:
+        """From here on it is one of the session's."""
+        self.session, self._is_first = session, hello.connection == 0
+        self._layout = Layout.of(hello.layout)
+        self._conversion = session.conversion(self._layout)
+        session.connections.add(self)
 
     async def exchange(self) -> None:
         """From the reply to hello up to the end. Never raises but CancelledError."""
+        session = self._session
         try:
             await self._reply_hello(grpc.StatusCode.OK, "")
-            while await self._handle(await self.stream.read_message()):
+            # The first connection is never silent for long; others wait for parts as long as it lives.
+            while await self._handle(await self.stream.read_message(forever=not self._is_first)):
                 pass
             await self.stream.linger(LINGER_S)
         except MeshError as refusal:
-            self._fail(str(refusal))
+            session.connections.discard(self)  # it has to hear why
+            session.fail(str(refusal))
             await self.refuse(refusal)
         except (OSError, FrameError) as error:
-            self._log_broken(error)
-            self._fail(_reason(error))
+            if not session.ended:
+                self._log_broken(error)
+            session.fail(_reason(error))
 
     def close(self) -> None:
-        """Close everything and report an end that nobody has reported. The thread of the session is out by now."""
-        self._fail("the receiver ended the session")
+        """Close everything and report an end that nobody has reported. The thread of the connection is out by now."""
+        if self.session is not None:
+            self.session.connections.discard(self)
+            self.session.fail("the receiver ended the session")
+            if self._is_first:
+                self.session.interrupt()
         self._incoming.close()
         self.stream.close()
+
+    @property
+    def _session(self) -> Session:
+        if self.session is None:
+            raise refuse("hello", "it must come first")
+        return self.session
 
     async def _handle(self, message: transfer_pb2.TransferMessage) -> bool:
         """Act on one frame; False when it was the last."""
@@ -117,36 +242,54 @@ class Session:
             case "part":
                 await self._part(message.part)
                 return True
-            case "commit":
-                await self._commit(message.commit)
-            case "abort":
-                self._abort(message.abort)
+            case "alive":
+                self._check_fence()
+                return True
+            case "commit" if self._is_first:
+                await self._session.commit(message.commit)
+                reply = transfer_pb2.TransferReply(code=code_number(grpc.StatusCode.OK))
+                await self.stream.write_message(transfer_pb2.TransferMessage(commit_reply=reply))
+            case "abort" if self._is_first:
+                self._session.abort(message.abort)
             case kind:
                 raise FrameError(f"a sender does not send {kind} here")
         return False
 
     async def _part(self, header: transfer_pb2.PartHeader) -> None:
-        target, manifest = self._opened()
+        manifest = self._session.manifest(self._layout)
         part = manifest.check(header)
-        crc32c = await self._write_part(header, part, target)
+        manifest.begin(part)
+        try:
+            crc32c = await self._write_part(header, part, self._session)
+        finally:
+            manifest.end(part)
         ok = crc32c == header.crc32c
         if ok:
             manifest.accept(part, num_bytes=header.num_bytes)
         else:
-            logger.warning("part %d of %s arrived corrupt over %s", part.part_id, target.reservation_id, self.transport)
+            logger.warning("part %d of %s arrived corrupt over %s", part.part_id, self._where(), self.transport)
             manifest.reject(part)
         message = "" if ok else f"part.crc32c: the header says {header.crc32c:#010x}, what arrived has {crc32c:#010x}"
         reply = transfer_pb2.PartReply(part_id=header.part_id, ok=ok, message=message)
         await self.stream.write_message(transfer_pb2.TransferMessage(part_reply=reply))
 
-    async def _write_part(self, header: transfer_pb2.PartHeader, part: Part, target: PushTarget) -> int:
+    async def _write_part(self, header: transfer_pb2.PartHeader, part: Part, session: Session) -> int:
         self._check_fence()
         self._writer_out.clear()  # no await between the question and this: quiesce sees us from here on
         try:
-            block_ids = target.block_ids[part.block_start : part.block_end]
-            return await self._incoming.receive_part(header, part, block_ids, self._count_bytes)
+            if self._conversion is not None:
+                return await self._stage_part(header, part, session, self._conversion)
+            block_ids = session.target.block_ids[part.block_start : part.block_end]
+            return await self._incoming.receive_part(header, part, self._host.memory, block_ids, self._count_bytes)
         finally:
             self._writer_out.set()
+
+    async def _stage_part(self, header: transfer_pb2.PartHeader, part: Part, session: Session, conversion: Conversion) -> int:
+        staging = Staging(part, conversion.source.num_bytes)
+        crc32c = await self._incoming.receive_part(header, staging.part, staging, staging.block_ids, self._count_bytes)
+        if crc32c == header.crc32c:
+            await session.convert(conversion, staging, part, self.stream)
+        return crc32c
 
     def _count_bytes(self, num_bytes: int) -> None:
         self._unreported_bytes += num_bytes
@@ -154,44 +297,15 @@ class Session:
             self._check_fence()
 
     def _check_fence(self) -> None:
-        target, _ = self._opened()
         self._unreported_bytes = 0
         self.stream.check_interrupted()
-        if not self._delegate.push_progress(target):
-            raise TransferRefused(grpc.StatusCode.ABORTED, f"{target.attempt} was replaced or released", field="attempt")
-
-    async def _commit(self, commit: transfer_pb2.TransferCommit) -> None:
-        target, manifest = self._opened()
-        self._check_fence()
-        manifest.check_complete(commit, target.num_tokens)
-        await self._delegate.commit_push(target, commit, num_bytes=manifest.num_bytes, transport=self.transport)
-        self._ended = True
-        reply = transfer_pb2.TransferReply(code=code_number(grpc.StatusCode.OK))
-        await self.stream.write_message(transfer_pb2.TransferMessage(commit_reply=reply))
-
-    def _abort(self, abort: transfer_pb2.TransferAbort) -> None:
-        target, _ = self._opened()
-        if not abort.finished:
-            self._fail(f"the sender gave up: {abort.reason}")
-            return
-        self._ended = True
-        self._delegate.push_finished(target)
-
-    def _opened(self) -> tuple[PushTarget, Manifest]:
-        if self.target is None or self._manifest is None:
-            raise refuse("hello", "it must come first")
-        return self.target, self._manifest
-
-    def _fail(self, reason: str) -> None:
-        if self.target is not None and not self._ended:
-            self._ended = True
-            self._delegate.push_failed(self.target, reason)
+        self._session.check_fence()
 
     async def refuse(self, refusal: MeshError) -> None:
         """Tell the sender why, as the reply to hello or later as the verdict of the commit, and wait until it has read it."""
         logger.warning("refused a push into %s over %s: %s", self._where(), self.transport, refusal)
         try:
-            if self._manifest is None:
+            if not self._is_answered:
                 await self._reply_hello(refusal.code, refusal.message)
             else:
                 reply = transfer_pb2.TransferReply(code=code_number(refusal.code), message=refusal.message)
@@ -203,12 +317,13 @@ class Session:
     async def _reply_hello(self, code: grpc.StatusCode, message: str) -> None:
         reply = transfer_pb2.TransferReply(code=code_number(code), message=message)
         await self.stream.write_message(transfer_pb2.TransferMessage(hello_reply=reply))
+        self._is_answered = True
 
     def _log_broken(self, error: Exception) -> None:
         logger.warning("closed a %s connection for %s: %s", self.transport, self._where(), _reason(error))
 
     def _where(self) -> str:
-        return self.target.reservation_id if self.target else "an unknown reservation"
+        return self.session.target.reservation_id if self.session else "an unknown reservation"
 
 
 def _reason(error: Exception) -> str:

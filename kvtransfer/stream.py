@@ -1,14 +1,15 @@
-"""A stream socket that carries frames on the event loop and the bytes of parts in threads.
+"""What carries frames and the bytes of parts between two ends, and its form over a stream socket.
 
-A thread never waits long for a peer: it works in turns of at most TURN_S and hands back as soon as the socket has nothing for it,
-so a few threads serve many slow peers. A cancelled or interrupted transfer waits for its thread before it ends: nobody closes a
-socket, or frees a block, under a thread that still uses it.
+A thread never waits long for a peer: it works in turns of at most TURN_MS and hands back as soon as the socket has nothing for
+it, so a few threads serve many slow peers. A cancelled or interrupted transfer waits for its thread before it ends: nobody closes
+a stream, or frees a block, under a thread that still uses it.
 """
 
 import asyncio
 import select
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
@@ -17,9 +18,11 @@ from typing import TypeVar
 from kvtransfer import framing
 from kvtransfer.checksum import extend
 from kvtransfer.errors import FrameError, PeerClosed
+from kvtransfer.native.cursor import NativeCursor
+from kvtransfer.native.library import native
 from protos.v1 import transfer_pb2
 
-TURN_S = 0.1
+TURN_MS = 100
 POLL_MS = 10
 MAX_PIECES = 64  # of one sendmsg or recvmsg_into; IOV_MAX is 1024, and a longer list costs more to build than it saves
 MAX_PIECE_BYTES = 1 << 20  # of one system call: what was received is still in the processor's cache when it is summed
@@ -35,6 +38,7 @@ class Cursor:
         self._index = 0
         self._offset = 0
         self.remaining = sum(view.nbytes for view in views)
+        self.value = 0  # CRC-32C of what was received
 
     @contextmanager
     def window(self) -> Iterator[list[memoryview]]:
@@ -66,22 +70,20 @@ class Cursor:
         self._offset = num_bytes
 
 
-class Stream:
-    """Owns `sock` until close(). Not for concurrent use, but for interrupt().
+class Stream(ABC):
+    """One end of a connection. Not for concurrent use, but that one may read and another write, and for interrupt().
 
     idle_timeout_s bounds each wait for the peer: TimeoutError. PeerClosed, OSError: the connection is gone. FrameError: garbage.
     """
 
-    def __init__(self, sock: socket.socket, executor: Executor, idle_timeout_s: float) -> None:
-        sock.setblocking(False)
-        self.sock = sock
+    def __init__(self, executor: Executor, idle_timeout_s: float) -> None:
         self.idle_timeout_s = idle_timeout_s
         self.interrupted = False
         self._executor = executor
 
-    async def read_message(self) -> transfer_pb2.TransferMessage:
-        """The next frame."""
-        async with asyncio.timeout(self.idle_timeout_s):
+    async def read_message(self, *, forever: bool = False) -> transfer_pb2.TransferMessage:
+        """The next frame. `forever`: somebody else notices when the peer is gone, and interrupts."""
+        async with asyncio.timeout(None if forever else self.idle_timeout_s):
             return await self.read_rest(b"")
 
     async def read_rest(self, beginning: bytes) -> transfer_pb2.TransferMessage:
@@ -91,26 +93,10 @@ class Stream:
 
     async def write_message(self, message: transfer_pb2.TransferMessage) -> None:
         """Send one frame."""
-        async with asyncio.timeout(self.idle_timeout_s):
-            await asyncio.get_running_loop().sock_sendall(self.sock, framing.encode(message))
+        await self.write_bytes(framing.encode(message))
 
-    async def send_views(self, views: Sequence[memoryview]) -> None:
-        """Send the bytes of `views` in order, without copying them."""
-        cursor = Cursor(views)
-        while cursor.remaining:
-            if not await self.run(self._send_turn, cursor):
-                await self.ready(write=True)
-
-    async def receive_views(self, views: Sequence[memoryview], on_bytes: Callable[[int], None]) -> int:
-        """Fill `views` in order and return the CRC-32C of what came. on_bytes(count), on the event loop, may raise to stop."""
-        cursor, value = Cursor(views), 0
-        while cursor.remaining:
-            num_bytes, value = await self.run(self._receive_turn, cursor, value)
-            if num_bytes:
-                on_bytes(num_bytes)
-            elif cursor.remaining:
-                await self.ready(write=False)
-        return value
+    async def open(self) -> None:  # noqa: B027  # most have nothing to do
+        """What comes before the first frame. At both ends; idempotent."""
 
     async def run(self, work: Callable[..., T], *args: object) -> T:
         """`work(*args)` in a thread. Cancelled meanwhile: interrupt, wait until the thread is out, then raise CancelledError."""
@@ -125,76 +111,141 @@ class Stream:
             future.exception()  # retrieved: it ended because we cut it off
             raise
 
+    def check_interrupted(self) -> None:
+        """Raises PeerClosed after interrupt()."""
+        if self.interrupted:
+            raise PeerClosed("the transfer was interrupted on this side")
+
+    async def wait_closed(self) -> None:  # noqa: B027  # most have nothing to wait for
+        """Return when all that close() set going is over."""
+
+    @abstractmethod
+    async def write_bytes(self, data: bytes) -> None:
+        """Send `data` as it is."""
+
+    @abstractmethod
+    async def send_views(self, views: Sequence[memoryview]) -> None:
+        """Send the bytes of `views` in order."""
+
+    @abstractmethod
+    async def receive_views(self, views: Sequence[memoryview], on_bytes: Callable[[int], None]) -> int:
+        """Fill `views` in order and return the CRC-32C of what came. on_bytes(count), on the event loop, may raise to stop."""
+
+    @abstractmethod
+    async def linger(self, timeout_s: float) -> None:
+        """Say that nothing more is sent, then wait for the peer to close first, dropping what it sends: our last answer has to
+        reach it."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Make every present and future wait on this stream fail at once. From the event loop only."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it holds; idempotent. No thread may be inside."""
+
+    @abstractmethod
+    async def _read_exactly(self, num_bytes: int) -> bytes: ...
+
+
+class SocketStream(Stream):
+    """Owns `sock` until close()."""
+
+    def __init__(self, sock: socket.socket, executor: Executor, idle_timeout_s: float) -> None:
+        super().__init__(executor, idle_timeout_s)
+        sock.setblocking(False)
+        self.sock = sock
+
+    async def write_bytes(self, data: bytes) -> None:
+        async with asyncio.timeout(self.idle_timeout_s):
+            await asyncio.get_running_loop().sock_sendall(self.sock, data)
+
+    async def send_views(self, views: Sequence[memoryview]) -> None:
+        """Send the bytes of `views` in order, without copying them."""
+        cursor = self._cursor(views)
+        while cursor.remaining:
+            if not await self.run(self._send_turn, cursor):
+                await self.ready(write=True)
+
+    async def receive_views(self, views: Sequence[memoryview], on_bytes: Callable[[int], None]) -> int:
+        """Fill `views` in order and return the CRC-32C of what came. on_bytes(count), on the event loop, may raise to stop."""
+        cursor = self._cursor(views)
+        while cursor.remaining:
+            num_bytes = await self.run(self._receive_turn, cursor)
+            if num_bytes:
+                on_bytes(num_bytes)
+            elif cursor.remaining:
+                await self.ready(write=False)
+        return cursor.value
+
     async def ready(self, *, write: bool) -> None:
         """Wait until the socket can be written (or read). TimeoutError after idle_timeout_s."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-        add, remove = (loop.add_writer, loop.remove_writer) if write else (loop.add_reader, loop.remove_reader)
-        add(self.sock, _resolve, future)
-        try:
-            async with asyncio.timeout(self.idle_timeout_s):
-                await future
-        finally:
-            remove(self.sock)
+        async with asyncio.timeout(self.idle_timeout_s):
+            await self._wait(write=write)
 
     async def linger(self, timeout_s: float) -> None:
         """Wait for the peer to close first, dropping what it sends: closing with unread bytes would reset the connection and
         take our last answer with it."""
         sink = bytearray(1 << 16)
         with suppress(OSError, TimeoutError):
-            self.sock.shutdown(socket.SHUT_WR)
+            self._shutdown(socket.SHUT_WR)
             async with asyncio.timeout(timeout_s):
-                while await asyncio.get_running_loop().sock_recv_into(self.sock, sink):
+                while await self._receive_into(memoryview(sink)):
                     pass
 
     def interrupt(self) -> None:
         """Make every present and future wait on this socket fail at once. From the event loop only."""
         self.interrupted = True
         with suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
+            self._shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the socket; idempotent."""
         self.sock.close()
 
-    def check_interrupted(self) -> None:
-        """Raises PeerClosed after interrupt()."""
-        if self.interrupted:
-            raise PeerClosed("the transfer was interrupted on this side")
-
     async def _read_exactly(self, num_bytes: int) -> bytes:
-        loop, buffer = asyncio.get_running_loop(), bytearray(num_bytes)
+        buffer = bytearray(num_bytes)
         view, done = memoryview(buffer), 0
         while done < num_bytes:
-            count = await loop.sock_recv_into(self.sock, view[done:])
+            count = await self._receive_into(view[done:])
             if count == 0:
                 raise PeerClosed(f"the peer closed the connection with {num_bytes - done} bytes of a frame missing")
             done += count
         return bytes(buffer)
 
-    def _send_turn(self, cursor: Cursor) -> int:
+    def _cursor(self, views: Sequence[memoryview]) -> Cursor | NativeCursor:
+        library = native()
+        return Cursor(views) if library is None else NativeCursor(library, views)
+
+    def _send_turn(self, cursor: Cursor | NativeCursor) -> int:
         """Send what the socket takes, in a thread; returns the bytes sent."""
-        before, deadline = cursor.remaining, time.monotonic() + TURN_S
+        if isinstance(cursor, NativeCursor):
+            self.check_interrupted()
+            return cursor.send(self.sock, TURN_MS)
+        before, deadline = cursor.remaining, time.monotonic() + TURN_MS / 1000
         while cursor.remaining and time.monotonic() < deadline:
             self.check_interrupted()
             try:
                 with cursor.window() as pieces:
-                    count = self.sock.sendmsg(pieces)
+                    count = self._send_some(pieces)
                 cursor.advance(count)
             except BlockingIOError:
                 if not self._poll(select.POLLOUT):
                     break
         return before - cursor.remaining
 
-    def _receive_turn(self, cursor: Cursor, value: int) -> tuple[int, int]:
-        """Receive what the socket has, in a thread; returns the bytes received and the checksum up to them."""
-        before, deadline = cursor.remaining, time.monotonic() + TURN_S
+    def _receive_turn(self, cursor: Cursor | NativeCursor) -> int:
+        """Receive and sum what the socket has, in a thread; returns the bytes received."""
+        if isinstance(cursor, NativeCursor):
+            self.check_interrupted()
+            return cursor.receive(self.sock, TURN_MS)
+        before, deadline = cursor.remaining, time.monotonic() + TURN_MS / 1000
         while cursor.remaining and time.monotonic() < deadline:
             self.check_interrupted()
             try:
                 with cursor.window() as pieces:
-                    count = self.sock.recvmsg_into(pieces)[0]
-                    value = _extend_over(value, pieces, count)
+                    count = self._receive_some(pieces)
+                    cursor.value = _extend_over(cursor.value, pieces, count)
             except BlockingIOError:
                 if not self._poll(select.POLLIN):
                     break
@@ -202,7 +253,32 @@ class Stream:
             if count == 0:
                 raise PeerClosed(f"the peer closed the connection with {cursor.remaining} bytes of a part missing")
             cursor.advance(count)
-        return before - cursor.remaining, value
+        return before - cursor.remaining
+
+    def _send_some(self, pieces: Sequence[memoryview]) -> int:
+        """Bytes of `pieces` that the socket took. BlockingIOError: none now."""
+        return self.sock.sendmsg(pieces)
+
+    def _receive_some(self, pieces: Sequence[memoryview]) -> int:
+        """Bytes that came into `pieces`; 0: the peer has closed. BlockingIOError: none now."""
+        return self.sock.recvmsg_into(pieces)[0]
+
+    async def _receive_into(self, view: memoryview) -> int:
+        """Wait for bytes, without a timeout, and return how many came into `view`; 0: the peer has closed."""
+        return await asyncio.get_running_loop().sock_recv_into(self.sock, view)
+
+    async def _wait(self, *, write: bool) -> None:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        add, remove = (loop.add_writer, loop.remove_writer) if write else (loop.add_reader, loop.remove_reader)
+        add(self.sock, _resolve, future)
+        try:
+            await future
+        finally:
+            remove(self.sock)
+
+    def _shutdown(self, how: int) -> None:
+        self.sock.shutdown(how)
 
     def _poll(self, event: int) -> bool:
         poller = select.poll()

@@ -1,4 +1,4 @@
-"""One prefill from the engine's queue to decode's commit.
+"""One prefill from the engine's queue to decode's commit; the push runs beside the computation and ends shortly after it.
 
 The blocks belong to the engine request from `add` to `release`. `release` stands in one `finally`, after everything that reads
 the blocks has ended, so it runs exactly once, however the prefill ends: finished, refused, failed, cancelled or out of time.
@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
 
 from engine.engine import Engine
+from engine.outputs import KVReady
 from engine.request import EngineRequest
 from kvtransfer.errors import PushFailed
-from kvtransfer.push import PushJob
+from kvtransfer.feed import Ending, FirstTokensDrawn, KVFeed, NothingToDecode, Ready
+from kvtransfer.push import PushJob, PushResult
 from kvtransfer.sender import Sender
 from prefill_service.first_tokens import FirstTokens, FirstTokensSink
 from prefill_service.ports import EngineCalls, Sinks
@@ -48,6 +50,8 @@ class HandoffTools:
     engine: EngineCalls
     sinks: Sinks
     sender: Sender
+    block_size: int
+    num_steps: Callable[[], int]  # of the engine, so far
 
 
 class Handoff:
@@ -58,6 +62,8 @@ class Handoff:
         self._tools = tools
         self._events: asyncio.Queue[FirstTokens | prefill_pb2.HandoffOutcome | None] = asyncio.Queue()
         self._entered_ns = 0
+        self._feed = KVFeed()
+        self._push: asyncio.Task[PushResult] | None = None
         self._cancelled = False
         self.failed = False
         self.task = asyncio.create_task(self._run())
@@ -82,7 +88,7 @@ class Handoff:
     async def _run(self) -> None:
         engine_id = self._assignment.engine_request.request_id
         sink = FirstTokensSink()
-        self._tools.sinks.add(engine_id, sink)
+        self._tools.sinks.add(engine_id, sink, self._on_ready)
         try:
             async with asyncio.timeout_at(_loop_deadline(self._assignment.deadline)):
                 await self._prefill_and_push(sink)
@@ -90,7 +96,7 @@ class Handoff:
             raise DeadlineExceeded("the request's deadline has passed during its prefill") from error
         finally:
             self._tools.sinks.remove(engine_id)
-            await _to_its_end(self._tools.engine.call(lambda engine: engine.release(engine_id)))
+            await _to_its_end(self._clean_up(engine_id))
 
     async def _prefill_and_push(self, sink: FirstTokensSink) -> None:
         await hit_async("prefill.accepted")
@@ -99,7 +105,28 @@ class Handoff:
         first = await self._first_tokens(sink)
         self._events.put_nowait(first)
         await hit_async("prefill.computed")
-        self._events.put_nowait(await self._hand_off(first))
+        self._feed.end(_ending(first))
+        self._events.put_nowait(await self._outcome(first))
+
+    def _on_ready(self, ready: KVReady) -> None:
+        """More KV is final; the first time, the push begins."""
+        block_size, num_tokens = self._tools.block_size, self._assignment.num_tokens
+        num_blocks, num_step_blocks = (
+            len(ready.block_ids) if count >= num_tokens else count // block_size
+            for count in (ready.num_tokens, ready.num_step_tokens)
+        )
+        self._feed.advance(Ready(num_blocks, num_step_blocks, ready.num_layers))
+        if self._push is None:
+            job = PushJob(self._assignment.reservation, ready.block_ids, num_tokens, self._feed, self._tools.num_steps)
+            self._push = asyncio.create_task(self._tools.sender.push(job, timeout_s=MAX_PUSH_S))
+
+    async def _clean_up(self, engine_id: str) -> None:
+        if self._push is not None:  # it reads the blocks
+            self._push.cancel()
+            await asyncio.wait([self._push])
+            if not self._push.cancelled():
+                self._push.exception()  # seen: what ended us came before it
+        await self._tools.engine.call(lambda engine: engine.release(engine_id))
 
     def _add(self, engine: Engine) -> bool:
         self._entered_ns = time.monotonic_ns()
@@ -123,23 +150,21 @@ class Handoff:
         stats = await self._tools.engine.call(Engine.stats)
         return None if stats.num_running or stats.num_held else stats.num_steps
 
-    async def _hand_off(self, first: FirstTokens) -> prefill_pb2.HandoffOutcome:
-        engine_id = self._assignment.engine_request.request_id
-        block_ids = await self._tools.engine.call(lambda engine: engine.held_blocks(engine_id))
-        job = PushJob(self._assignment.reservation, block_ids, self._assignment.num_tokens, first.for_decode())
+    async def _outcome(self, first: FirstTokens) -> prefill_pb2.HandoffOutcome:
+        assert self._push is not None, "the KV of a prefill that drew its first token is ready"
+        reservation_id = self._assignment.reservation.reservation_id
         try:
-            if first.all_finished:
-                return await self._finish(job)
-            return await self._push(job, first)
+            result = await asyncio.shield(self._push)
         except PushFailed as error:
+            if first.all_finished:  # decode's blocks go with the lease, or when the router cancels there
+                return _finished(f"decode could not be told: {error}")
             self.failed = True
-            logger.warning("hand-off to reservation %s failed: %s", job.reservation.reservation_id, error)
+            logger.warning("hand-off to reservation %s failed: %s", reservation_id, error)
             return prefill_pb2.HandoffOutcome(
                 status=prefill_pb2.HANDOFF_STATUS_FAILED, message=str(error), retryable=error.retryable
             )
-
-    async def _push(self, job: PushJob, first: FirstTokens) -> prefill_pb2.HandoffOutcome:
-        result = await self._tools.sender.push(job, timeout_s=self._push_timeout_s())
+        if not result.committed:
+            return _finished("")
         return prefill_pb2.HandoffOutcome(
             status=prefill_pb2.HANDOFF_STATUS_COMMITTED,
             kv_bytes=result.num_bytes,
@@ -147,18 +172,15 @@ class Handoff:
             kv_exposed_ns=time.monotonic_ns() - first.drawn_ns,
         )
 
-    async def _finish(self, job: PushJob) -> prefill_pb2.HandoffOutcome:
-        """Every choice ended with its first token. Decode's blocks go at once if it hears of it, else with the lease."""
-        finished = prefill_pb2.HandoffOutcome(status=prefill_pb2.HANDOFF_STATUS_FINISHED)
-        try:
-            await self._tools.sender.abort(job, finished=True, reason="every choice ended with its first token")
-        except PushFailed as error:
-            finished.message = f"decode could not be told: {error}"
-        return finished
 
-    def _push_timeout_s(self) -> float:
-        deadline = self._assignment.deadline
-        return MAX_PUSH_S if deadline is None else min(MAX_PUSH_S, max(deadline - time.monotonic(), 0.001))
+def _ending(first: FirstTokens) -> Ending:
+    if first.all_finished:
+        return NothingToDecode("every choice ended with its first token")
+    return FirstTokensDrawn(first.for_decode())
+
+
+def _finished(message: str) -> prefill_pb2.HandoffOutcome:
+    return prefill_pb2.HandoffOutcome(status=prefill_pb2.HANDOFF_STATUS_FINISHED, message=message)
 
 
 def named(request: EngineRequest, engine_id: str) -> EngineRequest:

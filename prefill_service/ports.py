@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from engine.engine import Engine
-from engine.outputs import RequestStarted, SequenceUpdate
+from engine.outputs import KVReady, RequestStarted, SequenceUpdate
 
 T = TypeVar("T")
 
@@ -29,6 +29,6 @@ class Sink(Protocol):
 class Sinks(Protocol):
     """The engine's results by engine request id (`worker.dispatch.Dispatcher`)."""
 
-    def add(self, engine_id: str, sink: Sink) -> None: ...
+    def add(self, engine_id: str, sink: Sink, on_ready: Callable[[KVReady], None] | None = None) -> None: ...
 
     def remove(self, engine_id: str) -> None: ...

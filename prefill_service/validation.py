@@ -33,7 +33,7 @@ class PrefillValidator:
             if not request.HasField(field):
                 raise InvalidArgument(field, "missing")
         check_identity(self.identity, request.identity)
-        check_layout(self.layout, request.reservation.layout)
+        check_layout(self.identity, self.layout, request.reservation.layout)
         engine_request = self.translate(request.request)
         num_tokens = _num_kv_tokens(engine_request)
         self._check_reservation(request.reservation, num_tokens)
@@ -56,10 +56,11 @@ class PrefillValidator:
             if not given:
                 raise InvalidArgument(f"reservation.{name}", "missing; give the reservation as decode granted it")
         num_cached = reservation.num_cached_tokens
-        if num_cached % self.layout.block_size or num_cached >= num_tokens:
+        block_size = reservation.layout.block_size
+        if num_cached % block_size or num_cached >= num_tokens:
             raise InvalidArgument(
                 "reservation.num_cached_tokens",
-                f"{num_cached} must be whole blocks of {self.layout.block_size}, fewer than the request's {num_tokens} tokens",
+                f"{num_cached} must be whole blocks of {block_size}, fewer than the request's {num_tokens} tokens",
             )
 
 

@@ -21,7 +21,7 @@ from router.policy import Mode
 from router.prefill_call import PrefillCall, PrefillEnd, PrefillTarget
 from router.prefix_memory import WorkerKey
 from router.timings import RequestTimings
-from router.worker_views import identity_of
+from router.worker_views import kind_of
 from runtime.errors import DeadlineExceeded, FailedPrecondition, MeshError, Unavailable
 
 OUTCOME_GRACE_S = 1.0
@@ -45,7 +45,7 @@ class Course:
         self._timings = timings
         self._placer = Placer(core)
         self._avoid: frozenset[WorkerKey] = frozenset()
-        self._identity: tuple[object, ...] | None = None
+        self._kind: tuple[object, ...] | None = None
 
     async def run(self) -> None:
         """To the end. Errors go to the outbox; on cancellation both legs are told in the background."""
@@ -191,7 +191,7 @@ class Course:
         self._book.drop_early()
         self._avoid = frozenset({(leg.worker.address, leg.info.epoch)})
         if self._book.anything_emitted:
-            self._identity = identity_of(leg.info.identity)
+            self._kind = kind_of(leg.info)
         parts.num_resubmissions += 1
         if parts.num_resubmissions > self._core.config.max_resubmissions:
             raise Unavailable(
@@ -209,6 +209,6 @@ class Course:
             emitted=self._book.history(),
             sink=self,
             timings=self._timings,
-            identity=self._identity,
+            kind=self._kind,
             avoid=self._avoid,
         )

@@ -44,7 +44,7 @@ class Need:
     emitted: list[common_pb2.EmittedChoice]
     sink: Sink
     timings: RequestTimings
-    identity: tuple[object, ...] | None = None
+    kind: tuple[object, ...] | None = None
     avoid: frozenset[WorkerKey] = frozenset()
 
     @property
@@ -55,7 +55,7 @@ class Need:
     @property
     def line_key(self) -> Hashable:
         """Requests with the same key could run on the same workers."""
-        return (self.job.model.name, self.identity, self.job.mode)
+        return (self.job.model.name, self.kind, self.job.mode)
 
     @property
     def priority(self) -> int:
@@ -189,7 +189,7 @@ class Placer:
             max_total_tokens=len(job.prompt) + job.sampling.max_tokens,
             cached_tokens=self._cached_tokens(job, {view.block_size for view in views}),
             mode=Mode.LOCAL if several_under_way else job.mode,
-            identity=need.identity,
+            kind=need.kind,
         )
 
     def _cached_tokens(self, job: Job, block_sizes: set[int]) -> dict[WorkerKey, int]:

@@ -9,6 +9,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvtransfer.layouts import Layout
 from router.prefix_memory import WorkerKey
 
 PREFIX_CREDIT = 0.25
@@ -24,7 +25,7 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True)
 class WorkerView:
-    """One worker that lives and takes work. `identity` and `layout` are compared for equality only.
+    """One worker that lives and takes work. `identity` is compared for equality only.
 
     `dispatched_*` is what this router sent there since the report that the other numbers come from.
     """
@@ -36,7 +37,7 @@ class WorkerView:
     prefill: bool
     decode: bool
     identity: tuple[object, ...]
-    layout: tuple[object, ...]
+    layout: Layout
     transports: frozenset[str]
     host_id: str
     block_size: int
@@ -56,6 +57,11 @@ class WorkerView:
         return (self.address, self.epoch)
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """What decides a request's tokens: it stays with one kind."""
+        return (self.identity, self.layout.kv_dtype)
+
+    @property
     def tokens_ahead(self) -> int:
         """Prompt tokens that this worker has still to compute."""
         return self.num_waiting_tokens + self.dispatched_tokens
@@ -63,7 +69,7 @@ class WorkerView:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a request needs. `cached_tokens` by worker; `identity` pins the kind that the request started on."""
+    """What a request needs. `cached_tokens` by worker; `kind` pins the kind of worker that the request started on."""
 
     model: str
     num_tokens: int
@@ -71,7 +77,7 @@ class Demand:
     max_total_tokens: int = 0
     cached_tokens: Mapping[WorkerKey, int] = field(default_factory=dict)
     mode: Mode | None = None
-    identity: tuple[object, ...] | None = None
+    kind: tuple[object, ...] | None = None
     excluded_decode: frozenset[WorkerKey] = frozenset()
     excluded_prefill: frozenset[WorkerKey] = frozenset()
 
@@ -136,15 +142,20 @@ def choose_prefill(decode: WorkerView, kind: Sequence[WorkerView], demand: Deman
         and worker.key not in demand.excluded_prefill
         and compatible(worker, decode)
     ]
-    return min(candidates, key=lambda worker: (worker.tokens_ahead + demand.uncached(worker), worker.address), default=None)
+
+    def cost(worker: WorkerView) -> tuple[bool, int, str]:
+        # KV of another element type gives other tokens than decode's own: only where there is nobody else.
+        return (worker.kind != decode.kind, worker.tokens_ahead + demand.uncached(worker), worker.address)
+
+    return min(candidates, key=cost, default=None)
 
 
 def compatible(prefill: WorkerView, decode: WorkerView) -> bool:
-    """May these two hand over KV? Equal identity, equal layout (nothing converts yet) and a transport that reaches."""
-    if prefill.identity != decode.identity or prefill.layout != decode.layout:
+    """May these two hand over KV? Equal identity, a layout that converts, and a transport that reaches."""
+    if prefill.identity != decode.identity or prefill.layout.difference(decode.layout) is not None:
         return False
     common = prefill.transports & decode.transports
-    return "tcp" in common or ("shm" in common and prefill.host_id == decode.host_id)
+    return bool({"tcp", "grpc"} & common) or ("shm" in common and prefill.host_id == decode.host_id)
 
 
 def has_room(worker: WorkerView, demand: Demand) -> bool:
@@ -160,7 +171,7 @@ def blocks_for(num_tokens: int, worker: WorkerView) -> int:
 
 
 def _same_kind(worker: WorkerView, demand: Demand) -> bool:
-    return worker.model == demand.model and demand.identity in (None, worker.identity)
+    return worker.model == demand.model and demand.kind in (None, worker.kind)
 
 
 def _can_ever_hold(worker: WorkerView, demand: Demand) -> bool:

@@ -16,7 +16,8 @@ from router.policy import WorkerView
 from router.silence import Watchdog
 
 MIN_BACKOFF_S = 0.05
-MAX_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 0.25
+UNUSABLE_RETRY_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class Worker:
         problem = worker_views.problem_of(info)
         if problem is not None:
             logger.error("worker %s cannot be used: its GetInfo says that %s", self.address, problem)
-            await asyncio.sleep(MAX_BACKOFF_S)
+            await asyncio.sleep(UNUSABLE_RETRY_S)
             return
         info.address = self.address
         call = self._control.Watch(worker_pb2.WatchRequest(period_ms=self._report_period_ms))

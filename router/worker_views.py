@@ -1,5 +1,6 @@
 """From a worker's own messages to the value that the policy looks at."""
 
+from kvtransfer.layouts import Layout
 from protos.v1 import common_pb2, worker_pb2
 from router.policy import WorkerView
 
@@ -9,9 +10,9 @@ def identity_of(identity: common_pb2.Identity) -> tuple[object, ...]:
     return tuple(getattr(identity, field.name) for field in identity.DESCRIPTOR.fields)
 
 
-def layout_of(layout: common_pb2.KVLayout) -> tuple[object, ...]:
-    """All fields in order."""
-    return tuple(getattr(layout, field.name) for field in layout.DESCRIPTOR.fields)
+def kind_of(info: worker_pb2.WorkerInfo) -> tuple[object, ...]:
+    """`WorkerView.kind` of a decode worker."""
+    return (identity_of(info.identity), info.layout.kv_dtype)
 
 
 def view_of(info: worker_pb2.WorkerInfo, load: worker_pb2.LoadReport, *, decode: bool) -> WorkerView:
@@ -24,7 +25,7 @@ def view_of(info: worker_pb2.WorkerInfo, load: worker_pb2.LoadReport, *, decode:
         prefill=worker_pb2.ROLE_PREFILL in load.roles,
         decode=decode and worker_pb2.ROLE_DECODE in load.roles,
         identity=identity_of(info.identity),
-        layout=layout_of(info.layout),
+        layout=Layout.of(info.layout),
         transports=frozenset(info.transports),
         host_id=info.host_id,
         block_size=info.layout.block_size,
@@ -44,6 +45,5 @@ def problem_of(info: worker_pb2.WorkerInfo) -> str | None:
             return f"{name} is not set"
     if not info.identity.model:
         return "identity.model is not set"
-    if not info.layout.block_size:
-        return "layout.block_size is not set"
-    return None
+    problem = Layout.of(info.layout).problem(info.identity.num_kv_heads)
+    return None if problem is None else f"layout.{problem[0]}: {problem[1]}"

@@ -16,6 +16,8 @@ from engine.loop import EngineLoop
 from engine.outputs import StepResult
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
+from kvtransfer.transports.grpc import SERVICE as PUSH_SERVICE
+from kvtransfer.transports.grpc import add_push_service
 from prefill_service.handoff import HandoffTools
 from prefill_service.servicer import PrefillServicer
 from prefill_service.validation import PrefillValidator
@@ -23,6 +25,7 @@ from protos.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc, worker_pb2,
 from runtime.config import ConfigError
 from runtime.identity import new_epoch
 from runtime.server import GrpcServer
+from runtime.tls import Tls, open_tls
 from worker.config import WorkerConfig
 from worker.control import Changes, ControlServicer
 from worker.cpus import bind
@@ -43,7 +46,9 @@ class Worker:
     def __init__(
         self, config: WorkerConfig, engine: Engine, *, worker_id: str, on_failure: Callable[[BaseException], None]
     ) -> None:
-        """`on_failure` hears what the worker cannot live with: a failed engine, a bug in a background task."""
+        """`on_failure` hears what the worker cannot live with: a failed engine, a bug in a background task.
+
+        Raises ConfigError when the certificates are not good."""
         self.epoch = new_epoch()
         self.gate = RoleGate(roles_of(config.roles))
         self.changes = Changes()
@@ -53,21 +58,22 @@ class Worker:
         self._config = config
         self._worker_id = worker_id
         self._on_failure = on_failure
-        self._engine_loop = EngineLoop(engine, self._on_step, on_failure)
+        self._engine_loop = EngineLoop(engine, self._on_step, on_failure, self.dispatcher.on_ready)
         identity, layout = identity_of(engine, config.served_name), layout_of(engine)
         translate = TokenRequestTranslator(
-            identity.model, lambda tenant, cache_salt: cache_root_of(identity, tenant=tenant, cache_salt=cache_salt)
+            identity.model, lambda tenant, cache_salt: cache_root_of(identity, layout, tenant=tenant, cache_salt=cache_salt)
         )
         self.load = self._load_reporter()
-        self._sender = Sender(engine.kv, identity, layout, self.epoch)
+        tls = open_tls(config.tls)
+        self._sender = Sender(engine.kv, identity, layout, self.epoch, tls=tls)
         self.prefill = PrefillServicer(
             PrefillValidator(identity, layout, translate),
-            HandoffTools(self._engine_loop, self.dispatcher, self._sender),
+            HandoffTools(self._engine_loop, self.dispatcher, self._sender, layout.block_size, lambda: self.dispatcher.num_steps),
             check_new_work=self.gate.checker(worker_pb2.ROLE_PREFILL),
         )
         self.decode = DecodeService(_decode_settings(config), self._surroundings(identity, layout, translate))
-        self._receiver = _receiver(config, engine, self.decode, identity, layout)
-        self._server = GrpcServer(config.host, config.port)
+        self._receiver = _receiver(config, engine, self.decode, identity, layout, tls)
+        self._server = GrpcServer(config.host, config.port, tls=tls)
         self._tasks: list[asyncio.Task[None]] = []
         self._role_change = asyncio.Lock()
 
@@ -85,8 +91,11 @@ class Worker:
         self._server.register(add_decode, self.decode.servicer, "pdmesh.v1.DecodeService")
         self._server.register(add_prefill, self.prefill, "pdmesh.v1.PrefillService")
         self._server.register(worker_pb2_grpc.add_WorkerControlServicer_to_server, control, "pdmesh.v1.WorkerControl")
-        port = await self._server.start()
-        self.description = self._describe(port)
+        if self._receiver.takes_calls:
+            self._server.register(add_push_service, self._receiver, PUSH_SERVICE)
+        await self._server.start()
+        self._receiver.grpc_address = self._address
+        self.description = self._describe()
         for work in (self.decode.keeper.run(), self.load.run()):
             self._tasks.append(self._background(work))
         await self._server.set_serving(True)
@@ -189,23 +198,33 @@ class Worker:
     def _transfer_address(self) -> str:
         return f"{self._config.host}:{self._config.transfer_port}"
 
-    def _describe(self, port: int) -> Description:
+    @property
+    def _address(self) -> str:
+        """ "host:port" of the gRPC server as others reach it; only once it has started."""
         host = self._config.advertise or self._config.host
+        return f"[{host}]:{self._server.port}" if ":" in host and not host.startswith("[") else f"{host}:{self._server.port}"
+
+    def _describe(self) -> Description:
         return describe(
             self.engine,
             self.gate,
             worker_id=self._worker_id,
             epoch=self.epoch,
-            address=f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}",
+            address=self._address,
             model=self._config.served_name,
             transports=tuple(endpoint.transport for endpoint in self._receiver.endpoints()),
         )
 
 
 def _receiver(
-    config: WorkerConfig, engine: Engine, decode: DecodeService, identity: common_pb2.Identity, layout: common_pb2.KVLayout
+    config: WorkerConfig,
+    engine: Engine,
+    decode: DecodeService,
+    identity: common_pb2.Identity,
+    layout: common_pb2.KVLayout,
+    tls: Tls | None,
 ) -> Receiver:
-    """Both transports move bytes of CPU memory; KV on a device is not handed off yet, such a worker prefills LOCAL."""
+    """All transports move bytes of CPU memory; KV on a device is not handed off yet, such a worker prefills LOCAL."""
     return Receiver(
         engine.kv,
         decode.delegate,
@@ -216,6 +235,7 @@ def _receiver(
         transports=config.transports if config.engine.device == "cpu" else (),
         advertise=config.advertise or None,
         idle_timeout_s=config.lease_s,
+        tls=tls,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from kvtransfer.transports.registry import TRANSPORTS
+from runtime.tls import TlsConfig
 from worker.cpus import problem_with
 from worker.roles import ROLE_NAMES
 
@@ -27,7 +28,7 @@ class WorkerConfig:
     port: int = field(default=0, metadata={"help": "gRPC port; 0 picks a free one"})
     advertise: str = field(default="", metadata={"help": "host that others reach it at; empty: the one it listens on"})
     transfer_port: int = field(default=0, metadata={"help": "port of the KV receiver (tcp); 0 picks a free one"})
-    transports: tuple[str, ...] = field(default=("shm", "tcp"), metadata={"help": "KV transports to offer"})
+    transports: tuple[str, ...] = field(default=("shm", "tcp", "grpc"), metadata={"help": "KV transports to offer"})
     worker_id: str = field(default="", metadata={"help": "name of this worker, stable over restarts; empty: a random one"})
     redis: str = field(default="", metadata={"help": "URL of the registry; empty: routers are told otherwise", "secret": True})
     mesh: str = field(default="default", metadata={"help": "name of the mesh in the registry"})
@@ -38,6 +39,7 @@ class WorkerConfig:
     report_period_s: float = field(default=0.2, metadata={"help": "period of load reports to routers"})
     drain_grace_s: float = field(default=30.0, metadata={"help": "how long running requests may finish after SIGTERM"})
     cpus: tuple[int, ...] = field(default=(), metadata={"help": "cores of the engine's threads, such as 0,1; empty: any (Linux)"})
+    tls: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
     exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
 
     def validate(self) -> None:

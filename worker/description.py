@@ -21,7 +21,7 @@ def identity_of(engine: Engine, model: str) -> common_pb2.Identity:
         weights_hash=engine.weights_hash,
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        head_dim=engine.model_config.head_dim,
         numeric_mode=engine.numeric_mode,
         protocol_version=PROTOCOL_VERSION,
     )
@@ -31,12 +31,15 @@ def layout_of(engine: Engine) -> common_pb2.KVLayout:
     """What must be convertible between both ends."""
     shape = engine.kv.shape
     dtype = str(shape.dtype).removeprefix("torch.")
-    return common_pb2.KVLayout(block_size=shape.block_size, kv_dtype=dtype, tensor_parallel_size=1)
+    return common_pb2.KVLayout(
+        block_size=shape.block_size, kv_dtype=dtype, tensor_parallel_size=1, arrangement=engine.kv_arrangement
+    )
 
 
-def cache_root_of(identity: common_pb2.Identity, *, tenant: str, cache_salt: str) -> bytes:
-    """The root of the block hashes: prefixes are shared within one identity, tenant and salt."""
-    fields = (identity.model, identity.weights_hash, identity.numeric_mode, identity.protocol_version)
+def cache_root_of(identity: common_pb2.Identity, layout: common_pb2.KVLayout, *, tenant: str, cache_salt: str) -> bytes:
+    """The root of the block hashes: prefixes are shared within one identity, KV dtype, tenant and salt."""
+    numbers = f"{identity.numeric_mode}/{layout.kv_dtype}"
+    fields = (identity.model, identity.weights_hash, numbers, identity.protocol_version)
     return cache_root(*fields, salt=f"{len(tenant)}:{tenant}:{cache_salt}")
 
 

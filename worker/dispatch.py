@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
-from engine.outputs import RequestStarted, SequenceUpdate, StepResult
+from engine.outputs import KVReady, RequestStarted, SequenceUpdate, StepResult
 
 
 class Sink(Protocol):
@@ -21,19 +22,32 @@ class Dispatcher:
     def __init__(self) -> None:
         self.num_steps = 0
         self._sinks: dict[str, Sink] = {}
+        self._readers: dict[str, Callable[[KVReady], None]] = {}
 
     def __len__(self) -> int:
         return len(self._sinks)
 
-    def add(self, engine_id: str, sink: Sink) -> None:
+    def add(self, engine_id: str, sink: Sink, on_ready: Callable[[KVReady], None] | None = None) -> None:
+        """`on_ready` hears how far the KV of a prefill_only request is, before the end of a step and at it."""
         self._sinks[engine_id] = sink
+        if on_ready is not None:
+            self._readers[engine_id] = on_ready
 
     def remove(self, engine_id: str) -> None:
         self._sinks.pop(engine_id, None)
+        self._readers.pop(engine_id, None)
+
+    def on_ready(self, ready: tuple[KVReady, ...]) -> None:
+        """Called by the engine loop on the event loop."""
+        for each in ready:
+            reader = self._readers.get(each.request_id)
+            if reader is not None:
+                reader(each)
 
     def on_step(self, result: StepResult) -> None:
         """Called by the engine loop on the event loop."""
         self.num_steps = result.step
+        self.on_ready(result.ready)
         # Looked up before anything is told: a request that ends with this step may remove its sink on its last update.
         started = [(self._sinks.get(started.request_id), started) for started in result.started]
         for update in result.updates:

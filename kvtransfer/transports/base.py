@@ -14,7 +14,8 @@ from protos.v1 import common_pb2, transfer_pb2
 class Outgoing(Protocol):
     """The sender's end of a connection."""
 
-    stream: Stream
+    @property
+    def stream(self) -> Stream: ...
 
     async def send_hello(self, hello: transfer_pb2.TransferHello) -> None:
         """The first frame, with what the receiver needs to reach our memory."""
@@ -26,27 +27,37 @@ class Outgoing(Protocol):
 class Incoming(Protocol):
     """The receiver's end of a connection."""
 
-    stream: Stream
+    @property
+    def stream(self) -> Stream: ...
 
     async def receive_hello(self) -> transfer_pb2.TransferHello:
-        """The first frame. Raises FrameError for another, TransferRefused for memory that cannot be used."""
+        """The first frame. Raises FrameError for another."""
+
+    def prepare(self, hello: transfer_pb2.TransferHello) -> None:
+        """Obtain what it takes to reach the sender's memory; its identity and layout are found good. Raises TransferRefused."""
 
     async def receive_part(
-        self, header: transfer_pb2.PartHeader, part: Part, block_ids: Sequence[int], on_bytes: Callable[[int], None]
+        self,
+        header: transfer_pb2.PartHeader,
+        part: Part,
+        memory: KVMemory,
+        block_ids: Sequence[int],
+        on_bytes: Callable[[int], None],
     ) -> int:
-        """Write the part into `block_ids` of our pool and return the CRC-32C of what was written.
+        """Write the part into `block_ids` of `memory` and return the CRC-32C of what was written.
 
         on_bytes(count) is called on the event loop as bytes arrive; it may raise to stop the writing.
         """
 
     def close(self) -> None:
-        """Give back what receive_hello obtained (not the stream); idempotent."""
+        """Give back what was obtained (not the stream); idempotent."""
 
 
 class Transport(Protocol):
     """One way between two processes."""
 
     name: str
+    gains_by_connections: bool  # several for one push are faster than one
 
     def sends(self, memory: KVMemory) -> bool:
         """Can this process send from this memory?"""
@@ -57,16 +68,20 @@ class Transport(Protocol):
     def reaches(self, endpoint: common_pb2.TransferEndpoint) -> bool:
         """Whether `endpoint` can be reached from this host."""
 
+    async def connect(
+        self, endpoint: common_pb2.TransferEndpoint, memory: KVMemory, executor: Executor, reply_timeout_s: float
+    ) -> Outgoing:
+        """Raises TransportUnavailable."""
+
+
+class SocketTransport(Transport, Protocol):
+    """One that listens on a socket of its own."""
+
     def listen(self, host: str, port: int) -> socket.socket:
         """A listening socket. Raises OSError."""
 
     def endpoint(self, listener: socket.socket, advertise: str | None) -> common_pb2.TransferEndpoint:
         """How to reach `listener`; `advertise` is the host that peers see, where there is one."""
-
-    async def connect(
-        self, endpoint: common_pb2.TransferEndpoint, memory: KVMemory, executor: Executor, reply_timeout_s: float
-    ) -> Outgoing:
-        """Raises TransportUnavailable."""
 
     def accept(self, sock: socket.socket, memory: KVMemory, executor: Executor, idle_timeout_s: float) -> Incoming:
         """Take over an accepted connection. Raises PermissionError for a peer that may not use it."""

@@ -1,41 +1,38 @@
 """shm: the receiver maps the sender's pool read-only and copies blocks out of it. For processes of one user on one Linux host.
 
     sender ── hello + memfd (SCM_RIGHTS) over an abstract Unix socket ──► receiver: verifies fd, maps it PROT_READ
-    sender ── part header with its block ids ───────────────────────────► receiver: copies, then sums ITS COPY
+    sender ── part header with its block ids ───────────────────────────► receiver: copies, sums WHAT IT STORES
 
-The mapping lives as long as the connection: nothing of a sender's epoch is kept behind it. A sender that changes its blocks while
-they are copied spoils a copy whose checksum then differs; it cannot touch ours.
+The mapping may outlive the connection by seconds (mapped_pools.py): nothing else of a sender's epoch is kept. A sender that
+changes its blocks while they are copied spoils a copy whose checksum then differs; it cannot touch ours.
 """
 
 import asyncio
-import mmap
 import os
 import secrets
 import socket
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 
-import grpc
 import numpy as np
 
 from kvtransfer import framing
-from kvtransfer.checksum import extend
-from kvtransfer.compatibility import refuse
-from kvtransfer.errors import FrameError, PeerClosed, TransferRefused, TransportUnavailable
-from kvtransfer.memory import KVMemory, PoolShape, runs, shape_of
+from kvtransfer.checksum import copy_runs
+from kvtransfer.compatibility import bytes_per_layer_block, refuse
+from kvtransfer.errors import FrameError, PeerClosed, TransportUnavailable
+from kvtransfer.memory import KVMemory, PoolShape, Rectangle, copies, shape_of
+from kvtransfer.native.library import Runs
 from kvtransfer.parts import Part
-from kvtransfer.stream import Stream
+from kvtransfer.stream import SocketStream
+from kvtransfer.transports.mapped_pools import MappedPool, MappedPools
 from protos.v1 import common_pb2, transfer_pb2
 from runtime.identity import host_id
 
-if sys.platform == "linux":
-    import fcntl
-
 CONNECT_TIMEOUT_S = 1.0
 BACKLOG = 128
-COPY_BYTES = 256 << 10  # copied, then summed while still in the processor's cache
+BATCH_BYTES = 4 << 20  # copied between two looks at whether to stop
 _NAME_PREFIX = "pdmesh-kv-"
 _UCRED = struct.Struct("iII")  # pid, uid, gid
 
@@ -43,7 +40,7 @@ _UCRED = struct.Struct("iII")  # pid, uid, gid
 class ShmOutgoing:
     """The sender's end."""
 
-    def __init__(self, stream: Stream, memory: KVMemory) -> None:
+    def __init__(self, stream: SocketStream, memory: KVMemory) -> None:
         self.stream = stream
         self._memory = memory
 
@@ -64,26 +61,33 @@ class ShmOutgoing:
 class ShmIncoming:
     """The receiver's end."""
 
-    def __init__(self, stream: Stream, memory: KVMemory) -> None:
+    def __init__(self, stream: SocketStream, memory: KVMemory, pools: MappedPools) -> None:
         self.stream = stream
         self._memory = memory
+        self._pools = pools
+        self._fd: int | None = None
         self._source: MappedPool | None = None
 
     async def receive_hello(self) -> transfer_pb2.TransferHello:
-        beginning, fd = await self._receive_fd()
-        try:
-            async with asyncio.timeout(self.stream.idle_timeout_s):
-                message = await self.stream.read_rest(beginning)
-            if message.WhichOneof("message") != "hello":
-                raise FrameError(f"expected hello, got {message.WhichOneof('message')}")
-            ours = shape_of(self._memory)
-            self._source = MappedPool(fd, PoolShape(ours.num_layers, message.hello.pool_num_blocks, ours.bytes_per_layer_block))
-            return message.hello
-        finally:
-            os.close(fd)
+        beginning, self._fd = await self._receive_fd()
+        async with asyncio.timeout(self.stream.idle_timeout_s):
+            message = await self.stream.read_rest(beginning)
+        if message.WhichOneof("message") != "hello":
+            raise FrameError(f"expected hello, got {message.WhichOneof('message')}")
+        return message.hello
+
+    def prepare(self, hello: transfer_pb2.TransferHello) -> None:
+        shape = PoolShape(self._memory.num_layers, hello.pool_num_blocks, bytes_per_layer_block(hello.identity, hello.layout))
+        assert self._fd is not None, "a hello over shm brings a descriptor"
+        self._source = self._pools.acquire(self._fd, shape)
 
     async def receive_part(
-        self, header: transfer_pb2.PartHeader, part: Part, block_ids: Sequence[int], on_bytes: Callable[[int], None]
+        self,
+        header: transfer_pb2.PartHeader,
+        part: Part,
+        memory: KVMemory,
+        block_ids: Sequence[int],
+        on_bytes: Callable[[int], None],
     ) -> int:
         source = self._source
         if source is None:
@@ -93,13 +97,18 @@ class ShmIncoming:
             raise refuse("part.source_block_ids", f"{len(source_ids)} ids for {part.num_blocks} blocks")
         if max(source_ids) >= source.shape.num_blocks:
             raise refuse("part.source_block_ids", f"{max(source_ids)} is outside the pool of {source.shape.num_blocks} blocks")
-        value = await self.stream.run(copy_part, source, source_ids, self._memory, block_ids, part, self.stream.check_interrupted)
+        value = await self.stream.run(
+            copy_part, source, source_ids, header.layer_start, memory, block_ids, part, self.stream.check_interrupted
+        )
         on_bytes(header.num_bytes)
         return value
 
     def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
         if self._source is not None:
-            self._source.close()
+            self._pools.release(self._source)
             self._source = None
 
     async def _receive_fd(self) -> tuple[bytes, int]:
@@ -115,30 +124,14 @@ class ShmIncoming:
         raise FrameError(f"shm: a hello must bring exactly one file descriptor, got {len(fds)}")
 
 
-class MappedPool:
-    """A peer's pool, mapped read-only. Raises TransferRefused (UNIMPLEMENTED: use another transport) if that is unsafe."""
-
-    def __init__(self, fd: int, shape: PoolShape) -> None:
-        _check_pool(fd, shape)
-        self.shape = shape
-        try:
-            self._map = mmap.mmap(fd, shape.num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        except (OSError, ValueError) as error:
-            raise _unusable(f"cannot be mapped: {error}") from error
-
-    def view(self) -> memoryview:
-        """All bytes; to be released before close()."""
-        return memoryview(self._map)
-
-    def close(self) -> None:
-        """Unmap; idempotent."""
-        self._map.close()
-
-
 class ShmTransport:
     """Between processes of one user on one host."""
 
     name = "shm"
+    gains_by_connections = False
+
+    def __init__(self) -> None:
+        self._pools = MappedPools()
 
     def sends(self, memory: KVMemory) -> bool:
         return sys.platform == "linux" and memory.fd is not None
@@ -178,11 +171,11 @@ class ShmTransport:
         except BaseException:
             sock.close()
             raise
-        return ShmOutgoing(Stream(sock, executor, reply_timeout_s), memory)
+        return ShmOutgoing(SocketStream(sock, executor, reply_timeout_s), memory)
 
     def accept(self, sock: socket.socket, memory: KVMemory, executor: Executor, idle_timeout_s: float) -> ShmIncoming:
         check_peer(sock)
-        return ShmIncoming(Stream(sock, executor, idle_timeout_s), memory)
+        return ShmIncoming(SocketStream(sock, executor, idle_timeout_s), memory, self._pools)
 
 
 def check_peer(sock: socket.socket) -> None:
@@ -195,48 +188,29 @@ def check_peer(sock: socket.socket) -> None:
 def copy_part(
     source: MappedPool,
     source_ids: Sequence[int],
+    source_layer: int,
     memory: KVMemory,
     block_ids: Sequence[int],
     part: Part,
     check_interrupted: Callable[[], None],
 ) -> int:
-    """Copy `source_ids` of `source` into `block_ids` of `memory` for the layers of `part`; returns the CRC-32C of the copy.
+    """Copy `source_ids` of `source`, from `source_layer` on, into `block_ids` of `memory`, the layers of `part`; returns the
+    CRC-32C of the copy.
 
-    Runs in a thread; check_interrupted() may raise between pieces. NumPy releases the GIL while it copies.
+    Runs in a thread; check_interrupted() may raise between pieces of a few megabytes.
     """
-    ours, size, value = shape_of(memory), source.shape.bytes_per_layer_block, 0
-    pieces = [(source_ids[run.first], block_ids[run.first], run.num_blocks * size) for run in runs(source_ids, block_ids)]
-    with source.view() as source_bytes, memory.memory()[:] as our_bytes:
-        for layer in part.layers:
-            for kv in (0, 1):
-                for source_id, block_id, num_bytes in pieces:
-                    check_interrupted()
-                    begin, end = ours.offset(layer, kv, block_id), source.shape.offset(layer, kv, source_id)
-                    value = _copy_run(our_bytes[begin : begin + num_bytes], source_bytes[end : end + num_bytes], value)
+    value = 0
+    to = Rectangle(shape_of(memory), part.layers, block_ids)
+    origin = Rectangle(source.shape, range(source_layer, source_layer + len(part.layers)), source_ids)
+    with source.view() as original, memory.memory() as target:
+        for batch in _batches(copies(to, origin)):
+            check_interrupted()
+            value = copy_runs(value, target, original, batch)
     return value
 
 
-def _copy_run(target: memoryview, source: memoryview, value: int) -> int:
-    with target, source:
-        for start in range(0, target.nbytes, COPY_BYTES):
-            piece = target[start : start + COPY_BYTES]
-            np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(source[start : start + COPY_BYTES], np.uint8))
-            value = extend(value, piece)
-    return value
-
-
-def _check_pool(fd: int, shape: PoolShape) -> None:
-    """A file that could shrink would turn our copy into SIGBUS; one of another size is not the pool that hello describes."""
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        size = os.fstat(fd).st_size
-    except OSError as error:
-        raise _unusable(f"is not a sealable memfd: {error}") from error
-    if not seals & fcntl.F_SEAL_SHRINK:
-        raise _unusable("is not sealed against shrinking (F_SEAL_SHRINK)")
-    if shape.num_bytes == 0 or size != shape.num_bytes:
-        raise _unusable(f"has {size} bytes; pool_num_blocks {shape.num_blocks} and the layout make {shape.num_bytes}")
-
-
-def _unusable(what: str) -> TransferRefused:
-    return TransferRefused(grpc.StatusCode.UNIMPLEMENTED, f"the pool's file descriptor {what}", field="hello.pool")
+def _batches(table: Runs) -> Iterator[Runs]:
+    """Of about BATCH_BYTES, or one run."""
+    ends = np.cumsum(table[:, 2])
+    cuts = np.flatnonzero(np.diff(ends // BATCH_BYTES)) + 1
+    yield from np.split(table, cuts)

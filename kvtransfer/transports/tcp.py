@@ -1,65 +1,33 @@
 """tcp: the bytes of a part follow its header on the socket, straight from and into pool memory.
 
 Socket buffers are left to the kernel, which grows them to megabytes as the link needs; a fixed SO_RCVBUF would turn that off and,
-on an untuned host, cap them at 208 KiB.
+on an untuned host, cap them at 208 KiB. With certificates all of it is encrypted; then a peer without them is refused.
 """
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
 from kvtransfer.errors import TransportUnavailable
-from kvtransfer.memory import KVMemory, part_views
-from kvtransfer.parts import Part
-from kvtransfer.stream import Stream, expect, release
-from protos.v1 import common_pb2, transfer_pb2
+from kvtransfer.memory import KVMemory
+from kvtransfer.stream import SocketStream
+from kvtransfer.tls_stream import TlsStream
+from kvtransfer.transports.inline import InlineIncoming, InlineOutgoing
+from protos.v1 import common_pb2
+from runtime.tls import Tls
 
 CONNECT_TIMEOUT_S = 1.0
 BACKLOG = 128
 
 
-class TcpOutgoing:
-    """The sender's end."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-
-    async def send_hello(self, hello: transfer_pb2.TransferHello) -> None:
-        await self.stream.write_message(transfer_pb2.TransferMessage(hello=hello))
-
-    async def send_part(self, header: transfer_pb2.PartHeader, views: Sequence[memoryview], block_ids: Sequence[int]) -> None:
-        await self.stream.write_message(transfer_pb2.TransferMessage(part=header))
-        await self.stream.send_views(views)
-
-
-class TcpIncoming:
-    """The receiver's end."""
-
-    def __init__(self, stream: Stream, memory: KVMemory) -> None:
-        self.stream = stream
-        self._memory = memory
-
-    async def receive_hello(self) -> transfer_pb2.TransferHello:
-        return (await expect(self.stream, "hello")).hello
-
-    async def receive_part(
-        self, header: transfer_pb2.PartHeader, part: Part, block_ids: Sequence[int], on_bytes: Callable[[int], None]
-    ) -> int:
-        views = part_views(self._memory, part.layers, block_ids)
-        try:
-            return await self.stream.receive_views(views, on_bytes)
-        finally:
-            release(views)
-
-    def close(self) -> None:
-        """Nothing is held but the stream."""
-
-
 class TcpTransport:
-    """Between any two hosts."""
+    """Between any two hosts; encrypted if `tls` is given."""
 
     name = "tcp"
+    gains_by_connections = True
+
+    def __init__(self, tls: Tls | None = None) -> None:
+        self._tls = tls
 
     def sends(self, memory: KVMemory) -> bool:
         return True
@@ -77,11 +45,13 @@ class TcpTransport:
     def endpoint(self, listener: socket.socket, advertise: str | None) -> common_pb2.TransferEndpoint:
         host, port = listener.getsockname()[:2]
         host = advertise or host
-        return common_pb2.TransferEndpoint(transport=self.name, address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return common_pb2.TransferEndpoint(transport=self.name, address=address, tls=self._tls is not None)
 
     async def connect(
         self, endpoint: common_pb2.TransferEndpoint, memory: KVMemory, executor: Executor, reply_timeout_s: float
-    ) -> TcpOutgoing:
+    ) -> InlineOutgoing:
+        self._check_agreement(endpoint)
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -89,11 +59,24 @@ class TcpTransport:
                 sock = await _connected(loop, *await _resolve(loop, host, port))
         except (OSError, ValueError) as error:  # TimeoutError is an OSError
             raise TransportUnavailable(f"tcp: cannot connect to {endpoint.address}: {error or 'timed out'}") from error
-        return TcpOutgoing(Stream(sock, executor, reply_timeout_s))
+        return InlineOutgoing(self._stream(sock, executor, reply_timeout_s, server_side=False), f"tcp: {endpoint.address}")
 
-    def accept(self, sock: socket.socket, memory: KVMemory, executor: Executor, idle_timeout_s: float) -> TcpIncoming:
+    def accept(self, sock: socket.socket, memory: KVMemory, executor: Executor, idle_timeout_s: float) -> InlineIncoming:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return TcpIncoming(Stream(sock, executor, idle_timeout_s), memory)
+        return InlineIncoming(self._stream(sock, executor, idle_timeout_s, server_side=True))
+
+    def _stream(self, sock: socket.socket, executor: Executor, timeout_s: float, *, server_side: bool) -> SocketStream:
+        if self._tls is None:
+            return SocketStream(sock, executor, timeout_s)
+        return TlsStream(sock, executor, timeout_s, self._tls, server_side=server_side)
+
+    def _check_agreement(self, endpoint: common_pb2.TransferEndpoint) -> None:
+        """Raises TransportUnavailable when one end uses TLS and the other does not: nothing goes out unencrypted by accident."""
+        if endpoint.tls == (self._tls is not None):
+            return
+        who, other = ("the receiver", "this worker") if endpoint.tls else ("this worker", "the receiver")
+        remedy = f"{who} uses TLS and {other} does not; give {other} --tls-cert, --tls-key and --tls-ca"
+        raise TransportUnavailable(f"tcp: cannot use {endpoint.address}: {remedy}")
 
 
 def split_address(address: str) -> tuple[str, int]:

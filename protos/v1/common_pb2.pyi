@@ -262,12 +262,10 @@ class Identity(_message.Message):
     num_kv_heads: _builtins.int
     """num_kv_heads per layer."""
     head_dim: _builtins.int
-    """head_dim is the number of elements that a token's key (or value) of one head takes in the pool: the model's, and with int8
-    4 more, which are the bytes of its scale.
-    """
+    """head_dim is the number of elements of one head's key (or value)."""
     numeric_mode: _builtins.str
-    """numeric_mode names what decides the bits of the computation, and how numbers lie within a block, such as
-    "int8-bfloat16-native-avx512_bf16": weights, KV, kernels.
+    """numeric_mode names what decides the bits of the computation beside the KV's element type, such as
+    "int8-native1-avx512_bf16": weights, kernels.
     """
     protocol_version: _builtins.int
     """protocol_version of the hand-off."""
@@ -292,29 +290,39 @@ Global___Identity: _TypeAlias = Identity  # noqa: Y015
 
 @_typing.final
 class KVLayout(_message.Message):
-    """KVLayout must be convertible between both ends of a hand-off."""
+    """KVLayout must be convertible between both ends of a hand-off: the receiver changes block size, element type and shares of the heads.
+    Between different element types the tokens are those of the sender's rounded KV, not those of one worker alone.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     KV_DTYPE_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
+    ARRANGEMENT_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     """block_size in tokens."""
     kv_dtype: _builtins.str
     """kv_dtype is "float32", "bfloat16", "float16" or "int8"."""
     tensor_parallel_size: _builtins.int
     """tensor_parallel_size is the number of shards over which KV heads are split."""
+    tensor_parallel_rank: _builtins.int
+    """tensor_parallel_rank is the shard that lies in this pool, from 0."""
+    arrangement: _builtins.str
+    """arrangement of the numbers within a block: "plain" ([token][head][dimension]) or "panels" (of the CPU kernels). It must be equal."""
     def __init__(
         self,
         *,
         block_size: _builtins.int = ...,
         kv_dtype: _builtins.str = ...,
         tensor_parallel_size: _builtins.int = ...,
+        tensor_parallel_rank: _builtins.int = ...,
+        arrangement: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "kv_dtype", b"kv_dtype", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrangement", b"arrangement", "block_size", b"block_size", "kv_dtype", b"kv_dtype", "tensor_parallel_rank", b"tensor_parallel_rank", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -329,22 +337,26 @@ class TransferEndpoint(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
+    TLS_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """transport is "shm" or "tcp"."""
     address: _builtins.str
     """address is "host:port" for tcp, the name of an abstract Unix socket for shm."""
     host_id: _builtins.str
     """host_id tells whether two processes share a host (and its network namespace). Empty for tcp."""
+    tls: _builtins.bool
+    """tls: pushes have to come over TLS, from a sender with a certificate of the mesh. Only over tcp."""
     def __init__(
         self,
         *,
         transport: _builtins.str = ...,
         address: _builtins.str = ...,
         host_id: _builtins.str = ...,
+        tls: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host_id", b"host_id", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host_id", b"host_id", "tls", b"tls", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

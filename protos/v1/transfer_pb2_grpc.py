@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from protos.v1 import transfer_pb2 as protos_dot_v1_dot_transfer__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -22,3 +23,79 @@ if _version_not_supported:
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
+
+
+class TransferServiceStub:
+    """TransferService is for where only the gRPC port of a decode worker is open.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Push = channel.stream_stream(
+                '/pdmesh.v1.TransferService/Push',
+                request_serializer=protos_dot_v1_dot_transfer__pb2.TransferChunk.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_transfer__pb2.TransferChunk.FromString,
+                _registered_method=True)
+
+
+class TransferServiceServicer:
+    """TransferService is for where only the gRPC port of a decode worker is open.
+    """
+
+    def Push(self, request_iterator, context):
+        """Push is one connection of a push: either direction is a stream of bytes in chunks, whose borders mean nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_TransferServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Push': grpc.stream_stream_rpc_method_handler(
+                    servicer.Push,
+                    request_deserializer=protos_dot_v1_dot_transfer__pb2.TransferChunk.FromString,
+                    response_serializer=protos_dot_v1_dot_transfer__pb2.TransferChunk.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'pdmesh.v1.TransferService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('pdmesh.v1.TransferService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class TransferService:
+    """TransferService is for where only the gRPC port of a decode worker is open.
+    """
+
+    @staticmethod
+    def Push(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pdmesh.v1.TransferService/Push',
+            protos_dot_v1_dot_transfer__pb2.TransferChunk.SerializeToString,
+            protos_dot_v1_dot_transfer__pb2.TransferChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -1,13 +1,32 @@
-"""One suite for every transport: `world` is parametrized over them and checks that nothing is left behind."""
+"""One suite for every transport, tcp also in TLS: `world` is parametrized over them and checks that nothing is left behind."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 
+import grpc.aio
 import pytest
 
+from kvtransfer.transports import mapped_pools
 from tests.kvtransfer.endpoints import World, nothing_left, running
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(scope="session", autouse=True)
+def grpc_keeps_its_threads() -> Iterator[None]:
+    """gRPC starts a thread with the first server and ends it with the last: for `nothing_left` it is simply there."""
+    loop = asyncio.new_event_loop()  # it wants one, whatever ran before
+    asyncio.set_event_loop(loop)
+    grpc.aio.init_grpc_aio()
+    yield
+    loop.close()
+
+
+@pytest.fixture(autouse=True)
+def no_kept_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left behind is to be seen at once."""
+    monkeypatch.setattr(mapped_pools, "KEEP_S", 0)
+
+
+@pytest.fixture(params=["shm", "tcp", "tcp+tls", "grpc"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 import grpc
 
 from kvtransfer.checksum import checksum
+from kvtransfer.compatibility import PROTOCOL_VERSION
 from kvtransfer.delegate import PushTarget
 from kvtransfer.errors import TransferRefused
+from kvtransfer.feed import FirstTokensDrawn, KVFeed, complete_feed
 from kvtransfer.grant import check_grant, new_token, unknown_reservation
 from kvtransfer.memory import part_views
 from kvtransfer.parts import Part
@@ -33,12 +35,17 @@ from kvtransfer.reservation import (
 from kvtransfer.sender import PushJob, Sender
 from kvtransfer.stream import expect
 from kvtransfer.transports.base import Outgoing
-from kvtransfer.transports.registry import TRANSPORTS
+from kvtransfer.transports.grpc import SERVICE, PushService, add_push_service
+from kvtransfer.transports.registry import transports_with
 from protos.v1 import common_pb2, transfer_pb2
+from runtime.server import GrpcServer
+from runtime.tls import Tls
+from tests.support.certificates import mesh_tls
 from tests.support.kv_memory import FakeKVMemory, make_identity, make_layout, make_memory
 
 EPOCH = 0xE0
 DEADLINE_S = 10.0
+CHOICES = (transfer_pb2.CommittedChoice(token_id=42, index=1),)
 
 
 @dataclass
@@ -102,40 +109,83 @@ class FakeDelegate:
 
 
 class World:
-    """A receiver and a sender over one transport, on pools of different sizes."""
+    """A receiver and a sender over one transport ("tcp+tls": encrypted), on pools of different sizes."""
 
     def __init__(
-        self, transport: str, *, num_layers: int = 3, num_blocks: int = 64, part_bytes: int = 4096, idle_timeout_s: float = 5.0
+        self,
+        transport: str,
+        *,
+        num_layers: int = 3,
+        num_blocks: int = 64,
+        part_bytes: int = 4096,
+        idle_timeout_s: float = 5.0,
+        identity: common_pb2.Identity | None = None,
+        layout: common_pb2.KVLayout | None = None,
+        source_layout: common_pb2.KVLayout | None = None,
+        tls: Tls | None = None,
     ) -> None:
-        self.transport = transport
-        self.identity = make_identity(num_layers=num_layers)
-        self.layout = make_layout()
-        self.source = make_memory(self.identity, self.layout, num_blocks)
+        """`layout` is the receiver's, `source_layout` the sender's: the same unless given."""
+        self.transport, _, encryption = transport.partition("+")
+        self.tls = mesh_tls() if encryption else tls
+        self.transports = transports_with(self.tls)
+        self.identity = identity or make_identity(num_layers=num_layers)
+        self.layout = layout or make_layout()
+        self.source_layout = source_layout or self.layout
+        self.source = make_memory(self.identity, self.source_layout, num_blocks)
         self.target = make_memory(self.identity, self.layout, num_blocks + 5)
         self.source.fill(1)
         self.target.fill(2)
         self.before = bytes(self.target.memory())
         self.delegate = FakeDelegate()
         self.receiver = Receiver(
-            self.target, self.delegate, self.identity, self.layout, transports=(transport,), idle_timeout_s=idle_timeout_s
+            self.target,
+            self.delegate,
+            self.identity,
+            self.layout,
+            transports=(self.transport,),
+            idle_timeout_s=idle_timeout_s,
+            tls=self.tls,
         )
         self.sender = self.make_sender(part_bytes=part_bytes)
 
-    def make_sender(self, *, memory: FakeKVMemory | None = None, part_bytes: int = 4096, reply_timeout_s: float = 5.0) -> Sender:
+    def make_sender(
+        self,
+        *,
+        memory: FakeKVMemory | None = None,
+        part_bytes: int = 4096,
+        reply_timeout_s: float = 5.0,
+        num_connections: int = 1,
+    ) -> Sender:
         return Sender(
-            memory or self.source, self.identity, self.layout, 7, reply_timeout_s=reply_timeout_s, part_bytes=part_bytes
+            memory or self.source,
+            self.identity,
+            self.source_layout,
+            7,
+            reply_timeout_s=reply_timeout_s,
+            part_bytes=part_bytes,
+            num_connections=num_connections,
+            tls=self.tls,
         )
 
     def job(
-        self, name: str = "r1", *, num_blocks: int = 20, first_block: int = 0, start: int = 0, spread: bool = False
+        self,
+        name: str = "r1",
+        *,
+        num_blocks: int = 20,
+        first_block: int = 0,
+        start: int = 0,
+        spread: bool = False,
+        feed: KVFeed | None = None,
     ) -> PushJob:
         """A reservation of `num_blocks` blocks on the receiver, and the push that fills it. The last block is filled in part."""
         num_tokens = num_blocks * self.layout.block_size - 3
-        ids = range(start, start + num_blocks)
-        target_ids = tuple(reversed(ids)) if spread else tuple(block + 3 for block in ids)
+        blocks = range(start, start + num_blocks)
+        target_ids = tuple(reversed(blocks)) if spread else tuple(block + 3 for block in blocks)
+        ids = range(start, start - (-num_tokens // self.source_layout.block_size))
         held = Held(reserved(1, Mode.REMOTE, time.monotonic(), 5.0), new_token(), target_ids, first_block, num_tokens)
         self.delegate.held[name] = held
-        return PushJob(self.reservation(name), tuple(ids), num_tokens, [transfer_pb2.CommittedChoice(token_id=42, index=1)])
+        feed = feed or complete_feed(self.source.num_layers, len(ids), FirstTokensDrawn(CHOICES))
+        return PushJob(self.reservation(name), tuple(ids), num_tokens, feed)
 
     def reservation(self, name: str) -> common_pb2.Reservation:
         held = self.delegate.held[name]
@@ -153,13 +203,14 @@ class World:
     def hello(self, name: str) -> transfer_pb2.TransferHello:
         held = self.delegate.held[name]
         return transfer_pb2.TransferHello(
-            protocol_version=1,
+            protocol_version=PROTOCOL_VERSION,
+            push_id=os.urandom(16),
             reservation_id=name,
             epoch=EPOCH,
             attempt=held.state.attempt,
             token=held.token,
             identity=self.identity,
-            layout=self.layout,
+            layout=self.source_layout,
         )
 
     def check_arrived(self, job: PushJob) -> None:
@@ -178,18 +229,23 @@ class World:
         original.close()
 
     @asynccontextmanager
-    async def raw_peer(self, hello: transfer_pb2.TransferHello | None = None) -> AsyncIterator["RawPeer"]:
+    async def raw_peer(
+        self, hello: transfer_pb2.TransferHello | None = None, *, source: FakeKVMemory | None = None
+    ) -> AsyncIterator["RawPeer"]:
         """A connection of a sender that does as the test says; greeted already if `hello` is given."""
+        source = source or self.source
         endpoint = self.receiver.endpoints()[0]
         with ThreadPoolExecutor(1) as executor:
-            outgoing = await TRANSPORTS[self.transport].connect(endpoint, self.source, executor, DEADLINE_S)
-            peer = RawPeer(outgoing, self.source)
+            outgoing = await self.transports[self.transport].connect(endpoint, source, executor, DEADLINE_S)
+            peer = RawPeer(outgoing, source)
             try:
+                await peer.stream.open()
                 if hello is not None:
                     assert (await peer.greet(hello)).code == 0
                 yield peer
             finally:
                 outgoing.stream.close()
+                await outgoing.stream.wait_closed()
 
 
 class RawPeer:
@@ -227,7 +283,7 @@ class RawPeer:
         await self.stream.write_message(transfer_pb2.TransferMessage(**message))  # type: ignore[arg-type]
 
     async def send_bytes(self, data: bytes) -> None:
-        await asyncio.get_running_loop().sock_sendall(self.stream.sock, data)
+        await self.stream.write_bytes(data)
 
     async def verdict(self) -> tuple[grpc.StatusCode, str]:
         """The refusal that ends the session."""
@@ -256,7 +312,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """File descriptors and threads are back to where they were."""
+    """File descriptors and threads are back to where they were. gRPC's own pollers may stay."""
     before = _descriptors()
     threads = set(threading.enumerate())
     yield
@@ -270,9 +326,11 @@ def _descriptors() -> list[str]:
     links = []
     for name in os.listdir("/proc/self/fd"):
         try:
-            links.append(os.readlink(f"/proc/self/fd/{name}"))
+            link = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:  # the one of listdir itself
             continue
+        if link not in ("anon_inode:[eventfd]", "anon_inode:[eventpoll]"):
+            links.append(link)
     return sorted(links)
 
 
@@ -281,10 +339,28 @@ async def running(world: World) -> AsyncIterator[World]:
     """Start the receiver; stop everything afterwards. No view of either pool may be left then: close() would raise."""
     await world.receiver.start()
     try:
-        yield world
+        async with grpc_server(world.receiver) as world.receiver.grpc_address:
+            try:
+                yield world
+            finally:
+                await world.sender.close()
+                await world.receiver.stop()
     finally:
-        await world.sender.close()
-        await world.receiver.stop()
-        assert world.receiver.num_sessions == 0
+        assert world.receiver.num_connections == 0
         world.source.close()
         world.target.close()
+
+
+@asynccontextmanager
+async def grpc_server(service: PushService) -> AsyncIterator[str | None]:
+    """A worker's gRPC server; yields its address. None: the receiver takes no calls."""
+    if isinstance(service, Receiver) and not service.takes_calls:
+        yield None
+        return
+    server = GrpcServer("127.0.0.1", 0)
+    server.register(add_push_service, service, SERVICE)
+    await server.start()
+    try:
+        yield server.address
+    finally:
+        await server.drain(0)

@@ -3,9 +3,10 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import grpc
 import pytest
@@ -13,11 +14,13 @@ import pytest
 from kvtransfer import framing, outgoing, session
 from kvtransfer.checksum import checksum
 from kvtransfer.errors import FrameError, PeerClosed, PushFailed
+from kvtransfer.message_stream import MessageStream, Wire
 from kvtransfer.parts import Part
 from kvtransfer.sender import PushJob
-from kvtransfer.transports.registry import TRANSPORTS
+from kvtransfer.transports.base import Incoming
+from kvtransfer.transports.registry import GRPC, socket_transports
 from protos.v1 import common_pb2, transfer_pb2
-from tests.kvtransfer.endpoints import World, at_part, nothing_left, running, until
+from tests.kvtransfer.endpoints import World, at_part, grpc_server, nothing_left, running, until
 
 
 def spoil_after_checksum(times: int) -> Callable[[Iterable[memoryview]], int]:
@@ -89,7 +92,7 @@ async def test_garbage_instead_of_hello(world: World, garbage: bytes, monkeypatc
         await peer.send_bytes(garbage)
         with pytest.raises(ConnectionError):
             await peer.stream.read_message()
-    await until(lambda: world.receiver.num_sessions == 0, "the session ends")
+    await until(lambda: world.receiver.num_connections == 0, "the session ends")
     assert world.delegate.events == []
 
 
@@ -123,14 +126,14 @@ async def test_a_sender_that_stalls_is_cut_off(transport: str) -> None:
 
 
 async def test_too_many_sessions(world: World) -> None:
-    world.receiver._max_sessions = 1
+    world.receiver._max_connections = 1
     job = world.job()
     world.job("r2")
     async with world.raw_peer(world.hello("r2")):
         with pytest.raises(PushFailed, match="closed the connection") as raised:
             await world.sender.push(job, timeout_s=10)
         assert raised.value.retryable
-    await until(lambda: world.receiver.num_sessions == 0, "the session ends")
+    await until(lambda: world.receiver.num_connections == 0, "the session ends")
     await world.sender.push(job, timeout_s=10)
 
 
@@ -164,13 +167,9 @@ async def test_sender_closes_in_the_middle(world: World) -> None:
 @asynccontextmanager
 async def stuck_receiver(world: World) -> AsyncIterator[tuple[common_pb2.TransferEndpoint, asyncio.Event]]:
     """Says OK to a hello, then neither reads nor answers."""
-    transport, greeted = TRANSPORTS[world.transport], asyncio.Event()
-    listener = transport.listen("127.0.0.1", 0)
-    listener.setblocking(False)
+    greeted = asyncio.Event()
 
-    async def serve() -> None:
-        sock, _ = await asyncio.get_running_loop().sock_accept(listener)
-        incoming = transport.accept(sock, world.target, executor, 10)
+    async def serve(incoming: Incoming) -> None:
         try:
             await incoming.receive_hello()
             await incoming.stream.write_message(transfer_pb2.TransferMessage(hello_reply=transfer_pb2.TransferReply()))
@@ -181,13 +180,46 @@ async def stuck_receiver(world: World) -> AsyncIterator[tuple[common_pb2.Transfe
             incoming.stream.close()
 
     with ThreadPoolExecutor(1) as executor:
-        task = asyncio.create_task(serve())
-        try:
-            yield transport.endpoint(listener, None), greeted
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            listener.close()
+        if world.transport == "grpc":
+            async with grpc_server(StuckService(serve, world, executor)) as address:
+                yield GRPC.endpoint(str(address)), greeted
+        else:
+            async with stuck_listener(serve, world, executor) as endpoint:
+                yield endpoint, greeted
+
+
+@asynccontextmanager
+async def stuck_listener(
+    serve: Callable[[Incoming], Awaitable[None]], world: World, executor: Executor
+) -> AsyncIterator[common_pb2.TransferEndpoint]:
+    transport = socket_transports(world.tls)[world.transport]
+    listener = transport.listen("127.0.0.1", 0)
+    listener.setblocking(False)
+
+    async def accept() -> None:
+        sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+        await serve(transport.accept(sock, world.target, executor, 10))
+
+    task = asyncio.create_task(accept())
+    try:
+        yield transport.endpoint(listener, None)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        listener.close()
+
+
+@dataclass
+class StuckService:
+    serve: Callable[[Incoming], Awaitable[None]]
+    world: World
+    executor: Executor
+
+    async def serve_push(self, wire: Wire) -> None:
+        stream = MessageStream(wire, self.executor, 10)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(stream.carry())
+            await self.serve(GRPC.accept(stream, self.world.target))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import time
 import grpc
 import pytest
 
+from kvtransfer import checksum
 from kvtransfer.errors import PushFailed
 from kvtransfer.memory import part_views
 from kvtransfer.parts import Part
@@ -64,9 +65,10 @@ async def test_quiesce_without_a_writer_returns_at_once(world: World) -> None:
         assert (await peer.send_part(Part(0, 0, 1, 0, 4), [0, 1, 2, 3])).part_reply.ok  # and disturbs nobody
 
 
-async def test_quiesce_cuts_off_a_tcp_writer_in_the_middle_of_a_part() -> None:
+@pytest.mark.parametrize("inline", ["tcp", "tcp+tls", "grpc"])
+async def test_quiesce_cuts_off_a_writer_in_the_middle_of_a_part(inline: str) -> None:
     with nothing_left():
-        async with running(World("tcp", idle_timeout_s=60)) as world:
+        async with running(World(inline, idle_timeout_s=60)) as world:
             world.job()
             held = world.delegate.held["r1"]
             async with world.raw_peer(world.hello("r1")) as peer:
@@ -83,20 +85,20 @@ async def test_quiesce_cuts_off_a_tcp_writer_in_the_middle_of_a_part() -> None:
                 with pytest.raises(ConnectionError):
                     while True:
                         await peer.send_bytes(body[len(body) // 2 :])
-                await until(lambda: world.receiver.num_sessions == 0, "the session ends")
+                await until(lambda: world.receiver.num_connections == 0, "the session ends")
                 assert bytes(world.target.memory()) == frozen
 
 
 async def test_quiesce_waits_for_a_shm_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     inside, go_on = threading.Event(), threading.Event()
-    copy_run = shm._copy_run
+    copy_runs = checksum.copy_runs
 
     def slow_copy(*args: object) -> int:
         inside.set()
         assert go_on.wait(10)
-        return copy_run(*args)  # type: ignore[arg-type]
+        return copy_runs(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(shm, "_copy_run", slow_copy)
+    monkeypatch.setattr(shm, "copy_runs", slow_copy)
     with nothing_left():
         async with running(World("shm")) as world:
             push = asyncio.create_task(world.sender.push(world.job(), timeout_s=10))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvtransfer import framing
 from kvtransfer.checksum import checksum
 from kvtransfer.errors import FrameError, PeerClosed
-from kvtransfer.stream import Stream
+from kvtransfer.stream import SocketStream
 from protos.v1 import transfer_pb2
 
 ABORT = transfer_pb2.TransferMessage(abort=transfer_pb2.TransferAbort(reason="r"))
@@ -90,7 +90,7 @@ async def _read_all(data: bytes, cuts: list[int]) -> None:
     near, far = socket.socketpair()
     with ThreadPoolExecutor(1) as executor, near:
         near.setblocking(False)
-        stream = Stream(far, executor, idle_timeout_s=5.0)
+        stream = SocketStream(far, executor, idle_timeout_s=5.0)
         reading = asyncio.create_task(_read_until_error(stream))
         index = 0
         while data:
@@ -103,7 +103,7 @@ async def _read_all(data: bytes, cuts: list[int]) -> None:
         stream.close()
 
 
-async def _read_until_error(stream: Stream) -> int:
+async def _read_until_error(stream: SocketStream) -> int:
     count = 0
     try:
         while True:

@@ -14,9 +14,9 @@ from kvtransfer.errors import PushFailed
 from kvtransfer.memory import shape_of
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import PushJob, Sender
-from kvtransfer.transports import shm
+from kvtransfer.transports import mapped_pools
 from protos.v1 import common_pb2, transfer_pb2
-from tests.kvtransfer.endpoints import World, nothing_left, running
+from tests.kvtransfer.endpoints import World, nothing_left, running, until
 from tests.support.kv_memory import SEALS, FakeKVMemory
 
 BOTH = ("shm", "tcp")
@@ -180,9 +180,30 @@ async def test_block_ids_outside_the_senders_pool_are_refused() -> None:
 def test_the_mapping_is_read_only() -> None:
     memory = FakeKVMemory(1, 2, 64)
     assert memory.fd is not None
-    pool = shm.MappedPool(memory.fd, shape_of(memory))
+    pool = mapped_pools.MappedPool(memory.fd, shape_of(memory))
     with pool.view() as view:
         assert view.readonly and view.nbytes == 256
     pool.close()
     pool.close()
     memory.close()
+
+
+async def test_a_pool_is_mapped_once_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_pools, "KEEP_S", 0.01)
+    memory, other, pools = FakeKVMemory(1, 2, 64), FakeKVMemory(1, 2, 64), mapped_pools.MappedPools()
+    assert memory.fd is not None and other.fd is not None
+    first = pools.acquire(memory.fd, shape_of(memory))
+    assert pools.acquire(memory.fd, shape_of(memory)) is first
+    assert pools.acquire(other.fd, shape_of(other)) is not first
+    pools.release(first)
+    assert len(pools) == 2  # it has another user
+    pools.release(first)
+    assert pools.acquire(memory.fd, shape_of(memory)) is first  # it was kept for a while
+    await asyncio.sleep(0.05)
+    assert first.view().nbytes == 256
+    pools.release(first)
+    await until(lambda: len(pools) == 1, "the mapping is given back")
+    with pytest.raises(ValueError, match="closed"):
+        first.view()
+    memory.close()
+    other.close()

@@ -11,6 +11,7 @@ import pytest
 
 from kvtransfer.errors import PushFailed
 from kvtransfer.sender import PushJob
+from kvtransfer.stream import SocketStream
 from tests.kvtransfer.endpoints import World, nothing_left, running, until
 
 
@@ -43,8 +44,11 @@ async def proxy(port: int, faults: Faults) -> AsyncIterator[int]:
         finally:
             for each in (writer, far_writer):
                 each.close()
-                with suppress(OSError):
-                    await each.wait_closed()
+            try:
+                await asyncio.gather(writer.wait_closed(), far_writer.wait_closed(), return_exceptions=True)
+            finally:  # what a peer does not read would keep the socket open
+                for each in (writer, far_writer):
+                    each.transport.abort()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
@@ -81,9 +85,9 @@ def through(job: PushJob, port: int) -> PushJob:
 
 
 @asynccontextmanager
-async def proxied(faults: Faults, *, idle_timeout_s: float = 5.0) -> AsyncIterator[tuple[World, PushJob]]:
+async def proxied(faults: Faults, *, transport: str = "tcp", idle_timeout_s: float = 5.0) -> AsyncIterator[tuple[World, PushJob]]:
     with nothing_left():
-        async with running(World("tcp", idle_timeout_s=idle_timeout_s)) as world:
+        async with running(World(transport, idle_timeout_s=idle_timeout_s)) as world:
             job = world.job()
             port = int(job.reservation.endpoints[0].address.rpartition(":")[2])
             async with proxy(port, faults) as proxy_port:
@@ -105,7 +109,7 @@ async def test_a_flipped_bit_is_never_committed(seed: int) -> None:
     async with proxied(Faults(flip_at=flip_at), idle_timeout_s=0.3) as (world, job):
         with suppress(PushFailed):
             await world.sender.push(job, timeout_s=1)
-        await until(lambda: world.receiver.num_sessions == 0, "the session ends")
+        await until(lambda: world.receiver.num_connections == 0, "the session ends")
         if "commit" in world.delegate.kinds():
             world.check_arrived(job)
 
@@ -117,7 +121,7 @@ async def test_a_cut_connection_fails_the_push(seed: int) -> None:
         with pytest.raises(PushFailed) as raised:
             await world.sender.push(job, timeout_s=10)
         assert raised.value.retryable
-        await until(lambda: world.receiver.num_sessions == 0, "the session ends")
+        await until(lambda: world.receiver.num_connections == 0, "the session ends")
         assert "commit" not in world.delegate.kinds()
 
 
@@ -134,6 +138,7 @@ async def test_sockets_do_not_wait_to_fill_segments() -> None:
         async with running(World("tcp")) as world:
             world.job()
             async with world.raw_peer(world.hello("r1")) as peer:
+                assert isinstance(peer.stream, SocketStream)
                 assert peer.stream.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 

@@ -8,10 +8,11 @@ import grpc
 import pytest
 
 from kvtransfer.errors import PushFailed, TransferRefused
+from kvtransfer.feed import NothingToDecode, complete_feed
 from kvtransfer.parts import Part
 from protos.v1 import common_pb2, transfer_pb2
 from runtime import failpoints
-from tests.kvtransfer.endpoints import EPOCH, World, nothing_left, running, until
+from tests.kvtransfer.endpoints import CHOICES, EPOCH, World, nothing_left, running, until
 
 
 async def test_bytes_arrive(world: World) -> None:
@@ -21,7 +22,7 @@ async def test_bytes_arrive(world: World) -> None:
     assert result.transport == world.transport and result.num_bytes == 20 * 3 * 2 * 512 and result.elapsed_ns > 0
     (commit, num_bytes, transport) = world.delegate.commits[0]
     assert (num_bytes, transport) == (result.num_bytes, world.transport)
-    assert commit.num_parts == result.num_parts > 1 and list(commit.choices) == list(job.choices)
+    assert commit.num_parts == result.num_parts > 1 and list(commit.choices) == list(CHOICES)
     assert world.delegate.kinds() == ["open", "commit"]
 
 
@@ -98,8 +99,8 @@ async def test_another_identity_is_refused(world: World, field: str) -> None:
 
 async def test_another_layout_is_refused_by_the_sender(world: World) -> None:
     job = world.job()
-    job.reservation.layout.block_size = 32
-    with pytest.raises(PushFailed, match=r"layout\.block_size"):
+    job.reservation.layout.arrangement = "panels"
+    with pytest.raises(PushFailed, match=r"layout\.arrangement"):
         await world.sender.push(job, timeout_s=10)
 
 
@@ -189,21 +190,26 @@ async def test_what_the_delegate_refuses_at_commit(world: World) -> None:
     assert raised.value.retryable and world.delegate.kinds() == ["open", "failed"]
 
 
-async def test_abort_finished_releases(world: World) -> None:
-    await world.sender.abort(world.job(), finished=True, reason="every choice ended")
+async def test_nothing_to_decode_releases(world: World) -> None:
+    feed = complete_feed(3, 20, NothingToDecode("every choice ended"))
+    result = await world.sender.push(world.job(feed=feed), timeout_s=10)
+    assert (result.committed, result.num_bytes) == (False, 0)
     assert world.delegate.kinds() == ["open", "finished"]
 
 
-async def test_abort_fails_the_attempt(world: World) -> None:
-    await world.sender.abort(world.job(), finished=False, reason="engine failed")
+async def test_an_abort_fails_the_attempt(world: World) -> None:
+    world.job()
+    async with world.raw_peer(world.hello("r1")) as peer:
+        await peer.send(abort=transfer_pb2.TransferAbort(reason="engine failed"))
+        await until(lambda: len(world.delegate.events) == 2, "the attempt fails")
     assert world.delegate.events[1] == ("failed", "the sender gave up: engine failed")
 
 
-async def test_abort_that_reaches_nobody_says_so(world: World) -> None:
-    job = world.job()
+async def test_a_release_that_reaches_nobody_says_so(world: World) -> None:
+    job = world.job(feed=complete_feed(3, 20, NothingToDecode("")))
     await world.receiver.stop()
     with pytest.raises(PushFailed) as raised:
-        await world.sender.abort(job, finished=True, reason="")
+        await world.sender.push(job, timeout_s=10)
     assert raised.value.retryable and raised.value.code is grpc.StatusCode.UNAVAILABLE
 
 

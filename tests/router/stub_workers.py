@@ -112,7 +112,9 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
             identity=common_pb2.Identity(
                 model="tiny", weights_hash="w", num_layers=2, numeric_mode="cpu-fp32", protocol_version=1
             ),
-            layout=common_pb2.KVLayout(block_size=stub_model.BLOCK_SIZE, kv_dtype="float32", tensor_parallel_size=1),
+            layout=common_pb2.KVLayout(
+                block_size=stub_model.BLOCK_SIZE, kv_dtype="float32", tensor_parallel_size=1, arrangement="plain"
+            ),
             transports=["tcp"],
             max_context=stub_model.MAX_CONTEXT,
             max_num_seqs=self.max_num_seqs,

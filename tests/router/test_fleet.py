@@ -4,13 +4,17 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from protos.v1 import worker_pb2
 from router.decode_link import LinkSettings, is_refused
 from router.fleet import Fleet
 from router.worker import Dispatched
 from runtime.channel import Channels
+from runtime.server import GrpcServer
+from runtime.tls import Tls
 from tests.router.stub_workers import DECODE, PREFILL, StubWorker
+from tests.support.certificates import copied, new_authority
 from tests.support.waiting import eventually
 
 SETTINGS = LinkSettings("r", heartbeat_ms=50, stream_timeout_s=0.5, grace_s=0.5)
@@ -152,3 +156,23 @@ async def test_refused_is_told_apart_from_unreachable() -> None:
     await worker.kill()
     assert await is_refused(worker.address)
     assert not await is_refused("nonsense")
+
+
+async def test_a_worker_that_refuses_our_former_certificate_is_asked_with_the_new_one(tmp_path: Path) -> None:
+    before, after = new_authority(tmp_path / "before"), new_authority(tmp_path / "after")
+    files = copied(before.config(), tmp_path)
+    worker = StubWorker("d0", (DECODE,))
+    worker.server = GrpcServer("127.0.0.1", 0, tls=Tls(after.config()))
+    await worker.start()
+    channels = Channels(tls=Tls(files))
+    fleet = Fleet(SETTINGS, channels, report_period_ms=50, forget_s=60.0)
+    fleet.start([worker.address])
+    await asyncio.sleep(0.2)
+    copied(after.config(), tmp_path)
+    assert not fleet.ready()
+    await fleet.reopen_outdated(time.monotonic() + 100)
+    await eventually(fleet.ready)
+    assert not channels.is_outdated(worker.address)
+    await fleet.stop()
+    await channels.close()
+    await worker.kill()

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvtransfer.layouts import Layout
 from router.policy import Demand, Mode, NoPlacement, Placement, WorkerView, choose, choose_prefill, compatible
 
 BASE = WorkerView(
@@ -14,7 +15,7 @@ BASE = WorkerView(
     prefill=False,
     decode=False,
     identity=("m", "hash"),
-    layout=(16, "float32"),
+    layout=Layout(16, "float32"),
     transports=frozenset({"tcp", "shm"}),
     host_id="here",
     block_size=16,
@@ -72,12 +73,18 @@ def place(workers: list[WorkerView], **demand: object) -> tuple[str, str | None]
         ([P0, D0, D1], {"excluded_decode": frozenset({D0.key})}, ("d1", "p0")),
         ([P0, D0], {"excluded_prefill": frozenset({P0.key})}, ("d0", None)),
         ([worker("p0", identity=("m", "old")), D0], {}, ("d0", None)),
-        ([worker("p0", layout=(32, "float32")), D0], {}, ("d0", None)),
-        ([P0, D0, worker("d1", identity=("m", "old"))], {"identity": ("m", "old")}, ("d1", None)),
+        ([worker("p0", layout=Layout(16, "float32", arrangement="panels")), D0], {}, ("d0", None)),
+        ([P0, D0, worker("d1", identity=("m", "old"))], {"kind": (("m", "old"), "float32")}, ("d1", None)),
         ([worker("p0", model="x"), worker("d0", model="x"), D1], {}, ("d1", None)),
         ([worker("p0", host_id="there", transports=frozenset({"shm"})), D0], {}, ("d0", None)),  # shm does not reach
         ([worker("p0", transports=frozenset({"shm"})), D0], {}, ("d0", "p0")),
         ([worker("p0", host_id="there"), D0], {}, ("d0", "p0")),  # tcp does
+        ([worker("p0", host_id="there", transports=frozenset({"grpc"})), D1], {}, ("d1", None)),
+        (
+            [worker("p0", host_id="there", transports=frozenset({"grpc"})), worker("d0", transports=frozenset({"tcp", "grpc"}))],
+            {},
+            ("d0", "p0"),
+        ),
     ],
 )
 def test_placement(workers: list[WorkerView], demand: dict[str, object], expected: tuple[str, str | None]) -> None:
@@ -95,7 +102,7 @@ def test_placement(workers: list[WorkerView], demand: dict[str, object], expecte
         ([P0, D0], {"num_choices": 9}, "", True),
         ([P0, D0], {"excluded_decode": frozenset({D0.key})}, "refused or were lost", False),
         ([D0], {"mode": Mode.REMOTE}, "REMOTE was asked for", False),
-        ([P0, D0], {"identity": ("gone",)}, "no decode worker", False),
+        ([P0, D0], {"kind": ("gone",)}, "no decode worker", False),
     ],
 )
 def test_no_placement(workers: list[WorkerView], demand: dict[str, object], words: str, never: bool) -> None:

@@ -8,6 +8,7 @@ import time
 import grpc
 import pytest
 
+from kvtransfer.compatibility import PROTOCOL_VERSION
 from protos.v1 import decode_pb2, prefill_pb2, worker_pb2
 from runtime import failpoints
 from runtime.errors import error_from_rpc
@@ -26,8 +27,8 @@ def roles(*wanted: worker_pb2.Role.ValueType, drain_timeout_ms: int = 0) -> work
 
 async def test_info_is_complete(decoder: Peer) -> None:
     info = await decoder.control.GetInfo(worker_pb2.GetInfoRequest())
-    assert (info.worker_id, list(info.roles), list(info.transports)) == ("d", [DECODE], ["shm", "tcp"])
-    assert (info.identity.model, info.identity.protocol_version) == (MODEL, 1)
+    assert (info.worker_id, list(info.roles), list(info.transports)) == ("d", [DECODE], ["shm", "tcp", "grpc"])
+    assert (info.identity.model, info.identity.protocol_version) == (MODEL, PROTOCOL_VERSION)
     assert len(info.identity.weights_hash) == 64
     assert (info.layout.block_size, info.layout.kv_dtype, info.layout.tensor_parallel_size) == (16, "float32", 1)
     assert (info.num_blocks, info.max_num_seqs, info.max_context) == (128, 16, 2048)

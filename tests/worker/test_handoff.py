@@ -23,7 +23,7 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 async def test_tokens_equal_one_engine(
     model: Model, prefiller: Peer, decoder: Peer, router: MiniRouter, name: str, transport: str
 ) -> None:
@@ -165,7 +165,7 @@ async def test_a_worker_hands_off_to_itself(model: Model) -> None:
     async with running_worker(model, roles=("prefill", "decode")) as both:
         router = MiniRouter()
         await router.attach(both)
-        for transport in ("shm", "tcp"):
+        for transport in ("shm", "tcp", "grpc"):
             request = token_request(PROMPT, seed=1, temperature=0.7)
             reservation = await router.submit(both, transport, request)
             _, outcome = await router.prefill(both, both, transport, request, only_transport(reservation, transport))

@@ -1,0 +1,64 @@
+"""The layout of a worker's KV, and which layouts convert into which. No imports: routers ask the same question as workers."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+CONVERTIBLE_DTYPES = frozenset({"float32", "bfloat16", "int8"})
+MAX_BLOCK_SIZE = 1 << 16
+
+
+class WireLayout(Protocol):
+    """`common_pb2.KVLayout`, as far as it matters here."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def kv_dtype(self) -> str: ...
+    @property
+    def tensor_parallel_size(self) -> int: ...
+    @property
+    def tensor_parallel_rank(self) -> int: ...
+    @property
+    def arrangement(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How KV lies in one worker's pool: tokens of a block, element type, its share of the KV heads, order of the numbers."""
+
+    block_size: int
+    kv_dtype: str
+    tensor_parallel_size: int = 1
+    tensor_parallel_rank: int = 0
+    arrangement: str = "plain"
+
+    @classmethod
+    def of(cls, wire: WireLayout) -> "Layout":
+        return cls(wire.block_size, wire.kv_dtype, wire.tensor_parallel_size, wire.tensor_parallel_rank, wire.arrangement)
+
+    def problem(self, num_kv_heads: int) -> tuple[str, str] | None:
+        """(field, what is wrong) for a layout that no worker can have."""
+        if not 0 < self.block_size <= MAX_BLOCK_SIZE:
+            return "block_size", f"{self.block_size} is not in [1, {MAX_BLOCK_SIZE}]"
+        if self.tensor_parallel_size < 1 or num_kv_heads % self.tensor_parallel_size:
+            return "tensor_parallel_size", f"{self.tensor_parallel_size} does not divide {num_kv_heads} KV heads"
+        if not 0 <= self.tensor_parallel_rank < self.tensor_parallel_size:
+            return "tensor_parallel_rank", f"{self.tensor_parallel_rank} is not in [0, {self.tensor_parallel_size})"
+        return None
+
+    def difference(self, other: "Layout") -> str | None:
+        """The field that keeps KV of this layout from becoming KV of the other; None: it can be converted, or is the same."""
+        if self.arrangement != other.arrangement:
+            return "arrangement"
+        same = self.kv_dtype == other.kv_dtype
+        return None if same or {self.kv_dtype, other.kv_dtype} <= CONVERTIBLE_DTYPES else "kv_dtype"
+
+    def heads(self, num_kv_heads: int) -> range:
+        """The KV heads that lie in this worker's pool."""
+        count = num_kv_heads // self.tensor_parallel_size
+        return range(self.tensor_parallel_rank * count, (self.tensor_parallel_rank + 1) * count)
+
+    def ranks_with(self, heads: range, num_kv_heads: int) -> range:
+        """The ranks of a worker of this layout's degree that hold any of these heads."""
+        count = num_kv_heads // self.tensor_parallel_size
+        return range(heads.start // count, (heads.stop - 1) // count + 1)

@@ -1,0 +1,242 @@
+"""The stream of a transfer in the messages of a gRPC call.
+
+    sender:   views ─► outbox ─► call ═══ HTTP/2 window ═══► call ─► inbox ─► views   :receiver
+
+`carry` moves messages between the mailboxes and the call; everybody else waits at a mailbox, because gRPC ends a call whose read
+or write is cancelled. A full inbox stops the reading, that fills HTTP/2's window and stops the peer's writing, that fills his
+outbox and stops him: at each end a few megabytes lie in memory, however much is to be sent.
+
+A message is a `TransferChunk`, written and read by hand: protobuf would copy the data once more on either side.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from typing import Protocol
+
+import grpc.aio
+import numpy as np
+
+from kvtransfer.checksum import extend
+from kvtransfer.errors import FrameError, PeerClosed
+from kvtransfer.stream import Cursor, Stream
+
+MAX_IN_OUTBOX = 1  # beside the one that gRPC sends
+MAX_IN_INBOX = 1  # beside the one that is taken apart
+NOTHING_MORE = b""  # as the last message: its sender says no more, though the call goes on
+_TAG = 0x0A  # field 1, length-delimited: TransferChunk.data
+_MAX_PREFIX_BYTES = 6
+
+
+class Wire(Protocol):
+    """A gRPC call at either of its ends, with messages as bytes."""
+
+    async def read(self) -> object:
+        """The next message; EOF behind the last."""
+
+    async def write(self, request: bytes, /) -> None:
+        """Returns when gRPC can take another."""
+
+
+class Mailbox:
+    """At most `capacity` messages between two tasks. Who waits at it hears the error that ended it."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._messages: deque[bytes | memoryview] = deque()
+        self._changed = asyncio.Event()
+        self._error: Exception | None = None
+
+    async def put(self, message: bytes | memoryview) -> None:
+        """Waits for room."""
+        await self._until(lambda: self._error is None and len(self._messages) < self._capacity)
+        self._messages.append(message)
+        self._changed.set()
+
+    async def get(self) -> bytes | memoryview:
+        """Waits for a message."""
+        await self._until(lambda: bool(self._messages))
+        self._changed.set()
+        return self._messages.popleft()
+
+    def end(self, error: Exception) -> None:
+        """No more comes in; what is there may be taken. The first error counts."""
+        self._error = self._error or error
+        self._changed.set()
+
+    def close(self, error: Exception) -> None:
+        """Ends it at once."""
+        self._messages.clear()
+        self.end(error)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            self._changed.clear()
+            await self._changed.wait()
+
+
+class MessageStream(Stream):
+    """Lives on `wire` while somebody runs `carry`."""
+
+    def __init__(self, wire: Wire, executor: Executor, idle_timeout_s: float) -> None:
+        super().__init__(executor, idle_timeout_s)
+        self._wire = wire
+        self._inbox = Mailbox(MAX_IN_INBOX)
+        self._outbox = Mailbox(MAX_IN_OUTBOX)
+        self._chunk = memoryview(b"")  # what was not yet taken of the last message
+        self._closed = asyncio.Event()
+
+    async def carry(self) -> None:
+        """Move messages until close(), or until cancelled because the call is over."""
+        pumps = [asyncio.create_task(self._fill_inbox()), asyncio.create_task(self._empty_outbox())]
+        try:
+            await self._closed.wait()
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+            self._inbox.end(PeerClosed("the call is over"))
+            self._outbox.close(PeerClosed("the call is over"))
+
+    async def write_bytes(self, data: bytes) -> None:
+        async with asyncio.timeout(self.idle_timeout_s):
+            await self._outbox.put(wrap([data]))
+
+    async def send_views(self, views: Sequence[memoryview]) -> None:
+        cursor = Cursor(views)
+        while cursor.remaining:
+            async with asyncio.timeout(self.idle_timeout_s):
+                await self._outbox.put(_next_message(cursor))  # a copy so short that a thread would cost more
+
+    async def receive_views(self, views: Sequence[memoryview], on_bytes: Callable[[int], None]) -> int:
+        cursor, value = Cursor(views), 0
+        while cursor.remaining:
+            async with asyncio.timeout(self.idle_timeout_s):
+                chunk = await self._take(cursor.remaining)
+            value = await self.run(self._write_into, cursor, chunk, value)
+            on_bytes(chunk.nbytes)
+        return value
+
+    async def linger(self, timeout_s: float) -> None:
+        """A call that ends with messages unread may take our last answer with it: say that we are through, then wait."""
+        with suppress(OSError, FrameError, TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._outbox.put(NOTHING_MORE)
+                while True:
+                    await self._inbox.get()
+
+    def interrupt(self) -> None:
+        self.interrupted = True
+        self._hang_up("the transfer was interrupted on this side")
+
+    def close(self) -> None:
+        self._hang_up("the stream is closed")
+        self._closed.set()
+
+    async def _read_exactly(self, num_bytes: int) -> bytes:
+        pieces: list[memoryview] = []
+        while num_bytes:
+            pieces.append(await self._take(num_bytes))
+            num_bytes -= pieces[-1].nbytes
+        return b"".join(pieces)
+
+    async def _take(self, num_bytes: int) -> memoryview:
+        """The next bytes, at least one and at most `num_bytes`, where they arrived."""
+        while not self._chunk:
+            self._chunk = memoryview(await self._inbox.get())
+        taken, self._chunk = self._chunk[:num_bytes], self._chunk[num_bytes:]
+        return taken
+
+    async def _fill_inbox(self) -> None:
+        error: Exception = PeerClosed("the peer closed the connection")
+        try:
+            while isinstance(message := await self._wire.read(), bytes) and message != NOTHING_MORE:
+                await self._inbox.put(unwrap(message))
+        except FrameError as garbage:
+            error = garbage
+        except Exception as failure:  # noqa: BLE001  # gRPC has many ways to say that a call is over
+            error = PeerClosed(f"the peer closed the connection: {_details(failure)}")
+        finally:
+            self._inbox.end(error)
+
+    async def _empty_outbox(self) -> None:
+        try:
+            while True:
+                message = await self._outbox.get()
+                assert isinstance(message, bytes)
+                await self._wire.write(message)
+        except Exception as failure:  # noqa: BLE001  # as above
+            self._outbox.close(PeerClosed(f"the peer closed the connection: {_details(failure)}"))
+        finally:  # cancelled by gRPC, where the call was
+            self._outbox.close(PeerClosed("the peer closed the connection"))
+
+    def _hang_up(self, reason: str) -> None:
+        self._inbox.close(PeerClosed(reason))
+        self._outbox.close(PeerClosed(reason))
+
+    def _write_into(self, cursor: Cursor, chunk: memoryview, value: int) -> int:
+        """Copy `chunk` to where `cursor` stands, in a thread; returns the checksum of the copy, behind `value`."""
+        while chunk:
+            self.check_interrupted()
+            with cursor.window() as pieces:
+                num_bytes, value = _copy_into(pieces, chunk, value)
+            cursor.advance(num_bytes)
+            chunk = chunk[num_bytes:]
+        return value
+
+
+def wrap(pieces: Sequence[bytes | memoryview]) -> bytes:
+    """A TransferChunk with the bytes of `pieces`, which are copied once."""
+    return b"".join([_prefix(sum(len(piece) for piece in pieces)), *pieces])
+
+
+def unwrap(message: bytes) -> memoryview:
+    """The data of a TransferChunk, where it lies. Raises FrameError if it holds anything else."""
+    size = 0
+    for index, byte in enumerate(message[1:_MAX_PREFIX_BYTES]):
+        size |= (byte & 0x7F) << 7 * index
+        if byte < 0x80 and message[0] == _TAG and index + 2 + size == len(message):
+            return memoryview(message)[index + 2 :]
+        if byte < 0x80:
+            break
+    raise FrameError(f"a message of {len(message)} bytes is no TransferChunk")
+
+
+def _prefix(num_bytes: int) -> bytes:
+    """The tag and the length of TransferChunk.data."""
+    encoded = bytearray([_TAG])
+    while num_bytes >= 0x80:
+        encoded.append(num_bytes & 0x7F | 0x80)
+        num_bytes >>= 7
+    encoded.append(num_bytes)
+    return bytes(encoded)
+
+
+def _next_message(cursor: Cursor) -> bytes:
+    with cursor.window() as pieces:
+        message = wrap(pieces)
+        cursor.advance(sum(piece.nbytes for piece in pieces))
+    return message
+
+
+def _copy_into(pieces: Sequence[memoryview], chunk: memoryview, value: int) -> tuple[int, int]:
+    """Fill `pieces` until they or `chunk` are used up; returns the bytes copied and the checksum of the copy, behind `value`."""
+    num_bytes = 0
+    for whole in pieces:
+        with whole[: chunk.nbytes - num_bytes] as piece:
+            source = chunk[num_bytes : num_bytes + piece.nbytes]
+            np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(source, np.uint8))  # releases the GIL
+            value = extend(value, piece)
+            num_bytes += piece.nbytes
+        if num_bytes == chunk.nbytes:
+            break
+    return num_bytes, value
+
+
+def _details(failure: Exception) -> str:
+    details = failure.details() if isinstance(failure, grpc.aio.AioRpcError) else str(failure)
+    return details or type(failure).__name__

@@ -1,0 +1,79 @@
+"""One push over its connections: parts go out as the prefill makes them final, then the commit."""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from kvtransfer.feed import Ending, NothingToDecode
+from kvtransfer.outgoing import OutgoingConnection, Parts, SignOfLife, all_or_first_error
+from kvtransfer.pipeline import Pipeline, choose_group
+from kvtransfer.push import PushJob
+
+ALIVE_S = 1.0  # between two signs of life while nothing is to be sent: much shorter than a lease
+
+
+class OutgoingSession:
+    """`connections` are open; the first one carries what concerns the whole push. Errors are those of OutgoingConnection."""
+
+    def __init__(self, connections: Sequence[OutgoingConnection], pipeline: Pipeline, num_layers: int) -> None:
+        self.connections = connections
+        self._pipeline = pipeline
+        self._num_layers = num_layers
+        self._num_steps_seen = -1
+        self._num_exposed_bytes = 0
+
+    @property
+    def first(self) -> OutgoingConnection:
+        return self.connections[0]
+
+    @property
+    def transport(self) -> str:
+        """The name of the transport."""
+        return self.first.transport
+
+    @property
+    def num_bytes(self) -> int:
+        """Verified by the receiver."""
+        return sum(connection.num_bytes for connection in self.connections)
+
+    @property
+    def busy_s(self) -> float:
+        """How long the connections were at work, the longest of them."""
+        return max(connection.busy_s for connection in self.connections)
+
+    async def send_parts(self, job: PushJob, bytes_per_s: float) -> int:
+        """Send all that decode lacks and wait until it is verified; returns the bytes that were left when the prefill ended.
+        `bytes_per_s`: what to expect of the connection."""
+        parts: Parts = asyncio.Queue(len(self.connections))
+        pumps = (connection.pump(parts, job.source_block_ids) for connection in self.connections)
+        await all_or_first_error(self._feed(job, parts, bytes_per_s), *pumps)
+        return self._num_exposed_bytes
+
+    async def ending(self, job: PushJob) -> Ending:
+        """Wait until the prefill has ended."""
+        while job.feed.ending is None:
+            if await self._is_quiet(job):
+                await self.first.keep_alive()
+        return job.feed.ending
+
+    async def _feed(self, job: PushJob, parts: Parts, bytes_per_s: float) -> None:
+        while not self._pipeline.is_complete and not isinstance(job.feed.ending, NothingToDecode):
+            feed, is_idle = job.feed, True
+            has_ended = feed.ending is not None
+            group_of = partial(choose_group, self._num_layers, feed.layer_s, bytes_per_s)
+            for part in self._pipeline.take(feed.ready, group_of):
+                is_idle = False
+                self._num_exposed_bytes += has_ended * part.num_bytes(self._pipeline.bytes_per_layer_block)
+                await parts.put(part)
+            # A connection that is busy shows by that that we are alive.
+            if is_idle and await self._is_quiet(job) and parts.empty():
+                parts.put_nowait(SignOfLife())
+        for _ in self.connections:
+            await parts.put(None)
+
+    async def _is_quiet(self, job: PushJob) -> bool:
+        """Waits for news. True: there were none for a while, though the sender is at work."""
+        if await job.feed.changed(ALIVE_S) or job.num_steps() == self._num_steps_seen:
+            return False
+        self._num_steps_seen = job.num_steps()
+        return True

@@ -1,0 +1,85 @@
+"""Which part of a request's KV is sent next, while later layers and tokens are still computed. Pure.
+
+A request's blocks are cut into stripes: the blocks that one engine step made final. A stripe is sent in groups of layers, as the
+step gets through them; what is final already (a cached prefix, an earlier step) is a stripe of all layers at once.
+
+            blocks ►  stripe 1 │ stripe 2 (being computed)
+    layers    group 1    a     │    c
+      ▼       group 2    b     │    d ◄ sent when the step has passed it
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from kvtransfer.feed import Ready
+from kvtransfer.parts import TARGET_PART_BYTES, Part, cut
+
+PART_OVERHEAD_S = 0.5e-3  # of both ends' Python for one part, whatever its size
+
+
+def choose_group(num_layers: int, layer_s: float, bytes_per_s: float, layer_bytes: int) -> int:
+    """Layers of a group. The smallest leaves least exposed behind the last layer, but each costs its overhead: a group and its
+    overhead are to take no longer than its layers' computation, or, on a slower link, ten times its overhead."""
+    transfer_s = layer_bytes / bytes_per_s
+    spare_s = layer_s - transfer_s
+    wanted = PART_OVERHEAD_S / spare_s if spare_s > 0 else 10 * PART_OVERHEAD_S / transfer_s
+    return min(num_layers, max(1, math.ceil(wanted)))
+
+
+class Pipeline:
+    """Cuts layers [0, num_layers) × blocks [first_block, num_blocks) into parts of at most `target_bytes` (or one block)."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        first_block: int,
+        num_blocks: int,
+        bytes_per_layer_block: int,
+        target_bytes: int = TARGET_PART_BYTES,
+    ) -> None:
+        self.num_parts = 0
+        self._num_layers = num_layers
+        self._num_blocks = num_blocks
+        self.bytes_per_layer_block = bytes_per_layer_block
+        self._target_bytes = target_bytes
+        self._begin = first_block  # all before it is on its way
+        self._end = first_block  # of the present stripe
+        self._layer = 0  # its layers below are on their way
+
+    @property
+    def is_complete(self) -> bool:
+        """Everything has been taken."""
+        return self._begin >= self._num_blocks
+
+    def take(self, ready: Ready, group_of: Callable[[int], int]) -> Iterator[Part]:
+        """Parts that may be sent by now and were not taken before. `group_of(bytes of a layer)`: layers of a group."""
+        while not self.is_complete:
+            if self._end == self._begin and not self._next_stripe(ready):
+                return
+            layers = self._layers_to_send(ready, group_of(2 * (self._end - self._begin) * self.bytes_per_layer_block))
+            if not layers:
+                return
+            for part in cut(
+                self.num_parts, layers, range(self._begin, self._end), self.bytes_per_layer_block, self._target_bytes
+            ):
+                self.num_parts += 1
+                yield part
+            self._layer = layers.stop
+            if self._layer == self._num_layers:
+                self._begin, self._layer = self._end, 0
+
+    def _next_stripe(self, ready: Ready) -> bool:
+        final = ready.num_blocks if ready.num_blocks > self._begin else ready.num_step_blocks
+        self._end = max(self._begin, min(final, self._num_blocks))
+        return self._end > self._begin
+
+    def _layers_to_send(self, ready: Ready, group: int) -> range:
+        """Whole groups of the stripe's layers that are final and not sent; the last group may be smaller."""
+        if self._end <= ready.num_blocks:
+            return range(self._layer, self._num_layers)
+        final = ready.num_layers if self._end <= ready.num_step_blocks else 0
+        if final < self._num_layers:
+            final -= max(0, final - self._layer) % group
+        return range(self._layer, max(self._layer, final))

@@ -1,0 +1,30 @@
+"""Endpoints that did not answer lately: asked last, lest every push wait for a port that swallows packets."""
+
+import time
+
+from protos.v1 import common_pb2
+
+REMEMBER_S = 10.0
+
+
+class Silent:
+    """Of one sender. What it remembers puts an endpoint behind the others, it rules out none."""
+
+    def __init__(self, remember_s: float = REMEMBER_S) -> None:
+        self._remember_s = remember_s
+        self._since: dict[tuple[str, str], float] = {}
+
+    def note(self, endpoint: common_pb2.TransferEndpoint) -> None:
+        """It did not answer just now."""
+        now = time.monotonic()
+        self._since = {key: since for key, since in self._since.items() if now - since < self._remember_s}
+        self._since[_key(endpoint)] = now
+
+    def holds(self, endpoint: common_pb2.TransferEndpoint) -> bool:
+        """Did it fail to answer within the last `remember_s` seconds?"""
+        since = self._since.get(_key(endpoint))
+        return since is not None and time.monotonic() - since < self._remember_s
+
+
+def _key(endpoint: common_pb2.TransferEndpoint) -> tuple[str, str]:
+    return endpoint.transport, endpoint.address

@@ -1,0 +1,112 @@
+"""grpc: a call to the worker's own gRPC server carries what tcp carries on a socket; for where no other port is open.
+
+A connection of a push is one call on a channel of its own, so that what ends the one disturbs nothing else.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from concurrent.futures import Executor
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from kvtransfer.errors import TransportUnavailable
+from kvtransfer.memory import KVMemory
+from kvtransfer.message_stream import MessageStream, Wire
+from kvtransfer.transports.inline import InlineIncoming, InlineOutgoing
+from protos.v1 import common_pb2
+from runtime.channel import connect
+from runtime.tls import Tls
+
+CONNECT_TIMEOUT_S = 1.0
+SERVICE = "pdmesh.v1.TransferService"
+METHOD = "Push"
+
+
+class PushService(Protocol):
+    """Takes calls; the receiver does."""
+
+    def serve_push(self, wire: Wire) -> Awaitable[None]:
+        """One call from its beginning to its end. Raises MeshError to refuse it."""
+
+
+def add_push_service(service: PushService, server: grpc.aio.Server) -> None:
+    """Has `server` answer TransferService.Push, its messages as bytes: `message_stream` takes them apart without a copy."""
+
+    async def push(_requests: object, context: Wire) -> None:
+        await service.serve_push(context)
+
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(push)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
+
+
+class DialledStream(MessageStream):
+    """The caller's end: owns `channel` until close()."""
+
+    def __init__(self, channel: grpc.aio.Channel, executor: Executor, reply_timeout_s: float) -> None:
+        self._channel = channel
+        push: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(f"/{SERVICE}/{METHOD}")
+        self._call = push()
+        super().__init__(self._call, executor, reply_timeout_s)
+        self._carrying = asyncio.create_task(self._carry_and_close())
+
+    async def wait_closed(self) -> None:
+        await asyncio.shield(self._carrying)
+
+    async def _carry_and_close(self) -> None:
+        try:
+            await self.carry()
+        finally:
+            self._call.cancel()
+            await self._channel.close()
+
+
+class GrpcTransport:
+    """Between any two hosts, through the port that every worker has open."""
+
+    name = "grpc"
+    gains_by_connections = True
+
+    def __init__(self, tls: Tls | None = None) -> None:
+        self._tls = tls
+
+    def sends(self, memory: KVMemory) -> bool:
+        return True
+
+    def receives(self) -> bool:
+        return True
+
+    def reaches(self, endpoint: common_pb2.TransferEndpoint) -> bool:
+        return True
+
+    def endpoint(self, address: str) -> common_pb2.TransferEndpoint:
+        """How to reach the gRPC server at `address`, "host:port"."""
+        return common_pb2.TransferEndpoint(transport=self.name, address=address)
+
+    async def connect(
+        self, endpoint: common_pb2.TransferEndpoint, memory: KVMemory, executor: Executor, reply_timeout_s: float
+    ) -> InlineOutgoing:
+        channel = connect(endpoint.address, tls=self._tls)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await _connected(channel)
+        except OSError as error:  # TimeoutError is one
+            await channel.close()
+            raise TransportUnavailable(f"grpc: cannot connect to {endpoint.address}: {error or 'timed out'}") from error
+        except BaseException:
+            await channel.close()
+            raise
+        return InlineOutgoing(DialledStream(channel, executor, reply_timeout_s), f"grpc: {endpoint.address}")
+
+    def accept(self, stream: MessageStream, memory: KVMemory) -> InlineIncoming:
+        """Take over the stream of a call."""
+        return InlineIncoming(stream)
+
+
+async def _connected(channel: grpc.aio.Channel) -> None:
+    """Raises ConnectionError at the first attempt that fails: gRPC itself would try for ever."""
+    while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+        if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
+            raise ConnectionError("nobody answers")
+        await channel.wait_for_state_change(state)
