@@ -25,7 +25,7 @@ PROMPTS = [oracle.prompt_of(700 + length, length) for length in (1, 15, 16, 70, 
     ],
     ids=str,
 )
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 async def test_a_mesh_answers_as_one_engine(tiny: Path, settings: Settings, transport: str) -> None:
     task = Task(tiny, PROMPTS, SAMPLED, NUM_TOKENS, {"kv_memory_mb": 64, **settings})
     expected = run_alone(task.engine(), PROMPTS, SAMPLED.params(NUM_TOKENS))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.kernels.cpu import build, isa
-from pdmesh import cli, doctor_machine, doctor_software
+from pdmesh import cli, doctor_machine, doctor_software, doctor_transfer
 from pdmesh.commands import doctor as command
 from pdmesh.doctor import Check, State, examine, missing, ok
 from pdmesh.model_catalogue import KNOWN_MODELS
@@ -33,6 +33,21 @@ def test_available_bytes() -> None:
 def test_this_machine_passes_shared_memory_and_loopback() -> None:
     assert doctor_machine.shared_memory().state is State.OK
     assert doctor_machine.loopback().state is State.OK
+
+
+def test_this_machine_moves_kv_over_every_transport() -> None:
+    finding = doctor_transfer.transports()
+    assert finding.state is State.OK, finding
+    assert "on this host shm (" in finding.found and "across hosts tcp (" in finding.found
+    assert finding.found.startswith("shm ") and finding.found.count("GB/s") == 3
+
+
+def test_kv_transports_that_fail_cost_speed_or_the_hand_off() -> None:
+    finding = doctor_transfer.judge({"grpc": 0.9e9}, {"shm": "shm: no memfd", "tcp": "tcp: closed"})
+    assert finding.state is State.WARN and "no memfd" in finding.remedy and "tcp: closed" in finding.remedy
+    assert finding.found.startswith("grpc 0.90 GB/s; on this host grpc (")
+    assert "across hosts none" in doctor_transfer.judge({"shm": 3e9}, {"tcp": "closed"}).found
+    assert doctor_transfer.judge({}, {"tcp": "closed"}).state is State.MISSING
 
 
 def test_port_that_is_taken() -> None:

@@ -1,0 +1,123 @@
+"""How fast 256 MB of KV move between two processes, over each transport, with and without their checksum."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from benchmarks import loopback
+from benchmarks.handoff_process import NUM_BYTES
+from benchmarks.harness import Figure, interleave, say
+from benchmarks.memory_copy import copy_bandwidth_gb_s, streamed_bandwidth_gb_s
+from kvtransfer.sender import NUM_CONNECTIONS
+from kvtransfer.transports.registry import TRANSPORTS
+
+COPY, STREAMED = "memcpy of 256 MB, one core", "copy of 256 MB past the caches, one core"
+IPERF = f"iperf3 over loopback, {NUM_CONNECTIONS} connections"
+SHARE_OF_LIMIT = 0.8
+MAX_CHECKSUM_COST = 5.0  # %
+GRPC_GOAL_GB_S = 0.7
+WARM_UPS = 2
+
+
+class Process:
+    """An end of the hand-off."""
+
+    def __init__(self, role: str) -> None:
+        command = [sys.executable, "-m", "benchmarks.handoff_process", role]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, **command: object) -> dict[str, Any]:
+        """Its answer. Raises RuntimeError when it has ended."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a hand-off process ended with {self._process.wait()}; its errors are above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """Its input ends, so does it."""
+        self._process.communicate()
+
+
+class Pair:
+    """Receiver and sender."""
+
+    def __init__(self, receiver: Process, sender: Process) -> None:
+        self._receiver, self._sender = receiver, sender
+        self._sums = True
+        self.can_leave_sums = self.set_sums(False) and self.set_sums(True)
+
+    def set_sums(self, sums: bool) -> bool:
+        """With or without checksums from here on; False where that cannot be chosen."""
+        self._sums = sums
+        return all(end.ask(sums=sums)["done"] for end in (self._receiver, self._sender))
+
+    def push(self, transport: str, *, sums: bool = True) -> float:
+        """10^9 bytes a second of one push of everything, from connecting to the receipt of the commit."""
+        if sums != self._sums:
+            self.set_sums(sums)
+        reservation = self._receiver.ask(reserve=transport)["reservation"]
+        answer = self._sender.ask(push=reservation)
+        return float(answer["num_bytes"] / answer["seconds"] / 1e9)
+
+
+@contextmanager
+def pair() -> Iterator[Pair]:
+    receiver, sender = Process("receive"), Process("send")
+    try:
+        yield Pair(receiver, sender)
+    finally:
+        sender.close()
+        receiver.close()
+
+
+def throughput_figures(rounds: int) -> list[Figure]:
+    """Medians of `rounds`, in turn with the limits that they are compared with."""
+    with pair() as ends:
+        cases: dict[str, Callable[[], float]] = {COPY: partial(copy_bandwidth_gb_s, NUM_BYTES)}
+        if ends.can_leave_sums:
+            cases[STREAMED] = partial(streamed_bandwidth_gb_s, NUM_BYTES)
+        if loopback.is_there():
+            cases[IPERF] = partial(loopback.iperf3_gb_s, NUM_CONNECTIONS)
+        else:
+            say("left out: iperf3 is not installed (Debian, Ubuntu: apt install iperf3)")
+        for transport in TRANSPORTS:
+            cases[transport] = partial(ends.push, transport)
+            if ends.can_leave_sums:
+                cases[_unsummed(transport)] = partial(ends.push, transport, sums=False)
+        for case in cases.values():
+            for _ in range(WARM_UPS):
+                case()
+        medians = interleave(cases, rounds)
+    return [*_limits(medians), *(figure for transport in TRANSPORTS for figure in _figures_of(transport, medians))]
+
+
+def _unsummed(transport: str) -> str:
+    return f"{transport} without checksum"
+
+
+def _limits(medians: dict[str, float]) -> list[Figure]:
+    return [Figure(name, medians[name], "GB/s", "higher") for name in (COPY, STREAMED, IPERF) if name in medians]
+
+
+def _figures_of(transport: str, medians: dict[str, float]) -> list[Figure]:
+    peer = {"shm": COPY, "tcp": IPERF}.get(transport)
+    limit = medians.get(peer) if peer else None
+    goal = GRPC_GOAL_GB_S if transport == "grpc" else limit and SHARE_OF_LIMIT * limit
+    figures = [Figure(f"{transport}, 256 MB", medians[transport], "GB/s", "higher", goal=goal, limit=limit, peer=peer)]
+    if limit:
+        share = 100 * medians[transport] / limit
+        figures.append(Figure(f"{transport}, share of {peer}", share, "%", "higher", goal=100 * SHARE_OF_LIMIT))
+    if (unsummed := medians.get(_unsummed(transport))) is not None:
+        cost = 100 * (unsummed / medians[transport] - 1)
+        figures.append(Figure(f"{transport}, time that the checksum adds", cost, "%", "lower", goal=MAX_CHECKSUM_COST))
+    return figures
