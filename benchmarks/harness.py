@@ -85,7 +85,7 @@ def write(name: str, figures: list[Figure], **extra: object) -> Path:
         print(json.dumps(asdict(figure)))
     document = {
         "machine": asdict(this_machine()),
-        "command": f"make bench-{name}" if not name.startswith("equality") else f"make {name}",
+        "command": f"make bench-{name}" if not name.startswith(("equality", "chaos")) else f"make {name}",
         "figures": [asdict(figure) for figure in figures],
         **extra,
     }

@@ -25,7 +25,7 @@ def unwhole(status: mesh_pb2.GetStatusResponse) -> list[str]:
 
 async def assert_whole(mesh: LocalMesh, timeout_s: float = 15.0) -> None:
     """Waits until every worker reports a whole pool and the router has nothing in flight."""
-    async with AsyncClient(mesh.router_addresses) as client:
+    async with AsyncClient(mesh.router_addresses, tls=mesh.tls) as client:
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             status = await client.status(timeout=10)

@@ -12,7 +12,7 @@ from engine.sampling_params import SamplingParams
 
 @lru_cache(maxsize=2)
 def _engine(folder: Path) -> Engine:
-    return make_engine(folder, kv_memory_mb=64)
+    return make_engine(folder, kv_memory_mb=256)
 
 
 def answer(folder: Path, prompt: Sequence[int], params: SamplingParams) -> list[list[int]]:
