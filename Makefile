@@ -9,7 +9,7 @@ CODE := pdmesh worker router prefill_service decode_service kvtransfer runtime e
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh equality
-.PHONY: bench-mesh bench-cpu bench-profile stubs format clean
+.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-profile stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,8 +32,9 @@ model: $(READY)  ## fetch and convert SmolLM2-135M-Instruct into the cache (once
 	@$(BIN)/python -m pdmesh.models fetch smollm2-135m-instruct
 
 # Compiled once, ahead of what would otherwise wait for it in each process. Without a compiler the torch backend serves.
-kernels: $(READY)  ## compile the CPU kernels into the cache (once)
+kernels: $(READY)  ## compile the CPU kernels and the transfer of KV into the cache (once)
 	@$(BIN)/python -m engine.kernels.cpu.build || echo "==> without them the slower torch backend computes"
+	@$(BIN)/python -m kvtransfer.native.library || echo "==> without it Python moves the KV, slower"
 
 demo: $(READY) kernels  ## a real question through router, prefill, hand-off and decode; shows where the time went
 	@$(BIN)/python -m pdmesh demo
@@ -62,11 +63,17 @@ mesh: $(READY) model kernels
 equality: $(READY) model kernels  ## all prompts, every way through the mesh, against transformers and one engine (slow)
 	$(BIN)/python -m benchmarks.equality
 
+chaos: $(READY) model kernels  ## 2 640 faults at every state of the hand-off, under load (an hour; goes on where it was stopped)
+	$(BIN)/python -m benchmarks.chaos
+
 bench-mesh: $(READY) model kernels  ## engine and mesh, in int8 and float32, with the machine
 	$(BIN)/python -m benchmarks.mesh
 
 bench-cpu: $(READY) model kernels  ## the CPU kernels beside OpenVINO, vLLM, llama.cpp and transformers; accuracy, limits (slow)
 	$(BIN)/python -m benchmarks.cpu
+
+bench-handoff: $(READY) kernels  ## the hand-off between two processes, beside memcpy and iperf3
+	$(BIN)/python -m benchmarks.handoff
 
 bench-profile: $(READY) model kernels  ## where the time of an engine's step goes
 	$(BIN)/python -m benchmarks.profile
