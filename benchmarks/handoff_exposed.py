@@ -129,7 +129,7 @@ async def measure(pair: Pair, lengths: Sequence[int], rounds: int) -> dict[int, 
             each.ready.append(pair.compute_s + pair.exposed_s)
             each.exposed.append(pair.exposed_s)
             await pair.hand_off(prompt, push=True)  # the prefill worker has it in its cache; decode keeps none
-            each.whole.append(pair.exposed_s)
+            each.whole.append(pair.compute_s + pair.exposed_s)  # of one block: the rest is there, and leaves at once
     return times
 
 

@@ -26,8 +26,10 @@ from kvtransfer.native import library as native_library
 from kvtransfer.push import PushJob
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
+from kvtransfer.transports.grpc import SERVICE, add_push_service
 from kvtransfer.transports.registry import TRANSPORTS
 from protos.v1 import common_pb2, transfer_pb2
+from runtime.server import GrpcServer
 
 NUM_BYTES = 256 << 20
 EPOCH = 1
@@ -43,7 +45,7 @@ IDENTITY = common_pb2.Identity(
     numeric_mode="none",
     protocol_version=PROTOCOL_VERSION,
 )
-LAYOUT = common_pb2.KVLayout(block_size=16, kv_dtype="bfloat16", tensor_parallel_size=1)
+LAYOUT = common_pb2.KVLayout(block_size=16, kv_dtype="bfloat16", tensor_parallel_size=1, arrangement="plain")
 
 
 def make_pool(fill: int) -> KVPool:
@@ -89,9 +91,14 @@ class ReceivingEnd:
 
     async def start(self) -> None:
         await self._receiver.start()
+        self._server = GrpcServer("127.0.0.1", 0)
+        self._server.register(add_push_service, self._receiver, SERVICE)
+        await self._server.start()
+        self._receiver.grpc_address = self._server.address
 
     async def close(self) -> None:
         await self._receiver.stop()
+        await self._server.drain(0)
 
     async def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         """A reservation that offers one transport."""

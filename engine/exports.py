@@ -17,17 +17,21 @@ from array import array
 from engine.outputs import KVReady
 from engine.scheduler import Plan
 
-SIGNALS_PER_STEP = 8
+SIGNALS_PER_STEP = 3  # until whoever listens asks for more or fewer
 
 
 class LayerSignal:
     """Counts the layers of the running step whose KV is in the pool. The model calls, or writes to `address`, from its thread."""
 
     def __init__(self, num_layers: int) -> None:
-        self.every = max(1, num_layers // SIGNALS_PER_STEP)
+        self.every = -(-num_layers // SIGNALS_PER_STEP)
         self.num_layers = num_layers
         self.fd = -1
         self._done = array("i", [0])
+
+    def tell_every(self, num_layers: int) -> None:
+        """From the next step on; from any thread. Each signal wakes somebody who may take a core from the step."""
+        self.every = max(1, num_layers)
 
     @property
     def address(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,25 +38,22 @@ Ending = FirstTokensDrawn | NothingToDecode
 
 
 class KVFeed:
-    """One prefill writes, one push reads, both on the event loop. `layer_s`: seconds that a layer takes, as far as seen."""
+    """One prefill writes, one push reads, both on the event loop. `group`: layers of which the push wants to hear at once."""
 
     def __init__(self) -> None:
         self.ready = Ready()
         self.ending: Ending | None = None
-        self.layer_s = 0.0
+        self.group = 0
         self._changed = asyncio.Event()
-        self._seen_ns = time.monotonic_ns()
 
     def advance(self, ready: Ready) -> None:
         """More is final. News may come late: what was said before stays true."""
-        before, now_ns = self.ready, time.monotonic_ns()
-        if ready.num_step_blocks == before.num_step_blocks and ready.num_layers > before.num_layers > 0:
-            self.layer_s = (now_ns - self._seen_ns) / 1e9 / (ready.num_layers - before.num_layers)
+        before = self.ready
         if ready == before or ready.num_step_blocks < before.num_step_blocks or ready.num_blocks < before.num_blocks:
             return
         if ready.num_step_blocks == before.num_step_blocks and ready.num_layers < before.num_layers:
             return
-        self.ready, self._seen_ns = ready, now_ns
+        self.ready = ready
         self._changed.set()
 
     def end(self, ending: Ending) -> None:

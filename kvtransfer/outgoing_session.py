@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
-from kvtransfer.feed import Ending, NothingToDecode
+from kvtransfer.feed import Ending, KVFeed, NothingToDecode
 from kvtransfer.outgoing import OutgoingConnection, Parts, SignOfLife, all_or_first_error
 from kvtransfer.pipeline import Pipeline, choose_group
 from kvtransfer.push import PushJob
@@ -60,8 +60,7 @@ class OutgoingSession:
         while not self._pipeline.is_complete and not isinstance(job.feed.ending, NothingToDecode):
             feed, is_idle = job.feed, True
             has_ended = feed.ending is not None
-            group_of = partial(choose_group, self._num_layers, feed.layer_s, bytes_per_s)
-            for part in self._pipeline.take(feed.ready, group_of):
+            for part in self._pipeline.take(feed.ready, partial(self._choose_group, feed, bytes_per_s)):
                 is_idle = False
                 self._num_exposed_bytes += has_ended * part.num_bytes(self._pipeline.bytes_per_layer_block)
                 await parts.put(part)
@@ -70,6 +69,10 @@ class OutgoingSession:
                 parts.put_nowait(SignOfLife())
         for _ in self.connections:
             await parts.put(None)
+
+    def _choose_group(self, feed: KVFeed, bytes_per_s: float, layer_bytes: int) -> int:
+        feed.group = choose_group(self._num_layers, bytes_per_s, layer_bytes)
+        return feed.group
 
     async def _is_quiet(self, job: PushJob) -> bool:
         """Waits for news. True: there were none for a while, though the sender is at work."""

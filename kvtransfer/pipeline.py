@@ -16,16 +16,17 @@ from collections.abc import Callable, Iterator
 from kvtransfer.feed import Ready
 from kvtransfer.parts import TARGET_PART_BYTES, Part, cut
 
-PART_OVERHEAD_S = 0.5e-3  # of both ends' Python for one part, whatever its size
+# What a group costs the prefill that goes on meanwhile: event loops and threads of both ends take cores from it, and all its
+# threads wait for the one that was interrupted.
+GROUP_COST_S = 1e-3
 
 
-def choose_group(num_layers: int, layer_s: float, bytes_per_s: float, layer_bytes: int) -> int:
-    """Layers of a group. The smallest leaves least exposed behind the last layer, but each costs its overhead: a group and its
-    overhead are to take no longer than its layers' computation, or, on a slower link, ten times its overhead."""
-    transfer_s = layer_bytes / bytes_per_s
-    spare_s = layer_s - transfer_s
-    wanted = PART_OVERHEAD_S / spare_s if spare_s > 0 else 10 * PART_OVERHEAD_S / transfer_s
-    return min(num_layers, max(1, math.ceil(wanted)))
+def choose_group(num_layers: int, bytes_per_s: float, layer_bytes: int) -> int:
+    """Layers of a group. With n groups the n-th part of the transfer is exposed behind the last layer, and n groups cost theirs:
+    together least at the square root of their ratio."""
+    transfer_s = num_layers * layer_bytes / bytes_per_s
+    num_groups = max(1, round(math.sqrt(transfer_s / GROUP_COST_S)))
+    return -(-num_layers // min(num_layers, num_groups))
 
 
 class Pipeline:

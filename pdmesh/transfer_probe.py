@@ -30,7 +30,7 @@ from protos.v1 import common_pb2, transfer_pb2
 from runtime.server import GrpcServer
 
 IDENTITY = common_pb2.Identity(model="transfer-probe", num_layers=16, num_kv_heads=8, head_dim=64)
-LAYOUT = common_pb2.KVLayout(block_size=16, kv_dtype="bfloat16", tensor_parallel_size=1)
+LAYOUT = common_pb2.KVLayout(block_size=16, kv_dtype="bfloat16", tensor_parallel_size=1, arrangement="plain")
 BLOCKS_PER_MIB = 2
 NUM_PUSHES = 3  # the first one touches the pages; the fastest counts
 PUSH_TIMEOUT_S = 3.0

@@ -52,6 +52,7 @@ class HandoffTools:
     sender: Sender
     block_size: int
     num_steps: Callable[[], int]  # of the engine, so far
+    tell_every: Callable[[int], None]  # layers of a step, of which `on_ready` is to hear
 
 
 class Handoff:
@@ -116,6 +117,8 @@ class Handoff:
             for count in (ready.num_tokens, ready.num_step_tokens)
         )
         self._feed.advance(Ready(num_blocks, num_step_blocks, ready.num_layers))
+        if self._feed.group:
+            self._tools.tell_every(self._feed.group)
         if self._push is None:
             job = PushJob(self._assignment.reservation, ready.block_ids, num_tokens, self._feed, self._tools.num_steps)
             self._push = asyncio.create_task(self._tools.sender.push(job, timeout_s=MAX_PUSH_S))

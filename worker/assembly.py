@@ -68,7 +68,14 @@ class Worker:
         self._sender = Sender(engine.kv, identity, layout, self.epoch, tls=tls)
         self.prefill = PrefillServicer(
             PrefillValidator(identity, layout, translate),
-            HandoffTools(self._engine_loop, self.dispatcher, self._sender, layout.block_size, lambda: self.dispatcher.num_steps),
+            HandoffTools(
+                self._engine_loop,
+                self.dispatcher,
+                self._sender,
+                layout.block_size,
+                lambda: self.dispatcher.num_steps,
+                engine.exports.signal.tell_every,
+            ),
             check_new_work=self.gate.checker(worker_pb2.ROLE_PREFILL),
         )
         self.decode = DecodeService(_decode_settings(config), self._surroundings(identity, layout, translate))
