@@ -11,7 +11,7 @@ take its own stall for the router's silence.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 
 from decode_service.record import Record, monotonic_ns
@@ -133,10 +133,13 @@ class Outbox:
             self.stream = None
             self.absent_s = 0.0
 
-    def renew_leases(self, now: float) -> None:
-        """The router is there; what it waits for in a prefill worker's queue must not lapse."""
-        for record in self.records.values():
-            record.renew_lease(now)
+    def renew_leases(self, request_ids: Iterable[str], now: float) -> None:
+        """The router waits for these: what stands in a prefill worker's queue must not lapse. What it has forgotten must: a
+        Submit may arrive later than the tombstone of its Cancel lives."""
+        for request_id in request_ids:
+            record = self.records.get(request_id)
+            if record is not None:
+                record.renew_lease(now)
 
     def tick(self, elapsed_s: float, settings: StreamSettings) -> None:
         self.since_report_s += elapsed_s

@@ -114,5 +114,5 @@ async def _read(requests: AsyncIterator[decode_pb2.AttachRequest], outbox: Outbo
             stream.close(InvalidArgument("router_id", f"it was {outbox.router_id!r} before; one stream serves one router"))
             return
         stream.heard()
-        outbox.renew_leases(time.monotonic())
+        outbox.renew_leases(request.waiting_request_ids, time.monotonic())
     stream.close()  # the router has said its last word

@@ -71,6 +71,7 @@ class DecodeLink:
         self._on_change = on_change
         self._on_load = on_load
         self._followers: dict[str, tuple[int, Follower]] = {}
+        self._waiting: set[str] = set()  # of those, the ones of which nothing has come: decode holds their blocks under a lease
         self._grace: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -88,10 +89,12 @@ class DecodeLink:
     def follow(self, request_id: str, epoch: int, follower: Follower) -> None:
         """From now on `follower` gets what the incarnation `epoch` says about `request_id`. To be called before its Submit."""
         self._followers[request_id] = (epoch, follower)
+        self._waiting.add(request_id)
 
     def unfollow(self, request_id: str) -> None:
         """Drop what still comes about `request_id`; idempotent."""
         self._followers.pop(request_id, None)
+        self._waiting.discard(request_id)
 
     async def _run(self) -> None:
         backoff_s = MIN_BACKOFF_S
@@ -138,10 +141,9 @@ class DecodeLink:
             await call.write(
                 decode_pb2.AttachRequest(router_id=router_id, resume_points=self._resume_points(), period_ms=heartbeat_ms)
             )
-            heartbeat = decode_pb2.AttachRequest(router_id=router_id)
             while True:
                 await asyncio.sleep(heartbeat_ms / 1000)
-                await call.write(heartbeat)
+                await call.write(decode_pb2.AttachRequest(router_id=router_id, waiting_request_ids=self._waiting))
 
     async def _read(self, call: AttachCall, watchdog: Watchdog) -> None:
         while True:
@@ -158,6 +160,7 @@ class DecodeLink:
         for output in frame.outputs:
             entry = followers.get(output.request_id)
             if entry is not None:
+                self._waiting.discard(output.request_id)
                 entry[1].on_output(output)
         for event in frame.events:
             entry = followers.get(event.request_id)
@@ -195,6 +198,7 @@ class DecodeLink:
         lost = {request_id: entry for request_id, entry in self._followers.items() if entry[0] != keep_epoch}
         for request_id, (_, follower) in lost.items():
             del self._followers[request_id]
+            self._waiting.discard(request_id)
             follower.on_lost(reason)
 
     def _resume_points(self) -> list[decode_pb2.ResumePoint]:

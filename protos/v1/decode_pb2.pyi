@@ -181,6 +181,7 @@ class AttachRequest(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     RESUME_POINTS_FIELD_NUMBER: _builtins.int
     PERIOD_MS_FIELD_NUMBER: _builtins.int
+    WAITING_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """router_id of the sender, in every message."""
     period_ms: _builtins.int
@@ -191,16 +192,23 @@ class AttachRequest(_message.Message):
         not named and have been submitted before the stream opened are cancelled.
         """
 
+    @_builtins.property
+    def waiting_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """waiting_request_ids were submitted and have not started: a message renews the leases of their reservations, and of no others. What
+        a router does not name any more lapses, though the Cancel for it was lost.
+        """
+
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
         resume_points: _abc.Iterable[Global___ResumePoint] | None = ...,
         period_ms: _builtins.int = ...,
+        waiting_request_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["period_ms", b"period_ms", "resume_points", b"resume_points", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["period_ms", b"period_ms", "resume_points", b"resume_points", "router_id", b"router_id", "waiting_request_ids", b"waiting_request_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

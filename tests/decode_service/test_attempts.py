@@ -169,6 +169,21 @@ async def test_cancel_before_submit_leaves_a_tombstone_for_a_lease(model: Model)
         await router.detach()
 
 
+async def test_only_what_the_router_names_is_kept(model: Model) -> None:
+    """A Submit that came after its Cancel was forgotten is nobody's: a living router must not keep its blocks for ever."""
+    async with running_worker(model, lease_s=0.4) as decoder:
+        router = MiniRouter()
+        await router.attach(decoder)
+        for name in ("kept", "lost"):
+            await router.submit(decoder, name, REQUEST)
+        router.waiting.discard("lost")
+        await eventually(lambda: decoder.worker.engine.stats().num_reserved == 1)
+        await asyncio.sleep(0.9)
+        assert decoder.worker.engine.stats().num_reserved == 1
+        assert await cancel(decoder, "kept")
+        await router.detach()
+
+
 @pytest.mark.parametrize("mode", [REMOTE, LOCAL])
 async def test_cancel_in_every_state(prefiller: Peer, decoder: Peer, router: MiniRouter, mode: int) -> None:
     request = token_request(PROMPT, max_tokens=500)

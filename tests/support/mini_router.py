@@ -59,6 +59,7 @@ class MiniRouter:
         self.frames: list[decode_pb2.Frame] = []
         self.ended: list[grpc.StatusCode] = []
         self.silent = False
+        self.waiting: set[str] = set()  # named in heartbeats
         self.paused = asyncio.Event()
         self.paused.set()
         self._call: grpc.aio.StreamStreamCall[decode_pb2.AttachRequest, decode_pb2.Frame] | None = None
@@ -92,7 +93,7 @@ class MiniRouter:
             if call.done():
                 return
             if not self.silent:
-                await call.write(decode_pb2.AttachRequest(router_id=self.router_id))
+                await call.write(decode_pb2.AttachRequest(router_id=self.router_id, waiting_request_ids=self.waiting))
 
     async def _read(self, call: grpc.aio.StreamStreamCall[decode_pb2.AttachRequest, decode_pb2.Frame]) -> None:
         while True:
@@ -131,6 +132,7 @@ class MiniRouter:
         epoch: int = 0,
         identity: common_pb2.Identity | None = None,
     ) -> common_pb2.Reservation:
+        self.waiting.add(request_id)
         response = await peer.decode.Submit(
             decode_pb2.SubmitRequest(
                 request_id=request_id,
