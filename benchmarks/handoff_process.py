@@ -48,11 +48,12 @@ IDENTITY = common_pb2.Identity(
 LAYOUT = common_pb2.KVLayout(block_size=16, kv_dtype="bfloat16", tensor_parallel_size=1, arrangement="plain")
 
 
-def make_pool(fill: int) -> KVPool:
-    """As large as NUM_BYTES allows, every page of it in memory."""
+def make_pool(fill: int, *, shared: bool) -> KVPool:
+    """As large as NUM_BYTES allows, every page in memory. `shared`: as a prefill worker's; a decode worker's is not."""
     shape = KVShape(IDENTITY.num_layers, 1, LAYOUT.block_size, IDENTITY.num_kv_heads, IDENTITY.head_dim, torch.bfloat16)
     num_blocks = NUM_BYTES // shape.bytes_per_block
-    pool = KVPool(KVShape(shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim, shape.dtype))
+    size = (shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    pool = KVPool(KVShape(*size, shape.dtype), shared=shared)
     pool.tensor.view(torch.uint8).random_(generator=torch.Generator().manual_seed(fill))
     return pool
 
@@ -84,7 +85,7 @@ class Grants:
 
 class ReceivingEnd:
     def __init__(self) -> None:
-        self._pool = make_pool(1)
+        self._pool = make_pool(1, shared=False)
         self._grants = Grants(self._pool)
         self._receiver = Receiver(self._pool, self._grants, IDENTITY, LAYOUT, transports=tuple(TRANSPORTS))
         self._numbers = itertools.count()
@@ -111,7 +112,7 @@ class ReceivingEnd:
 
 class SendingEnd:
     def __init__(self) -> None:
-        self._pool = make_pool(2)
+        self._pool = make_pool(2, shared=True)
         self._sender = Sender(self._pool, IDENTITY, LAYOUT, EPOCH + 1)
 
     async def start(self) -> None:

@@ -26,6 +26,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_total = num_blocks
         self._refs = [0] * num_blocks
+        self.highest_used = -1  # block id, ever
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
@@ -101,4 +102,5 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash]
         self._refs[block_id] = 1
+        self.highest_used = max(self.highest_used, block_id)
         return block_id

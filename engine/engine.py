@@ -66,7 +66,9 @@ class Engine:
 
         Raises InvalidRequest, RequestTooLarge (it never fits) or DuplicateRequest.
         """
-        return self._reservations.reserve(request)
+        reserved = self._reservations.reserve(request)
+        self.kv.reach(self._pool.highest_used)
+        return reserved
 
     def restate(self, request_id: str, request: EngineRequest) -> ReservedBlocks | None:
         """The same reservation for a request with more history, grown if it needs more blocks; None: no room, nothing changed.
@@ -121,6 +123,7 @@ class Engine:
         if not plan.pieces:
             self.check_integrity()
             return None
+        self.kv.reach(self._pool.highest_used)
         draws = self._runner.run(plan, self.exports.begin(plan))
         return self._progress.postprocess(plan, draws, started_ns, self.exports.end())
 

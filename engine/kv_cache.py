@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.kv_pages import TouchedPages
 from engine.large_pages import private_memory
 
 # linux/fcntl.h; Python's fcntl module names F_SEAL_FUTURE_WRITE only from 3.13 on.
@@ -66,10 +67,13 @@ class KVPool:
         self.shape = shape
         self.fd: int | None = None
         self._map: mmap.mmap | None = None
+        self._pages: TouchedPages | None = None
         if device == "cpu":
             can_share = shared and sys.platform == "linux"
             self._map, self.fd = _shared_memory(shape.num_bytes) if can_share else (private_memory(shape.num_bytes), None)
             self._tensor: Tensor | None = torch.frombuffer(self._map, dtype=shape.dtype).view(shape.tensor_shape)
+            planes = 2 * shape.num_layers
+            self._pages = TouchedPages(self._tensor.data_ptr(), planes, shape.num_blocks, shape.bytes_per_layer_block)
         else:
             self._tensor = torch.zeros(shape.tensor_shape, dtype=shape.dtype, device=device)
 
@@ -107,8 +111,16 @@ class KVPool:
         with self.memory() as whole:
             return whole[start : start + size]
 
+    def reach(self, block_id: int) -> None:
+        """Blocks up to this one are in use: those behind it will be soon. From one thread."""
+        if self._pages is not None:
+            self._pages.reach(block_id)
+
     def close(self) -> None:
         """Gives the memory back. May be called again."""
+        if self._pages is not None:
+            self._pages.close()
+            self._pages = None
         self._tensor = None
         if self.fd is not None:
             os.close(self.fd)

@@ -35,6 +35,17 @@ def checksum(pieces: Iterable[bytes | memoryview]) -> int:
     return value
 
 
+def extend_over(value: int, pieces: Sequence[memoryview], num_bytes: int) -> int:
+    """The checksum of the bytes behind `value` followed by the first `num_bytes` of `pieces`."""
+    for piece in pieces:
+        with piece[:num_bytes] as beginning:
+            value = extend(value, beginning)
+        num_bytes -= min(num_bytes, piece.nbytes)
+        if num_bytes == 0:
+            break
+    return value
+
+
 def copy_runs(value: int, target: memoryview, source: memoryview, runs: Runs) -> int:
     """Copy `runs` (offsets in `target` and `source`, bytes) and return the checksum of the bytes behind `value` followed by the
     copies. Natively each byte is summed as it is stored: `source` may change meanwhile."""

@@ -8,7 +8,7 @@ from kvtransfer.layouts import Layout
 from kvtransfer.memory import KVMemory
 from protos.v1 import common_pb2
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 INT8_SCALE_BYTES = 4  # of a token and head
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 

@@ -19,7 +19,7 @@ from typing import Protocol
 import grpc.aio
 import numpy as np
 
-from kvtransfer.checksum import extend
+from kvtransfer.checksum import extend, extend_over
 from kvtransfer.errors import FrameError, PeerClosed
 from kvtransfer.stream import Cursor, Stream
 
@@ -106,11 +106,12 @@ class MessageStream(Stream):
         async with asyncio.timeout(self.idle_timeout_s):
             await self._outbox.put(wrap([data]))
 
-    async def send_views(self, views: Sequence[memoryview]) -> None:
+    async def send_views(self, views: Sequence[memoryview]) -> int:
         cursor = Cursor(views)
         while cursor.remaining:
             async with asyncio.timeout(self.idle_timeout_s):
                 await self._outbox.put(_next_message(cursor))  # a copy so short that a thread would cost more
+        return cursor.value
 
     async def receive_views(self, views: Sequence[memoryview], on_bytes: Callable[[int], None]) -> int:
         cursor, value = Cursor(views), 0
@@ -218,8 +219,9 @@ def _prefix(num_bytes: int) -> bytes:
 
 def _next_message(cursor: Cursor) -> bytes:
     with cursor.window() as pieces:
-        message = wrap(pieces)
-        cursor.advance(sum(piece.nbytes for piece in pieces))
+        message, num_bytes = wrap(pieces), sum(piece.nbytes for piece in pieces)
+        cursor.value = extend_over(cursor.value, pieces, num_bytes)
+        cursor.advance(num_bytes)
     return message
 
 

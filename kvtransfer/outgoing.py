@@ -8,7 +8,6 @@ from typing import TypeVar
 
 import grpc
 
-from kvtransfer.checksum import checksum
 from kvtransfer.errors import FrameError, PeerClosed, PushFailed, TransportUnavailable, code_of, push_failed
 from kvtransfer.memory import KVMemory, part_views
 from kvtransfer.parts import Part
@@ -141,11 +140,12 @@ class OutgoingConnection:
                 block_start=part.block_start,
                 block_end=part.block_end,
                 num_bytes=part.num_bytes(self._memory.bytes_per_layer_block),
-                crc32c=await self.stream.run(checksum, views),
             )
             self._unanswered[part.part_id] = part
             self._news.set()  # a refusal may come before the last byte is sent
-            await self.outgoing.send_part(header, views, ids)
+            crc32c = await self.outgoing.send_part(header, views, ids)
+            end = transfer_pb2.PartEnd(part_id=part.part_id, crc32c=crc32c)
+            await self.stream.write_message(transfer_pb2.TransferMessage(part_end=end))
         finally:
             release(views)
 

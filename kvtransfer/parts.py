@@ -17,7 +17,7 @@ from kvtransfer.compatibility import refuse
 from kvtransfer.errors import TransferRefused
 from protos.v1 import transfer_pb2
 
-TARGET_PART_BYTES = 32 << 20  # copied in 2 ms; of Python a part costs each end a quarter of one
+TARGET_PART_BYTES = 64 << 20  # copied in 3 ms; of Python a part costs each end a quarter of one
 MAX_PART_BYTES = 64 << 20
 MAX_PART_BLOCKS = 1 << 16
 
@@ -115,7 +115,8 @@ class Manifest:
     def reject(self, part: Part) -> None:
         """`part` arrived corrupt: it may be sent once more. Raises TransferRefused DATA_LOSS the second time."""
         if part.part_id in self._corrupt:
-            raise TransferRefused(grpc.StatusCode.DATA_LOSS, f"part {part.part_id} arrived corrupt twice", field="part.crc32c")
+            message = f"part {part.part_id} arrived corrupt twice"
+            raise TransferRefused(grpc.StatusCode.DATA_LOSS, message, field="part_end.crc32c")
         self._corrupt.add(part.part_id)
 
     def check_complete(self, commit: transfer_pb2.TransferCommit, num_tokens: int) -> None:

@@ -19,7 +19,7 @@ from kvtransfer.errors import FrameError, TransferRefused, code_number
 from kvtransfer.layouts import Layout
 from kvtransfer.memory import KVMemory
 from kvtransfer.parts import Manifest, Part
-from kvtransfer.stream import Stream
+from kvtransfer.stream import Stream, expect
 from kvtransfer.transports.base import Incoming
 from protos.v1 import common_pb2, transfer_pb2
 from runtime.errors import MeshError
@@ -260,36 +260,47 @@ class Connection:
         part = manifest.check(header)
         manifest.begin(part)
         try:
-            crc32c = await self._write_part(header, part, self._session)
+            crc32c, expected = await self._write_part(header, part, self._session)
         finally:
             manifest.end(part)
-        ok = crc32c == header.crc32c
+        ok = crc32c == expected
         if ok:
             manifest.accept(part, num_bytes=header.num_bytes)
         else:
             logger.warning("part %d of %s arrived corrupt over %s", part.part_id, self._where(), self.transport)
             manifest.reject(part)
-        message = "" if ok else f"part.crc32c: the header says {header.crc32c:#010x}, what arrived has {crc32c:#010x}"
+        message = "" if ok else f"part_end.crc32c: it says {expected:#010x}, what arrived has {crc32c:#010x}"
         reply = transfer_pb2.PartReply(part_id=header.part_id, ok=ok, message=message)
         await self.stream.write_message(transfer_pb2.TransferMessage(part_reply=reply))
 
-    async def _write_part(self, header: transfer_pb2.PartHeader, part: Part, session: Session) -> int:
+    async def _write_part(self, header: transfer_pb2.PartHeader, part: Part, session: Session) -> tuple[int, int]:
+        """Returns the checksums of what arrived and of what was sent."""
         self._check_fence()
         self._writer_out.clear()  # no await between the question and this: quiesce sees us from here on
         try:
             if self._conversion is not None:
                 return await self._stage_part(header, part, session, self._conversion)
             block_ids = session.target.block_ids[part.block_start : part.block_end]
-            return await self._incoming.receive_part(header, part, self._host.memory, block_ids, self._count_bytes)
+            crc32c = await self._incoming.receive_part(header, part, self._host.memory, block_ids, self._count_bytes)
+            return crc32c, await self._sent_crc32c(header)
         finally:
             self._writer_out.set()
 
-    async def _stage_part(self, header: transfer_pb2.PartHeader, part: Part, session: Session, conversion: Conversion) -> int:
+    async def _stage_part(
+        self, header: transfer_pb2.PartHeader, part: Part, session: Session, conversion: Conversion
+    ) -> tuple[int, int]:
         staging = Staging(part, conversion.source.num_bytes)
         crc32c = await self._incoming.receive_part(header, staging.part, staging, staging.block_ids, self._count_bytes)
-        if crc32c == header.crc32c:
+        expected = await self._sent_crc32c(header)
+        if crc32c == expected:
             await session.convert(conversion, staging, part, self.stream)
-        return crc32c
+        return crc32c, expected
+
+    async def _sent_crc32c(self, header: transfer_pb2.PartHeader) -> int:
+        end = (await expect(self.stream, "part_end")).part_end
+        if end.part_id != header.part_id:
+            raise FrameError(f"part_end.part_id: part {header.part_id} ended as {end.part_id}")
+        return end.crc32c
 
     def _count_bytes(self, num_bytes: int) -> None:
         self._unreported_bytes += num_bytes

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from kvtransfer import framing
-from kvtransfer.checksum import extend
+from kvtransfer.checksum import extend_over
 from kvtransfer.errors import FrameError, PeerClosed
 from kvtransfer.native.cursor import NativeCursor
 from kvtransfer.native.library import native
@@ -38,7 +38,7 @@ class Cursor:
         self._index = 0
         self._offset = 0
         self.remaining = sum(view.nbytes for view in views)
-        self.value = 0  # CRC-32C of what was received
+        self.value = 0  # CRC-32C of what was moved
 
     @contextmanager
     def window(self) -> Iterator[list[memoryview]]:
@@ -124,8 +124,8 @@ class Stream(ABC):
         """Send `data` as it is."""
 
     @abstractmethod
-    async def send_views(self, views: Sequence[memoryview]) -> None:
-        """Send the bytes of `views` in order."""
+    async def send_views(self, views: Sequence[memoryview]) -> int:
+        """Send the bytes of `views` in order and return their CRC-32C."""
 
     @abstractmethod
     async def receive_views(self, views: Sequence[memoryview], on_bytes: Callable[[int], None]) -> int:
@@ -160,12 +160,13 @@ class SocketStream(Stream):
         async with asyncio.timeout(self.idle_timeout_s):
             await asyncio.get_running_loop().sock_sendall(self.sock, data)
 
-    async def send_views(self, views: Sequence[memoryview]) -> None:
-        """Send the bytes of `views` in order, without copying them."""
+    async def send_views(self, views: Sequence[memoryview]) -> int:
+        """Send the bytes of `views` in order, without copying them, and return their CRC-32C."""
         cursor = self._cursor(views)
         while cursor.remaining:
             if not await self.run(self._send_turn, cursor):
                 await self.ready(write=True)
+        return cursor.value
 
     async def receive_views(self, views: Sequence[memoryview], on_bytes: Callable[[int], None]) -> int:
         """Fill `views` in order and return the CRC-32C of what came. on_bytes(count), on the event loop, may raise to stop."""
@@ -218,7 +219,7 @@ class SocketStream(Stream):
         return Cursor(views) if library is None else NativeCursor(library, views)
 
     def _send_turn(self, cursor: Cursor | NativeCursor) -> int:
-        """Send what the socket takes, in a thread; returns the bytes sent."""
+        """Send and sum what the socket takes, in a thread; returns the bytes sent."""
         if isinstance(cursor, NativeCursor):
             self.check_interrupted()
             return cursor.send(self.sock, TURN_MS)
@@ -228,6 +229,7 @@ class SocketStream(Stream):
             try:
                 with cursor.window() as pieces:
                     count = self._send_some(pieces)
+                    cursor.value = extend_over(cursor.value, pieces, count)
                 cursor.advance(count)
             except BlockingIOError:
                 if not self._poll(select.POLLOUT):
@@ -245,7 +247,7 @@ class SocketStream(Stream):
             try:
                 with cursor.window() as pieces:
                     count = self._receive_some(pieces)
-                    cursor.value = _extend_over(cursor.value, pieces, count)
+                    cursor.value = extend_over(cursor.value, pieces, count)
             except BlockingIOError:
                 if not self._poll(select.POLLIN):
                     break
@@ -303,12 +305,3 @@ async def expect(stream: Stream, kind: str) -> transfer_pb2.TransferMessage:
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _extend_over(value: int, pieces: Sequence[memoryview], num_bytes: int) -> int:
-    for piece in pieces:
-        value = extend(value, piece[:num_bytes])
-        num_bytes -= min(num_bytes, piece.nbytes)
-        if num_bytes == 0:
-            break
-    return value

@@ -12,7 +12,7 @@ from kvtransfer.native.library import Native, Position, pieces_of
 
 
 class NativeCursor:
-    """A position in a list of views, which their owner releases when the transfer has ended. `value`: CRC-32C of what came."""
+    """A position in a list of views, which their owner releases when the transfer has ended. `value`: CRC-32C of what moved."""
 
     def __init__(self, native: Native, views: Sequence[memoryview]) -> None:
         self._native = native
@@ -25,7 +25,7 @@ class NativeCursor:
         return int(self._position.value)
 
     def send(self, sock: socket.socket, max_ms: int) -> int:
-        """Send what the socket takes; returns the bytes sent. Raises OSError."""
+        """Send and sum what the socket takes; returns the bytes sent. Raises OSError."""
         num_bytes = self._native.send(sock.fileno(), self._pieces, self._position, max_ms)
         self._advance(num_bytes)
         return num_bytes

@@ -35,7 +35,7 @@ _SIGNATURES = {
     "pdmesh_kv_sum": (c_uint32, (c_int32, c_uint32, c_void_p, c_int64)),
     "pdmesh_kv_copy": (c_uint32, (c_int32, c_uint32, c_void_p, c_int64, c_int32)),
     "pdmesh_kv_receive": (c_int64, (c_int32, c_int32, c_void_p, c_int64, c_void_p, c_int64)),
-    "pdmesh_kv_send": (c_int64, (c_int32, c_void_p, c_int64, c_void_p, c_int64)),
+    "pdmesh_kv_send": (c_int64, (c_int32, c_int32, c_void_p, c_int64, c_void_p, c_int64)),
 }
 _KNOWN = (b"123456789", 0xE3069283)  # the check value in every list of CRCs
 
@@ -92,8 +92,10 @@ class Native:
         return result
 
     def send(self, fd: int, pieces: Pieces, position: Position, max_ms: int) -> int:
-        """Send for at most max_ms; returns the bytes. position.error: an errno."""
-        result: int = self._library.pdmesh_kv_send(fd, pieces.ctypes.data, len(pieces), ctypes.addressof(position), max_ms)
+        """Send and sum for at most max_ms; returns the bytes. position.error: an errno."""
+        result: int = self._library.pdmesh_kv_send(
+            self._tier, fd, pieces.ctypes.data, len(pieces), ctypes.addressof(position), max_ms
+        )
         return result
 
 

@@ -28,7 +28,7 @@ struct Run {
 struct Cursor {
     int64_t index;   // of the piece that is under way
     int64_t offset;  // in it
-    uint32_t value;  // checksum of what was received
+    uint32_t value;  // checksum of what was moved
     int32_t error;   // errno that ended a turn, or 0
 };
 
@@ -57,7 +57,7 @@ void advance(const iovec* pieces, int64_t count, Cursor& cursor, int64_t num_byt
         cursor.offset -= pieces[cursor.index++].iov_len;
 }
 
-uint32_t sum_received(Step sum, uint32_t value, const iovec* pieces, int64_t num_bytes) {
+uint32_t sum_moved(Step sum, uint32_t value, const iovec* pieces, int64_t num_bytes) {
     uint32_t state = ~value;
     for (; num_bytes > 0; pieces++) {
         const int64_t size = std::min<int64_t>(pieces->iov_len, num_bytes);
@@ -67,7 +67,8 @@ uint32_t sum_received(Step sum, uint32_t value, const iovec* pieces, int64_t num
     return ~state;
 }
 
-// Moves pieces through the socket until all are through, max_ms have passed, or the socket has (or takes) nothing for kPollMs. `sum` null: sends. Returns the bytes moved; cursor.error says what went wrong behind them (EPIPE: the peer has closed).
+// Moves pieces through the socket until all are through, max_ms have passed, or the socket has (or takes) nothing for kPollMs. What was moved is summed at once, while it is in the caches. Returns the bytes moved; cursor.error says what went wrong behind them (EPIPE: the peer has closed).
+template <bool receives>
 int64_t turn(Step sum, int fd, const iovec* pieces, int64_t count, Cursor& cursor, int64_t max_ms) {
     using Clock = std::chrono::steady_clock;
     const auto deadline = Clock::now() + std::chrono::milliseconds(max_ms);
@@ -78,16 +79,16 @@ int64_t turn(Step sum, int fd, const iovec* pieces, int64_t count, Cursor& curso
         msghdr message{};
         message.msg_iov = window;
         message.msg_iovlen = next_pieces(pieces, count, cursor, kMaxBytes, window);
-        const ssize_t moved = sum ? recvmsg(fd, &message, MSG_DONTWAIT) : sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        const ssize_t moved = receives ? recvmsg(fd, &message, MSG_DONTWAIT) : sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (moved > 0) {
-            if (sum) cursor.value = sum_received(sum, cursor.value, window, moved);
+            cursor.value = sum_moved(sum, cursor.value, window, moved);
             advance(pieces, count, cursor, moved);
             done += moved;
         } else if (moved == 0) {
             cursor.error = EPIPE;
             break;
         } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-            pollfd waiting{fd, static_cast<short>(sum ? POLLIN : POLLOUT), 0};
+            pollfd waiting{fd, static_cast<short>(receives ? POLLIN : POLLOUT), 0};
             if (poll(&waiting, 1, kPollMs) == 0) break;
         } else if (errno != EINTR) {
             cursor.error = errno;
@@ -133,11 +134,11 @@ uint32_t pdmesh_kv_copy(int32_t tier, uint32_t value, const Run* runs, int64_t c
 }
 
 int64_t pdmesh_kv_receive(int32_t tier, int32_t fd, const iovec* pieces, int64_t count, Cursor* cursor, int64_t max_ms) {
-    return turn(tier_at(tier)->sum, fd, pieces, count, *cursor, max_ms);
+    return turn<true>(tier_at(tier)->sum, fd, pieces, count, *cursor, max_ms);
 }
 
-int64_t pdmesh_kv_send(int32_t fd, const iovec* pieces, int64_t count, Cursor* cursor, int64_t max_ms) {
-    return turn(nullptr, fd, pieces, count, *cursor, max_ms);
+int64_t pdmesh_kv_send(int32_t tier, int32_t fd, const iovec* pieces, int64_t count, Cursor* cursor, int64_t max_ms) {
+    return turn<false>(tier_at(tier)->sum, fd, pieces, count, *cursor, max_ms);
 }
 
 }

@@ -20,8 +20,9 @@ class Outgoing(Protocol):
     async def send_hello(self, hello: transfer_pb2.TransferHello) -> None:
         """The first frame, with what the receiver needs to reach our memory."""
 
-    async def send_part(self, header: transfer_pb2.PartHeader, views: Sequence[memoryview], block_ids: Sequence[int]) -> None:
-        """Announce a part whose bytes are `views` and lie in `block_ids` of our pool, and make its bytes reach the receiver."""
+    async def send_part(self, header: transfer_pb2.PartHeader, views: Sequence[memoryview], block_ids: Sequence[int]) -> int:
+        """Announce a part whose bytes are `views` and lie in `block_ids` of our pool, have them reach the receiver (or be fetched),
+        and return their CRC-32C."""
 
 
 class Incoming(Protocol):

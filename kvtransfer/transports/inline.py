@@ -29,9 +29,9 @@ class InlineOutgoing:
             raise TransportUnavailable(f"{self._name}: {str(error) or 'no TLS handshake in time'}") from error
         await self.stream.write_message(transfer_pb2.TransferMessage(hello=hello))
 
-    async def send_part(self, header: transfer_pb2.PartHeader, views: Sequence[memoryview], block_ids: Sequence[int]) -> None:
+    async def send_part(self, header: transfer_pb2.PartHeader, views: Sequence[memoryview], block_ids: Sequence[int]) -> int:
         await self.stream.write_message(transfer_pb2.TransferMessage(part=header))
-        await self.stream.send_views(views)
+        return await self.stream.send_views(views)
 
 
 class InlineIncoming:

@@ -2,6 +2,7 @@
 
     sender ── hello + memfd (SCM_RIGHTS) over an abstract Unix socket ──► receiver: verifies fd, maps it PROT_READ
     sender ── part header with its block ids ───────────────────────────► receiver: copies, sums WHAT IT STORES
+    sender ── part end: the sum of what lies in its pool ───────────────► receiver: compares
 
 The mapping may outlive the connection by seconds (mapped_pools.py): nothing else of a sender's epoch is kept. A sender that
 changes its blocks while they are copied spoils a copy whose checksum then differs; it cannot touch ours.
@@ -19,7 +20,7 @@ from concurrent.futures import Executor
 import numpy as np
 
 from kvtransfer import framing
-from kvtransfer.checksum import copy_runs
+from kvtransfer.checksum import checksum, copy_runs
 from kvtransfer.compatibility import bytes_per_layer_block, refuse
 from kvtransfer.errors import FrameError, PeerClosed, TransportUnavailable
 from kvtransfer.memory import KVMemory, PoolShape, Rectangle, copies, shape_of
@@ -53,9 +54,10 @@ class ShmOutgoing:
         sent = socket.send_fds(self.stream.sock, [frame], [self._memory.fd])
         await self.stream.send_views([memoryview(frame)[sent:]])
 
-    async def send_part(self, header: transfer_pb2.PartHeader, views: Sequence[memoryview], block_ids: Sequence[int]) -> None:
+    async def send_part(self, header: transfer_pb2.PartHeader, views: Sequence[memoryview], block_ids: Sequence[int]) -> int:
         header.source_block_ids[:] = block_ids
         await self.stream.write_message(transfer_pb2.TransferMessage(part=header))
+        return await self.stream.run(checksum, views)  # while the receiver copies
 
 
 class ShmIncoming:

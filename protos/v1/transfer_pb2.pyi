@@ -9,8 +9,9 @@ socket) they are copied from the sender's memory, which the receiver maps read-o
   sender                         receiver
   hello ───────────────────────► checks version, token, epoch, attempt, identity, layout
         ◄─────────────────────── hello_reply (ok, or code + the field that differs)
-  part, alive, part, … ────────► writes or copies, verifies CRC-32C; renews the lease
+  part, bytes, part_end, … ────► writes or copies, summing what it stores; renews the lease
         ◄─────────────────────── part_reply (ok, or corrupt: send again once)
+  alive ───────────────────────► renews the lease
   commit (manifest, tokens) ───► complete? starts the sequence
         ◄─────────────────────── commit_reply
   abort ───────────────────────► releases (from either side, at any time)
@@ -73,6 +74,7 @@ class TransferMessage(_message.Message):
     COMMIT_REPLY_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
+    PART_END_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___TransferHello:
         """hello opens a session."""
@@ -83,7 +85,7 @@ class TransferMessage(_message.Message):
 
     @_builtins.property
     def part(self) -> Global___PartHeader:
-        """part announces KV bytes."""
+        """part announces KV bytes; nothing comes between it, the bytes (where they travel on the stream) and part_end."""
 
     @_builtins.property
     def part_reply(self) -> Global___PartReply:
@@ -105,6 +107,10 @@ class TransferMessage(_message.Message):
     def alive(self) -> Global___TransferAlive:
         """alive renews the lease."""
 
+    @_builtins.property
+    def part_end(self) -> Global___PartEnd:
+        """part_end follows the bytes of a part."""
+
     def __init__(
         self,
         *,
@@ -116,12 +122,13 @@ class TransferMessage(_message.Message):
         commit_reply: Global___TransferReply | None = ...,
         abort: Global___TransferAbort | None = ...,
         alive: Global___TransferAlive | None = ...,
+        part_end: Global___PartEnd | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "alive", b"alive", "commit", b"commit", "commit_reply", b"commit_reply", "hello", b"hello", "hello_reply", b"hello_reply", "message", b"message", "part", b"part", "part_reply", b"part_reply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "alive", b"alive", "commit", b"commit", "commit_reply", b"commit_reply", "hello", b"hello", "hello_reply", b"hello_reply", "message", b"message", "part", b"part", "part_end", b"part_end", "part_reply", b"part_reply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "alive", b"alive", "commit", b"commit", "commit_reply", b"commit_reply", "hello", b"hello", "hello_reply", b"hello_reply", "message", b"message", "part", b"part", "part_reply", b"part_reply"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "alive", b"alive", "commit", b"commit", "commit_reply", b"commit_reply", "hello", b"hello", "hello_reply", b"hello_reply", "message", b"message", "part", b"part", "part_end", b"part_end", "part_reply", b"part_reply"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "hello_reply", "part", "part_reply", "commit", "commit_reply", "abort", "alive"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "hello_reply", "part", "part_reply", "commit", "commit_reply", "abort", "alive", "part_end"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -236,7 +243,6 @@ class PartHeader(_message.Message):
     BLOCK_START_FIELD_NUMBER: _builtins.int
     BLOCK_END_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
-    CRC32C_FIELD_NUMBER: _builtins.int
     SOURCE_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     part_id: _builtins.int
     """part_id is unique within the session."""
@@ -250,8 +256,6 @@ class PartHeader(_message.Message):
     """block_end is exclusive."""
     num_bytes: _builtins.int
     """num_bytes of the part."""
-    crc32c: _builtins.int
-    """crc32c (Castagnoli) of the part's bytes."""
     @_builtins.property
     def source_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """source_block_ids in the sender's pool, one for each block. Only over shm."""
@@ -265,16 +269,41 @@ class PartHeader(_message.Message):
         block_start: _builtins.int = ...,
         block_end: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
-        crc32c: _builtins.int = ...,
         source_block_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_end", b"block_end", "block_start", b"block_start", "crc32c", b"crc32c", "layer_end", b"layer_end", "layer_start", b"layer_start", "num_bytes", b"num_bytes", "part_id", b"part_id", "source_block_ids", b"source_block_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_end", b"block_end", "block_start", b"block_start", "layer_end", b"layer_end", "layer_start", b"layer_start", "num_bytes", b"num_bytes", "part_id", b"part_id", "source_block_ids", b"source_block_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PartHeader: _TypeAlias = PartHeader  # noqa: Y015
+
+@_typing.final
+class PartEnd(_message.Message):
+    """PartEnd comes behind the bytes of a part: their checksum is computed while they move, so that neither end reads them twice."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_ID_FIELD_NUMBER: _builtins.int
+    CRC32C_FIELD_NUMBER: _builtins.int
+    part_id: _builtins.int
+    """part_id of the part that ends."""
+    crc32c: _builtins.int
+    """crc32c (Castagnoli) of the part's bytes."""
+    def __init__(
+        self,
+        *,
+        part_id: _builtins.int = ...,
+        crc32c: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "part_id", b"part_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartEnd: _TypeAlias = PartEnd  # noqa: Y015
 
 @_typing.final
 class PartReply(_message.Message):

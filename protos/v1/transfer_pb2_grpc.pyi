@@ -9,8 +9,9 @@ socket) they are copied from the sender's memory, which the receiver maps read-o
   sender                         receiver
   hello ───────────────────────► checks version, token, epoch, attempt, identity, layout
         ◄─────────────────────── hello_reply (ok, or code + the field that differs)
-  part, alive, part, … ────────► writes or copies, verifies CRC-32C; renews the lease
+  part, bytes, part_end, … ────► writes or copies, summing what it stores; renews the lease
         ◄─────────────────────── part_reply (ok, or corrupt: send again once)
+  alive ───────────────────────► renews the lease
   commit (manifest, tokens) ───► complete? starts the sequence
         ◄─────────────────────── commit_reply
   abort ───────────────────────► releases (from either side, at any time)

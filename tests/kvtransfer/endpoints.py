@@ -7,12 +7,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
 import grpc
 
-from kvtransfer.checksum import checksum
 from kvtransfer.compatibility import PROTOCOL_VERSION
 from kvtransfer.delegate import PushTarget
 from kvtransfer.errors import TransferRefused
@@ -260,7 +259,7 @@ class RawPeer:
         await self.outgoing.send_hello(hello)
         return (await expect(self.stream, "hello_reply")).hello_reply
 
-    def header(self, part: Part, source_ids: list[int]) -> transfer_pb2.PartHeader:
+    def header(self, part: Part) -> transfer_pb2.PartHeader:
         return transfer_pb2.PartHeader(
             part_id=part.part_id,
             layer_start=part.layer_start,
@@ -268,15 +267,17 @@ class RawPeer:
             block_start=part.block_start,
             block_end=part.block_end,
             num_bytes=part.num_bytes(self._source.bytes_per_layer_block),
-            crc32c=checksum(part_views(self._source, part.layers, source_ids)),
         )
 
     async def send_part(self, part: Part, source_ids: list[int], **changes: int) -> transfer_pb2.TransferMessage:
-        """Send a part, its header changed, and return the answer."""
-        header = self.header(part, source_ids)
+        """Send a part, its header or its end changed, and return the answer."""
+        header, end = self.header(part), transfer_pb2.PartEnd(part_id=part.part_id)
         for name, value in changes.items():
-            setattr(header, name, value)
-        await self.outgoing.send_part(header, part_views(self._source, part.layers, source_ids), source_ids)
+            setattr(end if name == "crc32c" else header, name, value)
+        crc32c = await self.outgoing.send_part(header, part_views(self._source, part.layers, source_ids), source_ids)
+        end.crc32c = end.crc32c or crc32c
+        with suppress(ConnectionError):  # refused by its header: the answer lies there
+            await self.send(part_end=end)
         return await self.stream.read_message()
 
     async def send(self, **message: object) -> None:

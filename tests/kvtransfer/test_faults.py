@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,34 +11,49 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from kvtransfer import framing, outgoing, session
+from kvtransfer import framing, session
 from kvtransfer.checksum import checksum
 from kvtransfer.errors import FrameError, PeerClosed, PushFailed
+from kvtransfer.memory import KVMemory, part_views
 from kvtransfer.message_stream import MessageStream, Wire
 from kvtransfer.parts import Part
 from kvtransfer.sender import PushJob
 from kvtransfer.transports.base import Incoming
+from kvtransfer.transports.inline import InlineIncoming
 from kvtransfer.transports.registry import GRPC, socket_transports
+from kvtransfer.transports.shm import ShmIncoming
 from protos.v1 import common_pb2, transfer_pb2
 from tests.kvtransfer.endpoints import World, at_part, grpc_server, nothing_left, running, until
 
 
-def spoil_after_checksum(times: int) -> Callable[[Iterable[memoryview]], int]:
-    """The sender's memory changes between checksum and copy, the first `times` times."""
+def spoil_parts(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """The first `times` parts arrive as something else than what was sent."""
     left = iter(range(times))
 
-    def spoiling(views: Iterable[memoryview]) -> int:
-        pieces = list(views)
-        value = checksum(pieces)
-        if next(left, None) is not None:
-            pieces[0][7] ^= 0x10
-        return value
+    def spoiled(receive: Callable[..., Awaitable[int]]) -> Callable[..., Awaitable[int]]:
+        async def receive_part(
+            incoming: Incoming,
+            header: transfer_pb2.PartHeader,
+            part: Part,
+            memory: KVMemory,
+            ids: Sequence[int],
+            on_bytes: object,
+        ) -> int:
+            value = await receive(incoming, header, part, memory, ids, on_bytes)
+            if next(left, None) is None:
+                return value
+            views = part_views(memory, part.layers, ids)
+            views[0][7] ^= 0x10
+            return checksum(views)
 
-    return spoiling
+        return receive_part
+
+    for end in (InlineIncoming, ShmIncoming):
+        monkeypatch.setattr(end, "receive_part", spoiled(end.receive_part))
 
 
 async def test_a_corrupt_part_is_sent_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outgoing, "checksum", spoil_after_checksum(1))
+    spoil_parts(monkeypatch, 1)
     job = world.job()
     await world.sender.push(job, timeout_s=10)
     world.check_arrived(job)
@@ -46,7 +61,7 @@ async def test_a_corrupt_part_is_sent_again(world: World, monkeypatch: pytest.Mo
 
 async def test_corrupt_twice_fails_the_attempt(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sender = world.make_sender(part_bytes=1 << 30)  # one part
-    monkeypatch.setattr(outgoing, "checksum", spoil_after_checksum(2))
+    spoil_parts(monkeypatch, 2)
     with pytest.raises(PushFailed, match="corrupt twice") as raised:
         await sender.push(world.job(), timeout_s=10)
     assert raised.value.retryable and raised.value.code is grpc.StatusCode.DATA_LOSS
@@ -64,9 +79,7 @@ async def test_connection_lost_between_parts(world: World) -> None:
 @pytest.mark.parametrize("keep", [0, 3, 8, 30])
 async def test_truncated_frames(world: World, keep: int) -> None:
     world.job()
-    frame = framing.encode(
-        transfer_pb2.TransferMessage(part=transfer_pb2.PartHeader(num_bytes=1 << 40, block_end=1 << 30, crc32c=1))
-    )
+    frame = framing.encode(transfer_pb2.TransferMessage(part=transfer_pb2.PartHeader(num_bytes=1 << 40, block_end=1 << 30)))
     async with world.raw_peer(world.hello("r1")) as peer:
         await peer.send_bytes(frame[:keep])
     await until(lambda: world.delegate.kinds() == ["open", "failed"], "the loss is noticed")

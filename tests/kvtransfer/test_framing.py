@@ -24,9 +24,11 @@ messages = st.one_of(
         transfer_pb2.PartHeader,
         part_id=st.integers(0, 2**32 - 1),
         num_bytes=st.integers(0, 2**64 - 1),
-        crc32c=st.integers(0, 2**32 - 1),
         source_block_ids=st.lists(st.integers(0, 2**32 - 1), max_size=50),
     ).map(lambda part: transfer_pb2.TransferMessage(part=part)),
+    st.builds(transfer_pb2.PartEnd, part_id=st.integers(0, 2**32 - 1), crc32c=st.integers(0, 2**32 - 1)).map(
+        lambda end: transfer_pb2.TransferMessage(part_end=end)
+    ),
     st.builds(transfer_pb2.TransferReply, code=st.integers(0, 2**32 - 1), message=st.text(max_size=50)).map(
         lambda reply: transfer_pb2.TransferMessage(hello_reply=reply)
     ),
