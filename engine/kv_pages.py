@@ -1,8 +1,8 @@
 """The pool's pages are there before anybody writes to them.
 
 Memory that the system has promised becomes memory when it is first touched, page by page, zeroed: up to milliseconds for each, in
-all layers at once, on the path of a prefill or a hand-off. So the pages of the lowest blocks are touched at start, and those of the
-next ones by a thread as soon as use comes near: block ids are first given out in order. What is never needed is never taken.
+all layers at once, on the path of a prefill or a hand-off. So the pages of the lowest blocks are touched at start, and those of
+the next ones by a thread as soon as use comes near: block ids are first given out in order. What is never needed is never taken.
 
     block ids    0 ········ in use ········│···· touched ····│····· promised ·····
                                     reach() ┘                 └ _end

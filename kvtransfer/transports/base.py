@@ -21,8 +21,8 @@ class Outgoing(Protocol):
         """The first frame, with what the receiver needs to reach our memory."""
 
     async def send_part(self, header: transfer_pb2.PartHeader, views: Sequence[memoryview], block_ids: Sequence[int]) -> int:
-        """Announce a part whose bytes are `views` and lie in `block_ids` of our pool, have them reach the receiver (or be fetched),
-        and return their CRC-32C."""
+        """Announce a part whose bytes are `views` and lie in `block_ids` of our pool, have them reach the receiver (or be
+        fetched), and return their CRC-32C."""
 
 
 class Incoming(Protocol):
