@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.chaos import report
 from benchmarks.chaos.campaign import Campaign
+from benchmarks.chaos.cost import cost_figures
 from benchmarks.chaos.jobs import Sizes, make_jobs
 from benchmarks.chaos.load import Load
 from benchmarks.chaos.mesh import ChaosMesh, MeshSize
@@ -148,7 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in report.lines(progress.rounds):
         say(line)
     if _is_whole(arguments):
-        write("chaos", report.figures(progress.rounds), seed=arguments.seed, report=report.tables(progress.rounds))
+        figures = report.figures(progress.rounds)
+        if arguments.seconds == float("inf"):
+            figures += cost_figures(ensure_model("smollm2-135m-instruct", say))
+        write("chaos", figures, seed=arguments.seed, report=report.tables(progress.rounds))
     return 1 if report.failures(progress.rounds) else 0
 
 
