@@ -163,7 +163,7 @@ class Receiver:
         task.add_done_callback(self._forget)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
-        del self._connections[task]
+        self._connections.pop(task).close()  # once more: a task that is cancelled before its first step has done nothing
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a connection ended by a bug of ours", exc_info=error)
 

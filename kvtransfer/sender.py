@@ -71,6 +71,7 @@ class Sender:
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-send")
         self._executor.submit(prepare)  # until it is ready, Python does the same
         self._opened: set[Outgoing] = set()
+        self._num_opening = 0
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self._closed = False
@@ -189,13 +190,17 @@ class Sender:
     async def _open(
         self, transport: Transport, endpoint: common_pb2.TransferEndpoint, hello: transfer_pb2.TransferHello
     ) -> OutgoingConnection:
+        self._num_opening += 1
+        self._all_closed.clear()
         try:
             outgoing = await transport.connect(endpoint, self._memory, self._executor, self._reply_timeout_s)
+            self._opened.add(outgoing)
         except TransportUnavailable:
             self._silent.note(endpoint)
             raise
-        self._opened.add(outgoing)
-        self._all_closed.clear()
+        finally:
+            self._num_opening -= 1
+            self._note_closed()
         try:
             if self._closed:
                 raise push_failed(grpc.StatusCode.UNAVAILABLE, "the sender is closed")
@@ -236,8 +241,11 @@ class Sender:
                 await outgoing.stream.wait_closed()
         finally:
             self._opened.difference_update(connections)
-            if not self._opened:
-                self._all_closed.set()
+            self._note_closed()
+
+    def _note_closed(self) -> None:
+        if not self._opened and not self._num_opening:
+            self._all_closed.set()
 
 
 @contextmanager

@@ -2,11 +2,13 @@
 
 import asyncio
 import random
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import pytest
@@ -19,9 +21,10 @@ from kvtransfer.message_stream import MessageStream, Wire
 from kvtransfer.parts import Part
 from kvtransfer.sender import PushJob
 from kvtransfer.transports.base import Incoming
-from kvtransfer.transports.inline import InlineIncoming
+from kvtransfer.transports.inline import InlineIncoming, InlineOutgoing
 from kvtransfer.transports.registry import GRPC, socket_transports
 from kvtransfer.transports.shm import ShmIncoming
+from kvtransfer.transports.tcp import TcpTransport
 from protos.v1 import common_pb2, transfer_pb2
 from tests.kvtransfer.endpoints import World, at_part, grpc_server, nothing_left, running, until
 
@@ -295,3 +298,38 @@ async def test_an_error_of_the_delegate_closes_and_reports(world: World) -> None
         await world.sender.push(world.job(), timeout_s=10)
     assert raised.value.retryable
     await until(lambda: world.delegate.kinds() == ["open", "failed"], "it is reported")
+
+
+async def test_a_receiver_that_stops_in_the_turn_of_an_accept_leaves_nothing() -> None:
+    """The connection's task is cancelled before its first step."""
+    with nothing_left():
+        async with running(World("tcp")) as world:
+            ours, theirs = socket.socketpair()
+            tcp = next(transport for transport in world.receiver._transports if transport.name == "tcp")
+            world.receiver._begin(tcp, theirs)
+            await world.receiver.stop()
+            assert ours.recv(1) == b""
+            ours.close()
+
+
+async def test_a_sender_that_closes_while_it_connects_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with nothing_left():
+        async with running(World("tcp")) as world:
+            connecting, go = asyncio.Event(), asyncio.Event()
+            connect = TcpTransport.connect
+
+            async def slow(*args: Any) -> InlineOutgoing:
+                connecting.set()
+                await go.wait()
+                return await connect(*args)
+
+            monkeypatch.setattr(TcpTransport, "connect", slow)
+            push = asyncio.create_task(world.sender.push(world.job(), timeout_s=10))
+            await connecting.wait()
+            closing = asyncio.create_task(world.sender.close())
+            await asyncio.sleep(0)
+            assert not closing.done()
+            go.set()
+            await closing
+            with pytest.raises(PushFailed, match="closed"):
+                await push
