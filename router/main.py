@@ -12,6 +12,7 @@ from router.config import RouterConfig
 from router.core import Core
 from router.decode_link import LinkSettings
 from router.fleet import Fleet
+from router.frontend import Frontend
 from router.service import MeshService
 from runtime import config as configuration
 from runtime import log, process
@@ -39,9 +40,9 @@ class Router:
         fleet = Fleet(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
         self.core = Core.build(config, router_id, served_model.load(config.model_folders()), fleet)
         self.registry = Registry(config.redis, config.mesh) if config.redis else None
-        self.service = MeshService(self.core, objectives.load(config.objectives), self._registry_connected)
+        self.frontend = Frontend(self.core, objectives.load(config.objectives), self._registry_connected)
         self.server = GrpcServer(config.host, config.port, tls=tls, callers=_callers(config))
-        self.server.register(mesh_pb2_grpc.add_MeshServicer_to_server, self.service, SERVICE_NAME)
+        self.server.register(mesh_pb2_grpc.add_MeshServicer_to_server, MeshService(self.frontend), SERVICE_NAME)
         self._health: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
@@ -59,7 +60,7 @@ class Router:
             self._health.cancel()
             await asyncio.gather(self._health, return_exceptions=True)
         await self.server.set_serving(False)
-        await self.service.drain(self.config.drain_grace_s)
+        await self.frontend.drain(self.config.drain_grace_s)
         await self.core.background.finish(BACKGROUND_GRACE_S)
         await self.server.drain(0.5)
         if self.registry is not None:

@@ -121,7 +121,7 @@ async def test_drain_lets_streams_finish_then_sends_them_elsewhere(model_folder:
         await eventually(lambda: len(mesh["d0"].held) == 2)
         queued = asyncio.create_task(mesh.generate(request()))
         await eventually(lambda: mesh.router.core.gate.admission.num_queued == 1)
-        draining = asyncio.create_task(mesh.router.service.drain(1.0))
+        draining = asyncio.create_task(mesh.router.frontend.drain(1.0))
         await _raises(grpc.StatusCode.UNAVAILABLE, queued)
         await _raises(grpc.StatusCode.UNAVAILABLE, mesh.generate(request()))
         assert not stuck.done() and not short.done()
@@ -138,7 +138,7 @@ async def test_drained_streams_deliver_what_they_have(model_folder: Path) -> Non
         received: list[int] = []
         reading = asyncio.create_task(_collect(mesh, received))
         await eventually(lambda: len(received) == 5)
-        await mesh.router.service.drain(0.05)
+        await mesh.router.frontend.drain(0.05)
         await _raises(grpc.StatusCode.UNAVAILABLE, reading)
         assert received == expected(5)
 

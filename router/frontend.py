@@ -1,0 +1,96 @@
+"""What every protocol that clients speak stands on: requests as messages of `pdmesh.v1` in, their responses out.
+
+pdmesh.v1.Mesh (service.py) ─┐
+OpenAI over HTTP             ├─► Frontend ─► Jobs (checks, tokens) ─► Request (admission, course) ─► responses
+KServe v2, vLLM's engine     ┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+
+from protos.v1 import mesh_pb2
+from router import status
+from router.core import Core
+from router.job import Job
+from router.jobs import Jobs
+from router.objectives import ModelObjective
+from router.request import Request
+from router.timings import RequestTimings, now_ns
+from runtime.errors import Unavailable
+
+LAST_WORDS_S = 2.0
+
+
+class Frontend:
+    """Serves until it is drained. Whoever takes a stream closes it (`aclose`): that is how a client leaves."""
+
+    def __init__(self, core: Core, objectives: tuple[ModelObjective, ...], registry_connected: Callable[[], bool]) -> None:
+        self.core = core
+        self._jobs = Jobs(core)
+        self._objectives = objectives
+        self._registry_connected = registry_connected
+        self._requests: set[Request] = set()
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def generate(
+        self, request: mesh_pb2.GenerateRequest, time_left_s: float | None
+    ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
+        """`started`, deltas, `completed`. Raises MeshError."""
+        return self._stream(self._jobs.from_generate(request, time_left_s))
+
+    def chat(self, request: mesh_pb2.ChatRequest, time_left_s: float | None) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
+        """As `generate`."""
+        return self._stream(self._jobs.from_chat(request, time_left_s))
+
+    async def tokenize(self, request: mesh_pb2.TokenizeRequest) -> mesh_pb2.TokenizeResponse:
+        """Raises MeshError."""
+        return await self._jobs.tokenize(request)
+
+    def models(self) -> mesh_pb2.ListModelsResponse:
+        """Served here, with their workers that are ready."""
+        return status.models(self.core)
+
+    def status(self) -> mesh_pb2.GetStatusResponse:
+        """This router's view of the mesh."""
+        return status.status(self.core, self._objectives, registry_connected=self._registry_connected())
+
+    @property
+    def is_ready(self) -> bool:
+        """Can a request be owned by somebody now?"""
+        return not self._draining and self.core.fleet.ready()
+
+    async def drain(self, grace_s: float) -> None:
+        """Admit nobody; let streams finish for `grace_s` seconds, then end them so that their clients resume elsewhere."""
+        self._draining = True
+        self.core.gate.close(Unavailable("this router is going; use another one"))
+        for timeout_s in (grace_s, LAST_WORDS_S):
+            try:
+                await asyncio.wait_for(self._idle.wait(), timeout_s)
+                return
+            except TimeoutError:
+                for request in self._requests:
+                    request.fail(Unavailable("this router is going; resume on another one"))
+
+    async def _stream(self, making: Coroutine[object, object, Job]) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
+        timings = RequestTimings(received_ns=now_ns())
+        if self._draining:
+            making.close()
+            raise Unavailable("this router is going; use another one")
+        job = await making
+        timings.routed(timings.received_ns)
+        request = Request(self.core, job, timings)
+        self._requests.add(request)
+        self._idle.clear()
+        messages = request.messages()
+        try:
+            async for message in messages:
+                yield message
+        finally:
+            await messages.aclose()
+            self._requests.discard(request)
+            if not self._requests:
+                self._idle.set()
