@@ -11,7 +11,7 @@ from decode_service.record import Handoff, Record
 from decode_service.reservations import Reservations
 from kvtransfer.delegate import PushTarget
 from kvtransfer.errors import TransferRefused
-from kvtransfer.grant import check_grant, unknown_reservation
+from kvtransfer.grant import check_epoch, check_grant, unknown_reservation
 from kvtransfer.reservation import AttemptFailed, Finished, InvalidTransition, Progress, PushOpened, StaleAttempt, transition
 from protos.v1 import common_pb2, transfer_pb2
 from runtime.failpoints import hit
@@ -27,6 +27,7 @@ class PushDelegate:
 
     def open_push(self, hello: transfer_pb2.TransferHello) -> PushTarget:
         """Raises TransferRefused: unknown reservation, wrong epoch, token or attempt, or one that is not to be filled (now)."""
+        check_epoch(hello, self._epoch)
         record = self._reservations.find(hello.reservation_id)
         if record is None or record.blocks is None:
             raise unknown_reservation(hello.reservation_id)

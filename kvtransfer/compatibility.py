@@ -21,7 +21,7 @@ def check_identity(ours: common_pb2.Identity, theirs: common_pb2.Identity) -> No
 def check_layout(identity: common_pb2.Identity, ours: common_pb2.KVLayout, theirs: common_pb2.KVLayout) -> None:
     """Raises Incompatible naming the field of KVLayout that cannot be converted, or that no worker can have."""
     mine, other = Layout.of(ours), Layout.of(theirs)
-    problem = other.problem(identity.num_kv_heads)
+    problem = other.problem(identity.num_kv_heads, identity.head_dim)
     if problem is not None:
         raise TransferRefused(grpc.StatusCode.FAILED_PRECONDITION, problem[1], field=f"layout.{problem[0]}")
     field = other.difference(mine)

@@ -33,6 +33,10 @@ class TransportUnavailable(Exception):
     """This transport cannot be used between these two processes; nothing was opened, so another one may be tried."""
 
 
+class NoAnswer(TransportUnavailable):
+    """Whoever takes its connections says nothing."""
+
+
 class PushFailed(MeshError):
     """A push ended without a commit that the sender knows of. `retryable`: another attempt may succeed."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -38,12 +38,14 @@ Ending = FirstTokensDrawn | NothingToDecode
 
 
 class KVFeed:
-    """One prefill writes, one push reads, both on the event loop. `group`: layers of which the push wants to hear at once."""
+    """One prefill writes, one push reads, both on the event loop. `group`: layers of which the push wants to hear at once.
+    on_end() is called when the prefill ends."""
 
     def __init__(self) -> None:
         self.ready = Ready()
         self.ending: Ending | None = None
         self.group = 0
+        self.on_end: Callable[[], None] | None = None
         self._changed = asyncio.Event()
 
     def advance(self, ready: Ready) -> None:
@@ -60,6 +62,8 @@ class KVFeed:
         """Once, behind the last `advance`."""
         self.ending = ending
         self._changed.set()
+        if self.on_end is not None:
+            self.on_end()
 
     async def changed(self, timeout_s: float) -> bool:
         """Waits until something is new since the last call; False after `timeout_s`."""

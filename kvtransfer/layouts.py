@@ -5,6 +5,7 @@ from typing import Protocol
 
 CONVERTIBLE_DTYPES = frozenset({"float32", "bfloat16", "int8"})
 MAX_BLOCK_SIZE = 1 << 16
+PANEL = 16  # engine/kv_format.py's GROUP
 
 
 class WireLayout(Protocol):
@@ -36,7 +37,7 @@ class Layout:
     def of(cls, wire: WireLayout) -> "Layout":
         return cls(wire.block_size, wire.kv_dtype, wire.tensor_parallel_size, wire.tensor_parallel_rank, wire.arrangement)
 
-    def problem(self, num_kv_heads: int) -> tuple[str, str] | None:
+    def problem(self, num_kv_heads: int, head_dim: int) -> tuple[str, str] | None:
         """(field, what is wrong) for a layout that no worker can have."""
         if not 0 < self.block_size <= MAX_BLOCK_SIZE:
             return "block_size", f"{self.block_size} is not in [1, {MAX_BLOCK_SIZE}]"
@@ -44,6 +45,8 @@ class Layout:
             return "tensor_parallel_size", f"{self.tensor_parallel_size} does not divide {num_kv_heads} KV heads"
         if not 0 <= self.tensor_parallel_rank < self.tensor_parallel_size:
             return "tensor_parallel_rank", f"{self.tensor_parallel_rank} is not in [0, {self.tensor_parallel_size})"
+        if self.arrangement == "panels" and (self.block_size % PANEL or head_dim % PANEL):
+            return "arrangement", f"panels have groups of {PANEL} tokens and dimensions, not {self.block_size} and {head_dim}"
         return None
 
     def difference(self, other: "Layout") -> str | None:

@@ -20,7 +20,7 @@ import grpc.aio
 import numpy as np
 
 from kvtransfer.checksum import extend, extend_over
-from kvtransfer.errors import FrameError, PeerClosed
+from kvtransfer.errors import FrameError, PeerClosed, TransferRefused
 from kvtransfer.stream import Cursor, Stream
 
 MAX_IN_OUTBOX = 1  # beside the one that gRPC sends
@@ -28,6 +28,7 @@ MAX_IN_INBOX = 1  # beside the one that is taken apart
 NOTHING_MORE = b""  # as the last message: its sender says no more, though the call goes on
 _TAG = 0x0A  # field 1, length-delimited: TransferChunk.data
 _MAX_PREFIX_BYTES = 6
+_STRANGER = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
 class Wire(Protocol):
@@ -106,11 +107,12 @@ class MessageStream(Stream):
         async with asyncio.timeout(self.idle_timeout_s):
             await self._outbox.put(wrap([data]))
 
-    async def send_views(self, views: Sequence[memoryview]) -> int:
+    async def send_views(self, views: Sequence[memoryview], on_bytes: Callable[[int], None]) -> int:
         cursor = Cursor(views)
-        while cursor.remaining:
+        while before := cursor.remaining:
             async with asyncio.timeout(self.idle_timeout_s):
                 await self._outbox.put(_next_message(cursor))  # a copy so short that a thread would cost more
+            on_bytes(before - cursor.remaining)
         return cursor.value
 
     async def receive_views(self, views: Sequence[memoryview], on_bytes: Callable[[int], None]) -> int:
@@ -160,7 +162,7 @@ class MessageStream(Stream):
         except FrameError as garbage:
             error = garbage
         except Exception as failure:  # noqa: BLE001  # gRPC has many ways to say that a call is over
-            error = PeerClosed(f"the peer closed the connection: {_details(failure)}")
+            error = _refusal(failure) or PeerClosed(f"the peer closed the connection: {_details(failure)}")
         finally:
             self._inbox.end(error)
 
@@ -237,6 +239,13 @@ def _copy_into(pieces: Sequence[memoryview], chunk: memoryview, value: int) -> t
         if num_bytes == chunk.nbytes:
             break
     return num_bytes, value
+
+
+def _refusal(failure: Exception) -> TransferRefused | None:
+    """A server that wants another certificate, or another name in it, says so with the status of the call."""
+    if isinstance(failure, grpc.aio.AioRpcError) and failure.code() in _STRANGER:
+        return TransferRefused(failure.code(), _details(failure))
+    return None
 
 
 def _details(failure: Exception) -> str:

@@ -1,164 +1,233 @@
-"""A push at the sender: one connection or several, each with a window of unanswered parts; then commit or abort on the first."""
+"""A push at the sender: one connection or several, each with a window of unanswered parts; then commit or abort on the first.
+
+Somebody reads a connection from its hello to its end, so a refusal is heard whenever it comes: while parts are sent, while the
+prefill has nothing to send, before the commit. Silence counts from the last byte that the receiver took, or its last answer.
+"""
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
 import grpc
 
-from kvtransfer.errors import FrameError, PeerClosed, PushFailed, TransportUnavailable, code_of, push_failed
+from kvtransfer.errors import FrameError, NoAnswer, PeerClosed, PushFailed, TransportUnavailable, code_of, push_failed
 from kvtransfer.memory import KVMemory, part_views
 from kvtransfer.parts import Part
-from kvtransfer.stream import Stream, expect, release
+from kvtransfer.stream import Stream, expect, release, wait_set
 from kvtransfer.transports.base import Outgoing
 from protos.v1 import transfer_pb2
 from runtime import failpoints
 
+HELLO_TIMEOUT_S = 2.0
 MAX_UNANSWERED = 4  # parts under way on a connection: the receiver always has one to work on
 LAST_WORD_S = 0.2  # for a refusal that may lie unread on a broken connection
+BUFFERED_BYTES = 4 << 20  # may lie in the buffers of a socket when we have sent the last one
+SLOWEST_BYTES_PER_S = 1 << 20  # of a link that is not given up
 
 T = TypeVar("T")
-
-
-class SignOfLife:
-    """Goes to a connection in place of a part."""
-
-
-Parts = asyncio.Queue[Part | SignOfLife | None]
+Parts = asyncio.Queue[Part | None]
 
 
 class OutgoingConnection:
-    """Speaks the protocol over `outgoing`. PushFailed: the receiver refused. OSError, FrameError: the connection is broken."""
+    """Speaks the protocol over `outgoing`. PushFailed: the receiver refused. OSError, FrameError: the connection is broken;
+    TimeoutError among them: it did nothing for reply_timeout_s."""
 
-    def __init__(self, outgoing: Outgoing, memory: KVMemory, transport: str) -> None:
+    def __init__(self, outgoing: Outgoing, memory: KVMemory, transport: str, reply_timeout_s: float) -> None:
         self.transport = transport
         self.outgoing = outgoing
         self.num_bytes = 0  # verified by the receiver
         self.busy_s = 0.0  # while something was under way
         self._memory = memory
+        self._reply_timeout_s = reply_timeout_s
         self._unanswered: dict[int, Part] = {}
+        self._corrupt: deque[Part] = deque()  # of them, those to be sent again
         self._sent_again: set[int] = set()
-        self._busy_since = 0.0
-        self._writing = asyncio.Lock()  # a part's bytes follow its header, whoever sends it
-        self._answered = asyncio.Event()
-        self._news = asyncio.Event()
         self._all_sent = False
+        self._busy_since = self._last_progress = 0.0
+        self._writing = asyncio.Lock()  # a part's bytes follow its header, whoever sends it
+        self._changed = asyncio.Event()
+        self._reader: asyncio.Task[None] | None = None
+        self._error: Exception | None = None
+        self._is_ending = self._is_committed = False
 
     @property
     def stream(self) -> Stream:
         return self.outgoing.stream
 
     async def hello(self, hello: transfer_pb2.TransferHello) -> None:
-        """Open it. Raises TransportUnavailable if the receiver cannot use this transport, or closed unanswered."""
+        """Open it. Raises TransportUnavailable if the receiver cannot use this transport, closed unanswered or keeps silent."""
         try:
-            await self.outgoing.send_hello(hello)
-            reply = (await expect(self.stream, "hello_reply")).hello_reply
+            async with asyncio.timeout(min(HELLO_TIMEOUT_S, self._reply_timeout_s)):
+                await self.outgoing.send_hello(hello)
+                reply = (await expect(self.stream, "hello_reply")).hello_reply
         except ConnectionError as error:
             raise TransportUnavailable(f"{self.transport}: the receiver closed the connection at hello: {error}") from error
+        except TimeoutError as error:
+            raise NoAnswer(f"{self.transport}: the receiver did not answer hello") from error
         if code_of(reply.code) is grpc.StatusCode.UNIMPLEMENTED:
             raise TransportUnavailable(f"{self.transport}: {reply.message}")
         _check_reply(reply)
+        self._reader = asyncio.create_task(self._read())
+
+    async def stop(self) -> None:
+        """Read no more; before the stream is closed."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
 
     async def pump(self, parts: Parts, block_ids: Sequence[int]) -> None:
         """Send what comes out of `parts`, out of `block_ids` (the whole request's), until None; returns when all is verified."""
-        await all_or_first_error(self._send_from(parts, block_ids), self._take_answers(block_ids))
+        await all_or_first_error(self._send_from(parts, block_ids), self._send_corrupt_again(block_ids))
+
+    async def while_open(self, work: Coroutine[object, object, T]) -> T:
+        """The result of `work`, unless the receiver ends the push meanwhile."""
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait([task, self._reading], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise self._error or FrameError("the receiver answered a commit that it was not sent")
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def keep_alive(self) -> None:
-        """Nothing to send yet, but the prefill goes on."""
-        await self.stream.write_message(transfer_pb2.TransferMessage(alive=transfer_pb2.TransferAlive()))
+        """Nothing to send yet, but the prefill goes on. Something that is being sent says as much."""
+        if not self._writing.locked():
+            async with self._writing:
+                await self._write(transfer_pb2.TransferMessage(alive=transfer_pb2.TransferAlive()))
 
     async def commit(self, num_parts: int, num_tokens: int, choices: Sequence[transfer_pb2.CommittedChoice]) -> None:
         """Close the manifest; returns when the receiver has started the sequence."""
         commit = transfer_pb2.TransferCommit(num_parts=num_parts, num_tokens=num_tokens, choices=choices)
-        await self.stream.write_message(transfer_pb2.TransferMessage(commit=commit))
-        _check_reply((await expect(self.stream, "commit_reply")).commit_reply)
+        self._is_ending = True
+        await self._write(transfer_pb2.TransferMessage(commit=commit))
+        await self._until(lambda: self._is_committed)
 
     async def abort(self, *, finished: bool, reason: str) -> None:
         """End the attempt; returns when the receiver, having acted on it, closes the connection."""
         abort = transfer_pb2.TransferAbort(finished=finished, reason=reason)
-        await self.stream.write_message(transfer_pb2.TransferMessage(abort=abort))
-        with suppress(PeerClosed):
-            _check_reply((await expect(self.stream, "commit_reply")).commit_reply)
+        self._is_ending = True
+        await self._write(transfer_pb2.TransferMessage(abort=abort))
+        await self._until(lambda: isinstance(self._error, PeerClosed))
 
     async def _send_from(self, parts: Parts, block_ids: Sequence[int]) -> None:
         while (part := await parts.get()) is not None:
-            if isinstance(part, SignOfLife):
-                async with self._writing:
-                    await self.keep_alive()
-                continue
             await failpoints.hit_async("push.part")
-            await self._until_unanswered(MAX_UNANSWERED - 1)
+            await self._until(lambda: len(self._unanswered) < MAX_UNANSWERED)
+            if not self._unanswered:
+                self._busy_since = time.monotonic()
             async with self._writing:
                 await self._send(part, block_ids)
-        await self._until_unanswered(0)
+        await self._until(lambda: not self._unanswered)
         self._all_sent = True
-        self._news.set()
+        self._changed.set()
 
-    async def _until_unanswered(self, num_parts: int) -> None:
-        while len(self._unanswered) > num_parts:
-            self._answered.clear()
-            await self._answered.wait()
-
-    async def _take_answers(self, block_ids: Sequence[int]) -> None:
-        """A corrupt part is sent again, once."""
+    async def _send_corrupt_again(self, block_ids: Sequence[int]) -> None:
+        """Each once: `_take_answer` sees to it."""
         while not self._all_sent:
-            if not self._unanswered:
-                self._news.clear()
-                await self._news.wait()
-                continue
-            await self._take_answer(await self._next_reply(), block_ids)
-            self._answered.set()
-
-    async def _take_answer(self, reply: transfer_pb2.PartReply, block_ids: Sequence[int]) -> None:
-        part = self._unanswered.pop(reply.part_id, None)
-        if part is None:
-            raise FrameError(f"the receiver answered part {reply.part_id}, which it was not sent")
-        if not self._unanswered:
-            self.busy_s += time.monotonic() - self._busy_since
-        if reply.ok:
-            self.num_bytes += part.num_bytes(self._memory.bytes_per_layer_block)
-            return
-        if part.part_id in self._sent_again:
-            raise push_failed(grpc.StatusCode.DATA_LOSS, f"part {part.part_id} arrived corrupt twice: {reply.message}")
-        self._sent_again.add(part.part_id)
-        self._unanswered[part.part_id] = part  # it still is: nobody may take the push for complete meanwhile
-        async with self._writing:
-            await self._send(part, block_ids)
+            await self._until(lambda: bool(self._corrupt) or self._all_sent)
+            while self._corrupt:
+                async with self._writing:
+                    await self._send(self._corrupt.popleft(), block_ids)
 
     async def _send(self, part: Part, block_ids: Sequence[int]) -> None:
         ids = block_ids[part.block_start : part.block_end]
         views = part_views(self._memory, part.layers, ids)
-        if not self._unanswered:
-            self._busy_since = time.monotonic()
+        header = transfer_pb2.PartHeader(
+            part_id=part.part_id,
+            layer_start=part.layer_start,
+            layer_end=part.layer_end,
+            block_start=part.block_start,
+            block_end=part.block_end,
+            num_bytes=part.num_bytes(self._memory.bytes_per_layer_block),
+        )
+        self._unanswered[part.part_id] = part
+        self._progress()
         try:
-            header = transfer_pb2.PartHeader(
-                part_id=part.part_id,
-                layer_start=part.layer_start,
-                layer_end=part.layer_end,
-                block_start=part.block_start,
-                block_end=part.block_end,
-                num_bytes=part.num_bytes(self._memory.bytes_per_layer_block),
-            )
-            self._unanswered[part.part_id] = part
-            self._news.set()  # a refusal may come before the last byte is sent
-            crc32c = await self.outgoing.send_part(header, views, ids)
+            crc32c = await self.outgoing.send_part(header, views, ids, lambda _count: self._progress())
             end = transfer_pb2.PartEnd(part_id=part.part_id, crc32c=crc32c)
             await self.stream.write_message(transfer_pb2.TransferMessage(part_end=end))
         finally:
             release(views)
+        self._progress()
 
-    async def _next_reply(self) -> transfer_pb2.PartReply:
-        message = await self.stream.read_message()
+    async def _write(self, message: transfer_pb2.TransferMessage) -> None:
+        """Where the connection is broken, what the receiver last said is worth more than a broken pipe."""
+        try:
+            await self.stream.write_message(message)
+        except ConnectionError:
+            await asyncio.wait([self._reading], timeout=LAST_WORD_S)
+            if isinstance(self._error, PushFailed):
+                raise self._error from None
+            raise
+        self._progress()
+
+    @property
+    def _reading(self) -> asyncio.Task[None]:
+        assert self._reader is not None, "hello comes first"
+        return self._reader
+
+    async def _read(self) -> None:
+        """Until the commit is answered or the connection ends."""
+        try:
+            while not self._is_committed:
+                self._take(await self.stream.read_message(forever=True))
+                self._progress()
+        except (OSError, FrameError, PushFailed) as error:
+            self._error = error
+        finally:
+            self._changed.set()
+
+    def _take(self, message: transfer_pb2.TransferMessage) -> None:
         match message.WhichOneof("message"):
             case "part_reply":
-                return message.part_reply
+                self._take_answer(message.part_reply)
             case "commit_reply":
                 _check_reply(message.commit_reply)
-            case "abort":
-                raise push_failed(grpc.StatusCode.ABORTED, f"the receiver ended the attempt: {message.abort.reason}")
-        raise FrameError(f"expected part_reply, got {message.WhichOneof('message')}")
+                self._is_committed = True
+            case kind:
+                raise FrameError(f"a receiver does not send {kind} here")
+
+    def _take_answer(self, reply: transfer_pb2.PartReply) -> None:
+        part = self._unanswered.get(reply.part_id)
+        if part is None or part in self._corrupt:
+            raise FrameError(f"the receiver answered part {reply.part_id}, which it was not sent")
+        if reply.ok:
+            self.num_bytes += part.num_bytes(self._memory.bytes_per_layer_block)
+            del self._unanswered[reply.part_id]
+            if not self._unanswered:
+                self.busy_s += time.monotonic() - self._busy_since
+        elif part.part_id in self._sent_again:
+            raise push_failed(grpc.StatusCode.DATA_LOSS, f"part {part.part_id} arrived corrupt twice: {reply.message}")
+        else:
+            self._sent_again.add(part.part_id)
+            self._corrupt.append(part)
+
+    def _progress(self) -> None:
+        self._last_progress = time.monotonic()
+        self._changed.set()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Raises what ended the connection, and TimeoutError when the receiver owes an answer and nothing moves."""
+        while not condition():
+            if self._error is not None:
+                raise self._error
+            self._changed.clear()
+            await wait_set(self._changed, self._patience_s())
+
+    def _patience_s(self) -> float | None:
+        """How long the receiver may go on doing nothing; None while it owes no answer. Raises TimeoutError."""
+        if not self._unanswered and not self._is_ending:
+            return None
+        size = self._memory.bytes_per_layer_block
+        buffered = min(BUFFERED_BYTES, sum(part.num_bytes(size) for part in self._unanswered.values()))
+        left = self._last_progress + self._reply_timeout_s + buffered / SLOWEST_BYTES_PER_S - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
 
 
 async def all_or_first_error(*work: Coroutine[object, object, T]) -> list[T]:

@@ -5,18 +5,20 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvtransfer.feed import Ending, KVFeed, NothingToDecode
-from kvtransfer.outgoing import OutgoingConnection, Parts, SignOfLife, all_or_first_error
+from kvtransfer.outgoing import OutgoingConnection, Parts, all_or_first_error
 from kvtransfer.pipeline import Pipeline, choose_group
 from kvtransfer.push import PushJob
 
-ALIVE_S = 1.0  # between two signs of life while nothing is to be sent: much shorter than a lease
+ALIVE_S = 1.0  # between two signs of life while nothing is to be sent, at most
+SIGNS_IN_A_LEASE = 5
 
 
 class OutgoingSession:
     """`connections` are open; the first one carries what concerns the whole push. Errors are those of OutgoingConnection."""
 
-    def __init__(self, connections: Sequence[OutgoingConnection], pipeline: Pipeline, num_layers: int) -> None:
+    def __init__(self, connections: Sequence[OutgoingConnection], pipeline: Pipeline, num_layers: int, lease_s: float) -> None:
         self.connections = connections
+        self._alive_s = min(ALIVE_S, lease_s / SIGNS_IN_A_LEASE)
         self._pipeline = pipeline
         self._num_layers = num_layers
         self._num_steps_seen = -1
@@ -51,6 +53,9 @@ class OutgoingSession:
 
     async def ending(self, job: PushJob) -> Ending:
         """Wait until the prefill has ended."""
+        return await self.first.while_open(self._ending(job))
+
+    async def _ending(self, job: PushJob) -> Ending:
         while job.feed.ending is None:
             if await self._is_quiet(job):
                 await self.first.keep_alive()
@@ -64,9 +69,8 @@ class OutgoingSession:
                 is_idle = False
                 self._num_exposed_bytes += has_ended * part.num_bytes(self._pipeline.bytes_per_layer_block)
                 await parts.put(part)
-            # A connection that is busy shows by that that we are alive.
-            if is_idle and await self._is_quiet(job) and parts.empty():
-                parts.put_nowait(SignOfLife())
+            if is_idle and await self._is_quiet(job):
+                await self.first.keep_alive()
         for _ in self.connections:
             await parts.put(None)
 
@@ -76,7 +80,7 @@ class OutgoingSession:
 
     async def _is_quiet(self, job: PushJob) -> bool:
         """Waits for news. True: there were none for a while, though the sender is at work."""
-        if await job.feed.changed(ALIVE_S) or job.num_steps() == self._num_steps_seen:
+        if await job.feed.changed(self._alive_s) or job.num_steps() == self._num_steps_seen:
             return False
         self._num_steps_seen = job.num_steps()
         return True

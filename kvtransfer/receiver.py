@@ -184,15 +184,15 @@ class Receiver:
         finally:
             session = connection.session
             connection.close()
-            if session is not None and not session.connections:
-                self._pushes.pop(session.hello.push_id, None)
+            if session is not None and not session.connections and self._pushes.get(session.hello.push_id) is session:
+                del self._pushes[session.hello.push_id]
 
     async def _open(self, connection: Connection, hello: transfer_pb2.TransferHello) -> None:
         """A new push. Raises MeshError."""
         if len(hello.push_id) != PUSH_ID_BYTES or hello.push_id in self._pushes:
             raise refuse("push_id", f"give {PUSH_ID_BYTES} random bytes of your own")
         former = self._sessions_of(hello.reservation_id)
-        session = Session(self._shared, hello, connection.transport)
+        session = Session(self._shared, hello, connection.transport, self._idle_timeout_s)
         self._pushes[hello.push_id] = session
         connection.belong(session, hello)
         # One writer for each reservation: whoever filled it before is out before the new one hears "go".

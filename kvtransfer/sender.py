@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -11,7 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 import grpc
 
 from kvtransfer.compatibility import PROTOCOL_VERSION, check_layout, check_memory, refuse
-from kvtransfer.errors import FrameError, PushFailed, TransferRefused, TransportUnavailable, push_failed
+from kvtransfer.errors import FrameError, NoAnswer, PushFailed, TransferRefused, TransportUnavailable, push_failed
 from kvtransfer.feed import Ending, FirstTokensDrawn, NothingToDecode
 from kvtransfer.memory import KVMemory
 from kvtransfer.native.library import prepare
@@ -86,10 +87,9 @@ class Sender:
         started_ns = time.monotonic_ns()
         with _as_push_failed():
             pipeline = self._pipeline(job)
-            async with asyncio.timeout(timeout_s if job.feed.ending else None) as limit, self._session(job, pipeline) as session:
+            async with self._limited(job, timeout_s), self._session(job, pipeline) as session:
                 num_exposed_bytes = await session.send_parts(job, self._bytes_per_s.get(session.transport, ASSUMED_BYTES_PER_S))
                 ending = await session.ending(job)
-                limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
                 await self._end(session, pipeline, job, ending)
                 self._learn(session)
         return PushResult(
@@ -108,6 +108,17 @@ class Sender:
         await failpoints.hit_async("push.before_commit")
         await session.first.commit(pipeline.num_parts, job.num_tokens, ending.choices)
         await failpoints.hit_async("push.committed")
+
+    @asynccontextmanager
+    async def _limited(self, job: PushJob, timeout_s: float) -> AsyncIterator[None]:
+        """TimeoutError so long after the end of the prefill."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(timeout_s if job.feed.ending else None) as limit:
+            job.feed.on_end = lambda: limit.reschedule(loop.time() + timeout_s)
+            try:
+                yield
+            finally:
+                job.feed.on_end = None
 
     def _learn(self, session: OutgoingSession) -> None:
         """What the transport moves in a second; small pushes tell little about it."""
@@ -145,14 +156,20 @@ class Sender:
         opened: list[OutgoingConnection] = []
         try:
             await self._connect(job, opened)
-            yield OutgoingSession(opened, pipeline, self._memory.num_layers)
+            lease_s = job.reservation.lease_ms / 1000 or math.inf
+            yield OutgoingSession(opened, pipeline, self._memory.num_layers, lease_s)
         finally:
-            await self._close(*(connection.outgoing for connection in opened))
+            try:
+                for connection in opened:
+                    await connection.stop()
+            finally:
+                await self._close(*(connection.outgoing for connection in opened))
 
     async def _connect(self, job: PushJob, opened: list[OutgoingConnection]) -> None:
         """Over the best transport that works. Raises PushFailed with what stood in the way of each."""
         reasons = []
-        candidates = sorted(self._candidates(job.reservation), key=lambda pair: self._silent.holds(pair[1]))
+        epoch = job.reservation.epoch
+        candidates = sorted(self._candidates(job.reservation), key=lambda pair: self._silent.holds(pair[1], epoch))
         for transport, endpoint in candidates:
             hello = self._hello(job.reservation)
             try:
@@ -196,7 +213,7 @@ class Sender:
             outgoing = await transport.connect(endpoint, self._memory, self._executor, self._reply_timeout_s)
             self._opened.add(outgoing)
         except TransportUnavailable:
-            self._silent.note(endpoint)
+            self._silent.note(endpoint, hello.epoch)
             raise
         finally:
             self._num_opening -= 1
@@ -206,9 +223,11 @@ class Sender:
                 raise push_failed(grpc.StatusCode.UNAVAILABLE, "the sender is closed")
             if hello.connection == 0:
                 await failpoints.hit_async("push.hello")
-            connection = OutgoingConnection(outgoing, self._memory, transport.name)
+            connection = OutgoingConnection(outgoing, self._memory, transport.name, self._reply_timeout_s)
             await connection.hello(hello)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, NoAnswer):
+                self._silent.note(endpoint, hello.epoch)
             await self._close(outgoing)
             raise
         return connection

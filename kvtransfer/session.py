@@ -47,14 +47,16 @@ class Session:
     Each rank of a tensor-parallel sender brings its share of the heads, over connections of its own, with a manifest of its own.
     """
 
-    def __init__(self, host: Host, hello: transfer_pb2.TransferHello, transport: str) -> None:
+    def __init__(self, host: Host, hello: transfer_pb2.TransferHello, transport: str, idle_timeout_s: float) -> None:
         """Asks the delegate for the target. Raises MeshError."""
         self.host = host
+        self.idle_timeout_s = idle_timeout_s
         self.target = host.delegate.open_push(hello)
         self.hello = hello
         self.transport = transport
         self.connections: set[Connection] = set()
         self.ended = False  # the delegate knows how it ended
+        self.silence: asyncio.Timeout | None = None  # that ends the first connection, unless any of them makes progress
         self._delegate = host.delegate
         memory = host.memory
         if not all(0 <= block_id < memory.num_blocks for block_id in self.target.block_ids):
@@ -101,6 +103,8 @@ class Session:
 
     def check_fence(self) -> None:
         """Raises TransferRefused when nothing more may be written; renews the lease."""
+        if self.silence is not None and not self.silence.expired():
+            self.silence.reschedule(asyncio.get_running_loop().time() + self.idle_timeout_s)
         if not self._delegate.push_progress(self.target):
             raise TransferRefused(grpc.StatusCode.ABORTED, f"{self.target.attempt} was replaced or released", field="attempt")
 
@@ -207,8 +211,7 @@ class Connection:
         session = self._session
         try:
             await self._reply_hello(grpc.StatusCode.OK, "")
-            # The first connection is never silent for long; others wait for parts as long as it lives.
-            while await self._handle(await self.stream.read_message(forever=not self._is_first)):
+            while await self._handle(await self._next_message(session)):
                 pass
             await self.stream.linger(LINGER_S)
         except MeshError as refusal:
@@ -235,6 +238,16 @@ class Connection:
         if self.session is None:
             raise refuse("hello", "it must come first")
         return self.session
+
+    async def _next_message(self, session: Session) -> transfer_pb2.TransferMessage:
+        """A push is never silent for long: TimeoutError on its first connection. Others wait for parts as long as it lives."""
+        if not self._is_first:
+            return await self.stream.read_message(forever=True)
+        try:
+            async with asyncio.timeout(session.idle_timeout_s) as session.silence:
+                return await self.stream.read_message(forever=True)
+        finally:
+            session.silence = None
 
     async def _handle(self, message: transfer_pb2.TransferMessage) -> bool:
         """Act on one frame; False when it was the last."""

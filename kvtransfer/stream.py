@@ -124,8 +124,8 @@ class Stream(ABC):
         """Send `data` as it is."""
 
     @abstractmethod
-    async def send_views(self, views: Sequence[memoryview]) -> int:
-        """Send the bytes of `views` in order and return their CRC-32C."""
+    async def send_views(self, views: Sequence[memoryview], on_bytes: Callable[[int], None]) -> int:
+        """Send the bytes of `views` in order and return their CRC-32C. on_bytes(count) as they leave."""
 
     @abstractmethod
     async def receive_views(self, views: Sequence[memoryview], on_bytes: Callable[[int], None]) -> int:
@@ -160,11 +160,13 @@ class SocketStream(Stream):
         async with asyncio.timeout(self.idle_timeout_s):
             await asyncio.get_running_loop().sock_sendall(self.sock, data)
 
-    async def send_views(self, views: Sequence[memoryview]) -> int:
-        """Send the bytes of `views` in order, without copying them, and return their CRC-32C."""
+    async def send_views(self, views: Sequence[memoryview], on_bytes: Callable[[int], None]) -> int:
+        """Send the bytes of `views` in order, without copying them, and return their CRC-32C. on_bytes(count) as they leave."""
         cursor = self._cursor(views)
         while cursor.remaining:
-            if not await self.run(self._send_turn, cursor):
+            if num_bytes := await self.run(self._send_turn, cursor):
+                on_bytes(num_bytes)
+            else:
                 await self.ready(write=True)
         return cursor.value
 
@@ -300,6 +302,13 @@ async def expect(stream: Stream, kind: str) -> transfer_pb2.TransferMessage:
     if message.WhichOneof("message") != kind:
         raise FrameError(f"expected {kind}, got {message.WhichOneof('message')}")
     return message
+
+
+async def wait_set(event: asyncio.Event, timeout_s: float | None) -> None:
+    """Until `event` is set, at most so long."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from engine.engine import Engine
 from engine.outputs import KVReady
 from engine.request import EngineRequest
-from kvtransfer.errors import PushFailed
+from kvtransfer.errors import PushFailed, code_number
 from kvtransfer.feed import Ending, FirstTokensDrawn, KVFeed, NothingToDecode, Ready
 from kvtransfer.push import PushJob, PushResult
 from kvtransfer.sender import Sender
@@ -164,7 +164,10 @@ class Handoff:
             self.failed = True
             logger.warning("hand-off to reservation %s failed: %s", reservation_id, error)
             return prefill_pb2.HandoffOutcome(
-                status=prefill_pb2.HANDOFF_STATUS_FAILED, message=str(error), retryable=error.retryable
+                status=prefill_pb2.HANDOFF_STATUS_FAILED,
+                message=str(error),
+                retryable=error.retryable,
+                code=code_number(error.code),
             )
         if not result.committed:
             return _finished("")

@@ -45,5 +45,5 @@ def problem_of(info: worker_pb2.WorkerInfo) -> str | None:
             return f"{name} is not set"
     if not info.identity.model:
         return "identity.model is not set"
-    problem = Layout.of(info.layout).problem(info.identity.num_kv_heads)
+    problem = Layout.of(info.layout).problem(info.identity.num_kv_heads, info.identity.head_dim)
     return None if problem is None else f"layout.{problem[0]}: {problem[1]}"

@@ -20,9 +20,15 @@ class Outgoing(Protocol):
     async def send_hello(self, hello: transfer_pb2.TransferHello) -> None:
         """The first frame, with what the receiver needs to reach our memory."""
 
-    async def send_part(self, header: transfer_pb2.PartHeader, views: Sequence[memoryview], block_ids: Sequence[int]) -> int:
+    async def send_part(
+        self,
+        header: transfer_pb2.PartHeader,
+        views: Sequence[memoryview],
+        block_ids: Sequence[int],
+        on_bytes: Callable[[int], None],
+    ) -> int:
         """Announce a part whose bytes are `views` and lie in `block_ids` of our pool, have them reach the receiver (or be
-        fetched), and return their CRC-32C."""
+        fetched), and return their CRC-32C. on_bytes(count) as they leave."""
 
 
 class Incoming(Protocol):

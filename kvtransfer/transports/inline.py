@@ -29,9 +29,15 @@ class InlineOutgoing:
             raise TransportUnavailable(f"{self._name}: {str(error) or 'no TLS handshake in time'}") from error
         await self.stream.write_message(transfer_pb2.TransferMessage(hello=hello))
 
-    async def send_part(self, header: transfer_pb2.PartHeader, views: Sequence[memoryview], block_ids: Sequence[int]) -> int:
+    async def send_part(
+        self,
+        header: transfer_pb2.PartHeader,
+        views: Sequence[memoryview],
+        block_ids: Sequence[int],
+        on_bytes: Callable[[int], None],
+    ) -> int:
         await self.stream.write_message(transfer_pb2.TransferMessage(part=header))
-        return await self.stream.send_views(views)
+        return await self.stream.send_views(views, on_bytes)
 
 
 class InlineIncoming:

@@ -4,7 +4,7 @@
     sender ── part header with its block ids ───────────────────────────► receiver: copies, sums WHAT IT STORES
     sender ── part end: the sum of what lies in its pool ───────────────► receiver: compares
 
-The mapping may outlive the connection by seconds (mapped_pools.py): nothing else of a sender's epoch is kept. A sender that
+The mapping may outlive the connection by seconds (mapped_pools.py); a receiver keeps nothing else of that epoch. A sender that
 changes its blocks while they are copied spoils a copy whose checksum then differs; it cannot touch ours.
 """
 
@@ -52,9 +52,15 @@ class ShmOutgoing:
         frame = framing.encode(transfer_pb2.TransferMessage(hello=hello))
         await self.stream.ready(write=True)
         sent = socket.send_fds(self.stream.sock, [frame], [self._memory.fd])
-        await self.stream.send_views([memoryview(frame)[sent:]])
+        await self.stream.write_bytes(frame[sent:])
 
-    async def send_part(self, header: transfer_pb2.PartHeader, views: Sequence[memoryview], block_ids: Sequence[int]) -> int:
+    async def send_part(
+        self,
+        header: transfer_pb2.PartHeader,
+        views: Sequence[memoryview],
+        block_ids: Sequence[int],
+        on_bytes: Callable[[int], None],
+    ) -> int:
         header.source_block_ids[:] = block_ids
         await self.stream.write_message(transfer_pb2.TransferMessage(part=header))
         return await self.stream.run(checksum, views)  # while the receiver copies

@@ -212,6 +212,7 @@ class HandoffOutcome(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     KV_EXPOSED_NS_FIELD_NUMBER: _builtins.int
     RETRYABLE_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
     status: Global___HandoffStatus.ValueType
     """status of the hand-off."""
     message: _builtins.str
@@ -224,6 +225,8 @@ class HandoffOutcome(_message.Message):
     """kv_exposed_ns from the first token to the receipt of decode's commit."""
     retryable: _builtins.bool
     """retryable: another attempt, perhaps elsewhere, may succeed."""
+    code: _builtins.int
+    """code is the gRPC status code of a failure: what the receiver said, or how the connection ended."""
     def __init__(
         self,
         *,
@@ -233,10 +236,11 @@ class HandoffOutcome(_message.Message):
         transport: _builtins.str = ...,
         kv_exposed_ns: _builtins.int = ...,
         retryable: _builtins.bool = ...,
+        code: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "kv_exposed_ns", b"kv_exposed_ns", "message", b"message", "retryable", b"retryable", "status", b"status", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "kv_bytes", b"kv_bytes", "kv_exposed_ns", b"kv_exposed_ns", "message", b"message", "retryable", b"retryable", "status", b"status", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,7 +14,8 @@ socket) they are copied from the sender's memory, which the receiver maps read-o
   alive ───────────────────────► renews the lease
   commit (manifest, tokens) ───► complete? starts the sequence
         ◄─────────────────────── commit_reply
-  abort ───────────────────────► releases (from either side, at any time)
+  abort ───────────────────────► the attempt failed, or nothing is left to decode
+        ◄─────────────────────── commit_reply with a code, at any time: the push is refused, and over
 
 Parts are sent while the prefill computes: layers [layer_start, layer_end) of blocks [block_start, block_end) as soon as they are
 final. A push may use several connections, each with a hello of its own.
@@ -101,7 +102,7 @@ class TransferMessage(_message.Message):
 
     @_builtins.property
     def abort(self) -> Global___TransferAbort:
-        """abort ends the session and the attempt."""
+        """abort ends the session and the attempt; from the sender only."""
 
     @_builtins.property
     def alive(self) -> Global___TransferAlive:

@@ -14,7 +14,8 @@ socket) they are copied from the sender's memory, which the receiver maps read-o
   alive ───────────────────────► renews the lease
   commit (manifest, tokens) ───► complete? starts the sequence
         ◄─────────────────────── commit_reply
-  abort ───────────────────────► releases (from either side, at any time)
+  abort ───────────────────────► the attempt failed, or nothing is left to decode
+        ◄─────────────────────── commit_reply with a code, at any time: the push is refused, and over
 
 Parts are sent while the prefill computes: layers [layer_start, layer_end) of blocks [block_start, block_end) as soon as they are
 final. A push may use several connections, each with a hello of its own.

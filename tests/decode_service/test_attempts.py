@@ -132,7 +132,7 @@ async def test_wrong_grant_is_refused(
         setattr(wrong, field, value)
     _, outcome = await router.prefill(prefiller, decoder, "r1", REQUEST, wrong)
     assert outcome.status == prefill_pb2.HANDOFF_STATUS_FAILED
-    assert next(iter(change)) in outcome.message
+    assert next(iter(change)) in outcome.message and outcome.code == code.value[0]
     assert not outcome.retryable
     _, outcome = await router.prefill(prefiller, decoder, "r1", REQUEST, reservation)
     assert outcome.status == prefill_pb2.HANDOFF_STATUS_COMMITTED

@@ -26,7 +26,7 @@ def no_kept_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped_pools, "KEEP_S", 0)
 
 
-@pytest.fixture(params=["shm", "tcp", "tcp+tls", "grpc"])
+@pytest.fixture(params=["shm", "tcp", "tcp+tls", "grpc", "grpc+tls"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

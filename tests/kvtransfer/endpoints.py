@@ -108,7 +108,7 @@ class FakeDelegate:
 
 
 class World:
-    """A receiver and a sender over one transport ("tcp+tls": encrypted), on pools of different sizes."""
+    """A receiver and a sender over one transport ("tcp+tls", "grpc+tls": encrypted), on pools of different sizes."""
 
     def __init__(
         self,
@@ -274,7 +274,8 @@ class RawPeer:
         header, end = self.header(part), transfer_pb2.PartEnd(part_id=part.part_id)
         for name, value in changes.items():
             setattr(end if name == "crc32c" else header, name, value)
-        crc32c = await self.outgoing.send_part(header, part_views(self._source, part.layers, source_ids), source_ids)
+        views = part_views(self._source, part.layers, source_ids)
+        crc32c = await self.outgoing.send_part(header, views, source_ids, lambda _count: None)
         end.crc32c = end.crc32c or crc32c
         with suppress(ConnectionError):  # refused by its header: the answer lies there
             await self.send(part_end=end)
@@ -340,7 +341,7 @@ async def running(world: World) -> AsyncIterator[World]:
     """Start the receiver; stop everything afterwards. No view of either pool may be left then: close() would raise."""
     await world.receiver.start()
     try:
-        async with grpc_server(world.receiver) as world.receiver.grpc_address:
+        async with grpc_server(world.receiver, world.tls) as world.receiver.grpc_address:
             try:
                 yield world
             finally:
@@ -353,12 +354,12 @@ async def running(world: World) -> AsyncIterator[World]:
 
 
 @asynccontextmanager
-async def grpc_server(service: PushService) -> AsyncIterator[str | None]:
+async def grpc_server(service: PushService, tls: Tls | None = None) -> AsyncIterator[str | None]:
     """A worker's gRPC server; yields its address. None: the receiver takes no calls."""
     if isinstance(service, Receiver) and not service.takes_calls:
         yield None
         return
-    server = GrpcServer("127.0.0.1", 0)
+    server = GrpcServer("127.0.0.1", 0, tls=tls)
     server.register(add_push_service, service, SERVICE)
     await server.start()
     try:

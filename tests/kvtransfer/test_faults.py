@@ -197,7 +197,7 @@ async def stuck_receiver(world: World) -> AsyncIterator[tuple[common_pb2.Transfe
 
     with ThreadPoolExecutor(1) as executor:
         if world.transport == "grpc":
-            async with grpc_server(StuckService(serve, world, executor)) as address:
+            async with grpc_server(StuckService(serve, world, executor), world.tls) as address:
                 yield GRPC.endpoint(str(address)), greeted
         else:
             async with stuck_listener(serve, world, executor) as endpoint:

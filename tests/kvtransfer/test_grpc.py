@@ -23,7 +23,7 @@ from kvtransfer.transports.grpc import METHOD, SERVICE
 from kvtransfer.transports.registry import GRPC, TRANSPORTS
 from protos.v1 import common_pb2, transfer_pb2
 from runtime.channel import MAX_MESSAGE_BYTES
-from tests.kvtransfer.endpoints import World, grpc_server, nothing_left, running, until
+from tests.kvtransfer.endpoints import EPOCH, World, grpc_server, nothing_left, running, until
 
 MIB = 1 << 20
 
@@ -124,12 +124,12 @@ async def test_only_the_first_push_waits_for_a_port_that_swallows_packets(
 async def test_a_silent_endpoint_is_asked_again_after_a_while_or_for_want_of_another(both_worlds: World) -> None:
     job = both_worlds.job()
     closed, answering = job.reservation.endpoints
-    both_worlds.sender._silent.note(closed)
-    both_worlds.sender._silent.note(answering)
+    both_worlds.sender._silent.note(closed, EPOCH)
+    both_worlds.sender._silent.note(answering, EPOCH)
     assert (await both_worlds.sender.push(job, timeout_s=10)).transport == "tcp"
     brief = Silent(0.0)
-    brief.note(closed)
-    assert not brief.holds(closed)
+    brief.note(closed, EPOCH)
+    assert not brief.holds(closed, EPOCH)
 
 
 async def test_a_server_without_the_service_or_a_receiver_that_stopped(both_worlds: World) -> None:
@@ -213,7 +213,7 @@ async def test_a_receiver_that_does_not_read_stops_the_sender() -> None:
             data, num_sent = memoryview(bytes(MIB)), 0
             with pytest.raises(TimeoutError):
                 for _ in range(64):
-                    await stream.send_views([data])
+                    await stream.send_views([data], lambda _count: None)
                     num_sent += MIB
         assert num_sent <= 8 * MIB
         assert deaf.num_bytes <= (MAX_IN_INBOX + 1) * (MIB + 16)

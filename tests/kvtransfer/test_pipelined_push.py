@@ -70,7 +70,7 @@ async def test_nothing_to_decode_stops_a_push_half_way(world: World) -> None:
 async def test_a_sender_at_work_keeps_its_lease(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outgoing_session, "ALIVE_S", 0.05)
     with nothing_left():
-        async with running(World(transport, idle_timeout_s=0.3)) as world:
+        async with running(World(transport, idle_timeout_s=0.6)) as world:
             ticks = iter(range(1000))
             job = world.job(feed=KVFeed())
             job = PushJob(job.reservation, job.source_block_ids, job.num_tokens, job.feed, lambda: next(ticks))

@@ -117,17 +117,18 @@ async def test_a_sender_that_believes_us_and_shows_anothers_certificate(
     assert encrypted.delegate.events == []
 
 
-async def test_a_certificate_of_the_ca_without_the_name(other: Authority) -> None:
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+async def test_a_certificate_of_the_ca_without_the_name(other: Authority, transport: str) -> None:
     """A client's, say: it may ask the router, but not write into blocks."""
     with nothing_left():
         receiver_tls = Tls(other.config())
-        world = World("tcp", tls=receiver_tls)
+        world = World(transport, tls=receiver_tls)
         await world.sender.close()
         world.sender = sender_with(world, Believing(_named(other, "alice"), receiver_tls))
         async with running(world):
             with pytest.raises(PushFailed, match="carries alice; only those with 'pdmesh'") as raised:
                 await world.sender.push(world.job(), timeout_s=10)
-            assert raised.value.code is grpc.StatusCode.UNAUTHENTICATED
+            assert raised.value.code is grpc.StatusCode.UNAUTHENTICATED and not raised.value.retryable
             assert world.delegate.events == []
 
 
