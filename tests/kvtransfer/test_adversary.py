@@ -41,6 +41,11 @@ strikes = st.lists(
 )
 
 
+async def end(job: PushJob) -> None:
+    """On the loop, as an engine's events come."""
+    job.feed.end(FirstTokensDrawn(CHOICES))
+
+
 class Adversary(RuleBasedStateMachine):
     """At most one push at a time for each reservation; pushes go on while other rules are at work."""
 
@@ -108,7 +113,7 @@ class Adversary(RuleBasedStateMachine):
         count = len(job.source_block_ids)
         job.feed.advance(Ready(count, count, LAYERS))
         if job.feed.ending is None:
-            job.feed.end(FirstTokensDrawn(CHOICES))
+            self.run(end(job))
 
     @rule(ms=st.integers(0, 30))
     def time_passes(self, ms: int) -> None:
