@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PROTOS := $(wildcard protos/v1/*.proto)
 # One list of what is linted and typed, for people and for CI.
-CODE := pdmesh worker router prefill_service decode_service kvtransfer runtime engine text benchmarks tests
+CODE := pdmesh worker router prefill_service decode_service kvtransfer runtime engine text protos benchmarks examples tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh equality
@@ -53,6 +53,8 @@ contracts: $(READY)
 
 stubs-fresh: $(READY)
 	$(BIN)/python -m protos.generate --check
+	$(BIN)/python -m protos.stable --check
+	$(BIN)/python -m protos.reference --check
 
 unit: $(READY) model kernels
 	$(BIN)/python -m pytest tests --ignore=tests/mesh
@@ -78,8 +80,10 @@ bench-handoff: $(READY) kernels  ## the hand-off between two processes, beside m
 bench-profile: $(READY) model kernels  ## where the time of an engine's step goes
 	$(BIN)/python -m benchmarks.profile
 
-stubs: $(READY)  ## regenerate the stubs beside the .proto files
+stubs: $(READY)  ## regenerate what comes from the .proto files: stubs, docs/api.md, the list of what is promised to clients
 	$(BIN)/python -m protos.generate
+	$(BIN)/python -m protos.stable
+	$(BIN)/python -m protos.reference
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

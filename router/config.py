@@ -63,6 +63,10 @@ class RouterConfig:
     max_resubmissions: int = field(default=16, metadata={"help": "losses of decode workers that one request survives"})
     forget_worker_s: float = field(default=60.0, metadata={"help": "after how long an unregistered, silent worker is forgotten"})
     drain_grace_s: float = field(default=30.0, metadata={"help": "how long running streams may finish after SIGTERM"})
+    linger_s: float = field(
+        default=0.5,
+        metadata={"help": "how long new calls are at least answered after SIGTERM (UNAVAILABLE), until balancers have noticed"},
+    )
     tls: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
     tls_client_auth: Literal["require", "none"] = field(
         default="require",
@@ -74,7 +78,7 @@ class RouterConfig:
         """Raises ValueError that names the field."""
         for name in _AT_LEAST_ONE:
             _require(getattr(self, name) >= 1, name, "must be at least 1")
-        for name in ("max_queued", "local_prefill_tokens", "max_resubmissions", "drain_grace_s"):
+        for name in ("max_queued", "local_prefill_tokens", "max_resubmissions", "drain_grace_s", "linger_s"):
             _require(getattr(self, name) >= 0, name, "must not be negative")
         for name in _POSITIVE:
             _require(getattr(self, name) > 0, name, "must be positive")

@@ -60,7 +60,8 @@ class Router:
             self._health.cancel()
             await asyncio.gather(self._health, return_exceptions=True)
         await self.server.set_serving(False)
-        await self.frontend.drain(self.config.drain_grace_s)
+        # A call that meets the closing port ends with CANCELLED, which nobody tries again: no balancer is to send one by then.
+        await asyncio.gather(self.frontend.drain(self.config.drain_grace_s), asyncio.sleep(self.config.linger_s))
         await self.core.background.finish(BACKGROUND_GRACE_S)
         await self.server.drain(0.5)
         if self.registry is not None:

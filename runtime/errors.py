@@ -1,14 +1,15 @@
 """The errors of the mesh, and the one place that maps exceptions to gRPC status and back.
 
 A handler raises a `MeshError`; the server's interceptor (`runtime.interceptor`) calls `status_of` and ends the call with
-code, message and rich details (google.rpc.Status with ErrorInfo, BadRequest, RetryInfo). A client turns an `AioRpcError` back
-with `error_from_rpc`. Whatever is no MeshError becomes INTERNAL with a short id; its traceback stands in this process's log
-under the same id and nowhere else.
+code, message and rich details (google.rpc.Status with ErrorInfo, BadRequest, RetryInfo); the retry delay travels a second time,
+for clients whose gRPC library retries by itself. A client turns an `AioRpcError` back with `error_from_rpc`. Whatever is no
+MeshError becomes INTERNAL with a short id; its traceback stands in this process's log under the same id and nowhere else.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,6 +22,8 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "pdmesh"
 DETAILS_KEY = "grpc-status-details-bin"
+# The one word about retries that gRPC's own retry policies understand: milliseconds to wait, or -1 for "do not".
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
 # Status and details travel as HTTP/2 headers, of which gRPC takes 8 KiB by default. The message is in both: percent-encoded
 # (up to three bytes for one) and in base64.
 MAX_MESSAGE_BYTES = 900
@@ -126,7 +129,7 @@ class RpcStatus:
 
     code: grpc.StatusCode
     message: str
-    trailing_metadata: tuple[tuple[str, bytes], ...]
+    trailing_metadata: tuple[tuple[str, str | bytes], ...]
 
 
 def status_of(error: BaseException) -> RpcStatus:
@@ -134,7 +137,14 @@ def status_of(error: BaseException) -> RpcStatus:
     mesh_error = as_mesh_error(error)
     message = _shortened(_with_field(mesh_error), MAX_MESSAGE_BYTES)
     details = status_pb2.Status(code=mesh_error.code.value[0], message=message, details=_details_of(mesh_error))
-    return RpcStatus(mesh_error.code, message, ((DETAILS_KEY, details.SerializeToString()),))
+    return RpcStatus(mesh_error.code, message, ((DETAILS_KEY, details.SerializeToString()), *_pushback_of(mesh_error)))
+
+
+def _pushback_of(error: MeshError) -> tuple[tuple[str, str], ...]:
+    """A refusal without a delay is final (too large for ever, too slow): another try of the same would only add load."""
+    if error.retry_delay_s is not None:
+        return ((PUSHBACK_KEY, str(math.ceil(max(error.retry_delay_s, 0.0) * 1000))),)
+    return ((PUSHBACK_KEY, "-1"),) if isinstance(error, ResourceExhausted) else ()
 
 
 def _with_field(error: MeshError) -> str:

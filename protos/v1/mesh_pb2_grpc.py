@@ -68,22 +68,22 @@ class MeshServicer:
 
     def Generate(self, request, context):
         """Generate continues a prompt. The first message is `started`, then deltas, last `completed`.
-        INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: overload, with RetryInfo;
-        DEADLINE_EXCEEDED; UNAVAILABLE: no worker, or the router is going: resume with `resume`.
+        INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: overload, with RetryInfo (without: it never fits,
+        or the client reads too slowly); DEADLINE_EXCEEDED; UNAVAILABLE: no worker, or the router is going: continue with `resume`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Chat(self, request, context):
-        """Chat renders messages with the model's own chat template, then generates.
+        """Chat renders messages with the model's own chat template, then generates. Its messages and statuses are those of Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Tokenize returns token ids of a text or of rendered messages.
+        """Tokenize returns token ids of a text or of rendered messages. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

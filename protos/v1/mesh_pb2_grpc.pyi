@@ -35,13 +35,13 @@ class MeshStub:
     def __new__(cls, channel: _aio.Channel) -> MeshAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_mesh_pb2.GenerateRequest, _mesh_pb2.GenerateResponse]
     """Generate continues a prompt. The first message is `started`, then deltas, last `completed`.
-    INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: overload, with RetryInfo;
-    DEADLINE_EXCEEDED; UNAVAILABLE: no worker, or the router is going: resume with `resume`.
+    INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: overload, with RetryInfo (without: it never fits,
+    or the client reads too slowly); DEADLINE_EXCEEDED; UNAVAILABLE: no worker, or the router is going: continue with `resume`.
     """
     Chat: _grpc.UnaryStreamMultiCallable[_mesh_pb2.ChatRequest, _mesh_pb2.GenerateResponse]
-    """Chat renders messages with the model's own chat template, then generates."""
+    """Chat renders messages with the model's own chat template, then generates. Its messages and statuses are those of Generate."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.TokenizeRequest, _mesh_pb2.TokenizeResponse]
-    """Tokenize returns token ids of a text or of rendered messages."""
+    """Tokenize returns token ids of a text or of rendered messages. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.ListModelsRequest, _mesh_pb2.ListModelsResponse]
     """ListModels returns the models that this router knows, with their number of workers."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.GetStatusRequest, _mesh_pb2.GetStatusResponse]
@@ -54,13 +54,13 @@ class MeshAsyncStub(MeshStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_mesh_pb2.GenerateRequest, _mesh_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate continues a prompt. The first message is `started`, then deltas, last `completed`.
-    INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: overload, with RetryInfo;
-    DEADLINE_EXCEEDED; UNAVAILABLE: no worker, or the router is going: resume with `resume`.
+    INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: overload, with RetryInfo (without: it never fits,
+    or the client reads too slowly); DEADLINE_EXCEEDED; UNAVAILABLE: no worker, or the router is going: continue with `resume`.
     """
     Chat: _aio.UnaryStreamMultiCallable[_mesh_pb2.ChatRequest, _mesh_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Chat renders messages with the model's own chat template, then generates."""
+    """Chat renders messages with the model's own chat template, then generates. Its messages and statuses are those of Generate."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_mesh_pb2.TokenizeRequest, _mesh_pb2.TokenizeResponse]  # type: ignore[assignment]
-    """Tokenize returns token ids of a text or of rendered messages."""
+    """Tokenize returns token ids of a text or of rendered messages. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model."""
     ListModels: _aio.UnaryUnaryMultiCallable[_mesh_pb2.ListModelsRequest, _mesh_pb2.ListModelsResponse]  # type: ignore[assignment]
     """ListModels returns the models that this router knows, with their number of workers."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_mesh_pb2.GetStatusRequest, _mesh_pb2.GetStatusResponse]  # type: ignore[assignment]
@@ -76,8 +76,8 @@ class MeshServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_mesh_pb2.GenerateResponse], _abc.AsyncIterator[_mesh_pb2.GenerateResponse]]:
         """Generate continues a prompt. The first message is `started`, then deltas, last `completed`.
-        INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: overload, with RetryInfo;
-        DEADLINE_EXCEEDED; UNAVAILABLE: no worker, or the router is going: resume with `resume`.
+        INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: overload, with RetryInfo (without: it never fits,
+        or the client reads too slowly); DEADLINE_EXCEEDED; UNAVAILABLE: no worker, or the router is going: continue with `resume`.
         """
 
     @_abc_1.abstractmethod
@@ -86,7 +86,7 @@ class MeshServicer(metaclass=_abc_1.ABCMeta):
         request: _mesh_pb2.ChatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_mesh_pb2.GenerateResponse], _abc.AsyncIterator[_mesh_pb2.GenerateResponse]]:
-        """Chat renders messages with the model's own chat template, then generates."""
+        """Chat renders messages with the model's own chat template, then generates. Its messages and statuses are those of Generate."""
 
     @_abc_1.abstractmethod
     def Tokenize(
@@ -94,7 +94,7 @@ class MeshServicer(metaclass=_abc_1.ABCMeta):
         request: _mesh_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_mesh_pb2.TokenizeResponse, _abc.Awaitable[_mesh_pb2.TokenizeResponse]]:
-        """Tokenize returns token ids of a text or of rendered messages."""
+        """Tokenize returns token ids of a text or of rendered messages. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model."""
 
     @_abc_1.abstractmethod
     def ListModels(

@@ -9,6 +9,7 @@ from engine.sampling_params import SamplingParams
 from pdmesh.client import AsyncClient, Client, Completed, Delta, Started
 from pdmesh.client_types import FinishReason
 from pdmesh.launcher import LocalMesh
+from tests.examples.programs import example, output_of
 from tests.mesh import oracle
 from tests.mesh.checks import assert_whole
 from text.tokenizer import Tokenizer
@@ -132,3 +133,15 @@ async def test_status_lists_every_worker(mesh: LocalMesh) -> None:
     assert all(worker.alive and worker.info.epoch for worker in status.workers)
     assert status.registry_connected
     assert [(model.name, model.num_prefill_workers, model.num_decode_workers) for model in models] == [("tiny", 2, 2)]
+
+
+async def test_examples_run_against_a_real_mesh(mesh: LocalMesh) -> None:
+    """Each of them, and its expected tokens, stands in tests/examples; here are two against real workers."""
+    router = mesh.router_addresses[0]
+    streamed, called = await asyncio.gather(
+        output_of(*example("sync_stream"), router),
+        output_of(*example("reflection"), router, "pdmesh.v1.Mesh/Generate", '{"text": "a", "sampling": {"max_tokens": 4}}'),
+    )
+    assert streamed.endswith(" again: the same\n")
+    assert '"started"' in called.splitlines()[0] and '"completed"' in called.splitlines()[-1]
+    await assert_whole(mesh)

@@ -127,6 +127,7 @@ def config_for(folder: Path, workers: Sequence[StubWorker] = (), **settings: obj
         report_period_ms=50,
         reattach_grace_s=0.5,
         drain_grace_s=0.3,
+        linger_s=0.0,
     )
     config = replace(config, **settings)  # type: ignore[arg-type]
     config.validate()

@@ -7,12 +7,21 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from runtime.errors import DETAILS_KEY, InvalidArgument, MeshError, ResourceExhausted, error_from_rpc, status_of
+from runtime.errors import (
+    DETAILS_KEY,
+    PUSHBACK_KEY,
+    InvalidArgument,
+    MeshError,
+    ResourceExhausted,
+    Unavailable,
+    error_from_rpc,
+    status_of,
+)
 
 
 def details(error: BaseException) -> status_pb2.Status:
-    ((key, value),) = status_of(error).trailing_metadata
-    assert key == DETAILS_KEY
+    key, value = status_of(error).trailing_metadata[0]
+    assert key == DETAILS_KEY and isinstance(value, bytes)
     return status_pb2.Status.FromString(value)
 
 
@@ -31,11 +40,25 @@ def test_a_retry_delay_is_retry_info() -> None:
     assert retry.retry_delay.ToMilliseconds() == 1250
 
 
+@pytest.mark.parametrize(
+    ("error", "pushback"),
+    [
+        (ResourceExhausted("full", retry_delay_s=1.2501), ["1251"]),
+        (Unavailable("no worker", retry_delay_s=0.0), ["0"]),
+        (ResourceExhausted("too large for ever"), ["-1"]),
+        (Unavailable("this router is going"), []),
+        (InvalidArgument("prompt", "is empty"), []),
+    ],
+)
+def test_retries_of_grpc_itself_are_told_when(error: MeshError, pushback: list[str]) -> None:
+    assert [value for key, value in status_of(error).trailing_metadata if key == PUSHBACK_KEY] == pushback
+
+
 def test_the_standard_client_helper_reads_it() -> None:
     status = status_of(ResourceExhausted("full", retry_delay_s=1.25))
 
     class Call:
-        def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        def trailing_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
             return status.trailing_metadata
 
         def code(self) -> grpc.StatusCode:
@@ -64,4 +87,4 @@ def test_an_internal_error_tells_no_details() -> None:
     status = status_of(ZeroDivisionError("prompt text"))
     assert status.code is grpc.StatusCode.INTERNAL
     assert "prompt text" not in status.message
-    assert b"prompt text" not in status.trailing_metadata[0][1]
+    assert "prompt text" not in repr(status.trailing_metadata)

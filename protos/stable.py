@@ -1,0 +1,74 @@
+"""The promise of `pdmesh.v1`: what a client has compiled in goes on working.
+
+`stable.json` holds the names, numbers and types of the client API. What stands there is never removed, renamed, renumbered or
+given another type; additions are welcome, and stand there too. `python -m protos.stable` records additions, refuses what breaks;
+with `--check` it writes nothing and also refuses additions that are not recorded yet. Who has to break something makes a
+`pdmesh.v2`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
+
+from protos import descriptors
+from protos.descriptors import Api
+
+FILE = descriptors.ROOT / "protos/v1/stable.json"
+# Kind ("services", "messages", "enums") → name → key (a method's name, a field's number, a value's number) → what it is.
+Snapshot = dict[str, dict[str, dict[str, str]]]
+
+
+def snapshot(api: Api, service: str = descriptors.CLIENT_SERVICE) -> Snapshot:
+    """All that calls of `service` consist of."""
+    methods = {method.name: "{} -> {}".format(*descriptors.signature(method)) for method in api.services[service].method}
+    taken: Snapshot = {"services": {f"{descriptors.PACKAGE}.{service}": methods}, "messages": {}, "enums": {}}
+    for name in sorted(api.reachable([service])):
+        definition = api.types[name]
+        if isinstance(definition, DescriptorProto):
+            fields = sorted(definition.field, key=lambda field: field.number)
+            taken["messages"][name] = {str(field.number): _described(definition, field) for field in fields}
+        else:
+            values = sorted(definition.value, key=lambda value: value.number)
+            taken["enums"][name] = {str(value.number): value.name for value in values}
+    return taken
+
+
+def _described(message: DescriptorProto, field: FieldDescriptorProto) -> str:
+    kind, name = descriptors.cardinality(message, field), descriptors.type_name(field)
+    return f"{field.name}: {kind} {name}" if kind else f"{field.name}: {name}"
+
+
+def broken(promised: Snapshot, now: Snapshot) -> list[str]:
+    """What was promised and is not so any more, a line each."""
+    lines = []
+    for kind, names in promised.items():
+        for name, entries in names.items():
+            found = now.get(kind, {}).get(name, {})
+            lines += [
+                f"{name} {key}: was {what!r}, is {found.get(key)!r}" for key, what in entries.items() if found.get(key) != what
+            ]
+            if not entries and name not in now.get(kind, {}):
+                lines.append(f"{name}: is gone")
+    return lines
+
+
+def main() -> None:
+    """Record additions, or with `--check` only compare."""
+    now = snapshot(descriptors.load())
+    promised: Snapshot = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+    lines = broken(promised, now)
+    if lines:
+        raise SystemExit("this breaks clients of pdmesh.v1 that are compiled already:\n  " + "\n  ".join(lines))
+    if "--check" not in sys.argv[1:]:
+        FILE.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
+    elif now != promised:
+        raise SystemExit(f"additions to the API are not recorded in {FILE.name}: run `make stubs`")
+    else:
+        print("the client API is what was promised")
+
+
+if __name__ == "__main__":
+    main()

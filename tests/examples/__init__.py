@@ -1,0 +1,1 @@
+"""Every example runs as its readers would run it."""
