@@ -7,6 +7,8 @@ import grpc.aio
 import pytest
 
 from kvtransfer.transports import mapped_pools
+from kvtransfer.transports.nixl_agent import is_installed
+from kvtransfer.transports.nixl_reader import Reader
 from tests.kvtransfer.endpoints import World, nothing_left, running
 
 
@@ -26,7 +28,18 @@ def no_kept_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped_pools, "KEEP_S", 0)
 
 
-@pytest.fixture(params=["shm", "tcp", "tcp+tls", "grpc"])
+NEEDS_NIXL = pytest.mark.skipif(not is_installed(), reason="needs the package: pip install --no-deps nixl nixl-cu12")
+NIXL = tuple(pytest.param(name, marks=NEEDS_NIXL) for name in ("nixl", "nixl+tls"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nixl_keeps_what_it_opens_once() -> None:
+    """Not a matter of one agent either."""
+    if is_installed():
+        Reader().close()
+
+
+@pytest.fixture(params=["shm", "tcp", "tcp+tls", "grpc", *NIXL])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
