@@ -10,6 +10,7 @@ from kvtransfer.transports import mapped_pools
 from kvtransfer.transports.nixl_agent import is_installed
 from kvtransfer.transports.nixl_reader import Reader
 from tests.kvtransfer.endpoints import World, nothing_left, running
+from tests.support.nixl import NIXL, NIXL_TLS
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,10 +29,6 @@ def no_kept_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped_pools, "KEEP_S", 0)
 
 
-NEEDS_NIXL = pytest.mark.skipif(not is_installed(), reason="needs the package: pip install --no-deps nixl nixl-cu12")
-NIXL = tuple(pytest.param(name, marks=NEEDS_NIXL) for name in ("nixl", "nixl+tls"))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def nixl_keeps_what_it_opens_once() -> None:
     """Not a matter of one agent either."""
@@ -39,7 +36,7 @@ def nixl_keeps_what_it_opens_once() -> None:
         Reader().close()
 
 
-@pytest.fixture(params=["shm", "tcp", "tcp+tls", "grpc", *NIXL])
+@pytest.fixture(params=["shm", "tcp", "tcp+tls", "grpc", NIXL, NIXL_TLS])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -26,9 +26,9 @@ from kvtransfer.transports.nixl_agent import Agent, NixlFailed, NixlUnusable
 from kvtransfer.transports.nixl_pull import Pull, cut, wire_order
 from kvtransfer.transports.nixl_reader import NUM_BUFFERS, Reader
 from protos.v1 import transfer_pb2
-from tests.kvtransfer.conftest import NEEDS_NIXL
 from tests.kvtransfer.endpoints import DEADLINE_S, World, nothing_left, running, until
 from tests.support.kv_memory import FakeKVMemory
+from tests.support.nixl import NEEDS_NIXL
 
 BOTH = ("nixl", "tcp")
 
