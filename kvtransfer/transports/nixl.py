@@ -38,6 +38,7 @@ from protos.v1 import common_pb2, transfer_pb2
 from runtime.tls import Tls
 
 MAX_METADATA_BYTES = 64 << 10
+OPEN_TIMEOUT_S = 2.0  # the first time the package is loaded, too; a lease must not lapse over it
 POLL_S = 0.005  # while nothing comes no thread waits for it
 _ADDRESS_END = 1 << 64
 
@@ -166,10 +167,15 @@ class NixlTransport(TcpTransport):
     async def connect(
         self, endpoint: common_pb2.TransferEndpoint, memory: KVMemory, executor: Executor, reply_timeout_s: float
     ) -> NixlOutgoing:
+        opening = asyncio.get_running_loop().run_in_executor(executor, self._agent_of, memory)
         try:
-            agent = await asyncio.get_running_loop().run_in_executor(executor, self._agent_of, memory)
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                agent = await asyncio.shield(opening)
         except NixlUnusable as error:
             raise TransportUnavailable(f"nixl: {error}") from error
+        except TimeoutError as error:
+            opening.add_done_callback(lambda future: future.exception())  # logged where it arose
+            raise TransportUnavailable("nixl: our agent is still being opened; a later push finds it there") from error
         inline = await super().connect(endpoint, memory, executor, reply_timeout_s)
         return NixlOutgoing(inline, f"nixl: {endpoint.address}", agent, memory)
 
