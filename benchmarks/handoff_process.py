@@ -27,7 +27,7 @@ from kvtransfer.push import PushJob
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from kvtransfer.transports.grpc import SERVICE, add_push_service
-from kvtransfer.transports.registry import TRANSPORTS
+from kvtransfer.transports.registry import installed
 from protos.v1 import common_pb2, transfer_pb2
 from runtime.server import GrpcServer
 
@@ -87,7 +87,7 @@ class ReceivingEnd:
     def __init__(self) -> None:
         self._pool = make_pool(1, shared=False)
         self._grants = Grants(self._pool)
-        self._receiver = Receiver(self._pool, self._grants, IDENTITY, LAYOUT, transports=tuple(TRANSPORTS))
+        self._receiver = Receiver(self._pool, self._grants, IDENTITY, LAYOUT, transports=installed())
         self._numbers = itertools.count()
 
     async def start(self) -> None:

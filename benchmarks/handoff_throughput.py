@@ -15,7 +15,7 @@ from benchmarks.handoff_process import NUM_BYTES
 from benchmarks.harness import Figure, interleave, say
 from benchmarks.memory_copy import copy_bandwidth_gb_s, streamed_bandwidth_gb_s
 from kvtransfer.sender import NUM_CONNECTIONS
-from kvtransfer.transports.registry import TRANSPORTS
+from kvtransfer.transports.registry import installed
 
 COPY, STREAMED = "memcpy of 256 MB, one core", "copy of 256 MB past the caches, one core"
 IPERF = f"iperf3 over loopback, {NUM_CONNECTIONS} connections"
@@ -90,7 +90,9 @@ def throughput_figures(rounds: int) -> list[Figure]:
             cases[IPERF] = partial(loopback.iperf3_gb_s, NUM_CONNECTIONS)
         else:
             say("left out: iperf3 is not installed (Debian, Ubuntu: apt install iperf3)")
-        for transport in TRANSPORTS:
+        if "nixl" not in installed():
+            say("left out: nixl is not installed (pip install --no-deps nixl nixl-cu12)")
+        for transport in installed():
             cases[transport] = partial(ends.push, transport)
             if ends.can_leave_sums:
                 cases[_unsummed(transport)] = partial(ends.push, transport, sums=False)
@@ -98,7 +100,7 @@ def throughput_figures(rounds: int) -> list[Figure]:
             for _ in range(WARM_UPS):
                 case()
         medians = interleave(cases, rounds)
-    return [*_limits(medians), *(figure for transport in TRANSPORTS for figure in _figures_of(transport, medians))]
+    return [*_limits(medians), *(figure for transport in installed() for figure in _figures_of(transport, medians))]
 
 
 def _unsummed(transport: str) -> str:

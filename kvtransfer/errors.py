@@ -51,6 +51,7 @@ RETRYABLE = frozenset(
         grpc.StatusCode.DATA_LOSS,
         grpc.StatusCode.DEADLINE_EXCEEDED,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNIMPLEMENTED,  # this transport is of no use here: the next attempt takes another one
     }
 )
 

@@ -1,4 +1,4 @@
-"""Endpoints that did not answer lately: asked last, lest every push wait for a port that swallows packets."""
+"""Endpoints that did not answer lately, or were of no use: asked last, lest every push wait for a port that swallows packets."""
 
 import time
 

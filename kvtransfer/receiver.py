@@ -32,10 +32,11 @@ logger = logging.getLogger(__name__)
 class Receiver:
     """Takes pushes into `memory`; the delegate decides which, and hears how each ended.
 
-    identity and layout are compared with every sender's. host and port are tcp's (port 0: any free one); advertise is the host
-    that peers are told (None: `host`). `grpc_address` is to be set, once the worker's gRPC server has started, to where it can be
-    reached; it passes calls on to `serve_push`. idle_timeout_s, the lease, bounds every wait for a sender. tls encrypts what
-    crosses hosts. Raises ValueError for an unknown transport or memory that does not have the shape of identity and layout.
+    identity and layout are compared with every sender's. host and port are tcp's (port 0, and nixl: any free one); advertise is
+    the host that peers are told (None: `host`). `grpc_address` is to be set, once the worker's gRPC server has started, to where
+    it can be reached; it passes calls on to `serve_push`. idle_timeout_s, the lease, bounds every wait for a sender. tls encrypts
+    what crosses hosts (over nixl only the conversation). Raises ValueError for an unknown transport or memory that does not have
+    the shape of identity and layout.
     """
 
     def __init__(
@@ -114,6 +115,8 @@ class Receiver:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
         self._executor.shutdown()
+        for transport in self._transports:
+            transport.close()
 
     async def serve_push(self, wire: Wire) -> None:
         """A call of the worker's gRPC server, from its beginning to its end. Raises MeshError to refuse it."""

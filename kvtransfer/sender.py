@@ -134,6 +134,8 @@ class Sender:
             outgoing.stream.interrupt()
         await self._all_closed.wait()
         self._executor.shutdown()
+        for transport in self._transports.values():
+            transport.close()
 
     def _pipeline(self, job: PushJob) -> Pipeline:
         """The parts of `job`. Raises TransferRefused naming what is wrong with it."""
@@ -155,9 +157,14 @@ class Sender:
         """Connections that the receiver accepted, closed on every way out."""
         opened: list[OutgoingConnection] = []
         try:
-            await self._connect(job, opened)
+            endpoint = await self._connect(job, opened)
             lease_s = job.reservation.lease_ms / 1000 or math.inf
-            yield OutgoingSession(opened, pipeline, self._memory.num_layers, lease_s)
+            try:
+                yield OutgoingSession(opened, pipeline, self._memory.num_layers, lease_s)
+            except PushFailed as error:
+                if error.code is grpc.StatusCode.UNIMPLEMENTED:  # so the next attempt takes another transport
+                    self._silent.note(endpoint, job.reservation.epoch)
+                raise
         finally:
             try:
                 for connection in opened:
@@ -165,8 +172,8 @@ class Sender:
             finally:
                 await self._close(*(connection.outgoing for connection in opened))
 
-    async def _connect(self, job: PushJob, opened: list[OutgoingConnection]) -> None:
-        """Over the best transport that works. Raises PushFailed with what stood in the way of each."""
+    async def _connect(self, job: PushJob, opened: list[OutgoingConnection]) -> common_pb2.TransferEndpoint:
+        """Over the best transport that works; to where. Raises PushFailed with what stood in the way of each."""
         reasons = []
         epoch = job.reservation.epoch
         candidates = sorted(self._candidates(job.reservation), key=lambda pair: self._silent.holds(pair[1], epoch))
@@ -179,7 +186,7 @@ class Sender:
                 reasons.append(str(error))
                 continue
             await self._open_more(transport, endpoint, hello, job, opened)
-            return
+            return endpoint
         offered = ", ".join(endpoint.transport for endpoint in job.reservation.endpoints) or "nothing"
         why = "; ".join(reasons) or f"no transport that both ends offer: decode offers {offered}"
         raise push_failed(grpc.StatusCode.UNAVAILABLE, why)
@@ -207,6 +214,7 @@ class Sender:
     async def _open(
         self, transport: Transport, endpoint: common_pb2.TransferEndpoint, hello: transfer_pb2.TransferHello
     ) -> OutgoingConnection:
+        self._check_open()
         self._num_opening += 1
         self._all_closed.clear()
         try:
@@ -219,8 +227,7 @@ class Sender:
             self._num_opening -= 1
             self._note_closed()
         try:
-            if self._closed:
-                raise push_failed(grpc.StatusCode.UNAVAILABLE, "the sender is closed")
+            self._check_open()  # it may have been closed meanwhile
             if hello.connection == 0:
                 await failpoints.hit_async("push.hello")
             connection = OutgoingConnection(outgoing, self._memory, transport.name, self._reply_timeout_s)
@@ -231,6 +238,10 @@ class Sender:
             await self._close(outgoing)
             raise
         return connection
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise push_failed(grpc.StatusCode.UNAVAILABLE, "the sender is closed")
 
     def _candidates(self, reservation: common_pb2.Reservation) -> Iterator[tuple[Transport, common_pb2.TransferEndpoint]]:
         """Endpoints that we can reach, best transport first."""

@@ -10,6 +10,7 @@ from pdmesh.doctor import Check, missing, ok, warn
 NAME = "kv transport"
 BEST_FIRST = ("shm", "tcp", "grpc")
 ACROSS_HOSTS = ("tcp", "grpc")
+IF_NAMED = ("nixl",)  # measured where it is installed; workers offer it only when they are told to
 _WHY = {
     "shm": "one copy out of shared memory",
     "tcp": "no copies in Python, several connections",
@@ -41,7 +42,7 @@ def judge(bytes_per_s: Mapping[str, float], failures: Mapping[str, str]) -> Chec
 
 
 def _speeds(bytes_per_s: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {bytes_per_s[name] / 1e9:.2f} GB/s" for name in BEST_FIRST if name in bytes_per_s)
+    return ", ".join(f"{name} {bytes_per_s[name] / 1e9:.2f} GB/s" for name in (*BEST_FIRST, *IF_NAMED) if name in bytes_per_s)
 
 
 def _choice(bytes_per_s: Mapping[str, float], best_first: tuple[str, ...]) -> str:

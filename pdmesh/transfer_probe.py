@@ -25,7 +25,7 @@ from kvtransfer.push import PushJob
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from kvtransfer.transports.grpc import SERVICE, add_push_service
-from kvtransfer.transports.registry import TRANSPORTS
+from kvtransfer.transports.registry import installed
 from protos.v1 import common_pb2, transfer_pb2
 from runtime.server import GrpcServer
 
@@ -51,7 +51,7 @@ async def measure(num_mib: int = 64) -> Measured:
     async with _receiving_child(pool.num_blocks) as reservation:
         sender = Sender(pool, IDENTITY, LAYOUT, 1)
         try:
-            for transport in TRANSPORTS:
+            for transport in installed():
                 try:
                     measured.bytes_per_s[transport] = await _fastest(sender, reservation, transport, pool.num_blocks)
                 except PushFailed as error:
@@ -163,7 +163,7 @@ async def _receive(num_blocks: int) -> None:
     reservation = common_pb2.Reservation(epoch=1, attempt=1, token=new_token(), layout=LAYOUT)
     pool = ProbePool(num_blocks)
     delegate = ProbeDelegate(reservation.epoch, reservation.token, num_blocks)
-    receiver = Receiver(pool, delegate, IDENTITY, LAYOUT)
+    receiver = Receiver(pool, delegate, IDENTITY, LAYOUT, transports=installed())
     server = GrpcServer("127.0.0.1", 0)
     server.register(add_push_service, receiver, SERVICE)
     await receiver.start()

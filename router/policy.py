@@ -155,7 +155,7 @@ def compatible(prefill: WorkerView, decode: WorkerView) -> bool:
     if prefill.identity != decode.identity or prefill.layout.difference(decode.layout) is not None:
         return False
     common = prefill.transports & decode.transports
-    return bool({"tcp", "grpc"} & common) or ("shm" in common and prefill.host_id == decode.host_id)
+    return bool({"nixl", "tcp", "grpc"} & common) or ("shm" in common and prefill.host_id == decode.host_id)
 
 
 def has_room(worker: WorkerView, demand: Demand) -> bool:

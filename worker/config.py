@@ -14,6 +14,7 @@ from worker.cpus import problem_with
 from worker.roles import ROLE_NAMES
 
 _ROLES_HELP = "services that take work at start: prefill, decode or both"
+_TRANSPORTS_HELP = "KV transports to offer; nixl is one more, where its package is installed (RDMA)"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -27,8 +28,8 @@ class WorkerConfig:
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on, for gRPC and for KV transfer"})
     port: int = field(default=0, metadata={"help": "gRPC port; 0 picks a free one"})
     advertise: str = field(default="", metadata={"help": "host that others reach it at; empty: the one it listens on"})
-    transfer_port: int = field(default=0, metadata={"help": "port of the KV receiver (tcp); 0 picks a free one"})
-    transports: tuple[str, ...] = field(default=("shm", "tcp", "grpc"), metadata={"help": "KV transports to offer"})
+    transfer_port: int = field(default=0, metadata={"help": "port of the KV receiver (tcp; nixl takes any); 0 picks a free one"})
+    transports: tuple[str, ...] = field(default=("shm", "tcp", "grpc"), metadata={"help": _TRANSPORTS_HELP})
     worker_id: str = field(default="", metadata={"help": "name of this worker, stable over restarts; empty: a random one"})
     redis: str = field(default="", metadata={"help": "URL of the registry; empty: routers are told otherwise", "secret": True})
     mesh: str = field(default="default", metadata={"help": "name of the mesh in the registry"})

@@ -61,7 +61,7 @@ class Incoming(Protocol):
 
 
 class Transport(Protocol):
-    """One way between two processes."""
+    """One way between two processes, as one sender or one receiver uses it."""
 
     name: str
     gains_by_connections: bool  # several for one push are faster than one
@@ -79,6 +79,9 @@ class Transport(Protocol):
         self, endpoint: common_pb2.TransferEndpoint, memory: KVMemory, executor: Executor, reply_timeout_s: float
     ) -> Outgoing:
         """Raises TransportUnavailable."""
+
+    def close(self) -> None:
+        """Give back what outlives connections; there are none any more. Idempotent."""
 
 
 class SocketTransport(Transport, Protocol):

@@ -103,6 +103,9 @@ class GrpcTransport:
         """Take over the stream of a call."""
         return InlineIncoming(stream)
 
+    def close(self) -> None:
+        """Nothing outlives its connections."""
+
 
 async def _connected(channel: grpc.aio.Channel) -> None:
     """Raises ConnectionError at the first attempt that fails: gRPC itself would try for ever."""

@@ -2,21 +2,30 @@
 
 from kvtransfer.transports.base import SocketTransport, Transport
 from kvtransfer.transports.grpc import GrpcTransport
+from kvtransfer.transports.nixl import NixlTransport
+from kvtransfer.transports.nixl_agent import is_installed
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.tcp import TcpTransport
 from runtime.tls import Tls
 
 GRPC = GrpcTransport()  # listens on no socket of its own
-SOCKET_TRANSPORTS: dict[str, SocketTransport] = {transport.name: transport for transport in (ShmTransport(), TcpTransport())}
-TRANSPORTS: dict[str, Transport] = {**SOCKET_TRANSPORTS, GRPC.name: GRPC}
 
 
 def socket_transports(tls: Tls | None) -> dict[str, SocketTransport]:
-    """Those that listen on a socket, those between hosts encrypted if `tls` is given. shm stays as it is: the kernel vouches for
-    its peer."""
-    return SOCKET_TRANSPORTS if tls is None else {**SOCKET_TRANSPORTS, "tcp": TcpTransport(tls)}
+    """Those that listen on a socket, for one owner that closes them; tcp encrypted if `tls` is given. shm stays as it is: the
+    kernel vouches for its peer. nixl comes before tcp: it is offered only where somebody asked for it by name."""
+    transports: tuple[SocketTransport, ...] = (ShmTransport(), NixlTransport(tls), TcpTransport(tls))
+    return {transport.name: transport for transport in transports}
 
 
 def transports_with(tls: Tls | None) -> dict[str, Transport]:
-    """All transports."""
-    return TRANSPORTS if tls is None else {**socket_transports(tls), GRPC.name: GrpcTransport(tls)}
+    """All transports, for one owner that closes them."""
+    return {**socket_transports(tls), GRPC.name: GrpcTransport(tls)}
+
+
+TRANSPORTS: tuple[str, ...] = tuple(transports_with(None))
+
+
+def installed() -> tuple[str, ...]:
+    """Names of those whose packages are there, best first."""
+    return tuple(name for name in TRANSPORTS if name != NixlTransport.name or is_installed())

@@ -21,13 +21,13 @@ import numpy as np
 
 from kvtransfer import framing
 from kvtransfer.checksum import checksum, copy_runs
-from kvtransfer.compatibility import bytes_per_layer_block, refuse
 from kvtransfer.errors import FrameError, PeerClosed, TransportUnavailable
-from kvtransfer.memory import KVMemory, PoolShape, Rectangle, copies, shape_of
+from kvtransfer.memory import KVMemory, Rectangle, copies, shape_of
 from kvtransfer.native.library import Runs
 from kvtransfer.parts import Part
 from kvtransfer.stream import SocketStream
 from kvtransfer.transports.mapped_pools import MappedPool, MappedPools
+from kvtransfer.transports.pulled import shape_of_sender, source_of
 from protos.v1 import common_pb2, transfer_pb2
 from runtime.identity import host_id
 
@@ -85,9 +85,8 @@ class ShmIncoming:
         return message.hello
 
     def prepare(self, hello: transfer_pb2.TransferHello) -> None:
-        shape = PoolShape(self._memory.num_layers, hello.pool_num_blocks, bytes_per_layer_block(hello.identity, hello.layout))
         assert self._fd is not None, "a hello over shm brings a descriptor"
-        self._source = self._pools.acquire(self._fd, shape)
+        self._source = self._pools.acquire(self._fd, shape_of_sender(hello, self._memory))
 
     async def receive_part(
         self,
@@ -100,14 +99,9 @@ class ShmIncoming:
         source = self._source
         if source is None:
             raise FrameError("part before hello")
-        source_ids = list(header.source_block_ids)
-        if len(source_ids) != part.num_blocks:
-            raise refuse("part.source_block_ids", f"{len(source_ids)} ids for {part.num_blocks} blocks")
-        if max(source_ids) >= source.shape.num_blocks:
-            raise refuse("part.source_block_ids", f"{max(source_ids)} is outside the pool of {source.shape.num_blocks} blocks")
-        value = await self.stream.run(
-            copy_part, source, source_ids, header.layer_start, memory, block_ids, part, self.stream.check_interrupted
-        )
+        origin = source_of(header, part, source.shape)
+        to = Rectangle(shape_of(memory), part.layers, block_ids)
+        value = await self.stream.run(copy_part, source, origin, memory, to, self.stream.check_interrupted)
         on_bytes(header.num_bytes)
         return value
 
@@ -185,6 +179,9 @@ class ShmTransport:
         check_peer(sock)
         return ShmIncoming(SocketStream(sock, executor, idle_timeout_s), memory, self._pools)
 
+    def close(self) -> None:
+        """What is still mapped is given back within seconds."""
+
 
 def check_peer(sock: socket.socket) -> None:
     """Raises PermissionError unless the process at the other end belongs to our user."""
@@ -194,22 +191,13 @@ def check_peer(sock: socket.socket) -> None:
 
 
 def copy_part(
-    source: MappedPool,
-    source_ids: Sequence[int],
-    source_layer: int,
-    memory: KVMemory,
-    block_ids: Sequence[int],
-    part: Part,
-    check_interrupted: Callable[[], None],
+    source: MappedPool, origin: Rectangle, memory: KVMemory, to: Rectangle, check_interrupted: Callable[[], None]
 ) -> int:
-    """Copy `source_ids` of `source`, from `source_layer` on, into `block_ids` of `memory`, the layers of `part`; returns the
-    CRC-32C of the copy.
+    """Copy `origin` of `source` into `to` of `memory`; returns the CRC-32C of the copy.
 
     Runs in a thread; check_interrupted() may raise between pieces of a few megabytes.
     """
     value = 0
-    to = Rectangle(shape_of(memory), part.layers, block_ids)
-    origin = Rectangle(source.shape, range(source_layer, source_layer + len(part.layers)), source_ids)
     with source.view() as original, memory.memory() as target:
         for batch in _batches(copies(to, origin)):
             check_interrupted()

@@ -58,12 +58,20 @@ class TcpTransport:
                 host, port = split_address(endpoint.address)
                 sock = await _connected(loop, *await _resolve(loop, host, port))
         except (OSError, ValueError) as error:  # TimeoutError is an OSError
-            raise TransportUnavailable(f"tcp: cannot connect to {endpoint.address}: {error or 'timed out'}") from error
-        return InlineOutgoing(self._stream(sock, executor, reply_timeout_s, server_side=False), f"tcp: {endpoint.address}")
+            raise TransportUnavailable(f"{self.name}: cannot connect to {endpoint.address}: {error or 'timed out'}") from error
+        return InlineOutgoing(
+            self._stream(sock, executor, reply_timeout_s, server_side=False), f"{self.name}: {endpoint.address}"
+        )
 
     def accept(self, sock: socket.socket, memory: KVMemory, executor: Executor, idle_timeout_s: float) -> InlineIncoming:
+        return InlineIncoming(self._accepted(sock, executor, idle_timeout_s))
+
+    def close(self) -> None:
+        """Nothing outlives its connections."""
+
+    def _accepted(self, sock: socket.socket, executor: Executor, idle_timeout_s: float) -> SocketStream:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return InlineIncoming(self._stream(sock, executor, idle_timeout_s, server_side=True))
+        return self._stream(sock, executor, idle_timeout_s, server_side=True)
 
     def _stream(self, sock: socket.socket, executor: Executor, timeout_s: float, *, server_side: bool) -> SocketStream:
         if self._tls is None:
@@ -76,7 +84,7 @@ class TcpTransport:
             return
         who, other = ("the receiver", "this worker") if endpoint.tls else ("this worker", "the receiver")
         remedy = f"{who} uses TLS and {other} does not; give {other} --tls-cert, --tls-key and --tls-ca"
-        raise TransportUnavailable(f"tcp: cannot use {endpoint.address}: {remedy}")
+        raise TransportUnavailable(f"{self.name}: cannot use {endpoint.address}: {remedy}")
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -4,7 +4,8 @@ isort:skip_file
 The transfer protocol between a prefill worker (sender) and a decode worker (receiver): length-prefixed messages on a stream of
 bytes. A frame is a 4-byte magic "PDKV", 4 bytes of length and 4 bytes of CRC-32C of the body (little-endian), then the body: one
 TransferMessage. Over tcp (a socket) and grpc (TransferService) the bytes of a part follow its frame at once; over shm (a Unix
-socket) they are copied from the sender's memory, which the receiver maps read-only.
+socket) they are copied from the sender's memory, which the receiver maps read-only; over nixl (a socket, too) the receiver has
+NIXL read them.
 
   sender                         receiver
   hello ───────────────────────► checks version, token, epoch, attempt, identity, layout
@@ -152,6 +153,8 @@ class TransferHello(_message.Message):
     POOL_NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     PUSH_ID_FIELD_NUMBER: _builtins.int
     CONNECTION_FIELD_NUMBER: _builtins.int
+    NIXL_METADATA_FIELD_NUMBER: _builtins.int
+    POOL_ADDRESS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """protocol_version of the sender."""
     reservation_id: _builtins.str
@@ -165,13 +168,17 @@ class TransferHello(_message.Message):
     sender_epoch: _builtins.int
     """sender_epoch for logs."""
     pool_num_blocks: _builtins.int
-    """pool_num_blocks of the sender's mapped pool. Only over shm."""
+    """pool_num_blocks of the sender's pool. Only over shm and nixl."""
     push_id: _builtins.bytes
     """push_id, 16 random bytes: connections that say the same are one push."""
     connection: _builtins.int
     """connection counts the connections of a push. 0 is the first one: it opens the push and carries commit or abort. Over others
     only parts travel.
     """
+    nixl_metadata: _builtins.bytes
+    """nixl_metadata of the sender's NIXL agent, with which the pool is registered. Only over nixl."""
+    pool_address: _builtins.int
+    """pool_address of the pool's first byte in the sender's process. Only over nixl."""
     @_builtins.property
     def identity(self) -> _common_pb2.Identity:
         """identity of the sender."""
@@ -194,10 +201,12 @@ class TransferHello(_message.Message):
         pool_num_blocks: _builtins.int = ...,
         push_id: _builtins.bytes = ...,
         connection: _builtins.int = ...,
+        nixl_metadata: _builtins.bytes = ...,
+        pool_address: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "connection", b"connection", "epoch", b"epoch", "identity", b"identity", "layout", b"layout", "pool_num_blocks", b"pool_num_blocks", "protocol_version", b"protocol_version", "push_id", b"push_id", "reservation_id", b"reservation_id", "sender_epoch", b"sender_epoch", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "connection", b"connection", "epoch", b"epoch", "identity", b"identity", "layout", b"layout", "nixl_metadata", b"nixl_metadata", "pool_address", b"pool_address", "pool_num_blocks", b"pool_num_blocks", "protocol_version", b"protocol_version", "push_id", b"push_id", "reservation_id", b"reservation_id", "sender_epoch", b"sender_epoch", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -259,7 +268,7 @@ class PartHeader(_message.Message):
     """num_bytes of the part."""
     @_builtins.property
     def source_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """source_block_ids in the sender's pool, one for each block. Only over shm."""
+        """source_block_ids in the sender's pool, one for each block. Only over shm and nixl."""
 
     def __init__(
         self,

@@ -4,7 +4,8 @@ isort:skip_file
 The transfer protocol between a prefill worker (sender) and a decode worker (receiver): length-prefixed messages on a stream of
 bytes. A frame is a 4-byte magic "PDKV", 4 bytes of length and 4 bytes of CRC-32C of the body (little-endian), then the body: one
 TransferMessage. Over tcp (a socket) and grpc (TransferService) the bytes of a part follow its frame at once; over shm (a Unix
-socket) they are copied from the sender's memory, which the receiver maps read-only.
+socket) they are copied from the sender's memory, which the receiver maps read-only; over nixl (a socket, too) the receiver has
+NIXL read them.
 
   sender                         receiver
   hello ───────────────────────► checks version, token, epoch, attempt, identity, layout

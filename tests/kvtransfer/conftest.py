@@ -7,7 +7,10 @@ import grpc.aio
 import pytest
 
 from kvtransfer.transports import mapped_pools
+from kvtransfer.transports.nixl_agent import is_installed
+from kvtransfer.transports.nixl_reader import Reader
 from tests.kvtransfer.endpoints import World, nothing_left, running
+from tests.support.nixl import NIXL, NIXL_TLS
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,7 +29,14 @@ def no_kept_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped_pools, "KEEP_S", 0)
 
 
-@pytest.fixture(params=["shm", "tcp", "tcp+tls", "grpc", "grpc+tls"])
+@pytest.fixture(scope="session", autouse=True)
+def nixl_keeps_what_it_opens_once() -> None:
+    """Not a matter of one agent either."""
+    if is_installed():
+        Reader().close()
+
+
+@pytest.fixture(params=["shm", "tcp", "tcp+tls", "grpc", "grpc+tls", NIXL, NIXL_TLS])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -349,6 +349,8 @@ async def running(world: World) -> AsyncIterator[World]:
                 await world.receiver.stop()
     finally:
         assert world.receiver.num_connections == 0
+        for transport in world.transports.values():
+            transport.close()
         world.source.close()
         world.target.close()
 

@@ -25,6 +25,7 @@ from kvtransfer.push import PushJob, PushResult
 from kvtransfer.reservation import Cancelled, Mode, NewAttempt, State, reserved, transition
 from tests.kvtransfer.endpoints import CHOICES, Held, World, nothing_left, until
 from tests.kvtransfer.hostile_network import Harm, HostileNetwork, Strike
+from tests.support.nixl import NEEDS_NIXL
 
 LAYERS, BLOCKS, IDLE_S = 3, 24, 0.25
 PUSH_BYTES = BLOCKS * LAYERS * 2 * 512
@@ -49,6 +50,8 @@ async def end(job: PushJob) -> None:
 class Adversary(RuleBasedStateMachine):
     """At most one push at a time for each reservation; pushes go on while other rules are at work."""
 
+    transport = "tcp"
+
     def __init__(self) -> None:
         super().__init__()
         self.stack = ExitStack()
@@ -58,7 +61,7 @@ class Adversary(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.left = nothing_left()
         self.left.__enter__()
-        self.world = World("tcp", num_blocks=BLOCKS, part_bytes=3000, idle_timeout_s=IDLE_S)
+        self.world = World(self.transport, num_blocks=BLOCKS, part_bytes=3000, idle_timeout_s=IDLE_S)
         self.world.sender = self.world.make_sender(part_bytes=3000, reply_timeout_s=IDLE_S, num_connections=3)
         self.run(self.world.receiver.start())
         endpoint = self.world.receiver.endpoints()[0]
@@ -203,7 +206,13 @@ class Adversary(RuleBasedStateMachine):
         self.stack.close()
 
 
-Adversary.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
-)
+class AdversaryOfNixl(Adversary):
+    """Here the network carries the conversation; what it is about takes another way."""
+
+    transport = "nixl"
+
+
+FEW = settings(max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
+Adversary.TestCase.settings = AdversaryOfNixl.TestCase.settings = FEW
 test_adversary = Adversary.TestCase
+test_adversary_of_nixl = NEEDS_NIXL(AdversaryOfNixl.TestCase)

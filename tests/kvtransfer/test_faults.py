@@ -22,6 +22,7 @@ from kvtransfer.parts import Part
 from kvtransfer.sender import PushJob
 from kvtransfer.transports.base import Incoming
 from kvtransfer.transports.inline import InlineIncoming, InlineOutgoing
+from kvtransfer.transports.nixl import NixlIncoming
 from kvtransfer.transports.registry import GRPC, socket_transports
 from kvtransfer.transports.shm import ShmIncoming
 from kvtransfer.transports.tcp import TcpTransport
@@ -51,7 +52,7 @@ def spoil_parts(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 
         return receive_part
 
-    for end in (InlineIncoming, ShmIncoming):
+    for end in (InlineIncoming, ShmIncoming, NixlIncoming):
         monkeypatch.setattr(end, "receive_part", spoiled(end.receive_part))
 
 
@@ -223,6 +224,7 @@ async def stuck_listener(
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         listener.close()
+        transport.close()
 
 
 @dataclass

@@ -20,7 +20,7 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.stream import MAX_PIECE_BYTES
 from kvtransfer.transports import tcp
 from kvtransfer.transports.grpc import METHOD, SERVICE
-from kvtransfer.transports.registry import GRPC, TRANSPORTS
+from kvtransfer.transports.registry import GRPC
 from protos.v1 import common_pb2, transfer_pb2
 from runtime.channel import MAX_MESSAGE_BYTES
 from tests.kvtransfer.endpoints import EPOCH, World, grpc_server, nothing_left, running, until
@@ -192,7 +192,7 @@ async def to_deaf_ears(deaf: Deaf, reply_timeout_s: float) -> AsyncIterator[Mess
         with ThreadPoolExecutor(1) as executor:
             endpoint = common_pb2.TransferEndpoint(transport="grpc", address=str(address))
             world = World("grpc")
-            outgoing = await TRANSPORTS["grpc"].connect(endpoint, world.source, executor, reply_timeout_s)
+            outgoing = await GRPC.connect(endpoint, world.source, executor, reply_timeout_s)
             assert isinstance(outgoing.stream, MessageStream)
             try:
                 yield outgoing.stream

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.certificates import mesh_tls
+
 DEADLINE_S = 30
 
 
 @contextmanager
 def process(*arguments: str, failpoints: str = "") -> Iterator["subprocess.Popen[str]"]:
+    mesh_tls()  # once, for both of them
     command = [sys.executable, "-m", "tests.kvtransfer.transfer_process", *arguments]
     environment = {**os.environ, "PDMESH_FAILPOINTS": failpoints}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:

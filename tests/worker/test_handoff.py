@@ -8,6 +8,7 @@ import pytest
 
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from tests.support.mini_router import MiniRouter
+from tests.support.nixl import NEEDS_NIXL
 from tests.support.waiting import eventually
 from tests.support.worker_mesh import LOCAL, Model, Peer, only_transport, reference, running_worker, token_request
 
@@ -172,4 +173,24 @@ async def test_a_worker_hands_off_to_itself(model: Model) -> None:
             assert outcome.status == prefill_pb2.HANDOFF_STATUS_COMMITTED, outcome
             await router.until_finished(transport)
             assert router.of(transport).output() == reference(model, request)[0]
+        await router.detach()
+
+
+@NEEDS_NIXL
+async def test_tokens_equal_one_engine_over_nixl(model: Model) -> None:
+    async with (
+        running_worker(model, roles=("decode",), worker_id="n", transports=("nixl", "tcp")) as decoder,
+        running_worker(model, roles=("prefill",), worker_id="p") as prefiller,
+    ):
+        router = MiniRouter()
+        await router.attach(decoder)
+        for number, (case, request) in enumerate(REQUESTS.items()):
+            name = f"r{number}"
+            reservation = await router.submit(decoder, name, request)
+            assert [endpoint.transport for endpoint in reservation.endpoints] == ["nixl", "tcp"]
+            _, outcome = await router.prefill(prefiller, decoder, name, request, reservation)
+            assert (outcome.status, outcome.transport) == (prefill_pb2.HANDOFF_STATUS_COMMITTED, "nixl"), outcome
+            await router.until_finished(name, request.sampling.n)
+            seen = router.of(name)
+            assert [seen.output(choice) for choice in range(request.sampling.n)] == reference(model, request), case
         await router.detach()

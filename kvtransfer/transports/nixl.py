@@ -1,0 +1,231 @@
+"""nixl: the receiver has NIXL read the sender's pool, by RDMA where both hosts have it. Optional: the package may be missing.
+
+    sender ── hello + metadata of its agent, address of its pool, over tcp ──► receiver: connects its agent to that one
+    sender ── part header with its block ids ────────────────────────────────► receiver: NIXL_READs into buffers of its own,
+                                                                                copies them, sums WHAT IT STORES
+    sender ── part end: the sum of what lies in its pool ────────────────────► receiver: compares
+
+The receiver pulls, and nobody else ever writes into its pool: neither a sender that was paused and wakes up after its blocks were
+given away, nor NIXL, which goes on writing after a read was released (nixl_reader.py). The price is a copy, in which the checksum
+is computed that would read the bytes anyhow.
+
+What tcp encrypts here is the conversation. The KV itself goes as NIXL moves it, in the clear, and a host that reaches a sender's
+agent and knows its metadata reads its pool: only for a network that is trusted.
+"""
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import TypeVar
+
+from kvtransfer.checksum import checksum
+from kvtransfer.compatibility import refuse
+from kvtransfer.errors import FrameError, TransportUnavailable
+from kvtransfer.memory import KVMemory, PoolShape, Rectangle, shape_of
+from kvtransfer.native.library import address_of
+from kvtransfer.parts import Part
+from kvtransfer.stream import SocketStream
+from kvtransfer.transports.inline import InlineIncoming, InlineOutgoing
+from kvtransfer.transports.nixl_agent import Agent, NixlUnusable, is_installed
+from kvtransfer.transports.nixl_pull import Pull
+from kvtransfer.transports.nixl_reader import Reader, Remote
+from kvtransfer.transports.pulled import shape_of_sender, source_of
+from kvtransfer.transports.tcp import TcpTransport
+from protos.v1 import common_pb2, transfer_pb2
+from runtime.tls import Tls
+
+MAX_METADATA_BYTES = 64 << 10
+OPEN_TIMEOUT_S = 2.0  # the first time the package is loaded, too; a lease must not lapse over it
+POLL_S = 0.005  # while nothing comes no thread waits for it
+_ADDRESS_END = 1 << 64
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class NixlOutgoing(InlineOutgoing):
+    """The sender's end."""
+
+    def __init__(self, inline: InlineOutgoing, name: str, agent: Agent, memory: KVMemory) -> None:
+        super().__init__(inline.stream, name)
+        self._agent = agent
+        self._memory = memory
+
+    async def send_hello(self, hello: transfer_pb2.TransferHello) -> None:
+        hello.nixl_metadata = self._agent.metadata
+        hello.pool_address = _address(self._memory)
+        hello.pool_num_blocks = self._memory.num_blocks
+        await super().send_hello(hello)
+
+    async def send_part(
+        self,
+        header: transfer_pb2.PartHeader,
+        views: Sequence[memoryview],
+        block_ids: Sequence[int],
+        on_bytes: Callable[[int], None],
+    ) -> int:
+        header.source_block_ids[:] = block_ids
+        await self.stream.write_message(transfer_pb2.TransferMessage(part=header))
+        return await self.stream.run(checksum, views)  # while the receiver reads
+
+
+class NixlIncoming(InlineIncoming):
+    """The receiver's end."""
+
+    def __init__(self, stream: SocketStream, memory: KVMemory, reader: Callable[[], Reader]) -> None:
+        super().__init__(stream)
+        self._memory = memory
+        self._open_reader = reader
+        self._metadata = b""
+        self._address = 0
+        self._shape: PoolShape | None = None
+        self._reader: Reader | None = None
+        self._remote: Remote | None = None
+
+    def prepare(self, hello: transfer_pb2.TransferHello) -> None:
+        """NIXL takes its metadata apart only once the hello has shown its token: at the first part."""
+        shape = shape_of_sender(hello, self._memory)
+        if not 0 < len(hello.nixl_metadata) <= MAX_METADATA_BYTES:
+            raise refuse("hello.nixl_metadata", f"{len(hello.nixl_metadata)} bytes are not 1 to {MAX_METADATA_BYTES}")
+        if shape.num_bytes == 0:
+            raise refuse("hello.pool_num_blocks", "0; a pool has at least one block")
+        if not 0 < hello.pool_address <= _ADDRESS_END - shape.num_bytes:
+            raise refuse("hello.pool_address", f"no pool of {shape.num_bytes} bytes lies at {hello.pool_address:#x}")
+        self._metadata, self._address, self._shape = hello.nixl_metadata, hello.pool_address, shape
+
+    async def receive_part(
+        self,
+        header: transfer_pb2.PartHeader,
+        part: Part,
+        memory: KVMemory,
+        block_ids: Sequence[int],
+        on_bytes: Callable[[int], None],
+    ) -> int:
+        if self._shape is None:
+            raise FrameError("part before hello")
+        source = source_of(header, part, self._shape)
+        if self._remote is None:
+            await self.stream.run(self._reach)
+        assert self._reader is not None and self._remote is not None, "the sender's agent is reached"
+        target = Rectangle(shape_of(memory), part.layers, block_ids)
+        pull = Pull(self._reader, self._remote, self._address, source, memory, target)
+        try:
+            await self._receive(pull, on_bytes)
+        finally:
+            pull.close()
+        return pull.value
+
+    def close(self) -> None:
+        if self._reader is not None and self._remote is not None:
+            self._reader.leave(self._remote)
+        self._remote = None
+
+    def _reach(self) -> None:
+        self._reader = self._open_reader()
+        self._remote = self._reader.reach(self._metadata)
+
+    async def _receive(self, pull: Pull, on_bytes: Callable[[int], None]) -> None:
+        loop = asyncio.get_running_loop()
+        last_news = loop.time()
+        while pull.remaining:
+            num_bytes = await self.stream.run(pull.turn, self.stream.check_interrupted)
+            if num_bytes:
+                on_bytes(num_bytes)
+                last_news = loop.time()
+            elif loop.time() - last_news > self.stream.idle_timeout_s:
+                raise TimeoutError
+            else:
+                await asyncio.sleep(POLL_S)
+
+
+class NixlTransport(TcpTransport):
+    """Between any two hosts whose processes have the package."""
+
+    name = "nixl"
+    gains_by_connections = False
+
+    def __init__(self, tls: Tls | None = None) -> None:
+        super().__init__(tls)
+        self._opening = threading.Lock()
+        self._agents: dict[tuple[int, int], Agent] = {}  # of the sender, by address and size of its pool
+        self._reader: Reader | None = None
+        self._problem: str | None = None
+
+    def sends(self, memory: KVMemory) -> bool:
+        return self._problem is None and is_installed()
+
+    def receives(self) -> bool:
+        """Opens the agent, so that a worker knows at its start; it starts without one, too."""
+        try:
+            self._open_reader()
+        except NixlUnusable:
+            return False
+        return True
+
+    def listen(self, host: str, port: int) -> socket.socket:
+        """Any free port, as NIXL's own: `port` is tcp's."""
+        return super().listen(host, 0)
+
+    async def connect(
+        self, endpoint: common_pb2.TransferEndpoint, memory: KVMemory, executor: Executor, reply_timeout_s: float
+    ) -> NixlOutgoing:
+        opening = asyncio.get_running_loop().run_in_executor(executor, self._agent_of, memory)
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                agent = await asyncio.shield(opening)
+        except NixlUnusable as error:
+            raise TransportUnavailable(f"nixl: {error}") from error
+        except TimeoutError as error:
+            opening.add_done_callback(lambda future: future.exception())  # logged where it arose
+            raise TransportUnavailable("nixl: our agent is still being opened; a later push finds it there") from error
+        inline = await super().connect(endpoint, memory, executor, reply_timeout_s)
+        return NixlOutgoing(inline, f"nixl: {endpoint.address}", agent, memory)
+
+    def accept(self, sock: socket.socket, memory: KVMemory, executor: Executor, idle_timeout_s: float) -> NixlIncoming:
+        return NixlIncoming(self._accepted(sock, executor, idle_timeout_s), memory, self._open_reader)
+
+    def close(self) -> None:
+        with self._opening:
+            for agent in self._agents.values():
+                agent.close()
+            self._agents.clear()
+            if self._reader is not None:
+                self._reader.close()
+                self._reader = None
+
+    def _open_reader(self) -> Reader:
+        with self._opening:
+            if self._reader is None:
+                self._reader = self._once(Reader)
+            return self._reader
+
+    def _agent_of(self, memory: KVMemory) -> Agent:
+        """With the pool registered; from the first push on."""
+        place = _address(memory), shape_of(memory).num_bytes
+        with self._opening:
+            if place not in self._agents:
+                self._agents[place] = self._once(lambda: Agent(*place))
+            return self._agents[place]
+
+    def _once(self, make: Callable[[], T]) -> T:
+        """What it makes; what stands in the way of it is logged once. Raises NixlUnusable."""
+        if self._problem is not None:
+            raise NixlUnusable(self._problem)
+        try:
+            made = make()
+        except NixlUnusable as error:
+            self._problem = str(error)
+            logger.warning("nixl is not used: %s", error)
+            raise
+        if self._tls is not None:
+            logger.warning("nixl: TLS protects the conversation of a push, but the KV crosses the network in the clear")
+        return made
+
+
+def _address(memory: KVMemory) -> int:
+    with memory.memory() as whole:
+        return address_of(whole)

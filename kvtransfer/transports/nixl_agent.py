@@ -1,0 +1,153 @@
+"""One NIXL agent over UCX: memory that peers may read, and reads of theirs into it.
+
+It stands on the package's bindings, not on its `nixl_agent`: the thread of that one polls without a pause, which takes a core
+from the engine; given a delay, the same thread sleeps until there is something to do.
+"""
+
+import importlib
+import logging
+import os
+import secrets
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from kvtransfer.native.library import Runs
+
+PACKAGE = "nixl"
+BACKEND = "UCX"
+PROGRESS_DELAY_US = 100_000  # events wake the thread before that
+_NO_TAG = ""
+
+
+class NixlUnusable(Exception):
+    """NIXL cannot be used in this process."""
+
+
+class NixlFailed(ConnectionError):
+    """NIXL did not do what it was asked to."""
+
+
+class OutsideMemory(NixlFailed):
+    """A read of what the remote has not registered."""
+
+
+def is_installed() -> bool:
+    """Is the package there? Does not import it."""
+    return find_spec(PACKAGE) is not None
+
+
+@cache
+def bindings() -> Any:
+    """The package's bindings. Raises NixlUnusable."""
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # else its warnings mix with what our processes print
+    raises = logging.raiseExceptions
+    try:
+        found = importlib.import_module(f"{PACKAGE}._bindings")
+    except (ImportError, OSError) as error:
+        remedy = "pip install --no-deps nixl nixl-cu12"
+        raise NixlUnusable(f"the package does not load: {error}; install it with {remedy}") from error
+    finally:
+        logging.raiseExceptions = raises  # the package turns it off for everybody
+    theirs = logging.getLogger(PACKAGE)
+    theirs.handlers.clear()  # it prints to standard output
+    theirs.propagate = True
+    return found
+
+
+@cache
+def _errors() -> tuple[type[Exception], ...]:
+    """What the bindings raise."""
+    named = [value for name, value in vars(bindings()).items() if name.endswith("Error")]
+    return (*(each for each in named if isinstance(each, type) and issubclass(each, Exception)), RuntimeError)
+
+
+class Agent:
+    """An agent with `num_bytes` of memory from `address` on, which must outlive it. Its methods may be called from any thread.
+
+    `metadata` is what others need to read there.
+    """
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        """Takes a tenth of a second. Raises NixlUnusable."""
+        nixl = bindings()
+        settings = nixl.nixlAgentConfig()
+        settings.useProgThread = True  # a read may need its source to answer
+        settings.useListenThread = False
+        settings.pthrDelay = PROGRESS_DELAY_US
+        settings.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
+        try:
+            self._agent = nixl.nixlAgent(f"pdmesh-{secrets.token_hex(16)}", settings)
+            self._agent.createBackend(BACKEND, {})
+            self._memory = nixl.nixlRegDList(nixl.DRAM_SEG, [(address, num_bytes, 0, _NO_TAG)])
+            self._agent.registerMem(self._memory, [])
+            self.metadata = bytes(self._agent.getLocalMD())
+        except _errors() as error:
+            raise NixlUnusable(f"no agent over {BACKEND} with {num_bytes} bytes of memory: {error}") from error
+        self._nixl = nixl
+
+    def add_remote(self, metadata: bytes) -> str:
+        """Make another's memory readable; its name. Raises NixlFailed."""
+        try:
+            name = self._agent.loadRemoteMD(metadata)
+        except _errors() as error:
+            raise NixlFailed(f"the metadata is of no use: {error}") from error
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def remove_remote(self, name: str) -> None:
+        """Disconnect from it. No read of its memory may be under way: of such a one nobody could tell any more when it ends."""
+        try:
+            self._agent.invalidateRemoteMD(name)
+        except _errors() as error:
+            logging.getLogger(__name__).info("nixl: %s was gone already: %s", name, error)
+
+    def read(self, remote: str, pieces: Runs) -> int:
+        """Begin to read `pieces` (address here, address there, bytes) and return a handle. Raises OutsideMemory, NixlFailed."""
+        here, there = self._list(pieces[:, [0, 2]]), self._list(pieces[:, [1, 2]])
+        try:
+            handle = int(self._agent.createXferReq(self._nixl.NIXL_READ, here, there, remote, _NO_TAG, []))
+        except _errors() as error:
+            raise OutsideMemory(f"a read was refused: {error}") from error
+        try:
+            status = self._agent.postXferReq(handle, _NO_TAG)
+        except _errors() as error:
+            self._release(handle)
+            raise NixlFailed(f"a read cannot begin: {error}") from error
+        if status not in (self._nixl.NIXL_SUCCESS, self._nixl.NIXL_IN_PROG):
+            self._release(handle)
+            raise NixlFailed(f"a read cannot begin: {status}")
+        return handle
+
+    def has_ended(self, handle: int) -> bool:
+        """Is the read done? It is forgotten then. Raises NixlFailed for one that failed; it is forgotten, too.
+
+        One under way is never forgotten: NIXL says that it has released it, and goes on writing.
+        """
+        try:
+            status = self._agent.getXferStatus(handle)
+        except _errors() as error:
+            self._release(handle)
+            raise NixlFailed(f"a read failed: {error}") from error
+        if status == self._nixl.NIXL_IN_PROG:
+            return False
+        self._release(handle)
+        if status != self._nixl.NIXL_SUCCESS:
+            raise NixlFailed(f"a read failed: {status}")
+        return True
+
+    def close(self) -> None:
+        """Ends what is under way: nobody reads or writes the memory from here on. Idempotent."""
+        self._agent = self._memory = None
+
+    def _release(self, handle: int) -> None:
+        try:
+            self._agent.releaseXferReq(handle)
+        except _errors() as error:
+            logging.getLogger(__name__).warning("nixl: cannot release a read: %s", error)
+
+    def _list(self, pieces: Runs) -> Any:
+        rows = np.zeros((len(pieces), 3), np.uint64)  # address, bytes, device
+        rows[:, :2] = pieces
+        return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, rows)

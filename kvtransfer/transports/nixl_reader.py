@@ -1,0 +1,176 @@
+"""Reads of peers' pools into buffers of our own. Nobody but us writes into the pool: what is in a buffer is copied there.
+
+A read cannot be called back: NIXL says that it has released one, and UCX goes on writing (seen over UCX's tcp with a source that
+was paused: 63 of 64 MiB came after the release). So a read that nobody waits for any more keeps its buffer and its remote until
+it has ended.
+"""
+
+import mmap
+import threading
+import time
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+
+from kvtransfer.compatibility import refuse
+from kvtransfer.errors import TransferRefused
+from kvtransfer.native.library import Runs, address_of
+from kvtransfer.transports.nixl_agent import Agent, NixlFailed, OutsideMemory
+
+BUFFER_BYTES = 1 << 20  # what was read is still in the processor's cache when it is copied
+NUM_BUFFERS = 32  # a part takes two; the others are for slow senders, and reads that do not end
+KEEP_S = 5.0  # a remote that nobody uses: the next push of its sender finds the connection in place
+
+
+@dataclass
+class Remote:
+    """A peer's agent. `num_users`: connections, and reads that nobody waits for."""
+
+    metadata: bytes
+    name: str
+    num_users: int = 0
+    is_broken: bool = False
+    idle_since: float = 0.0
+
+
+@dataclass(frozen=True)
+class Read:
+    """Under way into buffer `index`."""
+
+    handle: int
+    index: int
+    remote: Remote
+
+
+class Reader:
+    """The receiver's agent with its buffers, for any number of connections and threads. Raises NixlUnusable."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, NUM_BUFFERS * BUFFER_BYTES)
+        self._address = address_of(memoryview(self._memory))
+        self._agent = Agent(self._address, len(self._memory))
+        self._lock = threading.Lock()
+        self._free = list(range(NUM_BUFFERS))
+        self._left: list[Read] = []  # nobody waits for them
+        self._remotes: dict[bytes, Remote] = {}
+
+    @property
+    def num_remotes(self) -> int:
+        return len(self._remotes)
+
+    @property
+    def num_free(self) -> int:
+        """Buffers that may be read into."""
+        return len(self._free)
+
+    def reach(self, metadata: bytes) -> Remote:
+        """The peer with this metadata, until leave(). May take a few milliseconds. Raises TransferRefused."""
+        with self._lock:
+            self._tidy()
+            remote = self._remotes.get(metadata)
+            if remote is None:
+                remote = self._remotes[metadata] = Remote(metadata, self._add(metadata))
+            if remote.is_broken:
+                problem = "a read of this sender failed, and others of it have not ended"
+                raise TransferRefused(grpc.StatusCode.UNAVAILABLE, f"nixl: {problem}")
+            remote.num_users += 1
+            return remote
+
+    def leave(self, remote: Remote) -> None:
+        """Once for each reach()."""
+        with self._lock:
+            self._drop_user(remote)
+            self._tidy()
+
+    def read(self, remote: Remote, pieces: Runs) -> Read | None:
+        """Begin to read `pieces` (offset in a buffer, address in the peer, bytes); None: no buffer is free. Raises
+        TransferRefused for what the peer has not registered, NixlFailed."""
+        index = self._take()
+        if index is None:
+            return None
+        begin = self._address + index * BUFFER_BYTES
+        try:
+            return Read(self._agent.read(remote.name, pieces + np.array([begin, 0, 0])), index, remote)
+        except OutsideMemory as error:
+            self._give_back(index)
+            problem = f"the pool there is not what the sender registered with NIXL: {error}"
+            raise refuse("hello.pool_address", problem) from error
+        except NixlFailed:
+            remote.is_broken = True
+            self._give_back(index)
+            raise
+
+    def has_ended(self, read: Read) -> bool:
+        """Is it done? Its buffer is then the caller's until finish(). Raises NixlFailed; the buffer is given back then."""
+        try:
+            return self._agent.has_ended(read.handle)
+        except NixlFailed:
+            # What may still come into the buffer spoils at most a copy, which its checksum shows.
+            read.remote.is_broken = True
+            self._give_back(read.index)
+            raise
+
+    def view(self, read: Read) -> memoryview:
+        """What was read; to be released."""
+        with memoryview(self._memory) as whole:
+            return whole[read.index * BUFFER_BYTES : (read.index + 1) * BUFFER_BYTES]
+
+    def finish(self, read: Read) -> None:
+        """Its buffer is not needed any more."""
+        self._give_back(read.index)
+
+    def abandon(self, read: Read) -> None:
+        """Nobody waits for it any more; it may be under way."""
+        with self._lock:
+            read.remote.num_users += 1
+            self._left.append(read)
+            self._tidy()
+
+    def close(self) -> None:
+        """Give everything back; idempotent. No connection may use it."""
+        with self._lock:
+            self._agent.close()  # first: it may be writing
+            self._memory.close()
+
+    def _take(self) -> int | None:
+        with self._lock:
+            if not self._free:
+                self._tidy()
+            return self._free.pop() if self._free else None
+
+    def _give_back(self, index: int) -> None:
+        with self._lock:
+            self._free.append(index)
+
+    def _add(self, metadata: bytes) -> str:
+        try:
+            return self._agent.add_remote(metadata)
+        except NixlFailed as error:
+            raise TransferRefused(grpc.StatusCode.UNIMPLEMENTED, str(error), field="hello.nixl_metadata") from error
+
+    def _drop_user(self, remote: Remote) -> None:
+        remote.num_users -= 1
+        remote.idle_since = time.monotonic()
+
+    def _tidy(self) -> None:
+        """Buffers of reads that have ended, and remotes that nobody has used for a while."""
+        left, self._left = self._left, []
+        for read in left:
+            if self._is_over(read):
+                self._free.append(read.index)
+                self._drop_user(read.remote)
+            else:
+                self._left.append(read)
+        now = time.monotonic()
+        for remote in list(self._remotes.values()):
+            if remote.num_users == 0 and (remote.is_broken or now - remote.idle_since >= KEEP_S):
+                del self._remotes[remote.metadata]
+                self._agent.remove_remote(remote.name)
+
+    def _is_over(self, read: Read) -> bool:
+        try:
+            return self._agent.has_ended(read.handle)
+        except NixlFailed:
+            read.remote.is_broken = True
+            return True
