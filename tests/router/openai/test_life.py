@@ -8,20 +8,26 @@ import os
 import socket
 import ssl
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import httpx2
 import openai
 import pytest
 
+from pdmesh.certificates import make_certificates
+from router.config import RouterConfig
+from router.main import Router
 from router.openai import connection
 from router.openai.server import HttpServer
 from runtime.config import ConfigError
+from runtime.tls import TlsConfig
 from tests.router import stub_model
 from tests.router.mesh import PROMPT, Mesh, config_for, expected, running_mesh, running_router
 from tests.router.openai.conftest import client_of, url
-from tests.support.certificates import copied, new_authority
+from tests.support.certificates import copied
 from tests.support.waiting import eventually
 
 BODY: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 20, "seed": 5}
@@ -208,49 +214,42 @@ def test_settings_are_checked(model_folder: Path, wrong: Any, field: str) -> Non
 @pytest.mark.parametrize("clients", ["require", "none"])
 async def test_https(model_folder: Path, tmp_path: Path, clients: str) -> None:
     """With the mesh's certificates; who has none is refused where gRPC refuses him; rotated files count at once."""
-    authority, other = new_authority(tmp_path / "ca"), new_authority(tmp_path / "other")
+    ours, other = (make_certificates(tmp_path / name) for name in ("ours", "other"))
     (tmp_path / "files").mkdir()
-    files = copied(authority.config(), tmp_path / "files")
+    files = copied(ours, tmp_path / "files")
     config = config_for(model_folder, http_port=0, tls=files, tls_client_auth=clients)
-    async with running_router_tls(config) as address:
+    async with _running(config) as address:
         assert address.startswith("https://")
-        assert await _models(address, authority.config()) == ["tiny"]
+        assert await _models(address, ours) == ["tiny"]
         if clients == "none":
-            assert await _models(address, authority.config(), show=False) == ["tiny"]
+            assert await _models(address, ours, show=False) == ["tiny"]
         else:
-            with pytest.raises(httpx.TransportError):
-                await _models(address, authority.config(), show=False)
-            with pytest.raises(httpx.TransportError):
-                await _models(address, other.config(), trust=authority.ca)
-        with pytest.raises(httpx.TransportError):
-            await _models(address.replace("https", "http"), authority.config())
-        copied(other.config(), tmp_path / "files")
-        assert await _models(address, other.config()) == ["tiny"]
+            with pytest.raises(openai.APIConnectionError):
+                await _models(address, ours, show=False)
+            with pytest.raises(openai.APIConnectionError):
+                await _models(address, other, trust=ours.tls_ca)
+        with pytest.raises(openai.APIConnectionError):
+            await _models(address.replace("https", "http"), ours)
+        copied(other, tmp_path / "files")
+        assert await _models(address, other) == ["tiny"]
 
 
-def running_router_tls(config: Any) -> Any:
+@asynccontextmanager
+async def _running(config: RouterConfig) -> AsyncIterator[str]:
     """The router alone: the test's gRPC client speaks no TLS."""
-    from contextlib import asynccontextmanager
-
-    from router.main import Router
-
-    @asynccontextmanager
-    async def run() -> AsyncIterator[str]:
-        router = Router(config)
-        await router.start()
-        try:
-            assert router.http is not None
-            yield router.http.url
-        finally:
-            await router.stop()
-
-    return run()
+    router = Router(config)
+    await router.start()
+    try:
+        assert router.http is not None
+        yield router.http.url
+    finally:
+        await router.stop()
 
 
-async def _models(address: str, tls: Any, *, show: bool = True, trust: str = "") -> list[str]:
+async def _models(address: str, tls: TlsConfig, *, show: bool = True, trust: str = "") -> list[str]:
     context = ssl.create_default_context(cafile=trust or tls.tls_ca)
     if show:
         context.load_cert_chain(tls.tls_cert, tls.tls_key)
-    async with httpx.AsyncClient(verify=context) as http:
-        response = await http.get(f"{address}/v1/models", extensions={"sni_hostname": "pdmesh"})
-        return [model["id"] for model in response.json()["data"]]
+    http = httpx2.AsyncClient(verify=context)
+    async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, http_client=http) as client:
+        return [model.id async for model in client.models.list()]
