@@ -49,9 +49,9 @@ class Router:
 
     async def start(self) -> str:
         """Listen and look for workers; returns the address. Health is NOT_SERVING until one can own a request."""
-        port = await self.server.start()
         if self.http is not None:
             await self.http.start()
+        port = await self.server.start()
         self.core.fleet.start(self.config.workers)
         if self.registry is not None:
             self.registry.start(self.core.fleet.on_registry)

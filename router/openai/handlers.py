@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,7 +24,7 @@ from router.openai.call import Call, MeshRequest
 from router.openai.connection import EventStream, while_connected
 from router.openai.errors import HttpError, answer_to, renamed
 from router.openai.fields import JsonObject
-from router.openai.merge import Numbered, PromptError, Responses, merged
+from router.openai.merge import Numbered, PromptError, merged
 from runtime.errors import MeshError, NotFound, as_mesh_error
 
 DONE = b"data: [DONE]\n\n"
@@ -88,7 +89,7 @@ class Handlers:
         call = parse(await read_json(request, self._settings.max_body_bytes), options)
         time_left_s = None if deadline is None else deadline - loop.time()
         answer = Answer(call, options.request_id, int(time.time()), self._echo(call))
-        stream = merged([self._open(wanted, time_left_s) for wanted in call.requests])
+        stream = merged([partial(self._open, wanted, time_left_s) for wanted in call.requests])
         sent_headers = {"x-request-id": options.request_id}
         try:
             if call.streaming is None:
@@ -99,7 +100,7 @@ class Handlers:
             raise _as_client_knows(call, error) from error
         return EventStream(_events(call, answer, begun, stream), sent_headers)
 
-    def _open(self, wanted: MeshRequest, time_left_s: float | None) -> Responses:
+    def _open(self, wanted: MeshRequest, time_left_s: float | None) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         if not wanted.sampling.HasField("seed"):
             wanted.sampling.seed = secrets.randbits(53)  # a number that JavaScript's clients can repeat
         if isinstance(wanted, mesh_pb2.ChatRequest):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from protos.v1 import mesh_pb2
 
-Responses = AsyncGenerator[mesh_pb2.GenerateResponse, None]
+Open = Callable[[], AsyncGenerator[mesh_pb2.GenerateResponse, None]]
+"""Begins the stream of a prompt."""
+
 Numbered = tuple[int, mesh_pb2.GenerateResponse]
 
 
@@ -21,16 +23,16 @@ class PromptError(Exception):
         self.__cause__ = cause
 
 
-async def merged(streams: Sequence[Responses]) -> AsyncGenerator[Numbered, None]:
-    """Each response with the number of its stream. Raises PromptError. However it ends, every stream is closed."""
-    source = _alone(streams[0]) if len(streams) == 1 else _together(streams)
+async def merged(prompts: Sequence[Open]) -> AsyncGenerator[Numbered, None]:
+    """Each response with the number of its prompt. Raises PromptError. However it ends, every stream is closed."""
+    source = _alone(prompts[0]) if len(prompts) == 1 else _together(prompts)
     async with aclosing(source):
         async for item in source:
             yield item
 
 
-async def _alone(stream: Responses) -> AsyncGenerator[Numbered, None]:
-    async with aclosing(stream):
+async def _alone(prompt: Open) -> AsyncGenerator[Numbered, None]:
+    async with aclosing(prompt()) as stream:
         try:
             async for response in stream:
                 yield 0, response
@@ -38,9 +40,9 @@ async def _alone(stream: Responses) -> AsyncGenerator[Numbered, None]:
             raise PromptError(0, error) from error
 
 
-async def _together(streams: Sequence[Responses]) -> AsyncGenerator[Numbered, None]:
+async def _together(prompts: Sequence[Open]) -> AsyncGenerator[Numbered, None]:
     queue: asyncio.Queue[Numbered | PromptError | None] = asyncio.Queue(maxsize=1)
-    pumps = [asyncio.create_task(_pump(number, stream, queue)) for number, stream in enumerate(streams)]
+    pumps = [asyncio.create_task(_pump(number, prompt, queue)) for number, prompt in enumerate(prompts)]
     num_running = len(pumps)
     try:
         while num_running:
@@ -57,10 +59,10 @@ async def _together(streams: Sequence[Responses]) -> AsyncGenerator[Numbered, No
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def _pump(number: int, stream: Responses, queue: asyncio.Queue[Numbered | PromptError | None]) -> None:
+async def _pump(number: int, prompt: Open, queue: asyncio.Queue[Numbered | PromptError | None]) -> None:
     """Ends with None or the stream's error."""
     end: PromptError | None = None
-    async with aclosing(stream):
+    async with aclosing(prompt()) as stream:
         try:
             async for response in stream:
                 await queue.put((number, response))

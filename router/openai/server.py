@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import ssl
 from collections.abc import Generator
@@ -19,6 +20,7 @@ from runtime.config import ConfigError
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that it is they who close
 GRACE_S = 1.0
 TICK_S = 1.0
+BACKLOG = 1024
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +76,7 @@ class HttpServer:
 
     def _bind(self) -> socket.socket:
         try:
-            family, *_, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            return socket.create_server(address[:2], family=family)
+            return _listen(self._host, self._port)
         except OSError as error:
             problem = f"cannot listen on {self._host} port {self._port} for HTTP: {error.strerror or error}"
             raise ConfigError("--http-port", problem, "choose another --http-port, or 0 for any free one") from None
@@ -119,6 +120,23 @@ class _Server(uvicorn.Server):
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises OSError."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    # With its protocol named, asyncio takes Nagle's delay off the connections: else each event may wait for an ACK.
+    listening = socket.socket(family, kind, protocol)
+    try:
+        if os.name == "posix":  # a router that comes back has its port at once; elsewhere it means that two may share one
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    return listening
 
 
 def _abort(connection: object) -> None:

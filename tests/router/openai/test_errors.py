@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ WRONG_CHAT: list[tuple[dict[str, object], str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format.json_schema.schema"),
 ]
+WRONG_NAMES = sorted({name for wrong, _ in (*WRONG_TEXT, *WRONG_CHAT) for name in wrong})
 
 
 @pytest.mark.parametrize(("path", "base", "cases"), [("completions", TEXT, WRONG_TEXT), ("chat/completions", CHAT, WRONG_CHAT)])
@@ -116,6 +118,30 @@ async def test_every_field_is_named(
             # Of several prompts a good one may be on its way before a bad one is found; it is cancelled then.
             assert len(submits) == before or param.startswith("prompt[1]")
             before = len(submits)
+    await served.until_whole()
+
+
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 3, 10**30, 0.5, -0.0, 1e308, "", "a", "\x00é\ud83d\ude00", "\ud800", [], [1], ["a"], [[1]],
+    [None], {}, {"a": 1},
+    {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}, {"include_usage": True}, {"choice": ["a"]},
+    [{"role": "user", "content": "a"}], [{"role": "a", "content": []}],
+    [{"role": "user", "content": [{"type": "text", "text": ""}]}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "base"), [("completions", TEXT), ("chat/completions", CHAT)])
+async def test_strange_values_are_answered_or_named_and_never_a_bug(served: Mesh, path: str, base: dict[str, object]) -> None:
+    draw = random.Random(path)
+    names = [*WRONG_NAMES, *base]
+    async with httpx.AsyncClient() as http:
+        for _ in range(100):
+            body = {**base, **{draw.choice(names): draw.choice(VALUES) for _ in range(draw.randint(1, 3))}}
+            sent = json.dumps({**body, "max_tokens": 2})
+            response = await http.post(url(served, f"/v1/{path}"), content=sent, headers={"content-type": "application/json"})
+            assert response.status_code in (200, 400, 404), (body, response.text)
+            if response.status_code != 200:
+                assert response.json()["error"]["param"], (body, response.text)
     await served.until_whole()
 
 

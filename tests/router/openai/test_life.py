@@ -116,9 +116,19 @@ async def test_who_reads_nothing_is_cut_off(model_folder: Path, monkeypatch: pyt
         writer.close()
 
 
-def _connections(mesh: Mesh) -> int:
+def _connections(mesh: Mesh) -> list[Any]:
     assert mesh.router.http is not None
-    return len(mesh.router.http._server.server_state.connections)
+    return list(mesh.router.http._server.server_state.connections)
+
+
+async def test_events_do_not_wait_for_acknowledgements(model_folder: Path) -> None:
+    async with running_mesh(model_folder, http_port=0) as mesh:
+        _, writer = await _post(mesh, BODY)
+        await eventually(lambda: _connections(mesh))
+        for connected in _connections(mesh):
+            sock = connected.transport.get_extra_info("socket")
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
 
 
 async def test_drain_lets_streams_finish_and_refuses_new_ones(model_folder: Path) -> None:
@@ -178,7 +188,7 @@ async def test_nothing_is_left_after_stop(model_folder: Path) -> None:
             writers.append(writer)
         async with httpx.AsyncClient() as http:
             await http.get(f"{address}/health")
-            await eventually(lambda: _connections(mesh) == 5)
+            await eventually(lambda: len(_connections(mesh)) == 5)
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection(host, int(port))
     for writer in writers:
