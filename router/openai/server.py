@@ -14,13 +14,14 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.openai.connection import ABORT
+from router.openai import connection
 from runtime.config import ConfigError
 
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that it is they who close
 GRACE_S = 1.0
 TICK_S = 1.0
 BACKLOG = 1024
+KEEP_ALIVE_PROBE_S = 10
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +69,8 @@ class HttpServer:
         task, self._task = self._task, None
         self._server.stop()
         await asyncio.wait((task,), timeout=GRACE_S)
-        for connection in list(self._server.server_state.connections):
-            _abort(connection)  # its handler hears of it as of any client that leaves
+        for peer in list(self._server.server_state.connections):
+            _abort(peer)  # its handler hears of it as of any client that leaves
         await asyncio.wait((task,), timeout=GRACE_S)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -82,13 +83,13 @@ class HttpServer:
             raise ConfigError("--http-port", problem, "choose another --http-port, or 0 for any free one") from None
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[ABORT] = partial(self._abort_scope, scope)
+        scope[connection.ABORT] = partial(self._abort_scope, scope)
         await self._app(scope, receive, send)
 
     def _abort_scope(self, scope: Scope) -> None:
-        for connection in self._server.server_state.connections:
-            if getattr(connection, "scope", None) is scope:
-                _abort(connection)
+        for peer in self._server.server_state.connections:
+            if getattr(peer, "scope", None) is scope:
+                _abort(peer)
                 return
 
 
@@ -131,6 +132,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         if os.name == "posix":  # a router that comes back has its port at once; elsewhere it means that two may share one
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _watch_peers(listening)
         listening.bind(address)
         listening.listen(BACKLOG)
     except OSError:
@@ -139,7 +141,20 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _abort(connection: object) -> None:
-    transport = getattr(connection, "transport", None)
+def _watch_peers(listening: socket.socket) -> None:
+    """Accepted sockets inherit it (Linux): who is gone without a word, or takes nothing of what the kernel has for him, is
+    noticed there. Other systems have their own defaults."""
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", KEEP_ALIVE_PROBE_S),
+        ("TCP_KEEPINTVL", KEEP_ALIVE_PROBE_S),
+        ("TCP_USER_TIMEOUT", round(connection.STALLED_S * 1000)),
+    ):
+        if hasattr(socket, name):
+            listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _abort(peer: object) -> None:
+    transport = getattr(peer, "transport", None)
     if isinstance(transport, asyncio.WriteTransport):
         transport.abort()

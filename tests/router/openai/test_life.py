@@ -121,6 +121,15 @@ def _connections(mesh: Mesh) -> list[Any]:
     return list(mesh.router.http._server.server_state.connections)
 
 
+async def test_a_whole_answer_that_nobody_takes_is_dropped(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "STALLED_S", 0.5)
+    async with running_mesh(model_folder, http_port=0) as mesh:
+        _, writer = await _post(mesh, {**LARGE, "stream": False, "max_tokens": 1000}, window=4096)
+        await eventually(lambda: any(one.transport.get_write_buffer_size() for one in _connections(mesh)))
+        await eventually(lambda: not _connections(mesh))
+        writer.close()
+
+
 async def test_events_do_not_wait_for_acknowledgements(model_folder: Path) -> None:
     async with running_mesh(model_folder, http_port=0) as mesh:
         _, writer = await _post(mesh, BODY)
