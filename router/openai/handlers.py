@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
@@ -29,8 +28,6 @@ from runtime.errors import MeshError, NotFound, as_mesh_error
 
 DONE = b"data: [DONE]\n\n"
 Parse = Callable[[JsonObject, mesh_pb2.RequestOptions], Call]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
