@@ -9,16 +9,18 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.tls import MESH_NAME, TlsConfig
 
 CERT, KEY, CA = "tls.crt", "tls.key", "ca.crt"  # as in a Kubernetes TLS secret
 _SECONDS = 60.0
+_THIS_MACHINE = ("DNS:localhost", "IP:127.0.0.1", "IP:::1")  # clients over HTTP verify the address that they were given
 _CA_EXTENSIONS = "basicConstraints=critical,CA:TRUE\nkeyUsage=critical,keyCertSign,cRLSign\nsubjectKeyIdentifier=hash\n"
 _EXTENSIONS = (
     "basicConstraints=critical,CA:FALSE\nkeyUsage=critical,digitalSignature\nextendedKeyUsage=serverAuth,clientAuth\n"
-    "subjectAltName=DNS:{name}\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
+    "subjectAltName={names}\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
 )
 
 
@@ -36,7 +38,7 @@ def make_certificates(folder: Path, *, name: str = MESH_NAME, days: int = 365) -
         raise CertificateError(f"{folder} holds {', '.join(there)} already; give another folder, or delete them first")
     with tempfile.TemporaryDirectory(prefix="pdmesh-ca-") as work:
         ca = make_ca(Path(work) / "ca", days=days)
-        cert, key = sign(ca, Path(work) / "mesh", name=name, days=days)
+        cert, key = sign(ca, Path(work) / "mesh", name=name, more=_THIS_MACHINE, days=days)
         for source, target in ((ca.with_suffix(".crt"), CA), (cert, CERT), (key, KEY)):
             _write(folder / target, source.read_bytes(), private=target == KEY)
     return TlsConfig(str(folder / CERT), str(folder / KEY), str(folder / CA), name)
@@ -49,11 +51,13 @@ def make_ca(stem: Path, *, days: int = 365) -> Path:
     return stem
 
 
-def sign(ca: Path, stem: Path, *, name: str, days: int = 365) -> tuple[Path, Path]:
-    """A certificate for servers and clients that carries the DNS name `name`, and its key. Raises CertificateError."""
+def sign(ca: Path, stem: Path, *, name: str, more: Sequence[str] = (), days: int = 365) -> tuple[Path, Path]:
+    """A certificate for servers and clients that carries the DNS name `name` (and `more`, as openssl spells them), and its key.
+
+    Raises CertificateError."""
     request = _request(stem, name)
     by_ca = ["-CA", f"{ca}.crt", "-CAkey", f"{ca}.key", "-CAcreateserial"]
-    _issue(request, stem, _EXTENSIONS.format(name=name), days, by_ca)
+    _issue(request, stem, _EXTENSIONS.format(names=",".join((f"DNS:{name}", *more))), days, by_ca)
     return stem.with_suffix(".crt"), stem.with_suffix(".key")
 
 

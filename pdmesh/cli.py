@@ -37,7 +37,14 @@ COMMANDS = {
     "demo": "start a mesh, ask a question, show where the time went, stop",
 }
 # What the commands beyond the client library need, by the package that is missing.
-_EXTRAS = {"redis": "services", "tokenizers": "services", "grpc_health": "services", "torch": "worker", "transformers": "local"}
+_EXTRAS = {
+    "redis": "services",
+    "tokenizers": "services",
+    "grpc_health": "services",
+    "uvicorn": "services",
+    "torch": "worker",
+    "transformers": "local",
+}
 
 
 class _Command(Protocol):

@@ -163,16 +163,15 @@ def loopback() -> Check:
         return missing("loopback", f"127.0.0.1: {error}", cost, "bring up the lo interface", required=True)
 
 
-def port(number: int) -> Check:
-    """The port that `pdmesh up` gives to the router."""
+def port(number: int, flag: str = "--port") -> Check:
+    """A port that `pdmesh up` gives to the router, by the flag that gives another."""
     name = f"port {number}"
     try:
         with socket.create_server(("127.0.0.1", number)):
             return ok(name, "free")
     except OSError as error:
-        return warn(
-            name, f"taken ({error.strerror})", "`pdmesh up` cannot start there, unless a mesh runs already", "pdmesh up --port 0"
-        )
+        cost = "`pdmesh up` cannot start there, unless a mesh runs already"
+        return warn(name, f"taken ({error.strerror})", cost, f"pdmesh up {flag} 0")
 
 
 def open_files() -> Check:

@@ -76,6 +76,11 @@ class LocalMesh:
         return tuple(router.address for router in self.routers)
 
     @property
+    def http_urls(self) -> tuple[str, ...]:
+        """Of OpenAI's API on all routers that serve it, without a path."""
+        return tuple(router.http_url for router in self.routers if router.http_url)
+
+    @property
     def tls(self) -> TlsConfig:
         """Certificates for `Client`; unset without TLS. Throwaway ones exist between start and stop."""
         return self.config.tls
@@ -139,6 +144,8 @@ class LocalMesh:
         await _start_all(self._members, self._on_progress)
         for router in self.routers:
             router.plan = with_port(router.plan, int(router.address.rpartition(":")[2]))
+            if self.config.http_port is not None:
+                router.plan = with_port(router.plan, int(router.http_url.rpartition(":")[2]), "--http-port")
         await self.wait_ready(self.config.start_timeout_s)
         self.started = True
 

@@ -76,6 +76,11 @@ class Member:
         return self._latest.address
 
     @property
+    def http_url(self) -> str:
+        """Where a router answers over HTTP; empty if it does not. Raises RuntimeError while it is not ready."""
+        return str(self._latest.ready_line.get("http_url", ""))
+
+    @property
     def _latest(self) -> ManagedProcess:
         if self._process is None:
             raise RuntimeError(f"{self.name} has not been started")

@@ -16,7 +16,10 @@ from runtime.tls import TlsConfig
 
 EMBEDDED_REDIS = "embedded"
 # What routers and workers import: the client alone is installed without them.
-_PACKAGES = ("grpc_health", "grpc_reflection", "redis", "tokenizers", "jinja2", "torch", "safetensors", "numpy", "crc32c")
+_PACKAGES = (
+    "grpc_health", "grpc_reflection", "redis", "tokenizers", "jinja2", "starlette", "uvicorn", "torch", "safetensors", "numpy",
+    "crc32c",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class LocalMeshConfig:
     device: str = "cpu"
     host: str = "127.0.0.1"
     port: int = 8100  # of the first router, the others follow; 0: any free ones
+    http_port: int | None = None  # OpenAI's API on the first router, the others follow; 0: any free ones; None: no HTTP
     redis: str = EMBEDDED_REDIS  # or a URL
     mesh: str = "default"
     num_threads: int = 0  # of each worker; 0: the cores divided by the workers
@@ -137,6 +141,7 @@ def _router(config: LocalMeshConfig, index: int, redis_url: str) -> ProcessPlan:
     flags = {
         "--host": config.host,
         "--port": str(config.port + index if config.port else 0),
+        "--http-port": "" if config.http_port is None else str(config.http_port + index if config.http_port else 0),
         "--models": f"{config.name_of_model}={config.model}",
         "--mesh": config.mesh,
         "--drain-grace-s": str(config.stop_grace_s / 2),
@@ -144,9 +149,9 @@ def _router(config: LocalMeshConfig, index: int, redis_url: str) -> ProcessPlan:
     return ProcessPlan(name, ("router",), _command("router", flags, config.router_args), _environment(config, redis_url))
 
 
-def with_port(plan: ProcessPlan, port: int) -> ProcessPlan:
+def with_port(plan: ProcessPlan, port: int, flag: str = "--port") -> ProcessPlan:
     """The plan with a fixed port: a router that comes back has to be found where it was."""
-    at = plan.argv.index("--port") + 1
+    at = plan.argv.index(flag) + 1
     return ProcessPlan(plan.name, plan.roles, (*plan.argv[:at], str(port), *plan.argv[at + 1 :]), plan.env)
 
 

@@ -8,7 +8,7 @@ from runtime.tls import TlsConfig
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]+):[0-9]{1,5}")
-_AT_LEAST_ONE = ("max_inflight", "max_buffered_tokens", "max_prompt_bytes", "prefix_memory_blocks")
+_AT_LEAST_ONE = ("max_inflight", "max_buffered_tokens", "max_prompt_bytes", "prefix_memory_blocks", "http_max_body_bytes")
 _POSITIVE = (
     "stream_timeout_s",
     "reattach_grace_s",
@@ -26,6 +26,15 @@ class RouterConfig:
 
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
     port: int = field(default=50051, metadata={"help": "port to listen on; 0 picks a free one"})
+    http_port: int | None = field(
+        default=None, metadata={"help": "port of the OpenAI-compatible API over HTTP; 0 picks a free one, empty: no HTTP"}
+    )
+    http_host: str = field(default="", metadata={"help": "address to listen on for HTTP; empty: --host"})
+    http_api_key: tuple[str, ...] = field(
+        default=(),
+        metadata={"help": "keys of which HTTP clients show one, comma separated; empty: none is asked for", "secret": True},
+    )
+    http_max_body_bytes: int = field(default=8 << 20, metadata={"help": "bytes of an HTTP request"})
     models: tuple[str, ...] = field(
         default=(), metadata={"help": "models to serve, NAME=FOLDER with the tokenizer, comma separated"}
     )
@@ -83,6 +92,10 @@ class RouterConfig:
         for name in _POSITIVE:
             _require(getattr(self, name) > 0, name, "must be positive")
         _require(0 <= self.port <= 65535, "port", "must be between 0 and 65535")
+        _require(self.http_port is None or 0 <= self.http_port <= 65535, "http_port", "must be between 0 and 65535")
+        same_host = self.http_host in ("", self.host)
+        _require(not (same_host and self.http_port and self.http_port == self.port), "http_port", "is that of gRPC (port)")
+        _require(all(self.http_api_key), "http_api_key", "one of the keys is empty")
         _require(20 <= self.report_period_ms <= 10_000, "report_period_ms", "must be between 20 and 10000")
         _require(10 <= self.heartbeat_ms <= 10_000, "heartbeat_ms", "must be between 10 and 10000")
         _require(

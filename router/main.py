@@ -13,6 +13,7 @@ from router.core import Core
 from router.decode_link import LinkSettings
 from router.fleet import Fleet
 from router.frontend import Frontend
+from router.openai.gateway import open_gateway
 from router.service import MeshService
 from runtime import config as configuration
 from runtime import log, process
@@ -43,10 +44,13 @@ class Router:
         self.frontend = Frontend(self.core, objectives.load(config.objectives), self._registry_connected)
         self.server = GrpcServer(config.host, config.port, tls=tls, callers=_callers(config))
         self.server.register(mesh_pb2_grpc.add_MeshServicer_to_server, MeshService(self.frontend), SERVICE_NAME)
+        self.http = open_gateway(config, self.frontend, tls)
         self._health: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Listen and look for workers; returns the address. Health is NOT_SERVING until one can own a request."""
+        if self.http is not None:
+            await self.http.start()
         port = await self.server.start()
         self.core.fleet.start(self.config.workers)
         if self.registry is not None:
@@ -64,6 +68,8 @@ class Router:
         await asyncio.gather(self.frontend.drain(self.config.drain_grace_s), asyncio.sleep(self.config.linger_s))
         await self.core.background.finish(BACKGROUND_GRACE_S)
         await self.server.drain(0.5)
+        if self.http is not None:
+            await self.http.stop()
         if self.registry is not None:
             await self.registry.stop()
         await self.core.fleet.stop()
@@ -91,7 +97,8 @@ def _callers(config: RouterConfig) -> Callers:
 async def serve(config: RouterConfig, life: process.Lifecycle) -> None:
     """A router until the process is to stop."""
     router = Router(config)
-    life.ready(await router.start(), router_id=router.core.router_id)
+    address = await router.start()
+    life.ready(address, router_id=router.core.router_id, http_url=router.http.url if router.http is not None else "")
     try:
         await life.wait_for_stop()
     finally:

@@ -167,9 +167,14 @@ class ManagedProcess(ChildProcess):
     @property
     def address(self) -> str:
         """The address in the ready line. Raises RuntimeError before it has come."""
+        return str(self.ready_line["address"])
+
+    @property
+    def ready_line(self) -> dict[str, object]:
+        """All that the ready line says. Raises RuntimeError before it has come."""
         if self._ready is None or not self._ready.done():
             raise RuntimeError(f"{self.name} is not ready")
-        return str(self._ready.result()["address"])
+        return self._ready.result()
 
     async def start(self, timeout_s: float, on_progress: OnLine | None = None) -> dict[str, object]:
         """Starts and waits until ready; returns the ready line's content. `on_progress` gets the texts of `Lifecycle.progress`.

@@ -131,6 +131,21 @@ class Tls:
         """For an accepted socket: TLS 1.3, the peer has to show a certificate of the CA. Its name is the caller's to check."""
         return self._current().server_context
 
+    def listening_context(self, *, require_client: bool) -> ssl.SSLContext:
+        """For a listening socket that lives on: each handshake takes the certificates that the files hold then."""
+        context = self._listening(require_client=require_client)
+
+        def choose(socket: ssl.SSLSocket | ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+            """Called at each client hello, also without a name."""
+            socket.context = self._listening(require_client=require_client)
+
+        context.sni_callback = choose
+        return context
+
+    def _listening(self, *, require_client: bool) -> ssl.SSLContext:
+        material = self._current()
+        return material.server_context if require_client else material.public_context
+
     def client_context(self) -> ssl.SSLContext:
         """For a connected socket: TLS 1.3. Wrap with server_hostname=`name`."""
         return self._current().client_context

@@ -38,12 +38,14 @@ class TlsPaths:
 
 @dataclass(frozen=True)
 class TlsMaterial:
-    """What the files hold, PEM; the contexts are for sockets of our own: TLS 1.3, both ends show a certificate."""
+    """What the files hold, PEM; the contexts are for sockets of our own: TLS 1.3, both ends show a certificate, but that
+    `public_context` asks clients for none."""
 
     cert: bytes | None
     key: bytes | None
     ca: bytes
     server_context: ssl.SSLContext
+    public_context: ssl.SSLContext
     client_context: ssl.SSLContext
 
 
@@ -52,20 +54,22 @@ def read(paths: TlsPaths, name: str, *, member: bool) -> TlsMaterial:
 
     Raises ConfigError that names the setting at fault and what to do about it."""
     ca = _pem("tls_ca", paths.ca, _CERTIFICATE, "certificate")
-    server, client = (_context(kind, ca) for kind in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT))
+    kinds = (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
+    server, public, client = (_context(kind, ca) for kind in kinds)
+    public.verify_mode = ssl.CERT_NONE
     if not paths.cert:
-        return TlsMaterial(None, None, ca, server, client)
+        return TlsMaterial(None, None, ca, server, public, client)
     cert = _pem("tls_cert", paths.cert, _CERTIFICATE, "certificate")
     key = _pem("tls_key", paths.key, _PRIVATE_KEY, "private key")
     if b"ENCRYPTED" in key:
         raise ConfigError(
             "tls_key", f"{paths.key} is protected by a password", "give a key without one, readable by this user only"
         )
-    for context in (server, client):
+    for context in (server, public, client):
         _load_chain(context, paths)
     checking = client if member else _trusting_client(paths)
     _check_as_peers_do(server, checking, name, paths)
-    return TlsMaterial(cert, key, ca, server, client)
+    return TlsMaterial(cert, key, ca, server, public, client)
 
 
 def explain(error: OSError) -> str:

@@ -26,6 +26,7 @@ class Tokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         decoder = backend.decoder
         self._stage_factories = parse_decoder(None if decoder is None else json.loads(decoder.__getstate__()))
+        self._token_texts: dict[int, str] = {}  # asked for again and again: 20 alternatives to each token, mostly the same few
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
@@ -86,6 +87,12 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """One token as it reads in the middle of a text, special tokens by name; bytes that are no text alone are U+FFFD."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self._read_token(token_id)
+        return text
+
+    def _read_token(self, token_id: int) -> str:
         token = self._backend.id_to_token(token_id)
         if token is None or token_id in self._special_ids:
             return token or ""

@@ -23,13 +23,15 @@ class Options:
 
     json: bool = field(default=False, metadata={"help": "write JSON"})
     port: int = field(default=8100, metadata={"help": "port that the router is to have"})
+    http_port: int = field(default=8000, metadata={"help": "port that its API over HTTP is to have"})
     redis: str = field(default=EMBEDDED_REDIS, metadata={"help": "embedded, or the URL of a Redis to be asked", "secret": True})
     model: str = field(default=DEFAULT_MODEL, metadata={"help": "model that is to be served"})
 
     def validate(self) -> None:
         """Raises ValueError that names the field."""
-        if not 0 <= self.port <= 65535:
-            raise ValueError("port: must be between 0 and 65535")
+        for name in ("port", "http_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ValueError(f"{name}: must be between 0 and 65535")
 
 
 def run(options: Options) -> int:
@@ -52,6 +54,8 @@ def _checks(options: Options) -> list[tuple[str, Callable[[], Check]]]:
         ("grpcio", partial(package, "grpcio", "services", services, module="grpc")),
         ("grpcio-health-checking", partial(package, "grpcio-health-checking", "services", services, module="grpc_health")),
         ("tokenizers", partial(package, "tokenizers", "services", services)),
+        ("starlette", partial(package, "starlette", "services", services)),
+        ("uvicorn", partial(package, "uvicorn", "services", services)),
         ("torch", partial(package, "torch", "worker", engine)),
         ("safetensors", partial(package, "safetensors", "worker", engine)),
         ("crc32c", partial(package, "crc32c", "worker", engine)),
@@ -68,6 +72,7 @@ def _checks(options: Options) -> list[tuple[str, Callable[[], Check]]]:
         ("loopback", machine.loopback),
         (transfer.NAME, transfer.transports),
         (f"port {options.port}", partial(machine.port, options.port)),
+        (f"port {options.http_port}", partial(machine.port, options.http_port, "--http-port")),
         ("open files", machine.open_files),
         ("compiler", machine.compiler),
         ("openssl", machine.openssl),

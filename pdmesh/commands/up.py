@@ -33,6 +33,9 @@ class Options:
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata={"help": "where the engines compute"})
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
     port: int = field(default=8100, metadata={"help": "port of the (first) router; 0: any free one"})
+    http_port: int | None = field(
+        default=8000, metadata={"help": "port of OpenAI's API over HTTP on the (first) router; 0: any free one; empty: none"}
+    )
     redis: str = field(default=EMBEDDED_REDIS, metadata={"help": "embedded, or the URL of a Redis", "secret": True})
     mesh: str = field(default="default", metadata={"help": "name of the mesh: meshes that share a Redis need different ones"})
     threads: int = field(default=0, metadata={"help": "threads of each worker; 0: the cores divided by the workers"})
@@ -55,6 +58,8 @@ class Options:
             raise ValueError("routers: a mesh needs a router; give at least 1")
         if not 0 <= self.port <= 65535:
             raise ValueError("port: must be between 0 and 65535")
+        if self.http_port is not None and not 0 <= self.http_port <= 65535:
+            raise ValueError("http_port: must be between 0 and 65535")
         if self.tls and self.certificates.is_set:
             raise ValueError("tls: makes certificates, and others are given; leave out one of them")
 
@@ -81,6 +86,7 @@ def _config(options: Options, folder: Path) -> LocalMeshConfig:
         device=options.device,
         host=options.host,
         port=options.port,
+        http_port=options.http_port,
         redis=options.redis,
         mesh=options.mesh,
         num_threads=options.threads,
@@ -135,6 +141,7 @@ def _summary(mesh: LocalMesh) -> str:
             "",
             *_tls_lines(config),
             f"{config.name_of_model} on {config.device}; logs in {mesh.log_dir}",
+            *(f"OpenAI's API: {url}/v1" for url in mesh.http_urls),
             f'try: pdmesh chat{flag} "What is the capital of France?"',
             "stop: Ctrl-C",
         ]

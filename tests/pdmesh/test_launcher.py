@@ -98,6 +98,14 @@ def test_routers_take_consecutive_ports_and_keep_them() -> None:
     assert {flag(p, "--port") for p in router_plans(LocalMeshConfig(model="m", num_routers=2, port=0), "")} == {"0"}
 
 
+def test_http_ports_follow_the_same_way_and_none_means_no_http() -> None:
+    plans = router_plans(LocalMeshConfig(model="m", num_routers=2, http_port=8000), "")
+    assert [flag(p, "--http-port") for p in plans] == ["8000", "8001"]
+    assert flag(with_port(plans[1], 9, "--http-port"), "--http-port") == "9" and flag(plans[1], "--port") == "8101"
+    assert {flag(p, "--http-port") for p in router_plans(LocalMeshConfig(model="m", num_routers=2, http_port=0), "")} == {"0"}
+    assert flag(router_plans(LocalMeshConfig(model="m"), "")[0], "--http-port") == ""  # whatever the environment says
+
+
 @pytest.mark.parametrize("wrong", [{"num_decode": 0}, {"num_routers": 0}, {"num_prefill": -1}])
 def test_configuration_is_checked(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -1,0 +1,83 @@
+"""`POST /v1/completions`: from JSON to one GenerateRequest for each prompt."""
+
+from __future__ import annotations
+
+from protos.v1 import mesh_pb2
+from router.openai import sampling
+from router.openai.call import IGNORED, Call, read_streaming
+from router.openai.fields import Fields, JsonObject, as_integer, as_text
+from router.openai.shapes import TextShape
+from router.validation import refuse
+
+DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 128
+# What these would ask for is not done here; the values given ask for nothing.
+HARMLESS: dict[str, tuple[object, ...]] = {
+    "suffix": ("",), "logit_bias": ({},), "add_special_tokens": (True,), "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,), "use_beam_search": (False,),
+    "length_penalty": (1, 1.0), "prompt_logprobs": (), "prompt_embeds": (), "truncate_prompt_tokens": (),
+    "logits_processors": ([],), "return_token_ids": (False,),
+}  # fmt: skip
+_REQUEST_ID_CHARS = 64
+
+
+def parse(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
+    """Raises InvalidArgument that names the field as the client does."""
+    fields = Fields(body)
+    params, names = sampling.read(fields)
+    if not params.HasField("max_tokens"):
+        params.max_tokens = DEFAULT_MAX_TOKENS
+    num_choices = params.n or 1
+    if fields.integer("best_of", low=1) not in (None, num_choices):
+        refuse("best_of", "is not supported; leave it out, or give the value of n")
+    num_logprobs = fields.integer("logprobs")
+    if num_logprobs is not None:
+        params.logprobs = num_logprobs
+    echo = fields.flag("echo")
+    if echo and num_logprobs is not None:
+        refuse("echo", "excludes logprobs: those of a prompt are not computed")
+    model, salt, prompts = fields.text("model") or "", fields.text("cache_salt") or "", _prompts(fields)
+    streaming = read_streaming(fields)
+    fields.finish(IGNORED, HARMLESS)
+    base = mesh_pb2.GenerateRequest(model=model, sampling=params, options=options)
+    base.options.cache_salt = salt
+    return Call(_numbered(base, prompts), num_choices, TextShape(), streaming, {**names, "tokens.ids": "prompt"}, echo)
+
+
+def _numbered(base: mesh_pb2.GenerateRequest, prompts: list[str | list[int]]) -> tuple[mesh_pb2.GenerateRequest, ...]:
+    """One request for each prompt, each under an id of its own."""
+    requests = []
+    for number, prompt in enumerate(prompts):
+        request = mesh_pb2.GenerateRequest()
+        request.CopyFrom(base)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.tokens.ids.extend(prompt)
+        if len(prompts) > 1:
+            suffix = f"-{number}"
+            request.options.request_id = base.options.request_id[: _REQUEST_ID_CHARS - len(suffix)] + suffix
+        requests.append(request)
+    return tuple(requests)
+
+
+def _prompts(fields: Fields) -> list[str | list[int]]:
+    """A text, texts, token ids, or several lists of those."""
+    value = fields.value("prompt")
+    if isinstance(value, str):
+        return [as_text("prompt", value)]
+    if not isinstance(value, list) or not value:
+        refuse("prompt", "is missing; send a text, texts, token ids or lists of token ids")
+    if isinstance(value[0], int):
+        return [_token_ids("prompt", value)]
+    if len(value) > MAX_PROMPTS:
+        refuse("prompt", f"{len(value)} prompts are more than {MAX_PROMPTS}")
+    return [_prompt(f"prompt[{number}]", item) for number, item in enumerate(value)]
+
+
+def _prompt(param: str, value: object) -> str | list[int]:
+    return _token_ids(param, value) if isinstance(value, list) else as_text(param, value)
+
+
+def _token_ids(param: str, values: list[object]) -> list[int]:
+    return [as_integer(f"{param}[{number}]", value) for number, value in enumerate(values)]

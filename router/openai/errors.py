@@ -1,0 +1,87 @@
+"""Errors as OpenAI's clients know them: a status, and {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import grpc
+
+from router.openai.fields import JsonObject
+from runtime.errors import MeshError
+
+Names = Mapping[str, str]
+"""A field of pdmesh.v1 to the name by which the client knows it; also for what lies below the field."""
+
+UNAVAILABLE_RETRY_S = 1.0
+_CODE = grpc.StatusCode
+_STATUS = {
+    _CODE.INVALID_ARGUMENT: 400, _CODE.OUT_OF_RANGE: 400, _CODE.FAILED_PRECONDITION: 400, _CODE.UNAUTHENTICATED: 401,
+    _CODE.PERMISSION_DENIED: 403, _CODE.NOT_FOUND: 404, _CODE.ABORTED: 409, _CODE.ALREADY_EXISTS: 409,
+    _CODE.RESOURCE_EXHAUSTED: 429, _CODE.CANCELLED: 499, _CODE.UNIMPLEMENTED: 501, _CODE.UNAVAILABLE: 503,
+    _CODE.DEADLINE_EXCEEDED: 504,
+}  # fmt: skip
+_CODES = {429: "rate_limit_exceeded", 503: "service_unavailable", 504: "deadline_exceeded"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class HttpError(Exception):
+    """An answer that is an error, whatever the mesh says: wrong content type, wrong key, no such page."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+@dataclass(frozen=True)
+class ErrorAnswer:
+    """Status, body and headers of an error."""
+
+    status: int
+    body: JsonObject
+    headers: Mapping[str, str]
+
+
+def answer_to(error: HttpError | MeshError) -> ErrorAnswer:
+    """What the client gets."""
+    if isinstance(error, HttpError):
+        body = _body(error.status, error.message, error.param, error.code)
+        return ErrorAnswer(error.status, body, {"www-authenticate": "Bearer"} if error.status == 401 else {})
+    status = _STATUS.get(error.code, 500)
+    code = "model_not_found" if status == 404 and error.field == "model" else _CODES.get(status)
+    return ErrorAnswer(status, _body(status, error.message, error.field, code), _headers(status, error))
+
+
+def renamed(error: MeshError, names: Names) -> MeshError:
+    """`error` with its field, and the beginning of its message, as the client knows them."""
+    field = error.field
+    if field is None:
+        return error
+    known = [mesh for mesh in names if field == mesh or field.startswith((f"{mesh}[", f"{mesh}."))]
+    longest = max(known, key=len, default="")
+    param = names[longest] + field[len(longest) :] if known else field.removeprefix("sampling.")
+    if param == field:
+        return error
+    message = f"{param}: {error.message.removeprefix(f'{field}: ')}"
+    return MeshError(message, code=error.code, field=param, retry_delay_s=error.retry_delay_s)
+
+
+def _body(status: int, message: str, param: str | None, code: str | None) -> JsonObject:
+    kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _headers(status: int, error: MeshError) -> dict[str, str]:
+    delay_s = UNAVAILABLE_RETRY_S if error.retry_delay_s is None and status == 503 else error.retry_delay_s
+    headers = {}
+    if delay_s is not None:
+        headers = {"retry-after": str(max(1, math.ceil(delay_s))), "retry-after-ms": str(max(1, round(delay_s * 1000)))}
+    if status == 503:
+        headers["connection"] = "close"  # the next try may reach another router
+    if status == 504:
+        headers["x-should-retry"] = "false"  # the time was the client's: openai would try again by itself
+    return headers

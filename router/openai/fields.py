@@ -1,0 +1,128 @@
+"""One JSON object of a request, read name by name: every refusal names the field, and what nobody has read is not overlooked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+from router.validation import refuse
+
+JsonObject = dict[str, object]
+MAX_UINT32 = 2**32 - 1
+MAX_SHOWN_CHARS = 60
+
+
+class Fields:
+    """Readers return None for what is absent or null, and raise InvalidArgument for what has another type or range.
+
+    `path` stands before the names in messages, such as "messages[2]"; empty for the request itself.
+    """
+
+    def __init__(self, values: JsonObject, path: str = "") -> None:
+        self._values = values
+        self._path = path
+        self._read: set[str] = set()
+
+    def param(self, name: str) -> str:
+        """`name` as the client knows it."""
+        return f"{self._path}.{name}" if self._path else name
+
+    def value(self, name: str) -> object:
+        """Whatever stands there."""
+        self._read.add(name)
+        return self._values.get(name)
+
+    def has(self, name: str) -> bool:
+        """Whether something other than null stands there."""
+        return self.value(name) is not None
+
+    def text(self, name: str) -> str | None:
+        """A string that is valid Unicode."""
+        value = self.value(name)
+        return None if value is None else as_text(self.param(name), value)
+
+    def flag(self, name: str) -> bool:
+        """A boolean; absent is false."""
+        value = self.value(name)
+        if value is not None and not isinstance(value, bool):
+            refuse(self.param(name), f"{shown(value)} is neither true nor false")
+        return bool(value)
+
+    def integer(self, name: str, low: int = 0, high: int = MAX_UINT32) -> int | None:
+        """An integer from `low` to `high`, both included."""
+        value = self.value(name)
+        return None if value is None else as_integer(self.param(name), value, low, high)
+
+    def number(self, name: str) -> float | None:
+        """A finite number."""
+        value = self.value(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            refuse(self.param(name), f"{shown(value)} is not a number")
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            refuse(self.param(name), "is not a finite number")
+        return number
+
+    def items(self, name: str) -> list[object] | None:
+        """An array."""
+        value = self.value(name)
+        if value is not None and not isinstance(value, list):
+            refuse(self.param(name), f"{shown(value)} is not an array")
+        return value
+
+    def inner(self, name: str) -> Fields | None:
+        """An object, to be read in turn."""
+        value = self.value(name)
+        return None if value is None else as_fields(self.param(name), value)
+
+    def finish(self, ignored: Collection[str], harmless: Mapping[str, tuple[object, ...]]) -> None:
+        """Refuse what has not been read, but for null, `ignored` names, and values by name that ask for nothing (`harmless`)."""
+        for name, value in self._values.items():
+            if value is None or name in self._read or name in ignored:
+                continue
+            if name not in harmless:
+                refuse(self.param(name[:MAX_SHOWN_CHARS]), "is not known here; leave it out")
+            if not any(type(value) is type(good) and value == good for good in harmless[name]):
+                refuse(self.param(name), "is not supported; leave it out")
+
+
+def as_fields(param: str, value: object) -> Fields:
+    """An object. Raises InvalidArgument."""
+    if not isinstance(value, dict):
+        refuse(param, f"{shown(value)} is not an object")
+    return Fields(value, param)
+
+
+def as_text(param: str, value: object) -> str:
+    """A string that is valid Unicode. Raises InvalidArgument."""
+    if not isinstance(value, str):
+        refuse(param, f"{shown(value)} is not a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        refuse(param, "is not valid Unicode (it holds half of a surrogate pair)")
+    return value
+
+
+def as_integer(param: str, value: object, low: int = 0, high: int = MAX_UINT32) -> int:
+    """An integer in a range. Raises InvalidArgument."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        refuse(param, f"{shown(value)} is not an integer")
+    if not low <= value <= high:
+        refuse(param, f"{shown(value)} is not from {low} to {high}")
+    return value
+
+
+def shown(value: object) -> str:
+    """A value in an error message: short, and no larger thing than a number or a string is repeated."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "an array"
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
+        return "a number of many digits"
+    text = ascii(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."

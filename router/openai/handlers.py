@@ -1,0 +1,196 @@
+"""The endpoints: a request is read, its prompts run as any other of the router's, and the answer goes out whole or as events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protos.v1 import mesh_pb2
+from router.frontend import Frontend
+from router.openai import chat_request, completion_request, headers
+from router.openai.answer import Answer
+from router.openai.body import read_json
+from router.openai.call import Call, MeshRequest
+from router.openai.connection import EventStream, while_connected
+from router.openai.errors import HttpError, answer_to, renamed
+from router.openai.fields import JsonObject
+from router.openai.merge import Numbered, PromptError, merged
+from runtime.errors import MeshError, NotFound, as_mesh_error
+
+DONE = b"data: [DONE]\n\n"
+Parse = Callable[[JsonObject, mesh_pb2.RequestOptions], Call]
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    """Limits of the gateway."""
+
+    api_keys: tuple[str, ...]
+    max_body_bytes: int
+
+
+class Handlers:
+    """One router's endpoints."""
+
+    def __init__(self, frontend: Frontend, settings: HttpSettings) -> None:
+        self._frontend = frontend
+        self._settings = settings
+        self._created = int(time.time())
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return await self._answer(request, chat_request.parse)
+
+    async def complete(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self._answer(request, completion_request.parse)
+
+    async def list_models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        headers.check_key(request.headers, self._settings.api_keys)
+        return json_response({"object": "list", "data": list(self._models())})
+
+    async def get_model(self, request: Request) -> Response:
+        """GET /v1/models/{model}."""
+        headers.check_key(request.headers, self._settings.api_keys)
+        name = request.path_params["model"]
+        for model in self._models():
+            if model["id"] == name:
+                return json_response(model)
+        raise NotFound(f"model: {name[:100]!r} is not served here", field="model")
+
+    async def live(self, request: Request) -> Response:
+        """GET /health/live: this process answers."""
+        return json_response({"status": "live"})
+
+    async def ready(self, request: Request) -> Response:
+        """GET /health and /health/ready: 200 while a request can be owned by somebody, else 503."""
+        if self._frontend.is_ready:
+            return json_response({"status": "ready"})
+        return json_response({"status": "not ready"}, 503)
+
+    async def _answer(self, request: Request, parse: Parse) -> Response:
+        loop = asyncio.get_running_loop()
+        headers.check_key(request.headers, self._settings.api_keys)
+        options, limit_s = headers.options(request.headers), headers.time_left_s(request.headers)
+        deadline = None if limit_s is None else loop.time() + limit_s
+        call = parse(await read_json(request, self._settings.max_body_bytes), options)
+        time_left_s = None if deadline is None else deadline - loop.time()
+        answer = Answer(call, options.request_id, int(time.time()), self._echo(call))
+        stream = merged([partial(self._open, wanted, time_left_s) for wanted in call.requests])
+        sent_headers = {"x-request-id": options.request_id}
+        try:
+            if call.streaming is None:
+                body = await while_connected(request.receive, _whole(answer, stream))
+                return json_response(body, headers=sent_headers)
+            begun = await while_connected(request.receive, _begin(call, stream))
+        except PromptError as error:
+            raise _as_client_knows(call, error) from error
+        return EventStream(_events(call, answer, begun, stream), sent_headers)
+
+    def _open(self, wanted: MeshRequest, time_left_s: float | None) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
+        if not wanted.sampling.HasField("seed"):
+            wanted.sampling.seed = secrets.randbits(53)  # a number that JavaScript's clients can repeat
+        if isinstance(wanted, mesh_pb2.ChatRequest):
+            return self._frontend.chat(wanted, time_left_s)
+        return self._frontend.generate(wanted, time_left_s)
+
+    def _echo(self, call: Call) -> Callable[[int, str], str]:
+        def echo(number: int, model: str) -> str:
+            wanted = call.requests[number]
+            if not call.echo or isinstance(wanted, mesh_pb2.ChatRequest):
+                return ""
+            return wanted.text or self._frontend.core.models[model].tokenizer.decode(wanted.tokens.ids)
+
+        return echo
+
+    def _models(self) -> Iterable[JsonObject]:
+        for model in self._frontend.models().models:
+            yield {
+                "id": model.name,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "pdmesh",
+                "max_model_len": model.max_context,
+            }
+
+
+async def _whole(answer: Answer, stream: AsyncGenerator[Numbered, None]) -> JsonObject:
+    async with aclosing(stream):
+        async for number, response in stream:
+            answer.add(number, response)
+    return answer.body()
+
+
+async def _begin(call: Call, stream: AsyncGenerator[Numbered, None]) -> list[Numbered]:
+    """The first responses: until every prompt has been admitted, or one of them has output. What is refused before has a status
+    of its own; afterwards it can only be an event. Closes `stream` unless it succeeds."""
+    begun: list[Numbered] = []
+    try:
+        async for item in stream:
+            begun.append(item)
+            if len(begun) == len(call.requests) or item[1].WhichOneof("event") != "started":
+                return begun
+    except BaseException:
+        await stream.aclose()
+        raise
+    return begun
+
+
+async def _events(
+    call: Call, answer: Answer, begun: list[Numbered], stream: AsyncGenerator[Numbered, None]
+) -> AsyncGenerator[bytes, None]:
+    """Chunks, usage, [DONE]; or chunks and an error."""
+    async with aclosing(stream):
+        try:
+            for number, response in begun:
+                for event in _event(answer.chunk(number, response)):
+                    yield event
+            async for number, response in stream:
+                for event in _event(answer.chunk(number, response)):
+                    yield event
+        except PromptError as error:
+            yield from_json(answer_to(_as_client_knows(call, error)).body)
+            return
+    for event in _event(answer.last_chunk()):
+        yield event
+    yield DONE
+
+
+def _event(chunk: JsonObject | None) -> tuple[bytes, ...]:
+    return () if chunk is None else (from_json(chunk),)
+
+
+def from_json(value: JsonObject) -> bytes:
+    """One event. ASCII only: there are clients that take other line ends of Unicode for the end of an event's line."""
+    return b"data: %b\n\n" % _dumped(value)
+
+
+def json_response(value: JsonObject, status: int = 200, *, headers: dict[str, str] | None = None) -> Response:
+    """A body of JSON."""
+    return Response(_dumped(value), status, headers=headers, media_type="application/json")
+
+
+def error_response(error: HttpError | MeshError) -> Response:
+    """An error's status, body and headers."""
+    answer = answer_to(error)
+    return json_response(answer.body, answer.status, headers=dict(answer.headers))
+
+
+def _dumped(value: JsonObject) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _as_client_knows(call: Call, error: PromptError) -> MeshError:
+    cause = error.__cause__
+    assert cause is not None
+    return renamed(as_mesh_error(cause), {**headers.NAMES, **call.names_of(error.number)})

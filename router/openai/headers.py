@@ -1,0 +1,65 @@
+"""What a client says in headers: who it is, how urgent it is, how long it waits. Pure."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+from collections.abc import Mapping
+
+from protos.v1 import common_pb2, mesh_pb2
+from router.openai.errors import HttpError
+from router.validation import refuse
+
+REQUEST_ID, TENANT, PRIORITY, MODE, TIMEOUT = "X-Request-Id", "X-Tenant", "X-Priority", "X-Prefill-Mode", "X-Request-Timeout-Ms"
+MAX_TIMEOUT_MS = 10**9
+NAMES = {"options.request_id": REQUEST_ID, "options.tenant": TENANT, "options.cache_salt": "cache_salt"}
+
+_PRIORITIES = {
+    "": common_pb2.PRIORITY_UNSPECIFIED,
+    "interactive": common_pb2.PRIORITY_INTERACTIVE,
+    "standard": common_pb2.PRIORITY_STANDARD,
+    "batch": common_pb2.PRIORITY_BATCH,
+}
+_MODES = {
+    "": mesh_pb2.PREFILL_MODE_UNSPECIFIED,
+    "local": mesh_pb2.PREFILL_MODE_LOCAL,
+    "remote": mesh_pb2.PREFILL_MODE_REMOTE,
+}
+_DIGITS = re.compile(r"[0-9]{1,10}")
+
+
+def options(headers: Mapping[str, str]) -> mesh_pb2.RequestOptions:
+    """`request_id` is always set. Raises InvalidArgument that names the header."""
+    return mesh_pb2.RequestOptions(
+        request_id=headers.get(REQUEST_ID) or secrets.token_hex(12),
+        tenant=headers.get(TENANT, ""),
+        priority=_PRIORITIES[_one_of(headers, PRIORITY, _PRIORITIES)],
+        mode=_MODES[_one_of(headers, MODE, _MODES)],
+    )
+
+
+def time_left_s(headers: Mapping[str, str]) -> float | None:
+    """How long the client waits from now on; None without a limit. Raises InvalidArgument."""
+    text = headers.get(TIMEOUT)
+    if text is None:
+        return None
+    if not _DIGITS.fullmatch(text) or not 1 <= int(text) <= MAX_TIMEOUT_MS:
+        refuse(TIMEOUT, f"{text[:40]!r} is not a number of milliseconds from 1 to {MAX_TIMEOUT_MS}")
+    return int(text) / 1000
+
+
+def check_key(headers: Mapping[str, str], keys: tuple[str, ...]) -> None:
+    """Raises HttpError 401 unless the client shows one of `keys`, or there are none. Its duration says nothing about them."""
+    scheme, _, shown = headers.get("authorization", "").partition(" ")
+    matches = [hmac.compare_digest(shown.strip().encode(), key.encode()) for key in keys]
+    if keys and not (scheme.lower() == "bearer" and any(matches)):
+        problem = "is wrong" if shown else "is missing; send Authorization: Bearer KEY"
+        raise HttpError(401, f"the API key {problem}", param="Authorization", code="invalid_api_key")
+
+
+def _one_of(headers: Mapping[str, str], name: str, known: Mapping[str, object]) -> str:
+    value = headers.get(name, "").lower()
+    if value not in known:
+        refuse(name, f"{value[:40]!r} is none of {', '.join(filter(None, known))}")
+    return value

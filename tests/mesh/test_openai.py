@@ -1,0 +1,100 @@
+"""The real model over HTTP, by the real `openai` client: the answers of gRPC, token for token; nothing stays behind."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+
+from pdmesh.client import AsyncClient
+from pdmesh.client_types import Choice
+from pdmesh.launcher import LocalMesh
+from pdmesh.launcher_plan import LocalMeshConfig
+from pdmesh.models import ensure_model
+from tests.mesh.checks import Footprint, assert_whole
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.real_model, pytest.mark.timeout(300)]
+MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name three colours of a rainbow."}]
+SAMPLED: Any = {"temperature": 0.8, "top_p": 0.95, "seed": 11, "max_tokens": 24}
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def mesh() -> AsyncIterator[LocalMesh]:
+    folder = ensure_model("smollm2-135m-instruct", print)
+    config = LocalMeshConfig(model=str(folder), model_name="smollm2", port=0, http_port=0, num_threads=1)
+    mesh = LocalMesh(config)
+    async with mesh:
+        footprint = Footprint.of(mesh)
+        yield mesh
+        footprint.grow(mesh)
+    footprint.assert_gone()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(mesh: LocalMesh) -> AsyncIterator[Any]:
+    async with openai.AsyncOpenAI(base_url=f"{mesh.http_urls[0]}/v1", api_key="none", timeout=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize("mode", ["remote", "local"])
+async def test_the_same_text_as_over_grpc(mesh: LocalMesh, client: Any, mode: str) -> None:
+    headers = {"X-Prefill-Mode": mode}
+    async with AsyncClient(mesh.router_addresses) as grpc:
+        turns = [(one["role"], one["content"]) for one in MESSAGES]
+        chat = await grpc.chat(turns, **SAMPLED, n=2, logprobs=1, mode=mode, timeout=60)
+        text = await grpc.generate("Once upon a time", **SAMPLED, mode=mode, timeout=60)
+    asked = {"model": "smollm2", "messages": MESSAGES, **SAMPLED, "n": 2, "logprobs": True, "top_logprobs": 1}
+    answer = await client.chat.completions.create(**asked, extra_headers=headers)
+    assert [choice.message.content for choice in answer.choices] == [choice.text for choice in chat.choices]
+    assert [choice.finish_reason for choice in answer.choices] == [_reason(choice) for choice in chat.choices]
+    for ours, theirs in zip(answer.choices, chat.choices, strict=True):
+        shown = [(entry.token, entry.top_logprobs[0].token) for entry in ours.logprobs.content]
+        assert shown == [(entry.chosen.text, entry.top[0].text) for entry in theirs.logprobs]
+        values = [entry.logprob for entry in ours.logprobs.content]
+        assert values == pytest.approx([entry.chosen.logprob for entry in theirs.logprobs], abs=1e-6)
+    assert answer.usage.completion_tokens == chat.usage.completion_tokens
+    assert answer.usage.prompt_tokens == chat.usage.prompt_tokens
+    assert answer.model_extra["pdmesh"][0]["timings"]["mode"] == mode
+
+    streamed = ["", ""]
+    stream = await client.chat.completions.create(**asked, stream=True, extra_headers=headers)
+    async for chunk in stream:
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert streamed == [choice.text for choice in chat.choices]
+    plain = await client.completions.create(model="smollm2", prompt="Once upon a time", **SAMPLED, extra_headers=headers)
+    assert plain.choices[0].text == text.text
+    await assert_whole(mesh)
+
+
+def _reason(choice: Choice) -> str:
+    return "" if choice.finish_reason is None else choice.finish_reason.name.lower()
+
+
+async def test_a_stream_that_is_closed_frees_its_worker(mesh: LocalMesh, client: Any) -> None:
+    stream = await client.completions.create(model="smollm2", prompt="Count:", max_tokens=4000, stream=True)
+    await anext(aiter(stream))
+    await stream.close()
+    await assert_whole(mesh)
+
+
+async def test_a_router_that_comes_back_is_found_where_it_was(mesh: LocalMesh, client: Any) -> None:
+    pid, url = mesh.pids["router-0"], mesh.http_urls[0]
+    mesh.kill("router-0", signal.SIGKILL)
+    await eventually(lambda: mesh.pids.get("router-0", pid) != pid)
+    async with httpx.AsyncClient() as http:
+        while not await _ready(http, url):  # noqa: ASYNC110  # the event happens in another process
+            await asyncio.sleep(0.1)
+    assert mesh.http_urls == (url,)
+    assert (await client.completions.create(model="smollm2", prompt="Once", max_tokens=2)).choices[0].text
+
+
+async def _ready(http: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await http.get(f"{url}/health/ready")).status_code == 200
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,151 @@
+"""The pure parts, and what no client of openai's would send: arbitrary JSON gives a call or names a field, never a surprise."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protos.v1 import common_pb2, mesh_pb2
+from router.openai import chat_request, completion_request
+from router.openai.answer import Answer
+from router.openai.body import parse as parse_body
+from router.openai.errors import HttpError, answer_to, renamed
+from router.openai.shapes import LOWEST_LOGPROB, ChatShape, TextShape
+from runtime.errors import InvalidArgument, MeshError, ResourceExhausted, Unavailable
+
+OPTIONS = mesh_pb2.RequestOptions(request_id="r")
+HELLO: Any = [{"role": "user", "content": "hello"}]
+KNOWN = st.sampled_from(
+    [
+        "model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "n", "seed", "stop",
+        "stream", "stream_options", "logprobs", "top_logprobs", "response_format", "structured_outputs", "guided_json",
+        "guided_choice",
+        "echo", "best_of", "tools", "logit_bias", "stop_token_ids", "cache_salt", "role", "content", "type", "text",
+        "json_schema", "schema", "include_usage",
+    ]
+)  # fmt: skip
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("\ud800") | st.just("text")
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KNOWN, inner, max_size=4), max_leaves=12
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(KNOWN, VALUES, max_size=6), st.booleans())
+def test_any_json_is_a_call_or_names_a_field(body: dict[str, Any], chat: bool) -> None:
+    parse = chat_request.parse if chat else completion_request.parse
+    good: dict[str, Any] = {"messages": HELLO} if chat else {"prompt": "a"}
+    try:
+        call = parse({**good, **body}, OPTIONS)
+    except InvalidArgument as error:
+        assert error.field and error.message.startswith(f"{error.field}: ") and len(error.message) < 2000
+        json.dumps(answer_to(error).body, allow_nan=False).encode()
+    else:
+        assert all(request.SerializeToString() for request in call.requests)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=40) | st.text(alphabet='{}[]",:0123456789aeE.-\\u', max_size=40).map(str.encode))
+def test_any_bytes_are_an_object_or_a_400(content: bytes) -> None:
+    try:
+        assert isinstance(parse_body(content), dict)
+    except HttpError as error:
+        assert error.status == 400 and "body" in error.message
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, common_pb2.Constraint(json_schema='{"type":"object"}')),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"b": 1, "a": True}}}},
+            common_pb2.Constraint(json_schema='{"b":1,"a":true}'),
+        ),
+        ({"guided_json": {"type": "null"}}, common_pb2.Constraint(json_schema='{"type":"null"}')),
+        ({"guided_json": '{"type": "null"}'}, common_pb2.Constraint(json_schema='{"type": "null"}')),
+        ({"guided_regex": "[ab]+"}, common_pb2.Constraint(regex="[ab]+")),
+        ({"guided_grammar": 'start: "a"'}, common_pb2.Constraint(grammar='start: "a"')),
+        ({"guided_choice": ["a", "b"]}, common_pb2.Constraint(choice=common_pb2.Alternatives(values=["a", "b"]))),
+        ({"structured_outputs": {"choice": ["a"]}}, common_pb2.Constraint(choice=common_pb2.Alternatives(values=["a"]))),
+        ({"structured_outputs": {"json_object": True}}, common_pb2.Constraint(json_schema='{"type":"object"}')),
+        ({"structured_outputs": {"json": {}}}, common_pb2.Constraint(json_schema="{}")),
+    ],
+)
+def test_constraints(asked: dict[str, Any], wanted: common_pb2.Constraint | None) -> None:
+    (request,) = chat_request.parse({"messages": HELLO, **asked}, OPTIONS).requests
+    assert request.sampling.HasField("constraint") == (wanted is not None)
+    assert wanted is None or request.sampling.constraint == wanted
+
+
+def test_a_refused_constraint_is_named_as_it_was_asked_for() -> None:
+    call = chat_request.parse({"messages": HELLO, "guided_regex": "("}, OPTIONS)
+    error = renamed(InvalidArgument("sampling.constraint.regex", "sampling.constraint.regex: does not end"), call.names)
+    assert (error.field, error.message) == ("guided_regex", "guided_regex: does not end")
+    assert renamed(InvalidArgument("sampling.constraint", "too large"), call.names).field == "guided_regex"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry"),
+    [
+        (InvalidArgument("a", "a: no"), 400, None),
+        (ResourceExhausted("full", retry_delay_s=2.2), 429, "3"),
+        (Unavailable("going"), 503, "1"),
+        (MeshError("late", code=grpc.StatusCode.DEADLINE_EXCEEDED), 504, None),
+        (MeshError("bug", code=grpc.StatusCode.DATA_LOSS), 500, None),
+    ],
+)
+def test_statuses(error: MeshError, status: int, retry: str | None) -> None:
+    answer = answer_to(renamed(error, {}))
+    assert (answer.status, answer.headers.get("retry-after")) == (status, retry)
+    assert set(answer.body["error"]) == {"message", "type", "param", "code"}  # type: ignore[call-overload]
+
+
+def _entry(text: str, logprob: float, *top: tuple[str, float]) -> common_pb2.Logprobs:
+    tokens = [common_pb2.TokenLogprob(text=one, logprob=value) for one, value in ((text, logprob), *top)]
+    return common_pb2.Logprobs(chosen=tokens[0], top=tokens[1:])
+
+
+def test_logprobs_that_json_cannot_say_and_tokens_that_are_no_text() -> None:
+    shown: Any = ChatShape().logprobs([_entry("é", -0.5), _entry("\ufffd", -math.inf), _entry("a", math.nan)], 0)
+    assert [entry["logprob"] for entry in shown["content"]] == [-0.5, LOWEST_LOGPROB, LOWEST_LOGPROB]
+    assert [entry["bytes"] for entry in shown["content"]] == [[0xC3, 0xA9], None, [97]]
+
+
+def test_alternatives_of_completions_hold_the_chosen_token_too() -> None:
+    shown = TextShape().logprobs([_entry("a", -3.0, ("b", -0.5), ("\ufffd", -1.0), ("\ufffd", -2.0))], 7)
+    assert shown["top_logprobs"] == [{"a": -3.0, "\ufffd": -1.0, "b": -0.5}] and shown["text_offset"] == [7]
+    assert TextShape().logprobs([_entry("a", -3.0)], 0)["top_logprobs"] is None
+
+
+def test_text_offsets_go_on_over_chunks_and_count_the_echo() -> None:
+    call = completion_request.parse({"prompt": "xy", "stream": True}, OPTIONS)
+    answer = Answer(call, "r", 1, lambda number, model: "xy")
+    offsets = []
+    for text in ("abc", "de"):
+        delta = mesh_pb2.Delta(text=text, token_ids=[1, 2], logprobs=[_entry(text[:1], -1.0), _entry(text[1:], -1.0)])
+        chunk: Any = answer.chunk(0, mesh_pb2.GenerateResponse(delta=delta))
+        offsets += chunk["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == [2, 3, 5, 6]
+
+
+def test_ids_without_text_make_no_chunk_but_the_first() -> None:
+    call = chat_request.parse({"messages": HELLO, "stream": True}, OPTIONS)
+    answer = Answer(call, "r", 1, lambda number, model: "")
+    half = mesh_pb2.GenerateResponse(delta=mesh_pb2.Delta(token_ids=[1]))
+    chunks: list[Any] = [answer.chunk(0, half), answer.chunk(0, half)]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""} and chunks[1] is None
+    assert answer.usage()["completion_tokens"] == 2
+
+
+def test_request_ids_of_many_prompts_stay_within_their_length() -> None:
+    long = mesh_pb2.RequestOptions(request_id="x" * 64)
+    requests = completion_request.parse({"prompt": ["a"] * 101}, long).requests
+    names = {request.options.request_id for request in requests}
+    assert len(names) == 101 and {len(name) for name in names} == {64}

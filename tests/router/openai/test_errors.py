@@ -1,0 +1,280 @@
+"""What is wrong is said as OpenAI says it: status, field, type, code; no worker hears of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.router.mesh import PROMPT, Mesh, running_mesh
+from tests.router.openai.conftest import client_of, url
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+HELLO = [{"role": "user", "content": "hello"}]
+TEXT = {"model": "tiny", "prompt": "abc", "max_tokens": 2}
+CHAT = {"model": "tiny", "messages": HELLO, "max_tokens": 2}
+
+WRONG_TEXT: list[tuple[dict[str, object], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": {}}, "prompt"),
+    ({"prompt": ["a", ""]}, "prompt[1]"),
+    ({"prompt": ["a", 3]}, "prompt[1]"),
+    ({"prompt": [1, "a"]}, "prompt[1]"),
+    ({"prompt": [1, 400]}, "prompt[1]"),
+    ({"prompt": [[1], [1, 400]]}, "prompt[1][1]"),
+    ({"prompt": [1, 2**32]}, "prompt[1]"),
+    ({"prompt": [True]}, "prompt[0]"),
+    ({"prompt": "a\ud800"}, "prompt"),
+    ({"prompt": [70] * 2048}, "prompt"),
+    ({"prompt": ["a"] * 129}, "prompt"),
+    ({"model": 3}, "model"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 2.5}, "max_tokens"),
+    ({"max_tokens": 2100}, "max_tokens"),
+    ({"max_tokens": 10**40}, "max_tokens"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": 10**400}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"n": 17}, "n"),
+    ({"n": 0}, "n"),
+    ({"best_of": 2}, "best_of"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"stop": 3}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop[1]"),
+    ({"stop": ["a", None]}, "stop[1]"),
+    ({"stop_token_ids": [3, 500]}, "stop_token_ids[1]"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"seed": 2**64}, "seed"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"stream_options": {"other": 1}}, "stream_options.other"),
+    ({"suffix": "end"}, "suffix"),
+    ({"logit_bias": {"50": -100}}, "logit_bias"),
+    ({"max_token": 3}, "max_token"),
+    ({"guided_regex": 3}, "guided_regex"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ({"guided_choice": ["a", 1]}, "guided_choice[1]"),
+    ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
+]
+WRONG_CHAT: list[tuple[dict[str, object], str]] = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": [3]}, "messages[0]"),
+    ({"messages": [{"content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "x"}]}, "messages[0].role"),
+    ({"messages": [*HELLO, {"role": "user"}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": "a" * 3000}]}, "messages"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {"voice": "x"}}, "audio"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": 2}, "logprobs"),
+    ({"max_completion_tokens": 2100}, "max_completion_tokens"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format.json_schema.schema"),
+]
+WRONG_NAMES = sorted({name for wrong, _ in (*WRONG_TEXT, *WRONG_CHAT) for name in wrong})
+
+
+@pytest.mark.parametrize(("path", "base", "cases"), [("completions", TEXT, WRONG_TEXT), ("chat/completions", CHAT, WRONG_CHAT)])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_field_is_named(
+    served: Mesh, path: str, base: dict[str, object], cases: list[tuple[dict[str, object], str]], stream: bool
+) -> None:
+    submits, before = served["d0"].submits, len(served["d0"].submits)
+    async with httpx.AsyncClient() as http:
+        for wrong, param in cases:
+            content = json.dumps({**base, "stream": stream, **wrong})
+            response = await http.post(url(served, f"/v1/{path}"), content=content, headers={"content-type": "application/json"})
+            error = response.json()["error"]
+            assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), (wrong, error)
+            assert error["message"].startswith(f"{param}: ")
+            # Of several prompts a good one may be on its way before a bad one is found; it is cancelled then.
+            assert len(submits) == before or param.startswith("prompt[1]")
+            before = len(submits)
+    await served.until_whole()
+
+
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 3, 10**30, 0.5, -0.0, 1e308, "", "a", "\x00é\ud83d\ude00", "\ud800", [], [1], ["a"], [[1]],
+    [None], {}, {"a": 1},
+    {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}, {"include_usage": True}, {"choice": ["a"]},
+    [{"role": "user", "content": "a"}], [{"role": "a", "content": []}],
+    [{"role": "user", "content": [{"type": "text", "text": ""}]}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "base"), [("completions", TEXT), ("chat/completions", CHAT)])
+async def test_strange_values_are_answered_or_named_and_never_a_bug(served: Mesh, path: str, base: dict[str, object]) -> None:
+    draw = random.Random(path)
+    names = [*WRONG_NAMES, *base]
+    async with httpx.AsyncClient() as http:
+        for _ in range(100):
+            body = {**base, **{draw.choice(names): draw.choice(VALUES) for _ in range(draw.randint(1, 3))}}
+            sent = json.dumps({**body, "max_tokens": 2})
+            response = await http.post(url(served, f"/v1/{path}"), content=sent, headers={"content-type": "application/json"})
+            assert response.status_code in (200, 400, 404), (body, response.text)
+            if response.status_code != 200:
+                assert response.json()["error"]["param"], (body, response.text)
+    await served.until_whole()
+
+
+async def test_fields_that_ask_for_nothing_are_taken(served: Mesh) -> None:
+    nothing: dict[str, Any] = {
+        "user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "tools": [], "tool_choice": "auto",
+        "modalities": ["text"], "logit_bias": {}, "audio": None, "functions": None, "response_format": {"type": "text"},
+        "parallel_tool_calls": True, "prediction": {"type": "content", "content": "x"}, "verbosity": "medium",
+    }  # fmt: skip
+    async with httpx.AsyncClient() as http:
+        response = await http.post(url(served, "/v1/chat/completions"), json={**CHAT, **nothing})
+        assert response.status_code == 200
+        response = await http.post(url(served, "/v1/completions"), json={**TEXT, "suffix": None, "best_of": 1, "logit_bias": {}})
+        assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status", "words"),
+    [
+        (b"{", "application/json", 400, "line 1"),
+        (b"", "application/json", 400, "not JSON"),
+        (b"[1]", "application/json", 400, "JSON object"),
+        (b'{"model": "\xff"}', "application/json", 400, "UTF-8"),
+        (b"[" * 100_000, "application/json", 400, "deeply"),
+        (b'{"temperature": NaN}', "application/json", 400, "NaN"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "application/json", 400, "many digits"),
+        (b"{}", "text/plain", 415, "application/json"),
+        (b"{}", "application/x-www-form-urlencoded", 415, "application/json"),
+        (b'{"prompt": "' + b"a" * (1 << 20) + b'"}', "application/json", 413, "http_max_body_bytes"),
+    ],
+    ids=["cut", "empty", "array", "latin", "deep", "nan", "digits", "text", "form", "large"],
+)
+async def test_bodies_that_cannot_be_read(limited: Mesh, content: bytes, kind: str, status: int, words: str) -> None:
+    async with httpx.AsyncClient(headers={"authorization": "bearer key-1"}) as http:
+        for chunked in (False, True):
+            sent = _in_pieces(content) if chunked else content
+            response = await http.post(url(limited, "/v1/completions"), content=sent, headers={"content-type": kind})
+            assert response.status_code == status
+            assert words in response.json()["error"]["message"]
+        response = await http.post(url(limited, "/v1/completions"), content=b"{}", headers={"content-encoding": "gzip"})
+        assert response.status_code == 415
+
+
+async def _in_pieces(content: bytes) -> Any:
+    for start in range(0, max(1, len(content)), 65536):
+        yield content[start : start + 65536]
+
+
+async def test_paths_and_methods(limited: Mesh) -> None:
+    async with httpx.AsyncClient() as http:
+        missing = await http.get(url(limited, "/v1/embeddings"))
+        assert missing.status_code == 404 and "/v1/chat/completions" in missing.json()["error"]["message"]
+        wrong = await http.get(url(limited, "/v1/completions"))
+        assert wrong.status_code == 405 and wrong.headers["allow"] == "POST" and wrong.json()["error"]["type"]
+
+
+async def test_headers_are_checked(limited: Mesh) -> None:
+    wrong = {
+        "X-Request-Id": "a b",
+        "X-Tenant": "t" * 200,
+        "X-Priority": "high",
+        "X-Request-Timeout-Ms": "1s",
+        "X-Prefill-Mode": "x",
+    }
+    async with httpx.AsyncClient(headers={"authorization": "Bearer key-2"}) as http:
+        for name, value in (*wrong.items(), ("X-Request-Timeout-Ms", "1s"), ("X-Request-Timeout-Ms", "0")):
+            response = await http.post(url(limited, "/v1/completions"), json=TEXT, headers={name: value})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+async def test_keys(limited: Mesh) -> None:
+    for key in ("key-1", "key-2"):
+        async with client_of(limited, api_key=key) as client:
+            assert (await client.completions.create(model="tiny", prompt="abc", max_tokens=2)).choices
+            assert [model.id async for model in client.models.list()] == ["tiny"]
+    async with client_of(limited, api_key="key-3") as client:
+        with pytest.raises(openai.AuthenticationError) as refused:
+            await client.completions.create(model="tiny", prompt="abc")
+        assert refused.value.code == "invalid_api_key"
+        with pytest.raises(openai.AuthenticationError):
+            await client.models.list()
+    async with httpx.AsyncClient() as http:
+        assert (await http.post(url(limited, "/v1/completions"), json=TEXT)).status_code == 401
+        assert (await http.get(url(limited, "/health/live"))).status_code == 200  # probes have no key
+
+
+async def test_an_unknown_model(served: Mesh, client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.completions.create(model="gpt-5", prompt="abc", stream=True)
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+
+
+async def test_overload_is_429_with_a_delay(model_folder: Path) -> None:
+    async with running_mesh(model_folder, http_port=0, max_inflight=1, max_queued=0) as mesh, client_of(mesh) as client:
+        mesh["d0"].pause_at = 3
+        running = await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=9, stream=True)
+        with pytest.raises(openai.RateLimitError) as refused:
+            await client.completions.create(model="tiny", prompt=PROMPT, stream=True)
+        assert refused.value.code == "rate_limit_exceeded" and "max_inflight" in refused.value.message
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        async with client_of(mesh, max_retries=3) as patient:
+            mesh["d0"].resume.set()
+            assert (await patient.completions.create(model="tiny", prompt=PROMPT, max_tokens=2)).choices
+        assert len([chunk async for chunk in running])
+        await mesh.until_whole()
+
+
+async def test_the_deadline_of_a_header(model_folder: Path) -> None:
+    async with running_mesh(model_folder, http_port=0) as mesh, client_of(mesh, max_retries=2) as client:
+        mesh["d0"].pause_at = 3
+        with pytest.raises(openai.InternalServerError) as late:
+            await client.completions.create(
+                model="tiny", prompt=PROMPT, max_tokens=9, extra_headers={"X-Request-Timeout-Ms": "300"}
+            )
+        assert late.value.status_code == 504 and late.value.code == "deadline_exceeded"
+        assert len(mesh["d0"].submits) == 1  # openai has not tried again by itself
+        stream = await client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=9, stream=True, extra_headers={"X-Request-Timeout-Ms": "300"}
+        )
+        with pytest.raises(openai.APIError) as broken:
+            assert [chunk async for chunk in stream]
+        assert broken.value.code == "deadline_exceeded"
+        await mesh.until_whole()
+
+
+async def test_no_worker_is_503(model_folder: Path) -> None:
+    async with running_mesh(model_folder, http_port=0, place_timeout_s=0.1) as mesh, client_of(mesh) as client:
+        await mesh["d0"].kill()
+        await eventually(lambda: not mesh.router.core.fleet.ready())
+        with pytest.raises(openai.InternalServerError) as refused:
+            await client.completions.create(model="tiny", prompt=PROMPT)
+        assert refused.value.status_code == 503 and refused.value.code == "service_unavailable"
+        async with httpx.AsyncClient() as http:
+            assert (await http.get(url(mesh, "/health"))).status_code == 503
+            assert (await http.get(url(mesh, "/health/ready"))).status_code == 503
+            assert (await http.get(url(mesh, "/health/live"))).status_code == 200
