@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PROTOS := $(wildcard protos/v1/*.proto)
+PROTOS := $(wildcard protos/*/*.proto)
 # One list of what is linted and typed, for people and for CI.
 CODE := pdmesh worker router prefill_service decode_service kvtransfer runtime engine text benchmarks tests
 
