@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,22 +24,26 @@ from benchmarks.clients.recording_router import FILE_VARIABLE
 from benchmarks.harness import Figure, say, write
 from benchmarks.peers.environments import PeerError, child_environment, ensure_environment
 from benchmarks.prompts import SHORT
+from pdmesh.client import Client
 from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan
 from pdmesh.models import ensure_model
 
 CASES = tuple(Case(content, max_tokens=48, seed=number, temperature=0.8) for number, content in enumerate(SHORT))
+LEFT = Case("Tell a long story.", max_tokens=2000, seed=0, temperature=0.8, leave=True)
 ROUNDS = 3
-RUN_TIMEOUT_S = 600.0
+RUN_TIMEOUT_S, IDLE_TIMEOUT_S, IDLE_GOAL_S = 600.0, 30.0, 1.0
 SHARE, AT_LEAST_S = 0.05, 0.002
 
 
 @dataclass(frozen=True)
 class Run:
-    """Outcomes of a client and the mesh's records of the same requests, in order; `problem` if it could not take part."""
+    """Outcomes of a client and the mesh's records of the same requests, in order; seconds until the mesh was idle after it had
+    left in the middle of an answer; `problem` if it could not take part."""
 
     outcomes: tuple[Outcome, ...] = ()
     records: tuple[dict[str, float], ...] = ()
+    idle_s: float = 0.0
     problem: str = ""
 
 
@@ -61,10 +66,21 @@ class Bench:
             seen = len(self._read())
             outcomes = self._ask(python, client.module, address)
             records = self._read()[seen:]
-        return Run(tuple(outcomes[1:]), tuple(records[1:]))  # the first request of a child is not counted
+            idle_s = self._idle_after()
+        return Run(tuple(outcomes[1:]), tuple(records[1:]), idle_s)  # the first request of a child is not counted
+
+    def _idle_after(self) -> float:
+        """Seconds until no request runs; the gateway, if there is one, lives on."""
+        began = time.monotonic()
+        with Client(self._router) as client:
+            while client.status(timeout=5).num_inflight:
+                if time.monotonic() - began > IDLE_TIMEOUT_S:
+                    raise PeerError(f"a request that its client has left still runs after {IDLE_TIMEOUT_S:g} s")
+                time.sleep(0.005)
+        return time.monotonic() - began
 
     def _ask(self, python: Path, module: str, address: str) -> list[Outcome]:
-        options = {"address": address, "model": self._model, "cases": [asdict(case) for case in CASES]}
+        options = {"address": address, "model": self._model, "cases": [asdict(case) for case in (*CASES, LEFT)]}
         done = subprocess.run(
             [str(python), "-m", module, json.dumps(options)],
             stdin=subprocess.DEVNULL,
@@ -97,6 +113,13 @@ def figures_of(name: str, runs: Sequence[Run], expected: Sequence[str]) -> list[
     return [
         Figure(f"{name}: requests completed", len(complete), f"of {total}", "higher", goal=total),
         Figure(f"{name}: answers equal to those of {REFERENCE.name}", equal, f"of {total}", "higher", goal=total),
+        Figure(
+            f"{name}: mesh idle after the client left in mid-answer",
+            _ms(statistics.median(run.idle_s for run in runs)),
+            "ms",
+            "lower",
+            goal=_ms(IDLE_GOAL_S),
+        ),
         *_timing(f"{name}: TTFT", complete, records, lambda outcome: outcome.first_s, "ttft_s"),
         *_timing(f"{name}: TPOT", complete, records, lambda outcome: outcome.tpot_s, "tpot_s"),
     ]

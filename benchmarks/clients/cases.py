@@ -8,19 +8,22 @@ filled), and prints an Outcome for each as a line of JSON. It exits 0 also when 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
 class Case:
-    """One question and how the answer is drawn."""
+    """One question and how the answer is drawn. `leave`: the child's process ends without a word at the first piece of output."""
 
     content: str
     max_tokens: int
     seed: int
     temperature: float
+    leave: bool = False
 
 
 @dataclass
@@ -40,15 +43,18 @@ class Outcome:
 
 
 class Stopwatch:
-    """Times one streamed answer: `piece` whenever output arrives."""
+    """Times the streamed answer to a case: `piece` whenever output arrives."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, case: Case, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._leave = case.leave
         self._clock = clock
         self._began = self._first = self._last = clock()
         self._any = False
 
     def piece(self) -> None:
         """Output has arrived."""
+        if self._leave:
+            os._exit(0)
         self._last = self._clock()
         if not self._any:
             self._any, self._first = True, self._last

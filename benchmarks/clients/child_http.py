@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import time
 
 from benchmarks.clients.cases import Case, Outcome, Stopwatch, serve
 
@@ -27,7 +26,7 @@ class _Asking:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        watch = Stopwatch(time.perf_counter)
+        watch = Stopwatch(case)
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:

@@ -1,7 +1,5 @@
 """pdmesh's own client: the reference."""
 
-import time
-
 from benchmarks.clients.cases import Case, Outcome, Stopwatch, serve
 from pdmesh.client import Client, Delta
 
@@ -14,7 +12,7 @@ class _Asking:
 
     def __call__(self, address: str, model: str, case: Case) -> Outcome:
         client = self._client = self._client or Client(address)
-        watch = Stopwatch(time.perf_counter)
+        watch = Stopwatch(case)
         text, num_tokens = "", 0
         options = {"max_tokens": case.max_tokens, "seed": case.seed, "temperature": case.temperature, "ignore_eos": True}
         for event in client.chat_stream([("user", case.content)], model=model, timeout=120, **options):  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 import json
 import queue
-import time
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ class _Asking:
             _tensor("messages", json.dumps([{"role": "user", "content": case.content}])),
             _tensor("sampling_parameters", json.dumps(sampling)),
         ]
-        watch = Stopwatch(time.perf_counter)
+        watch = Stopwatch(case)
         self._client.async_stream_infer(model, inputs, enable_empty_final_response=True)
         text, num_tokens = b"", 0
         while True:

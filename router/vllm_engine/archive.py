@@ -3,7 +3,6 @@
 import hashlib
 import io
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from protos.vllm import smg_common_pb2 as pb
@@ -39,9 +38,10 @@ def pack(folder: Path) -> bytes:
     return buffer.getvalue()
 
 
-def chunks(archive: bytes) -> Iterator[pb.GetTokenizerChunk]:
-    """In order; the last one carries the hash of all of it."""
-    for start in range(0, len(archive), CHUNK_BYTES):
-        end = start + CHUNK_BYTES
-        sha256 = hashlib.sha256(archive).hexdigest() if end >= len(archive) else ""
-        yield pb.GetTokenizerChunk(data=archive[start:end], sha256=sha256)
+def chunks(folder: Path) -> list[pb.GetTokenizerChunk]:
+    """The archive as messages, in order; the last one carries the hash of all of it. Raises OSError. Takes its time."""
+    archive = pack(folder)
+    starts = range(0, len(archive), CHUNK_BYTES)
+    messages = [pb.GetTokenizerChunk(data=archive[start : start + CHUNK_BYTES]) for start in starts]
+    messages[-1].sha256 = hashlib.sha256(archive).hexdigest()
+    return messages

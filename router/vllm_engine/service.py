@@ -36,7 +36,7 @@ class VllmEngineService(VllmEngineServicer):
         self._running = Running()
         self._started_at = time.monotonic()
         self._last_request_at = 0.0
-        self._archive: bytes | None = None
+        self._tokenizer: list[common_pb.GetTokenizerChunk] = []
 
     async def Generate(self, request: pb.GenerateRequest, context: _ServicerContext) -> AsyncGenerator[pb.GenerateResponse, None]:
         self._model()
@@ -91,9 +91,9 @@ class VllmEngineService(VllmEngineServicer):
         self, request: common_pb.GetTokenizerRequest, context: _ServicerContext
     ) -> AsyncGenerator[common_pb.GetTokenizerChunk, None]:
         model = self._model()
-        if self._archive is None:
-            self._archive = await asyncio.to_thread(archive.pack, self._folder(model))
-        for chunk in archive.chunks(self._archive):
+        if not self._tokenizer:
+            self._tokenizer = await asyncio.to_thread(archive.chunks, self._folder(model))
+        for chunk in self._tokenizer:
             yield chunk
 
     def _model(self) -> ServedModel:

@@ -66,7 +66,7 @@ def test_a_childs_protocol(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def test_stopwatch() -> None:
     times: Iterator[float] = iter([10.0, 10.5, 11.0, 12.5])
-    watch = Stopwatch(lambda: next(times))
+    watch = Stopwatch(CASE, lambda: next(times))
     for _ in range(3):
         watch.piece()
     outcome = watch.outcome("abc", 5)

@@ -35,8 +35,11 @@ def _tokens(responses: Responses, choice: int = 0) -> list[object]:
 
 async def test_pieces_add_up_and_the_last_one_is_final(model_folder: Path) -> None:
     async with serving(model_folder) as (mesh, stub):
-        answers = await _collect(stub.ModelStreamInfer(iter([request(max_tokens=20)])))
-        responses = answers["r1"]
+        mesh["d0"].pause_at = 10
+        responses: Responses = []
+        async for response in stub.ModelStreamInfer(iter([request(max_tokens=20)])):
+            mesh["d0"].resume.set()
+            responses.append(response)
         pieces = _pieces(responses)
         assert len(pieces) > 1 and len(pieces) == len(responses)
         assert _tokens(responses) == expected(20)
@@ -88,7 +91,7 @@ async def test_requests_run_side_by_side_while_the_stream_is_open(model_folder: 
         mesh["d0"].pause_at = 4
         call = stub.ModelStreamInfer()
         await call.write(request(id="slow"))
-        await eventually(lambda: mesh["d0"].held)
+        await eventually(lambda: [held.tokens for held in mesh["d0"].held.values()] == [{0: expected(4)}])
         mesh["d0"].pause_at = None
         await call.write(request(id="quick", seed=6))
         seen: dict[str, list[object]] = {"slow": [], "quick": []}
@@ -128,6 +131,19 @@ async def test_a_client_that_wants_status_gets_it(model_folder: Path) -> None:
             await _collect(call)
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert 'inputs["sampling_parameters"].top_p' in (raised.value.details() or "")
+        await mesh.until_whole()
+
+
+async def test_bytes_that_are_no_message_end_the_stream(model_folder: Path) -> None:
+    async with serving(model_folder) as (mesh, _):
+        async with grpc.aio.insecure_channel(mesh.router.server.address) as channel:
+            method: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
+            method = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+            call = method(iter([b"\xff\xff"]), timeout=10)
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                async for _message in call:
+                    pass
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         await mesh.until_whole()
 
 

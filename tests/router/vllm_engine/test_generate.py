@@ -46,12 +46,15 @@ class Answer:
 
     async def read(self, call: AsyncIterable[pb.GenerateResponse]) -> Answer:
         async for response in call:
-            if response.WhichOneof("response") == "chunk":
-                assert response.chunk.index not in self.ends
-                self.chunks.setdefault(response.chunk.index, []).append(response.chunk)
-            else:
-                self.ends[response.complete.index] = response.complete
+            self.take(response)
         return self
+
+    def take(self, response: pb.GenerateResponse) -> None:
+        if response.WhichOneof("response") == "chunk":
+            assert response.chunk.index not in self.ends
+            self.chunks.setdefault(response.chunk.index, []).append(response.chunk)
+        else:
+            self.ends[response.complete.index] = response.complete
 
 
 def request(id: str = "chatcmpl-1", *, stream: bool = True, max_tokens: int = 8, **sampling: object) -> pb.GenerateRequest:
@@ -61,7 +64,11 @@ def request(id: str = "chatcmpl-1", *, stream: bool = True, max_tokens: int = 8,
 
 async def test_stream(model_folder: Path) -> None:
     async with serving(model_folder) as (mesh, stub):
-        answer = await Answer().read(stub.Generate(request(max_tokens=20)))
+        mesh["d0"].pause_at = 10
+        answer = Answer()
+        async for response in stub.Generate(request(max_tokens=20)):
+            mesh["d0"].resume.set()
+            answer.take(response)
         assert answer.tokens() == expected(20) and len(answer.chunks[0]) > 1
         assert all(chunk.completion_tokens == len(chunk.token_ids) for chunk in answer.chunks[0])
         assert {chunk.prompt_tokens for chunk in answer.chunks[0]} == {50}
