@@ -35,9 +35,17 @@ def their_name(field: str, names: Mapping[str, str]) -> str | None:
 def shortest(value: float) -> float:
     """The decimal that was meant by a 32-bit float: 0.7 came as 0.699999988, and draws with 0.7 have to be the same through
     every protocol."""
-    packed = struct.pack("f", value)
     for digits in range(1, 10):
         candidate = float(f"{value:.{digits}g}")
-        if struct.pack("f", candidate) == packed:
+        if _as_float32(candidate) == value:
             return candidate
     return value
+
+
+def _as_float32(value: float) -> float | None:
+    """Rounded as the wire rounds it; None where it would be infinite."""
+    try:
+        (rounded,) = struct.unpack("f", struct.pack("f", value))
+    except OverflowError:
+        return None
+    return float(rounded)

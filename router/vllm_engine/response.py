@@ -26,7 +26,7 @@ class Answer:
     def __init__(self, request: pb.GenerateRequest) -> None:
         self._request = request
         self._started = mesh_pb2.Started()
-        self._choices = [_Choice() for _ in range(request.sampling_params.n or 1)]
+        self._choices = [_Choice()]
 
     def responses(self, message: mesh_pb2.GenerateResponse) -> Iterator[pb.GenerateResponse]:
         """The responses that `message` makes possible: a chunk, or the end of every choice with the last message. The ends
@@ -34,6 +34,8 @@ class Answer:
         kind = message.WhichOneof("event")
         if kind == "started":
             self._started = message.started
+            # Not before: `n` has been checked now.
+            self._choices = [_Choice() for _ in range(self._request.sampling_params.n or 1)]
         elif kind == "delta":
             self._add(message.delta)
             if self._request.stream and message.delta.token_ids:

@@ -82,6 +82,7 @@ JSON = [
     ("max_tokens", 1.5),
     ("max_tokens", 5000),
     ("n", 99),
+    ("n", 2**32 - 1),
     ("seed", -1),
     ("logprobs", 21),
     ("ignore_eos", "maybe"),

@@ -229,6 +229,7 @@ async def test_refusals_name_their_field(model_folder: Path) -> None:
         (request(temperature=float("nan")), "sampling_params.temperature"),
         (request(top_p=1.5), "sampling_params.top_p"),
         (request(n=17), "sampling_params.n"),
+        (request(n=2**32 - 1), "sampling_params.n"),  # before anything of that size is made
         (request(max_tokens=0), "sampling_params.max_tokens"),
         (request(stop=[""]), "sampling_params.stop[0]"),
     ]
