@@ -3,6 +3,7 @@
 import re
 import struct
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 
 from runtime.errors import MeshError
 
@@ -30,6 +31,14 @@ def their_name(field: str, names: Mapping[str, str]) -> str | None:
         if (end == len(field) or field[end] in ".[") and field[:end] in names:
             return names[field[:end]] + field[end:]
     return None
+
+
+def package_version() -> str:
+    """Of pdmesh. Empty where the code runs without having been installed."""
+    try:
+        return version("pdmesh")
+    except PackageNotFoundError:
+        return ""
 
 
 def shortest(value: float) -> float:

@@ -1,9 +1,8 @@
 """What the protocol tells of server and models."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 from protos.inference import grpc_service_pb2 as pb
 from protos.inference import model_config_pb2 as config_pb
+from router.foreign import package_version
 from router.kserve.catalogue import INPUTS, OUTPUTS, PLATFORM, VERSION, Tensor
 
 EXTENSIONS = ("parameters", "model_configuration")
@@ -13,14 +12,6 @@ _DATA_TYPES = {"BYTES": config_pb.TYPE_STRING}  # the others are called as their
 def server() -> pb.ServerMetadataResponse:
     """Name and version of this package."""
     return pb.ServerMetadataResponse(name=PLATFORM, version=package_version(), extensions=EXTENSIONS)
-
-
-def package_version() -> str:
-    """Empty where the code runs without having been installed."""
-    try:
-        return version("pdmesh")
-    except PackageNotFoundError:
-        return ""
 
 
 def model(name: str) -> pb.ModelMetadataResponse:

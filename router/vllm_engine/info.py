@@ -7,7 +7,7 @@ from pathlib import Path
 
 from protos.v1 import mesh_pb2, worker_pb2
 from protos.vllm import vllm_engine_pb2 as pb
-from router.kserve.metadata import package_version
+from router.foreign import package_version
 from router.served_model import ServedModel
 
 

@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from protos.inference import grpc_service_pb2 as pb
+from router.kserve import many
 from tests.router import stub_model
 from tests.router.kserve.calls import flag, ids, is_final, output, request, serving
 from tests.router.mesh import expected
@@ -158,4 +159,27 @@ async def test_a_router_that_goes_tells_every_request(model_folder: Path) -> Non
         responses = (await _collect(call))["r1"]
         assert responses[-1].error_message.startswith("[UNAVAILABLE]")
         await drain
+        await mesh.until_whole()
+
+
+async def test_a_stream_has_so_many_requests_at_a_time(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many, "MAX_REQUESTS", 2)
+    async with serving(model_folder) as (mesh, stub):
+        mesh["d0"].pause_at = 4
+        call = stub.ModelStreamInfer(iter([request(id=str(number)) for number in range(5)]))
+        await eventually(lambda: len(mesh["d0"].held) == 2)
+        await asyncio.sleep(0.1)  # time enough to read one more
+        assert len(mesh["d0"].submits) == 2
+        mesh["d0"].resume.set()
+        answers = await _collect(call)
+        assert [_tokens(answers[str(number)]) for number in range(5)] == [expected(8)] * 5
+        await mesh.until_whole()
+
+
+async def test_a_client_that_reads_slowly_is_cancelled_and_told(model_folder: Path) -> None:
+    async with serving(model_folder, max_buffered_tokens=100) as (mesh, stub):
+        call = stub.ModelStreamInfer(iter([request(max_tokens=1900, logprobs=20, n=8)]))
+        await eventually(lambda: mesh["d0"].cancels)
+        responses = (await _collect(call))["r1"]
+        assert responses[-1].error_message.startswith("[RESOURCE_EXHAUSTED]") and "slowly" in responses[-1].error_message
         await mesh.until_whole()
