@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PROTOS := $(wildcard protos/v1/*.proto)
+PROTOS := $(wildcard protos/*/*.proto)
 # One list of what is linted and typed, for people and for CI.
 CODE := pdmesh worker router prefill_service decode_service kvtransfer runtime engine text protos benchmarks examples tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh equality
-.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-profile stubs format clean
+.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-profile bench-clients stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -79,6 +79,9 @@ bench-handoff: $(READY) kernels  ## the hand-off between two processes, beside m
 
 bench-profile: $(READY) model kernels  ## where the time of an engine's step goes
 	$(BIN)/python -m benchmarks.profile
+
+bench-clients: $(READY) model kernels  ## third parties' clients and gateways against a real mesh, beside pdmesh's own
+	$(BIN)/python -m benchmarks.clients
 
 stubs: $(READY)  ## regenerate what comes from the .proto files: stubs, docs/api.md, the list of what is promised to clients
 	$(BIN)/python -m protos.generate

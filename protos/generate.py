@@ -10,19 +10,27 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
+# The wire of our own, and two protocols that others speak (docs/kserve.md, docs/vllm_engine.md).
+FOLDERS = ("protos/v1", "protos/inference", "protos/vllm")
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
 def generate(out: Path) -> list[Path]:
     """Write the stubs of every `.proto` file under `out`; returns their paths relative to it."""
-    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "protos/v1").glob("*.proto"))
+    sources = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).glob("*.proto"))
     bin_folder = Path(sys.executable).parent
     plugins = [f"--plugin={name}={bin_folder / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
     outputs = [f"--{kind}_out={option}{out}" for kind, option in OUTPUTS]
     status = protoc.main(["protoc", f"-I{ROOT}", *plugins, *outputs, *sources])
     if status != 0:
         raise SystemExit(f"protoc failed with status {status}")
-    return sorted(path.relative_to(out) for path in (out / "protos/v1").iterdir() if path.name.endswith(SUFFIXES))
+    return _stubs(out)
+
+
+def _stubs(root: Path) -> list[Path]:
+    """The stubs under `root`, relative to it."""
+    paths = (path for folder in FOLDERS for path in (root / folder).iterdir())
+    return sorted(path.relative_to(root) for path in paths if path.name.endswith(SUFFIXES))
 
 
 OUTPUTS = (("python", ""), ("grpc_python", ""), ("mypy", "quiet:"), ("mypy_grpc", "quiet:"))
@@ -30,7 +38,7 @@ OUTPUTS = (("python", ""), ("grpc_python", ""), ("mypy", "quiet:"), ("mypy_grpc"
 
 def stale(fresh: Path, names: list[Path]) -> list[str]:
     """Names of stubs that differ from the committed ones, are missing there, or have no `.proto` file any more."""
-    committed = {path.relative_to(ROOT) for path in (ROOT / "protos/v1").iterdir() if path.name.endswith(SUFFIXES)}
+    committed = set(_stubs(ROOT))
     differing = {name for name in names if name not in committed or (ROOT / name).read_bytes() != (fresh / name).read_bytes()}
     return sorted(str(name) for name in differing | (committed - set(names)))
 

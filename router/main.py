@@ -6,15 +6,21 @@ import os
 import secrets
 import sys
 
+from protos.inference import grpc_service_pb2_grpc
 from protos.v1 import mesh_pb2_grpc
+from protos.vllm import vllm_engine_pb2_grpc
 from router import objectives, served_model
 from router.config import RouterConfig
 from router.core import Core
 from router.decode_link import LinkSettings
 from router.fleet import Fleet
 from router.frontend import Frontend
+from router.kserve.service import SERVICE_NAME as KSERVE
+from router.kserve.service import InferenceService
 from router.openai.gateway import open_gateway
 from router.service import MeshService
+from router.vllm_engine.service import SERVICE_NAME as VLLM_ENGINE
+from router.vllm_engine.service import VllmEngineService
 from runtime import config as configuration
 from runtime import log, process
 from runtime.channel import Channels
@@ -45,6 +51,11 @@ class Router:
         self.server = GrpcServer(config.host, config.port, tls=tls, callers=_callers(config))
         self.server.register(mesh_pb2_grpc.add_MeshServicer_to_server, MeshService(self.frontend), SERVICE_NAME)
         self.http = open_gateway(config, self.frontend, tls)
+        # Protocols that others speak, on the same port.
+        add_kserve = grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server
+        add_vllm_engine = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
+        self.server.register(add_kserve, InferenceService(self.frontend), KSERVE)
+        self.server.register(add_vllm_engine, VllmEngineService(self.frontend), VLLM_ENGINE)
         self._health: asyncio.Task[None] | None = None
 
     async def start(self) -> str:

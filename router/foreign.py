@@ -1,0 +1,60 @@
+"""What protocols other than pdmesh's own share: errors that name a field of the caller's message, ids, rounded numbers."""
+
+import re
+import struct
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+from runtime.errors import MeshError
+
+_ODD = re.compile(r"[^A-Za-z0-9_-]+")
+
+
+def mesh_request_id(foreign: str) -> str:
+    """The caller's id, which may hold anything, as one for our logs and traces; empty if it is."""
+    return _ODD.sub("-", foreign)[:64]
+
+
+def renamed(error: MeshError, names: Mapping[str, str]) -> MeshError:
+    """`error` with the caller's name for the field at fault: `names` maps ours to theirs; what lies within a field
+    ("messages[3].role", "sampling.stop[2]") follows it. An error about no field, or one without a name there, as it is."""
+    theirs = their_name(error.field or "", names)
+    if theirs is None:
+        return error
+    problem = error.message.removeprefix(f"{error.field}: ")
+    return MeshError(f"{theirs}: {problem}", code=error.code, field=theirs, retry_delay_s=error.retry_delay_s)
+
+
+def their_name(field: str, names: Mapping[str, str]) -> str | None:
+    """The caller's name for our field; None without one. The longest match counts."""
+    for end in range(len(field), 0, -1):
+        if (end == len(field) or field[end] in ".[") and field[:end] in names:
+            return names[field[:end]] + field[end:]
+    return None
+
+
+def package_version() -> str:
+    """Of pdmesh. Empty where the code runs without having been installed."""
+    try:
+        return version("pdmesh")
+    except PackageNotFoundError:
+        return ""
+
+
+def shortest(value: float) -> float:
+    """The decimal that was meant by a 32-bit float: 0.7 came as 0.699999988, and draws with 0.7 have to be the same through
+    every protocol."""
+    for digits in range(1, 10):
+        candidate = float(f"{value:.{digits}g}")
+        if _as_float32(candidate) == value:
+            return candidate
+    return value
+
+
+def _as_float32(value: float) -> float | None:
+    """Rounded as the wire rounds it; None where it would be infinite."""
+    try:
+        (rounded,) = struct.unpack("f", struct.pack("f", value))
+    except OverflowError:
+        return None
+    return float(rounded)

@@ -1,0 +1,152 @@
+"""From a ModelInferRequest to the frontend's messages, and what its answer has to look like."""
+
+import json
+from dataclasses import dataclass, field
+
+from protos.inference import grpc_service_pb2 as pb
+from protos.v1 import mesh_pb2
+from router.foreign import mesh_request_id
+from router.kserve.catalogue import FLAGS, LATE_OUTPUTS, OUTPUTS, PIECE_OUTPUTS, VERSION, WHOLE_OUTPUTS
+from router.kserve.parameters import Parameters
+from router.kserve.tensors import Inputs, input_name
+from router.validation import refuse
+from runtime.errors import InvalidArgument, NotFound
+
+PROMPTS = ("text_input", "messages", "input_ids")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A checked request. `streamed`: its output is wanted in pieces. `outputs`: in this order. `prefix`: text before the first
+    output. `names`: our fields as the caller calls them."""
+
+    id: str
+    message: mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest
+    streamed: bool
+    outputs: tuple[str, ...]
+    prefix: str = ""
+    timeout_s: float | None = None
+    empty_final: bool = False
+    names: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, request: pb.ModelInferRequest, *, can_stream: bool) -> "Ask":
+        """Raises InvalidArgument that names tensor or parameter, NotFound. `can_stream`: the call takes many responses."""
+        check_version(request.model_version)
+        inputs = Inputs.read(request)
+        parameters = Parameters.read(request, inputs)
+        parameters.options.request_id = mesh_request_id(request.id)
+        streamed = _streamed(inputs, can_stream=can_stream)
+        prompt = _prompt(inputs)
+        return cls(
+            id=request.id,
+            message=_message(request.model_name, prompt, inputs, parameters),
+            streamed=streamed,
+            outputs=_outputs(request, inputs, parameters, streamed=streamed),
+            prefix=_prefix(inputs, prompt, streamed=streamed),
+            timeout_s=parameters.timeout_s,
+            empty_final=parameters.empty_final,
+            names={**parameters.names, **_names_of_prompt(prompt), "model": "model_name"},
+        )
+
+
+def check_version(version: str) -> None:
+    """There is one version of each model."""
+    if version not in ("", VERSION):
+        raise NotFound(f'model_version: {version[:20]!r} is not served here; there is "{VERSION}"', field="model_version")
+
+
+def _streamed(inputs: Inputs, *, can_stream: bool) -> bool:
+    wanted = inputs.flag("stream")
+    if wanted and not can_stream:
+        refuse(input_name("stream"), "ModelInfer returns one response; call ModelStreamInfer for a stream")
+    return can_stream if wanted is None else wanted
+
+
+def _prompt(inputs: Inputs) -> str:
+    """The name of the tensor that holds it."""
+    given = [name for name in PROMPTS if inputs.has(name)]
+    if len(given) != 1:
+        refuse(input_name(given[1] if given else PROMPTS[0]), f"send exactly one of {', '.join(PROMPTS)}")
+    return given[0]
+
+
+def _names_of_prompt(prompt: str) -> dict[str, str]:
+    name = input_name(prompt)
+    return {"prompt": name, "text": name, "messages": name, "tokens.ids": name}
+
+
+def _message(model: str, prompt: str, inputs: Inputs, parameters: Parameters) -> mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest:
+    sampling, options = parameters.sampling, parameters.options
+    if prompt == "messages":
+        messages = _messages(inputs.text("messages") or "")
+        return mesh_pb2.ChatRequest(model=model, messages=messages, sampling=sampling, options=options)
+    if prompt == "input_ids":
+        ids = mesh_pb2.TokenIds(ids=_ids(inputs))
+        return mesh_pb2.GenerateRequest(model=model, tokens=ids, sampling=sampling, options=options)
+    return mesh_pb2.GenerateRequest(model=model, text=inputs.text("text_input") or "", sampling=sampling, options=options)
+
+
+def _ids(inputs: Inputs) -> list[int]:
+    ids = [int(element) for element in inputs.elements["input_ids"]]
+    for position, token_id in enumerate(ids):
+        if not 0 <= token_id < 2**32:
+            refuse(f"{input_name('input_ids')}[{position}]", f"token id {token_id} does not exist")
+    return ids
+
+
+def _messages(text: str) -> list[mesh_pb2.ChatMessage]:
+    """[{"role": …, "content": …}, …] and nothing else."""
+    where = input_name("messages")
+    try:
+        turns = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        refuse(where, f"is no JSON: {error}")
+    if not isinstance(turns, list):
+        refuse(where, "is no list of messages")
+    return [_turn(f"{where}[{position}]", turn) for position, turn in enumerate(turns)]
+
+
+def _turn(where: str, turn: object) -> mesh_pb2.ChatMessage:
+    if not isinstance(turn, dict) or not all(isinstance(value, str) for value in turn.values()):
+        refuse(where, "is no object with the texts role and content")
+    unknown = turn.keys() - {"role", "content"}
+    if unknown:
+        refuse(where, f"{min(unknown)[:100]!r} is not supported; a message has role and content")
+    try:
+        return mesh_pb2.ChatMessage(role=turn.get("role", ""), content=turn.get("content", ""))
+    except ValueError as error:
+        raise InvalidArgument(where, f"{where}: is not valid Unicode") from error
+
+
+def _prefix(inputs: Inputs, prompt: str, *, streamed: bool) -> str:
+    """Triton's `exclude_input_in_output` = false puts the prompt before the output. Absent, it is not there."""
+    if inputs.flag("exclude_input_in_output") is not False:
+        return ""
+    where = input_name("exclude_input_in_output")
+    if streamed or prompt != "text_input":
+        refuse(where, "false is for a whole answer to text_input only")
+    return inputs.text("text_input") or ""
+
+
+def _outputs(request: pb.ModelInferRequest, inputs: Inputs, parameters: Parameters, *, streamed: bool) -> tuple[str, ...]:
+    for tensor in request.outputs:
+        _check_output(tensor, streamed=streamed)
+    if request.outputs:
+        return tuple(dict.fromkeys(tensor.name for tensor in request.outputs))
+    usual = PIECE_OUTPUTS if streamed else WHOLE_OUTPUTS
+    logprobs = ("logprobs",) if parameters.sampling.HasField("logprobs") else ()
+    flagged = [output for name, output in FLAGS.items() if inputs.flag(name)]
+    return tuple(dict.fromkeys((*usual, *logprobs, *flagged)))
+
+
+def _check_output(tensor: pb.ModelInferRequest.InferRequestedOutputTensor, *, streamed: bool) -> None:
+    where = f'outputs["{tensor.name[:100]}"]'
+    if tensor.name not in OUTPUTS:
+        refuse(where, f"there is no such output; there are {', '.join(OUTPUTS)}")
+    if tensor.parameters:
+        refuse(where, f"parameter {min(tensor.parameters)[:100]!r}: neither classification nor shared memory is served here")
+    if streamed and tensor.name in LATE_OUTPUTS:
+        refuse(
+            where, f"is known when the answer is complete; over a stream it is a parameter of the final response ({tensor.name})"
+        )

@@ -1,0 +1,114 @@
+"""`inference.GRPCInferenceService`: thin handlers around the frontend."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from protos.inference import grpc_service_pb2 as pb
+from protos.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
+from protos.v1 import mesh_pb2
+from router.foreign import renamed
+from router.frontend import Frontend
+from router.kserve import metadata
+from router.kserve.catalogue import VERSION
+from router.kserve.many import Many
+from router.kserve.request import Ask, check_version
+from router.kserve.response import Answer
+from runtime.errors import MeshError, NotFound
+
+if TYPE_CHECKING:
+    from protos.inference.grpc_service_pb2_grpc import _ServicerContext
+
+SERVICE_NAME = "inference.GRPCInferenceService"
+# A client that sends this in its metadata wants an error as the status of the call, which ends it.
+STATUS_ERRORS = "triton_grpc_error"
+
+
+class InferenceService(GRPCInferenceServiceServicer):
+    """One "model" for each model of the router."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: _ServicerContext) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: _ServicerContext) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._frontend.is_ready)
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: _ServicerContext) -> pb.ModelReadyResponse:
+        known = request.version in ("", VERSION)
+        return pb.ModelReadyResponse(ready=known and self._ready().get(request.name, False))
+
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: _ServicerContext) -> pb.ServerMetadataResponse:
+        return metadata.server()
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: _ServicerContext) -> pb.ModelMetadataResponse:
+        self._check_model(request.name, request.version)
+        return metadata.model(request.name)
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: _ServicerContext) -> pb.ModelConfigResponse:
+        self._check_model(request.name, request.version)
+        return pb.ModelConfigResponse(config=metadata.config(request.name))
+
+    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: _ServicerContext) -> pb.RepositoryIndexResponse:
+        index = pb.RepositoryIndexResponse()
+        for name, ready in self._ready().items():
+            if ready:
+                index.models.add(name=name, version=VERSION, state="READY")
+            elif not request.ready:
+                index.models.add(name=name, version=VERSION, state="UNAVAILABLE", reason="no worker that decodes it is reachable")
+        return index
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: _ServicerContext) -> pb.ModelInferResponse:
+        ask = Ask.read(request, can_stream=False)
+        async with aclosing(self._responses(ask, context.time_remaining())) as responses:
+            return await anext(responses)
+
+    async def ModelStreamInfer(
+        self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: _ServicerContext
+    ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
+        wants_status = any(key == STATUS_ERRORS and value == "true" for key, value in context.invocation_metadata() or ())
+
+        def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
+            return self._responses(Ask.read(request, can_stream=True), context.time_remaining())
+
+        async with aclosing(Many(answer, wants_status=wants_status).responses(request_iterator)) as responses:
+            async for response in responses:
+                yield response
+
+    async def _responses(self, ask: Ask, time_left_s: float | None) -> AsyncGenerator[pb.ModelInferResponse, None]:
+        """One for each piece, or one in all."""
+        answer = Answer(ask)
+        try:
+            async with aclosing(self._messages(ask, time_left_s)) as messages:
+                async for message in messages:
+                    if not ask.streamed:
+                        answer.take(message)
+                    elif (response := answer.piece(message)) is not None:
+                        yield response
+        except MeshError as error:
+            raise renamed(error, ask.names) from error
+        if not ask.streamed:
+            yield answer.whole()
+            if ask.empty_final:
+                yield answer.empty_final()
+
+    def _messages(self, ask: Ask, time_left_s: float | None) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
+        limits = [limit for limit in (ask.timeout_s, time_left_s) if limit is not None]
+        limit = min(limits, default=None)
+        if isinstance(ask.message, mesh_pb2.ChatRequest):
+            return self._frontend.chat(ask.message, limit)
+        return self._frontend.generate(ask.message, limit)
+
+    def _ready(self) -> dict[str, bool]:
+        """Models served here by name: does a worker decode it now?"""
+        return {model.name: self._frontend.is_ready and model.num_decode_workers > 0 for model in self._frontend.models().models}
+
+    def _check_model(self, name: str, version: str) -> None:
+        check_version(version)
+        models = self._ready()
+        if name not in models:
+            raise NotFound(f"name: {name[:100]!r} is not served here; there is {', '.join(sorted(models))}", field="name")

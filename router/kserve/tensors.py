@@ -1,0 +1,145 @@
+"""Tensors of the protocol to Python values and back. Bytes on the wire are little-endian; BYTES elements follow their length.
+
+Every refusal names the tensor: inputs["text_input"].
+"""
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from protos.inference import grpc_service_pb2 as pb
+from router.kserve.catalogue import INPUTS, OUTPUTS, Tensor
+from router.validation import refuse
+
+Element = bytes | bool | int | float
+# datatype → (letter of struct, field of InferTensorContents)
+_FORMATS = {
+    "BOOL": ("?", "bool_contents"),
+    "INT32": ("i", "int_contents"),
+    "INT64": ("q", "int64_contents"),
+    "UINT32": ("I", "uint_contents"),
+    "UINT64": ("Q", "uint64_contents"),
+    "FP32": ("f", "fp32_contents"),
+    "BYTES": ("", "bytes_contents"),
+}
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a request by name, each the flat list of its elements."""
+
+    elements: Mapping[str, Sequence[Element]]
+
+    @classmethod
+    def read(cls, request: pb.ModelInferRequest) -> "Inputs":
+        """Raises InvalidArgument that names the tensor."""
+        raw = request.raw_input_contents
+        if raw and len(raw) != len(request.inputs):
+            refuse("raw_input_contents", f"{len(raw)} entries for {len(request.inputs)} inputs; send one for each, or none")
+        elements: dict[str, Sequence[Element]] = {}
+        for number, tensor in enumerate(request.inputs):
+            name = input_name(tensor.name)
+            if tensor.name not in INPUTS:
+                refuse(name, f"there is no such input; there are {', '.join(INPUTS)}")
+            if tensor.name in elements:
+                refuse(name, "is there twice")
+            elements[tensor.name] = _elements(name, tensor, raw[number] if raw else None)
+        return cls(elements)
+
+    def has(self, name: str) -> bool:
+        """Was it sent?"""
+        return name in self.elements
+
+    def text(self, name: str) -> str | None:
+        """The one element of a BYTES tensor, as text; None if it was not sent."""
+        if name not in self.elements:
+            return None
+        (element,) = self.elements[name]
+        assert isinstance(element, bytes)
+        try:
+            return element.decode()
+        except UnicodeDecodeError as error:
+            refuse(input_name(name), f"is not UTF-8: {error}")
+
+    def flag(self, name: str) -> bool | None:
+        """The one element of a BOOL tensor; None if it was not sent."""
+        return bool(self.elements[name][0]) if name in self.elements else None
+
+
+def input_name(name: str) -> str:
+    """How errors name an input."""
+    return f'inputs["{name[:100]}"]'
+
+
+def _elements(name: str, tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> Sequence[Element]:
+    declared = INPUTS[tensor.name]
+    if tensor.datatype not in declared.datatypes:
+        refuse(name, f"datatype is {tensor.datatype[:20]!r}, expected {' or '.join(declared.datatypes)}")
+    if tensor.parameters:
+        refuse(name, f"parameter {min(tensor.parameters)[:100]!r}: shared memory is not served here; send the contents")
+    elements = _contents(name, tensor) if raw is None else _unpacked(name, tensor, raw)
+    _check_shape(name, declared, tuple(tensor.shape), len(elements))
+    return elements
+
+
+def _contents(name: str, tensor: pb.ModelInferRequest.InferInputTensor) -> Sequence[Element]:
+    """Of the field that belongs to the datatype; elements in another one would be lost unnoticed."""
+    field = _FORMATS[tensor.datatype][1]
+    other = [descriptor.name for descriptor, _ in tensor.contents.ListFields() if descriptor.name != field]
+    if other:
+        refuse(name, f"its elements are in contents.{other[0]}; those of {tensor.datatype} belong into contents.{field}")
+    return list(getattr(tensor.contents, field))
+
+
+def _unpacked(name: str, tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes) -> Sequence[Element]:
+    if tensor.HasField("contents"):
+        refuse(name, "has contents, and raw_input_contents too; send one of them")
+    letter = _FORMATS[tensor.datatype][0]
+    if not letter:
+        return _unpacked_bytes(name, raw)
+    size = struct.calcsize(letter)
+    if len(raw) % size:
+        refuse(name, f"{len(raw)} bytes of raw contents are no whole number of {tensor.datatype} elements")
+    return struct.unpack(f"<{len(raw) // size}{letter}", raw)
+
+
+def _unpacked_bytes(name: str, raw: bytes) -> list[Element]:
+    elements: list[Element] = []
+    at = 0
+    while at < len(raw):
+        if at + _LENGTH.size > len(raw):
+            refuse(name, f"raw contents end within the length of element {len(elements)}")
+        (length,) = _LENGTH.unpack_from(raw, at)
+        at += _LENGTH.size
+        if at + length > len(raw):
+            refuse(name, f"raw contents end within element {len(elements)}: it has {length} bytes, {len(raw) - at} are there")
+        elements.append(raw[at : at + length])
+        at += length
+    return elements
+
+
+def _check_shape(name: str, declared: Tensor, shape: tuple[int, ...], num_elements: int) -> None:
+    """`shape` may have more dimensions than declared, all of size 1: a batch of one."""
+    shown = list(shape[:8])
+    if not shape or min(shape) < 0:
+        refuse(name, f"shape is {shown}, expected {list(declared.shape)}")
+    if math.prod(shape) != num_elements:
+        refuse(name, f"shape {shown} does not fit {num_elements} elements")
+    if declared.shape == (1,) and num_elements != 1:
+        refuse(name, f"shape is {shown}, expected [1]: a request is one prompt")
+    if declared.shape == (-1,) and shape[-1] != num_elements:
+        refuse(name, f"shape is {shown}, expected [n] or [1, n]: a request is one prompt")
+
+
+def add_output(response: pb.ModelInferResponse, name: str, elements: Sequence[Element]) -> None:
+    """Appends one output, in one dimension, with raw contents."""
+    datatype = OUTPUTS[name].datatype
+    response.outputs.add(name=name, datatype=datatype, shape=[len(elements)])
+    letter = _FORMATS[datatype][0]
+    if letter:
+        raw = struct.pack(f"<{len(elements)}{letter}", *elements)
+    else:
+        raw = b"".join(_LENGTH.pack(len(element)) + element for element in elements if isinstance(element, bytes))
+    response.raw_output_contents.append(raw)

@@ -1,0 +1,123 @@
+"""Values of parameters, which come as JSON or as InferParameter and often as text ("0.7"): each read as what it has to be."""
+
+import json
+import math
+from collections.abc import Callable
+
+from protos.v1 import common_pb2
+from router.validation import refuse
+
+Value = object
+_UINT32 = 2**32
+
+
+def number(field: str, value: Value) -> float:
+    """A finite number, also as text."""
+    if isinstance(value, str):
+        given = value
+        try:
+            value = float(given)
+        except ValueError:
+            refuse(field, f"{given[:100]!r} is not a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
+        refuse(field, f"{str(value)[:100]} is not a finite number")
+    return float(value)
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def whole(low: int, high: int) -> Callable[[str, Value], int]:
+    """Reads a whole number in [low, high), also as text."""
+
+    def read(field: str, value: Value) -> int:
+        if isinstance(value, str):
+            given = value
+            try:
+                value = int(given)
+            except ValueError:
+                refuse(field, f"{given[:100]!r} is not a whole number")
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            refuse(field, f"{str(value)[:100]} is not a whole number")
+        if not low <= value < high:
+            refuse(field, f"{str(value)[:100]} is not from {low} to {high - 1}")
+        return value
+
+    return read
+
+
+count = whole(0, _UINT32)
+seed = whole(0, 2**64)
+
+
+def top_k(field: str, value: Value) -> int:
+    """-1 is a usual way to say "all", which is 0 here."""
+    return max(0, whole(-1, _UINT32)(field, value))
+
+
+def flag(field: str, value: Value) -> bool:
+    """A truth value, also as text."""
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if not isinstance(value, bool):
+        refuse(field, f"{str(value)[:100]} is neither true nor false")
+    return value
+
+
+def text(field: str, value: Value) -> str:
+    """Text."""
+    if not isinstance(value, str):
+        refuse(field, f"{str(value)[:100]} is not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        refuse(field, "is not valid Unicode (it holds half of a surrogate pair)")
+    return value
+
+
+def texts(field: str, value: Value) -> list[str]:
+    """One string, a list of them, or such a list as JSON text."""
+    value = _from_json(value, "[") if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [text(field, value)]
+    if not isinstance(value, list):
+        refuse(field, f"{str(value)[:100]} is neither text nor a list of texts")
+    return [text(f"{field}[{position}]", item) for position, item in enumerate(value)]
+
+
+def counts(field: str, value: Value) -> list[int]:
+    """One number, a list of them, or such a list as JSON text."""
+    value = _from_json(value, "[") if isinstance(value, str) else value
+    if not isinstance(value, list):
+        return [count(field, value)]
+    return [count(f"{field}[{position}]", item) for position, item in enumerate(value)]
+
+
+def schema(field: str, value: Value) -> str:
+    """A JSON Schema as JSON text, or the object itself."""
+    if isinstance(value, str):
+        return text(field, value)
+    if not isinstance(value, dict):
+        refuse(field, f"{str(value)[:100]} is no JSON Schema: send an object, or its text")
+    return text(field, json.dumps(value, ensure_ascii=False))
+
+
+def alternatives(field: str, value: Value) -> common_pb2.Alternatives:
+    """A list of strings."""
+    return common_pb2.Alternatives(values=texts(field, value))
+
+
+def _from_json(value: str, begin: str) -> Value:
+    """Parsed where it looks like JSON of that kind and is; else as it was."""
+    if not value.lstrip().startswith(begin):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
