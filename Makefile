@@ -9,10 +9,10 @@ CODE := pdmesh worker router prefill_service decode_service kvtransfer runtime e
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh equality
-.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-profile stubs format clean
+.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-profile bench-constrained stubs format clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 # torch goes first and alone: resolved together with others it may become another build.
 $(READY): requirements.lock pyproject.toml
@@ -77,6 +77,9 @@ bench-handoff: $(READY) kernels  ## the hand-off between two processes, beside m
 
 bench-profile: $(READY) model kernels  ## where the time of an engine's step goes
 	$(BIN)/python -m benchmarks.profile
+
+bench-constrained: $(READY) model kernels  ## 500 requests with a JSON schema each, beside as many unconstrained tokens
+	$(BIN)/python -m benchmarks.constrained
 
 stubs: $(READY)  ## regenerate the stubs beside the .proto files
 	$(BIN)/python -m protos.generate

@@ -45,7 +45,7 @@ class Progress:
         self.num_prefilled_tokens += sum(piece.num_tokens for piece in plan.pieces if not piece.sequence.is_decoding)
 
     def _advance(self, piece: Piece, draws: list[Draw]) -> list[SequenceUpdate]:
-        sequence, index = piece.sequence, len(piece.sequence.output)
+        sequence, index = piece.sequence, len(piece.sequence.output) - piece.sequence.num_unreported
         sequence.num_computed += piece.num_tokens
         self._allocator.publish(sequence)
         if sequence.num_remaining:

@@ -76,12 +76,14 @@ class RequestTable:
     def start(self, sequence: Sequence, tokens: Mapping[int, int], finished: Collection[int]) -> None:
         """All known tokens of a sequence that was prefilled elsewhere are computed: its choices part and take their first tokens.
 
-        Choices in `finished` are over already. What a grammar forces comes with the next step.
+        Choices in `finished` are over already. What a grammar forces behind the first tokens is reported with the next step.
         """
         for branch in self._branches(sequence):
             [choice] = branch.choices
             if choice in finished or self._append(branch, tokens[choice]):
                 self._retire(branch)
+            else:
+                self._foresee(branch)
 
     def go_on(self, sequence: Sequence, tokens: Mapping[int, int]) -> dict[int, Gain]:
         """All known tokens of a running sequence are computed: its choices part and take their next tokens; some end."""
@@ -107,13 +109,21 @@ class RequestTable:
         return branches
 
     def _gain(self, branch: Sequence, token_id: int) -> Gain:
-        start = len(branch.output)
+        start, branch.num_unreported = len(branch.output) - branch.num_unreported, 0
         reason = self._append(branch, token_id)
         while reason is None and (forced := branch.forced_token()) is not None:
             reason = self._append(branch, forced)
         if reason is not None:
             self._retire(branch)
         return Gain(tuple(branch.output[start:]), reason)
+
+    def _foresee(self, branch: Sequence) -> None:
+        """Appends what the grammar forces, but for a token that ends the choice: there is no step that could report that."""
+        while (forced := branch.forced_token()) is not None:
+            if self._append(branch, forced) is not None:
+                branch.output.pop()  # the matcher takes a token when the next one is asked for
+                return
+            branch.num_unreported += 1
 
     def _append(self, branch: Sequence, token_id: int) -> FinishReason | None:
         branch.output.append(token_id)

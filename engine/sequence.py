@@ -24,7 +24,7 @@ class Sequence:
 
     __slots__ = (
         "_matcher", "_num_taken", "block_hashes", "block_ids", "choices", "group", "num_cached", "num_computed", "num_published",
-        "output", "was_preempted",
+        "num_unreported", "output", "was_preempted",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, choices: tuple[int, ...], output: list[int]) -> None:
@@ -36,6 +36,7 @@ class Sequence:
         self.num_computed = 0
         self.num_cached = 0  # tokens that the prefix cache served when it last got its blocks
         self.num_published = 0  # full blocks that were offered to the prefix cache
+        self.num_unreported = 0  # of the last tokens of the output: forced before anything was computed here
         self.was_preempted = False
         self._matcher: Matcher | None = None  # made when it is first asked for; it has taken the first tokens of the output
         self._num_taken = 0

@@ -32,7 +32,9 @@ class TokenRequestTranslator:
 
     async def prepare(self, request: common_pb2.TokenRequest) -> None:
         """Compiles the constraint, if there is a new one, in a thread: the call that follows finds it. Raises as the call."""
-        if request.sampling.HasField("constraint"):
+        constraint = request.sampling.constraint
+        kind = constraint.WhichOneof("kind")
+        if kind is not None and self.grammars is not None and self.grammars.known(kind, _source(constraint)) is None:
             await asyncio.to_thread(self._grammar, request.sampling)
 
     def __call__(self, request: common_pb2.TokenRequest) -> EngineRequest:
@@ -62,11 +64,15 @@ class TokenRequestTranslator:
             raise InvalidArgument(field, "is empty; give one of json_schema, regex, choice and grammar")
         if self.grammars is None:
             raise FailedPrecondition(field, "this worker's model folder has no tokenizer to compile a grammar with")
-        source = tuple(sampling.constraint.choice.values) if kind == "choice" else str(getattr(sampling.constraint, kind))
         try:
-            return self.grammars.compile(kind, source)
+            return self.grammars.compile(kind, _source(sampling.constraint))
         except ValueError as error:
             raise InvalidArgument(f"{field}.{kind}", str(error)) from error
+
+
+def _source(constraint: common_pb2.Constraint) -> str | tuple[str, ...]:
+    kind = constraint.WhichOneof("kind")
+    return tuple(constraint.choice.values) if kind == "choice" or kind is None else str(getattr(constraint, kind))
 
 
 def _sampling(wire: common_pb2.SamplingParams) -> SamplingParams:

@@ -207,6 +207,21 @@ def test_prefilled_in_one_engine_and_decoded_in_another(model: Model, expected: 
     assert tokens(answers) == tokens(expected)
 
 
+@pytest.mark.parametrize("regex", ["[xy]forced to its end", "[xy]forced[ab]and more", "[xy]"])
+def test_what_is_forced_behind_a_first_token_from_elsewhere_costs_no_step_more(model: Model, regex: str) -> None:
+    here, there, each = model.engine(), model.engine(), model.request("s", "regex", regex)
+    whole = run(here, each)["s", 0]
+    assert there.reserve(each) is not None  # what its blocks hold is of no matter: the grammar draws
+    there.start("s", {0: whole.token_ids[0]})
+    rest: Answers = defaultdict(Answer)
+    while (result := there.step()) is not None:
+        collect(rest, result)
+    assert rest["s", 0].first_index == 1
+    assert model.text(rest["s", 0])[: len("forced")] == model.text(whole)[1:][: len("forced")]
+    assert rest["s", 0].finish_reason is FinishReason.STOP
+    assert there.stats().num_steps <= max(1, here.stats().num_steps - 1)
+
+
 def test_a_dead_end_ends_as_if_there_were_no_room(model: Model) -> None:
     answer = run(model.engine(), model.request("x", "grammar", 'start: "x" Y\nY: /a+/ & /b+/'))["x", 0]
     assert answer.finish_reason is FinishReason.LENGTH
