@@ -55,7 +55,7 @@ def constraint(ignore_eos: bool = False, **kind: object) -> Callable[[decode_pb2
 
 def strays(**kind: object) -> Callable[[decode_pb2.SubmitRequest], object]:
     def change(request: decode_pb2.SubmitRequest) -> None:
-        constraint(**kind)(request)
+        constraint(False, **kind)(request)
         emitted([1])(request)
 
     return change

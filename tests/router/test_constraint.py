@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
-import grpc
+import grpc.aio
 import pytest
 
 from protos.v1 import common_pb2, mesh_pb2
@@ -97,7 +98,7 @@ async def test_workers_get_what_is_right_and_nothing_else(model_folder: Path) ->
             messages=[mesh_pb2.ChatMessage(role="user", content="hi")], sampling=sampling(json_schema="[]"), model="tiny"
         )
         history = mesh_pb2.Resume(seed=5, emitted=[common_pb2.EmittedChoice(index=0, token_ids=[0])])
-        calls = [
+        calls: list[tuple[grpc.aio.UnaryStreamCall[Any, mesh_pb2.GenerateResponse], str]] = [
             (mesh.stub.Generate(request(constraint=common_pb2.Constraint(regex="*"))), "sampling.constraint.regex"),
             (mesh.stub.Chat(chat), "sampling.constraint.json_schema"),
             (mesh.stub.Generate(request(constraint=wanted, resume=history)), "resume.emitted[0].token_ids[0]"),
