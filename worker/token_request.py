@@ -63,7 +63,7 @@ class TokenRequestTranslator:
         if kind is None:
             raise InvalidArgument(field, "is empty; give one of json_schema, regex, choice and grammar")
         if self.grammars is None:
-            raise FailedPrecondition(field, "this worker's model folder has no tokenizer to compile a grammar with")
+            raise FailedPrecondition(field, "this worker's model is no folder with a tokenizer; `pdmesh models fetch` makes one")
         try:
             return self.grammars.compile(kind, _source(sampling.constraint))
         except ValueError as error:
