@@ -8,8 +8,8 @@ from text.tokenizer import Tokenizer
 
 
 def compiler_for(engine: Engine) -> GrammarCompiler | None:
-    """With the vocabulary and the end-of-sequence tokens that the engine goes by; None when the model is no folder with a tokenizer
-    (to read the one inside a .gguf file takes seconds, at every start)."""
+    """With the vocabulary and the end-of-sequence tokens that the engine goes by; None when the model is no folder with a
+    tokenizer (to read the one inside a .gguf file takes seconds, at every start)."""
     try:
         tokenizer = Tokenizer.load(engine.config.model)
     except (OSError, ValueError):
