@@ -9,10 +9,10 @@ CODE := pdmesh worker router prefill_service decode_service kvtransfer runtime e
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh equality
-.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-profile bench-clients stubs format clean
+.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-profile bench-clients bench-constrained stubs format clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 # torch goes first and alone: resolved together with others it may become another build.
 $(READY): requirements.lock pyproject.toml
@@ -82,6 +82,9 @@ bench-profile: $(READY) model kernels  ## where the time of an engine's step goe
 
 bench-clients: $(READY) model kernels  ## third parties' clients and gateways against a real mesh, beside pdmesh's own
 	$(BIN)/python -m benchmarks.clients
+
+bench-constrained: $(READY) model kernels  ## 500 requests with a JSON schema each, beside as many unconstrained tokens
+	$(BIN)/python -m benchmarks.constrained
 
 stubs: $(READY)  ## regenerate what comes from the .proto files: stubs, docs/api.md, the list of what is promised to clients
 	$(BIN)/python -m protos.generate

@@ -47,7 +47,9 @@ class DecodeServicer(DecodeServiceServicer):
         self._endpoints = endpoints
 
     async def Submit(self, request: decode_pb2.SubmitRequest, context: _ServicerContext) -> decode_pb2.SubmitResponse:
-        submission = self._validator.check(request, now=time.monotonic(), received_ns=monotonic_ns())
+        received_ns = monotonic_ns()
+        await self._validator.prepare(request.request)
+        submission = self._validator.check(request, now=time.monotonic(), received_ns=received_ns)
         try:
             record = await self._reservations.submit(submission)
         except (InvalidRequest, RequestTooLarge) as error:

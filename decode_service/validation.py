@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from decode_service.deadlines import deadline_of
@@ -18,15 +18,18 @@ MIN_PERIOD_MS, MAX_PERIOD_MS = 10, 10_000
 _MODES = {mesh_pb2.PREFILL_MODE_REMOTE: Mode.REMOTE, mesh_pb2.PREFILL_MODE_LOCAL: Mode.LOCAL}
 
 Translate = Callable[[common_pb2.TokenRequest], EngineRequest]
+Prepare = Callable[[common_pb2.TokenRequest], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class SubmitValidator:
-    """Checks against what this worker is. `translate` checks the TokenRequest within and raises InvalidArgument itself."""
+    """Checks against what this worker is. `translate` checks the TokenRequest within and raises InvalidArgument itself; what
+    would take it long is done before, by `prepare`."""
 
     epoch: int
     identity: common_pb2.Identity
     translate: Translate
+    prepare: Prepare
 
     def check(self, request: decode_pb2.SubmitRequest, *, now: float, received_ns: int) -> Submission:
         """Raises InvalidArgument or FailedPrecondition naming the field."""

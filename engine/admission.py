@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.blocks import num_blocks_for
 from engine.errors import InvalidRequest, RequestTooLarge
 from engine.finish import finish_reason
+from engine.grammar import first_stray
 from engine.outputs import FinishReason
 from engine.request import EngineRequest
 from engine.sequence import unfinished_choices
@@ -44,6 +45,7 @@ def check_request(request: EngineRequest, limits: Limits) -> None:
     _check_shape(request)
     _check_tokens(request, limits)
     _check_history(request, limits)
+    _check_grammar(request, limits)
     _check_size(request, limits)
 
 
@@ -71,6 +73,22 @@ def _check_history(request: EngineRequest, limits: Limits) -> None:
         reason = limits.finish_reason(request, request.emitted[choice]) if request.emitted else None
         if reason is not None:
             raise InvalidRequest(f"emitted: choice {choice} has ended already ({reason.value}); mark it as finished")
+
+
+def _check_grammar(request: EngineRequest, limits: Limits) -> None:
+    """A constraint ends its output itself, by end-of-sequence: nothing may keep it from that."""
+    grammar = request.grammar
+    if grammar is None:
+        return
+    if grammar.vocab_size != limits.vocab_size:
+        raise InvalidRequest(f"sampling.constraint: compiled for {grammar.vocab_size} tokens, the model has {limits.vocab_size}")
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(request.sampling, name):
+            raise InvalidRequest(f"sampling.{name}: excludes a constraint, whose output ends when it is complete")
+    for choice in unfinished_choices(request) if request.emitted else ():
+        index = first_stray(grammar, request.emitted[choice])
+        if index is not None:
+            raise InvalidRequest(f"emitted: token {index} of choice {choice} does not follow sampling.constraint")
 
 
 def _check_size(request: EngineRequest, limits: Limits) -> None:

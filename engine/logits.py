@@ -1,5 +1,5 @@
 """What changes a row of logits before a token is drawn, in this order:
-penalties, minimum length, temperature, top-k, top-p, min-p.
+grammar, penalties, minimum length, temperature, top-k, top-p, min-p.
 
 Each function takes and returns one row [V] float32 and sees nothing else, so a row's result cannot depend on other rows.
 """
@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.grammar import Bits
 from engine.sampling_params import SamplingParams
 
 HIDDEN = float("-inf")
+
+
+def keep_allowed(row: Tensor, allowed: Bits) -> Tensor:
+    """Hides the tokens whose bit is not set."""
+    bits = np.unpackbits(allowed.view(np.uint8), count=row.shape[0], bitorder="little")
+    return row.masked_fill(torch.from_numpy(bits).to(row.device) == 0, HIDDEN)
 
 
 def penalize(row: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> Tensor:

@@ -26,8 +26,9 @@ class Progress:
         self, plan: Plan, draws: dict[Sequence, list[Draw]], started_ns: int, ready: tuple[KVReady, ...] = ()
     ) -> StepResult:
         """All of the plan's pieces are computed."""
-        self._count(plan, draws)
+        self._count(plan)
         updates = [update for piece in plan.pieces for update in self._advance(piece, draws.get(piece.sequence, []))]
+        self.num_generated_tokens += sum(len(update.token_ids) for update in updates)
         ended_ns = time.monotonic_ns()
         return StepResult(
             step=self.num_steps,
@@ -39,27 +40,26 @@ class Progress:
             ready=ready,
         )
 
-    def _count(self, plan: Plan, draws: dict[Sequence, list[Draw]]) -> None:
+    def _count(self, plan: Plan) -> None:
         self.num_steps += 1
-        self.num_generated_tokens += sum(map(len, draws.values()))
         self.num_prefilled_tokens += sum(piece.num_tokens for piece in plan.pieces if not piece.sequence.is_decoding)
 
     def _advance(self, piece: Piece, draws: list[Draw]) -> list[SequenceUpdate]:
-        sequence, index = piece.sequence, len(piece.sequence.output)
+        sequence, index = piece.sequence, len(piece.sequence.output) - piece.sequence.num_unreported
         sequence.num_computed += piece.num_tokens
         self._allocator.publish(sequence)
         if sequence.num_remaining:
             return []
         proceed = self._table.hold if sequence.group.request.prefill_only else self._table.go_on
-        reasons = proceed(sequence, {draw.choice: draw.token.token_id for draw in draws})
+        gains = proceed(sequence, {draw.choice: draw.token.token_id for draw in draws})
         return [
             SequenceUpdate(
                 request_id=sequence.group.request.request_id,
                 choice=draw.choice,
                 index=index,
-                token_ids=(draw.token.token_id,),
+                token_ids=gains[draw.choice].token_ids,
                 logprobs=(draw.token.logprobs,) if draw.token.logprobs else (),
-                finish_reason=reasons[draw.choice],
+                finish_reason=gains[draw.choice].finish_reason,
             )
             for draw in draws
         ]

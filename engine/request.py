@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.grammar import Grammar
 from engine.sampling_params import SamplingParams
 
 
@@ -18,3 +19,4 @@ class EngineRequest:
     finished: tuple[bool, ...] = ()  # () or one per choice: that choice needs no more tokens
     cache_root: bytes = b""  # root of the block hash chain: identity and tenant salt
     prefill_only: bool = False  # stop after each choice's first new token and hold the blocks until release()
+    grammar: Grammar | None = None  # each choice's output is one of its sentences, or the beginning of one

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from engine.admission import Limits, check_request
 from engine.allocator import BlockAllocator
@@ -19,6 +20,14 @@ from engine.request import EngineRequest
 from engine.scheduler import Scheduler
 from engine.sequence import Phase, Sequence, SequenceGroup
 from engine.timing import StartClock
+
+
+@dataclass(frozen=True)
+class Gain:
+    """New tokens of a choice: the one that was drawn, then those that its grammar forces. Why it ended, or None: it goes on."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
 
 
 class RequestTable:
@@ -64,28 +73,32 @@ class RequestTable:
             self._allocator.release(sequence)
         return group is not None
 
-    def go_on(
-        self, sequence: Sequence, tokens: Mapping[int, int], finished: Collection[int] = ()
-    ) -> dict[int, FinishReason | None]:
-        """All known tokens of a running sequence are computed: its choices part and take their next tokens, some end with them.
+    def start(self, sequence: Sequence, tokens: Mapping[int, int], finished: Collection[int]) -> None:
+        """All known tokens of a sequence that was prefilled elsewhere are computed: its choices part and take their first tokens.
 
-        Choices in `finished` are over already. Returns why each other choice in `tokens` ended, or None where it goes on.
+        Choices in `finished` are over already. What a grammar forces behind the first tokens is reported with the next step.
         """
-        reasons = {}
-        for branch in self._part(sequence) if len(sequence.choices) > 1 else [sequence]:
+        for branch in self._branches(sequence):
             [choice] = branch.choices
-            if choice in finished:
+            if choice in finished or self._append(branch, tokens[choice]):
                 self._retire(branch)
-            elif choice in tokens:
-                reasons[choice] = self._append(branch, tokens[choice])
-        return reasons
+            else:
+                self._foresee(branch)
 
-    def hold(self, sequence: Sequence, tokens: Mapping[int, int]) -> dict[int, FinishReason | None]:
-        """As go_on() for a prefill_only request: the blocks stay as they are, for whoever takes the KV over."""
+    def go_on(self, sequence: Sequence, tokens: Mapping[int, int]) -> dict[int, Gain]:
+        """All known tokens of a running sequence are computed: its choices part and take their next tokens; some end."""
+        branches = {branch.choices[0]: branch for branch in self._branches(sequence)}
+        return {choice: self._gain(branches[choice], token_id) for choice, token_id in tokens.items()}
+
+    def hold(self, sequence: Sequence, tokens: Mapping[int, int]) -> dict[int, Gain]:
+        """As go_on() for a prefill_only request: the blocks stay as they are, for whoever takes the KV over, and who decodes
+        finds what a grammar forces behind the first token."""
         self._scheduler.discard(sequence)
         sequence.group.phase = Phase.HELD
-        request = sequence.group.request
-        return {choice: self._limits.finish_reason(request, [*sequence.output, token]) for choice, token in tokens.items()}
+        return {choice: Gain((token,), self._reason(sequence, [*sequence.output, token])) for choice, token in tokens.items()}
+
+    def _branches(self, sequence: Sequence) -> list[Sequence]:
+        return self._part(sequence) if len(sequence.choices) > 1 else [sequence]
 
     def _part(self, trunk: Sequence) -> list[Sequence]:
         branches = self._allocator.part(trunk)
@@ -95,12 +108,31 @@ class RequestTable:
             self._scheduler.run(branch)
         return branches
 
-    def _append(self, branch: Sequence, token_id: int) -> FinishReason | None:
-        branch.output.append(token_id)
-        reason = self._limits.finish_reason(branch.group.request, branch.output)
+    def _gain(self, branch: Sequence, token_id: int) -> Gain:
+        start, branch.num_unreported = len(branch.output) - branch.num_unreported, 0
+        reason = self._append(branch, token_id)
+        while reason is None and (forced := branch.forced_token()) is not None:
+            reason = self._append(branch, forced)
         if reason is not None:
             self._retire(branch)
-        return reason
+        return Gain(tuple(branch.output[start:]), reason)
+
+    def _foresee(self, branch: Sequence) -> None:
+        """Appends what the grammar forces, but for a token that ends the choice: there is no step that could report that."""
+        while (forced := branch.forced_token()) is not None:
+            if self._append(branch, forced) is not None:
+                branch.output.pop()  # the matcher takes a token when the next one is asked for
+                return
+            branch.num_unreported += 1
+
+    def _append(self, branch: Sequence, token_id: int) -> FinishReason | None:
+        branch.output.append(token_id)
+        return self._reason(branch, branch.output)
+
+    def _reason(self, sequence: Sequence, output: list[int]) -> FinishReason | None:
+        """STOP says that a constrained output is whole, so one whose grammar was lost is as one without room: LENGTH."""
+        reason = self._limits.finish_reason(sequence.group.request, output)
+        return FinishReason.LENGTH if reason is FinishReason.STOP and sequence.lost_grammar else reason
 
     def _retire(self, branch: Sequence) -> None:
         self._scheduler.discard(branch)

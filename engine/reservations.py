@@ -65,7 +65,7 @@ class Reservations:
         sequence.num_computed = sequence.num_tokens
         self._allocator.publish(sequence)
         self._scheduler.run(sequence)
-        self._table.go_on(sequence, first_tokens, finished)
+        self._table.start(sequence, first_tokens, finished)
 
     def run_local(self, request_id: str, request: EngineRequest, now_ns: int) -> None:
         """What is not cached is computed here, into the same blocks."""

@@ -78,6 +78,7 @@ class ModelRunner:
 
     def _sample_row(self, sequence: Sequence, choice: int) -> SampleRow:
         request = sequence.group.request
+        matcher = sequence.matcher()
         return SampleRow(
             params=request.sampling,
             choice=choice,
@@ -85,6 +86,8 @@ class ModelRunner:
             prompt=request.prompt,
             output=sequence.output,
             eos_token_ids=self._eos_token_ids,
+            # On an accelerator the forward pass, which was only launched, still runs meanwhile.
+            allowed=None if matcher is None else matcher.allowed(),
         )
 
 

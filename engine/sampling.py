@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.logits import apply_temperature, forbid, keep_min_p, keep_top_k, keep_top_p, penalize
+from engine.grammar import Bits
+from engine.logits import apply_temperature, forbid, keep_allowed, keep_min_p, keep_top_k, keep_top_p, penalize
 from engine.noise import gumbel
 from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
@@ -29,6 +30,7 @@ class SampleRow:
     prompt: Sequence[int]
     output: Sequence[int]  # tokens before `index`
     eos_token_ids: frozenset[int]
+    allowed: Bits | None = None  # tokens that the request's grammar allows; None without one
 
     @property
     def forbidden(self) -> frozenset[int]:
@@ -43,7 +45,7 @@ class SampleRow:
         """Greedy from the raw logits: one argmax."""
         params = self.params
         neutral = params.repetition_penalty == 1.0 and not (params.presence_penalty or params.frequency_penalty)
-        return params.greedy and neutral and not self.forbidden
+        return params.greedy and neutral and not self.forbidden and self.allowed is None
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Sampler:
 def _draw(logits: Tensor, row: SampleRow) -> int:
     """One row [V] that is not plain."""
     params = row.params
+    if row.allowed is not None:
+        logits = keep_allowed(logits, row.allowed)
     logits = penalize(logits, params, row.prompt, row.output)
     if row.forbidden:
         logits = forbid(logits, row.forbidden)

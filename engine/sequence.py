@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 
+from engine.grammar import Matcher
 from engine.request import EngineRequest
 from engine.timing import StartClock
 
@@ -22,7 +23,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "block_hashes", "block_ids", "choices", "group", "num_cached", "num_computed", "num_published", "output", "was_preempted",
+        "_matcher", "_num_taken", "block_hashes", "block_ids", "choices", "group", "num_cached", "num_computed", "num_published",
+        "num_unreported", "output", "was_preempted",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, choices: tuple[int, ...], output: list[int]) -> None:
@@ -34,7 +36,10 @@ class Sequence:
         self.num_computed = 0
         self.num_cached = 0  # tokens that the prefix cache served when it last got its blocks
         self.num_published = 0  # full blocks that were offered to the prefix cache
+        self.num_unreported = 0  # of the last tokens of the output: forced before anything was computed here
         self.was_preempted = False
+        self._matcher: Matcher | None = None  # made when it is first asked for; it has taken the first tokens of the output
+        self._num_taken = 0
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -67,6 +72,30 @@ class Sequence:
         prompt = self.group.request.prompt
         behind = len(prompt)
         return prompt[start:end] + tuple(self.output[max(0, start - behind) : max(0, end - behind)])
+
+    def matcher(self) -> Matcher | None:
+        """Of the request's grammar, behind the output of now; None without a grammar."""
+        grammar = self.group.request.grammar
+        if grammar is None:
+            return None
+        if self._matcher is None:
+            self._matcher = grammar.matcher()
+        for token_id in self.output[self._num_taken :]:
+            self._matcher.take(token_id)
+        self._num_taken = len(self.output)
+        return self._matcher
+
+    def forced_token(self) -> int | None:
+        """The next token where the model need not be asked: the grammar leaves no choice, and nobody wants log-probabilities."""
+        if self.group.request.grammar is None or self.group.request.sampling.logprobs is not None:
+            return None
+        matcher = self.matcher()
+        return matcher.forced if matcher else None
+
+    @property
+    def lost_grammar(self) -> bool:
+        """The output is cut short: its grammar could not be followed any further."""
+        return self._matcher is not None and self._matcher.failed
 
     def part(self) -> list[Sequence]:
         """The trunk's choices as sequences of their own, computed as far. The caller accounts for the shared blocks."""

@@ -60,6 +60,10 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     logprobs: int
     n: int
+    json_schema: str | Mapping[str, object]  # of json_schema, regex, choice and grammar at most one: what the output must be
+    regex: str
+    choice: Sequence[str]
+    grammar: str
     request_id: str
     tenant: str
     priority: Priority | str

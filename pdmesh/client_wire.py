@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import TypeVar
 
+from pdmesh.client_constraint import CONSTRAINTS, set_constraint
 from pdmesh.client_types import (
     Choice,
     Completed,
@@ -29,7 +30,7 @@ from pdmesh.client_types import (
 from pdmesh.errors import InvalidArgument
 from protos.v1 import common_pb2, mesh_pb2
 
-_SAMPLING = frozenset(field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields)
+_SAMPLING = frozenset(field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields) - {"constraint"}
 _OPTIONS = frozenset(field.name for field in mesh_pb2.RequestOptions.DESCRIPTOR.fields)
 _FINISH_REASONS = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -91,10 +92,13 @@ def _split(options: GenerateOptions) -> tuple[common_pb2.SamplingParams, mesh_pb
             continue
         if name in _SAMPLING:
             _set(sampling, name, value)
+        elif name in CONSTRAINTS:
+            with _FieldErrors(name):
+                set_constraint(sampling.constraint, name, value)
         elif name in _OPTIONS:
             _set(request_options, name, _enum_value(name, value))
         else:
-            known = ", ".join(sorted(_SAMPLING | _OPTIONS))
+            known = ", ".join(sorted(_SAMPLING | CONSTRAINTS | _OPTIONS))
             raise InvalidArgument(name, f"{name} is no parameter of a request; there are: {known}")
     return sampling, request_options
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from engine.request import EngineRequest
@@ -15,15 +15,18 @@ from runtime.errors import InvalidArgument
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 Translate = Callable[[common_pb2.TokenRequest], EngineRequest]
+Prepare = Callable[[common_pb2.TokenRequest], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class PrefillValidator:
-    """Checks against what this worker is. `translate` checks the TokenRequest within and raises InvalidArgument itself."""
+    """Checks against what this worker is. `translate` checks the TokenRequest within and raises InvalidArgument itself; what
+    would take it long is done before, by `prepare`."""
 
     identity: common_pb2.Identity
     layout: common_pb2.KVLayout
     translate: Translate
+    prepare: Prepare
 
     def check(self, request: prefill_pb2.PrefillRequest, engine_id: str, *, now: float, received_ns: int) -> Assignment:
         """Raises InvalidArgument, or FAILED_PRECONDITION naming the field of identity or layout that differs."""

@@ -5,12 +5,13 @@ import secrets
 from dataclasses import dataclass
 
 from protos.v1 import common_pb2, mesh_pb2
-from router import sampling, validation
+from router import constraint, sampling, validation
 from router.core import Core
 from router.job import Job, scoped_salt
 from router.served_model import ServedModel
 from runtime.errors import DeadlineExceeded, InvalidArgument, NotFound
 from text.chat_template import Message
+from text.grammar import CompiledGrammar
 
 LARGE_TEXT_CHARS = 8192
 """Longer texts are tokenized in a thread: the event loop has streams to serve."""
@@ -26,6 +27,7 @@ class _Rest:
     options: mesh_pb2.RequestOptions
     resume: mesh_pb2.Resume | None
     deadline: float | None
+    grammar: CompiledGrammar | None
 
 
 class Jobs:
@@ -40,8 +42,7 @@ class Jobs:
         model = self._model(request.model)
         validation.check_options(request.options)
         prompt = await self._generate_prompt(model, request)
-        resume = request.resume if request.HasField("resume") else None
-        return self._job(model, prompt, _Rest(request.sampling, request.options, resume, deadline))
+        return self._job(model, prompt, await _rest(model, request, deadline))
 
     async def from_chat(self, request: mesh_pb2.ChatRequest, time_left_s: float | None) -> Job:
         """Raises as `from_generate`."""
@@ -49,8 +50,7 @@ class Jobs:
         model = self._model(request.model)
         validation.check_options(request.options)
         prompt = await self._chat_prompt(model, request.messages)
-        resume = request.resume if request.HasField("resume") else None
-        return self._job(model, prompt, _Rest(request.sampling, request.options, resume, deadline))
+        return self._job(model, prompt, await _rest(model, request, deadline))
 
     async def tokenize(self, request: mesh_pb2.TokenizeRequest) -> mesh_pb2.TokenizeResponse:
         """Raises InvalidArgument, NotFound."""
@@ -102,6 +102,7 @@ class Jobs:
         emitted: tuple[common_pb2.EmittedChoice, ...] = ()
         if rest.resume is not None:
             emitted = validation.check_resume(rest.resume, params, limits.vocab_size)
+            constraint.check_history(rest.grammar, rest.resume.emitted)
             params.seed = rest.resume.seed
         if not params.HasField("seed"):
             params.seed = secrets.randbits(64)
@@ -128,6 +129,12 @@ def deadline_of(time_left_s: float | None) -> float | None:
     if time_left_s <= 0:
         raise DeadlineExceeded("the deadline had passed when the request arrived")
     return asyncio.get_running_loop().time() + time_left_s
+
+
+async def _rest(model: ServedModel, request: mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest, deadline: float | None) -> _Rest:
+    resume = request.resume if request.HasField("resume") else None
+    grammar = await constraint.compile_constraint(model.grammars, request.sampling)
+    return _Rest(request.sampling, request.options, resume, deadline, grammar)
 
 
 async def _encode(model: ServedModel, text: str) -> list[int]:

@@ -113,6 +113,10 @@ class Tokenizer:
             raise ValueError("model: it has no chat template; send a prompt to Generate instead")
         return self._template.render(messages)
 
+    def to_json(self) -> str:
+        """All of it as one tokenizer.json, with the special tokens that other files declare."""
+        return self._backend.to_str()
+
     def piece(self, token_id: int) -> str | None:
         """The vocabulary's spelling of a token; None if it has no text: special or unknown."""
         return None if token_id in self._special_ids else self._backend.id_to_token(token_id)

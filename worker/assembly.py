@@ -31,6 +31,7 @@ from worker.control import Changes, ControlServicer
 from worker.cpus import bind
 from worker.description import Description, cache_root_of, describe, identity_of, layout_of
 from worker.dispatch import Dispatcher
+from worker.grammars import compiler_for
 from worker.load import LoadReporter
 from worker.roles import Role, RoleGate, roles_of
 from worker.token_request import TokenRequestTranslator
@@ -59,15 +60,18 @@ class Worker:
         self._worker_id = worker_id
         self._on_failure = on_failure
         self._engine_loop = EngineLoop(engine, self._on_step, on_failure, self.dispatcher.on_ready)
+        self._grammars = compiler_for(engine)
         identity, layout = identity_of(engine, config.served_name), layout_of(engine)
         translate = TokenRequestTranslator(
-            identity.model, lambda tenant, cache_salt: cache_root_of(identity, layout, tenant=tenant, cache_salt=cache_salt)
+            identity.model,
+            lambda tenant, cache_salt: cache_root_of(identity, layout, tenant=tenant, cache_salt=cache_salt),
+            self._grammars,
         )
         self.load = self._load_reporter()
         tls = open_tls(config.tls)
         self._sender = Sender(engine.kv, identity, layout, self.epoch, tls=tls)
         self.prefill = PrefillServicer(
-            PrefillValidator(identity, layout, translate),
+            PrefillValidator(identity, layout, translate, translate.prepare),
             HandoffTools(
                 self._engine_loop,
                 self.dispatcher,
@@ -86,6 +90,9 @@ class Worker:
 
     async def start(self) -> Description:
         """Serves; returns what the worker is. Raises ConfigError when an address is taken."""
+        if self._grammars is not None:
+            with contextlib.suppress(ValueError):  # whoever asks for a constraint is told
+                self._grammars.warm()
         self._engine_loop.start(asyncio.get_running_loop())
         await self._engine_loop.call(lambda _engine: bind(self._config.cpus))
         try:
@@ -192,6 +199,7 @@ class Worker:
             identity=identity,
             layout=layout,
             translate=translate,
+            prepare=translate.prepare,
             engine=self._engine_loop,
             sinks=self.dispatcher,
             quiesce=lambda reservation_id: self._receiver.quiesce(reservation_id),

@@ -6,13 +6,16 @@ engine, in one place for all its callers.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.grammar import Grammar
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from protos.v1 import common_pb2
 from runtime.errors import FailedPrecondition, InvalidArgument
+from text.grammar import GrammarCompiler
 
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
@@ -20,10 +23,19 @@ MAX_LOGPROBS = 20
 
 @dataclass(frozen=True)
 class TokenRequestTranslator:
-    """For a worker that serves `model`. `cache_root(tenant, cache_salt)` is where its block hashes begin."""
+    """For a worker that serves `model`. `cache_root(tenant, cache_salt)` is where its block hashes begin; `grammars` compiles
+    constraints, and is None where the model has no tokenizer."""
 
     model: str
     cache_root: Callable[[str, str], bytes]
+    grammars: GrammarCompiler | None = None
+
+    async def prepare(self, request: common_pb2.TokenRequest) -> None:
+        """Compiles the constraint, if there is a new one, in a thread: the call that follows finds it. Raises as the call."""
+        constraint = request.sampling.constraint
+        kind = constraint.WhichOneof("kind")
+        if kind is not None and self.grammars is not None and self.grammars.known(kind, _source(constraint)) is None:
+            await asyncio.to_thread(self._grammar, request.sampling)
 
     def __call__(self, request: common_pb2.TokenRequest) -> EngineRequest:
         """Raises InvalidArgument, or FailedPrecondition for another model, naming the field from `request` on."""
@@ -40,7 +52,27 @@ class TokenRequestTranslator:
             emitted=emitted,
             finished=finished,
             cache_root=self.cache_root(request.tenant, request.cache_salt),
+            grammar=self._grammar(request.sampling),
         )
+
+    def _grammar(self, sampling: common_pb2.SamplingParams) -> Grammar | None:
+        if not sampling.HasField("constraint"):
+            return None
+        field = "request.sampling.constraint"
+        kind = sampling.constraint.WhichOneof("kind")
+        if kind is None:
+            raise InvalidArgument(field, "is empty; give one of json_schema, regex, choice and grammar")
+        if self.grammars is None:
+            raise FailedPrecondition(field, "this worker's model is no folder with a tokenizer; `pdmesh models fetch` makes one")
+        try:
+            return self.grammars.compile(kind, _source(sampling.constraint))
+        except ValueError as error:
+            raise InvalidArgument(f"{field}.{kind}", str(error)) from error
+
+
+def _source(constraint: common_pb2.Constraint) -> str | tuple[str, ...]:
+    kind = constraint.WhichOneof("kind")
+    return tuple(constraint.choice.values) if kind == "choice" or kind is None else str(getattr(constraint, kind))
 
 
 def _sampling(wire: common_pb2.SamplingParams) -> SamplingParams:

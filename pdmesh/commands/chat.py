@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pdmesh.cli import explain
 from pdmesh.client import Client
 from pdmesh.client_types import Generation, Message
-from pdmesh.commands.options import Connection, Routing, Sampling, flat
+from pdmesh.commands.options import Connection, Constraint, Routing, Sampling, flat
 from pdmesh.commands.streaming import show_json, show_text, show_timings
 from pdmesh.errors import MeshError
 from pdmesh.render import palette
@@ -27,6 +27,7 @@ class Options:
     json: bool = field(default=False, metadata={"help": "write events as JSON lines"})
     timings: bool = field(default=False, metadata={"help": "show where the time went"})
     sampling: Sampling = field(default_factory=Sampling, metadata=flat())
+    constraint: Constraint = field(default_factory=Constraint, metadata=flat())
     routing: Routing = field(default_factory=Routing, metadata=flat())
     connection: Connection = field(default_factory=Connection, metadata=flat())
 
@@ -80,7 +81,7 @@ def _turn(client: Client, options: Options, history: list[Message], line: str) -
 
 
 def _answer(client: Client, options: Options, messages: list[Message]) -> Generation:
-    given = {**options.sampling.given(), **options.routing.given()}
+    given = {**options.sampling.given(), **options.constraint.given(), **options.routing.given()}
     events = client.chat_stream(
         messages,
         model=options.routing.model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
-from pdmesh.commands.options import Connection, Routing, Sampling, flat
+from pdmesh.commands.options import Connection, Constraint, Routing, Sampling, flat
 from pdmesh.commands.streaming import show_json, show_text, show_timings
 
 
@@ -22,6 +22,7 @@ class Options:
     json: bool = field(default=False, metadata={"help": "write events as JSON lines"})
     timings: bool = field(default=False, metadata={"help": "show where the time went"})
     sampling: Sampling = field(default_factory=Sampling, metadata=flat())
+    constraint: Constraint = field(default_factory=Constraint, metadata=flat())
     routing: Routing = field(default_factory=Routing, metadata=flat())
     connection: Connection = field(default_factory=Connection, metadata=flat())
 
@@ -33,7 +34,13 @@ class Options:
 
 def run(options: Options) -> int:
     """Streams the answer; 0 when it is complete."""
-    given = {**options.sampling.given(), **options.routing.given(), "n": options.n, "logprobs": options.logprobs}
+    given = {
+        **options.sampling.given(),
+        **options.constraint.given(),
+        **options.routing.given(),
+        "n": options.n,
+        "logprobs": options.logprobs,
+    }
     with options.connection.client() as client:
         events = client.generate_stream(
             options.token_ids or _prompt(options.prompt),

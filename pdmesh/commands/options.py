@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Literal, cast
 
 from pdmesh.client import Client
@@ -72,6 +73,33 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Constraint:
+    """What the output must be."""
+
+    json_schema: str = field(default="", metadata={"help": "file with a JSON schema that the output matches"})
+    regex: str = field(default="", metadata={"help": "regular expression that the whole output matches"})
+    choice: tuple[str, ...] = field(default=(), metadata={"help": "the output is one of these texts"})
+    grammar: str = field(default="", metadata={"help": "file with a Lark grammar that the output follows"})
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field."""
+        given = [f.name for f in fields(self) if getattr(self, f.name)]
+        if len(given) > 1:
+            raise ValueError(f"{given[1]}: excludes {given[0]}; give one of them")
+        self.given()
+
+    def given(self) -> GenerateOptions:
+        """The option that was set, for the client library. Raises ValueError, naming the field, for an unreadable file."""
+        if self.json_schema:
+            return {"json_schema": _read("json_schema", self.json_schema)}
+        if self.grammar:
+            return {"grammar": _read("grammar", self.grammar)}
+        if self.regex:
+            return {"regex": self.regex}
+        return {"choice": self.choice} if self.choice else {}
+
+
+@dataclass(frozen=True)
 class Routing:
     """What is not about sampling."""
 
@@ -89,6 +117,13 @@ class Routing:
         if self.mode != "auto":
             options["mode"] = self.mode
         return options
+
+
+def _read(name: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name}: {path} cannot be read: {error}") from error
 
 
 def flat(help_: str = "") -> dict[str, object]:

@@ -73,7 +73,7 @@ Global___Priority: _TypeAlias = Priority  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """SamplingParams says how the next token is drawn from the model's logits. The order is: penalties, min_tokens mask,
+    """SamplingParams says how the next token is drawn from the model's logits. The order is: constraint, penalties, min_tokens mask,
     temperature, top_k, top_p, min_p, then one Gumbel-max draw with noise f(seed, choice, token index).
     """
 
@@ -133,7 +133,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def constraint(self) -> Global___Constraint:
-        """constraint on the output: tokens that it forbids are never drawn. Absent means none."""
+        """constraint on the output: tokens that it forbids are never drawn. It excludes min_tokens and ignore_eos. Absent means none."""
 
     def __init__(
         self,
@@ -188,7 +188,12 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class Constraint(_message.Message):
-    """Constraint says what the output of a choice must be; it ends with it, or at max_tokens in the middle."""
+    """Constraint says what the output of a choice must be. When it is complete, the choice ends with an end-of-sequence token and
+    FINISH_REASON_STOP. A choice that ends with FINISH_REASON_LENGTH stopped in the middle: at max_tokens, at the end of the context,
+    or where the constraint could not be followed any further (a dead end, or more complex than the limits allow). A stop string or
+    stop token ends it in the middle, too. Tokens that the constraint forces cost no step of the model, and several may come at once,
+    unless logprobs are asked for; they are the same tokens either way. At most 131072 bytes.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -197,11 +202,13 @@ class Constraint(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """json_schema is a JSON Schema as JSON text; "{}" allows any JSON value."""
+    """json_schema is a JSON Schema as JSON text; "{}" allows any JSON value. A keyword that is not supported is refused. JSON is
+    written with one space behind comma and colon and no others, unless "x-guidance" in the schema says otherwise.
+    """
     regex: _builtins.str
-    """regex that the whole output matches."""
+    """regex that the whole output matches, in the syntax of Rust's regex crate: no look-around, no back-references."""
     grammar: _builtins.str
-    """grammar in Lark syntax, beginning with the rule `start`."""
+    """grammar in Lark syntax (as llguidance extends it), beginning with the rule `start`."""
     @_builtins.property
     def choice(self) -> Global___Alternatives:
         """choice: the output is one of these strings."""

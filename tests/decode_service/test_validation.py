@@ -45,6 +45,22 @@ def emitted(*choices: list[int], n: int = 1, finished: bool = False) -> Callable
     return change
 
 
+def constraint(ignore_eos: bool = False, **kind: object) -> Callable[[decode_pb2.SubmitRequest], object]:
+    def change(request: decode_pb2.SubmitRequest) -> None:
+        request.request.sampling.ignore_eos = ignore_eos
+        request.request.sampling.constraint.CopyFrom(common_pb2.Constraint(**kind))  # type: ignore[arg-type]
+
+    return change
+
+
+def strays(**kind: object) -> Callable[[decode_pb2.SubmitRequest], object]:
+    def change(request: decode_pb2.SubmitRequest) -> None:
+        constraint(False, **kind)(request)
+        emitted([1])(request)
+
+    return change
+
+
 REFUSED: dict[str, tuple[Callable[[decode_pb2.SubmitRequest], object], grpc.StatusCode, str]] = {
     "no id": (lambda r: setattr(r, "request_id", ""), INVALID, "request_id"),
     "odd id": (lambda r: setattr(r, "request_id", "a/b"), INVALID, "request_id"),
@@ -75,6 +91,12 @@ REFUSED: dict[str, tuple[Callable[[decode_pb2.SubmitRequest], object], grpc.Stat
     "min above max": (sampling(min_tokens=13), INVALID, "request.sampling.min_tokens"),
     "many logprobs": (sampling(logprobs=21), INVALID, "request.sampling.logprobs"),
     "many choices": (sampling(n=17), INVALID, "request.sampling.n"),
+    "empty constraint": (constraint(), INVALID, "request.sampling.constraint"),
+    "no regex": (constraint(regex="(a"), INVALID, "request.sampling.constraint.regex"),
+    "no schema": (constraint(json_schema="3"), INVALID, "request.sampling.constraint.json_schema"),
+    "no choice": (constraint(choice=common_pb2.Alternatives()), INVALID, "request.sampling.constraint.choice"),
+    "constraint and ignore_eos": (constraint(True, regex="a+"), INVALID, "request.sampling.ignore_eos"),
+    "history of another constraint": (strays(regex="a+"), INVALID, "request.emitted"),
     "history of another n": (emitted([1], [2]), INVALID, "request.emitted"),
     "all finished": (emitted([1], finished=True), INVALID, "request.emitted"),
     "history complete": (emitted([1] * 12), INVALID, "request.emitted"),

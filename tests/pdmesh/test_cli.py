@@ -6,12 +6,14 @@ import asyncio
 import io
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from pdmesh import cli, errors
 from pdmesh.arguments import parse_options, with_flags
-from pdmesh.commands import chat, generate
+from pdmesh.commands import chat, generate, options
+from protos.v1 import common_pb2
 from tests.pdmesh.fake_mesh import NUM_TOKENS, Script, start_router, text
 
 ANSWER = "".join(text(0, index) for index in range(NUM_TOKENS))
@@ -172,7 +174,27 @@ async def test_models_lists_known_and_served(capsys: pytest.CaptureFixture[str])
     await router.stop()
 
 
+async def test_generate_sends_its_constraint(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    router = await start_router()
+    for flags in (["--json-schema", str(schema)], ["--regex", "a+"], ["--choice", "yes,no"], ["--grammar", str(schema)]):
+        assert await run("generate", "hi", "--router", router.address, *flags) == 0
+    sent = [request.sampling.constraint for request in router.script.requests]
+    assert sent == [
+        common_pb2.Constraint(json_schema='{"type": "object"}'),
+        common_pb2.Constraint(regex="a+"),
+        common_pb2.Constraint(choice=common_pb2.Alternatives(values=["yes", "no"])),
+        common_pb2.Constraint(grammar='{"type": "object"}'),
+    ]
+    await router.stop()
+
+
 def test_options_check_themselves() -> None:
+    with pytest.raises(ValueError, match="grammar: excludes regex"):
+        options.Constraint(regex="a", grammar="b").validate()
+    with pytest.raises(ValueError, match="json_schema: /nowhere"):
+        options.Constraint(json_schema="/nowhere").validate()
     with pytest.raises(ValueError, match="token_ids"):
         generate.Options(prompt="a", token_ids=(1,)).validate()
     assert chat.Options().message == ""

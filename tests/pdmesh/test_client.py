@@ -171,7 +171,15 @@ async def test_invalid_argument_names_the_field(routers: Routers, collect: Colle
 
 @pytest.mark.parametrize(
     ("options", "field"),
-    [({"seed": -1}, "seed"), ({"mode": "sideways"}, "mode"), ({"temprature": 1.0}, "temprature"), ({"stop": [3]}, "stop")],
+    [
+        ({"seed": -1}, "seed"),
+        ({"mode": "sideways"}, "mode"),
+        ({"temprature": 1.0}, "temprature"),
+        ({"stop": [3]}, "stop"),
+        ({"json_schema": 3}, "json_schema"),
+        ({"choice": "yes"}, "choice"),
+        ({"regex": "a", "grammar": "b"}, "grammar"),
+    ],
 )
 async def test_what_cannot_be_sent_is_an_invalid_argument(collect: Collect, options: dict[str, object], field: str) -> None:
     with pytest.raises(errors.InvalidArgument) as caught:

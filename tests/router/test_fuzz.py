@@ -21,6 +21,14 @@ uint32 = st.one_of(st.integers(0, 400), st.integers(0, 2**32 - 1))
 number = st.one_of(st.floats(), st.floats(0, 2))
 text = st.one_of(st.sampled_from(["", "tiny", "hello", "stop"]), st.text(max_size=30))
 finish = st.integers(0, 5)
+grammars = st.one_of(text, st.sampled_from(["{}", "a+", "(a", 'start: "a" | /b+/', '{"type": "object"}']))
+constraint = st.one_of(
+    st.just(common_pb2.Constraint()),
+    st.builds(lambda value: common_pb2.Constraint(json_schema=value), grammars),
+    st.builds(lambda value: common_pb2.Constraint(regex=value), grammars),
+    st.builds(lambda value: common_pb2.Constraint(grammar=value), grammars),
+    st.builds(lambda values: common_pb2.Constraint(choice=common_pb2.Alternatives(values=values)), st.lists(text, max_size=3)),
+)
 sampling = st.builds(
     lambda fields: common_pb2.SamplingParams(**fields),
     st.fixed_dictionaries(
@@ -39,6 +47,7 @@ sampling = st.builds(
             "stop_token_ids": st.lists(uint32, max_size=3),
             "logprobs": st.integers(0, 25),
             "n": st.integers(0, 18),
+            "constraint": constraint,
         },
     ),
 )

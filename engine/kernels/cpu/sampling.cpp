@@ -1,4 +1,4 @@
-// One row: penalties and forbidden tokens in a scratch row, then greedy, or candidates and noise, or (without top-k, top-p and
+// One row: grammar, penalties and forbidden tokens in a scratch row, then greedy, or candidates and noise, or (without top-k, top-p and
 // min-p) one fused pass of noise over the vocabulary. All rows of a step: shared out over the team.
 #include "sampling.h"
 
@@ -78,12 +78,24 @@ void penalize_output(float* x, int64_t vocab, const PdmeshSampleRow& row, int32_
     }
 }
 
+// Most words of a grammar's mask are all zeros or, within a string, all ones.
+void keep_allowed(float* x, int64_t vocab, const uint32_t* allowed) {
+    for (int64_t start = 0; start < vocab; start += 32) {
+        const uint32_t word = allowed[start / 32];
+        const int count = static_cast<int>(std::min<int64_t>(32, vocab - start));
+        if (word == 0) std::fill_n(x + start, count, kHidden);
+        if (word == 0 || word == ~0u) continue;
+        for (int i = 0; i < count; i++) x[start + i] = word >> i & 1 ? x[start + i] : kHidden;
+    }
+}
+
 // The row itself where nothing changes it.
 const float* adjusted(const float* x, int64_t vocab, const PdmeshSampleRow& row, Scratch& own) {
     const bool is_repetition = row.repetition_penalty != 1.0f;
     const bool is_output = row.num_output > 0 && (row.presence_penalty != 0.0f || row.frequency_penalty != 0.0f);
-    if (!is_repetition && !is_output && row.num_forbidden == 0) return x;
+    if (!is_repetition && !is_output && row.num_forbidden == 0 && !row.allowed) return x;
     own.logits.assign(x, x + vocab);
+    if (row.allowed) keep_allowed(own.logits.data(), vocab, row.allowed);
     if (is_repetition || is_output) own.counts.resize(std::max(own.counts.size(), static_cast<size_t>(vocab)));
     if (is_repetition) penalize_repetition(own.logits.data(), vocab, row, own.counts.data());
     if (is_output) penalize_output(own.logits.data(), vocab, row, own.counts.data());

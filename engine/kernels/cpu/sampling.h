@@ -15,6 +15,7 @@ struct PdmeshSampleRow {
     const int64_t* prompt;     // [num_prompt], for the repetition penalty; ids outside the vocabulary are nobody's
     const int64_t* output;     // [num_output], for all penalties
     const int64_t* forbidden;  // [num_forbidden]: tokens that cannot be drawn now
+    const uint32_t* allowed;   // [ceil(V / 32)], a bit for each token: no other can be drawn; null: all can
     int64_t num_prompt, num_output, num_forbidden;
     int64_t top_k;  // 0: all tokens
     double top_p, min_p;  // 1 and 0: all tokens

@@ -26,7 +26,7 @@ Int64s = NDArray[np.int64]
 ROW = np.dtype(
     [
         ("seed", np.uint64), ("choice", np.int64), ("index", np.int64),
-        ("prompt", np.uintp), ("output", np.uintp), ("forbidden", np.uintp),
+        ("prompt", np.uintp), ("output", np.uintp), ("forbidden", np.uintp), ("allowed", np.uintp),
         ("num_prompt", np.int64), ("num_output", np.int64), ("num_forbidden", np.int64),
         ("top_k", np.int64), ("top_p", np.float64), ("min_p", np.float64), ("temperature", np.float32),
         ("repetition_penalty", np.float32), ("presence_penalty", np.float32), ("frequency_penalty", np.float32),
@@ -142,7 +142,7 @@ class NativeSampler:
             return []
         plans = self._plans_of(rows)
         tokens = np.empty(len(rows), np.int64)
-        if all(map(_IS_PLAIN, plans)):
+        if all(map(_IS_PLAIN, plans)) and not any(row.allowed is not None for row in rows):
             self._library.pdmesh_argmax(self._team, logits.data_ptr(), *logits.shape, tokens.ctypes.data)
         elif any(map(_WANTS_LOGPROBS, plans)):
             return self._sample_with_logprobs(logits, rows, plans, tokens)
@@ -194,6 +194,9 @@ class NativeSampler:
         for i, plan in enumerate(plans):
             if plan.points:
                 plan.point(packed[i], rows[i], self._prompts, alive)
+            allowed = rows[i].allowed
+            if allowed is not None:
+                packed[i]["allowed"] = allowed.ctypes.data  # the row keeps it alive
         return packed, alive
 
 

@@ -8,6 +8,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.grammar import Bits
 from engine.kernels.cpu import build, isa
 from engine.kernels.cpu.sampling import NativeSampler
-from engine.logits import apply_temperature, forbid, keep_min_p, keep_top_k, keep_top_p, penalize
+from engine.logits import apply_temperature, forbid, keep_allowed, keep_min_p, keep_top_k, keep_top_p, penalize
 from engine.noise import gumbel, random_bits
 from engine.sampling import Sampler, SampleRow
 from engine.sampling_params import SamplingParams
@@ -85,13 +87,24 @@ def random_row(chance: random.Random, vocab: int, **fixed: Any) -> SampleRow:
         "logprobs": chance.choice([None, None, 0, 4]),
     }
     index = chance.randrange(20)
-    return row(
-        choice=chance.randrange(4), index=index, prompt=tuple(tokens[:40]), output=tokens[40 : 40 + index], **params | fixed
-    )
+    prompt, output = tuple(tokens[:40]), tokens[40 : 40 + index]
+    made = row(choice=chance.randrange(4), index=index, prompt=prompt, output=output, **params | fixed)
+    return replace(made, allowed=random_mask(chance, vocab) if chance.random() < 0.4 else None)
+
+
+def random_mask(chance: random.Random, vocab: int) -> Bits:
+    """Words of all, some and no tokens, as grammars have them; at least one token that min_tokens never forbids."""
+    bits = np.zeros(-(-vocab // 32), np.uint32)
+    for word in range(len(bits)):
+        bits[word] = chance.choice([0, 0, 2**32 - 1, chance.getrandbits(32), 1 << chance.randrange(32)])
+    bits[0] |= 1 << 11
+    return bits
 
 
 def reference(logits: Tensor, r: SampleRow) -> tuple[Tensor, Tensor]:
     """Of the torch functions, for one row [V] with a temperature: logits of what can be drawn, and scores."""
+    if r.allowed is not None:
+        logits = keep_allowed(logits, r.allowed)
     logits = forbid(penalize(logits, r.params, r.prompt, r.output), r.forbidden)
     logits = apply_temperature(logits, r.params.temperature)
     kept = keep_min_p(keep_top_p(keep_top_k(logits, r.params.top_k), r.params.top_p), r.params.min_p)
@@ -191,6 +204,27 @@ def test_equals_by_rounding_are_equals(native: NativeSampler) -> None:
     logits[7] = 100.0
     kept, _ = reference(logits, row(top_k=2))
     assert candidates(native, logits, row(top_k=2)) == set((kept > -math.inf).nonzero().flatten().tolist()) == set(range(300))
+
+
+def test_what_a_grammar_forbids_is_never_drawn(native: NativeSampler) -> None:
+    """However unlikely the only token that it allows is, and whatever else is asked for."""
+    chance, logits = random.Random(4), random_logits(300, 2017, seed=4, scale=8.0)
+    rows = [random_row(chance, 2017, min_tokens=0) for _ in range(300)]
+    masks = [random_mask(chance, 2017) for _ in range(300)]
+    for mask in masks[:100]:
+        mask[:] = 0
+        mask[chance.randrange(63)] = 1 << chance.randrange(32)
+    rows = [replace(row, allowed=mask) for row, mask in zip(rows, masks, strict=True)]
+    for sampler in (native, Sampler()):
+        for token, mask in zip(tokens_of(sampler, logits, rows), masks, strict=True):
+            assert mask[token // 32] >> (token % 32) & 1
+    likeliest = [row(temperature=0.0, logprobs=1)]
+    masked = [replace(likeliest[0], allowed=masks[0])]
+    for sampler in (native, Sampler()):  # log-probabilities stay the model's own
+        [free], [bound] = sampler.sample(logits[:1], likeliest), sampler.sample(logits[:1], masked)
+        assert free.logprobs and bound.logprobs
+        assert bound.logprobs.top == free.logprobs.top
+        assert bound.token_id != free.token_id
 
 
 def test_penalties_are_equal_to_the_last_bit(native: NativeSampler) -> None:

@@ -1,0 +1,57 @@
+"""What the engine needs of a constraint on the output. Who calls it compiles grammars (text/grammar.py); here are tokens only.
+
+Where a choice is in its grammar is a function of its output alone. So nothing but the tokens travels: after a hand-off, a
+resubmission or a preemption the same tokens lead to the same place, and the same tokens come next.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bits = NDArray[np.uint32]  # [ceil(vocabulary / 32)]: token t is bit t % 32 of word t // 32
+
+
+class Matcher(Protocol):
+    """Where one choice is in its grammar."""
+
+    @property
+    def forced(self) -> int | None:
+        """The token that comes next, where the grammar leaves no choice; end-of-sequence where it is complete or has failed."""
+        ...
+
+    @property
+    def failed(self) -> bool:
+        """The grammar cannot be followed any further: too complex, a dead end, or a token that it does not allow was taken."""
+        ...
+
+    def take(self, token_id: int) -> None:
+        """The output goes on with this token."""
+        ...
+
+    def allowed(self) -> Bits:
+        """The tokens that may come next, at least one; only `forced` if there is one."""
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled constraint. Shared by requests and threads."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def matcher(self) -> Matcher:
+        """At the beginning of an output."""
+        ...
+
+
+def first_stray(grammar: Grammar, output: tuple[int, ...]) -> int | None:
+    """The index of the first token of `output` that does not follow the grammar; None if all do."""
+    matcher = grammar.matcher()
+    for index, token_id in enumerate(output):
+        matcher.take(token_id)
+        if matcher.failed:
+            return index
+    return None

@@ -1,0 +1,248 @@
+"""Constrained requests through the engine: whole outputs, and the same ones however they were computed."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+
+import jsonschema
+import pytest
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import InvalidRequest
+from engine.outputs import FinishReason, StepResult, TokenLogprobs
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.weights.loader import LoadedModel, load_model
+from tests.engine.backends import BACKENDS
+from tests.support.mock_engine import open_engine
+from tests.support.tiny_models import IM_END, VOCAB_SIZE, make_tiny_model
+from text.grammar import GrammarCompiler
+from text.tokenizer import Tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "kind": {"enum": ["first", "second"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "kind", "sizes"],
+    "additionalProperties": False,
+}
+Answers = dict[tuple[str, int], "Answer"]
+
+
+@dataclass
+class Answer:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    first_index: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    config: EngineConfig
+    loaded: LoadedModel
+    tokenizer: Tokenizer
+    grammars: GrammarCompiler
+
+    def engine(self, **settings: object) -> Engine:
+        return open_engine(replace(self.config, **settings), self.loaded)  # type: ignore[arg-type]
+
+    def request(
+        self, name: str, kind: str = "json_schema", source: str = json.dumps(SCHEMA), **sampling: object
+    ) -> EngineRequest:
+        params = SamplingParams(**{"temperature": 0.9, "max_tokens": 120, "seed": 5, **sampling})  # type: ignore[arg-type]
+        prompt = tuple(name.encode() * 9)
+        return EngineRequest(name, prompt, params, grammar=self.grammars.compile(kind, source))
+
+    def text(self, answer: Answer) -> str:
+        return self.tokenizer.decode(answer.token_ids)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = make_tiny_model(tmp_path_factory.mktemp("grammar"), head_dim=32)
+    config = EngineConfig(model=str(folder), num_blocks=200, num_threads=1, backend=request.param)
+    tokenizer = Tokenizer.load(folder)
+    return Model(config, load_model(config), tokenizer, GrammarCompiler(tokenizer.to_json(), VOCAB_SIZE, {IM_END}))
+
+
+def requests(model: Model) -> list[EngineRequest]:
+    """Among requests without a constraint."""
+    return [
+        model.request("a"),
+        model.request("b", temperature=0.0, repetition_penalty=1.2),
+        model.request("c", n=3, top_k=20, frequency_penalty=0.3),
+        replace(model.request("free", n=2, max_tokens=40), grammar=None),
+        model.request("d", "regex", "(abc|abd){2,9}-[0-9]+x"),
+        model.request("e", "regex", "forced from the beginning to its end", top_p=0.8),
+        model.request("f", max_tokens=17),
+    ]
+
+
+def collect(answers: Answers, result: StepResult) -> None:
+    for update in result.updates:
+        answer = answers[update.request_id, update.choice]
+        if not answer.token_ids:
+            answer.first_index = update.index
+        assert update.index == answer.first_index + len(answer.token_ids)
+        assert answer.finish_reason is None
+        answer.token_ids += update.token_ids
+        answer.logprobs += update.logprobs
+        answer.finish_reason = update.finish_reason
+
+
+def run(engine: Engine, *asked: EngineRequest) -> Answers:
+    answers: Answers = defaultdict(Answer)
+    for each in asked:
+        assert engine.add(each)
+    while (result := engine.step()) is not None:
+        collect(answers, result)
+    engine.check_integrity()
+    return dict(answers)
+
+
+def tokens(answers: Answers) -> dict[tuple[str, int], tuple[list[int], FinishReason | None]]:
+    return {key: (answer.token_ids, answer.finish_reason) for key, answer in answers.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model) -> Answers:
+    """Each alone, in an engine of its own."""
+    answers: Answers = {}
+    for each in requests(model):
+        answers.update(run(model.engine(prefix_caching=False), each))
+    return answers
+
+
+def test_outputs_are_whole_or_cut_at_max_tokens(model: Model, expected: Answers) -> None:
+    for name, choice in (("a", 0), ("b", 0), ("c", 0), ("c", 1), ("c", 2)):
+        answer = expected[name, choice]
+        assert answer.finish_reason is FinishReason.STOP
+        assert answer.token_ids[-1] == IM_END
+        jsonschema.validate(json.loads(model.text(answer)), SCHEMA)
+    assert model.text(expected["e", 0]) == "forced from the beginning to its end"
+    assert expected["f", 0].finish_reason is FinishReason.LENGTH
+    assert len(expected["f", 0].token_ids) == 17
+    assert len({model.text(expected["c", choice]) for choice in range(3)}) == 3
+
+
+def test_forced_tokens_skip_the_model(model: Model) -> None:
+    engine = model.engine()
+    answer = run(engine, model.request("e", "regex", "forced from the beginning to its end"))["e", 0]
+    assert engine.stats().num_steps == 1
+    assert engine.stats().num_generated_tokens == len(answer.token_ids) == 37
+    engine = model.engine()
+    answer = run(engine, model.request("a"))["a", 0]
+    assert engine.stats().num_steps < len(answer.token_ids) // 2
+
+
+def test_with_logprobs_each_token_is_computed_and_the_same(model: Model, expected: Answers) -> None:
+    for each in requests(model):
+        engine = model.engine()
+        asked = replace(each, sampling=replace(each.sampling, logprobs=2))
+        answers = run(engine, asked)
+        for choice in range(each.sampling.n):
+            answer = answers[each.request_id, choice]
+            assert answer.token_ids == expected[each.request_id, choice].token_ids
+            assert [entry.chosen[0] for entry in answer.logprobs] == answer.token_ids
+        assert engine.stats().num_steps >= max(len(answer.token_ids) for answer in answers.values())
+
+
+@pytest.mark.parametrize("budget", [7, 512])
+def test_batched(model: Model, expected: Answers, budget: int) -> None:
+    engine = model.engine(max_num_batched_tokens=budget)
+    assert tokens(run(engine, *requests(model))) == tokens(expected)
+    assert tokens(run(engine, *reversed(requests(model)))) == tokens(expected)
+    assert engine.stats().num_prefix_hit_tokens > 0
+
+
+def test_preempted(model: Model, expected: Answers) -> None:
+    engine = model.engine(num_blocks=16)
+    assert tokens(run(engine, *requests(model))) == tokens(expected)
+    assert engine.stats().num_preemptions > 0
+
+
+def test_resumed_behind_every_history(model: Model, expected: Answers) -> None:
+    """In the middle of forced runs, too."""
+    engine = model.engine()
+    for each in requests(model):
+        if each.sampling.n > 1:
+            continue
+        whole = expected[each.request_id, 0]
+        for length in range(1, len(whole.token_ids)):
+            history = tuple(whole.token_ids[:length])
+            [answer] = run(engine, replace(each, emitted=(history,))).values()
+            assert [*history, *answer.token_ids] == whole.token_ids
+            assert answer.finish_reason == whole.finish_reason
+
+
+def test_resumed_choices_part_with_their_histories(model: Model, expected: Answers) -> None:
+    [each] = [each for each in requests(model) if each.request_id == "c"]
+    histories = tuple(tuple(expected["c", choice].token_ids[: 11 * choice]) for choice in range(3))
+    answers = run(model.engine(), replace(each, emitted=histories))
+    for choice in range(3):
+        assert [*histories[choice], *answers["c", choice].token_ids] == expected["c", choice].token_ids
+
+
+def test_prefilled_in_one_engine_and_decoded_in_another(model: Model, expected: Answers) -> None:
+    prefill, decode = model.engine(), model.engine(num_blocks=150)
+    answers: Answers = defaultdict(Answer)
+    for each in requests(model):
+        answers.update(first := run(prefill, replace(each, prefill_only=True)))
+        granted = decode.reserve(each)
+        assert granted is not None
+        skip = granted.num_cached_tokens // decode.config.block_size
+        source, target = prefill.held_blocks(each.request_id)[skip:], granted.block_ids[skip:]
+        decode.kv.tensor[:, :, list(target)] = prefill.kv.tensor[:, :, list(source)]
+        prefill.release(each.request_id)
+        decode.start(each.request_id, {choice: answer.token_ids[0] for (_, choice), answer in first.items()})
+    while (result := decode.step()) is not None:
+        collect(answers, result)
+    assert tokens(answers) == tokens(expected)
+
+
+@pytest.mark.parametrize("regex", ["[xy]forced to its end", "[xy]forced[ab]and more", "[xy]"])
+def test_what_is_forced_behind_a_first_token_from_elsewhere_costs_no_step_more(model: Model, regex: str) -> None:
+    here, there, each = model.engine(), model.engine(), model.request("s", "regex", regex)
+    whole = run(here, each)["s", 0]
+    assert there.reserve(each) is not None  # what its blocks hold is of no matter: the grammar draws
+    there.start("s", {0: whole.token_ids[0]})
+    rest: Answers = defaultdict(Answer)
+    while (result := there.step()) is not None:
+        collect(rest, result)
+    assert rest["s", 0].first_index == 1
+    assert model.text(rest["s", 0])[: len("forced")] == model.text(whole)[1:][: len("forced")]
+    assert rest["s", 0].finish_reason is FinishReason.STOP
+    assert there.stats().num_steps <= max(1, here.stats().num_steps - 1)
+
+
+def test_a_dead_end_ends_as_if_there_were_no_room(model: Model) -> None:
+    answer = run(model.engine(), model.request("x", "grammar", 'start: "x" Y\nY: /a+/ & /b+/'))["x", 0]
+    assert answer.finish_reason is FinishReason.LENGTH
+    assert model.text(answer) == "x"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sampling", "field"),
+    [
+        ({"emitted": ((ord("z"),),)}, {}, "emitted: token 0"),
+        ({}, {"min_tokens": 3}, "sampling.min_tokens"),
+        ({}, {"ignore_eos": True}, "sampling.ignore_eos"),
+    ],
+)
+def test_contradictions_are_refused(model: Model, changes: dict[str, object], sampling: dict[str, object], field: str) -> None:
+    asked = replace(model.request("a", **sampling), **changes)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=field):
+        model.engine().add(asked)
+
+
+def test_a_grammar_of_another_vocabulary_is_refused(model: Model) -> None:
+    grammar = GrammarCompiler(model.tokenizer.to_json(), VOCAB_SIZE + 32, {IM_END}).compile("regex", "a")
+    with pytest.raises(InvalidRequest, match=r"sampling.constraint"):
+        model.engine().add(replace(model.request("a"), grammar=grammar))

@@ -1,0 +1,216 @@
+"""Constraints: what is refused, what hostile ones cost, and that a place in a grammar depends on the tokens alone."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+
+from pdmesh.model_cache import cache_folder, is_complete
+from pdmesh.model_catalogue import SMOLLM2
+from tests.support.tiny_models import IM_END, VOCAB_SIZE, write_byte_tokenizer
+from text.grammar import MAX_BYTES, GrammarCompiler, GrammarMatcher
+from text.tokenizer import Tokenizer
+
+REAL = cache_folder() / "models" / SMOLLM2.name
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 12},
+        "colour": {"enum": ["red", "green", "grün 日本"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 300}, "maxItems": 3},
+        "married": {"type": "boolean"},
+    },
+    "required": ["name", "colour", "sizes", "married"],
+    "additionalProperties": False,
+}
+Source = str | Sequence[str]
+KINDS: list[tuple[str, Source, str]] = [  # with a regular expression that every output matches
+    ("json_schema", json.dumps(PERSON), r'\{"name": .*\}'),
+    ("regex", r"[0-9]{3}-(abc|abd)+", r"[0-9]{3}-(abc|abd)+"),
+    ("choice", ("yes", "no", 'a "quoted"\nline\\', "日本語"), r'yes|no|a "quoted"\nline\\|日本語'),
+    ("grammar", 'start: "<" item ("," item)* ">"\nitem: /[a-c]{1,3}/ | "(" item ")"', r"<[a-c(),]+>"),
+]
+
+
+@pytest.fixture(scope="module", params=["bytes", pytest.param("smollm2", marks=pytest.mark.real_model)])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    if request.param == "smollm2":
+        if not is_complete(REAL, SMOLLM2.sha256):
+            pytest.skip("SmolLM2 is not in the cache; `make model` fetches it")
+        return Tokenizer.load(REAL)
+    folder = tmp_path_factory.mktemp("bytes")
+    write_byte_tokenizer(folder)
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return compiler_of(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def of_bytes(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    folder = tmp_path_factory.mktemp("bytes")
+    write_byte_tokenizer(folder)
+    return compiler_of(Tokenizer.load(folder))
+
+
+def compiler_of(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer.to_json(), max(tokenizer.vocab_size, VOCAB_SIZE), tokenizer.eos_token_ids or {IM_END})
+
+
+def allowed(matcher: GrammarMatcher) -> list[int]:
+    return np.flatnonzero(np.unpackbits(matcher.allowed().view(np.uint8), bitorder="little")).tolist()
+
+
+def walk(compiler: GrammarCompiler, kind: str, source: Source, seed: int) -> list[int]:
+    """A random output of at most 300 tokens, its end included; every place on it is looked at from a fresh matcher, too."""
+    grammar, chance = compiler.compile(kind, source), random.Random(seed)
+    matcher, output = grammar.matcher(), list[int]()
+    while len(output) < 300:
+        again = grammar.matcher()
+        for token_id in output:
+            again.take(token_id)
+        choices = allowed(matcher)
+        assert allowed(again) == choices
+        assert again.forced == matcher.forced
+        assert matcher.forced is None or choices == [matcher.forced]
+        output.append(chance.choice(choices))
+        if output[-1] in compiler.eos_token_ids:
+            break
+        matcher.take(output[-1])
+        assert not matcher.failed
+    return output
+
+
+@pytest.mark.parametrize(("kind", "source", "pattern"), KINDS, ids=[kind for kind, _, _ in KINDS])
+def test_every_output_is_a_sentence(
+    kind: str, source: Source, pattern: str, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    num_complete = 0
+    for seed in range(8):
+        output = walk(compiler, kind, source, seed)
+        text = tokenizer.decode(output)
+        if output[-1] in compiler.eos_token_ids:
+            num_complete += 1
+            assert re.fullmatch(pattern, text, re.DOTALL), text
+            if kind == "json_schema":
+                jsonschema.validate(json.loads(text), PERSON)
+    assert num_complete >= 4
+
+
+def test_forced_runs_end_where_there_is_a_choice(of_bytes: GrammarCompiler) -> None:
+    matcher = of_bytes.compile("json_schema", json.dumps(PERSON)).matcher()
+    forced = bytearray()
+    while (token := matcher.forced) is not None:
+        forced += bytes([token])  # the byte tokenizer numbers bytes by their printable names
+        matcher.take(token)
+    assert len(forced) == len('{"name": "')
+    assert len(allowed(matcher)) > 50
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "problem"),
+    [
+        ("json_schema", "", "empty"),
+        ("json_schema", '{"type":', "no JSON"),
+        ("json_schema", "3", "no JSON object"),
+        ("json_schema", '{"type": "wat"}', "Invalid type"),
+        ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+        ("json_schema", '{"type": "integer", "minimum": 3, "maximum": 1}', "minimum"),
+        ("json_schema", '{"$ref": "http://127.0.0.1:9/x.json"}', "does not fetch"),
+        ("json_schema", '{"$ref": "file:///etc/passwd"}', "does not fetch"),
+        ("json_schema", "[" * 50_000, "deep"),
+        ("json_schema", json.dumps({"const": "x" * MAX_BYTES}), "bytes"),
+        ("regex", "", "empty"),
+        ("regex", "(a", "unclosed"),
+        ("regex", "(?=a)b", "look-around"),
+        ("regex", r"[^\s\S]", "nothing matches"),
+        ("choice", (), "1 to 1000"),
+        ("choice", ("a",) * 1001, "1 to 1000"),
+        ("choice", ("a", ""), "value 1 is empty"),
+        ("grammar", "", "empty"),
+        ("grammar", "start: x", "unknown name"),
+        ("grammar", 'x: "a"', "start"),
+        ("poem", "x", "poem"),
+    ],
+)
+def test_what_is_wrong_is_said(kind: str, source: Source, problem: str, of_bytes: GrammarCompiler) -> None:
+    with pytest.raises(ValueError, match=problem) as refused:
+        of_bytes.compile(kind, source)
+    assert len(str(refused.value)) <= 400
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("regex", "(a{1000}){1000}"),
+        ("regex", "a{1000000}"),
+        ("regex", "(.*a.{200}){200}"),
+        ("regex", "(a?){500}a{500}"),
+        ("grammar", 'start: x{1000}\nx: y{1000}\ny: "abc"'),
+        ("grammar", 'start: start start | "a" | '),
+        ("grammar", "start: A\nA: /(.*a.{20}b.*)/ & ~/.*x.{20}y.*/ & /.*[q-z].{15}m/"),
+        ("grammar", "start: " + " | ".join(f'"x{i}"' for i in range(5000))),
+        ("json_schema", json.dumps({"allOf": [{"anyOf": [{"required": [f"{i}{k}"]} for k in range(6)]} for i in range(8)]})),
+        ("json_schema", json.dumps({"const": "lorem ipsum " * 8000})),
+    ],
+)
+def test_hostile_grammars_cost_little(kind: str, source: Source, of_bytes: GrammarCompiler) -> None:
+    """Refused or followed: each within seconds of processor time, the first tokens included."""
+    began = time.process_time()
+    try:
+        matcher = of_bytes.compile(kind, source).matcher()
+        for _ in range(200):
+            if matcher.failed:
+                break
+            matcher.take(allowed(matcher)[0])
+    except ValueError as error:
+        assert str(error)
+    assert time.process_time() - began < 5.0
+
+
+def test_a_dead_end_is_a_failure_that_ends(of_bytes: GrammarCompiler) -> None:
+    matcher = of_bytes.compile("grammar", 'start: "x" Y\nY: /a+/ & /b+/').matcher()
+    while not matcher.failed:
+        choices = allowed(matcher)
+        matcher.take(choices[0])
+    assert matcher.forced == IM_END
+    assert allowed(matcher) == [IM_END]
+
+
+def test_a_stray_token_is_a_failure(of_bytes: GrammarCompiler) -> None:
+    matcher = of_bytes.compile("choice", ("yes", "no")).matcher()
+    outside = next(token for token in range(256) if token not in allowed(matcher))
+    matcher.take(outside)
+    assert matcher.failed
+
+
+def test_text_that_spells_the_end_is_no_end(of_bytes: GrammarCompiler) -> None:
+    matcher = of_bytes.compile("choice", ("<|im_end|>",)).matcher()
+    assert matcher.failed
+
+
+def test_what_was_compiled_is_remembered(of_bytes: GrammarCompiler) -> None:
+    assert of_bytes.known("regex", "abc+d") is None
+    compiled = of_bytes.compile("regex", "abc+d")
+    assert of_bytes.known("regex", "abc+d") is compiled is of_bytes.compile("regex", "abc+d")
+    assert of_bytes.known("grammar", "abc+d") is None
+    for number in range(20):
+        of_bytes.compile("choice", (str(number), "x" * (MAX_BYTES - 100)))
+    assert of_bytes.known("regex", "abc+d") is None
+
+
+def test_without_an_end_nothing_can_be_constrained(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    compiler = GrammarCompiler(Tokenizer.load(tmp_path).to_json(), VOCAB_SIZE, ())
+    with pytest.raises(ValueError, match="end-of-sequence"):
+        compiler.compile("regex", "a")
