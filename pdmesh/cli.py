@@ -28,7 +28,7 @@ COMMANDS = {
     "up": "start a mesh on this machine: Redis, router, prefill and decode workers",
     "generate": "continue a prompt",
     "chat": "talk to the model, or ask one question",
-    "loadtest": "load a mesh, or any OpenAI server, and say what it keeps; `loadtest compare` sets two results side by side",
+    "loadtest": "load a mesh, or any OpenAI server; loadtest compare, loadtest report: what was measured",
     "status": "show workers, their roles and load, and the objectives in force",
     "roles": "change the roles of a worker while it runs",
     "models": "list models, or fetch or convert one",
@@ -38,7 +38,7 @@ COMMANDS = {
     "demo": "start a mesh, ask a question, show where the time went, stop",
 }
 # Words behind a command that make another one of it, each with options of its own; "run" is the command itself.
-SUBCOMMANDS = {"loadtest": ("run", "compare")}
+SUBCOMMANDS = {"loadtest": ("run", "compare", "report")}
 # What the commands beyond the client library need, by the package that is missing.
 _EXTRAS = {
     "redis": "services",

@@ -243,8 +243,14 @@ def _errors(errors: Mapping[str, int]) -> str:
 
 
 def _settings(result: Result) -> str:
-    rows = [(name, "" if value is None else str(value)) for name, value in result.settings.items()]
+    rows = [(name, _setting(value)) for name, value in result.settings.items()]
     return f"<details><summary>Settings</summary>{_table(('setting', 'value'), rows)}</details>" if rows else ""
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return "" if value is None else str(value)
 
 
 def _section(title: str, content: str) -> str:

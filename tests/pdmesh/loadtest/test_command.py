@@ -46,6 +46,9 @@ def test_a_run_its_files_and_its_exit_code(kind: str, tmp_path: Path, capsys: py
     assert "<svg" in (tmp_path / "a.html").read_text()
     assert cli.run(["loadtest", "compare", str(tmp_path / "a.json"), str(tmp_path / "a.json"), "--fail-if-worse"]) == 0
     assert "TTFT p50" in capsys.readouterr().out
+    assert cli.run(["loadtest", "report", str(tmp_path / "a.json"), "--html", str(tmp_path / "b.html")]) == 0
+    assert capsys.readouterr().out == text
+    assert (tmp_path / "b.html").read_text() == (tmp_path / "a.html").read_text()
 
 
 def test_a_search_for_the_capacity(capsys: pytest.CaptureFixture[str]) -> None:
