@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import signal
 import sys
 from contextlib import nullcontext
@@ -127,7 +128,7 @@ async def _find_capacity(target: Target, measurement: Measurement, options: Opti
 
 
 def _open(options: Options) -> Target:
-    how, seed = options.how, options.what.seed
+    how = options.how
     if options.speaks_http:
         # Only here: the client alone has no h11.
         from pdmesh.loadtest.openai_target import OpenAiSettings, OpenAiTarget
@@ -138,7 +139,6 @@ def _open(options: Options) -> Target:
                 model=how.model,
                 endpoint=how.endpoint,
                 prompt=how.prompt,
-                seed=seed,
                 vocab_size=how.vocab_size,
                 temperature=how.temperature,
                 ignore_eos=how.ignore_eos,
@@ -148,24 +148,25 @@ def _open(options: Options) -> Target:
             ),
         )
     settings = GrpcSettings(
-        how.model, seed, how.vocab_size, how.temperature, how.ignore_eos, how.connections, how.resume_timeout_s, how.tls
+        how.model, how.vocab_size, how.temperature, how.ignore_eos, how.connections, how.resume_timeout_s, how.tls
     )
     return GrpcTarget(options.target, settings)
 
 
 def _measurement(options: Options, model: str, max_context: int | None) -> Measurement:
     workload, own = workload_of(options.when, options.what, max_context)
+    seed = secrets.randbelow(2**31) if options.what.seed is None else options.what.seed
     return Measurement(
         workload=workload,
         book=book_of(options.goals.of(model), own),
-        seed=options.what.seed,
+        seed=seed,
         duration_s=options.when.duration_s,
         warmup_s=options.when.warmup_s,
         run=RunSettings(timeout_s=options.how.timeout_s, max_concurrency=options.how.max_concurrency),
         max_lateness_s=options.how.max_lateness_ms / 1e3,
         target=options.target,
         model=model,
-        settings=dump(options),
+        settings={**dump(options), "what.seed": seed},
     )
 
 

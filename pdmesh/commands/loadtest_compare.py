@@ -52,6 +52,6 @@ def _doubts(a: Result, b: Result) -> list[str]:
     if (a.objectives, a.objectives_by_class) != (b.objectives, b.objectives_by_class):
         lines.append(f"the objectives differ: {a.objectives} | {b.objectives}")
     # Where results are written and how they are shown changes nothing; the target is what one compares.
-    apart = {"target", "output", "html", "json", "progress", "goals.objectives"}
+    apart = {"target", "output", "html", "json", "progress", "goals.objectives", "what.seed"}
     differing = [name for name in a.settings if name not in apart and a.settings[name] != b.settings.get(name)]
     return lines + [f"{name} differs: {a.settings[name]} | {b.settings.get(name)}" for name in differing]

@@ -61,7 +61,9 @@ class What:
     mix: str = field(default="", metadata={"help": "TOML file of classes of traffic, instead of the above"})
     cancel_share: float = field(default=0.0, metadata={"help": "share of requests that are cancelled"})
     cancel_after_s: str = field(default="exponential:1", metadata={"help": f"seconds until then: {_DISTRIBUTION}"})
-    seed: int = field(default=0, metadata={"help": "same seed, same plan"})
+    seed: int | None = field(
+        default=None, metadata={"help": "same seed, same arrivals, lengths and prompts (which caches may know); empty: a new one"}
+    )
 
     def validate(self) -> None:
         """Raises ValueError that names the field."""

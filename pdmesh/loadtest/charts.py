@@ -47,14 +47,12 @@ class Axis:
         """About five round numbers."""
         if self.log:
             return _log_ticks(self.low, self.high)
-        step = _round_step((self.high - self.low) / 5)
-        first = math.ceil(self.low / step - 1e-9)
-        return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
+        return _linear_ticks(self.low, self.high)
 
 
 def linear(values: Sequence[float]) -> Axis:
-    """From 0 to a little above the highest value."""
-    return Axis(0.0, 1.05 * max([*values, 1e-9]))
+    """From 0 to a little above the highest value; to 1 where all are 0."""
+    return Axis(0.0, 1.05 * max([*values, 0.0]) or 1.0)
 
 
 def logarithmic(values: Sequence[float]) -> Axis:
@@ -186,7 +184,15 @@ def _round_step(rough: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
 
 
+def _linear_ticks(low: float, high: float) -> list[float]:
+    step = _round_step((high - low) / 5)
+    first = math.ceil(low / step - 1e-9)
+    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
 def _log_ticks(low: float, high: float) -> list[float]:
+    if high / low < 5:
+        return _linear_ticks(low, high)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = (1, 2, 5) if high / low < 300 else (1,)
     return [tick for power in powers for factor in factors if low <= (tick := factor * 10.0**power) <= high]

@@ -24,7 +24,6 @@ class GrpcSettings:
     """How requests are put. `resume_timeout_s`: how long the client looks for another router when one is lost."""
 
     model: str = ""
-    seed: int = 0
     vocab_size: int = 32_000
     temperature: float = 0.0
     ignore_eos: bool = True
@@ -41,7 +40,7 @@ class _Prepared:
 
 
 class GrpcTarget:
-    """Routers at "host:port,…": each of its clients prefers another of them and falls back on the rest."""
+    """Routers at "host:port,…": each client prefers another of them; with a `resume_timeout_s` it falls back on the rest."""
 
     def __init__(self, routers: str, settings: GrpcSettings) -> None:
         self._settings = settings
@@ -70,7 +69,7 @@ class GrpcTarget:
         settings = self._settings
         prompt: list[int] = []
         for said in ask.said:
-            prompt += token_ids(said.segments, settings.seed, settings.vocab_size)
+            prompt += token_ids(said.segments, ask.seed, settings.vocab_size)
             if said.answer is not None:
                 prompt += said.answer.token_ids
         options = GenerateOptions(

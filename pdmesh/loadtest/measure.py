@@ -41,13 +41,14 @@ async def measure(target: Target, measurement: Measurement, watch: Watch = nullc
     """Runs it, within what `watch` makes of the runner (progress). Cancelled (Ctrl-C), it returns what there is: `interrupted`
     says so, and the window ends there."""
     total_s = measurement.warmup_s + measurement.duration_s
-    prefix = f"{measurement.run.request_id_prefix}-{measurement.seed}"
-    runner = Runner(target, replace(measurement.run, stop_turns_s=total_s, request_id_prefix=prefix))
+    seed = measurement.seed
+    prefix = f"{measurement.run.request_id_prefix}-{seed}"
+    runner = Runner(target, replace(measurement.run, stop_turns_s=total_s, request_id_prefix=prefix, seed=seed))
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     end_s = total_s
     try:
         async with watch(runner):
-            log = await runner.run(plan(measurement.workload, measurement.seed, total_s))
+            log = await runner.run(plan(measurement.workload, seed, total_s))
     except asyncio.CancelledError:
         log = runner.log
         end_s = min(total_s, runner.now_s())
@@ -97,7 +98,7 @@ async def find_capacity(
     for search in searches:
         while (rate := search.next_rate(trials)) is not None:
             workload = replace(measurement.workload, arrivals=replace(measurement.workload.arrivals, rate=rate))
-            # Another seed for each window, or all windows of a rate would be the same one.
+            # Another seed for each window, or all windows of a rate would be the same one, out of the target's caches.
             result = await measure(target, replace(measurement, workload=workload, seed=measurement.seed + len(trials)), watch)
             if result.interrupted:
                 raise asyncio.CancelledError

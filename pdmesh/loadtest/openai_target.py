@@ -27,7 +27,6 @@ class OpenAiSettings:
     model: str = ""
     endpoint: Endpoint = "completions"
     prompt: PromptKind = "tokens"
-    seed: int = 0
     vocab_size: int = 32_000
     temperature: float = 0.0
     ignore_eos: bool = True
@@ -114,7 +113,7 @@ class OpenAiTarget:
     def _messages(self, ask: Ask) -> list[dict[str, str]]:
         messages = []
         for said in ask.said:
-            messages.append({"role": "user", "content": words(said.segments, self._settings.seed)})
+            messages.append({"role": "user", "content": words(said.segments, ask.seed)})
             if said.answer is not None:
                 messages.append({"role": "assistant", "content": said.answer.text})
         return messages
@@ -124,11 +123,9 @@ class OpenAiTarget:
         settings = self._settings
         if settings.prompt == "words":
             return " ".join(
-                text
-                for said in ask.said
-                for text in (words(said.segments, settings.seed), said.answer.text if said.answer else "")
+                text for said in ask.said for text in (words(said.segments, ask.seed), said.answer.text if said.answer else "")
             )
-        return [token for said in ask.said for token in token_ids(said.segments, settings.seed, settings.vocab_size)]
+        return [token for said in ask.said for token in token_ids(said.segments, ask.seed, settings.vocab_size)]
 
 
 async def _events(response: Response) -> AsyncGenerator[Event, None]:

@@ -125,13 +125,13 @@ def _chart(title: str, lines: Sequence[Line], x: Axis, unit: str, marks: Mapping
 def _cdfs(result: Result) -> str:
     bounds, sample = result.objectives.bounds, result.sample
     figures = []
-    for number, name in enumerate(("ttft", "tpot", "e2e")):
+    for name in ("ttft", "tpot", "e2e"):
         values = [value for value in getattr(sample, name) if value is not None]
         if not values:
             continue
         marks = {f"objective, {number_text(bounds[name])} ms": bounds[name]} if name in bounds else {}
         drawn = lines_chart(
-            [Line("share of requests", list(cdf(values)), number)],
+            [Line("share of requests", list(cdf(values)), 0)],
             logarithmic([*values, *marks.values()]),
             Axis(0.0, 1.0),
             x_unit="ms",

@@ -24,12 +24,14 @@ _MAX_BURST = 32
 
 @dataclass(frozen=True)
 class RunSettings:
-    """`timeout_s` counts from when a request is due. After `stop_turns_s` seconds of a run no conversation goes on."""
+    """`timeout_s` counts from when a request is due. After `stop_turns_s` seconds of a run no conversation goes on. `seed` makes
+    the words of prompts: with another seed than the last run's, the target has none of them in its caches."""
 
     timeout_s: float = 60.0
     max_concurrency: int = 10_000
     stop_turns_s: float = float("inf")
     request_id_prefix: str = "loadtest"
+    seed: int = 0
 
 
 @dataclass
@@ -131,7 +133,9 @@ class Runner:
 
     def _ask(self, session: PlannedSession, number: int, said: tuple[Said, ...]) -> Ask:
         request_id = f"{self._settings.request_id_prefix}-{session.index}-{number}"
-        return Ask(request_id, session.traffic, said, session.turns[number].output_tokens, self._settings.timeout_s)
+        return Ask(
+            request_id, self._settings.seed, session.traffic, said, session.turns[number].output_tokens, self._settings.timeout_s
+        )
 
     async def _request(self, turn: PlannedTurn, prepared: object, scheduled_s: float, call: _Call) -> tuple[Outcome, str]:
         """Sends one request and waits for its end. How it ended and, unless that was planned, why."""

@@ -28,9 +28,10 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request, ready to be put into a protocol. `request_id` tells it from all others of the run."""
+    """A request, ready to be put into a protocol. `request_id` tells it from all others of the run; `seed` makes its words."""
 
     request_id: str
+    seed: int
     traffic: TrafficClass
     said: tuple[Said, ...]
     output_tokens: int

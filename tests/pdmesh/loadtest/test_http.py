@@ -63,14 +63,14 @@ def reply(status: str, body: bytes) -> bytes:
 
 async def ask(url: str, settings: OpenAiSettings | None = None) -> list[Event]:
     target = OpenAiTarget(url, settings or OpenAiSettings(model="m"))
-    prepared = target.prepare(Ask("id-0-0", TrafficClass(), (Said((Segment("0", 3),)),), 5, 10.0))
+    prepared = target.prepare(Ask("id-0-0", 1, TrafficClass(), (Said((Segment("0", 3),)),), 5, 10.0))
     try:
         return [event async for event in target.stream(prepared)]
     finally:
         await target.close()
 
 
-@given(st.lists(st.text(st.characters(exclude_characters="\r\n"), min_size=1), max_size=8), st.data())
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), min_size=1), max_size=8), st.data())
 def test_events_survive_any_cut(texts: list[str], data: st.DataObject) -> None:
     newline = data.draw(st.sampled_from(["\n", "\r\n"]))
     stream = "".join(f": comment{newline}event: x{newline}data: {text}{newline}{newline}" for text in texts).encode()

@@ -20,6 +20,7 @@ from pdmesh.loadtest.record import Outcome
 from pdmesh.loadtest.runner import RunLog, Runner, RunSettings
 from pdmesh.loadtest.target import Target, TargetError
 from pdmesh.loadtest.workload import Arrivals, TrafficClass, Workload, plan
+from protos.v1.mesh_pb2 import GenerateRequest
 from tests.pdmesh.fake_mesh import Script, start_router
 from tests.support.waiting import eventually
 
@@ -163,3 +164,16 @@ async def test_an_interrupted_run_reports_what_it_has() -> None:
         await eventually(lambda: stub.num_running == 0)
     assert result.interrupted and result.window.end_s < 30
     assert set(result.summary.outcomes) == {"ok"} and result.summary.num_requests > 3
+
+
+async def test_another_run_has_other_prompts_and_the_same_seed_the_same() -> None:
+    """Or the target's prefix cache would know the second run from the first."""
+    router = await start_router(script := Script())
+    target = GrpcTarget(router.address, GrpcSettings())
+    for seed in (1, 2, 1):
+        await measure(target, Measurement(constant(10), ObjectiveBook(Objectives()), seed, duration_s=0.1))
+    await target.close()
+    await router.stop()
+    first, second, again = (list(request.tokens.ids) for request in script.requests if isinstance(request, GenerateRequest))
+    assert first == again != second
+    assert first[:4] != second[:4]
