@@ -84,6 +84,17 @@ class LateError(Exception):
     """The load test itself could not keep up: what it measured says nothing of the target."""
 
 
+def decided_s(measurement: Measurement) -> float:
+    """Seconds of a run after which no request that still runs can be good: the last one was due, and the longest answer had all
+    the time that its objectives allow. Until then nothing is given up, so nothing gets room that it would not have had."""
+    total_s = measurement.warmup_s + measurement.duration_s
+    allowed_ms = 0.0
+    for session in plan(measurement.workload, measurement.seed, total_s):
+        num_tokens = max(turn.output_tokens for turn in session.turns)
+        allowed_ms = max(allowed_ms, measurement.book.of(session.traffic.name).longest_ms(num_tokens))
+    return total_s + allowed_ms / 1e3
+
+
 async def find_capacity(
     target: Target,
     measurement: Measurement,
@@ -99,7 +110,9 @@ async def find_capacity(
         while (rate := search.next_rate(trials)) is not None:
             workload = replace(measurement.workload, arrivals=replace(measurement.workload.arrivals, rate=rate))
             # Another seed for each window, or all windows of a rate would be the same one, out of the target's caches.
-            result = await measure(target, replace(measurement, workload=workload, seed=measurement.seed + len(trials)), watch)
+            trying = replace(measurement, workload=workload, seed=measurement.seed + len(trials))
+            trying = replace(trying, run=replace(trying.run, give_up_s=decided_s(trying)))
+            result = await measure(target, trying, watch)
             if result.interrupted:
                 raise asyncio.CancelledError
             if not result.valid:

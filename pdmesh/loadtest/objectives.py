@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,6 +25,13 @@ class Objectives:
         """Those that are set, by name: ttft, tpot, e2e."""
         named = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2e": self.e2e_ms}
         return {name: bound for name, bound in named.items() if bound is not None}
+
+    def longest_ms(self, num_tokens: int) -> float:
+        """The most time that an answer of so many tokens may take; infinite where the bounds leave that open."""
+        by_tokens = math.inf
+        if self.ttft_ms is not None and (num_tokens == 1 or self.tpot_ms is not None):
+            by_tokens = self.ttft_ms + (num_tokens - 1) * (self.tpot_ms or 0.0)
+        return by_tokens if self.e2e_ms is None else min(by_tokens, self.e2e_ms)
 
     def __str__(self) -> str:
         bounds = " and ".join(f"{name.upper()} <= {bound:g} ms" for name, bound in self.bounds.items())

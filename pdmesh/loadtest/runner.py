@@ -24,12 +24,14 @@ _MAX_BURST = 32
 
 @dataclass(frozen=True)
 class RunSettings:
-    """`timeout_s` counts from when a request is due. After `stop_turns_s` seconds of a run no conversation goes on. `seed` makes
-    the words of prompts: with another seed than the last run's, the target has none of them in its caches."""
+    """`timeout_s` counts from when a request is due. After `stop_turns_s` seconds of a run no conversation goes on; after
+    `give_up_s` what still runs has timed out. `seed` makes the words of prompts: with another than the last run's, the target has
+    none of them in its caches."""
 
     timeout_s: float = 60.0
     max_concurrency: int = 10_000
     stop_turns_s: float = float("inf")
+    give_up_s: float = float("inf")
     request_id_prefix: str = "loadtest"
     seed: int = 0
 
@@ -142,13 +144,14 @@ class Runner:
         log, settings = self.log, self._settings
         if log.num_running >= settings.max_concurrency:
             return Outcome.NOT_SENT, f"{settings.max_concurrency} requests were running already"
-        given_up_s = settings.timeout_s if turn.cancel_after_s is None else min(turn.cancel_after_s, settings.timeout_s)
+        timeout_s = min(settings.timeout_s, settings.give_up_s - scheduled_s)
+        waited_s = timeout_s if turn.cancel_after_s is None else min(turn.cancel_after_s, timeout_s)
         log.num_running += 1
         try:
-            async with asyncio.timeout_at(log.started_at + scheduled_s + given_up_s):
+            async with asyncio.timeout_at(log.started_at + scheduled_s + waited_s):
                 await self._receive(prepared, call)
         except TimeoutError:
-            if given_up_s < settings.timeout_s:
+            if waited_s < timeout_s:
                 return Outcome.CANCELLED, ""
             return Outcome.TIMEOUT, "no complete answer within the load test's timeout"
         except TargetError as error:

@@ -54,9 +54,11 @@ def test_a_run_its_files_and_its_exit_code(kind: str, tmp_path: Path, capsys: py
 def test_a_search_for_the_capacity(capsys: pytest.CaptureFixture[str]) -> None:
     search = ["--find-capacity", "--max-rate", "60", "--windows", "1", "--attainments", "0.9", "--ttft-ms", "60000"]
     with stub("grpc") as target:
-        code = cli.run(["loadtest", target, *RUN, *search])
+        code = cli.run(["loadtest", target, *RUN, *search, "--progress"])
+        shown = capsys.readouterr()
         nothing = cli.run(["loadtest", target, *RUN, *search, "--ttft-ms", "0.001"])
-    text = capsys.readouterr().out
+    text = shown.out
+    assert "30.000 requests/s: 100.00 % attained" in shown.err and " ok · 0 failed · TTFT p50" in shown.err
     assert code == 0 and "up to 60 requests/s (no rate that was allowed was too high)" in text
     assert nothing == 1
 
