@@ -9,7 +9,7 @@ CODE := pdmesh worker router prefill_service decode_service kvtransfer runtime e
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh equality
-.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-profile bench-clients bench-constrained stubs format clean
+.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-loadtest bench-profile bench-clients bench-constrained stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -76,6 +76,9 @@ bench-cpu: $(READY) model kernels  ## the CPU kernels beside OpenVINO, vLLM, lla
 
 bench-handoff: $(READY) kernels  ## the hand-off between two processes, beside memcpy and iperf3
 	$(BIN)/python -m benchmarks.handoff
+
+bench-loadtest: $(READY)  ## what the load test reports of a server whose latencies are known, at 500 requests/s
+	$(BIN)/python -m benchmarks.loadtest
 
 bench-profile: $(READY) model kernels  ## where the time of an engine's step goes
 	$(BIN)/python -m benchmarks.profile

@@ -28,6 +28,7 @@ COMMANDS = {
     "up": "start a mesh on this machine: Redis, router, prefill and decode workers",
     "generate": "continue a prompt",
     "chat": "talk to the model, or ask one question",
+    "loadtest": "load a mesh, or any OpenAI server; loadtest compare, loadtest report: what was measured",
     "status": "show workers, their roles and load, and the objectives in force",
     "roles": "change the roles of a worker while it runs",
     "models": "list models, or fetch or convert one",
@@ -36,6 +37,8 @@ COMMANDS = {
     "doctor": "check what this machine has and lacks",
     "demo": "start a mesh, ask a question, show where the time went, stop",
 }
+# Words behind a command that make another one of it, each with options of its own; "run" is the command itself.
+SUBCOMMANDS = {"loadtest": ("run", "compare", "report")}
 # What the commands beyond the client library need, by the package that is missing.
 _EXTRAS = {
     "redis": "services",
@@ -44,6 +47,7 @@ _EXTRAS = {
     "uvicorn": "services",
     "torch": "worker",
     "transformers": "local",
+    "h11": "loadtest",
 }
 
 
@@ -107,8 +111,9 @@ def _unknown(name: str) -> int:
 
 def _run_command(name: str, argv: Sequence[str]) -> int:
     try:
-        command = cast(_Command, importlib.import_module(f"pdmesh.commands.{name}"))
-        options = parse_options(command.Options, argv, os.environ, prog=f"pdmesh {name}")
+        words, argv = _subcommand(name, argv)
+        command = cast(_Command, importlib.import_module("pdmesh.commands." + "_".join(words)))
+        options = parse_options(command.Options, argv, os.environ, prog=" ".join(("pdmesh", *words)))
         return command.run(options)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -122,6 +127,13 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         print(f"pdmesh {name}: {_missing_package(error)}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _subcommand(name: str, argv: Sequence[str]) -> tuple[tuple[str, ...], Sequence[str]]:
+    """The words that name the command, and what is left of `argv`."""
+    if not argv or argv[0] not in SUBCOMMANDS.get(name, ()):
+        return (name,), argv
+    return (name,) if argv[0] == "run" else (name, argv[0]), argv[1:]
 
 
 def explain(error: MeshError) -> str:

@@ -1,0 +1,38 @@
+"""`pdmesh loadtest report result.json`: the tables, and the page, of a result that was written before or elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pdmesh.loadtest import report_html, report_text, result
+from pdmesh.render import palette
+
+EXIT_USAGE = 2
+
+
+@dataclass(frozen=True)
+class Options:
+    """Show a result of the load test again: pdmesh loadtest report result.json --html report.html."""
+
+    result: str = field(default="", metadata={"help": "file of the result, also as a bare word", "positional": True})
+    html: str = field(default="", metadata={"help": "write the page to this file"})
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field."""
+        if not self.result:
+            raise ValueError("result: is missing; name a file, such as pdmesh loadtest report result.json")
+
+
+def run(options: Options) -> int:
+    """0 when it was shown."""
+    try:
+        measured = result.read(options.result)
+        if options.html:
+            Path(options.html).write_text(report_html.page(measured), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"pdmesh loadtest report: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    print("\n".join(report_text.lines(measured, palette(sys.stdout))))
+    return 0

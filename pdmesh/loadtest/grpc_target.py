@@ -1,0 +1,150 @@
+"""The mesh's own gRPC API, through the client library."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+from pdmesh.client import AsyncClient, Completed, Delta
+from pdmesh.client_channel import addresses
+from pdmesh.client_types import GenerateOptions, Timings
+from pdmesh.errors import Cancelled, DeadlineExceeded, MeshError, Overloaded
+from pdmesh.loadtest.prompts import token_ids
+from pdmesh.loadtest.record import Outcome
+from pdmesh.loadtest.target import Ask, Done, Event, Fleet, TargetError, TargetInfo, Tokens
+from protos.v1 import mesh_pb2, worker_pb2
+from runtime.tls import TlsConfig
+
+_CHECK_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class GrpcSettings:
+    """How requests are put. `resume_timeout_s`: how long the client looks for another router when one is lost."""
+
+    model: str = ""
+    vocab_size: int = 32_000
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    connections: int = 1
+    resume_timeout_s: float = 0.0
+    tls: TlsConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    prompt: list[int]
+    options: GenerateOptions
+    timeout_s: float
+
+
+class GrpcTarget:
+    """Routers at "host:port,…": each client prefers another of them; with a `resume_timeout_s` it falls back on the rest."""
+
+    def __init__(self, routers: str, settings: GrpcSettings) -> None:
+        self._settings = settings
+        known = addresses(routers)
+        self._clients = [
+            AsyncClient(_rotated(known, number), resume_timeout_s=settings.resume_timeout_s, tls=settings.tls)
+            for number in range(max(settings.connections, len(known)))
+        ]
+        self._next = cycle(self._clients)
+
+    async def check(self) -> TargetInfo:
+        """The model and its context; TargetError if no router answers or it does not serve the model."""
+        try:
+            models = await self._clients[0].list_models(timeout=_CHECK_TIMEOUT_S)
+        except MeshError as error:
+            raise _target_error(error) from error
+        wanted = self._settings.model
+        chosen = models[0] if len(models) == 1 and not wanted else next((m for m in models if m.name == wanted), None)
+        if chosen is None:
+            names = ", ".join(model.name for model in models) or "none"
+            raise TargetError(Outcome.ERROR, f"model {wanted!r} is not served; there are: {names}")
+        return TargetInfo(chosen.name, chosen.max_context or None)
+
+    def prepare(self, ask: Ask) -> _Prepared:
+        """Token ids of the whole conversation, and the options of the request."""
+        settings = self._settings
+        prompt: list[int] = []
+        for said in ask.said:
+            prompt += token_ids(said.segments, ask.seed, settings.vocab_size)
+            if said.answer is not None:
+                prompt += said.answer.token_ids
+        options = GenerateOptions(
+            max_tokens=ask.output_tokens,
+            temperature=settings.temperature,
+            ignore_eos=settings.ignore_eos,
+            request_id=ask.request_id,
+            priority=ask.traffic.priority,
+            tenant=ask.traffic.tenant,
+        )
+        return _Prepared(prompt, options, ask.timeout_s)
+
+    async def stream(self, prepared: object) -> AsyncGenerator[Event, None]:
+        """See Target.stream."""
+        assert isinstance(prepared, _Prepared)
+        try:
+            stream = next(self._next).generate_stream(
+                prepared.prompt, model=self._settings.model, timeout=prepared.timeout_s, **prepared.options
+            )
+            async with stream as events:
+                async for event in events:
+                    if isinstance(event, Delta) and event.token_ids:
+                        yield Tokens(len(event.token_ids), event.token_ids, event.text)
+                    elif isinstance(event, Completed):
+                        yield _done(event)
+        except MeshError as error:
+            raise _target_error(error) from error
+
+    async def fleet(self) -> Fleet | None:
+        """Workers that are alive, and the router's requests; None if it does not answer within a second."""
+        try:
+            return _fleet(await self._clients[0].status(timeout=1.0))
+        except MeshError:
+            return None
+
+    async def close(self) -> None:
+        """Closes the channels."""
+        for client in self._clients:
+            await client.close()
+
+
+def _rotated(known: Sequence[str], number: int) -> tuple[str, ...]:
+    start = number % len(known)
+    return (*known[start:], *known[:start])
+
+
+def _done(event: Completed) -> Done:
+    usage, timings = event.usage, event.timings
+    return Done(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, _phases_ms(timings), _workers(timings))
+
+
+def _phases_ms(timings: Timings) -> dict[str, float]:
+    parts = {**timings.ttft_parts, **timings.first_gap_parts}
+    return {name: ns / 1e6 for name, ns in parts.items()} if timings.ttft_ns else {}
+
+
+def _workers(timings: Timings) -> str:
+    return " → ".join(worker for worker in (timings.prefill_worker, timings.decode_worker) if worker)
+
+
+def _fleet(status: mesh_pb2.GetStatusResponse) -> Fleet:
+    roles = [worker.load.roles or worker.info.roles for worker in status.workers if worker.alive]
+    return Fleet(
+        num_prefill=sum(worker_pb2.ROLE_PREFILL in has for has in roles),
+        num_decode=sum(worker_pb2.ROLE_DECODE in has for has in roles),
+        num_inflight=status.num_inflight,
+        num_queued=status.num_queued,
+    )
+
+
+def _target_error(error: MeshError) -> TargetError:
+    if isinstance(error, Overloaded):
+        return TargetError(Outcome.REFUSED, error.message)
+    if isinstance(error, DeadlineExceeded):
+        return TargetError(Outcome.TIMEOUT, "the deadline passed")
+    if isinstance(error, Cancelled):
+        return TargetError(Outcome.ERROR, "the server cancelled the request")
+    return TargetError(Outcome.ERROR, f"{error.code.name}: {error.message}")

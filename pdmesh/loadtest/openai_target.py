@@ -1,0 +1,190 @@
+"""Any server that speaks OpenAI's protocol: /completions with token ids (or words), or /chat/completions, streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pdmesh.loadtest.http import BaseUrl, HttpClient, HttpError, Response
+from pdmesh.loadtest.prompts import token_ids, words
+from pdmesh.loadtest.record import Outcome
+from pdmesh.loadtest.sse import SseParser
+from pdmesh.loadtest.target import Ask, Done, Event, Fleet, TargetError, TargetInfo, Tokens
+
+Endpoint = Literal["completions", "chat"]
+PromptKind = Literal["tokens", "words"]
+_REFUSALS = (429, 503)
+
+
+@dataclass(frozen=True)
+class OpenAiSettings:
+    """How requests are put. `prompt`: token ids (of /completions only) or words; chat takes words in any case.
+    `priority_header` and `tenant_header` name headers that carry them, for gateways that read such; empty: none."""
+
+    model: str = ""
+    endpoint: Endpoint = "completions"
+    prompt: PromptKind = "tokens"
+    vocab_size: int = 32_000
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    api_key: str = ""
+    priority_header: str = ""
+    tenant_header: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    body: bytes
+    headers: Mapping[str, str]
+
+
+class OpenAiTarget:
+    """A server at http(s)://HOST:PORT/v1."""
+
+    def __init__(self, url: str, settings: OpenAiSettings) -> None:
+        self._settings = settings
+        self._model = settings.model
+        headers = {"Accept": "text/event-stream", "Content-Type": "application/json", "User-Agent": "pdmesh-loadtest"}
+        if settings.api_key:
+            headers["Authorization"] = f"Bearer {settings.api_key}"
+        self._http = HttpClient(BaseUrl.parse(url), headers)
+        self._path = "/chat/completions" if settings.endpoint == "chat" else "/completions"
+
+    async def check(self) -> TargetInfo:
+        """The model, from /models; the only one if none was named. The context where the server tells it (vLLM does)."""
+        try:
+            async with self._http.request("GET", "/models") as response:
+                body = await response.read()
+                if response.status != 200:
+                    raise TargetError(Outcome.ERROR, f"GET /models: HTTP {response.status}: {_message(body)}")
+        except HttpError as error:
+            raise TargetError(Outcome.ERROR, str(error)) from error
+        models = {model["id"]: model for model in _json(body).get("data", []) if isinstance(model, dict) and "id" in model}
+        if not self._model and len(models) == 1:
+            self._model = next(iter(models))
+        if self._model not in models:
+            raise TargetError(Outcome.ERROR, f"model {self._model!r} is not served; there are: {', '.join(models) or 'none'}")
+        context = models[self._model].get("max_model_len")
+        return TargetInfo(self._model, context if isinstance(context, int) and context > 0 else None)
+
+    def prepare(self, ask: Ask) -> _Prepared:
+        """The request's body and headers."""
+        settings, traffic = self._settings, ask.traffic
+        body: dict[str, object] = {
+            "model": self._model,
+            "max_tokens": ask.output_tokens,
+            "temperature": settings.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"ignore_eos": True} if settings.ignore_eos else {}),
+            **({"messages": self._messages(ask)} if settings.endpoint == "chat" else {"prompt": self._prompt(ask)}),
+        }
+        named = {
+            "X-Request-Id": ask.request_id,
+            settings.priority_header: traffic.priority,
+            settings.tenant_header: traffic.tenant,
+        }
+        return _Prepared(json.dumps(body).encode(), {name: value for name, value in named.items() if name and value})
+
+    async def stream(self, prepared: object) -> AsyncGenerator[Event, None]:
+        """See Target.stream."""
+        assert isinstance(prepared, _Prepared)
+        try:
+            async with self._http.request("POST", self._path, prepared.body, prepared.headers) as response:
+                if response.status != 200:
+                    raise _refusal(response.status, await response.read())
+                async with aclosing(_events(response)) as events:
+                    async for event in events:
+                        yield event
+        except HttpError as error:
+            raise TargetError(Outcome.ERROR, str(error)) from error
+
+    async def fleet(self) -> Fleet | None:
+        """Unknown: the protocol says nothing of it."""
+        return None
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._http.close()
+
+    def _messages(self, ask: Ask) -> list[dict[str, str]]:
+        messages = []
+        for said in ask.said:
+            messages.append({"role": "user", "content": words(said.segments, ask.seed)})
+            if said.answer is not None:
+                messages.append({"role": "assistant", "content": said.answer.text})
+        return messages
+
+    def _prompt(self, ask: Ask) -> list[int] | str:
+        """Ids of the segments, or words and the answers between them: an answer comes as text, so with ids it is left out."""
+        settings = self._settings
+        if settings.prompt == "words":
+            return " ".join(
+                text for said in ask.said for text in (words(said.segments, ask.seed), said.answer.text if said.answer else "")
+            )
+        return [token for said in ask.said for token in token_ids(said.segments, ask.seed, settings.vocab_size)]
+
+
+async def _events(response: Response) -> AsyncGenerator[Event, None]:
+    parser, done, ended = SseParser(), Done(), False
+    async with aclosing(response.pieces()) as pieces:
+        async for piece in pieces:
+            for data in parser.feed(piece):
+                if data == b"[DONE]":
+                    ended = True
+                    continue
+                chunk = _json(data)
+                if chunk.get("error"):
+                    raise TargetError(Outcome.ERROR, _message(data))
+                if usage := chunk.get("usage"):
+                    done = _done(usage)
+                if text := _text(chunk):
+                    yield Tokens(1, (), text)
+    if not ended:
+        raise TargetError(Outcome.ERROR, "the stream ended without [DONE]")
+    yield done
+
+
+def _text(chunk: Mapping[str, Any]) -> str:
+    """The text of a chunk's first choice, reasoning included."""
+    choices = chunk.get("choices")
+    if not choices:
+        return ""
+    delta = choices[0].get("delta")
+    if delta is None:
+        return choices[0].get("text") or ""
+    return delta.get("content") or delta.get("reasoning_content") or ""
+
+
+def _done(usage: Mapping[str, Any]) -> Done:
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Done(usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
+
+
+def _refusal(status: int, body: bytes) -> TargetError:
+    outcome = Outcome.REFUSED if status in _REFUSALS else Outcome.ERROR
+    return TargetError(outcome, f"HTTP {status}: {_message(body)}")
+
+
+def _json(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise TargetError(Outcome.ERROR, "the server sent something that is no JSON object")
+    return value
+
+
+def _message(body: bytes) -> str:
+    """What the server says was wrong, in one line of at most 200 characters."""
+    try:
+        value = json.loads(body)
+        error = value.get("error", value)
+        text = error.get("message", "") if isinstance(error, dict) else str(error)
+    except (ValueError, AttributeError):
+        text = body.decode(errors="replace")
+    return " ".join(str(text).split())[:200]

@@ -1,0 +1,160 @@
+"""Records to numbers. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
+from pdmesh.loadtest.record import Outcome, Record
+
+QUANTILES = (0.5, 0.9, 0.95, 0.99)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of a run that counts: requests that were due from `start_s` until `end_s`."""
+
+    start_s: float
+    end_s: float
+
+    @property
+    def length_s(self) -> float:
+        return self.end_s - self.start_s
+
+    def holds(self, record: Record) -> bool:
+        return self.start_s <= record.scheduled_s < self.end_s and record.outcome is not Outcome.ABORTED
+
+
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """The q-quantile of a sorted, not empty sample, interpolated linearly (Hyndman and Fan 1996, definition 7)."""
+    place = q * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+@dataclass(frozen=True)
+class Latency:
+    """A sample of durations, in milliseconds; all 0 without values."""
+
+    num_values: int = 0
+    mean: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
+    p95: float = 0.0
+    p99: float = 0.0
+    max: float = 0.0
+
+    @staticmethod
+    def of(values_s: Iterable[float | None]) -> Latency:
+        """Of durations in seconds; None is left out."""
+        ordered = sorted(1e3 * value for value in values_s if value is not None)
+        if not ordered:
+            return Latency()
+        p50, p90, p95, p99 = (quantile(ordered, q) for q in QUANTILES)
+        return Latency(len(ordered), math.fsum(ordered) / len(ordered), p50, p90, p95, p99, ordered[-1])
+
+
+# What is measured of each request, in seconds.
+METRICS: Mapping[str, Callable[[Record], float | None]] = {
+    "ttft": lambda record: record.ttft_s,
+    "tpot": lambda record: record.tpot_s,
+    "e2e": lambda record: record.e2e_s,
+}
+
+
+def met(record: Record, objectives: Objectives) -> bool | None:
+    """Whether a request kept its objectives. Answered in full: by its latencies. Cancelled by plan: None (it does not count)
+    unless its first token was late already. Everything else missed them."""
+    if record.outcome is Outcome.CANCELLED:
+        waited_s = record.end_s - record.scheduled_s if record.ttft_s is None else record.ttft_s
+        late = objectives.ttft_ms is not None and 1e3 * waited_s > objectives.ttft_ms
+        return False if late else None
+    if record.outcome is not Outcome.OK:
+        return False
+    measured = ((METRICS[name](record), bound) for name, bound in objectives.bounds.items())
+    return all(value is None or 1e3 * value <= bound for value, bound in measured)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What became of a set of requests. Rates are per second of the window; latencies in milliseconds."""
+
+    num_requests: int
+    outcomes: Mapping[str, int]
+    errors: Mapping[str, int]
+    request_rate: float
+    output_token_rate: float
+    goodput: float
+    attainment: float | None
+    attained: bool | None
+    ttft: Latency
+    ttft_from_sent: Latency
+    tpot: Latency
+    itl: Latency
+    e2e: Latency
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    phases_ms: Mapping[str, float] = field(default_factory=dict)
+
+
+def summarise(records: Sequence[Record], window: Window, book: ObjectiveBook) -> Summary:
+    """Of the requests that were due within `window`. Attainment is None where nothing counts for or against it."""
+    counted = [record for record in records if window.holds(record)]
+    verdicts = [verdict for record in counted if (verdict := met(record, book.of(record.traffic_class))) is not None]
+    attainment = sum(verdicts) / len(verdicts) if verdicts else None
+    quantiles = {book.of(record.traffic_class).quantile for record in counted}
+    received = sum(1 for record in counted for at_s in record.token_times if at_s < window.end_s)
+    return Summary(
+        num_requests=len(counted),
+        outcomes=dict(Counter(record.outcome.value for record in counted)),
+        errors=dict(Counter(record.error for record in counted if record.error).most_common(20)),
+        request_rate=len(counted) / window.length_s,
+        output_token_rate=received / window.length_s,
+        goodput=sum(verdicts) / window.length_s,
+        attainment=attainment,
+        attained=None if attainment is None or not book.any else attainment >= max(quantiles),
+        ttft=Latency.of(record.ttft_s for record in counted),
+        ttft_from_sent=Latency.of(record.ttft_from_sent_s for record in counted),
+        tpot=Latency.of(record.tpot_s for record in counted),
+        itl=Latency.of(gap for record in counted for gap in record.gaps_s),
+        e2e=Latency.of(record.e2e_s for record in counted),
+        input_tokens=sum(record.input_tokens for record in counted),
+        output_tokens=sum(record.output_tokens for record in counted),
+        cached_tokens=sum(record.cached_tokens for record in counted),
+        phases_ms=mean_phases(counted),
+    )
+
+
+def mean_phases(records: Sequence[Record]) -> dict[str, float]:
+    """The mean of each phase that the server named, in milliseconds, over the requests that have phases."""
+    measured = [record.phases_ms for record in records if record.phases_ms]
+    names = dict.fromkeys(name for phases in measured for name in phases)
+    return {name: math.fsum(phases.get(name, 0.0) for phases in measured) / len(measured) for name in names}
+
+
+def by(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:
+    """Records by what `key` says, in the order of the keys."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return dict(sorted(groups.items()))
+
+
+def phases_of_slowest(records: Sequence[Record]) -> dict[str, dict[str, float]]:
+    """Mean phases of all requests, of the slowest tenth and of the slowest hundredth by TTFT."""
+    ordered = sorted((r for r in records if r.phases_ms and r.ttft_s is not None), key=lambda r: r.ttft_s or 0.0)
+    shares = {"all": 1.0, "slowest 10 %": 0.1, "slowest 1 %": 0.01}
+    return {name: mean_phases(ordered[-max(1, round(share * len(ordered))) :]) for name, share in shares.items() if ordered}
+
+
+def slowest(records: Sequence[Record], number: int) -> list[Record]:
+    """The requests that took longest, from when they were due to their end; those that were never answered come with the time
+    that they waited. What was cancelled by plan or never sent is left out."""
+    left_out = (Outcome.CANCELLED, Outcome.NOT_SENT, Outcome.ABORTED)
+    ended = [record for record in records if record.outcome not in left_out]
+    return sorted(ended, key=lambda record: record.scheduled_s - record.end_s)[:number]

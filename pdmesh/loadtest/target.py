@@ -1,0 +1,118 @@
+"""What is tested: anything that answers prompts token by token."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pdmesh.loadtest.record import Outcome
+from pdmesh.loadtest.workload import Segment, TrafficClass
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was received of an answer: ids where the protocol has them, text where it has that."""
+
+    token_ids: Sequence[int] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One turn of a conversation; `answer` is None for the last, which is asked now."""
+
+    segments: tuple[Segment, ...]
+    answer: Answer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request, ready to be put into a protocol. `request_id` tells it from all others of the run; `seed` makes its words."""
+
+    request_id: str
+    seed: int
+    traffic: TrafficClass
+    said: tuple[Said, ...]
+    output_tokens: int
+    timeout_s: float
+
+    @property
+    def num_input_tokens(self) -> int:
+        """As planned: segments, and answers where their ids are known."""
+        asked = sum(segment.num_tokens for said in self.said for segment in said.segments)
+        return asked + sum(len(said.answer.token_ids) for said in self.said if said.answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """`count` new tokens of an answer; more than 0."""
+
+    count: int
+    token_ids: Sequence[int] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The answer is complete. What the server does not say is None or empty."""
+
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int = 0
+    phases_ms: Mapping[str, float] = field(default_factory=dict)
+    workers: str = ""
+
+
+Event = Tokens | Done
+
+
+class TargetError(Exception):
+    """The target did not answer: how that counts, and why, in a few words that are the same for the same cause."""
+
+    def __init__(self, outcome: Outcome, message: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+        self.message = message
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """What a target says of itself: its model, and the model's context in tokens if it is known."""
+
+    model: str
+    max_context: int | None = None
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What serves at one moment."""
+
+    num_prefill: int
+    num_decode: int
+    num_inflight: int
+    num_queued: int
+
+
+class Target(Protocol):
+    """A protocol and an address. Belongs to one event loop."""
+
+    async def check(self) -> TargetInfo:
+        """Whether it is there, and what it serves. Raises TargetError."""
+        ...
+
+    def prepare(self, ask: Ask) -> object:
+        """All work on a request that can be done before it is due."""
+        ...
+
+    def stream(self, prepared: object) -> AsyncGenerator[Event, None]:
+        """Sends what `prepare` returned; tokens as they arrive, last Done. Closing it cancels the request. Raises TargetError."""
+        ...
+
+    async def fleet(self) -> Fleet | None:
+        """What serves now; None where the target does not tell."""
+        ...
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        ...

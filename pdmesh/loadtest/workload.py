@@ -1,0 +1,199 @@
+"""What is asked, when: a seed and a description in, planned sessions out. Pure.
+
+A session is one request, or a conversation: each further turn is due when the answer to the last one is complete and its think
+time is over. Prompts are segments, named pieces of so many tokens: the same name is the same tokens, which is how prompts share a
+prefix. Arrivals and contents have random numbers of their own: other lengths do not move the arrivals.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from pdmesh.loadtest import arrivals
+from pdmesh.loadtest.lengths import Distribution, fixed
+from pdmesh.loadtest.traces import BLOCK_TOKENS, TraceRow
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of a prompt. Equal keys are equal tokens, as far as both go."""
+
+    key: str
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class TrafficClass:
+    """A kind of request: its share of all (relative to the others'), how long it is, who sends it."""
+
+    name: str = "standard"
+    share: float = 1.0
+    priority: str = "standard"
+    tenant: str = ""
+    input_tokens: Distribution = field(default=fixed(128))
+    output_tokens: Distribution = field(default=fixed(64))
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTurn:
+    """One request. `think_s` after the answer before it; `cancel_after_s` after it was due, None: it is waited for."""
+
+    think_s: float
+    segments: tuple[Segment, ...]
+    output_tokens: int
+    cancel_after_s: float | None = None
+
+    @property
+    def num_new_tokens(self) -> int:
+        """What this turn adds to a conversation, its answer included."""
+        return sum(segment.num_tokens for segment in self.segments) + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSession:
+    """A conversation (mostly of one turn) that starts `at_s` seconds after the run."""
+
+    index: int
+    at_s: float
+    traffic: TrafficClass
+    turns: tuple[PlannedTurn, ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the target takes: None is no limit. Longer prompts and outputs are cut to fit."""
+
+    max_input_tokens: int | None = None
+    max_output_tokens: int | None = None
+    max_context: int | None = None
+
+    def lengths(self, input_tokens: int, output_tokens: int) -> tuple[int, int]:
+        """Both lengths, cut where they have to be; at least 1."""
+        output_tokens = min(output_tokens, self.max_output_tokens or output_tokens)
+        if self.max_context is not None:
+            output_tokens = max(1, min(output_tokens, self.max_context - 1))
+            input_tokens = max(1, min(input_tokens, self.max_context - output_tokens))
+        return min(input_tokens, self.max_input_tokens or input_tokens), output_tokens
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """When sessions start. `kind`: poisson, gamma, constant or ramp; rates in sessions per second."""
+
+    kind: str = "poisson"
+    rate: float = 1.0
+    burstiness: float = 1.0
+    ramp_to: float = 1.0
+
+    def times(self, duration_s: float, rng: random.Random) -> Iterator[float]:
+        """The arrivals of `duration_s` seconds."""
+        kinds = {
+            "poisson": lambda: arrivals.poisson(self.rate, rng),
+            "gamma": lambda: arrivals.gamma(self.rate, self.burstiness, rng),
+            "constant": lambda: arrivals.constant(self.rate),
+            "ramp": lambda: arrivals.ramp(self.rate, self.ramp_to, duration_s, rng),
+        }
+        return takewhile(lambda at_s: at_s < duration_s, kinds[self.kind]())
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Everything that decides a plan, but for its seed and length. With a `trace` to replay, `arrivals` and `prefix_tokens` do
+    not count; with `length_rows`, the classes' lengths do not: pairs of lengths are drawn from the rows instead."""
+
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    classes: tuple[TrafficClass, ...] = (TrafficClass(),)
+    trace: tuple[TraceRow, ...] = ()
+    trace_speed: float = 1.0
+    length_rows: tuple[TraceRow, ...] = ()
+    prefix_tokens: int = 0
+    num_prefixes: int = 1
+    turns: Distribution = field(default=fixed(1))
+    think_s: Distribution = field(default=fixed(0))
+    cancel_share: float = 0.0
+    cancel_after_s: Distribution = field(default=Distribution("exponential", (1,)))
+    limits: Limits = field(default_factory=Limits)
+
+
+def plan(workload: Workload, seed: int, duration_s: float) -> Iterator[PlannedSession]:
+    """The sessions that start within `duration_s` seconds, by time. The same arguments give the same sessions."""
+    rng = random.Random(f"{seed}/contents")
+    planner = _Planner(workload, rng)
+    if workload.trace:
+        times: Iterable[float] = arrivals.replay((row.at_s for row in workload.trace), workload.trace_speed)
+        rows: Iterable[TraceRow | None] = workload.trace
+    else:
+        times = workload.arrivals.times(duration_s, random.Random(f"{seed}/arrivals"))
+        rows = iter(lambda: rng.choice(workload.length_rows) if workload.length_rows else None, object())
+    for index, (at_s, row) in enumerate(zip(times, rows, strict=False)):
+        if at_s >= duration_s:
+            return
+        yield planner.session(index, at_s, row)
+
+
+class _Planner:
+    """Draws the sessions of one plan, one after the other."""
+
+    def __init__(self, workload: Workload, rng: random.Random) -> None:
+        self._workload = workload
+        self._rng = rng
+        self._shares = [traffic.share for traffic in workload.classes]
+
+    def session(self, index: int, at_s: float, row: TraceRow | None) -> PlannedSession:
+        workload, rng = self._workload, self._rng
+        traffic = rng.choices(workload.classes, self._shares)[0]
+        num_turns = 1 if workload.trace else workload.turns.draw_count(rng)
+        turns = [self._turn(f"{index}.{number}", traffic, row, first=number == 0) for number in range(num_turns)]
+        return PlannedSession(index, at_s, traffic, self._within_context(turns))
+
+    def _turn(self, name: str, traffic: TrafficClass, row: TraceRow | None, *, first: bool) -> PlannedTurn:
+        workload, rng = self._workload, self._rng
+        if row is None:
+            lengths = traffic.input_tokens.draw_count(rng), traffic.output_tokens.draw_count(rng)
+        else:
+            lengths = row.input_tokens, row.output_tokens
+        num_input, num_output = workload.limits.lengths(*lengths)
+        if workload.trace and row is not None and row.blocks:
+            segments = _block_segments(row.blocks, num_input, name)
+        else:
+            segments = self._segments(name, num_input, first=first)
+        think_s = 0.0 if first else workload.think_s.draw(rng)
+        return PlannedTurn(think_s, segments, num_output, self._cancellation())
+
+    def _segments(self, name: str, num_tokens: int, *, first: bool) -> tuple[Segment, ...]:
+        """A shared prefix in front of at least one token of its own; later turns have their conversation as prefix."""
+        num_shared = min(self._workload.prefix_tokens, num_tokens - 1) if first else 0
+        if num_shared <= 0:
+            return (Segment(name, num_tokens),)
+        shared = Segment(f"prefix{self._rng.randrange(self._workload.num_prefixes)}", num_shared)
+        return shared, Segment(name, num_tokens - num_shared)
+
+    def _cancellation(self) -> float | None:
+        if self._rng.random() >= self._workload.cancel_share:
+            return None
+        return self._workload.cancel_after_s.draw(self._rng)
+
+    def _within_context(self, turns: Sequence[PlannedTurn]) -> tuple[PlannedTurn, ...]:
+        """As many turns as the model's context holds, the first in any case."""
+        max_context = self._workload.limits.max_context
+        kept, used = list(turns[:1]), turns[0].num_new_tokens
+        for turn in turns[1:]:
+            used += turn.num_new_tokens
+            if max_context is not None and used > max_context:
+                break
+            kept.append(turn)
+        return tuple(kept)
+
+
+def _block_segments(blocks: Sequence[int], num_tokens: int, name: str) -> tuple[Segment, ...]:
+    """A segment for each block of the trace; what lies behind the last of them belongs to this request alone."""
+    segments = []
+    for block in blocks:
+        if num_tokens <= 0:
+            break
+        segments.append(Segment(f"block{block}", min(BLOCK_TOKENS, num_tokens)))
+        num_tokens -= BLOCK_TOKENS
+    return (*segments, *([Segment(name, num_tokens)] if num_tokens > 0 else ()))

@@ -1,0 +1,122 @@
+"""The page needs nothing but itself, is well-formed, and hides nothing that was measured."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdmesh.loadtest import report_html, report_text
+from pdmesh.loadtest.charts import Axis, cdf, linear, logarithmic, number_text
+from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
+from pdmesh.loadtest.record import Outcome
+from pdmesh.loadtest.result import Result, make_result
+from pdmesh.loadtest.runner import RunLog
+from pdmesh.loadtest.stats import Window
+from pdmesh.render import Palette
+from tests.pdmesh.loadtest.records import record
+from tests.pdmesh.loadtest.test_compare import measured
+
+VOID = {"meta", "line", "circle", "rect", "path"}
+PLAIN = Palette(enabled=False)
+
+
+class Balance(HTMLParser):
+    """Fails on a tag that closes what was not opened last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.num: dict[str, int] = {}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.num[tag] = self.num.get(tag, 0) + 1
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in VOID
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def check(page: str) -> Balance:
+    balance = Balance()
+    balance.feed(page)
+    assert balance.open == []
+    assert not re.search(r"<script|<link|<img|src=|href=|@import|url\(|https?://", page.replace("http://t&", ""))
+    return balance
+
+
+def empty() -> Result:
+    return make_result(
+        RunLog(), Window(0, 1), ObjectiveBook(Objectives()), target="t", model="", started_at="", settings={}, max_lateness_s=1
+    )
+
+
+def test_the_page_is_whole_and_alone() -> None:
+    result = replace(
+        measured(1, num=300),
+        settings={"api_key": "hidden", "what": "<b>"},
+        capacity={
+            "capacities": [{"attainment": 0.9, "rate": 2.0, "failed_rate": None, "goodput": 1.9}],
+            "trials": [{"rate": 2.0, "attainment": 0.95, "goodput": 1.9}],
+        },
+    )
+    page = report_html.page(result)
+    balance = check(page)
+    # Rate, running, TTFT, TPOT, replicas, queues; three distributions; phases.
+    assert balance.num["svg"] == 10
+    for text in ("objective, 400 ms", "prefill workers", "queue", "Slowest requests", "Capacity", "&lt;b&gt;"):
+        assert text in page
+
+
+def test_nothing_measured_is_a_page_and_a_text_too() -> None:
+    check(report_html.page(empty()))
+    assert any("no request was due" in line for line in report_text.lines(empty(), PLAIN))
+
+
+def test_names_from_outside_are_text() -> None:
+    evil = "<script>alert(1)</script>"
+    records = [record(0, outcome=Outcome.ERROR, error=evil, traffic_class=evil), record(0, 0.1, 0.2, tenant=evil)]
+    book = ObjectiveBook(Objectives(ttft_ms=1))
+    result = make_result(
+        RunLog(records=records),
+        Window(0, 1),
+        book,
+        target=evil,
+        model=evil,
+        started_at="",
+        settings={evil: evil},
+        max_lateness_s=1,
+    )
+    check(report_html.page(result))
+
+
+def test_the_text_says_what_counts() -> None:
+    text = "\n".join(report_text.lines(measured(1, num=300), PLAIN))
+    for part in ("300 requests: 300 ok", "TTFT <= 400 ms for 90 %", "attained", "queue", "slowest 10 %".upper()):
+        assert part in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+@given(st.floats(1e-3, 1e9), st.floats(1.01, 1e6))
+def test_ticks_lie_on_their_axis(low: float, factor: float) -> None:
+    for axis in (Axis(low, low * factor, log=True), linear([low]), logarithmic([low, low * factor])):
+        ticks = axis.ticks()
+        assert len(ticks) <= 25 and ticks == sorted(ticks)
+        assert all(-1e-9 <= axis.place(tick) <= 1 + 1e-9 for tick in ticks)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=2000))
+def test_a_cdf_rises_to_one_at_the_largest_value(values: list[float]) -> None:
+    points = cdf(values)
+    assert points == sorted(points) and points[-1] == (max(values), 1.0) and len(points) <= 802
+
+
+def test_numbers_for_people() -> None:
+    assert [number_text(value) for value in (0, 0.0123456, 1.5, 12.34, 123456.7)] == ["0", "0.0123", "1.5", "12.3", "123457"]
