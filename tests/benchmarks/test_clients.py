@@ -38,6 +38,11 @@ def test_figures() -> None:
     assert _by_name(figures_of("x", [quick], ["a"]))["TTFT"].goal == 12.0  # 2 ms
 
 
+def test_a_character_that_was_cut_may_be_left_out() -> None:
+    figures = _by_name(figures_of("x", [_run("a", "b\ufffd", "c\ufffdd")], ["a\ufffd", "b", "cd"]))
+    assert figures["answers equal to those of pdmesh's client"].value == 2
+
+
 def test_failures_are_counted_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     figures = _by_name(figures_of("x", [_run("a", "b", error="it broke")], ["a", "b"]))
     assert figures["requests completed"].value == 1
