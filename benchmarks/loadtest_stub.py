@@ -163,7 +163,10 @@ def _chunk(data: bytes) -> bytes:
 
 async def serve_grpc(stub: Stub) -> tuple[grpc.aio.Server, str]:
     """A running server and its address."""
-    server = grpc.aio.server()
+    # As a router: the client's keepalive pings are no abuse.
+    server = grpc.aio.server(
+        options=[("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.min_ping_interval_without_data_ms", 1000)]
+    )
     add_MeshServicer_to_server(StubMesh(stub), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
