@@ -69,8 +69,8 @@ async def test_a_writer_that_wakes_after_every_lease(mesh: LocalMesh, tiny: Path
     async with AsyncClient(mesh.router_addresses) as client:
         answers = {}
         # Until the writer stops itself: its request goes on over the other prefill worker, in the same blocks.
-        for number in range(100, 110):
-            answers[number] = await ask(client, number)
+        for pair in zip(range(100, 120, 2), range(101, 121, 2), strict=True):  # two at once: both prefill workers get one
+            answers.update(zip(pair, await asyncio.gather(*(ask(client, each) for each in pair)), strict=True))
             if is_stopped(paused):
                 break
         assert is_stopped(paused), "prefill-0 was given nothing to push"
