@@ -7,7 +7,7 @@ has about equally many of each: what is cut short is balanced all the same.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
@@ -95,13 +95,6 @@ def make_plan(seed: int, num_faults: int, kinds: Sequence[Kind] = tuple(Kind)) -
         for kind, state in rng.sample(cells, len(cells)):
             faults.append(_fault(rng, len(faults), kind, state))
     return faults[:num_faults]
-
-
-def make_top_up(seed: int, missing: Mapping[tuple[Kind, str], int]) -> list[PlannedFault]:
-    """So many faults of each kind at each state, in any order."""
-    rng = random.Random(seed)
-    cells = [cell for cell, count in missing.items() for _ in range(count)]
-    return [_fault(rng, number, *cell) for number, cell in enumerate(rng.sample(cells, len(cells)))]
 
 
 def _fault(rng: random.Random, number: int, kind: Kind, state: str) -> PlannedFault:

@@ -31,13 +31,6 @@ def cells(rounds: Iterable[Round]) -> Counter[tuple[str, str]]:
     return Counter((fault.kind, fault.state) for each in rounds for fault in each.dealt)
 
 
-def short_cells(rounds: Iterable[Round], kinds: Sequence[Kind]) -> dict[tuple[Kind, str], int]:
-    """How many faults each kind and state lack: some find nothing to strike, however often they are tried."""
-    dealt = cells(rounds)
-    lacking = {(kind, state): MIN_OF_CELL - dealt[kind, state] for kind in kinds for state in STATES}
-    return {cell: count for cell, count in lacking.items() if count > 0}
-
-
 def figures(rounds: Sequence[Round], kinds: Sequence[Kind] = tuple(Kind)) -> list[Figure]:
     """What was asked for, as measured. `kinds`: those that were in the plan."""
     by_cell, seen = cells(rounds), total(rounds)

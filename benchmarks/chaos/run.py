@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.chaos import report
@@ -23,7 +23,7 @@ from benchmarks.chaos.cost import cost_figures
 from benchmarks.chaos.jobs import Sizes, make_jobs
 from benchmarks.chaos.load import Load
 from benchmarks.chaos.mesh import ChaosMesh, MeshSize
-from benchmarks.chaos.plan import Kind, PlannedFault, make_plan, make_top_up
+from benchmarks.chaos.plan import Kind, PlannedFault, make_plan
 from benchmarks.chaos.progress import Progress
 from benchmarks.chaos.record import Round
 from benchmarks.chaos.tally import Tally
@@ -35,7 +35,6 @@ from tests.support.tiny_models import make_tiny_model
 TINY_FAULTS, REAL_FAULTS = 2420, 220  # 20 and some of each kind at each state
 ROUND_FAULTS = 55
 NUM_JOBS = 64
-TOP_UP = "top-up"
 
 
 @dataclass(frozen=True)
@@ -131,11 +130,6 @@ async def _run(arguments: argparse.Namespace, kinds: Sequence[Kind], progress: P
         tiny = make_tiny_model(cache_folder() / "chaos" / "tiny")
         plan = make_plan(arguments.seed, arguments.faults, kinds)
         await run_stage(tiny_stage(tiny, plan), progress, seed=arguments.seed, until=until)
-        if _is_whole(arguments) and progress.find(TOP_UP, 0) is None:
-            # Twice as many as are missing: these are the ones that are seldom felt.
-            short = {cell: 2 * count for cell, count in report.short_cells(progress.rounds, kinds).items()}
-            stage = replace(tiny_stage(tiny, make_top_up(arguments.seed, short)), name=TOP_UP)
-            await run_stage(stage, progress, seed=arguments.seed, until=until)
     if arguments.real_faults:
         real = ensure_model("smollm2-135m-instruct", say)
         plan = make_plan(arguments.seed + 1, arguments.real_faults, kinds)
