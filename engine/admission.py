@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from engine.blocks import num_blocks_for
 from engine.errors import InvalidRequest, RequestTooLarge
 from engine.finish import finish_reason
-from engine.grammar import first_stray
 from engine.outputs import FinishReason
 from engine.request import EngineRequest
 from engine.sequence import unfinished_choices
@@ -86,7 +85,7 @@ def _check_grammar(request: EngineRequest, limits: Limits) -> None:
         if getattr(request.sampling, name):
             raise InvalidRequest(f"sampling.{name}: excludes a constraint, whose output ends when it is complete")
     for choice in unfinished_choices(request) if request.emitted else ():
-        index = first_stray(grammar, request.emitted[choice])
+        index = grammar.first_stray(request.emitted[choice])
         if index is not None:
             raise InvalidRequest(f"emitted: token {index} of choice {choice} does not follow sampling.constraint")
 

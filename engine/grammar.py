@@ -6,6 +6,7 @@ resubmission or a preemption the same tokens lead to the same place, and the sam
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -46,12 +47,6 @@ class Grammar(Protocol):
         """At the beginning of an output."""
         ...
 
-
-def first_stray(grammar: Grammar, output: tuple[int, ...]) -> int | None:
-    """The index of the first token of `output` that does not follow the grammar; None if all do."""
-    matcher = grammar.matcher()
-    for index, token_id in enumerate(output):
-        matcher.take(token_id)
-        if matcher.failed:
-            return index
-    return None
+    def first_stray(self, output: Sequence[int]) -> int | None:
+        """The index of the first token of `output` that does not follow the grammar; None if all do."""
+        ...

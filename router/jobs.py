@@ -42,7 +42,7 @@ class Jobs:
         model = self._model(request.model)
         validation.check_options(request.options)
         prompt = await self._generate_prompt(model, request)
-        return self._job(model, prompt, await _rest(model, request, deadline))
+        return await self._checked_job(model, prompt, await _rest(model, request, deadline))
 
     async def from_chat(self, request: mesh_pb2.ChatRequest, time_left_s: float | None) -> Job:
         """Raises as `from_generate`."""
@@ -50,7 +50,7 @@ class Jobs:
         model = self._model(request.model)
         validation.check_options(request.options)
         prompt = await self._chat_prompt(model, request.messages)
-        return self._job(model, prompt, await _rest(model, request, deadline))
+        return await self._checked_job(model, prompt, await _rest(model, request, deadline))
 
     async def tokenize(self, request: mesh_pb2.TokenizeRequest) -> mesh_pb2.TokenizeResponse:
         """Raises InvalidArgument, NotFound."""
@@ -94,6 +94,12 @@ class Jobs:
         except ValueError as error:
             raise InvalidArgument("messages", f"messages: {error}") from error
 
+    async def _checked_job(self, model: ServedModel, prompt: list[int], rest: _Rest) -> Job:
+        job = self._job(model, prompt, rest)
+        if rest.grammar is not None and rest.resume is not None:
+            await constraint.check_history(rest.grammar, rest.resume.emitted)
+        return job
+
     def _job(self, model: ServedModel, prompt: list[int], rest: _Rest) -> Job:
         max_context = self._core.max_context(model)
         validation.check_prompt_length(len(prompt), max_context)
@@ -102,7 +108,6 @@ class Jobs:
         emitted: tuple[common_pb2.EmittedChoice, ...] = ()
         if rest.resume is not None:
             emitted = validation.check_resume(rest.resume, params, limits.vocab_size)
-            constraint.check_history(rest.grammar, rest.resume.emitted)
             params.seed = rest.resume.seed
         if not params.HasField("seed"):
             params.seed = secrets.randbits(64)

@@ -18,6 +18,7 @@ class Outbox:
         self._spans: list[Span] = []
         self._error: BaseException | None = None
         self._wake = asyncio.Event()
+        self._is_waited_at = False  # who waits here takes all of it in its next turn
 
     @property
     def failed(self) -> bool:
@@ -25,13 +26,14 @@ class Outbox:
         return self._error is not None
 
     def put(self, span: Span) -> None:
-        """Queue `span`. When the client is too far behind, everything is dropped and the stream fails."""
+        """Queue `span`. When the client is too far behind, everything is dropped and the stream fails. What counts is what lay
+        here before: a grammar may force thousands of tokens at once."""
         if self._error is not None:
             return
-        self._num_tokens += len(span.token_ids)
-        if self._num_tokens > self._max_tokens:
+        if self._num_tokens >= self._max_tokens and not self._is_waited_at:
             self._overflow()
             return
+        self._num_tokens += len(span.token_ids)
         if not self._merge(span):
             self._spans.append(span)
         self._wake.set()
@@ -48,7 +50,11 @@ class Outbox:
             if self._error is not None:
                 raise self._error
             self._wake.clear()
-            await self._wake.wait()
+            self._is_waited_at = True
+            try:
+                await self._wake.wait()
+            finally:
+                self._is_waited_at = False
         spans, self._spans, self._num_tokens = self._spans, [], 0
         return spans
 
@@ -67,7 +73,7 @@ class Outbox:
         self._spans.clear()
         self.fail(
             ResourceExhausted(
-                f"the client reads too slowly: more than {self._max_tokens} tokens wait for it (max_buffered_tokens); "
+                f"the client reads too slowly: {self._num_tokens} tokens wait for it (max_buffered_tokens); "
                 "the request was cancelled, read faster or resume it"
             )
         )

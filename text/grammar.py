@@ -35,12 +35,12 @@ _JSON_STYLE: llguidance._lib.JsonCompileOptions = {"whitespace_flexible": False,
 
 
 def _limits() -> llguidance.LLParserLimits:
-    """What a hostile grammar can cost: about a second to compile, 10 ms for a token, 40 MB of lexer states, and 0.1 s to find a
-    text that it forces as a whole (of some 50 KB at most)."""
+    """What a hostile grammar can cost: about a second to compile, 2 ms for a token (the items of an ambiguous one are looked at
+    in pairs), 40 MB of lexer states, and 0.1 s to find a text that it forces as a whole (of some 20 KB at most)."""
     return llguidance.LLParserLimits(
         initial_lexer_fuel=100_000,
         step_lexer_fuel=100_000,
-        step_max_items=20_000,
+        step_max_items=500,
         max_lexer_states=20_000,
         max_grammar_size=100_000,
         verbose_errors=False,
@@ -112,10 +112,31 @@ class CompiledGrammar:
         matcher.compute_bitmask()
         _raise_error(matcher)
         self._origin = GrammarMatcher(matcher, vocab_size, eos_token_ids)
+        trial = self.matcher()
+        if trial.forced is not None:  # a text without end runs into the limits at its first token
+            trial.take(trial.forced)
+        if self._origin.failed or (trial.failed and self._origin.forced not in eos_token_ids):
+            raise ValueError("forces a text that is too long, or that spells the end of the sequence")
 
     def matcher(self) -> GrammarMatcher:
         """At the beginning of an output."""
         return self._origin.copy()
+
+    def first_stray(self, output: Sequence[int]) -> int | None:
+        """The index of the first token that does not follow the grammar; None if all do, or the last one only led to where the
+        grammar cannot be followed any further."""
+        matcher = self.matcher()
+        for index, token_id in enumerate(output):
+            matcher.take(token_id)
+            if matcher.failed:
+                return None if index + 1 == len(output) and self._allows(output[:index], token_id) else index
+        return None
+
+    def _allows(self, output: Sequence[int], token_id: int) -> bool:
+        matcher = self.matcher()
+        for each in output:
+            matcher.take(each)
+        return bool(matcher.allowed()[token_id // 32] >> token_id % 32 & 1)
 
 
 class GrammarMatcher:
@@ -173,7 +194,9 @@ class GrammarMatcher:
             self._run = [self._end]
             return
         self._run = self._matcher.compute_ff_tokens()[::-1]
-        if not self._ends.isdisjoint(self._run):
+        if self._matcher.is_error():
+            self._fail()
+        elif not self._ends.isdisjoint(self._run):
             self._fail()  # a text that spells an end-of-sequence token cannot be told from the end
 
     def _fail(self) -> None:
@@ -214,7 +237,7 @@ def _of_choices(values: Sequence[str]) -> str:
     if not all(values):
         raise ValueError(f"value {list(values).index('')} is empty; leave it out")
     # One terminal (a name in capitals): as a rule with so many alternatives it would cost far more.
-    alternatives = " | ".join(json.dumps(value, ensure_ascii=False) for value in values)
+    alternatives = " | ".join(json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f") for value in values)
     return llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives}")
 
 

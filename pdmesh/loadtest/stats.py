@@ -108,7 +108,7 @@ def summarise(records: Sequence[Record], window: Window, book: ObjectiveBook) ->
     verdicts = [verdict for record in counted if (verdict := met(record, book.of(record.traffic_class))) is not None]
     attainment = sum(verdicts) / len(verdicts) if verdicts else None
     quantiles = {book.of(record.traffic_class).quantile for record in counted}
-    received = sum(1 for record in counted for at_s in record.token_times if at_s < window.end_s)
+    received = sum(_tokens_before(record, window.end_s) for record in counted)
     return Summary(
         num_requests=len(counted),
         outcomes=dict(Counter(record.outcome.value for record in counted)),
@@ -158,3 +158,9 @@ def slowest(records: Sequence[Record], number: int) -> list[Record]:
     left_out = (Outcome.CANCELLED, Outcome.NOT_SENT, Outcome.ABORTED)
     ended = [record for record in records if record.outcome not in left_out]
     return sorted(ended, key=lambda record: record.scheduled_s - record.end_s)[:number]
+
+
+def _tokens_before(record: Record, end_s: float) -> float:
+    """Tokens that had come by then; messages hold about equally many."""
+    times = record.token_times
+    return record.output_tokens * sum(at_s < end_s for at_s in times) / len(times) if times else 0.0

@@ -14,6 +14,7 @@ from router.validation import refuse
 
 Element = bytes | bool | int | float
 # datatype → (letter of struct, field of InferTensorContents)
+MAX_DIMENSIONS = 8  # their product is computed
 _FORMATS = {
     "BOOL": ("?", "bool_contents"),
     "INT32": ("i", "int_contents"),
@@ -125,6 +126,8 @@ def _check_shape(name: str, declared: Tensor, shape: tuple[int, ...], num_elemen
     shown = list(shape[:8])
     if not shape or min(shape) < 0:
         refuse(name, f"shape is {shown}, expected {list(declared.shape)}")
+    if len(shape) > MAX_DIMENSIONS:
+        refuse(name, f"has {len(shape)} dimensions, {MAX_DIMENSIONS} are allowed")
     if math.prod(shape) != num_elements:
         refuse(name, f"shape {shown} does not fit {num_elements} elements")
     if declared.shape == (1,) and num_elements != 1:

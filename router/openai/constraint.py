@@ -9,6 +9,7 @@ from typing import NamedTuple
 from protos.v1 import common_pb2
 from router.openai.fields import Fields, as_text
 from router.validation import refuse
+from text.grammar import MAX_BYTES
 
 JSON_OBJECT = '{"type":"object"}'
 
@@ -28,6 +29,8 @@ def read(fields: Fields) -> Wanted | None:
     wanted = [*_response_format(fields), *_structured_outputs(fields), *_guided(fields)]
     if len(wanted) > 1:
         refuse(wanted[1].param, f"excludes {wanted[0].param}; give one of them")
+    if wanted and (size := wanted[0].constraint.ByteSize()) > 2 * MAX_BYTES:  # before it is copied for each prompt
+        refuse(wanted[0].param, f"has about {size} bytes; at most {MAX_BYTES} are allowed")
     return wanted[0] if wanted else None
 
 

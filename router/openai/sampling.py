@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from protos.v1 import common_pb2
 from router.openai import constraint
-from router.openai.fields import Fields, as_integer, as_text
-from router.validation import refuse
+from router.openai.fields import MAX_UINT32, Fields, as_integer, as_text
+from router.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKENS
+from router.validation import MAX_CHOICES, refuse
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _INTEGERS = ("n", "min_tokens", "max_tokens")
@@ -20,7 +21,9 @@ def read(fields: Fields) -> tuple[common_pb2.SamplingParams, dict[str, str]]:
         if number is not None:
             setattr(sampling, name, number)
     for name in _INTEGERS:
-        integer = fields.integer(name, low=0 if name == "min_tokens" else 1)
+        # What is made for each choice is made before the router looks at the request.
+        high = MAX_CHOICES if name == "n" else MAX_UINT32
+        integer = fields.integer(name, low=0 if name == "min_tokens" else 1, high=high)
         if integer is not None:
             setattr(sampling, name, integer)
     top_k = fields.integer("top_k", low=-1)
@@ -28,8 +31,10 @@ def read(fields: Fields) -> tuple[common_pb2.SamplingParams, dict[str, str]]:
     seed = fields.integer("seed", low=-(2**63), high=2**64 - 1)
     if seed is not None:
         sampling.seed = seed % 2**64
-    stop_token_ids = enumerate(fields.items("stop_token_ids") or [])
-    sampling.stop_token_ids.extend(as_integer(f"stop_token_ids[{number}]", value) for number, value in stop_token_ids)
+    stop_token_ids = fields.items("stop_token_ids") or []
+    if len(stop_token_ids) > MAX_STOP_TOKENS:
+        refuse("stop_token_ids", f"{len(stop_token_ids)} tokens are more than {MAX_STOP_TOKENS}")
+    sampling.stop_token_ids.extend(as_integer(f"stop_token_ids[{at}]", value) for at, value in enumerate(stop_token_ids))
     names = _read_stop(fields, sampling)
     wanted = constraint.read(fields)
     if wanted is not None:
@@ -46,5 +51,7 @@ def _read_stop(fields: Fields, sampling: common_pb2.SamplingParams) -> dict[str,
         return {"sampling.stop[0]": "stop"}
     if value is not None and not isinstance(value, list):
         refuse("stop", "is neither a string nor an array of strings")
+    if value is not None and len(value) > MAX_STOP_STRINGS:
+        refuse("stop", f"{len(value)} strings are more than {MAX_STOP_STRINGS}")
     sampling.stop.extend(as_text(f"stop[{number}]", text) for number, text in enumerate(value or []))
     return {}

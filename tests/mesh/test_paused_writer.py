@@ -67,7 +67,7 @@ def is_stopped(pid: int) -> bool:
 async def test_a_writer_that_wakes_after_every_lease(mesh: LocalMesh, tiny: Path) -> None:
     paused = mesh.member("prefill-0").pid
     async with AsyncClient(mesh.router_addresses) as client:
-        answers = {}
+        answers: dict[int, list[int]] = {}
         # Until the writer stops itself: its request goes on over the other prefill worker, in the same blocks.
         for pair in zip(range(100, 120, 2), range(101, 121, 2), strict=True):  # two at once: both prefill workers get one
             answers.update(zip(pair, await asyncio.gather(*(ask(client, each) for each in pair)), strict=True))

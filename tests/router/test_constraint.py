@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from protos.v1 import common_pb2, mesh_pb2
 from router import constraint
-from runtime.errors import InvalidArgument, error_from_rpc
+from runtime.errors import InvalidArgument, ResourceExhausted, error_from_rpc
 from tests.router.mesh import request, running_mesh
 from tests.support.tiny_models import IM_END, VOCAB_SIZE, write_byte_tokenizer
 from text.grammar import GrammarCompiler
@@ -62,7 +64,7 @@ async def test_right_ones_compile(grammars: GrammarCompiler) -> None:
 
 
 async def test_what_takes_too_long_is_refused(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraint, "COMPILE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(constraint, "WORK_TIMEOUT_S", 0.01)
     large = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}})
     began = time.monotonic()
     with pytest.raises(InvalidArgument, match="simpler"):
@@ -79,13 +81,27 @@ async def test_only_what_follows_can_be_resumed(grammars: GrammarCompiler) -> No
         yes.append(matcher.forced)
         matcher.take(yes[-1])
     right = common_pb2.EmittedChoice(index=1, token_ids=[first, *yes])
-    constraint.check_history(grammar, [right])
-    constraint.check_history(None, [common_pb2.EmittedChoice(token_ids=[1])])
+    await constraint.check_history(grammar, [right])
     ended = common_pb2.EmittedChoice(index=0, token_ids=[1, 2, 3], finish_reason=common_pb2.FINISH_REASON_STOP)
     wrong = common_pb2.EmittedChoice(index=2, token_ids=[first, first])
     with pytest.raises(InvalidArgument) as refused:
-        constraint.check_history(grammar, [ended, right, wrong])
+        await constraint.check_history(grammar, [ended, right, wrong])
     assert refused.value.field == "resume.emitted[2].token_ids[1]"
+
+
+async def test_waiting_in_line_is_no_fault_of_the_grammar(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time counts from when a thread takes it; a line that is too long is overload."""
+    monkeypatch.setattr(constraint, "WORK_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(constraint, "MAX_WAITING", 6)
+    ahead = [asyncio.create_task(constraint._in_thread(partial(time.sleep, 0.3))) for _ in range(5)]
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(constraint.compile_constraint(grammars, sampling(regex="in line")))
+    await asyncio.sleep(0)
+    with pytest.raises(ResourceExhausted) as refused:
+        await constraint.compile_constraint(grammars, sampling(regex="too long a line"))
+    assert refused.value.retry_delay_s is not None
+    assert await waiting is not None
+    await asyncio.gather(*ahead)
 
 
 async def test_workers_get_what_is_right_and_nothing_else(model_folder: Path) -> None:

@@ -235,3 +235,17 @@ def test_tpot_is_that_of_the_slowest_choice() -> None:
     timings.handed(1, 4)
     timings.paces[1].last_ns = timings.paces[1].first_ns + 400
     assert timings.message().tpot_ns == 100
+
+
+async def test_outbox_takes_what_comes_at_once_however_much() -> None:
+    """A grammar forces it; the client has had no chance to read it."""
+    outbox = Outbox(max_tokens=3)
+    taking = asyncio.create_task(outbox.take())
+    await asyncio.sleep(0)
+    for choice in range(5):
+        outbox.put(Span(choice, 0, [1, 2, 3, 4]))
+    assert [span.choice for span in await taking] == [0, 1, 2, 3, 4]
+    outbox.put(Span(0, 4, [5] * 50))  # nobody waits, and nothing lay there
+    assert not outbox.failed
+    outbox.put(Span(0, 54, [6]))
+    assert outbox.failed

@@ -195,8 +195,8 @@ def test_a_stray_token_is_a_failure(of_bytes: GrammarCompiler) -> None:
 
 
 def test_text_that_spells_the_end_is_no_end(of_bytes: GrammarCompiler) -> None:
-    matcher = of_bytes.compile("choice", ("<|im_end|>",)).matcher()
-    assert matcher.failed
+    with pytest.raises(ValueError, match="spells the end"):
+        of_bytes.compile("choice", ("<|im_end|>",))
 
 
 def test_what_was_compiled_is_remembered(of_bytes: GrammarCompiler) -> None:
@@ -214,3 +214,35 @@ def test_without_an_end_nothing_can_be_constrained(tmp_path: Path) -> None:
     compiler = GrammarCompiler(Tokenizer.load(tmp_path).to_json(), VOCAB_SIZE, ())
     with pytest.raises(ValueError, match="end-of-sequence"):
         compiler.compile("regex", "a")
+
+
+def test_an_ambiguous_grammar_costs_little_or_fails(of_bytes: GrammarCompiler) -> None:
+    """Its items grow with the output, and what a token costs with their cube: their number is bounded."""
+    matcher = of_bytes.compile("grammar", 'start: s\ns: "a" | s s | s s s').matcher()
+    began = time.monotonic()
+    for _ in range(400):
+        matcher.take(allowed(matcher)[0])
+    assert matcher.failed and time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("source", ['start: "a" start', 'start: "hello " start | "hello " start "x"'])
+def test_text_that_is_forced_without_end_is_refused(source: str, of_bytes: GrammarCompiler) -> None:
+    with pytest.raises(ValueError, match="forces a text"):
+        of_bytes.compile("grammar", source)
+
+
+def test_the_last_token_of_a_history_may_lead_nowhere(of_bytes: GrammarCompiler) -> None:
+    """The mesh itself emitted it before it found out; only what the grammar forbids is stray."""
+    grammar = of_bytes.compile("grammar", 'start: /[a-z]/ "<|im_end|>" "x"')
+    matcher = grammar.matcher()
+    letter, other = allowed(matcher)[:2]
+    stray = next(token for token in range(256) if token not in allowed(matcher))
+    matcher.take(letter)
+    assert matcher.failed
+    assert grammar.first_stray([letter]) is None
+    assert grammar.first_stray([letter, other]) == 0
+    assert grammar.first_stray([stray]) == 0
+
+
+def test_a_choice_of_any_character(of_bytes: GrammarCompiler) -> None:
+    of_bytes.compile("choice", ["a\x7fb", "\u2028", '"\\'])

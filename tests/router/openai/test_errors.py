@@ -46,6 +46,8 @@ WRONG_TEXT: list[tuple[dict[str, object], str]] = [
     ({"temperature": 10**400}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"n": 17}, "n"),
+    ({"n": 4_000_000_000}, "n"),
+    ({"stop": ["x"] * 100_000}, "stop"),
     ({"n": 0}, "n"),
     ({"best_of": 2}, "best_of"),
     ({"logprobs": 21}, "logprobs"),
