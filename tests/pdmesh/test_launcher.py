@@ -251,7 +251,8 @@ async def test_cancelled_start_leaves_nothing(stand_ins: None, monkeypatch: pyte
 
 
 _KILLED_PARENT = """
-import asyncio, json, sys
+import asyncio, json, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 from tests.pdmesh import test_launcher as t
 from pdmesh import launcher
 launcher.worker_plans = lambda *_: [t.plan(name, "worker") for name in t.WORKERS]
