@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
 
-from kvtransfer.checksum import checksum
 from kvtransfer.compatibility import refuse
 from kvtransfer.errors import FrameError, TransportUnavailable
 from kvtransfer.memory import KVMemory, PoolShape, Rectangle, shape_of
@@ -32,7 +31,7 @@ from kvtransfer.transports.inline import InlineIncoming, InlineOutgoing
 from kvtransfer.transports.nixl_agent import Agent, NixlUnusable, is_installed
 from kvtransfer.transports.nixl_pull import Pull
 from kvtransfer.transports.nixl_reader import Reader, Remote
-from kvtransfer.transports.pulled import shape_of_sender, source_of
+from kvtransfer.transports.pulled import announce, shape_of_sender, source_of
 from kvtransfer.transports.tcp import TcpTransport
 from protos.v1 import common_pb2, transfer_pb2
 from runtime.tls import Tls
@@ -68,9 +67,7 @@ class NixlOutgoing(InlineOutgoing):
         block_ids: Sequence[int],
         on_bytes: Callable[[int], None],
     ) -> int:
-        header.source_block_ids[:] = block_ids
-        await self.stream.write_message(transfer_pb2.TransferMessage(part=header))
-        return await self.stream.run(checksum, views)  # while the receiver reads
+        return await announce(self.stream, header, views, block_ids)
 
 
 class NixlIncoming(InlineIncoming):

@@ -20,14 +20,14 @@ from concurrent.futures import Executor
 import numpy as np
 
 from kvtransfer import framing
-from kvtransfer.checksum import checksum, copy_runs
+from kvtransfer.checksum import copy_runs
 from kvtransfer.errors import FrameError, PeerClosed, TransportUnavailable
 from kvtransfer.memory import KVMemory, Rectangle, copies, shape_of
 from kvtransfer.native.library import Runs
 from kvtransfer.parts import Part
 from kvtransfer.stream import SocketStream
 from kvtransfer.transports.mapped_pools import MappedPool, MappedPools
-from kvtransfer.transports.pulled import shape_of_sender, source_of
+from kvtransfer.transports.pulled import announce, shape_of_sender, source_of
 from protos.v1 import common_pb2, transfer_pb2
 from runtime.identity import host_id
 
@@ -61,9 +61,7 @@ class ShmOutgoing:
         block_ids: Sequence[int],
         on_bytes: Callable[[int], None],
     ) -> int:
-        header.source_block_ids[:] = block_ids
-        await self.stream.write_message(transfer_pb2.TransferMessage(part=header))
-        return await self.stream.run(checksum, views)  # while the receiver copies
+        return await announce(self.stream, header, views, block_ids)
 
 
 class ShmIncoming:
