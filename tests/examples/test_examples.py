@@ -51,7 +51,8 @@ async def test_deadline(model_folder: Path) -> None:
         assert re.match(r"deadline after 2\.\d s with 5 tokens: ", shown)
         await mesh.until_whole()
         assert mesh["d0"].cancels == [mesh["d0"].submits[0].request_id]
-        assert 0 < mesh["d0"].submits[0].time_left_ms <= 2000
+        # gRPC rounds a deadline up on its way: some milliseconds more than 2 s may be left.
+        assert 0 < mesh["d0"].submits[0].time_left_ms <= 2100
         mesh["d0"].resume.set()
         assert "complete after" in await output_of(*example("deadline"), mesh.router.server.address, "30")
 

@@ -57,8 +57,8 @@ async def test_deadline_reaches_both_legs(model_folder: Path, stage: str) -> Non
         await _raises(grpc.StatusCode.DEADLINE_EXCEEDED, mesh.generate(request(max_tokens=20), timeout=0.5))
         await mesh.until_whole()
         assert len(mesh["d0"].cancels) == 1
-        assert 0 < mesh["d0"].submits[0].time_left_ms <= 500
-        assert 0 < mesh["p0"].prefills[0].time_left_ms <= 500
+        assert 0 < mesh["d0"].submits[0].time_left_ms <= 600
+        assert 0 < mesh["p0"].prefills[0].time_left_ms <= 600
 
 
 async def test_cancel_in_the_queue_frees_the_turn(model_folder: Path) -> None:
