@@ -13,7 +13,7 @@ from decode_service.refusals import released_by_worker
 from decode_service.reservations import Reservations
 from decode_service.servicer import DecodeServicer, Endpoints
 from decode_service.settings import DecodeSettings
-from decode_service.validation import Prepare, SubmitValidator, Translate
+from decode_service.validation import SubmitValidator, Translate
 from kvtransfer.reservation import Failed
 from protos.v1 import common_pb2, worker_pb2
 
@@ -26,7 +26,6 @@ class Surroundings:
     identity: common_pb2.Identity
     layout: common_pb2.KVLayout
     translate: Translate
-    prepare: Prepare
     engine: EngineCalls
     sinks: Sinks
     quiesce: Callable[[str], Awaitable[None]]
@@ -54,7 +53,7 @@ class DecodeService:
         self.servicer = DecodeServicer(
             self.reservations,
             self._outboxes,
-            SubmitValidator(around.epoch, around.identity, around.translate, around.prepare),
+            SubmitValidator(around.epoch, around.identity, around.translate),
             layout=around.layout,
             lease_s=settings.reservation.lease_s,
             stream_timeout_s=settings.stream.stream_timeout_s,

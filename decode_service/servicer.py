@@ -48,8 +48,7 @@ class DecodeServicer(DecodeServiceServicer):
 
     async def Submit(self, request: decode_pb2.SubmitRequest, context: _ServicerContext) -> decode_pb2.SubmitResponse:
         received_ns = monotonic_ns()
-        await self._validator.prepare(request.request)
-        submission = self._validator.check(request, now=time.monotonic(), received_ns=received_ns)
+        submission = await self._validator.check(request, now=time.monotonic(), received_ns=received_ns)
         try:
             record = await self._reservations.submit(submission)
         except (InvalidRequest, RequestTooLarge) as error:

@@ -17,21 +17,18 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MIN_PERIOD_MS, MAX_PERIOD_MS = 10, 10_000
 _MODES = {mesh_pb2.PREFILL_MODE_REMOTE: Mode.REMOTE, mesh_pb2.PREFILL_MODE_LOCAL: Mode.LOCAL}
 
-Translate = Callable[[common_pb2.TokenRequest], EngineRequest]
-Prepare = Callable[[common_pb2.TokenRequest], Awaitable[None]]
+Translate = Callable[[common_pb2.TokenRequest], Awaitable[EngineRequest]]
 
 
 @dataclass(frozen=True)
 class SubmitValidator:
-    """Checks against what this worker is. `translate` checks the TokenRequest within and raises InvalidArgument itself; what
-    would take it long is done before, by `prepare`."""
+    """Checks against what this worker is. `translate` checks the TokenRequest within and raises InvalidArgument itself."""
 
     epoch: int
     identity: common_pb2.Identity
     translate: Translate
-    prepare: Prepare
 
-    def check(self, request: decode_pb2.SubmitRequest, *, now: float, received_ns: int) -> Submission:
+    async def check(self, request: decode_pb2.SubmitRequest, *, now: float, received_ns: int) -> Submission:
         """Raises InvalidArgument or FailedPrecondition naming the field."""
         check_id("request_id", request.request_id)
         check_id("router_id", request.router_id)
@@ -42,7 +39,7 @@ class SubmitValidator:
         self._check_addressee(request)
         if not request.HasField("request"):
             raise InvalidArgument("request", "missing")
-        mode, engine_request = _MODES[request.mode], self.translate(request.request)
+        mode, engine_request = _MODES[request.mode], await self.translate(request.request)
         _check_mode(mode, engine_request)
         return Submission(
             request_id=request.request_id,

@@ -52,7 +52,7 @@ def _check_shape(request: EngineRequest) -> None:
     num_choices = request.sampling.n
     if not request.prompt:
         raise InvalidRequest("prompt: empty; give at least one token")
-    for name, values in (("emitted", request.emitted), ("finished", request.finished)):
+    for name, values in (("emitted", request.emitted), ("finished", request.finished), ("matchers", request.matchers)):
         if values and len(values) != num_choices:
             raise InvalidRequest(f"{name}: {len(values)} entries for n={num_choices} choices; give none or one for each")
     if not unfinished_choices(request):
@@ -84,7 +84,7 @@ def _check_grammar(request: EngineRequest, limits: Limits) -> None:
     for name in ("min_tokens", "ignore_eos"):
         if getattr(request.sampling, name):
             raise InvalidRequest(f"sampling.{name}: excludes a constraint, whose output ends when it is complete")
-    for choice in unfinished_choices(request) if request.emitted else ():
+    for choice in unfinished_choices(request) if request.emitted and not request.matchers else ():
         index = grammar.first_stray(request.emitted[choice])
         if index is not None:
             raise InvalidRequest(f"emitted: token {index} of choice {choice} does not follow sampling.constraint")

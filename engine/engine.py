@@ -143,7 +143,7 @@ class Engine:
             num_free_blocks=self._pool.num_free,
             num_total_blocks=self._pool.num_total,
             num_cached_blocks=self._pool.num_cached,
-            num_waiting_tokens=sum(sequence.num_remaining for sequence in (*running, *waiting) if not sequence.is_decoding),
+            num_waiting_tokens=sum(sequence.num_to_prefill for sequence in (*running, *waiting)),
             num_steps=self._progress.num_steps,
             num_generated_tokens=self._progress.num_generated_tokens,
             num_prefilled_tokens=self._progress.num_prefilled_tokens,

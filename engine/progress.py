@@ -42,7 +42,7 @@ class Progress:
 
     def _count(self, plan: Plan) -> None:
         self.num_steps += 1
-        self.num_prefilled_tokens += sum(piece.num_tokens for piece in plan.pieces if not piece.sequence.is_decoding)
+        self.num_prefilled_tokens += sum(min(piece.num_tokens, piece.sequence.num_to_prefill) for piece in plan.pieces)
 
     def _advance(self, piece: Piece, draws: list[Draw]) -> list[SequenceUpdate]:
         sequence, index = piece.sequence, len(piece.sequence.output) - piece.sequence.num_unreported

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from engine.grammar import Grammar
+from engine.grammar import Grammar, Matcher
 from engine.sampling_params import SamplingParams
 
 
@@ -20,3 +20,6 @@ class EngineRequest:
     cache_root: bytes = b""  # root of the block hash chain: identity and tenant salt
     prefill_only: bool = False  # stop after each choice's first new token and hold the blocks until release()
     grammar: Grammar | None = None  # each choice's output is one of its sentences, or the beginning of one
+    # () or one per choice: of the grammar, behind `emitted`, which follows it; None for a choice that has finished. Who gives
+    # them has replayed the history where nobody waits; else the engine does, and a long one holds up its step.
+    matchers: tuple[Matcher | None, ...] = field(default=(), compare=False)

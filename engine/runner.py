@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.batch import StepBatch
 from engine.blocks import num_blocks_for
 from engine.exports import LayerSignal
+from engine.grammar import Bits
 from engine.sampling import SampledToken, SampleRow
 from engine.scheduler import Piece, Plan
 from engine.sequence import Sequence
@@ -70,15 +71,16 @@ class ModelRunner:
         owners = [(row, sequence, choice) for row, sequence in enumerate(drawing) for choice in sequence.choices_to_draw]
         if len(owners) > len(drawing):
             logits = logits[[row for row, _, _ in owners]]
-        tokens = self._sampler.sample(logits, [self._sample_row(sequence, choice) for _, sequence, choice in owners])
+        allowed = {sequence: _allowed(sequence) for sequence in drawing}  # choices that have not parted share theirs
+        rows = [self._sample_row(sequence, choice, allowed[sequence]) for _, sequence, choice in owners]
+        tokens = self._sampler.sample(logits, rows)
         draws: dict[Sequence, list[Draw]] = {}
         for (_, sequence, choice), token in zip(owners, tokens, strict=True):
             draws.setdefault(sequence, []).append(Draw(choice, token))
         return draws
 
-    def _sample_row(self, sequence: Sequence, choice: int) -> SampleRow:
+    def _sample_row(self, sequence: Sequence, choice: int, allowed: Bits | None) -> SampleRow:
         request = sequence.group.request
-        matcher = sequence.matcher()
         return SampleRow(
             params=request.sampling,
             choice=choice,
@@ -86,9 +88,14 @@ class ModelRunner:
             prompt=request.prompt,
             output=sequence.output,
             eos_token_ids=self._eos_token_ids,
-            # On an accelerator the forward pass, which was only launched, still runs meanwhile.
-            allowed=None if matcher is None else matcher.allowed(),
+            allowed=allowed,
         )
+
+
+def _allowed(sequence: Sequence) -> Bits | None:
+    """What the sequence's grammar allows. On an accelerator the forward pass, which was only launched, still runs meanwhile."""
+    matcher = sequence.matcher()
+    return None if matcher is None else matcher.allowed()
 
 
 def build_batch(pieces: list[Piece], block_size: int, device: torch.device) -> StepBatch:

@@ -123,6 +123,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, plan: Plan) -> None:
         self.running.remove(victim)
+        victim.num_to_restore = max(victim.num_to_restore, victim.num_computed)
         self._allocator.release(victim)
         victim.was_preempted = True
         self.wait(victim)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 
-from engine.grammar import Matcher
+from engine.grammar import Grammar, Matcher
 from engine.request import EngineRequest
 from engine.timing import StartClock
 
@@ -24,7 +24,7 @@ class Sequence:
 
     __slots__ = (
         "_matcher", "_num_taken", "block_hashes", "block_ids", "choices", "group", "num_cached", "num_computed", "num_published",
-        "num_unreported", "output", "was_preempted",
+        "num_to_restore", "num_unreported", "output", "was_preempted",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, choices: tuple[int, ...], output: list[int]) -> None:
@@ -37,6 +37,7 @@ class Sequence:
         self.num_cached = 0  # tokens that the prefix cache served when it last got its blocks
         self.num_published = 0  # full blocks that were offered to the prefix cache
         self.num_unreported = 0  # of the last tokens of the output: forced before anything was computed here
+        self.num_to_restore = self.num_tokens  # first tokens that came here as they are, or were computed before a preemption
         self.was_preempted = False
         self._matcher: Matcher | None = None  # made when it is first asked for; it has taken the first tokens of the output
         self._num_taken = 0
@@ -54,6 +55,11 @@ class Sequence:
     def num_remaining(self) -> int:
         """Tokens known but not computed: 1 while it decodes."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Tokens not computed that are no new output: what is drawn or forced here is none of them."""
+        return max(0, self.num_to_restore - self.num_computed)
 
     @property
     def is_decoding(self) -> bool:
@@ -78,12 +84,20 @@ class Sequence:
         grammar = self.group.request.grammar
         if grammar is None:
             return None
-        if self._matcher is None:
-            self._matcher = grammar.matcher()
+        matcher = self._matcher or self._first_matcher(grammar)
         for token_id in self.output[self._num_taken :]:
-            self._matcher.take(token_id)
-        self._num_taken = len(self.output)
-        return self._matcher
+            matcher.take(token_id)
+        self._matcher, self._num_taken = matcher, len(self.output)
+        return matcher
+
+    def _first_matcher(self, grammar: Grammar) -> Matcher:
+        """Behind the history that somebody has replayed, else at the beginning."""
+        matchers, choice = self.group.request.matchers, self.choices[0]
+        ready = matchers[choice] if matchers and len(self.choices) == 1 else None
+        if ready is None:
+            return grammar.matcher()
+        self._num_taken = len(self.group.history(choice))
+        return ready.copy()
 
     def forced_token(self) -> int | None:
         """The next token where the model need not be asked: the grammar leaves no choice, and nobody wants log-probabilities."""

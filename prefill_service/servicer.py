@@ -41,10 +41,10 @@ class PrefillServicer(PrefillServiceServicer):
         self, request: prefill_pb2.PrefillRequest, context: _ServicerContext
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         received_ns = time.monotonic_ns()
-        await self._validator.prepare(request.request)
         self._check_new_work()
         engine_id = f"p:{request.request_id}:{next(self._serial)}"
-        assignment = self._validator.check(request, engine_id, now=time.monotonic(), received_ns=received_ns)
+        assignment = await self._validator.check(request, engine_id, now=time.monotonic(), received_ns=received_ns)
+        self._check_new_work()  # compiling a constraint takes a while
         handoff = self._begin(Handoff(assignment, self._tools))
         context.add_done_callback(cast("Any", lambda _: handoff.cancel()))
         try:

@@ -14,21 +14,18 @@ from runtime.errors import InvalidArgument
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
-Translate = Callable[[common_pb2.TokenRequest], EngineRequest]
-Prepare = Callable[[common_pb2.TokenRequest], Awaitable[None]]
+Translate = Callable[[common_pb2.TokenRequest], Awaitable[EngineRequest]]
 
 
 @dataclass(frozen=True)
 class PrefillValidator:
-    """Checks against what this worker is. `translate` checks the TokenRequest within and raises InvalidArgument itself; what
-    would take it long is done before, by `prepare`."""
+    """Checks against what this worker is. `translate` checks the TokenRequest within and raises InvalidArgument itself."""
 
     identity: common_pb2.Identity
     layout: common_pb2.KVLayout
     translate: Translate
-    prepare: Prepare
 
-    def check(self, request: prefill_pb2.PrefillRequest, engine_id: str, *, now: float, received_ns: int) -> Assignment:
+    async def check(self, request: prefill_pb2.PrefillRequest, engine_id: str, *, now: float, received_ns: int) -> Assignment:
         """Raises InvalidArgument, or FAILED_PRECONDITION naming the field of identity or layout that differs."""
         if not _ID.fullmatch(request.request_id):
             raise InvalidArgument("request_id", f"{request.request_id[:80]!r} is not 1 to 64 of [A-Za-z0-9_-]")
@@ -37,7 +34,7 @@ class PrefillValidator:
                 raise InvalidArgument(field, "missing")
         check_identity(self.identity, request.identity)
         check_layout(self.identity, self.layout, request.reservation.layout)
-        engine_request = self.translate(request.request)
+        engine_request = await self.translate(request.request)
         num_tokens = _num_kv_tokens(engine_request)
         self._check_reservation(request.reservation, num_tokens)
         return Assignment(

@@ -1,23 +1,15 @@
 """A client's constraint on its output, compiled before any worker hears of the request. Each refusal names the field."""
 
-import asyncio
-import contextlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
 
 from protos.v1 import common_pb2
 from router.validation import refuse
-from runtime.errors import ResourceExhausted
+from runtime.work_threads import WorkThreads
 from text.grammar import CompiledGrammar, GrammarCompiler
 
-T = TypeVar("T")
-
-WORK_TIMEOUT_S = 5.0
-MAX_WAITING = 64
-_waiting: set[asyncio.Future[Any]] = set()
-_threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")  # a hostile grammar takes one of these for a second, not all of us
+# A hostile grammar takes one of these for a second, not all of us.
+threads = WorkThreads("grammar", num_threads=2, max_waiting=64, timeout_s=5.0)
 
 
 async def compile_constraint(grammars: GrammarCompiler, sampling: common_pb2.SamplingParams) -> CompiledGrammar | None:
@@ -33,9 +25,9 @@ async def compile_constraint(grammars: GrammarCompiler, sampling: common_pb2.Sam
     source = tuple(sampling.constraint.choice.values) if kind == "choice" else str(getattr(sampling.constraint, kind))
     field = f"sampling.constraint.{kind}"
     try:
-        return grammars.known(kind, source) or await _in_thread(partial(grammars.compile, kind, source))
+        return grammars.known(kind, source) or await threads.run(partial(grammars.compile, kind, source))
     except TimeoutError:
-        refuse(field, f"takes more than {WORK_TIMEOUT_S:.0f} s to compile; make it simpler")
+        refuse(field, f"takes more than {threads.timeout_s:.0f} s to compile; make it simpler")
     except ValueError as error:
         refuse(field, str(error))
 
@@ -49,32 +41,10 @@ async def check_history(grammar: CompiledGrammar, emitted: Sequence[common_pb2.E
         return next(((number, index) for number, index in strays if index is not None), None)
 
     try:
-        stray = await _in_thread(find)
+        stray = await threads.run(find)
     except TimeoutError:
-        refuse("resume.emitted", f"takes more than {WORK_TIMEOUT_S:.0f} s to compare with sampling.constraint")
+        refuse("resume.emitted", f"takes more than {threads.timeout_s:.0f} s to compare with sampling.constraint")
     if stray is not None:
         number, index = stray
         token_id = emitted[number].token_ids[index]
         refuse(f"resume.emitted[{number}].token_ids[{index}]", f"token {token_id} does not follow sampling.constraint")
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    """Its result; its time counts from when it begins. Raises TimeoutError, ResourceExhausted when too many wait."""
-    if len(_waiting) >= MAX_WAITING:
-        raise ResourceExhausted(f"{MAX_WAITING} constraints wait to be compiled", retry_delay_s=1.0)
-    loop, begun = asyncio.get_running_loop(), asyncio.Event()
-
-    def run() -> T:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
-            loop.call_soon_threadsafe(begun.set)
-        return work()
-
-    future = loop.run_in_executor(_threads, run)
-    _waiting.add(future)
-    future.add_done_callback(_waiting.discard)
-    try:
-        await begun.wait()
-        async with asyncio.timeout(WORK_TIMEOUT_S):
-            return await future
-    finally:
-        future.cancel()  # if it has not begun

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from copy import copy
@@ -22,6 +23,8 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
+from text.grammar_depth import check_lark_depth, check_schema_depth, with_deep_stack
+
 Bits = NDArray[np.uint32]
 
 KINDS = ("json_schema", "regex", "choice", "grammar")
@@ -30,6 +33,7 @@ MAX_CHOICES = 1000
 MAX_ERROR_CHARS = 300
 MAX_REMEMBERED_BYTES = 1 << 20  # of source text; what it compiles to may take a hundred times as much
 MAX_REMEMBERED = 512
+SLICE_S, PAUSE_S = 0.0005, 0.00005  # of a long replay: work with the GIL, then a moment for whoever waits for it
 
 _JSON_STYLE: llguidance._lib.JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -48,7 +52,8 @@ def _limits() -> llguidance.LLParserLimits:
 
 
 class GrammarCompiler:
-    """For one model. Remembers what it compiled last. Any thread may call it; the work is done without the GIL."""
+    """For one model. Remembers what it compiled last, and what it refused. Any thread may call it; nearly all of the work is
+    done without the GIL."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """`vocab_size` and `eos_token_ids` are the model's. Nothing is done yet: see `warm`."""
@@ -56,34 +61,54 @@ class GrammarCompiler:
         self.eos_token_ids = tuple(sorted(eos_token_ids))
         self._tokenizer_json = tokenizer_json
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], CompiledGrammar | str] = OrderedDict()  # a text says why it was refused
+        self._num_bytes = 0
         self._warming = threading.Lock()
+        self._unfit = ""
 
     def warm(self) -> None:
         """Prepares the vocabulary unless it has been: half a second with the GIL, so before anything is served.
 
         Raises ValueError: no output of this model can be constrained, and why."""
         with self._warming:
-            _ = self._tokens
+            if self._unfit:
+                raise ValueError(self._unfit)
+            try:
+                _ = self._tokens
+            except ValueError as error:
+                self._unfit = str(error)
+                raise
 
     def known(self, kind: str, source: str | Sequence[str]) -> CompiledGrammar | None:
-        """What was compiled before, at once; None: it has to be compiled."""
+        """What was compiled before, at once; None: it has to be compiled. Raises ValueError if it was refused before,
+        or is too large."""
+        _check_size(source)
         key = (kind, _text(source))
         with self._lock:
-            if key in self._known:
+            known = self._known.get(key)
+            if known is not None:
                 self._known.move_to_end(key)
-            return self._known.get(key)
+        if isinstance(known, str):
+            raise ValueError(known)
+        return known
 
     def compile(self, kind: str, source: str | Sequence[str]) -> CompiledGrammar:
         """`kind` is one of KINDS; `source` a text, or for "choice" the strings. Raises ValueError that says what is wrong."""
         known = self.known(kind, source)
         if known is not None:
             return known
-        grammar = _grammar_text(kind, source)
         self.warm()
-        compiled = CompiledGrammar(self._tokens, grammar, self.vocab_size, self.eos_token_ids)
-        self._remember((kind, _text(source)), compiled)
+        key = (kind, _text(source))
+        try:
+            compiled = with_deep_stack(lambda: self._compile(kind, source))
+        except ValueError as error:
+            self._remember(key, str(error)[:MAX_ERROR_CHARS])
+            raise
+        self._remember(key, compiled)
         return compiled
+
+    def _compile(self, kind: str, source: str | Sequence[str]) -> CompiledGrammar:
+        return CompiledGrammar(self._tokens, _grammar_text(kind, source), self.vocab_size, self.eos_token_ids)
 
     @cached_property
     def _tokens(self) -> llguidance.LLTokenizer:
@@ -94,11 +119,14 @@ class GrammarCompiler:
         except Exception as error:
             raise ValueError(f"this model's tokenizer does not serve for grammars: {error}") from error
 
-    def _remember(self, key: tuple[str, str], compiled: CompiledGrammar) -> None:
+    def _remember(self, key: tuple[str, str], outcome: CompiledGrammar | str) -> None:
         with self._lock:
-            self._known[key] = compiled
-            while len(self._known) > MAX_REMEMBERED or sum(len(text) for _, text in self._known) > MAX_REMEMBERED_BYTES:
-                self._known.popitem(last=False)
+            if key not in self._known:
+                self._num_bytes += len(key[1].encode())
+            self._known[key] = outcome
+            while len(self._known) > MAX_REMEMBERED or self._num_bytes > MAX_REMEMBERED_BYTES:
+                (_, oldest), _ = self._known.popitem(last=False)
+                self._num_bytes -= len(oldest.encode())
 
 
 class CompiledGrammar:
@@ -125,18 +153,24 @@ class CompiledGrammar:
     def first_stray(self, output: Sequence[int]) -> int | None:
         """The index of the first token that does not follow the grammar; None if all do, or the last one only led to where the
         grammar cannot be followed any further."""
-        matcher = self.matcher()
+        return self.follow(output)[1]
+
+    def follow(self, output: Sequence[int]) -> tuple[GrammarMatcher, int | None]:
+        """A matcher behind `output`, and what `first_stray` says of it. Takes some 5 to 10 us a token, in slices: other threads
+        are let in between."""
+        matcher, pause_at = self.matcher(), time.perf_counter() + SLICE_S
         for index, token_id in enumerate(output):
             matcher.take(token_id)
             if matcher.failed:
-                return None if index + 1 == len(output) and self._allows(output[:index], token_id) else index
-        return None
+                is_last = index + 1 == len(output)
+                return matcher, None if is_last and self._allows(output[:index], token_id) else index
+            if time.perf_counter() >= pause_at:
+                time.sleep(PAUSE_S)
+                pause_at = time.perf_counter() + SLICE_S
+        return matcher, None
 
     def _allows(self, output: Sequence[int], token_id: int) -> bool:
-        matcher = self.matcher()
-        for each in output:
-            matcher.take(each)
-        return bool(matcher.allowed()[token_id // 32] >> token_id % 32 & 1)
+        return bool(self.follow(output)[0].allowed()[token_id // 32] >> token_id % 32 & 1)
 
 
 class GrammarMatcher:
@@ -213,11 +247,14 @@ def _text(source: str | Sequence[str]) -> str:
     return source if isinstance(source, str) else json.dumps(list(source))
 
 
-def _grammar_text(kind: str, source: str | Sequence[str]) -> str:
-    """For llguidance. Raises ValueError for what is wrong on the face of it."""
+def _check_size(source: str | Sequence[str]) -> None:
     size = len(source.encode()) if isinstance(source, str) else sum(len(value.encode()) for value in source)
     if size > MAX_BYTES:
         raise ValueError(f"has {size} bytes; at most {MAX_BYTES} are allowed")
+
+
+def _grammar_text(kind: str, source: str | Sequence[str]) -> str:
+    """For llguidance. Raises ValueError for what is wrong on the face of it."""
     if kind == "choice":
         return _of_choices(source)
     if not isinstance(source, str) or not source:
@@ -227,6 +264,7 @@ def _grammar_text(kind: str, source: str | Sequence[str]) -> str:
     if kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(source)
     if kind == "grammar":
+        check_lark_depth(source)
         return llguidance.LLMatcher.grammar_from_lark(source)
     raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
 
@@ -250,6 +288,7 @@ def _checked_json(source: str) -> str:
         raise ValueError(f"is no JSON: {error}") from error
     if not isinstance(schema, dict):
         raise ValueError('is no JSON object; a schema is one, such as {"type": "object"}')
+    check_schema_depth(schema)
     return source
 
 

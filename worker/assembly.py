@@ -71,7 +71,7 @@ class Worker:
         tls = open_tls(config.tls)
         self._sender = Sender(engine.kv, identity, layout, self.epoch, tls=tls)
         self.prefill = PrefillServicer(
-            PrefillValidator(identity, layout, translate, translate.prepare),
+            PrefillValidator(identity, layout, translate),
             HandoffTools(
                 self._engine_loop,
                 self.dispatcher,
@@ -199,7 +199,6 @@ class Worker:
             identity=identity,
             layout=layout,
             translate=translate,
-            prepare=translate.prepare,
             engine=self._engine_loop,
             sinks=self.dispatcher,
             quiesce=lambda reservation_id: self._receiver.quiesce(reservation_id),

@@ -6,19 +6,26 @@ engine, in one place for all its callers.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from engine.grammar import Grammar
+from engine.grammar import Grammar, Matcher
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from protos.v1 import common_pb2
 from runtime.errors import FailedPrecondition, InvalidArgument
-from text.grammar import GrammarCompiler
+from runtime.work_threads import WorkThreads
+from text.grammar import CompiledGrammar, GrammarCompiler
 
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
+_Emitted = tuple[tuple[int, ...], ...]
+_Matchers = tuple[Matcher | None, ...]
+
+# Few: each thread allocates apart from the others, and where grammars come and go, six of them leave more gaps than two. What a
+# router let pass takes less time than that.
+threads = WorkThreads("grammar", num_threads=2, max_waiting=64, timeout_s=10.0)
 
 
 @dataclass(frozen=True)
@@ -30,14 +37,7 @@ class TokenRequestTranslator:
     cache_root: Callable[[str, str], bytes]
     grammars: GrammarCompiler | None = None
 
-    async def prepare(self, request: common_pb2.TokenRequest) -> None:
-        """Compiles the constraint, if there is a new one, in a thread: the call that follows finds it. Raises as the call."""
-        constraint = request.sampling.constraint
-        kind = constraint.WhichOneof("kind")
-        if kind is not None and self.grammars is not None and self.grammars.known(kind, _source(constraint)) is None:
-            await asyncio.to_thread(self._grammar, request.sampling)
-
-    def __call__(self, request: common_pb2.TokenRequest) -> EngineRequest:
+    async def __call__(self, request: common_pb2.TokenRequest) -> EngineRequest:
         """Raises InvalidArgument, or FailedPrecondition for another model, naming the field from `request` on."""
         if request.model != self.model:
             raise FailedPrecondition("request.model", f"this worker serves {self.model!r}, not {request.model[:80]!r}")
@@ -45,6 +45,7 @@ class TokenRequestTranslator:
             raise InvalidArgument("request.prompt_token_ids", "empty; give at least one token")
         sampling = _sampling(request.sampling)
         emitted, finished = _history(request, sampling.n)
+        grammar, matchers = await self._constraint(request.sampling, emitted, finished)
         return EngineRequest(
             request_id="",  # the services name it
             prompt=tuple(request.prompt_token_ids),
@@ -52,22 +53,45 @@ class TokenRequestTranslator:
             emitted=emitted,
             finished=finished,
             cache_root=self.cache_root(request.tenant, request.cache_salt),
-            grammar=self._grammar(request.sampling),
+            grammar=grammar,
+            matchers=matchers,
         )
 
-    def _grammar(self, sampling: common_pb2.SamplingParams) -> Grammar | None:
+    async def _constraint(
+        self, sampling: common_pb2.SamplingParams, emitted: _Emitted, finished: tuple[bool, ...]
+    ) -> tuple[Grammar | None, _Matchers]:
+        """Compiled, and replayed behind the history of each unfinished choice, where neither the event loop nor the engine waits
+        for it."""
         if not sampling.HasField("constraint"):
-            return None
+            return None, ()
         field = "request.sampling.constraint"
         kind = sampling.constraint.WhichOneof("kind")
         if kind is None:
             raise InvalidArgument(field, "is empty; give one of json_schema, regex, choice and grammar")
         if self.grammars is None:
             raise FailedPrecondition(field, "this worker's model is no folder with a tokenizer; `pdmesh models fetch` makes one")
+        source = _source(sampling.constraint)
         try:
-            return self.grammars.compile(kind, _source(sampling.constraint))
+            grammar = self.grammars.known(kind, source)
+            if grammar is None:
+                grammar = await threads.run(partial(self.grammars.compile, kind, source))
+            return grammar, await threads.run(partial(_replay, grammar, emitted, finished)) if any(emitted) else ()
+        except TimeoutError:
+            raise InvalidArgument(f"{field}.{kind}", f"takes more than {threads.timeout_s:.0f} s; make it simpler") from None
         except ValueError as error:
             raise InvalidArgument(f"{field}.{kind}", str(error)) from error
+
+
+def _replay(grammar: CompiledGrammar, emitted: _Emitted, finished: tuple[bool, ...]) -> _Matchers:
+    """Raises InvalidArgument: a history that does not follow its grammar."""
+    matchers: list[Matcher | None] = []
+    for choice, (output, is_over) in enumerate(zip(emitted, finished, strict=True)):
+        matcher, stray = (None, None) if is_over else grammar.follow(output)
+        if stray is not None:
+            field = f"request.emitted[{choice}].token_ids[{stray}]"
+            raise InvalidArgument(field, "does not follow sampling.constraint")
+        matchers.append(matcher)
+    return tuple(matchers)
 
 
 def _source(constraint: common_pb2.Constraint) -> str | tuple[str, ...]:
@@ -113,7 +137,7 @@ def _check_ranges(params: SamplingParams) -> None:
         raise InvalidArgument(f"request.sampling.{field}", problem) from error
 
 
-def _history(request: common_pb2.TokenRequest, num_choices: int) -> tuple[tuple[tuple[int, ...], ...], tuple[bool, ...]]:
+def _history(request: common_pb2.TokenRequest, num_choices: int) -> tuple[_Emitted, tuple[bool, ...]]:
     """(emitted, finished) by choice; both empty when nothing was emitted."""
     if not request.emitted:
         return (), ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import jsonschema
@@ -12,6 +13,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest
+from engine.grammar import Bits, Grammar, Matcher
 from engine.outputs import FinishReason, StepResult, TokenLogprobs
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -19,7 +21,7 @@ from engine.weights.loader import LoadedModel, load_model
 from tests.engine.backends import BACKENDS
 from tests.support.mock_engine import open_engine
 from tests.support.tiny_models import IM_END, VOCAB_SIZE, make_tiny_model
-from text.grammar import GrammarCompiler
+from text.grammar import GrammarCompiler, GrammarMatcher
 from text.tokenizer import Tokenizer
 
 SCHEMA = {
@@ -180,6 +182,63 @@ def test_resumed_behind_every_history(model: Model, expected: Answers) -> None:
             [answer] = run(engine, replace(each, emitted=(history,))).values()
             assert [*history, *answer.token_ids] == whole.token_ids
             assert answer.finish_reason == whole.finish_reason
+
+
+class Unreplayed:
+    """A grammar of which nobody may ask for a beginning."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.vocab_size = grammar.vocab_size
+
+    def matcher(self) -> Matcher:
+        raise AssertionError("the engine begins at the beginning")
+
+    def first_stray(self, output: Sequence[int]) -> int | None:
+        raise AssertionError("the engine replays the history")
+
+
+def test_a_history_that_was_replayed_elsewhere_is_not_replayed_again(model: Model, expected: Answers) -> None:
+    engine = model.engine(num_blocks=16)
+    for name in ("a", "c"):
+        [each] = [each for each in requests(model) if each.request_id == name]
+        grammar = model.grammars.compile("json_schema", json.dumps(SCHEMA))
+        histories = tuple(tuple(expected[name, choice].token_ids[: 5 + 6 * choice]) for choice in range(each.sampling.n))
+        matchers = tuple(grammar.follow(history)[0] for history in histories)
+        asked = replace(each, emitted=histories, grammar=Unreplayed(grammar), matchers=matchers)
+        for _ in range(2):  # a matcher serves more than once
+            answers = run(engine, asked)
+            for choice in range(each.sampling.n):
+                assert [*histories[choice], *answers[name, choice].token_ids] == expected[name, choice].token_ids
+
+
+def test_choices_that_have_not_parted_share_their_mask(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    masks: list[int] = []
+    original = GrammarMatcher.allowed
+
+    def counted(matcher: GrammarMatcher) -> Bits:
+        masks.append(id(matcher))
+        return original(matcher)
+
+    monkeypatch.setattr(GrammarMatcher, "allowed", counted)
+    each = model.request("c", "regex", "[a-z]{1,9}", n=5, max_tokens=1)
+    answers = run(model.engine(), each)
+    assert len(masks) == 1 and len(answers) == 5
+
+
+def test_forced_tokens_are_output_not_prompt(model: Model) -> None:
+    engine = model.engine(prefix_caching=False)
+    each = model.request("s", "regex", "[xy]forced and long[ab]and more of it[cd]")
+    answer = run(engine, each)["s", 0]
+    assert engine.stats().num_prefilled_tokens == len(each.prompt)
+    assert engine.stats().num_generated_tokens == len(answer.token_ids) == 33
+    engine.add(replace(each, request_id="t", emitted=(tuple(answer.token_ids[:4]),)))
+    assert engine.stats().num_waiting_tokens == len(each.prompt) + 4
+    engine.step()
+    assert engine.stats().num_waiting_tokens == 0
+    while engine.step() is not None:
+        pass
+    assert engine.stats().num_prefilled_tokens == 2 * len(each.prompt) + 4
+    assert engine.stats().num_generated_tokens == 33 + 29
 
 
 def test_resumed_choices_part_with_their_histories(model: Model, expected: Answers) -> None:

@@ -64,7 +64,7 @@ async def test_right_ones_compile(grammars: GrammarCompiler) -> None:
 
 
 async def test_what_takes_too_long_is_refused(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraint, "WORK_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(constraint.threads, "timeout_s", 0.01)
     large = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}})
     began = time.monotonic()
     with pytest.raises(InvalidArgument, match="simpler"):
@@ -91,9 +91,9 @@ async def test_only_what_follows_can_be_resumed(grammars: GrammarCompiler) -> No
 
 async def test_waiting_in_line_is_no_fault_of_the_grammar(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time counts from when a thread takes it; a line that is too long is overload."""
-    monkeypatch.setattr(constraint, "WORK_TIMEOUT_S", 0.4)
-    monkeypatch.setattr(constraint, "MAX_WAITING", 6)
-    ahead = [asyncio.create_task(constraint._in_thread(partial(time.sleep, 0.3))) for _ in range(5)]
+    monkeypatch.setattr(constraint.threads, "timeout_s", 0.4)
+    monkeypatch.setattr(constraint.threads, "max_waiting", 6)
+    ahead = [asyncio.create_task(constraint.threads.run(partial(time.sleep, 0.3))) for _ in range(5)]
     await asyncio.sleep(0)
     waiting = asyncio.create_task(constraint.compile_constraint(grammars, sampling(regex="in line")))
     await asyncio.sleep(0)

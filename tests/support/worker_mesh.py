@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar, cast
 
 import grpc.aio
 import torch
@@ -29,6 +30,7 @@ from worker.assembly import Worker
 from worker.config import WorkerConfig
 from worker.token_request import TokenRequestTranslator
 
+T = TypeVar("T")
 MODEL = "tiny"
 REMOTE, LOCAL = mesh_pb2.PREFILL_MODE_REMOTE, mesh_pb2.PREFILL_MODE_LOCAL
 NO_FINISH = common_pb2.FINISH_REASON_UNSPECIFIED
@@ -140,7 +142,7 @@ def token_request(
 def reference(model: Model, request: common_pb2.TokenRequest) -> list[list[int]]:
     """The tokens of one engine alone, by choice, without what was emitted before."""
     engine = model.engine()
-    translated = TokenRequestTranslator(MODEL, lambda tenant, salt: b"")(request)
+    translated = _at_once(TokenRequestTranslator(MODEL, lambda tenant, salt: b"")(request))
     tokens: list[list[int]] = [[] for _ in range(translated.sampling.n)]
     assert engine.add(replace(translated, request_id="r"))
     while (result := engine.step()) is not None:
@@ -148,6 +150,15 @@ def reference(model: Model, request: common_pb2.TokenRequest) -> list[list[int]]
             tokens[update.choice].extend(update.token_ids)
     engine.kv.close()
     return tokens
+
+
+def _at_once(work: Coroutine[object, object, T]) -> T:
+    """The result of what has nothing to wait for."""
+    try:
+        work.send(None)
+    except StopIteration as ended:
+        return cast("T", ended.value)
+    raise AssertionError("it waits for something")
 
 
 def only_transport(reservation: common_pb2.Reservation, transport: str) -> common_pb2.Reservation:

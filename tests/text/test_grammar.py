@@ -6,13 +6,15 @@ import json
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jsonschema
+import llguidance
 import numpy as np
 import pytest
 
+import text.grammar
 from pdmesh.model_cache import cache_folder, is_complete
 from pdmesh.model_catalogue import SMOLLM2
 from tests.support.tiny_models import IM_END, VOCAB_SIZE, write_byte_tokenizer
@@ -207,6 +209,98 @@ def test_what_was_compiled_is_remembered(of_bytes: GrammarCompiler) -> None:
     for number in range(20):
         of_bytes.compile("choice", (str(number), "x" * (MAX_BYTES - 100)))
     assert of_bytes.known("regex", "abc+d") is None
+
+
+def test_what_was_refused_is_remembered(of_bytes: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="forces a text") as first:
+        of_bytes.compile("regex", "a{900000}")
+    monkeypatch.setattr(llguidance, "LLMatcher", None)  # compiling would fail otherwise
+    for again in (of_bytes.known, of_bytes.compile):
+        with pytest.raises(ValueError, match="forces a text") as refused:
+            again("regex", "a{900000}")
+        assert str(refused.value) == str(first.value)
+
+
+def test_what_is_remembered_is_bounded(of_bytes: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text.grammar, "MAX_REMEMBERED", 5)
+    monkeypatch.setattr(text.grammar, "MAX_REMEMBERED_BYTES", 2000)
+    good = of_bytes.compile("regex", "kept|in use")
+    for number in range(20):
+        with pytest.raises(ValueError, match="unclosed"):
+            of_bytes.compile("regex", f"({number}")
+        assert of_bytes.known("regex", "kept|in use") is good
+        assert len(of_bytes._known) <= 5
+    with pytest.raises(ValueError, match="invalid regex"):
+        of_bytes.compile("regex", "(" + "日" * 650)
+    num_bytes = of_bytes._num_bytes
+    assert 1951 <= num_bytes <= 2000 and num_bytes == sum(len(source.encode()) for _, source in of_bytes._known)
+    with pytest.raises(ValueError, match="bytes"):
+        of_bytes.compile("regex", "(" * (MAX_BYTES + 1))
+    assert of_bytes._num_bytes == num_bytes
+
+
+def _chain(number: int, step: str, separator: str = ",") -> str:
+    return separator.join(step.replace("HERE", str(i)).replace("NEXT", str(i + 1)) for i in range(number))
+
+
+def _references(number: int, within: str = '{"$ref":"#/$defs/dNEXT"}') -> str:
+    return f'{{"$ref":"#/$defs/d0","$defs":{{{_chain(number, chr(34) + "dHERE" + chr(34) + ":" + within)},"d{number}":{{}}}}}}'
+
+
+@pytest.mark.parametrize("number", [200, 590, 1400, 4000])
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("json_schema", _references),
+        ("json_schema", lambda n: _references(n, '{"properties":{"a":{"$ref":"#/$defs/dNEXT"}}}')),
+        ("json_schema", lambda n: _references(n, '{"anyOf":[{"allOf":[{"$ref":"#/$defs/dNEXT"}]}]}')),
+        ("grammar", lambda n: "start: r0\n" + _chain(n, "rHERE: rNEXT", "\n") + f'\nr{n}: "a"'),
+        ("grammar", lambda n: "start: R0\n" + _chain(n, 'RHERE: "a" RNEXT', "\n") + f'\nR{n}: "a"'),
+        ("grammar", lambda n: "start: %json " + _references(n)),
+    ],
+)
+def test_deep_definitions_do_not_overflow_the_stack(
+    kind: str, make: Callable[[int], str], number: int, of_bytes: GrammarCompiler
+) -> None:
+    """Without a limit the process would end here, not the test only."""
+    source = make(number)
+    if len(source) > MAX_BYTES:
+        pytest.skip("too large in the first place")
+    began = time.process_time()
+    try:
+        matcher = of_bytes.compile(kind, source).matcher()
+        for _ in range(50):
+            if matcher.failed:
+                break
+            matcher.take(allowed(matcher)[0])
+    except ValueError as error:
+        assert number > 200 or "forces a text" in str(error)
+    assert time.process_time() - began < 5.0
+    if number == 4000:
+        with pytest.raises(ValueError, match="levels deep"):
+            of_bytes.compile(kind, source)
+
+
+def test_definitions_that_refer_to_themselves_are_not_deep(of_bytes: GrammarCompiler) -> None:
+    tree = {"$ref": "#/$defs/n~1ode", "$defs": {"n/ode": {"type": "array", "items": {"$ref": "#/$defs/n~1ode"}}}}
+    matcher = of_bytes.compile("json_schema", json.dumps(tree)).matcher()
+    assert not matcher.failed
+
+
+def test_a_long_history_is_followed_in_slices(of_bytes: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar, pauses = of_bytes.compile("regex", "[a-z]*"), list[float]()
+    letter, *_ = allowed(grammar.matcher())
+    history = [letter] * 500
+    monkeypatch.setattr(text.grammar, "SLICE_S", 0.0)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    matcher, stray = grammar.follow(history)
+    assert stray is None and len(pauses) == 500
+    expected = grammar.matcher()
+    for token_id in history:
+        expected.take(token_id)
+    assert allowed(matcher) == allowed(expected)
+    stray_token = next(token for token in range(256) if token not in allowed(expected))
+    assert grammar.follow([*history, stray_token, letter])[1] == 500
 
 
 def test_without_an_end_nothing_can_be_constrained(tmp_path: Path) -> None:
