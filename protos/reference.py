@@ -25,7 +25,7 @@ INTRODUCTION = f"""\
 Generated from `protos/v1/*.proto` by `make stubs`: change the comments there, not this page. How to call it from a program of any
 language, what errors mean and what may change: [grpc.md](grpc.md).
 
-How to read the tables: a field without a word in the third column is never absent to its reader, who gets the default of what was
+How to read the tables: a field of no *kind* is never absent to its reader, who gets the default of what was
 not sent. An *optional* field, a message and a member of a *oneof* can be told to be absent; of a *oneof* at most one is set.
 *repeated* is a list in order. A server ignores fields that it does not know, and so has a client to.
 """
@@ -96,13 +96,18 @@ def _types(api: Api, names: Iterable[str]) -> Iterator[str]:
 def _message(api: Api, message: DescriptorProto) -> Iterator[str]:
     if not message.field:
         return
-    yield "| field | type | | default | |\n| --- | --- | --- | --- | --- |"
+    yield "| field | type | kind | default | meaning |\n| --- | --- | --- | --- | --- |"
     for field in message.field:
         kind = descriptors.cardinality(message, field)
         shown = kind.replace("oneof ", "oneof `") + "`" if kind.startswith("oneof") else kind
-        row = (f"`{field.name}` = {field.number}", _type(field), shown, _default(api, field, kind))
+        row = (_numbered(field.name, field.number), _type(field), shown, _default(api, field, kind))
         yield f"| {' | '.join(row)} | {_text(api, f'{message.name}.{field.name}')} |"
     yield ""
+
+
+def _numbered(name: str, number: int) -> str:
+    """Spaces that do not break: a narrow column would tear them apart."""
+    return f"`{name}`\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{number}"
 
 
 def _type(field: FieldDescriptorProto) -> str:
@@ -123,9 +128,9 @@ def _default(api: Api, field: FieldDescriptorProto, kind: str) -> str:
 
 
 def _enum(api: Api, enum: EnumDescriptorProto) -> Iterator[str]:
-    yield "| value | |\n| --- | --- |"
+    yield "| value | meaning |\n| --- | --- |"
     for value in enum.value:
-        yield f"| `{value.name}` = {value.number} | {_text(api, f'{enum.name}.{value.name}')} |"
+        yield f"| {_numbered(value.name, value.number)} | {_text(api, f'{enum.name}.{value.name}')} |"
     yield ""
 
 

@@ -8,7 +8,14 @@ from runtime.tls import TlsConfig
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]+):[0-9]{1,5}")
-_AT_LEAST_ONE = ("max_inflight", "max_buffered_tokens", "max_prompt_bytes", "prefix_memory_blocks", "http_max_body_bytes")
+_AT_LEAST_ONE = (
+    "max_inflight",
+    "max_buffered_tokens",
+    "max_prompt_bytes",
+    "prefix_memory_blocks",
+    "http_max_body_bytes",
+    "http_max_connections",
+)
 _POSITIVE = (
     "stream_timeout_s",
     "reattach_grace_s",
@@ -34,7 +41,8 @@ class RouterConfig:
         default=(),
         metadata={"help": "keys of which HTTP clients show one, comma separated; empty: none is asked for", "secret": True},
     )
-    http_max_body_bytes: int = field(default=8 << 20, metadata={"help": "bytes of an HTTP request"})
+    http_max_body_bytes: int = field(default=4 << 20, metadata={"help": "bytes of an HTTP request"})
+    http_max_connections: int = field(default=1024, metadata={"help": "open HTTP connections; more are refused"})
     models: tuple[str, ...] = field(
         default=(), metadata={"help": "models to serve, NAME=FOLDER with the tokenizer, comma separated"}
     )

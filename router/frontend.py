@@ -37,14 +37,16 @@ class Frontend:
         self._idle.set()
 
     def generate(
-        self, request: mesh_pb2.GenerateRequest, time_left_s: float | None
+        self, request: mesh_pb2.GenerateRequest, time_left_s: float | None, received_ns: int | None = None
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        """`started`, deltas, `completed`. Raises MeshError."""
-        return self._stream(self._jobs.from_generate(request, time_left_s))
+        """`started`, deltas, `completed`. `received_ns`: when it had arrived here, if not just now. Raises MeshError."""
+        return self._stream(self._jobs.from_generate(request, time_left_s), received_ns or now_ns())
 
-    def chat(self, request: mesh_pb2.ChatRequest, time_left_s: float | None) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
+    def chat(
+        self, request: mesh_pb2.ChatRequest, time_left_s: float | None, received_ns: int | None = None
+    ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         """As `generate`."""
-        return self._stream(self._jobs.from_chat(request, time_left_s))
+        return self._stream(self._jobs.from_chat(request, time_left_s), received_ns or now_ns())
 
     async def tokenize(self, request: mesh_pb2.TokenizeRequest) -> mesh_pb2.TokenizeResponse:
         """Raises MeshError."""
@@ -75,8 +77,10 @@ class Frontend:
                 for request in self._requests:
                     request.fail(Unavailable("this router is going; resume on another one"))
 
-    async def _stream(self, making: Coroutine[object, object, Job]) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        timings = RequestTimings(received_ns=now_ns())
+    async def _stream(
+        self, making: Coroutine[object, object, Job], received_ns: int
+    ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
+        timings = RequestTimings(received_ns)
         if self._draining:
             making.close()
             raise Unavailable("this router is going; use another one")

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from protos.v1 import common_pb2, mesh_pb2
@@ -15,6 +16,9 @@ from text.grammar import CompiledGrammar
 
 LARGE_TEXT_CHARS = 8192
 """Longer texts are tokenized in a thread: the event loop has streams to serve."""
+
+# One: many large texts at once would keep the event loop from its turns between them.
+_tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
 FAR_AWAY_S = 10.0**8
 
@@ -89,7 +93,7 @@ class Jobs:
         turns = [Message(message.role, message.content) for message in messages]
         try:
             if sum(len(turn.content) for turn in turns) > LARGE_TEXT_CHARS:
-                return await asyncio.to_thread(model.tokenizer.apply_chat_template, turns)
+                return await asyncio.get_running_loop().run_in_executor(_tokenizing, model.tokenizer.apply_chat_template, turns)
             return model.tokenizer.apply_chat_template(turns)
         except ValueError as error:
             raise InvalidArgument("messages", f"messages: {error}") from error
@@ -144,5 +148,5 @@ async def _rest(model: ServedModel, request: mesh_pb2.GenerateRequest | mesh_pb2
 
 async def _encode(model: ServedModel, text: str) -> list[int]:
     if len(text) > LARGE_TEXT_CHARS:
-        return await asyncio.to_thread(model.tokenizer.encode, text)
+        return await asyncio.get_running_loop().run_in_executor(_tokenizing, model.tokenizer.encode, text)
     return model.tokenizer.encode(text)

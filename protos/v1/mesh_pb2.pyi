@@ -511,11 +511,11 @@ class Timings(_message.Message):
     mode: Global___PrefillMode.ValueType
     """mode that was used."""
     prefill_worker: _builtins.str
-    """prefill_worker and decode_worker that served; the last ones, when there were several."""
+    """prefill_worker that was asked for the prompt; the last one, when there were several. Empty means none."""
     decode_worker: _builtins.str
-    """decode_worker that served last."""
+    """decode_worker that owned the request; the last one, when there were several."""
     num_retries: _builtins.int
-    """num_retries of prefill, num_resubmissions after the loss of a decode worker."""
+    """num_retries of the prefill, on another worker or by the decode worker itself."""
     num_resubmissions: _builtins.int
     """num_resubmissions after the loss of a decode worker."""
     prefill_cached_tokens: _builtins.int

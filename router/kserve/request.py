@@ -9,7 +9,7 @@ from router.foreign import mesh_request_id
 from router.kserve.catalogue import FLAGS, LATE_OUTPUTS, OUTPUTS, PIECE_OUTPUTS, VERSION, WHOLE_OUTPUTS
 from router.kserve.parameters import Parameters
 from router.kserve.tensors import Inputs, input_name
-from router.validation import refuse
+from router.validation import MAX_MESSAGES, refuse
 from runtime.errors import InvalidArgument, NotFound
 
 PROMPTS = ("text_input", "messages", "input_ids")
@@ -88,10 +88,10 @@ def _message(model: str, prompt: str, inputs: Inputs, parameters: Parameters) ->
 
 
 def _ids(inputs: Inputs) -> list[int]:
-    ids = [int(element) for element in inputs.elements["input_ids"]]
-    for position, token_id in enumerate(ids):
-        if not 0 <= token_id < 2**32:
-            refuse(f"{input_name('input_ids')}[{position}]", f"token id {token_id} does not exist")
+    ids = list(map(int, inputs.elements["input_ids"]))
+    if ids and not (min(ids) >= 0 and max(ids) < 2**32):
+        position, token_id = next((position, token_id) for position, token_id in enumerate(ids) if not 0 <= token_id < 2**32)
+        refuse(f"{input_name('input_ids')}[{position}]", f"token id {token_id} does not exist")
     return ids
 
 
@@ -104,6 +104,8 @@ def _messages(text: str) -> list[mesh_pb2.ChatMessage]:
         refuse(where, f"is no JSON: {error}")
     if not isinstance(turns, list):
         refuse(where, "is no list of messages")
+    if len(turns) > MAX_MESSAGES:
+        refuse(where, f"there are {len(turns)} messages, {MAX_MESSAGES} are allowed")
     return [_turn(f"{where}[{position}]", turn) for position, turn in enumerate(turns)]
 
 

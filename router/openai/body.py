@@ -14,14 +14,14 @@ from router.openai.fields import JsonObject
 READ_TIMEOUT_S = 60.0
 
 
-async def read_json(request: Request, max_bytes: int) -> JsonObject:
-    """The object that a client has sent. Raises HttpError; Cancelled when the client leaves in the middle."""
+async def read(request: Request, max_bytes: int) -> bytes:
+    """What a client has sent, complete. Raises HttpError, also when the client leaves in the middle."""
     _check_headers(request, max_bytes)
-    return parse(await _read(request, max_bytes))
+    return await _read(request, max_bytes)
 
 
 def parse(body: bytes) -> JsonObject:
-    """Raises HttpError with status 400 that says what is wrong where."""
+    """The object in it. Raises HttpError with status 400 that says what is wrong where."""
     try:
         value = json.loads(body.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:

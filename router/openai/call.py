@@ -8,6 +8,7 @@ from protos.v1 import mesh_pb2
 from router.openai.errors import Names
 from router.openai.fields import Fields
 from router.openai.shapes import Shape
+from router.validation import refuse
 
 MeshRequest = mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest
 
@@ -51,6 +52,8 @@ def read_streaming(fields: Fields) -> Streaming | None:
     stream, options = fields.flag("stream"), fields.inner("stream_options")
     if options is None:
         return Streaming() if stream else None
+    if not stream:
+        refuse("stream_options", "needs stream: true")
     streaming = Streaming(options.flag("include_usage"), options.flag("continuous_usage_stats"))
     options.finish({"include_obfuscation"}, {})
-    return streaming if stream else None
+    return streaming

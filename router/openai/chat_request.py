@@ -7,7 +7,7 @@ from router.openai import sampling
 from router.openai.call import IGNORED, Call, read_streaming
 from router.openai.fields import Fields, JsonObject, as_fields, as_text
 from router.openai.shapes import ChatShape
-from router.validation import refuse
+from router.validation import MAX_MESSAGES, refuse
 
 # What these would ask for is not done here; the values given ask for nothing.
 HARMLESS: dict[str, tuple[object, ...]] = {
@@ -53,6 +53,8 @@ def _messages(fields: Fields) -> list[mesh_pb2.ChatMessage]:
     messages = fields.items("messages")
     if not messages:
         refuse("messages", "there are none; send at least one")
+    if len(messages) > MAX_MESSAGES:
+        refuse("messages", f"there are {len(messages)}, {MAX_MESSAGES} are allowed")
     return [_message(as_fields(f"messages[{number}]", message)) for number, message in enumerate(messages)]
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from protos.v1 import mesh_pb2
 from router.openai import sampling
 from router.openai.call import IGNORED, Call, read_streaming
-from router.openai.fields import Fields, JsonObject, as_integer, as_text
+from router.openai.fields import MAX_UINT32, Fields, JsonObject, as_integer, as_text
 from router.openai.shapes import TextShape
 from router.validation import refuse
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 128
+MAX_TOKEN_IDS = 1 << 20
+"""Of all prompts. More than any model here has room for; each costs the event loop time."""
+MAX_TEXT_CHARS = 2 << 20
+"""Of all prompts: each has a bound of its own beside it (max_prompt_bytes)."""
 # What these would ask for is not done here; the values given ask for nothing.
 HARMLESS: dict[str, tuple[object, ...]] = {
     "suffix": ("",), "logit_bias": ({},), "add_special_tokens": (True,), "skip_special_tokens": (True,),
@@ -72,6 +76,10 @@ def _prompts(fields: Fields) -> list[str | list[int]]:
         return [_token_ids("prompt", value)]
     if len(value) > MAX_PROMPTS:
         refuse("prompt", f"{len(value)} prompts are more than {MAX_PROMPTS}")
+    if sum(len(item) for item in value if isinstance(item, list)) > MAX_TOKEN_IDS:
+        refuse("prompt", f"more than {MAX_TOKEN_IDS} token ids in all prompts; send them in several requests")
+    if sum(len(item) for item in value if isinstance(item, str)) > MAX_TEXT_CHARS:
+        refuse("prompt", f"more than {MAX_TEXT_CHARS} characters in all prompts; send them in several requests")
     return [_prompt(f"prompt[{number}]", item) for number, item in enumerate(value)]
 
 
@@ -80,4 +88,9 @@ def _prompt(param: str, value: object) -> str | list[int]:
 
 
 def _token_ids(param: str, values: list[object]) -> list[int]:
-    return [as_integer(f"{param}[{number}]", value) for number, value in enumerate(values)]
+    if len(values) > MAX_TOKEN_IDS:
+        refuse(param, f"{len(values)} token ids are more than {MAX_TOKEN_IDS}")
+    numbers = [value for value in values if type(value) is int]
+    if len(numbers) == len(values) and (not numbers or (min(numbers) >= 0 and max(numbers) <= MAX_UINT32)):
+        return numbers
+    return [as_integer(f"{param}[{number}]", value) for number, value in enumerate(values)]  # names the one that is wrong

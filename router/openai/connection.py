@@ -17,6 +17,9 @@ T = TypeVar("T")
 ABORT = "pdmesh.abort"
 """In a scope: ends the connection at once, whatever has not been sent (see `router.openai.server`)."""
 
+RECEIVED_NS = "pdmesh.received_ns"
+"""In a scope: monotonic nanoseconds when the latest bytes of the request came, before anything was made of them."""
+
 STALLED_S = 30.0
 """A client that has made no room for the next event for so long has gone, whatever its socket says."""
 
@@ -47,9 +50,9 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         # The last header tells proxies (nginx) to pass each event on at once.
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
         self._events = events
 

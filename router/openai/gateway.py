@@ -16,4 +16,10 @@ def open_gateway(config: RouterConfig, frontend: Frontend, tls: Tls | None) -> H
         return None
     settings = HttpSettings(config.http_api_key, config.http_max_body_bytes)
     context = None if tls is None else tls.listening_context(require_client=config.tls_client_auth == "require")
-    return HttpServer(app.build(frontend, settings), config.http_host or config.host, config.http_port, context)
+    return HttpServer(
+        app.build(frontend, settings),
+        config.http_host or config.host,
+        config.http_port,
+        context,
+        max_connections=config.http_max_connections,
+    )

@@ -16,15 +16,15 @@ from starlette.responses import Response
 
 from protos.v1 import mesh_pb2
 from router.frontend import Frontend
-from router.openai import chat_request, completion_request, headers
+from router.openai import body, chat_request, completion_request, headers, request_id
 from router.openai.answer import Answer
-from router.openai.body import read_json
 from router.openai.call import Call, MeshRequest
-from router.openai.connection import EventStream, while_connected
+from router.openai.connection import RECEIVED_NS, EventStream, while_connected
 from router.openai.errors import HttpError, answer_to, renamed
 from router.openai.fields import JsonObject
 from router.openai.merge import Numbered, PromptError, merged
 from runtime.errors import MeshError, NotFound, as_mesh_error
+from runtime.work_threads import WorkThreads
 
 DONE = b"data: [DONE]\n\n"
 Parse = Callable[[JsonObject, mesh_pb2.RequestOptions], Call]
@@ -36,6 +36,12 @@ class HttpSettings:
 
     api_keys: tuple[str, ...]
     max_body_bytes: int
+
+
+LARGE_BODY_BYTES = 64 << 10
+"""Longer bodies are read in a thread, one after the other: the event loop has streams to serve, which get their turns."""
+PARSE_TIMEOUT_S = 30.0
+_threads = WorkThreads("HTTP body", num_threads=1, max_waiting=64, timeout_s=PARSE_TIMEOUT_S)
 
 
 class Handlers:
@@ -81,28 +87,31 @@ class Handlers:
     async def _answer(self, request: Request, parse: Parse) -> Response:
         loop = asyncio.get_running_loop()
         headers.check_key(request.headers, self._settings.api_keys)
-        options, limit_s = headers.options(request.headers), headers.time_left_s(request.headers)
+        options, limit_s = headers.options(request.headers, request_id.of(request.scope)), headers.time_left_s(request.headers)
         deadline = None if limit_s is None else loop.time() + limit_s
-        call = parse(await read_json(request, self._settings.max_body_bytes), options)
+        sent = await body.read(request, self._settings.max_body_bytes)
+        received_ns: int = request.scope[RECEIVED_NS]
+        call = await parsed(parse, sent, options)
         time_left_s = None if deadline is None else deadline - loop.time()
         answer = Answer(call, options.request_id, int(time.time()), self._echo(call))
-        stream = merged([partial(self._open, wanted, time_left_s) for wanted in call.requests])
-        sent_headers = {"x-request-id": options.request_id}
+        stream = merged([partial(self._open, wanted, time_left_s, received_ns) for wanted in call.requests])
         try:
             if call.streaming is None:
-                body = await while_connected(request.receive, _whole(answer, stream))
-                return json_response(body, headers=sent_headers)
+                whole = await while_connected(request.receive, _whole(answer, stream))
+                return json_response(whole)
             begun = await while_connected(request.receive, _begin(call, stream))
         except PromptError as error:
             raise _as_client_knows(call, error) from error
-        return EventStream(_events(call, answer, begun, stream), sent_headers)
+        return EventStream(_events(call, answer, begun, stream))
 
-    def _open(self, wanted: MeshRequest, time_left_s: float | None) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
+    def _open(
+        self, wanted: MeshRequest, time_left_s: float | None, received_ns: int
+    ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         if not wanted.sampling.HasField("seed"):
             wanted.sampling.seed = secrets.randbits(53)  # a number that JavaScript's clients can repeat
         if isinstance(wanted, mesh_pb2.ChatRequest):
-            return self._frontend.chat(wanted, time_left_s)
-        return self._frontend.generate(wanted, time_left_s)
+            return self._frontend.chat(wanted, time_left_s, received_ns)
+        return self._frontend.generate(wanted, time_left_s, received_ns)
 
     def _echo(self, call: Call) -> Callable[[int, str], str]:
         def echo(number: int, model: str) -> str:
@@ -188,6 +197,16 @@ def error_response(error: HttpError | MeshError) -> Response:
 
 def _dumped(value: JsonObject) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+async def parsed(parse: Parse, sent: bytes, options: mesh_pb2.RequestOptions) -> Call:
+    """What a body asks for. Raises HttpError, InvalidArgument; ResourceExhausted when too many large bodies wait."""
+    if len(sent) <= LARGE_BODY_BYTES:
+        return parse(body.parse(sent), options)
+    try:
+        return await _threads.run(lambda: parse(body.parse(sent), options))
+    except TimeoutError:
+        raise HttpError(408, f"the body took more than {PARSE_TIMEOUT_S:g} s to read; send less") from None
 
 
 def _as_client_knows(call: Call, error: PromptError) -> MeshError:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hmac
 import re
-import secrets
 from collections.abc import Mapping
 
 from protos.v1 import common_pb2, mesh_pb2
 from router.openai.errors import HttpError
+from router.openai.request_id import HEADER
 from router.validation import refuse
 
-REQUEST_ID, TENANT, PRIORITY, MODE, TIMEOUT = "X-Request-Id", "X-Tenant", "X-Priority", "X-Prefill-Mode", "X-Request-Timeout-Ms"
+REQUEST_ID, TENANT, PRIORITY, MODE, TIMEOUT = HEADER, "X-Tenant", "X-Priority", "X-Prefill-Mode", "X-Request-Timeout-Ms"
 MAX_TIMEOUT_MS = 10**9
 NAMES = {"options.request_id": REQUEST_ID, "options.tenant": TENANT, "options.cache_salt": "cache_salt"}
 
@@ -29,10 +29,10 @@ _MODES = {
 _DIGITS = re.compile(r"[0-9]{1,10}")
 
 
-def options(headers: Mapping[str, str]) -> mesh_pb2.RequestOptions:
-    """`request_id` is always set. Raises InvalidArgument that names the header."""
+def options(headers: Mapping[str, str], request_id: str) -> mesh_pb2.RequestOptions:
+    """`request_id`: see request_id.of. Raises InvalidArgument that names the header."""
     return mesh_pb2.RequestOptions(
-        request_id=headers.get(REQUEST_ID) or secrets.token_hex(12),
+        request_id=request_id,
         tenant=headers.get(TENANT, ""),
         priority=_PRIORITIES[_one_of(headers, PRIORITY, _PRIORITIES)],
         mode=_MODES[_one_of(headers, MODE, _MODES)],

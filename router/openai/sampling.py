@@ -5,10 +5,11 @@ from __future__ import annotations
 from protos.v1 import common_pb2
 from router.openai import constraint
 from router.openai.fields import MAX_UINT32, Fields, as_integer, as_text
-from router.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKENS
+from router.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKENS, MIN_TEMPERATURE
 from router.validation import MAX_CHOICES, refuse
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+LEAST_TOP_P = 1e-6
 _INTEGERS = ("n", "min_tokens", "max_tokens")
 
 
@@ -20,6 +21,10 @@ def read(fields: Fields) -> tuple[common_pb2.SamplingParams, dict[str, str]]:
         number = fields.number(name)
         if number is not None:
             setattr(sampling, name, number)
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
+        sampling.temperature = 0  # OpenAI's range has no gap between greedy and the coldest that can be computed
+    if sampling.HasField("top_p") and sampling.top_p == 0:
+        sampling.top_p = LEAST_TOP_P  # the likeliest token always stays
     for name in _INTEGERS:
         # What is made for each choice is made before the router looks at the request.
         high = MAX_CHOICES if name == "n" else MAX_UINT32

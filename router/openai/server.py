@@ -10,11 +10,15 @@ import socket
 import ssl
 from collections.abc import Generator
 from functools import partial
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.openai import connection
+from router.openai.patience import PatientProtocol
+from router.openai.request_id import WithRequestId
+from router.timings import now_ns
 from runtime.config import ConfigError
 
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that it is they who close
@@ -29,13 +33,16 @@ logger = logging.getLogger(__name__)
 class HttpServer:
     """One listening port, from `start` to `stop`."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, context: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, context: ssl.SSLContext | None = None, *, max_connections: int = 1024
+    ) -> None:
         """`port` 0: any free one."""
-        self._app = app
+        self._app = WithRequestId(app)
         self._host = host
         self._port = port
+        protocol = type("LimitedProtocol", (_Protocol,), {"max_connections": max_connections})
         config = uvicorn.Config(
-            self._serve, http="h11", ws="none", lifespan="off", interface="asgi3", proxy_headers=False, server_header=False,
+            self._serve, http=protocol, ws="none", lifespan="off", interface="asgi3", proxy_headers=False, server_header=False,
             log_config=None, log_level="warning", access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,
         )  # fmt: skip
@@ -84,6 +91,7 @@ class HttpServer:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[connection.ABORT] = partial(self._abort_scope, scope)
+        scope.setdefault(connection.RECEIVED_NS, now_ns())  # one that came behind another, and had to wait for its end
         await self._app(scope, receive, send)
 
     def _abort_scope(self, scope: Scope) -> None:
@@ -91,6 +99,16 @@ class HttpServer:
             if getattr(peer, "scope", None) is scope:
                 _abort(peer)
                 return
+
+
+class _Protocol(PatientProtocol):
+    """Notes when a request came: parsing it and waiting for a turn on the event loop belong to the time that it takes."""
+
+    def data_received(self, data: bytes) -> None:
+        received_ns = now_ns()
+        super().data_received(data)
+        if self.scope is not None:
+            cast("dict[str, object]", self.scope)[connection.RECEIVED_NS] = received_ns
 
 
 class _Server(uvicorn.Server):

@@ -37,7 +37,7 @@ def test_all_of_the_wire_is_on_the_page(page: str) -> None:
         for service in file.services_by_name.values():
             wanted += [service.name, *(f"{service.name}.{method.name}" for method in service.methods)]
     assert sorted(headings) == sorted(wanted)
-    assert len(re.findall(r"^\| `\w+` = \d+ \|", page, re.MULTILINE)) == num_rows
+    assert len(re.findall(r"^\| `\w+`\xa0=\xa0\d+ \|", page, re.MULTILINE)) == num_rows
 
 
 def test_links_lead_to_one_heading_each(page: str) -> None:
@@ -49,12 +49,12 @@ def test_links_lead_to_one_heading_each(page: str) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        "| `temperature` = 1 | `double` | optional | absent | temperature divides the logits.",
-        "| `top_k` = 2 | `uint32` |  | `0` | ",
-        "| `stop` = 12 | `string` | repeated | empty | ",
-        "| `text` = 2 | `string` | oneof `prompt` | absent | ",
-        "| `sampling` = 4 | [SamplingParams](#samplingparams) |  | absent | ",
-        "| `finish_reason` = 6 | [FinishReason](#finishreason) |  | `FINISH_REASON_UNSPECIFIED` | ",
+        "| `temperature`\xa0=\xa01 | `double` | optional | absent | temperature divides the logits.",
+        "| `top_k`\xa0=\xa02 | `uint32` |  | `0` | ",
+        "| `stop`\xa0=\xa012 | `string` | repeated | empty | ",
+        "| `text`\xa0=\xa02 | `string` | oneof `prompt` | absent | ",
+        "| `sampling`\xa0=\xa04 | [SamplingParams](#samplingparams) |  | absent | ",
+        "| `finish_reason`\xa0=\xa06 | [FinishReason](#finishreason) |  | `FINISH_REASON_UNSPECIFIED` | ",
     ],
 )
 def test_a_row_tells_number_type_cardinality_and_default(page: str, row: str) -> None:

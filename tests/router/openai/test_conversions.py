@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from typing import Any
 
 import grpc
@@ -12,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.v1 import common_pb2, mesh_pb2
-from router.openai import chat_request, completion_request
+from router.openai import chat_request, completion_request, handlers
 from router.openai.answer import Answer
 from router.openai.body import parse as parse_body
+from router.openai.call import Call
 from router.openai.errors import HttpError, answer_to, renamed
 from router.openai.shapes import LOWEST_LOGPROB, ChatShape, TextShape
 from runtime.errors import InvalidArgument, MeshError, ResourceExhausted, Unavailable
@@ -149,3 +151,45 @@ def test_request_ids_of_many_prompts_stay_within_their_length() -> None:
     requests = completion_request.parse({"prompt": ["a"] * 101}, long).requests
     names = {request.options.request_id for request in requests}
     assert len(names) == 101 and {len(name) for name in names} == {64}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": [1] * (completion_request.MAX_TOKEN_IDS + 1)}, "prompt"),
+        ({"prompt": [[1] * 9000] * 128}, "prompt"),
+        ({"prompt": ["a" * 20_000] * 128}, "prompt"),
+        ({"prompt": [1, 2, "3"]}, "prompt[2]"),
+        ({"prompt": [1, True]}, "prompt[1]"),
+        ({"prompt": [[1], [2, -1]]}, "prompt[1][1]"),
+        ({"prompt": [1, 2**32]}, "prompt[1]"),
+        ({"messages": [*HELLO] * 10_001}, "messages"),
+    ],
+)
+def test_what_is_too_much_is_refused_before_it_is_looked_at(body: dict[str, Any], param: str) -> None:
+    parse = chat_request.parse if "messages" in body else completion_request.parse
+    with pytest.raises(InvalidArgument) as refused:
+        parse(body, OPTIONS)
+    assert refused.value.field == param
+
+
+async def test_a_large_body_is_read_in_a_thread_as_a_small_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[threading.Thread] = []
+
+    def parse(body: dict[str, Any], options: mesh_pb2.RequestOptions) -> Call:
+        seen.append(threading.current_thread())
+        return completion_request.parse(body, options)
+
+    for size in (10, handlers.LARGE_BODY_BYTES):
+        call = await handlers.parsed(parse, json.dumps({"prompt": "a" * size}).encode(), OPTIONS)
+        assert [len(request.text) for request in call.requests if isinstance(request, mesh_pb2.GenerateRequest)] == [size]
+        with pytest.raises(HttpError):
+            await handlers.parsed(parse, b"[" * size, OPTIONS)
+    assert [thread is threading.current_thread() for thread in seen] == [True, False]
+
+
+def test_the_ends_of_openais_ranges_are_greedy_and_the_likeliest_token() -> None:
+    call = completion_request.parse({"prompt": "a", "temperature": 1e-8, "top_p": 0}, OPTIONS)
+    sampling = call.requests[0].sampling
+    assert sampling.temperature == 0
+    assert 0 < sampling.top_p < 1e-5

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ WRONG_TEXT: list[tuple[dict[str, object], str]] = [
     ({"temperature": True}, "temperature"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": 10**400}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
     ({"n": 17}, "n"),
     ({"n": 4_000_000_000}, "n"),
     ({"stop": ["x"] * 100_000}, "stop"),
@@ -61,8 +63,9 @@ WRONG_TEXT: list[tuple[dict[str, object], str]] = [
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"seed": 2**64}, "seed"),
     ({"stream": "yes"}, "stream"),
-    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-    ({"stream_options": {"other": 1}}, "stream_options.other"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
+    ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
     ({"suffix": "end"}, "suffix"),
     ({"logit_bias": {"50": -100}}, "logit_bias"),
     ({"max_token": 3}, "max_token"),
@@ -202,7 +205,6 @@ async def test_paths_and_methods(limited: Mesh) -> None:
 
 async def test_headers_are_checked(limited: Mesh) -> None:
     wrong = {
-        "X-Request-Id": "a b",
         "X-Tenant": "t" * 200,
         "X-Priority": "high",
         "X-Request-Timeout-Ms": "1s",
@@ -280,3 +282,43 @@ async def test_no_worker_is_503(model_folder: Path) -> None:
             assert (await http.get(url(mesh, "/health"))).status_code == 503
             assert (await http.get(url(mesh, "/health/ready"))).status_code == 503
             assert (await http.get(url(mesh, "/health/live"))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/nowhere", None, 404),
+        ("GET", "/v1/completions", None, 405),
+        ("POST", "/v1/completions", b"{", 400),
+        ("POST", "/v1/completions", b'{"model": "gpt-5", "prompt": "a"}', 404),
+        ("POST", "/v1/completions", b'{"model": "tiny", "prompt": "a", "temperature": -1, "stream": true}', 400),
+        ("POST", "/v1/completions", b'{"model": "tiny", "prompt": "abc", "max_tokens": 2}', 200),
+        ("POST", "/v1/completions", b'{"model": "tiny", "prompt": "abc", "max_tokens": 2, "stream": true}', 200),
+        ("GET", "/v1/models", None, 200),
+        ("GET", "/health/live", None, 200),
+    ],
+)
+async def test_every_answer_names_its_request(served: Mesh, method: str, path: str, body: bytes | None, status: int) -> None:
+    async with httpx.AsyncClient(headers={"content-type": "application/json"}) as http:
+        for given in ("mine-7", "", "a b", "x" * 65):
+            answer = await http.request(method, url(served, path), content=body, headers={"X-Request-Id": given} if given else {})
+            [shown] = answer.headers.get_list("x-request-id")
+            assert shown == given if given == "mine-7" else re.fullmatch("[0-9a-f]{24}", shown)
+            assert answer.status_code == status
+            if answer.status_code >= 400:
+                assert list(answer.json()) == ["error"]
+                assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_no_key_and_no_http_have_an_id_too(limited: Mesh) -> None:
+    async with httpx.AsyncClient() as http:
+        answer = await http.get(url(limited, "/v1/models"), headers={"X-Request-Id": "mine"})
+        assert (answer.status_code, answer.headers["x-request-id"]) == (401, "mine")
+    assert limited.router.http is not None
+    host, port = limited.router.http.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"what is this\r\n\r\n")
+    head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 400 ") and b"x-request-id: " in head.lower()
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"

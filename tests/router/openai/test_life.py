@@ -272,3 +272,36 @@ async def _models(address: str, tls: TlsConfig, *, show: bool = True, trust: str
     http = httpx2.AsyncClient(verify=context)
     async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, http_client=http) as client:
         return [model.id async for model in client.models.list()]
+
+
+SLOWLY_S = 0.3
+PARTS = ("route", "admission_queue", "reserve", "prefill_queue", "prefill_compute", "first_token_return", "retry")
+
+
+async def test_time_counts_from_when_a_request_is_whole(model_folder: Path) -> None:
+    """A body that comes slowly, and behind it on the same connection another request, which waits for its turn."""
+    async with running_mesh(model_folder, http_port=0) as mesh:
+        assert mesh.router.http is not None
+        host, port = mesh.router.http.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        content = json.dumps(BODY).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        message = head % len(content) + content
+        writer.write(message[:-10])
+        await asyncio.sleep(SLOWLY_S)
+        writer.write(message[-10:] + message)
+        for _ in range(2):
+            answer = await _answer(reader)
+            timings = answer["pdmesh"][0]["timings"]
+            assert 0 < timings["ttft_ns"] <= timings["total_ns"] < SLOWLY_S * 1e9
+            parts = sum(timings[f"{part}_ns"] for part in PARTS)
+            assert parts == pytest.approx(timings["ttft_ns"], abs=5e6)
+        writer.close()
+
+
+async def _answer(reader: asyncio.StreamReader) -> dict[str, Any]:
+    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).decode().lower()
+    assert head.startswith("http/1.1 200")
+    length = int(head.split("content-length: ")[1].split("\r\n")[0])
+    whole: dict[str, Any] = json.loads(await reader.readexactly(length))
+    return whole
