@@ -1,14 +1,14 @@
 """Words without a flag on a command line: `pdmesh generate "Once upon a time" --max-tokens 20`.
 
 Options are frozen dataclasses that `runtime.config` loads. A field with metadata {"positional": True} may also be given as bare
-words, in the order of the fields; the last of them takes all words that are left.
+words, in the order of the fields; the last of them takes all words that are left, as one text or, if it is a tuple, one by one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, get_origin, get_type_hints
 
 from runtime.config import ENV_PREFIX, load
 from runtime.config_options import options_of
@@ -28,7 +28,8 @@ def with_flags(cls: type, argv: Sequence[str]) -> list[str]:
     flags, words = _split(argv, _flags_with_value(cls))
     if not names:
         return [*flags, *words]
-    given = [*words[: len(names) - 1], *([" ".join(words[len(names) - 1 :])] if len(words) >= len(names) else [])]
+    joint = "," if get_origin(get_type_hints(cls)[names[-1]]) is tuple else " "
+    given = [*words[: len(names) - 1], *([joint.join(words[len(names) - 1 :])] if len(words) >= len(names) else [])]
     return [*flags, *(f"--{name.replace('_', '-')}={word}" for name, word in zip(names, given, strict=False))]
 
 

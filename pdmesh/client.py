@@ -22,7 +22,7 @@ import grpc.aio
 
 from pdmesh import client_wire as wire
 from pdmesh.client_channel import DEFAULT_ADDRESS, Preference, addresses, open_aio_channel, open_channel
-from pdmesh.client_retry import Retrier, RetryPolicy
+from pdmesh.client_retry import Retrier, RetryPolicy, unasked
 from pdmesh.client_stream import AsyncCall, AsyncStream, Request, Stream, SyncCall
 from pdmesh.client_types import (
     Completed,
@@ -36,7 +36,7 @@ from pdmesh.client_types import (
     Started,
     Tokens,
 )
-from pdmesh.errors import error_from_rpc
+from pdmesh.errors import Cancelled, error_from_rpc
 from protos.v1 import mesh_pb2
 from protos.v1.mesh_pb2_grpc import MeshStub
 from runtime.tls import ClientTlsConfig, TlsConfig, open_tls
@@ -81,6 +81,12 @@ class _Base:
         self._policy = RetryPolicy(resume_timeout_s=resume_timeout_s, retry_overload=retry_overload)
         self._preference = Preference()
         self._tls = None if tls is None else open_tls(tls)
+        self._closed = False
+
+    def _check_open(self) -> None:
+        """What was running when the client was closed is not tried again."""
+        if self._closed:
+            raise Cancelled("the client was closed")
 
     def _retrier(self, timeout: float | None) -> Retrier:
         return Retrier(self._policy, len(self.routers), self._preference.address, time.monotonic(), timeout)
@@ -158,6 +164,7 @@ class Client(_Base):
 
     def close(self) -> None:
         """Closes the connections; running streams end with Cancelled."""
+        self._closed = True
         for channel in self._channels:
             channel.close()
 
@@ -171,6 +178,7 @@ class Client(_Base):
         return Stream(self._open, request, self._retrier(timeout), self._preference)
 
     def _open(self, address: int, request: Request, timeout: float | None) -> SyncCall:
+        self._check_open()
         stub = self._stubs[address]
         if isinstance(request, mesh_pb2.ChatRequest):
             return stub.Chat(request, timeout=timeout)
@@ -179,10 +187,11 @@ class Client(_Base):
     def _unary(self, method: Callable[[MeshStub], _Unary[Q, R]], request: Q, timeout: float | None) -> R:
         retrier = self._retrier(timeout)
         while True:
+            self._check_open()
             try:
                 response = method(self._stubs[retrier.address])(request, timeout=retrier.time_left(time.monotonic()))
             except grpc.RpcError as error:
-                time.sleep(retrier.failed(error_from_rpc(error), time.monotonic()))
+                time.sleep(retrier.failed(unasked(error_from_rpc(error)), time.monotonic()))
                 continue
             self._preference.address = retrier.address
             return response
@@ -253,6 +262,7 @@ class AsyncClient(_Base):
 
     async def close(self) -> None:
         """Closes the connections; running streams end with Cancelled."""
+        self._closed = True
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
     async def __aenter__(self) -> Self:
@@ -267,6 +277,7 @@ class AsyncClient(_Base):
         return AsyncStream(self._open, request, self._retrier(timeout), self._preference)
 
     def _open(self, address: int, request: Request, timeout: float | None) -> AsyncCall:
+        self._check_open()
         stub = self._stubs[address]
         if isinstance(request, mesh_pb2.ChatRequest):
             return stub.Chat(request, timeout=timeout)
@@ -275,10 +286,11 @@ class AsyncClient(_Base):
     async def _unary(self, method: Callable[[MeshAsyncStub], _Unary[Q, Awaitable[R]]], request: Q, timeout: float | None) -> R:
         retrier = self._retrier(timeout)
         while True:
+            self._check_open()
             try:
                 response = await method(self._stubs[retrier.address])(request, timeout=retrier.time_left(time.monotonic()))
             except grpc.aio.AioRpcError as error:
-                await asyncio.sleep(retrier.failed(error_from_rpc(error), time.monotonic()))
+                await asyncio.sleep(retrier.failed(unasked(error_from_rpc(error)), time.monotonic()))
                 continue
             self._preference.address = retrier.address
             return response

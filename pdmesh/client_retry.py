@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdmesh.errors import DeadlineExceeded, MeshError, Overloaded, Unavailable
+from pdmesh.errors import Cancelled, DeadlineExceeded, MeshError, Overloaded, Unavailable
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,11 @@ class RetryPolicy:
     retry_overload: bool = False
     first_backoff_s: float = 0.05
     max_backoff_s: float = 2.0
+
+
+def unasked(error: MeshError) -> MeshError:
+    """`error` of a call that its caller has not cancelled: CANCELLED is then a router or a proxy that shuts down."""
+    return Unavailable(f"the router cancelled the call: {error.message}") if isinstance(error, Cancelled) else error
 
 
 class Retrier:

@@ -13,7 +13,7 @@ from typing import Protocol, Self
 import grpc
 
 from pdmesh.client_channel import Preference
-from pdmesh.client_retry import Retrier
+from pdmesh.client_retry import Retrier, unasked
 from pdmesh.client_session import StreamSession
 from pdmesh.client_types import Event
 from pdmesh.errors import Cancelled, MeshError, Unavailable, error_from_rpc
@@ -56,7 +56,8 @@ class _Attempts:
         return self.session.accept(response)
 
     def failed(self, error: MeshError) -> float:
-        """Seconds until the next attempt; raises when there is none."""
+        """Seconds until the next attempt; raises when there is none. The caller has not cancelled the stream."""
+        error = unasked(error)
         delay = self._retrier.failed(error, time.monotonic(), resuming=self.session.resuming)
         if isinstance(error, Unavailable):
             self.session.lost()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import signal
 import sys
@@ -17,11 +18,12 @@ from pdmesh.commands.options import flat
 from pdmesh.loadtest import report_html, report_text, result
 from pdmesh.loadtest.capacity import Search
 from pdmesh.loadtest.grpc_target import GrpcSettings, GrpcTarget
-from pdmesh.loadtest.measure import LateError, Measurement, Watch, find_capacity, measure
+from pdmesh.loadtest.measure import Found, Measurement, Watch, find_capacity, measure
 from pdmesh.loadtest.progress import Progress
 from pdmesh.loadtest.result import Result
 from pdmesh.loadtest.runner import RunSettings
 from pdmesh.loadtest.target import Target, TargetError
+from pdmesh.loadtest.workload import num_cut
 from pdmesh.render import palette
 from runtime.config import dump
 
@@ -58,6 +60,8 @@ class Options:
         """Raises ValueError that names the field."""
         if not self.target:
             raise ValueError(f"target: is missing; give one such as {DEFAULT_ADDRESS} or http://127.0.0.1:8000/v1")
+        for name in ("output", "html"):
+            _writable(name, getattr(self, name))
         if self.windows < 1:
             raise ValueError("windows: must be at least 1")
         if not 0 < self.tolerance < 1:
@@ -78,15 +82,15 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """0: the objectives (if any) were kept; 1: they were not; 3: no such target; 5: the load test was too late itself."""
+    """0: kept (or no objectives); 1: missed, or nothing was answered; 3: no such target; 5: too late itself; 130: interrupted."""
     try:
         return asyncio.run(_run(options))
     except TargetError as error:
         print(f"pdmesh loadtest: {options.target}: {error.message}", file=sys.stderr)
         return EXIT_UNAVAILABLE
-    except LateError as error:
-        print(f"pdmesh loadtest: {error}", file=sys.stderr)
-        return EXIT_INVALID
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        print("pdmesh loadtest: interrupted before anything was measured", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except (ValueError, OSError) as error:
         print(f"pdmesh loadtest: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -123,8 +127,8 @@ async def _find_capacity(target: Target, measurement: Measurement, options: Opti
     )
     _report(replace(found.result, capacity=found.as_json()), options)
     if not options.json:
-        print("\n".join(["", *report_text.capacity_lines(found.capacities, palette(sys.stdout))]))
-    return EXIT_OK if all(capacity.rate is not None for capacity in found.capacities) else EXIT_MISSED
+        print("\n".join(["", *report_text.capacity_lines(found.capacities, palette(sys.stdout), found.stopped)]))
+    return _exit_code_of_search(found)
 
 
 def _open(options: Options) -> Target:
@@ -145,16 +149,28 @@ def _open(options: Options) -> Target:
                 api_key=how.api_key,
                 priority_header=how.priority_header,
                 tenant_header=how.tenant_header,
+                tls=how.tls,
             ),
         )
     settings = GrpcSettings(
-        how.model, how.vocab_size, how.temperature, how.ignore_eos, how.connections, how.resume_timeout_s, how.tls
+        model=how.model,
+        vocab_size=how.vocab_size,
+        temperature=how.temperature,
+        ignore_eos=how.ignore_eos,
+        connections=how.connections,
+        resume_timeout_s=how.resume_timeout_s,
+        send_objectives=how.send_objectives,
+        tls=how.tls,
+        prompt=how.prompt,
     )
     return GrpcTarget(options.target, settings)
 
 
 def _measurement(options: Options, model: str, max_context: int | None) -> Measurement:
     workload, own = workload_of(options.when, options.what, max_context)
+    for name, rows in (("trace", workload.trace), ("lengths_from", workload.length_rows)):
+        if cut := num_cut(rows, workload.limits):
+            print(f"pdmesh loadtest: {name}: {cut} of {len(rows)} rows are longer than the limits and are cut", file=sys.stderr)
     seed = secrets.randbelow(2**31) if options.what.seed is None else options.what.seed
     return Measurement(
         workload=workload,
@@ -181,15 +197,30 @@ def _say(options: Options, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def _writable(name: str, path: str) -> None:
+    """Before the run: afterwards its result would be lost."""
+    folder = Path(path).absolute().parent
+    if path and (Path(path).is_dir() or not os.access(folder, os.W_OK)):
+        raise ValueError(f"{name}: cannot write {path}; give a file in a folder that is there")
+
+
 def _report(measured: Result, options: Options) -> None:
-    if options.output:
-        result.write(measured, options.output)
-    if options.html:
-        Path(options.html).write_text(report_html.page(measured), encoding="utf-8")
     if options.json:
         print(json.dumps(result.as_json(measured)))
     else:
         print("\n".join(report_text.lines(measured, palette(sys.stdout))))
+    if options.output:
+        result.write(measured, options.output)
+    if options.html:
+        Path(options.html).write_text(report_html.page(measured), encoding="utf-8")
+
+
+def _exit_code_of_search(found: Found) -> int:
+    if found.interrupted:
+        return EXIT_INTERRUPTED
+    if all(capacity.rate is not None for capacity in found.capacities):
+        return EXIT_OK
+    return EXIT_INVALID if found.stopped else EXIT_MISSED
 
 
 def _exit_code(measured: Result) -> int:
@@ -197,5 +228,7 @@ def _exit_code(measured: Result) -> int:
         return EXIT_INTERRUPTED
     if not measured.valid:
         return EXIT_INVALID
+    if not measured.summary.outcomes.get("ok") and set(measured.summary.outcomes) - {"cancelled"}:
+        return EXIT_MISSED
     kept = [summary.attained for summary in (measured.summary, *measured.by_class.values())]
     return EXIT_MISSED if False in kept else EXIT_OK

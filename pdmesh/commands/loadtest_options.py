@@ -134,8 +134,11 @@ class How:
     max_lateness_ms: float = field(default=10.0, metadata={"help": "own delay (p99) beyond which a result is invalid"})
     connections: int = field(default=1, metadata={"help": "gRPC connections; at least one for each router"})
     resume_timeout_s: float = field(default=0.0, metadata={"help": "gRPC: how long to look for another router when one is lost"})
+    send_objectives: bool = field(default=True, metadata={"help": "gRPC: tell the mesh TTFT and TPOT objectives of each request"})
     endpoint: Literal["completions", "chat"] = field(default="completions", metadata={"help": "OpenAI: which one"})
-    prompt: Literal["tokens", "words"] = field(default="tokens", metadata={"help": "OpenAI completions: token ids, or text"})
+    prompt: Literal["tokens", "words"] = field(
+        default="tokens", metadata={"help": "gRPC, OpenAI completions: token ids, or text"}
+    )
     api_key: str = field(default="", metadata={"help": "OpenAI: bearer token", "secret": True})
     priority_header: str = field(default="", metadata={"help": "OpenAI: header for the priority, if the server reads one"})
     tenant_header: str = field(default="", metadata={"help": "OpenAI: header for the tenant, if the server reads one"})
@@ -197,6 +200,8 @@ def _shares(field_: str, text: str) -> dict[str, float]:
             value = -1.0
         if not name or not 0 < value < float("inf"):
             raise ValueError(f"{field_}: {item.strip()!r} must be NAME or NAME:SHARE with a share above 0")
+        if name in shares:
+            raise ValueError(f"{field_}: {name!r} is named twice")
         shares[name] = value
     return shares
 

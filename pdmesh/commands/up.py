@@ -142,7 +142,7 @@ def _summary(mesh: LocalMesh) -> str:
             *_tls_lines(config),
             f"{config.name_of_model} on {config.device}; logs in {mesh.log_dir}",
             *(f"OpenAI's API: {url}/v1" for url in mesh.http_urls),
-            f'try: pdmesh chat{flag} "What is the capital of France?"',
+            f'try: pdmesh chat{flag} "What is the capital of France?" --temperature 0',
             "stop: Ctrl-C",
         ]
     )

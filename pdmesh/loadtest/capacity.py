@@ -1,7 +1,8 @@
 """The highest rate at which enough requests keep their objectives: a search over observations. Pure.
 
 The rate doubles until it is too high, then the interval between the highest rate that held and the lowest that did not is halved
-until it is narrow. A rate holds if most of its windows do; windows of one rate end as soon as that is decided.
+until it is narrow. A rate holds if most of its windows do, further ones (a confirmation) included;
+the windows of a rate end as soon as that is decided.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ class Search:
     windows: int = 3
 
     def holds(self, rate: float, trials: Sequence[Trial]) -> bool | None:
-        """Whether most windows at `rate` attained enough; None while that is open."""
+        """Whether most windows at `rate` attained enough, of `windows` or of as many as there are; None while that is open."""
         verdicts = [trial.attainment >= self.attainment for trial in trials if trial.rate == rate]
-        needed = self.windows // 2 + 1
+        total = max(self.windows, len(verdicts))
+        needed = total // 2 + 1
         if sum(verdicts) >= needed:
             return True
-        return False if len(verdicts) - sum(verdicts) >= needed else None
+        return False if len(verdicts) - sum(verdicts) > total - needed else None
 
     def bounds(self, trials: Sequence[Trial]) -> tuple[float | None, float | None]:
         """The highest rate that held below the lowest that did not, and that one; None: there is none yet.

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines over a common axis, horizontal stacked bars. Pure.
+"""Charts as inline SVG: lines over a common axis. Pure.
 
 Colours come from the page's style, so that light and dark are its business; every mark has a text for the pointer.
 """
@@ -6,33 +6,49 @@ Colours come from the page's style, so that light and dark are its business; eve
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 640, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 28
+# About as wide as a chart is shown, on a phone and in a row of three, so that its text keeps its size.
+WIDTH, HEIGHT = 380, 210
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 18, 22, 38
+_CHARACTER = 6.5  # width of one in a label
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Line:
-    """A named line through points; `colour` is the number of a colour of the page. `steps`: values that hold until the next."""
+    """A named line through points; `colour` is the number of a colour of the page. `steps`: values that hold until the
+    next; `area`: filled down to 0; `measured`: few points, which are to be seen."""
 
     name: str
     points: Sequence[Point | None]
     colour: int
     steps: bool = False
+    area: bool = False
+    measured: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A named bound, drawn across (of y) or upright (of x); its name stands at the upper end of an upright one, or `low`."""
+
+    name: str
+    value: float
+    across: bool = True
+    low: bool = False
 
 
 @dataclass(frozen=True)
 class Axis:
-    """From `low` to `high`; `log`: in powers of ten (both ends above 0)."""
+    """From `low` to `high`; `log`: in powers of ten (both ends above 0). `whole`: of things that are counted."""
 
     low: float
     high: float
     log: bool = False
+    whole: bool = False
 
     def place(self, value: float) -> float:
         """0 at `low`, 1 at `high`; what lies outside is put at the end."""
@@ -47,12 +63,12 @@ class Axis:
         """About five round numbers."""
         if self.log:
             return _log_ticks(self.low, self.high)
-        return _linear_ticks(self.low, self.high)
+        return _linear_ticks(self.low, self.high, 1.0 if self.whole else 0.0)
 
 
-def linear(values: Sequence[float]) -> Axis:
+def linear(values: Sequence[float], *, whole: bool = False) -> Axis:
     """From 0 to a little above the highest value; to 1 where all are 0."""
-    return Axis(0.0, 1.05 * max([*values, 0.0]) or 1.0)
+    return Axis(0.0, 1.05 * max([*values, 0.0]) or 1.0, whole=whole)
 
 
 def logarithmic(values: Sequence[float]) -> Axis:
@@ -63,44 +79,28 @@ def logarithmic(values: Sequence[float]) -> Axis:
 
 
 def lines_chart(
-    lines: Sequence[Line],
-    x: Axis,
-    y: Axis,
-    *,
-    x_unit: str,
-    y_unit: str,
-    marks: Mapping[str, float] | None = None,
-    across: bool = True,
+    lines: Sequence[Line], x: Axis, y: Axis, *, x_unit: str, y_unit: str, marks: Sequence[Mark] = (), shaded: Sequence[Point] = ()
 ) -> str:
-    """Lines with a legend. `marks`: named bounds, drawn across (of y) or, with `across` False, upright (of x)."""
-    parts = [_grid(x, y, x_unit, y_unit)]
-    parts += [_line(line, x, y, x_unit, y_unit) for line in lines]
-    parts += [_mark(name, value, x, y, across=across) for name, value in (marks or {}).items()]
-    legend = "".join(f'<span><i class="swatch c{line.colour}"></i>{escape(line.name)}</span>' for line in lines)
-    return f'<div class="legend">{legend}</div>{_svg("".join(parts), HEIGHT)}'
+    """Lines, with a legend if there are several. `shaded`: stretches of x, from and to."""
+    parts = [_shade(x, *stretch) for stretch in shaded]
+    parts += [_grid(x, y, x_unit, y_unit), *(_line(line, x, y, x_unit, y_unit) for line in lines)]
+    parts += [_mark(mark, x, y) for mark in marks]
+    names = "".join(f'<span><i class="swatch c{line.colour}"></i>{escape(line.name)}</span>' for line in lines)
+    legend = f'<div class="legend">{names}</div>' if len(lines) > 1 else ""
+    return f'{legend}<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
 
 
-def stacked_bars(rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
-    """A bar for each row, of parts that stand in one order and have one colour each."""
-    names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
-    widest = max((math.fsum(parts.values()) for parts in rows.values()), default=0.0) or 1.0
-    bars, left = [], 110
-    scale = (WIDTH - left - 70) / widest
-    for number, (row, parts) in enumerate(rows.items()):
-        at, y = float(left), 8 + number * 34
-        bars.append(f'<text class="label" x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(row)}</text>')
-        for name in names:
-            width = parts.get(name, 0.0) * scale
-            if width > 0:
-                title = f"<title>{escape(name)}: {number_text(parts[name])} {unit}</title>"
-                bars.append(
-                    f'<rect class="c{names.index(name)}" x="{at:.1f}" y="{y}" width="{width:.2f}" height="22">{title}</rect>'
-                )
-                at += width
-        total = math.fsum(parts.values())
-        bars.append(f'<text class="label" x="{at + 6:.1f}" y="{y + 15}">{number_text(total)} {unit}</text>')
-    legend = "".join(f'<span><i class="swatch c{number}"></i>{escape(name)}</span>' for number, name in enumerate(names))
-    return f'<div class="legend">{legend}</div>{_svg("".join(bars), 16 + 34 * len(rows))}'
+def cdf_chart(values: Sequence[float], unit: str, bound: float | None) -> str:
+    """How many of the values are at most x, and where the bound is."""
+    x = logarithmic([*values, *([] if bound is None else [bound])])
+    marks = [] if bound is None else [Mark("objective", bound, across=False, low=share_within(values, bound) > 0.5)]
+    points = [(value, 100 * share) for value, share in cdf(values)]
+    return lines_chart([Line("requests", points, 0)], x, Axis(0.0, 100.0), x_unit=unit, y_unit="% of requests", marks=marks)
+
+
+def share_within(values: Sequence[float], bound: float) -> float:
+    """The share of the values (at least one) that are at most `bound`."""
+    return sum(value <= bound for value in values) / len(values)
 
 
 def cdf(values: Sequence[float], max_points: int = 400) -> list[Point]:
@@ -120,10 +120,6 @@ def number_text(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def _svg(content: str, height: int) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img">{content}</svg>'
-
-
 def _x(axis: Axis, value: float) -> float:
     return _LEFT + axis.place(value) * (WIDTH - _LEFT - _RIGHT)
 
@@ -132,50 +128,79 @@ def _y(axis: Axis, value: float) -> float:
     return HEIGHT - _BOTTOM - axis.place(value) * (HEIGHT - _TOP - _BOTTOM)
 
 
+def _shade(x: Axis, start: float, end: float) -> str:
+    left, right = _x(x, start), _x(x, end)
+    return f'<rect class="shade" x="{left:.1f}" y="{_TOP}" width="{right - left:.1f}" height="{HEIGHT - _TOP - _BOTTOM}"/>'
+
+
 def _grid(x: Axis, y: Axis, x_unit: str, y_unit: str) -> str:
     parts = []
     for tick in y.ticks():
         at = _y(y, tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{number_text(tick)}</text>')
+    base = HEIGHT - _BOTTOM
     for tick in x.ticks():
         at = _x(x, tick)
-        parts.append(f'<text class="tick" x="{at:.1f}" y="{HEIGHT - 12}" text-anchor="middle">{number_text(tick)}</text>')
-    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{HEIGHT - _BOTTOM}" y2="{HEIGHT - _BOTTOM}"/>')
-    parts.append(f'<text class="unit" x="{WIDTH - _RIGHT}" y="{HEIGHT - 1}" text-anchor="end">{escape(x_unit)}</text>')
-    parts.append(f'<text class="unit" x="{_LEFT + 4}" y="{_TOP + 4}">{escape(y_unit)}</text>')
+        parts.append(f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{base}" y2="{base + 4}"/>')
+        parts.append(f'<text class="tick" x="{at:.1f}" y="{base + 17}" text-anchor="middle">{number_text(tick)}</text>')
+    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{base}" y2="{base}"/>')
+    middle = (_LEFT + WIDTH - _RIGHT) / 2
+    parts.append(f'<text class="unit" x="{middle:.1f}" y="{HEIGHT - 5}" text-anchor="middle">{escape(x_unit)}</text>')
+    parts.append(f'<text class="unit" x="2" y="12">{escape(y_unit)}</text>')
     return "".join(parts)
 
 
 def _line(line: Line, x: Axis, y: Axis, x_unit: str, y_unit: str) -> str:
-    paths: list[str] = []
-    last: Point | None = None
-    for point in line.points:
-        if point is not None:
-            at_x, at_y = _x(x, point[0]), _y(y, point[1])
-            if last is None:
-                paths.append(f"M{at_x:.1f} {at_y:.1f}")
-            else:
-                paths.append(f"H{at_x:.1f}V{at_y:.1f}" if line.steps else f"L{at_x:.1f} {at_y:.1f}")
-        last = point
-    dots = "".join(_dot(line.name, point, x, y, x_unit, y_unit) for point in line.points if point is not None)
-    return f'<path class="line s{line.colour}" d="{"".join(paths)}"/>{dots}'
+    css = f"point c{line.colour}" if line.measured else "dot"
+    dots = "".join(_dot(css, line.name, point, x, y, x_unit, y_unit) for point in line.points if point is not None)
+    pieces = [_path(piece, x, y, steps=line.steps) for piece in _unbroken(line.points)]
+    # Of no length, but with round ends: a point that stands alone is seen, too.
+    drawn = f'<path class="line s{line.colour}" d="{"".join(f"M{piece}h0" for piece in pieces)}"/>'
+    if not line.area:
+        return drawn + dots
+    base = f"{_y(y, y.low):.1f}"
+    areas = "".join(
+        f"M{_x(x, points[0][0]):.1f} {base}L{piece}V{base}Z" for points, piece in zip(_unbroken(line.points), pieces, strict=True)
+    )
+    return f'<path class="area c{line.colour}" d="{areas}"/>{drawn}{dots}'
 
 
-def _dot(name: str, point: Point, x: Axis, y: Axis, x_unit: str, y_unit: str) -> str:
-    """Not seen until the pointer is on it."""
+def _unbroken(points: Sequence[Point | None]) -> list[list[Point]]:
+    """The stretches between the points that are missing."""
+    stretches: list[list[Point]] = [[]]
+    for point in points:
+        if point is None:
+            stretches.append([])
+        else:
+            stretches[-1].append(point)
+    return [stretch for stretch in stretches if stretch]
+
+
+def _path(points: Sequence[Point], x: Axis, y: Axis, *, steps: bool) -> str:
+    first, *rest = ((_x(x, point[0]), _y(y, point[1])) for point in points)
+    moves = (f"H{at_x:.1f}V{at_y:.1f}" if steps else f"L{at_x:.1f} {at_y:.1f}" for at_x, at_y in rest)
+    return f"{first[0]:.1f} {first[1]:.1f}{''.join(moves)}"
+
+
+def _dot(css: str, name: str, point: Point, x: Axis, y: Axis, x_unit: str, y_unit: str) -> str:
+    """With a text for the pointer; a "dot" is not seen until the pointer is on it."""
     title = f"{escape(name)}: {number_text(point[1])} {escape(y_unit)} at {number_text(point[0])} {escape(x_unit)}"
-    return f'<circle class="dot" cx="{_x(x, point[0]):.1f}" cy="{_y(y, point[1]):.1f}" r="4"><title>{title}</title></circle>'
+    return f'<circle class="{css}" cx="{_x(x, point[0]):.1f}" cy="{_y(y, point[1]):.1f}" r="4"><title>{title}</title></circle>'
 
 
-def _mark(name: str, value: float, x: Axis, y: Axis, *, across: bool) -> str:
-    if across:
-        at = _y(y, value)
-        ends, text = f'x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"', f'x="{WIDTH - _RIGHT}" y="{at - 4:.1f}"'
+def _mark(mark: Mark, x: Axis, y: Axis) -> str:
+    if mark.across:
+        at = _y(y, mark.value)
+        ends, anchor = f'x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"', "end"
+        text = f'x="{WIDTH - _RIGHT}" y="{at - 5:.1f}"'
     else:
-        at = _x(x, value)
-        ends, text = f'x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"', f'x="{at - 4:.1f}" y="{_TOP + 16}"'
-    return f'<line class="mark" {ends}/><text class="marked" {text} text-anchor="end">{escape(name)}</text>'
+        at, width = _x(x, mark.value), _CHARACTER * len(mark.name)
+        # A rising curve leaves room above on the left and below on the right.
+        left = at + width > WIDTH - _RIGHT if mark.low else at - width > _LEFT
+        ends, anchor = f'x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"', "end" if left else "start"
+        text = f'x="{at + (-5 if left else 5):.1f}" y="{HEIGHT - _BOTTOM - 8 if mark.low else _TOP + 12}"'
+    return f'<line class="mark" {ends}/><text class="marked" {text} text-anchor="{anchor}">{escape(mark.name)}</text>'
 
 
 def _round_step(rough: float) -> float:
@@ -184,8 +209,8 @@ def _round_step(rough: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
 
 
-def _linear_ticks(low: float, high: float) -> list[float]:
-    step = _round_step((high - low) / 5)
+def _linear_ticks(low: float, high: float, least_step: float = 0.0) -> list[float]:
+    step = max(_round_step((high - low) / 5), least_step)
     first = math.ceil(low / step - 1e-9)
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
 

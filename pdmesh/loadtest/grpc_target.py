@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from typing import cast
 
 from pdmesh.client import AsyncClient, Completed, Delta
 from pdmesh.client_channel import addresses
 from pdmesh.client_types import GenerateOptions, Timings
 from pdmesh.errors import Cancelled, DeadlineExceeded, MeshError, Overloaded
-from pdmesh.loadtest.prompts import token_ids
+from pdmesh.loadtest.objectives import Objectives
+from pdmesh.loadtest.prompts import PromptKind, conversation, token_ids
 from pdmesh.loadtest.record import Outcome
 from pdmesh.loadtest.target import Ask, Done, Event, Fleet, TargetError, TargetInfo, Tokens
 from protos.v1 import mesh_pb2, worker_pb2
 from runtime.tls import TlsConfig
 
 _CHECK_TIMEOUT_S = 10.0
+_MAX_UINT32 = 0xFFFF_FFFF
 
 
 @dataclass(frozen=True)
 class GrpcSettings:
-    """How requests are put. `resume_timeout_s`: how long the client looks for another router when one is lost."""
+    """How requests are put. `resume_timeout_s`: how long the client looks for another router when one is lost.
+    `send_objectives`: a request names those of its class as its own. `prompt`: token ids, or words that the router tokenizes."""
 
     model: str = ""
     vocab_size: int = 32_000
@@ -29,12 +33,14 @@ class GrpcSettings:
     ignore_eos: bool = True
     connections: int = 1
     resume_timeout_s: float = 0.0
+    send_objectives: bool = True
     tls: TlsConfig | None = None
+    prompt: PromptKind = "tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    prompt: list[int]
+    prompt: str | list[int]
     options: GenerateOptions
     timeout_s: float
 
@@ -65,13 +71,8 @@ class GrpcTarget:
         return TargetInfo(chosen.name, chosen.max_context or None)
 
     def prepare(self, ask: Ask) -> _Prepared:
-        """Token ids of the whole conversation, and the options of the request."""
+        """The whole conversation, and the options of the request."""
         settings = self._settings
-        prompt: list[int] = []
-        for said in ask.said:
-            prompt += token_ids(said.segments, ask.seed, settings.vocab_size)
-            if said.answer is not None:
-                prompt += said.answer.token_ids
         options = GenerateOptions(
             max_tokens=ask.output_tokens,
             temperature=settings.temperature,
@@ -79,8 +80,20 @@ class GrpcTarget:
             request_id=ask.request_id,
             priority=ask.traffic.priority,
             tenant=ask.traffic.tenant,
+            **(_objectives(ask.objectives) if settings.send_objectives else {}),
         )
-        return _Prepared(prompt, options, ask.timeout_s)
+        return _Prepared(self._prompt(ask), options, ask.timeout_s)
+
+    def _prompt(self, ask: Ask) -> str | list[int]:
+        settings = self._settings
+        if settings.prompt == "words":
+            return conversation(ask.said, ask.seed)
+        prompt: list[int] = []
+        for said in ask.said:
+            prompt += token_ids(said.segments, ask.seed, settings.vocab_size)
+            if said.answer is not None:
+                prompt += said.answer.token_ids
+        return prompt
 
     async def stream(self, prepared: object) -> AsyncGenerator[Event, None]:
         """See Target.stream."""
@@ -99,16 +112,23 @@ class GrpcTarget:
             raise _target_error(error) from error
 
     async def fleet(self) -> Fleet | None:
-        """Workers that are alive, and the router's requests; None if it does not answer within a second."""
+        """Workers that are alive, and the router's requests. TargetError if it does not answer within a second."""
         try:
             return _fleet(await self._clients[0].status(timeout=1.0))
-        except MeshError:
-            return None
+        except MeshError as error:
+            raise _target_error(error) from error
 
     async def close(self) -> None:
         """Closes the channels."""
         for client in self._clients:
             await client.close()
+
+
+def _objectives(objectives: Objectives) -> GenerateOptions:
+    """In whole milliseconds; what has none is left out, and takes the model's."""
+    named = {"slo_ttft_ms": objectives.ttft_ms, "slo_tpot_ms": objectives.tpot_ms}
+    whole = {name: min(max(1, round(bound)), _MAX_UINT32) for name, bound in named.items() if bound is not None}
+    return cast(GenerateOptions, whole)
 
 
 def _rotated(known: Sequence[str], number: int) -> tuple[str, ...]:

@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 import h11
 
+from runtime.tls import TlsConfig
+
 _READ_BYTES = 1 << 16
 _CONNECT_TIMEOUT_S = 10.0
 
@@ -36,10 +38,13 @@ class BaseUrl:
     @staticmethod
     def parse(url: str) -> BaseUrl:
         """Raises ValueError for what is no http(s) URL."""
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as error:
+            raise ValueError(f"{url!r} is no URL: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is no URL; give one such as http://127.0.0.1:8000/v1")
-        port = parts.port or (443 if parts.scheme == "https" else 80)
         return BaseUrl(parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
 
     @property
@@ -85,9 +90,10 @@ class _Connection:
 
 @dataclass
 class Response:
-    """An answer whose body is read as it arrives."""
+    """An answer whose body is read as it arrives. Names of `headers` are in lower case."""
 
     status: int
+    headers: Mapping[str, str]
     _connection: _Connection
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
@@ -100,19 +106,25 @@ class Response:
         if not isinstance(event, h11.EndOfMessage):
             raise HttpError("the answer broke off")
 
-    async def read(self) -> bytes:
-        """The whole body."""
+    async def read(self, max_bytes: int) -> bytes:
+        """The whole body, or its first `max_bytes`."""
+        body = b""
         async with aclosing(self.pieces()) as pieces:
-            return b"".join([piece async for piece in pieces])
+            async for piece in pieces:
+                body += piece
+                if len(body) >= max_bytes:
+                    break
+        return body[:max_bytes]
 
 
 class HttpClient:
     """Requests to one server. Idle connections are kept, the last used first; there are as many as requests at a time."""
 
-    def __init__(self, base: BaseUrl, headers: Mapping[str, str]) -> None:
+    def __init__(self, base: BaseUrl, headers: Mapping[str, str], tls: TlsConfig | None = None) -> None:
+        """`tls`: for https, whom to believe and what to show; without: the system's CAs, and no certificate."""
         self._base = base
         self._headers = [("Host", base.host_header), *headers.items()]
-        self._tls = ssl.create_default_context() if base.scheme == "https" else None
+        self._tls = _context(tls) if base.scheme == "https" else None
         self._idle: list[_Connection] = []
 
     @asynccontextmanager
@@ -157,7 +169,8 @@ class HttpClient:
                 connection.close()
                 raise
             else:
-                return connection, Response(response.status_code, connection)
+                headers = {name.decode(): value.decode("latin-1") for name, value in response.headers}
+                return connection, Response(response.status_code, headers, connection)
 
     async def _connection(self) -> tuple[_Connection, bool]:
         """A connection, and whether it has been used before."""
@@ -171,6 +184,16 @@ class HttpClient:
         except OSError as error:
             raise HttpError(f"cannot connect: {_reason(error)}") from error
         return _Connection(*opened), False
+
+
+def _context(tls: TlsConfig | None) -> ssl.SSLContext:
+    """Raises ConfigError, OSError. A server on the web is known by its host's name, not by a mesh's."""
+    if tls is None or not tls.is_set:
+        return ssl.create_default_context()
+    context = ssl.create_default_context(cafile=tls.tls_ca)
+    if tls.tls_cert:
+        context.load_cert_chain(tls.tls_cert, tls.tls_key)
+    return context
 
 
 def _reason(error: BaseException) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import math
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from pdmesh.loadtest.capacity import Capacity, Search, Trial, found
@@ -43,7 +46,8 @@ async def measure(target: Target, measurement: Measurement, watch: Watch = nullc
     total_s = measurement.warmup_s + measurement.duration_s
     seed = measurement.seed
     prefix = f"{measurement.run.request_id_prefix}-{seed}"
-    runner = Runner(target, replace(measurement.run, stop_turns_s=total_s, request_id_prefix=prefix, seed=seed))
+    settings = replace(measurement.run, stop_turns_s=total_s, request_id_prefix=prefix, seed=seed, book=measurement.book)
+    runner = Runner(target, settings)
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     end_s = total_s
     try:
@@ -51,6 +55,7 @@ async def measure(target: Target, measurement: Measurement, watch: Watch = nullc
             log = await runner.run(plan(measurement.workload, seed, total_s))
     except asyncio.CancelledError:
         log = runner.log
+        log.interrupted = True
         end_s = min(total_s, runner.now_s())
     return make_result(
         log,
@@ -67,21 +72,21 @@ async def measure(target: Target, measurement: Measurement, watch: Watch = nullc
 @dataclass(frozen=True)
 class Found:
     """The capacity for each share that was asked for, the trials that led there, and the result of the last of them at the
-    highest rate that held (of the very last one, where none did)."""
+    highest rate that held (of the very last one, where none did). `stopped`: why it ended early, so that a capacity may be higher
+    than what was found; empty: it did not. `interrupted`: because it was cancelled (Ctrl-C)."""
 
     capacities: tuple[Capacity, ...]
     trials: tuple[Trial, ...]
     result: Result
+    stopped: str = ""
+    interrupted: bool = False
 
     def as_json(self) -> dict[str, object]:
         return {
             "capacities": [capacity.as_json() for capacity in self.capacities],
             "trials": [{"rate": t.rate, "attainment": t.attainment, "goodput": t.goodput} for t in self.trials],
+            "stopped": self.stopped,
         }
-
-
-class LateError(Exception):
-    """The load test itself could not keep up: what it measured says nothing of the target."""
 
 
 def decided_s(measurement: Measurement) -> float:
@@ -102,26 +107,58 @@ async def find_capacity(
     watch: Watch = nullcontext,
     on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> Found:
-    """Searches for each attainment in turn; all of them learn from all trials. Raises LateError."""
+    """Searches for each attainment in turn; all of them learn from all trials."""
+    return await search_capacity(partial(measure, target, watch=watch), measurement, searches, on_trial)
+
+
+async def search_capacity(
+    run: Callable[[Measurement], Awaitable[Result]],
+    measurement: Measurement,
+    searches: tuple[Search, ...],
+    on_trial: Callable[[Trial], None] = lambda trial: None,
+) -> Found:
+    """The same over whatever measures one window.
+
+    A window in which the load test itself was too late says nothing of the target: no search goes as high again, and what held
+    below is reported. Interrupted, it returns what there is."""
     trials: list[Trial] = []
     results: dict[float, Result] = {}
     result: Result | None = None
+    too_fast, stopped = math.inf, ""
     for search in searches:
-        while (rate := search.next_rate(trials)) is not None:
-            workload = replace(measurement.workload, arrivals=replace(measurement.workload.arrivals, rate=rate))
-            # Another seed for each window, or all windows of a rate would be the same one, out of the target's caches.
-            trying = replace(measurement, workload=workload, seed=measurement.seed + len(trials))
-            trying = replace(trying, run=replace(trying.run, give_up_s=decided_s(trying)))
-            result = await measure(target, trying, watch)
+        while (rate := search.next_rate(trials)) is not None and rate < too_fast:
+            result = await run(window_at(measurement, rate, sum(trial.rate == rate for trial in trials)))
             if result.interrupted:
-                raise asyncio.CancelledError
+                return _found(searches, trials, results, result, "interrupted")
             if not result.valid:
-                raise LateError(f"at {rate:.4g} requests/s: {'; '.join(result.reasons)}")
-            trial = Trial(rate, result.summary.attainment or 0.0, result.summary.goodput)
+                too_fast, stopped = rate, f"at {rate:.4g} requests/s: {'; '.join(result.reasons)}"
+                break
+            trial = trial_of(rate, result)
             trials.append(trial)
             results[rate] = result
             on_trial(trial)
+    assert result is not None
+    return _found(searches, trials, results, result, stopped)
+
+
+def _found(
+    searches: Sequence[Search], trials: Sequence[Trial], results: Mapping[float, Result], last: Result, stopped: str
+) -> Found:
     capacities = tuple(found(search, trials) for search in searches)
     best = max((capacity.rate for capacity in capacities if capacity.rate is not None), default=None)
-    assert result is not None
-    return Found(capacities, tuple(trials), result if best is None else results[best])
+    result = last if best is None else results[best]
+    return Found(capacities, tuple(trials), result, stopped, last.interrupted)
+
+
+def window_at(measurement: Measurement, rate: float, number: int) -> Measurement:
+    """The measurement of window `number` at `rate`. Its seed follows from both: another for each, or the windows would be the
+    same requests, out of the target's caches; the same one for whatever else is searched, so that all targets get the same."""
+    workload = replace(measurement.workload, arrivals=replace(measurement.workload.arrivals, rate=rate))
+    seed = random.Random(f"{measurement.seed}/{rate:.6g}/{number}").randrange(2**31)
+    window = replace(measurement, workload=workload, seed=seed)
+    return replace(window, run=replace(window.run, give_up_s=decided_s(window)))
+
+
+def trial_of(rate: float, result: Result) -> Trial:
+    """What the search learns of a window."""
+    return Trial(rate, result.summary.attainment or 0.0, result.summary.goodput)

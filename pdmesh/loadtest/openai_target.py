@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from pdmesh.loadtest import openai_answer
 from pdmesh.loadtest.http import BaseUrl, HttpClient, HttpError, Response
-from pdmesh.loadtest.prompts import token_ids, words
+from pdmesh.loadtest.prompts import PromptKind, conversation, token_ids, words
 from pdmesh.loadtest.record import Outcome
-from pdmesh.loadtest.sse import SseParser
+from pdmesh.loadtest.sse import EventTooLarge, SseParser
 from pdmesh.loadtest.target import Ask, Done, Event, Fleet, TargetError, TargetInfo, Tokens
+from runtime.tls import TlsConfig
 
 Endpoint = Literal["completions", "chat"]
-PromptKind = Literal["tokens", "words"]
-_REFUSALS = (429, 503)
+_MAX_BODY_BYTES = 1 << 20
+_CHECK_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class OpenAiSettings:
     api_key: str = ""
     priority_header: str = ""
     tenant_header: str = ""
+    tls: TlsConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +54,26 @@ class OpenAiTarget:
         headers = {"Accept": "text/event-stream", "Content-Type": "application/json", "User-Agent": "pdmesh-loadtest"}
         if settings.api_key:
             headers["Authorization"] = f"Bearer {settings.api_key}"
-        self._http = HttpClient(BaseUrl.parse(url), headers)
+        self._http = HttpClient(BaseUrl.parse(url), headers, settings.tls)
         self._path = "/chat/completions" if settings.endpoint == "chat" else "/completions"
 
     async def check(self) -> TargetInfo:
         """The model, from /models; the only one if none was named. The context where the server tells it (vLLM does)."""
         try:
-            async with self._http.request("GET", "/models") as response:
-                body = await response.read()
+            async with asyncio.timeout(_CHECK_TIMEOUT_S), self._http.request("GET", "/models") as response:
+                body = await response.read(_MAX_BODY_BYTES)
                 if response.status != 200:
-                    raise TargetError(Outcome.ERROR, f"GET /models: HTTP {response.status}: {_message(body)}")
+                    raise TargetError(Outcome.ERROR, f"GET /models: HTTP {response.status}: {openai_answer.message(body)}")
+        except TimeoutError:
+            raise TargetError(Outcome.TIMEOUT, f"GET /models: no answer within {_CHECK_TIMEOUT_S:g} s") from None
         except HttpError as error:
             raise TargetError(Outcome.ERROR, str(error)) from error
-        models = {model["id"]: model for model in _json(body).get("data", []) if isinstance(model, dict) and "id" in model}
+        models = openai_answer.models(body)
         if not self._model and len(models) == 1:
             self._model = next(iter(models))
         if self._model not in models:
             raise TargetError(Outcome.ERROR, f"model {self._model!r} is not served; there are: {', '.join(models) or 'none'}")
-        context = models[self._model].get("max_model_len")
-        return TargetInfo(self._model, context if isinstance(context, int) and context > 0 else None)
+        return models[self._model]
 
     def prepare(self, ask: Ask) -> _Prepared:
         """The request's body and headers."""
@@ -95,7 +100,7 @@ class OpenAiTarget:
         try:
             async with self._http.request("POST", self._path, prepared.body, prepared.headers) as response:
                 if response.status != 200:
-                    raise _refusal(response.status, await response.read())
+                    raise openai_answer.refusal(response.status, await response.read(_MAX_BODY_BYTES))
                 async with aclosing(_events(response)) as events:
                     async for event in events:
                         yield event
@@ -122,9 +127,7 @@ class OpenAiTarget:
         """Ids of the segments, or words and the answers between them: an answer comes as text, so with ids it is left out."""
         settings = self._settings
         if settings.prompt == "words":
-            return " ".join(
-                text for said in ask.said for text in (words(said.segments, ask.seed), said.answer.text if said.answer else "")
-            )
+            return conversation(ask.said, ask.seed)
         return [token for said in ask.said for token in token_ids(said.segments, ask.seed, settings.vocab_size)]
 
 
@@ -132,59 +135,22 @@ async def _events(response: Response) -> AsyncGenerator[Event, None]:
     parser, done, ended = SseParser(), Done(), False
     async with aclosing(response.pieces()) as pieces:
         async for piece in pieces:
-            for data in parser.feed(piece):
+            for data in _fed(parser, piece):
                 if data == b"[DONE]":
                     ended = True
                     continue
-                chunk = _json(data)
-                if chunk.get("error"):
-                    raise TargetError(Outcome.ERROR, _message(data))
-                if usage := chunk.get("usage"):
-                    done = _done(usage)
-                if text := _text(chunk):
-                    yield Tokens(1, (), text)
+                chunk = openai_answer.chunk(data)
+                if chunk.done is not None:
+                    done = chunk.done
+                if chunk.text:
+                    yield Tokens(1, (), chunk.text)
     if not ended:
         raise TargetError(Outcome.ERROR, "the stream ended without [DONE]")
     yield done
 
 
-def _text(chunk: Mapping[str, Any]) -> str:
-    """The text of a chunk's first choice, reasoning included."""
-    choices = chunk.get("choices")
-    if not choices:
-        return ""
-    delta = choices[0].get("delta")
-    if delta is None:
-        return choices[0].get("text") or ""
-    return delta.get("content") or delta.get("reasoning_content") or ""
-
-
-def _done(usage: Mapping[str, Any]) -> Done:
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Done(usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
-
-
-def _refusal(status: int, body: bytes) -> TargetError:
-    outcome = Outcome.REFUSED if status in _REFUSALS else Outcome.ERROR
-    return TargetError(outcome, f"HTTP {status}: {_message(body)}")
-
-
-def _json(data: bytes) -> dict[str, Any]:
+def _fed(parser: SseParser, piece: bytes) -> list[bytes]:
     try:
-        value = json.loads(data)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise TargetError(Outcome.ERROR, "the server sent something that is no JSON object")
-    return value
-
-
-def _message(body: bytes) -> str:
-    """What the server says was wrong, in one line of at most 200 characters."""
-    try:
-        value = json.loads(body)
-        error = value.get("error", value)
-        text = error.get("message", "") if isinstance(error, dict) else str(error)
-    except (ValueError, AttributeError):
-        text = body.decode(errors="replace")
-    return " ".join(str(text).split())[:200]
+        return parser.feed(piece)
+    except EventTooLarge as error:
+        raise openai_answer.malformed(str(error)) from error

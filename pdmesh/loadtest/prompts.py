@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Literal
 
+from pdmesh.loadtest.target import Said
 from pdmesh.loadtest.workload import Segment
 
+PromptKind = Literal["tokens", "words"]
 # Tokenizers keep their special tokens and single bytes in front.
 FIRST_TOKEN_ID = 300
 # Short everyday words: most tokenizers make one token of each (with the space before it).
@@ -30,6 +33,11 @@ def token_ids(segments: Iterable[Segment], seed: int, vocab_size: int) -> list[i
 def words(segments: Iterable[Segment], seed: int) -> str:
     """About one token for each word."""
     return " ".join(WORDS[number % len(WORDS)] for segment in segments for number in _numbers(segment, seed))
+
+
+def conversation(said: Iterable[Said], seed: int) -> str:
+    """The words of all turns, and the answers between them."""
+    return " ".join(text for one in said for text in (words(one.segments, seed), *([one.answer.text] if one.answer else ())))
 
 
 @lru_cache(maxsize=256)

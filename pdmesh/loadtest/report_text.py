@@ -52,8 +52,12 @@ def _latency_table(result: Result, colours: Palette) -> list[str]:
 
 
 def _latency_row(name: str, latency: Latency) -> tuple[str, ...]:
-    values = (latency.mean, latency.p50, latency.p90, latency.p95, latency.p99, latency.max)
-    return (name, *(milliseconds(value) if latency.num_values else "–" for value in values), str(latency.num_values))
+    return (name, *durations(latency, "mean", "p50", "p90", "p95", "p99", "max"), str(latency.num_values))
+
+
+def durations(latency: Latency, *names: str) -> tuple[str, ...]:
+    """These figures of it in milliseconds, or dashes where there were no values."""
+    return tuple(milliseconds(getattr(latency, name)) if latency.num_values else "–" for name in names)
 
 
 def milliseconds(value: float) -> str:
@@ -85,7 +89,8 @@ def _breakdown(title: str, groups: Mapping[str, Summary], colours: Palette) -> l
             str(summary.outcomes.get("ok", 0)),
             share(summary.attainment),
             f"{summary.goodput:.2f}",
-            *(milliseconds(value) for latency in (summary.ttft, summary.tpot) for value in (latency.p50, latency.p99)),
+            *durations(summary.ttft, "p50", "p99"),
+            *durations(summary.tpot, "p50", "p99"),
         )
         for name, summary in groups.items()
     ]
@@ -121,17 +126,22 @@ def trial_line(trial: Trial) -> str:
     return f"{trial.rate:8.3f} requests/s: {share(trial.attainment)} attained, goodput {trial.goodput:.3f}/s"
 
 
-def capacity_lines(capacities: Sequence[Capacity], colours: Palette) -> list[str]:
-    """What a search found."""
-    return [colours.bold("CAPACITY"), *(_capacity_line(capacity, colours) for capacity in capacities)]
+def capacity_lines(capacities: Sequence[Capacity], colours: Palette, stopped: str = "") -> list[str]:
+    """What a search found; `stopped`: why it ended early."""
+    ended = [colours.warning(f"the search ended early: {stopped}")] if stopped else []
+    return [colours.bold("CAPACITY"), *(_capacity_line(capacity, colours, stopped) for capacity in capacities), *ended]
 
 
-def _capacity_line(capacity: Capacity, colours: Palette) -> str:
+def _capacity_line(capacity: Capacity, colours: Palette, stopped: str) -> str:
     of = f"{100 * capacity.attainment:g} % of requests keep their objectives"
+    if capacity.rate is None and capacity.failed_rate is None:
+        return colours.bad(f"{of}: nothing was found")
     if capacity.rate is None:
         return colours.bad(f"{of}: at no rate (not at {capacity.failed_rate:.3g} requests/s)")
-    bound = "no rate that was allowed was too high" if capacity.failed_rate is None else f"not at {capacity.failed_rate:.4g}"
-    return f"{of} up to {capacity.rate:.4g} requests/s ({bound}); goodput there {capacity.goodput or 0:.4g} requests/s"
+    highest = "no rate that was measured was too high" if stopped else "no rate that was allowed was too high"
+    bound = highest if capacity.failed_rate is None else f"not at {capacity.failed_rate:.4g}"
+    rate = f"{'≥ ' if capacity.failed_rate is None else ''}{capacity.rate:.4g}"
+    return f"{of} up to {rate} requests/s ({bound}); goodput there {capacity.goodput or 0:.4g} requests/s"
 
 
 def comparison_lines(differences: Sequence[Difference], colours: Palette) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -177,10 +178,47 @@ def read(path: str) -> Result:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ValueError(f"is no result of `pdmesh loadtest` ({FORMAT})")
+        _check(document)
         return _parse(document)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{path}: {reason}") from error
+
+
+_NUMBERS = {"window": ("start_s", "end_s"), "sample": ("scheduled_s", "ttft", "tpot", "e2e", "met")}
+_LATENCIES = ("ttft", "ttft_from_sent", "tpot", "itl", "e2e")
+_OBJECTS = ("settings", "window", "objectives", "objectives_by_class", "lateness", "loop_lag", "summary", "by_class", "by_tenant")
+_LISTS = ("reasons", "timeline", "fleet", "slowest")
+
+
+def _check(document: Mapping[str, Any]) -> None:
+    """Raises ValueError that names the field which reports could not bear."""
+    for kind, names, what in ((dict, (*_OBJECTS, "phases", "sample"), "an object"), (list, _LISTS, "a list")):
+        for name in names:
+            if not isinstance(document[name], kind):
+                raise ValueError(f"{name}: must be {what}")
+    summaries = {name: group for of in ("by_class", "by_tenant") for name, group in document[of].items()}
+    for name, summary in {"summary": document["summary"], **summaries}.items():
+        for metric in _LATENCIES:
+            if not all(map(_is_number, summary[metric].values())):
+                raise ValueError(f"{name}.{metric}: must hold numbers")
+    window, sample = document["window"], document["sample"]
+    for name in _NUMBERS["window"]:
+        if not _is_number(window[name]):
+            raise ValueError(f"window.{name}: must be a number")
+    if not window["start_s"] < window["end_s"]:
+        raise ValueError("window: must end after its start")
+    for name, column in sample.items():
+        if not isinstance(column, list) or len(column) != len(sample["scheduled_s"]):
+            raise ValueError(f"sample.{name}: must be a list, as long as the others")
+    for name in _NUMBERS["sample"]:
+        optional = name != "scheduled_s"
+        if not all(_is_number(value) or (optional and value is None) for value in sample[name]):
+            raise ValueError(f"sample.{name}: must hold numbers")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _parse(document: Mapping[str, Any]) -> Result:
@@ -204,5 +242,5 @@ def _parse(document: Mapping[str, Any]) -> Result:
 
 
 def _summary(document: Mapping[str, Any]) -> Summary:
-    latencies = {name: Latency(**document[name]) for name in ("ttft", "ttft_from_sent", "tpot", "itl", "e2e")}
+    latencies = {name: Latency(**document[name]) for name in _LATENCIES}
     return Summary(**{**document, **latencies})

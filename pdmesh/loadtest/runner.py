@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
+from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
 from pdmesh.loadtest.record import Outcome, Record
 from pdmesh.loadtest.target import Answer, Ask, Done, Fleet, Said, Target, TargetError, Tokens
 from pdmesh.loadtest.workload import PlannedSession, PlannedTurn
@@ -26,7 +27,7 @@ _MAX_BURST = 32
 class RunSettings:
     """`timeout_s` counts from when a request is due. After `stop_turns_s` seconds of a run no conversation goes on; after
     `give_up_s` what still runs has timed out. `seed` makes the words of prompts: with another than the last run's, the target has
-    none of them in its caches."""
+    none of them in its caches. Requests are told the objectives that `book` has for their class."""
 
     timeout_s: float = 60.0
     max_concurrency: int = 10_000
@@ -34,6 +35,7 @@ class RunSettings:
     give_up_s: float = float("inf")
     request_id_prefix: str = "loadtest"
     seed: int = 0
+    book: ObjectiveBook = field(default_factory=lambda: ObjectiveBook(Objectives()))
 
 
 @dataclass
@@ -134,9 +136,15 @@ class Runner:
             said = (*said, Said(turn.segments, call.answer))
 
     def _ask(self, session: PlannedSession, number: int, said: tuple[Said, ...]) -> Ask:
-        request_id = f"{self._settings.request_id_prefix}-{session.index}-{number}"
+        settings, traffic = self._settings, session.traffic
         return Ask(
-            request_id, self._settings.seed, session.traffic, said, session.turns[number].output_tokens, self._settings.timeout_s
+            request_id=f"{settings.request_id_prefix}-{session.index}-{number}",
+            seed=settings.seed,
+            traffic=traffic,
+            said=said,
+            output_tokens=session.turns[number].output_tokens,
+            timeout_s=settings.timeout_s,
+            objectives=settings.book.of(traffic.name),
         )
 
     async def _request(self, turn: PlannedTurn, prepared: object, scheduled_s: float, call: _Call) -> tuple[Outcome, str]:
@@ -192,8 +200,13 @@ class Runner:
             self.log.loop_lag_s.append(self._clock() - due)
 
     async def _watch_fleet(self) -> None:
-        while (fleet := await self._target.fleet()) is not None:
-            self.log.fleet.append((self.now_s(), fleet))
+        while True:
+            # A busy router may miss one question; the next may be answered.
+            with suppress(TargetError):
+                fleet = await self._target.fleet()
+                if fleet is None:
+                    return
+                self.log.fleet.append((self.now_s(), fleet))
             await asyncio.sleep(_FLEET_PERIOD_S)
 
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pdmesh.loadtest.objectives import Objectives
 from pdmesh.loadtest.record import Outcome
 from pdmesh.loadtest.workload import Segment, TrafficClass
 
@@ -28,7 +29,8 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request, ready to be put into a protocol. `request_id` tells it from all others of the run; `seed` makes its words."""
+    """A request, ready to be put into a protocol. `request_id` tells it from all others of the run; `seed` makes its words;
+    `objectives` are those of its class."""
 
     request_id: str
     seed: int
@@ -36,6 +38,7 @@ class Ask:
     said: tuple[Said, ...]
     output_tokens: int
     timeout_s: float
+    objectives: Objectives = field(default_factory=Objectives)
 
     @property
     def num_input_tokens(self) -> int:
@@ -110,7 +113,7 @@ class Target(Protocol):
         ...
 
     async def fleet(self) -> Fleet | None:
-        """What serves now; None where the target does not tell."""
+        """What serves now; None where the target never tells. Raises TargetError where it failed to tell this time."""
         ...
 
     async def close(self) -> None:

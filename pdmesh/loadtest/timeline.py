@@ -1,4 +1,4 @@
-"""A run second by second. Pure."""
+"""A run step by step. Pure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pdmesh.loadtest.stats import met, quantile
 from pdmesh.loadtest.target import Fleet
 
 MAX_BINS = 240
+_MIN_BINS = 30
+_WANTED_PER_BIN = 5
 _FAILED = (Outcome.REFUSED, Outcome.TIMEOUT, Outcome.ERROR, Outcome.NOT_SENT)
 
 
@@ -49,12 +51,12 @@ class FleetPoint:
 
 
 def timeline(records: Sequence[Record], book: ObjectiveBook) -> list[Bin]:
-    """Steps of a second, or longer ones in a run of more than MAX_BINS seconds."""
+    """Steps of a second, or longer ones: at most MAX_BINS, and where few requests came, some in most of them."""
     records = [record for record in records if record.outcome is not Outcome.ABORTED]
     if not records:
         return []
     end_s = max(record.end_s for record in records)
-    step_s = max(1, math.ceil(end_s / MAX_BINS))
+    step_s = _step_s(end_s, len(records))
     number = int(end_s // step_s) + 1
     due: list[list[Record]] = [[] for _ in range(number)]
     completed, started = [0] * number, [0] * number
@@ -69,6 +71,12 @@ def timeline(records: Sequence[Record], book: ObjectiveBook) -> list[Bin]:
         bins.append(_bin(index * step_s, step_s, due[index], completed[index], running, book))
         running += started[index]
     return bins
+
+
+def _step_s(end_s: float, num_requests: int) -> int:
+    """A step with one request says little of a share of them, but a few dozen steps show more than a handful."""
+    for_requests = min(_WANTED_PER_BIN * end_s / num_requests, end_s / _MIN_BINS)
+    return max(1, math.ceil(end_s / MAX_BINS), math.ceil(for_requests))
 
 
 def _bin(at_s: float, step_s: float, due: Sequence[Record], completed: int, running: int, book: ObjectiveBook) -> Bin:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -34,7 +35,7 @@ class TraceRow:
 def read(path: str) -> tuple[TraceRow, ...]:
     """The rows of a trace file by time, the first at 0 s. Raises TraceError."""
     try:
-        with Path(path).open(encoding="utf-8", newline="") as lines:
+        with Path(path).open(encoding="utf-8-sig", newline="") as lines:
             first = lines.readline()
             lines.seek(0)
             rows = list(_json_rows(lines) if first.lstrip().startswith("{") else _csv_rows(lines))
@@ -75,7 +76,7 @@ def _json_rows(lines: Iterable[str]) -> Iterator[TraceRow]:
         if not isinstance(row, dict):
             raise ValueError(f"{where}: is no JSON object")
         at_ms = row.get("timestamp")
-        if isinstance(at_ms, bool) or not isinstance(at_ms, int | float) or not at_ms >= 0:
+        if isinstance(at_ms, bool) or not isinstance(at_ms, int | float) or not 0 <= at_ms < math.inf:
             raise ValueError(f"{where}: timestamp: must be milliseconds, not {at_ms!r}")
         blocks = row.get("hash_ids", [])
         if not isinstance(blocks, list) or not all(isinstance(block, int) for block in blocks):
@@ -87,9 +88,10 @@ def _count(row: Mapping[str, object], name: str, where: str) -> int:
     """A number of tokens, at least 1: a logged 0 (an answer that was empty) becomes 1, the least that can be asked for."""
     value = row.get(name)
     try:
-        number = int(str(value))
+        number = -1.0 if isinstance(value, bool) else float(str(value))
     except ValueError:
-        number = -1
-    if number < 0:
+        number = -1.0
+    # Some writers make floats of whole numbers.
+    if not number >= 0 or not number.is_integer():
         raise ValueError(f"{where}: {name}: must be a number of tokens, not {value!r}")
-    return max(1, number)
+    return max(1, int(number))

@@ -79,6 +79,11 @@ class Limits:
         return min(input_tokens, self.max_input_tokens or input_tokens), output_tokens
 
 
+def num_cut(rows: Sequence[TraceRow], limits: Limits) -> int:
+    """How many rows of a trace are longer than the limits."""
+    return sum(limits.lengths(row.input_tokens, row.output_tokens) != (row.input_tokens, row.output_tokens) for row in rows)
+
+
 @dataclass(frozen=True)
 class Arrivals:
     """When sessions start. `kind`: poisson, gamma, constant or ramp; rates in sessions per second."""

@@ -48,6 +48,17 @@ def test_bare_words(argv: list[str], expected: Words) -> None:
     assert parse_options(Words, argv, {}, prog="test") == expected
 
 
+@dataclass(frozen=True)
+class Files:
+    first: str = field(default="", metadata={"positional": True})
+    more: tuple[str, ...] = field(default=(), metadata={"positional": True})
+
+
+def test_bare_words_of_a_tuple_stay_apart() -> None:
+    assert parse_options(Files, ["a", "b c", "d"], {}, prog="test") == Files("a", ("b c", "d"))
+    assert parse_options(Files, ["a"], {}, prog="test") == Files("a")
+
+
 def test_bare_words_keep_unknown_flags_for_the_loader_to_refuse(capsys: pytest.CaptureFixture[str]) -> None:
     assert with_flags(Words, ["--lout", "go"]) == ["--lout", "--action=go"]
     with pytest.raises(SystemExit) as caught:

@@ -14,6 +14,7 @@ from pdmesh.client import AsyncClient, Client, Completed, Delta, Event, Message,
 from pdmesh.client_types import FinishReason, GenerateOptions, PrefillMode
 from protos.v1 import common_pb2, mesh_pb2
 from tests.pdmesh.fake_mesh import NUM_TOKENS, SEED, FakeRouter, Script, delta, start_router, text, token
+from tests.support.waiting import eventually
 
 Collect = Callable[..., Coroutine[None, None, list[Event]]]
 Routers = Callable[..., Coroutine[None, None, FakeRouter]]
@@ -292,6 +293,18 @@ async def test_cancel_wakes_the_sync_reader(routers: Routers) -> None:
             await waiting
 
 
+async def test_closing_the_client_wakes_its_readers(routers: Routers) -> None:
+    router = await routers(Script(hang_after=0))
+    client = Client(router.address)
+    stream = await asyncio.to_thread(client.generate_stream, "hello")
+    await asyncio.to_thread(next, stream)
+    waiting = asyncio.ensure_future(asyncio.to_thread(list, stream))
+    await asyncio.sleep(0.1)
+    client.close()
+    with pytest.raises(errors.Cancelled):
+        await asyncio.wait_for(waiting, 10)
+
+
 async def test_whole_answers_and_unary_calls(routers: Routers) -> None:
     router = await routers(Script(fail_after=4, failure=errors.Unavailable("gone")))
     async with AsyncClient([router.address]) as client:
@@ -318,3 +331,47 @@ async def test_unary_call_moves_on_to_the_next_router(routers: Routers) -> None:
     async with AsyncClient([first.address, second.address]) as client:
         assert (await client.tokenize("ab")).token_ids == (97, 98)
         assert client.routers == (first.address, second.address)
+
+
+@pytest.mark.parametrize("fail_after", [0, 5])
+async def test_a_cancel_that_nobody_asked_for_is_a_lost_router(routers: Routers, collect: Collect, fail_after: int) -> None:
+    router = await routers(Script(fail_after=fail_after, failure=errors.Cancelled("the server stops")))
+    check_whole(await collect([router.address]))
+    assert len(router.script.requests) == 2
+    assert sum(len(choice.token_ids) for choice in router.script.requests[1].resume.emitted) == fail_after
+
+
+async def test_who_is_cancelled_for_ever_gives_up(routers: Routers, collect: Collect) -> None:
+    router = await routers(Script(fail_after=0, failure=errors.Cancelled("no"), num_failures=1000))
+    with pytest.raises(errors.Unavailable, match="cancelled the call: no"):
+        await collect([router.address], resume_timeout_s=0.3)
+
+
+async def test_plain_calls_survive_a_cancel_that_nobody_asked_for(routers: Routers) -> None:
+    failure = errors.Cancelled("the server stops")
+    first, second = await routers(Script(failure=failure)), await routers(Script(failure=failure))
+    async with AsyncClient(first.address) as client:
+        assert (await client.tokenize("ab")).token_ids == (97, 98)
+
+    def tokenize() -> tuple[int, ...]:
+        with Client(second.address) as client:
+            return client.tokenize("ab").token_ids
+
+    assert await asyncio.to_thread(tokenize) == (97, 98)
+
+
+async def test_closing_the_client_ends_its_streams_for_good(routers: Routers) -> None:
+    router = await routers(Script(hang_after=2))
+    client = Client(router.address)
+
+    def read() -> None:
+        for _ in client.generate_stream("hello"):
+            pass
+
+    reading = asyncio.create_task(asyncio.to_thread(read))
+    await eventually(lambda: router.script.requests)
+    await asyncio.sleep(0.05)
+    client.close()
+    with pytest.raises(errors.Cancelled):
+        await asyncio.wait_for(reading, 5)
+    assert len(router.script.requests) == 1

@@ -49,6 +49,8 @@ def test_kv_transports_that_fail_cost_speed_or_the_hand_off() -> None:
     assert finding.found.startswith("grpc 0.90 GB/s; on this host grpc (")
     assert "across hosts none" in doctor_transfer.judge({"shm": 3e9}, {"tcp": "closed"}).found
     assert doctor_transfer.judge({}, {"tcp": "closed"}).state is State.MISSING
+    optional = doctor_transfer.judge({"shm": 3e9, "tcp": 2e9}, {"nixl": "nixl: does not load"})
+    assert optional.state is State.WARN and "does not load" in optional.remedy and "loopback" not in optional.remedy
 
 
 def test_port_that_is_taken() -> None:

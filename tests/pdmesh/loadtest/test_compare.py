@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -57,6 +58,32 @@ def test_equal_systems_are_seldom_told_apart() -> None:
     assert sure <= 5
 
 
+def test_a_comparison_of_equals_calls_nothing_worse() -> None:
+    """Of 40 at 5 % or less, more than 6 would come by chance once in three hundred times."""
+    pairs = ((measured(10_000 + 2 * i, num=150), measured(10_001 + 2 * i, num=150)) for i in range(40))
+    assert sum(any(item.worse for item in compare(a, b)) for a, b in pairs) <= 6
+
+
+def queued(seed: int, num: int = 300) -> Result:
+    """One server at 70 %: what follows each other met the same queue."""
+    rng = random.Random(seed)
+    due = free = 0.0
+    records = []
+    for _ in range(num):
+        due += rng.expovariate(num / 60)
+        free = max(free, due) + rng.expovariate(num / 60 / 0.7)
+        records.append(record(due, free, free + 0.01 * rng.uniform(0.5, 2), free + 0.03))
+    book = ObjectiveBook(Objectives(ttft_ms=800))
+    log = RunLog(records=records)
+    return make_result(log, Window(0, 60), book, target="t", model="", started_at="", settings={}, max_lateness_s=1)
+
+
+def test_nor_does_one_of_equal_queues() -> None:
+    """As above."""
+    pairs = ((queued(2 * i), queued(2 * i + 1)) for i in range(30))
+    assert sum(any(item.worse for item in compare(a, b)) for a, b in pairs) <= 5
+
+
 def test_a_result_survives_its_file(tmp_path: Path) -> None:
     one, path = measured(1, num=50), str(tmp_path / "a.json")
     results.write(one, path)
@@ -69,4 +96,36 @@ def test_what_is_no_result_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"x\.json"):
+        results.read(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        ("objectives_by_class", [], "objectives_by_class"),
+        ("window", {"start_s": "0", "end_s": "1"}, "window.start_s"),
+        ("window", {"start_s": 1, "end_s": 1}, "window"),
+        ("sample", None, "sample"),
+        ("settings", None, "settings"),
+        ("timeline", {}, "timeline"),
+    ],
+)
+def test_a_broken_result_is_bad_input_and_its_field_is_named(tmp_path: Path, name: str, value: object, named: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({**results.as_json(measured(1, num=20)), name: value}))
+    with pytest.raises(ValueError, match=rf"x\.json: {named}"):
+        results.read(str(path))
+
+
+def test_a_column_of_words_is_named(tmp_path: Path) -> None:
+    document = results.as_json(measured(1, num=2))
+    document["sample"]["ttft"] = ["fast", "slow"]
+    words = {**document, "sample": results.as_json(measured(1, num=2))["sample"]}
+    words["summary"] = {**document["summary"], "ttft": {**document["summary"]["ttft"], "p50": "fast"}}
+    (tmp_path / "y.json").write_text(json.dumps(words))
+    with pytest.raises(ValueError, match=r"y\.json: summary\.ttft"):
+        results.read(str(tmp_path / "y.json"))
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"sample\.ttft"):
         results.read(str(path))

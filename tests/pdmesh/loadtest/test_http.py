@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdmesh.loadtest import openai_target
 from pdmesh.loadtest.http import BaseUrl, HttpClient, HttpError
 from pdmesh.loadtest.openai_target import OpenAiSettings, OpenAiTarget
 from pdmesh.loadtest.record import Outcome
 from pdmesh.loadtest.sse import SseParser
 from pdmesh.loadtest.target import Ask, Done, Event, Said, TargetError, Tokens
 from pdmesh.loadtest.workload import Segment, TrafficClass
+from runtime.tls import ClientTlsConfig
+from tests.support.certificates import new_authority
 
 SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 TOKEN = b'data: {"choices": [{"text": "a"}]}\n\n'
@@ -102,7 +108,7 @@ async def test_tokens_and_usage() -> None:
         (reply("500 Oops", b""), Outcome.ERROR, "HTTP 500"),
         (SSE + TOKEN, Outcome.ERROR, "without \\[DONE\\]"),
         (SSE + TOKEN + b'data: {"error": {"message": "lost"}}\n\n' + DONE, Outcome.ERROR, "lost"),
-        (SSE + b"data: nonsense\n\n", Outcome.ERROR, "no JSON"),
+        (SSE + b"data: nonsense\n\n", Outcome.ERROR, "malformed answer: not a JSON object"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\nConnection: close\r\n\r\n" + TOKEN, Outcome.ERROR, "broke off"),
         (b"SSH-2.0-nonsense\r\n\r\n", Outcome.ERROR, "illegal"),
         (b"Connection: close", Outcome.ERROR, "."),
@@ -124,7 +130,7 @@ async def test_nobody_listens() -> None:
 
 async def read_all(client: HttpClient) -> bytes:
     async with client.request("GET", "/x") as response:
-        return await response.read()
+        return await response.read(1 << 20)
 
 
 async def test_a_connection_is_used_again() -> None:
@@ -159,7 +165,7 @@ async def test_leaving_an_answer_closes_its_connection() -> None:
     assert script.num_connections == 2
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://a/b", "http://", "https:///v1"])
+@pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://a/b", "http://", "https:///v1", "http://a:99999/v1", "http://[/v1"])
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(ValueError, match="is no URL"):
         BaseUrl.parse(url)
@@ -169,3 +175,32 @@ async def test_a_server_that_closes_at_once_is_an_error() -> None:
     async with serving(Scripted(b"", per_connection=0)) as url:
         with pytest.raises(HttpError):
             await read_all(HttpClient(BaseUrl.parse(url), {}))
+
+
+async def test_a_silent_server_does_not_hold_the_check_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_target, "_CHECK_TIMEOUT_S", 0.1)
+    async with serving(Scripted(b"")) as url:
+        target = OpenAiTarget(url, OpenAiSettings())
+        with pytest.raises(TargetError, match="no answer within"):
+            await target.check()
+
+
+async def test_https_with_a_private_ca_and_a_client_certificate(tmp_path: Path) -> None:
+    authority = new_authority(tmp_path / "ca")
+    served, own = authority.config("server", name="localhost"), authority.config("client")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority.ca)
+    context.load_cert_chain(served.tls_cert, served.tls_key)
+    context.verify_mode = ssl.CERT_REQUIRED
+    server = await asyncio.start_server(Scripted(reply("200 OK", b"hello")), "127.0.0.1", 0, ssl=context)
+    base = BaseUrl.parse(f"https://localhost:{server.sockets[0].getsockname()[1]}/v1")
+    trusting = ClientTlsConfig(tls_ca=authority.ca)
+    shown = replace(trusting, tls_cert=own.tls_cert, tls_key=own.tls_key)
+    try:
+        client = HttpClient(base, {}, shown)
+        assert await read_all(client) == b"hello"
+        await client.close()
+        for unfit in (None, trusting):
+            with pytest.raises(HttpError):
+                await read_all(HttpClient(base, {}, unfit))
+    finally:
+        server.close()

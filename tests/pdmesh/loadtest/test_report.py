@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.loadtest import report_html, report_text
+from pdmesh.loadtest import report_compare, report_html, report_text
 from pdmesh.loadtest.charts import Axis, cdf, linear, logarithmic, number_text
 from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
 from pdmesh.loadtest.record import Outcome
@@ -69,15 +69,52 @@ def test_the_page_is_whole_and_alone() -> None:
     )
     page = report_html.page(result)
     balance = check(page)
-    # Rate, running, TTFT, TPOT, replicas, queues; three distributions; phases.
-    assert balance.num["svg"] == 10
-    for text in ("objective, 400 ms", "prefill workers", "queue", "Slowest requests", "Capacity", "&lt;b&gt;"):
+    # Rate, running, TTFT, TPOT, replicas, queues; three distributions.
+    assert balance.num["svg"] == 9
+    for text in (
+        "objective 400 ms",
+        "% within 400 ms",
+        'class="bar"',
+        "prefill workers",
+        "queue",
+        "Slowest requests",
+        "Capacity",
+        "&lt;b&gt;",
+    ):
         assert text in page
 
 
 def test_nothing_measured_is_a_page_and_a_text_too() -> None:
     check(report_html.page(empty()))
     assert any("no request was due" in line for line in report_text.lines(empty(), PLAIN))
+
+
+def searched(seed: int, rate: float) -> Result:
+    """As a search leaves it: `rate` held, in one of two windows at least, and twice that did not."""
+    trials = [(rate, 0.8, 0.8 * rate), (2 * rate, 0.1, 0.2 * rate), (rate, 1.0, rate)]
+    return replace(
+        measured(seed, num=300),
+        capacity={
+            "capacities": [{"attainment": 0.9, "rate": rate, "failed_rate": 2 * rate, "goodput": 0.9 * rate}],
+            "trials": [{"rate": at, "attainment": share, "goodput": good} for at, share, good in trials],
+        },
+    )
+
+
+def test_several_results_are_one_page() -> None:
+    results = {"fast": searched(1, 4.0), "<slow>": searched(2, 1.0), "one run": measured(3, num=100)}
+    facts = [report_compare.Facts("Machine", [("cores", "<2>")])]
+    page = report_compare.page(results, "Who & what", facts)
+    # Goodput and attainment over the rate; TTFT and TPOT.
+    assert check(page).num["svg"] == 4
+    for text in ("Who &amp; what", "&lt;slow&gt;", "&lt;2&gt;", "objective 400 ms", "90 %"):
+        assert text in page
+    # The mean of the two windows at that rate.
+    assert "fast: 90 % at 4 offered" in page and "fast: 3.6 good/s at 4 offered" in page
+    head, rows = report_compare.overview(results)
+    assert "capacity 90 %" in head
+    assert [row[:2] for row in rows] == [("fast", "4"), ("<slow>", "1"), ("one run", "–")]
+    assert "NaN" not in page and check(report_compare.page({"nothing": empty()}))
 
 
 def test_names_from_outside_are_text() -> None:
@@ -120,3 +157,16 @@ def test_a_cdf_rises_to_one_at_the_largest_value(values: list[float]) -> None:
 
 def test_numbers_for_people() -> None:
     assert [number_text(value) for value in (0, 0.0123456, 1.5, 12.34, 123456.7)] == ["0", "0.0123", "1.5", "12.3", "123457"]
+
+
+def test_a_class_without_an_answer_has_no_latency() -> None:
+    records = [record(0, 0.1, 0.2), record(0.5, outcome=Outcome.TIMEOUT, error="late", traffic_class="slow")]
+    book = ObjectiveBook(Objectives(), {"slow": Objectives(ttft_ms=7)})
+    result = make_result(
+        RunLog(records=records), Window(0, 1), book, target="t", model="", started_at="", settings={}, max_lateness_s=1
+    )
+    (row,) = (line for line in report_text.lines(result, PLAIN) if line.startswith("slow"))
+    assert row.split()[-4:] == ["–"] * 4
+    page = report_html.page(result)
+    check(page)
+    assert "slow: TTFT ≤ 7 ms" in page and "<td>–</td><td>–</td>" in page

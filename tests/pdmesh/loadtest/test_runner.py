@@ -177,3 +177,18 @@ async def test_another_run_has_other_prompts_and_the_same_seed_the_same() -> Non
     first, second, again = (list(request.tokens.ids) for request in script.requests if isinstance(request, GenerateRequest))
     assert first == again != second
     assert first[:4] != second[:4]
+
+
+@pytest.mark.parametrize(("send", "told"), [(True, [(1, 0), (250, 41)]), (False, [(0, 0), (0, 0)])])
+async def test_the_mesh_is_told_the_objectives_of_each_class(send: bool, told: list[tuple[int, int]]) -> None:
+    router = await start_router(script := Script())
+    target = GrpcTarget(router.address, GrpcSettings(send_objectives=send))
+    book = ObjectiveBook(Objectives(ttft_ms=250, tpot_ms=40.6, e2e_ms=9e3), {"other": Objectives(ttft_ms=0.2)})
+    classes = (TrafficClass(), TrafficClass("other", priority="batch"))
+    workload = Workload(Arrivals("constant", 50), classes)
+    await measure(target, Measurement(workload, book, 1, duration_s=0.3))
+    await target.close()
+    await router.stop()
+    options = [request.options for request in script.requests]
+    assert sorted({(of.slo_ttft_ms, of.slo_tpot_ms) for of in options}) == sorted(set(told))
+    assert len({of.priority for of in options}) == 2

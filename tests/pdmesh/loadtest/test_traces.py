@@ -34,6 +34,11 @@ def test_json_lines_with_blocks(tmp_path: Path) -> None:
     assert traces.read(write(tmp_path, LINES)) == (TraceRow(0.0, 700, 5, (0, 7)), TraceRow(1.25, 20, 6))
 
 
+def test_a_byte_order_mark_and_whole_floats_are_no_errors(tmp_path: Path) -> None:
+    assert len(traces.read(write(tmp_path, "\ufeff" + CSV))) == 2
+    assert traces.read(write(tmp_path, LINES.replace("700", "700.0")))[0].input_tokens == 700
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -44,6 +49,9 @@ def test_json_lines_with_blocks(tmp_path: Path) -> None:
         ('{"timestamp": 1}\n', "line 1: input_length"),
         (LINES + "{nonsense\n", "line 3"),
         ('{"timestamp": true, "input_length": 1, "output_length": 1}', "line 1: timestamp"),
+        ('{"timestamp": Infinity, "input_length": 1, "output_length": 1}', "line 1: timestamp"),
+        ('{"timestamp": 1, "input_length": 1.5, "output_length": 1}', "line 1: input_length"),
+        ('{"timestamp": 1, "input_length": Infinity, "output_length": 1}', "line 1: input_length"),
         ('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": "x"}', "line 1: hash_ids"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no request"),
     ],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdmesh.loadtest.lengths import fixed, parse
 from pdmesh.loadtest.prompts import FIRST_TOKEN_ID, token_ids, words
 from pdmesh.loadtest.traces import TraceRow
-from pdmesh.loadtest.workload import Arrivals, Limits, PlannedSession, Segment, TrafficClass, Workload, plan
+from pdmesh.loadtest.workload import Arrivals, Limits, PlannedSession, Segment, TrafficClass, Workload, num_cut, plan
 
 BUSY = Arrivals(rate=50)
 
@@ -107,3 +107,10 @@ def test_equal_keys_are_equal_tokens_as_far_as_both_go(key: str, length: int, mo
     assert ids[:length] == token_ids([short], seed, 32_000)
     assert len(ids) == length + more and all(FIRST_TOKEN_ID <= token < 32_000 for token in ids)
     assert words([long], seed).split()[:length] == words([short], seed).split()
+
+
+def test_what_the_limits_cut_of_a_trace_is_counted() -> None:
+    rows = [TraceRow(0, 10, 5), TraceRow(1, 100, 5), TraceRow(2, 10, 50), TraceRow(3, 95, 10)]
+    assert num_cut(rows, Limits()) == 0
+    assert num_cut(rows, Limits(max_input_tokens=99, max_output_tokens=40)) == 2
+    assert num_cut(rows, Limits(max_context=100)) == 2
