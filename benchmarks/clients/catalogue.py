@@ -6,12 +6,28 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.metadata import version
 
+from benchmarks.clients.load.aiperf import AIPERF
+from benchmarks.clients.load.guidellm import GUIDELLM
+from benchmarks.clients.load.k6 import K6
+from benchmarks.clients.load.vllm_bench import VLLM_BENCH
+from benchmarks.clients.site import Site
 from benchmarks.clients.smg import smg_gateway
 from benchmarks.peers.catalogue import Environment
 
-# From the router's address to the one that the client is given, for as long as the gateway runs.
-Gateway = Callable[[str], AbstractContextManager[str]]
+# From the mesh to the "host:port" that the client is given, for as long as what stands between them runs.
+Gateway = Callable[[Site], AbstractContextManager[str]]
+
+
+def over_grpc(site: Site) -> AbstractContextManager[str]:
+    """The router itself."""
+    return contextlib.nullcontext(site.router)
+
+
+def over_http(site: Site) -> AbstractContextManager[str]:
+    """The router's own gateway."""
+    return contextlib.nullcontext(site.http.removeprefix("http://"))
 
 
 @dataclass(frozen=True)
@@ -21,7 +37,7 @@ class ClientUnderTest:
     name: str
     module: str
     environment: Environment | None = None
-    gateway: Gateway = contextlib.nullcontext
+    gateway: Gateway = over_grpc
 
 
 TRITON = Environment("tritonclient", (("install", "tritonclient[grpc]==2.73.0"),))
@@ -30,4 +46,7 @@ CLIENTS = (
     REFERENCE,
     ClientUnderTest("tritonclient 2.73.0", "benchmarks.clients.child_tritonclient", TRITON),
     ClientUnderTest("HTTP through SMG 1.13.0", "benchmarks.clients.child_http", gateway=smg_gateway),
+    ClientUnderTest("HTTP", "benchmarks.clients.child_http", gateway=over_http),
+    ClientUnderTest(f"openai {version('openai')}", "benchmarks.clients.child_openai", gateway=over_http),
 )
+GENERATORS = (AIPERF, GUIDELLM, K6, VLLM_BENCH)

@@ -23,12 +23,14 @@ class RecordingFrontend(Frontend):
     """Writes down what `completed` says."""
 
     def generate(
-        self, request: mesh_pb2.GenerateRequest, time_left_s: float | None
+        self, request: mesh_pb2.GenerateRequest, time_left_s: float | None, received_ns: int | None = None
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        return _recorded(super().generate(request, time_left_s))
+        return _recorded(super().generate(request, time_left_s, received_ns))
 
-    def chat(self, request: mesh_pb2.ChatRequest, time_left_s: float | None) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        return _recorded(super().chat(request, time_left_s))
+    def chat(
+        self, request: mesh_pb2.ChatRequest, time_left_s: float | None, received_ns: int | None = None
+    ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
+        return _recorded(super().chat(request, time_left_s, received_ns))
 
 
 async def _recorded(

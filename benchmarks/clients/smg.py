@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from benchmarks.clients.site import Site
 from benchmarks.harness import say
 from benchmarks.peers.catalogue import Environment
 from benchmarks.peers.environments import PeerError, child_environment, ensure_environment, last_line, peers_folder
@@ -21,14 +22,14 @@ _STOP_TIMEOUT_S = 10.0
 
 
 @contextmanager
-def smg_gateway(router: str) -> Iterator[str]:
+def smg_gateway(site: Site) -> Iterator[str]:
     """Runs the gateway; yields its "host:port". PeerError says why it does not become ready."""
     python = ensure_environment(SMG, say)
     port, metrics_port = _free_ports(2)
     log = peers_folder() / "logs" / "smg.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [
-        *(str(python), "-m", "smg", "launch", "--worker-urls", f"grpc://{router}"),
+        *(str(python), "-m", "smg", "launch", "--worker-urls", f"grpc://{site.router}"),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
     ]
