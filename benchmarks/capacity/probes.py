@@ -1,0 +1,119 @@
+"""Windows of one system. Each is measured once and kept in a file, so that a run that was interrupted goes on; the system runs
+only while there is something to measure."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from benchmarks.capacity.systems import System
+from benchmarks.harness import say
+from benchmarks.peers.environments import PeerError
+from pdmesh.loadtest import result as results
+from pdmesh.loadtest.measure import Measurement, measure
+from pdmesh.loadtest.progress import Progress
+from pdmesh.loadtest.record import Outcome
+from pdmesh.loadtest.result import Result
+from pdmesh.loadtest.runner import RunSettings
+from pdmesh.loadtest.target import Ask, Said, Target, TargetError, Tokens
+from pdmesh.loadtest.workload import Arrivals, Segment, TrafficClass
+from runtime.child import StartFailed
+
+# Before anything counts: as many requests as fill the system's batches, whatever it compiles for them.
+WARM_UP_RATE, WARM_UP_S, WARM_UP_TIMEOUT_S = 1.0, 12.0, 60.0
+# After a window: how long until one short request alone must be answered. Who is not back by then does not come back.
+SETTLE_S = 60.0
+
+
+class Probes:
+    """Owner of the system's processes between `__aenter__` and `__aexit__`. `num_stuck`: how often it had to be started anew."""
+
+    def __init__(self, system: System, folder: Path) -> None:
+        self.num_stuck = 0
+        self._system = system
+        self._folder = folder
+        self._stack = AsyncExitStack()
+        self._target: Target | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stop()
+
+    async def run(self, window: Measurement) -> Result:
+        """The window's result, from its file if it is known. Raises PeerError if the system cannot be made to serve."""
+        rate = window.workload.arrivals.rate
+        path = self._folder / f"{self._system.key}-{rate:.6g}-{window.seed}.json"
+        if path.exists():
+            return results.read(str(path))
+        target = await self._serving(window)
+        say(f"{self._system.name}: {rate:.4g} requests/s for {window.warmup_s + window.duration_s:g} s")
+        total_s = window.warmup_s + window.duration_s
+        measured = await measure(target, window, lambda runner: Progress(sys.stderr, runner, total_s))
+        if not measured.interrupted:
+            _write(measured, path)
+            await self._settle(target)
+        return measured
+
+    async def _serving(self, window: Measurement) -> Target:
+        if self._target is None:
+            say(f"{self._system.name}: starting")
+            try:
+                target = await self._stack.enter_async_context(self._system.start())
+                await target.check()
+                await _warm_up(target, window)
+            except (StartFailed, TargetError, OSError) as error:
+                raise PeerError(str(error)) from error
+            self._target = target
+        return self._target
+
+    async def _settle(self, target: Target) -> None:
+        """Waits until the system is idle; ends it if it does not come back from what it was given: the next window starts it."""
+        reason = await not_answering(target, SETTLE_S)
+        if reason is not None:
+            say(f"{self._system.name}: is stuck after this window ({reason}); it is started anew")
+            self.num_stuck += 1
+            await self._stop()
+
+    async def _stop(self) -> None:
+        self._target = None
+        await self._stack.aclose()
+
+
+async def _warm_up(target: Target, window: Measurement) -> None:
+    """Some load, of prompts that come again nowhere. PeerError if nothing is answered."""
+    workload = replace(window.workload, arrivals=Arrivals(rate=WARM_UP_RATE))
+    run = RunSettings(timeout_s=WARM_UP_TIMEOUT_S, request_id_prefix="warm-up")
+    warm_up = replace(window, workload=workload, seed=window.seed + 1, duration_s=WARM_UP_S, warmup_s=0.0, run=run)
+    summary = (await measure(target, warm_up)).summary
+    if not summary.outcomes.get(Outcome.OK.value):
+        raise PeerError(f"answers no request: {next(iter(summary.errors), 'none was due')}")
+
+
+async def not_answering(target: Target, timeout_s: float) -> str | None:
+    """Why one short request is not answered; None: it is."""
+    said = (Said((Segment("alone", 16),)),)
+    prepared = target.prepare(Ask("alone", 0, TrafficClass(), said, 4, timeout_s))
+    try:
+        async with asyncio.timeout(timeout_s), aclosing(target.stream(prepared)) as events:
+            num_tokens = sum([event.count async for event in events if isinstance(event, Tokens)])
+    except TimeoutError:
+        return f"no answer to a single request within {timeout_s:g} s"
+    except TargetError as error:
+        return error.message
+    return None if num_tokens else "an answer without a token"
+
+
+def _write(result: Result, path: Path) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    results.write(result, str(path.with_suffix(".part")))
+    path.with_suffix(".part").rename(path)
