@@ -9,7 +9,7 @@ CODE := pdmesh worker router prefill_service decode_service kvtransfer runtime e
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh equality
-.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-loadtest bench-profile bench-clients bench-constrained stubs format clean
+.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-loadtest bench-profile bench-clients bench-constrained bench-soak bench-capacity stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -83,11 +83,17 @@ bench-loadtest: $(READY)  ## what the load test reports of a server whose latenc
 bench-profile: $(READY) model kernels  ## where the time of an engine's step goes
 	$(BIN)/python -m benchmarks.profile
 
-bench-clients: $(READY) model kernels  ## third parties' clients and gateways against a real mesh, beside pdmesh's own
+bench-clients: $(READY) model kernels  ## third parties' clients, gateways and load generators against a real mesh, beside pdmesh's own
 	$(BIN)/python -m benchmarks.clients
 
 bench-constrained: $(READY) model kernels  ## 500 requests with a JSON schema each, beside as many unconstrained tokens
 	$(BIN)/python -m benchmarks.constrained
+
+bench-soak: $(READY) model kernels  ## an hour of mixed traffic over all protocols, with cancels and refusals: memory stands still (slow)
+	$(BIN)/python -m benchmarks.soak
+
+bench-capacity: $(READY) model kernels  ## which rate mesh, one engine, vLLM and SMG + vLLM bear (half an hour; goes on where it was stopped)
+	$(BIN)/python -m benchmarks.capacity $(ARGS)
 
 stubs: $(READY)  ## regenerate what comes from the .proto files: stubs, docs/api.md, the list of what is promised to clients
 	$(BIN)/python -m protos.generate

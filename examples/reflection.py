@@ -51,7 +51,10 @@ def main(router: str, name: str, body: str) -> None:
             print(*(line for service in services for line in describe(pool.FindServiceByName(service))), sep="\n")
             return
         service, _, method = name.rpartition("/")
-        for message in call(channel, pool.FindServiceByName(service).methods_by_name[method], body):
+        known = pool.FindServiceByName(service).methods_by_name if service in database.get_services() else {}
+        if method not in known:
+            raise SystemExit(f"{name!r} is not served here; without a method all are listed, such as pdmesh.v1.Mesh/Tokenize")
+        for message in call(channel, known[method], body):
             print(json_format.MessageToJson(message, indent=None, preserving_proto_field_name=True), flush=True)
 
 
