@@ -102,6 +102,8 @@ class StubMesh(MeshServicer):
     ) -> mesh_pb2.ListModelsResponse:
         return mesh_pb2.ListModelsResponse(models=[mesh_pb2.ModelInfo(name=MODEL, max_context=MAX_CONTEXT)])
 
+    Explain = None  # type: ignore[assignment]
+
     async def GetStatus(
         self, request: mesh_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> mesh_pb2.GetStatusResponse:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from protos.v1 import mesh_pb2
 from protos.v1.mesh_pb2_grpc import MeshServicer
 from router.frontend import Frontend
+from runtime.errors import Unimplemented
 
 if TYPE_CHECKING:
     from protos.v1.mesh_pb2_grpc import _ServicerContext
@@ -35,3 +36,6 @@ class MeshService(MeshServicer):
 
     async def GetStatus(self, request: mesh_pb2.GetStatusRequest, context: _ServicerContext) -> mesh_pb2.GetStatusResponse:
         return self._frontend.status()
+
+    async def Explain(self, request: mesh_pb2.ExplainRequest, context: _ServicerContext) -> mesh_pb2.ExplainResponse:
+        raise Unimplemented("this router does not explain its decisions")

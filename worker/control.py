@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from protos.v1 import worker_pb2
 from protos.v1.worker_pb2_grpc import WorkerControlServicer
-from runtime.errors import InvalidArgument
+from runtime.errors import InvalidArgument, Unimplemented
 from worker.roles import Role, check_roles
 
 if TYPE_CHECKING:
@@ -90,3 +90,9 @@ class ControlServicer(WorkerControlServicer):
         roles = check_roles(request.roles)
         await self._set_roles(roles, request.drain_timeout_ms / 1000 or DEFAULT_DRAIN_S)
         return self._info()
+
+    async def ListBlocks(
+        self, request: worker_pb2.ListBlocksRequest, context: _ServicerContext
+    ) -> AsyncIterator[worker_pb2.BlockList]:
+        raise Unimplemented("this worker does not list its blocks")
+        yield worker_pb2.BlockList()  # makes it a generator

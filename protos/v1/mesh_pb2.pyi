@@ -722,6 +722,8 @@ class GetStatusResponse(_message.Message):
     REGISTRY_CONNECTED_FIELD_NUMBER: _builtins.int
     OBJECTIVES_FIELD_NUMBER: _builtins.int
     NUM_TOKEN_MISMATCHES_FIELD_NUMBER: _builtins.int
+    ADMISSION_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """router_id of the answering router."""
     num_inflight: _builtins.int
@@ -744,6 +746,14 @@ class GetStatusResponse(_message.Message):
     def objectives(self) -> _containers.RepeatedCompositeFieldContainer[Global___Objective]:
         """objectives in force, by model."""
 
+    @_builtins.property
+    def admission(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdmissionStatus]:
+        """admission of each tenant and priority that had requests here lately."""
+
+    @_builtins.property
+    def prediction(self) -> Global___PredictionStatus:
+        """prediction error of this router's policy over the latest requests."""
+
     def __init__(
         self,
         *,
@@ -756,14 +766,118 @@ class GetStatusResponse(_message.Message):
         registry_connected: _builtins.bool = ...,
         objectives: _abc.Iterable[Global___Objective] | None = ...,
         num_token_mismatches: _builtins.int = ...,
+        admission: _abc.Iterable[Global___AdmissionStatus] | None = ...,
+        prediction: Global___PredictionStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prediction", b"prediction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_inflight", b"max_inflight", "max_queued", b"max_queued", "num_inflight", b"num_inflight", "num_queued", b"num_queued", "num_token_mismatches", b"num_token_mismatches", "objectives", b"objectives", "registry_connected", b"registry_connected", "router_id", b"router_id", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "max_inflight", b"max_inflight", "max_queued", b"max_queued", "num_inflight", b"num_inflight", "num_queued", b"num_queued", "num_token_mismatches", b"num_token_mismatches", "objectives", b"objectives", "prediction", b"prediction", "registry_connected", b"registry_connected", "router_id", b"router_id", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class AdmissionStatus(_message.Message):
+    """AdmissionStatus counts one tenant's requests of one priority at this router, since it started."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    NUM_INFLIGHT_FIELD_NUMBER: _builtins.int
+    NUM_QUEUED_FIELD_NUMBER: _builtins.int
+    NUM_ADMITTED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """tenant of the requests. Empty means the default tenant."""
+    priority: _common_pb2.Priority.ValueType
+    """priority of the requests."""
+    num_inflight: _builtins.int
+    """num_inflight requests that hold a place now."""
+    num_queued: _builtins.int
+    """num_queued requests that wait now."""
+    num_admitted: _builtins.int
+    """num_admitted requests in all."""
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusalCount]:
+        """refused requests by reason."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        num_inflight: _builtins.int = ...,
+        num_queued: _builtins.int = ...,
+        num_admitted: _builtins.int = ...,
+        refused: _abc.Iterable[Global___RefusalCount] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_admitted", b"num_admitted", "num_inflight", b"num_inflight", "num_queued", b"num_queued", "priority", b"priority", "refused", b"refused", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdmissionStatus: _TypeAlias = AdmissionStatus  # noqa: Y015
+
+@_typing.final
+class RefusalCount(_message.Message):
+    """RefusalCount counts the refusals of one reason."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """reason, such as "queue_full", "objective", "deadline" or "rate"."""
+    count: _builtins.int
+    """count of refusals."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusalCount: _TypeAlias = RefusalCount  # noqa: Y015
+
+@_typing.final
+class PredictionStatus(_message.Message):
+    """PredictionStatus compares what the policy predicted when it placed a request with what came: medians of
+    |predicted - observed| / observed. 0 without any.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    TTFT_ERROR_FIELD_NUMBER: _builtins.int
+    TPOT_ERROR_FIELD_NUMBER: _builtins.int
+    num_requests: _builtins.int
+    """num_requests that were compared."""
+    ttft_error: _builtins.float
+    """ttft_error of the latest requests, from the decision to the first token."""
+    tpot_error: _builtins.float
+    """tpot_error of the latest requests."""
+    def __init__(
+        self,
+        *,
+        num_requests: _builtins.int = ...,
+        ttft_error: _builtins.float = ...,
+        tpot_error: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_requests", b"num_requests", "tpot_error", b"tpot_error", "ttft_error", b"ttft_error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PredictionStatus: _TypeAlias = PredictionStatus  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):
@@ -836,3 +950,185 @@ class Objective(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Objective: _TypeAlias = Objective  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    """ExplainRequest names a request that was placed, or describes one that is not to be run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    GENERATE_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    LATEST_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """request_id of a request that this router placed lately."""
+    latest: _builtins.int
+    """latest so many decisions, the newest first, at most 100."""
+    @_builtins.property
+    def generate(self) -> Global___GenerateRequest:
+        """generate would be placed now; nothing is computed or reserved."""
+
+    @_builtins.property
+    def chat(self) -> Global___ChatRequest:
+        """chat would be placed now; nothing is computed or reserved."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        generate: Global___GenerateRequest | None = ...,
+        chat: Global___ChatRequest | None = ...,
+        latest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "generate", b"generate", "latest", b"latest", "request_id", b"request_id", "what", b"what"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "generate", b"generate", "latest", b"latest", "request_id", b"request_id", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["request_id", "generate", "chat", "latest"]  # noqa: Y015
+    _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    """ExplainResponse holds decisions, the newest first. A request that was placed again after a loss has several."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decision]:
+        """decisions that were asked for."""
+
+    def __init__(
+        self,
+        *,
+        decisions: _abc.Iterable[Global___Decision] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class Decision(_message.Message):
+    """Decision is one choice of the policy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
+    NUM_WORKERS_FIELD_NUMBER: _builtins.int
+    DECISION_US_FIELD_NUMBER: _builtins.int
+    OBSERVED_TTFT_MS_FIELD_NUMBER: _builtins.int
+    OBSERVED_TPOT_MS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """request_id that it was for."""
+    age_ms: _builtins.int
+    """age_ms since it was made."""
+    policy: _builtins.str
+    """policy that made it."""
+    num_tokens: _builtins.int
+    """num_tokens of the prompt, with what had been emitted before."""
+    reason: _builtins.str
+    """reason in words."""
+    num_workers: _builtins.int
+    """num_workers that were looked at."""
+    decision_us: _builtins.float
+    """decision_us is the time that the decision took."""
+    observed_ttft_ms: _builtins.float
+    """observed_ttft_ms from the decision to the first token. 0 means that it has not come."""
+    observed_tpot_ms: _builtins.float
+    """observed_tpot_ms of the request. 0 means that it has not ended or had one token."""
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
+        """candidates that were compared, the best first; not all of a large fleet."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        age_ms: _builtins.int = ...,
+        policy: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        candidates: _abc.Iterable[Global___Candidate] | None = ...,
+        num_workers: _builtins.int = ...,
+        decision_us: _builtins.float = ...,
+        observed_ttft_ms: _builtins.float = ...,
+        observed_tpot_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "candidates", b"candidates", "decision_us", b"decision_us", "num_tokens", b"num_tokens", "num_workers", b"num_workers", "observed_tpot_ms", b"observed_tpot_ms", "observed_ttft_ms", b"observed_ttft_ms", "policy", b"policy", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Decision: _TypeAlias = Decision  # noqa: Y015
+
+@_typing.final
+class Candidate(_message.Message):
+    """Candidate is a pair that a request could go to, with what the policy predicts for it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECODE_WORKER_ID_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_ID_FIELD_NUMBER: _builtins.int
+    TTFT_MS_FIELD_NUMBER: _builtins.int
+    TPOT_MS_FIELD_NUMBER: _builtins.int
+    DELAY_MS_FIELD_NUMBER: _builtins.int
+    DECODE_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    decode_worker_id: _builtins.str
+    """decode_worker_id that would own the request."""
+    prefill_worker_id: _builtins.str
+    """prefill_worker_id that would compute the prompt. Empty means LOCAL."""
+    ttft_ms: _builtins.float
+    """ttft_ms predicted, from now."""
+    tpot_ms: _builtins.float
+    """tpot_ms predicted for the request itself."""
+    delay_ms: _builtins.float
+    """delay_ms that it would cost the sequences that run already, all together."""
+    decode_cached_tokens: _builtins.int
+    """decode_cached_tokens of the prompt that the decode worker is thought to hold."""
+    prefill_cached_tokens: _builtins.int
+    """prefill_cached_tokens of the prompt that the prefill worker is thought to hold."""
+    cost: _builtins.float
+    """cost by which candidates are compared, in seconds; the least is taken."""
+    chosen: _builtins.bool
+    """chosen: this one was taken."""
+    note: _builtins.str
+    """note in words: what speaks against it, or for it."""
+    def __init__(
+        self,
+        *,
+        decode_worker_id: _builtins.str = ...,
+        prefill_worker_id: _builtins.str = ...,
+        ttft_ms: _builtins.float = ...,
+        tpot_ms: _builtins.float = ...,
+        delay_ms: _builtins.float = ...,
+        decode_cached_tokens: _builtins.int = ...,
+        prefill_cached_tokens: _builtins.int = ...,
+        cost: _builtins.float = ...,
+        chosen: _builtins.bool = ...,
+        note: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "cost", b"cost", "decode_cached_tokens", b"decode_cached_tokens", "decode_worker_id", b"decode_worker_id", "delay_ms", b"delay_ms", "note", b"note", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_worker_id", b"prefill_worker_id", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Candidate: _TypeAlias = Candidate  # noqa: Y015

@@ -60,6 +60,11 @@ class MeshStub:
                 request_serializer=protos_dot_v1_dot_mesh__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_mesh__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/pdmesh.v1.Mesh/Explain',
+                request_serializer=protos_dot_v1_dot_mesh__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_mesh__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class MeshServicer:
@@ -103,6 +108,14 @@ class MeshServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Explain tells why requests went where they went, or where one would go now. INVALID_ARGUMENT names the field; NOT_FOUND: the
+        request is not among those that this router remembers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MeshServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -130,6 +143,11 @@ def add_MeshServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=protos_dot_v1_dot_mesh__pb2.GetStatusRequest.FromString,
                     response_serializer=protos_dot_v1_dot_mesh__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=protos_dot_v1_dot_mesh__pb2.ExplainRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_mesh__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -268,6 +286,33 @@ class Mesh:
             '/pdmesh.v1.Mesh/GetStatus',
             protos_dot_v1_dot_mesh__pb2.GetStatusRequest.SerializeToString,
             protos_dot_v1_dot_mesh__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.Mesh/Explain',
+            protos_dot_v1_dot_mesh__pb2.ExplainRequest.SerializeToString,
+            protos_dot_v1_dot_mesh__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

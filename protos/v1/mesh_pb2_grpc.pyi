@@ -46,6 +46,10 @@ class MeshStub:
     """ListModels returns the models that this router knows, with their number of workers."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.GetStatusRequest, _mesh_pb2.GetStatusResponse]
     """GetStatus returns the router's view of the mesh."""
+    Explain: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.ExplainRequest, _mesh_pb2.ExplainResponse]
+    """Explain tells why requests went where they went, or where one would go now. INVALID_ARGUMENT names the field; NOT_FOUND: the
+    request is not among those that this router remembers.
+    """
 
 @_typing.type_check_only
 class MeshAsyncStub(MeshStub):
@@ -65,6 +69,10 @@ class MeshAsyncStub(MeshStub):
     """ListModels returns the models that this router knows, with their number of workers."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_mesh_pb2.GetStatusRequest, _mesh_pb2.GetStatusResponse]  # type: ignore[assignment]
     """GetStatus returns the router's view of the mesh."""
+    Explain: _aio.UnaryUnaryMultiCallable[_mesh_pb2.ExplainRequest, _mesh_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Explain tells why requests went where they went, or where one would go now. INVALID_ARGUMENT names the field; NOT_FOUND: the
+    request is not among those that this router remembers.
+    """
 
 class MeshServicer(metaclass=_abc_1.ABCMeta):
     """Mesh is the client API."""
@@ -111,5 +119,15 @@ class MeshServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_mesh_pb2.GetStatusResponse, _abc.Awaitable[_mesh_pb2.GetStatusResponse]]:
         """GetStatus returns the router's view of the mesh."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _mesh_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_mesh_pb2.ExplainResponse, _abc.Awaitable[_mesh_pb2.ExplainResponse]]:
+        """Explain tells why requests went where they went, or where one would go now. INVALID_ARGUMENT names the field; NOT_FOUND: the
+        request is not among those that this router remembers.
+        """
 
 def add_MeshServicer_to_server(servicer: MeshServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -129,6 +129,7 @@ class WorkerInfo(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """worker_id is stable over restarts if the deployment names it."""
     epoch: _builtins.int
@@ -143,6 +144,8 @@ class WorkerInfo(_message.Message):
     """num_blocks of the KV pool."""
     host_id: _builtins.str
     """host_id tells which workers share a host."""
+    max_num_batched_tokens: _builtins.int
+    """max_num_batched_tokens that one engine step computes: the largest chunk of a prompt. 0 means that the worker does not say."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
         """roles it has."""
@@ -178,10 +181,11 @@ class WorkerInfo(_message.Message):
         num_blocks: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         host_id: _builtins.str = ...,
+        max_num_batched_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "host_id", b"host_id", "identity", b"identity", "layout", b"layout", "max_context", b"max_context", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "roles", b"roles", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "host_id", b"host_id", "identity", b"identity", "layout", b"layout", "max_context", b"max_context", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "roles", b"roles", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -212,6 +216,11 @@ class LoadReport(_message.Message):
     NUM_HELD_FIELD_NUMBER: _builtins.int
     NUM_HANDOFF_FAILURES_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    LATENCY_MODEL_FIELD_NUMBER: _builtins.int
+    NUM_DECODING_FIELD_NUMBER: _builtins.int
+    DECODE_CONTEXT_FIELD_NUMBER: _builtins.int
+    NUM_PREFILLING_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """worker_id of the reporter."""
     epoch: _builtins.int
@@ -248,9 +257,21 @@ class LoadReport(_message.Message):
     """num_handoff_failures since start, both directions."""
     max_num_seqs: _builtins.int
     """max_num_seqs of the engine."""
+    num_decoding: _builtins.int
+    """num_decoding sequences that get a token in every step."""
+    decode_context: _builtins.int
+    """decode_context tokens that those sequences attend to in one step, all together."""
+    num_prefilling: _builtins.int
+    """num_prefilling sequences whose prompt is being computed or waits for it."""
+    age_ms: _builtins.int
+    """age_ms of these figures when the report was sent. A report says nothing of what arrived later than that."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
         """roles it has now."""
+
+    @_builtins.property
+    def latency_model(self) -> Global___LatencyModel:
+        """latency_model of this worker's steps, as fitted so far. Absent means that the worker does not say."""
 
     def __init__(
         self,
@@ -274,11 +295,160 @@ class LoadReport(_message.Message):
         num_held: _builtins.int = ...,
         num_handoff_failures: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
+        latency_model: Global___LatencyModel | None = ...,
+        num_decoding: _builtins.int = ...,
+        decode_context: _builtins.int = ...,
+        num_prefilling: _builtins.int = ...,
+        age_ms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["latency_model", b"latency_model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "max_num_seqs", b"max_num_seqs", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_handoff_failures", b"num_handoff_failures", "num_held", b"num_held", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "roles", b"roles", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "decode_context", b"decode_context", "draining", b"draining", "epoch", b"epoch", "latency_model", b"latency_model", "max_num_seqs", b"max_num_seqs", "num_cached_blocks", b"num_cached_blocks", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_handoff_failures", b"num_handoff_failures", "num_held", b"num_held", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "roles", b"roles", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class LatencyModel(_message.Message):
+    """LatencyModel predicts the time of one engine step:
+    fixed_s + per_prefill_token_s * prompt tokens + per_prefill_context_s * the sum of the contexts of those tokens
+    + per_sequence_s * sequences that decode + per_context_token_s * the sum of their contexts.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIXED_S_FIELD_NUMBER: _builtins.int
+    PER_PREFILL_TOKEN_S_FIELD_NUMBER: _builtins.int
+    PER_PREFILL_CONTEXT_S_FIELD_NUMBER: _builtins.int
+    PER_SEQUENCE_S_FIELD_NUMBER: _builtins.int
+    PER_CONTEXT_TOKEN_S_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    PREFILL_ERROR_FIELD_NUMBER: _builtins.int
+    DECODE_ERROR_FIELD_NUMBER: _builtins.int
+    fixed_s: _builtins.float
+    """fixed_s is the time of an empty step."""
+    per_prefill_token_s: _builtins.float
+    """per_prefill_token_s for each prompt token of the step."""
+    per_prefill_context_s: _builtins.float
+    """per_prefill_context_s for each token that a prompt token attends to."""
+    per_sequence_s: _builtins.float
+    """per_sequence_s for each sequence that decodes."""
+    per_context_token_s: _builtins.float
+    """per_context_token_s for each token that a decoding sequence attends to."""
+    num_steps: _builtins.int
+    """num_steps that it was fitted to. 0 means that it is a prior from hardware and model shape."""
+    prefill_error: _builtins.float
+    """prefill_error is the median of |predicted - observed| / observed over the latest steps with prompt tokens. 0 without any."""
+    decode_error: _builtins.float
+    """decode_error is the same over the latest steps without prompt tokens."""
+    def __init__(
+        self,
+        *,
+        fixed_s: _builtins.float = ...,
+        per_prefill_token_s: _builtins.float = ...,
+        per_prefill_context_s: _builtins.float = ...,
+        per_sequence_s: _builtins.float = ...,
+        per_context_token_s: _builtins.float = ...,
+        num_steps: _builtins.int = ...,
+        prefill_error: _builtins.float = ...,
+        decode_error: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_error", b"decode_error", "fixed_s", b"fixed_s", "num_steps", b"num_steps", "per_context_token_s", b"per_context_token_s", "per_prefill_context_s", b"per_prefill_context_s", "per_prefill_token_s", b"per_prefill_token_s", "per_sequence_s", b"per_sequence_s", "prefill_error", b"prefill_error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LatencyModel: _TypeAlias = LatencyModel  # noqa: Y015
+
+@_typing.final
+class ListBlocksRequest(_message.Message):
+    """ListBlocksRequest has no fields."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBlocksRequest: _TypeAlias = ListBlocksRequest  # noqa: Y015
+
+@_typing.final
+class BlockList(_message.Message):
+    """BlockList is a part of the answer to ListBlocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """epoch of the worker."""
+    sequence: _builtins.int
+    """sequence number of the last BlockChange that these blocks contain."""
+    is_last: _builtins.bool
+    """is_last part of the list."""
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """blocks are the first eight bytes of each block's hash, big-endian."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
+        is_last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "is_last", b"is_last", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockList: _TypeAlias = BlockList  # noqa: Y015
+
+@_typing.final
+class BlockChange(_message.Message):
+    """BlockChange tells of blocks that a prefix cache has stored and evicted since the change before, in the worker's stream of the registry."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """epoch of the worker."""
+    sequence: _builtins.int
+    """sequence number, one more than that of the change before; the first of an epoch is 1. A gap means that changes were lost."""
+    @_builtins.property
+    def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """stored blocks, as in BlockList. Those in evicted are gone, also when they stand in both."""
+
+    @_builtins.property
+    def evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """evicted blocks."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+        stored: _abc.Iterable[_builtins.int] | None = ...,
+        evicted: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "evicted", b"evicted", "sequence", b"sequence", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockChange: _TypeAlias = BlockChange  # noqa: Y015

@@ -50,6 +50,11 @@ class WorkerControlStub:
                 request_serializer=protos_dot_v1_dot_worker__pb2.SetRolesRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_worker__pb2.WorkerInfo.FromString,
                 _registered_method=True)
+        self.ListBlocks = channel.unary_stream(
+                '/pdmesh.v1.WorkerControl/ListBlocks',
+                request_serializer=protos_dot_v1_dot_worker__pb2.ListBlocksRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_worker__pb2.BlockList.FromString,
+                _registered_method=True)
 
 
 class WorkerControlServicer:
@@ -78,6 +83,13 @@ class WorkerControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListBlocks(self, request, context):
+        """ListBlocks streams the names of all prompt blocks that the worker's prefix cache holds, for a router whose index has a gap.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +107,11 @@ def add_WorkerControlServicer_to_server(servicer, server):
                     servicer.SetRoles,
                     request_deserializer=protos_dot_v1_dot_worker__pb2.SetRolesRequest.FromString,
                     response_serializer=protos_dot_v1_dot_worker__pb2.WorkerInfo.SerializeToString,
+            ),
+            'ListBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListBlocks,
+                    request_deserializer=protos_dot_v1_dot_worker__pb2.ListBlocksRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_worker__pb2.BlockList.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +196,33 @@ class WorkerControl:
             '/pdmesh.v1.WorkerControl/SetRoles',
             protos_dot_v1_dot_worker__pb2.SetRolesRequest.SerializeToString,
             protos_dot_v1_dot_worker__pb2.WorkerInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdmesh.v1.WorkerControl/ListBlocks',
+            protos_dot_v1_dot_worker__pb2.ListBlocksRequest.SerializeToString,
+            protos_dot_v1_dot_worker__pb2.BlockList.FromString,
             options,
             channel_credentials,
             insecure,

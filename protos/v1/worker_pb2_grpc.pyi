@@ -41,6 +41,8 @@ class WorkerControlStub:
     """
     SetRoles: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRolesRequest, _worker_pb2.WorkerInfo]
     """SetRoles changes the roles of a running worker; a role that is taken away is drained first. INVALID_ARGUMENT: unknown or no role."""
+    ListBlocks: _grpc.UnaryStreamMultiCallable[_worker_pb2.ListBlocksRequest, _worker_pb2.BlockList]
+    """ListBlocks streams the names of all prompt blocks that the worker's prefix cache holds, for a router whose index has a gap."""
 
 @_typing.type_check_only
 class WorkerControlAsyncStub(WorkerControlStub):
@@ -55,6 +57,8 @@ class WorkerControlAsyncStub(WorkerControlStub):
     """
     SetRoles: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRolesRequest, _worker_pb2.WorkerInfo]  # type: ignore[assignment]
     """SetRoles changes the roles of a running worker; a role that is taken away is drained first. INVALID_ARGUMENT: unknown or no role."""
+    ListBlocks: _aio.UnaryStreamMultiCallable[_worker_pb2.ListBlocksRequest, _worker_pb2.BlockList]  # type: ignore[assignment]
+    """ListBlocks streams the names of all prompt blocks that the worker's prefix cache holds, for a router whose index has a gap."""
 
 class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
     """WorkerControl is served by every worker."""
@@ -84,5 +88,13 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.WorkerInfo, _abc.Awaitable[_worker_pb2.WorkerInfo]]:
         """SetRoles changes the roles of a running worker; a role that is taken away is drained first. INVALID_ARGUMENT: unknown or no role."""
+
+    @_abc_1.abstractmethod
+    def ListBlocks(
+        self,
+        request: _worker_pb2.ListBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.BlockList], _abc.AsyncIterator[_worker_pb2.BlockList]]:
+        """ListBlocks streams the names of all prompt blocks that the worker's prefix cache holds, for a router whose index has a gap."""
 
 def add_WorkerControlServicer_to_server(servicer: WorkerControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -75,6 +75,8 @@ class FakeMesh(MeshServicer):
         model = mesh_pb2.ModelInfo(name="fake", max_context=64, num_prefill_workers=1, num_decode_workers=2)
         return mesh_pb2.ListModelsResponse(models=[model])
 
+    Explain = None  # type: ignore[assignment]
+
     async def GetStatus(self, request: mesh_pb2.GetStatusRequest, context: Context) -> mesh_pb2.GetStatusResponse:
         return mesh_pb2.GetStatusResponse(router_id="fake-router", max_inflight=4, workers=self.script.workers)
 

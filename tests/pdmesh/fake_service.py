@@ -23,6 +23,8 @@ class StatusOnly(MeshServicer):
     def __init__(self, workers: list[str]) -> None:
         self.workers = workers
 
+    Explain = None  # type: ignore[assignment]
+
     async def GetStatus(
         self, request: mesh_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> mesh_pb2.GetStatusResponse:

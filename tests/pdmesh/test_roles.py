@@ -36,6 +36,8 @@ class FakeWorker(WorkerControlServicer):
         self.info.roles[:] = request.roles
         return self.info
 
+    ListBlocks = None  # type: ignore[assignment]
+
     async def Watch(self, request: worker_pb2.WatchRequest, context: Context) -> AsyncIterator[worker_pb2.LoadReport]:
         yield worker_pb2.LoadReport(worker_id=self.info.worker_id, epoch=self.info.epoch, roles=self.info.roles)
 

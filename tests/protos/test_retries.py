@@ -20,7 +20,7 @@ STARTED = mesh_pb2.GenerateResponse(started=mesh_pb2.Started(seed=7))
 class FailingMesh(mesh_pb2_grpc.MeshServicer):
     """Fails its first `num_failures` attempts in the same way: before the first message, or after it."""
 
-    Chat = ListModels = GetStatus = None  # type: ignore[assignment]
+    Chat = ListModels = GetStatus = Explain = None  # type: ignore[assignment]
 
     def __init__(self, error: MeshError, *, after_started: bool = False, num_failures: int = 1000) -> None:
         self.error, self.after_started, self.num_failures = error, after_started, num_failures

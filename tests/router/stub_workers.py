@@ -145,6 +145,9 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
         self.roles = tuple(request.roles)
         return self.info()
 
+    async def ListBlocks(self, request: worker_pb2.ListBlocksRequest, context: object) -> AsyncIterator[worker_pb2.BlockList]:
+        yield worker_pb2.BlockList(epoch=self.epoch, is_last=True)
+
     # DecodeService
 
     async def Submit(self, request: decode_pb2.SubmitRequest, context: object) -> decode_pb2.SubmitResponse:
