@@ -8,6 +8,9 @@ from router.background import Background
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.gate import Gate
+from router.hedge import HedgeLimits, Hedging
+from router.judge import Judge
+from router.migration import Movable
 from router.prefix_memory import PrefixMemory
 from router.room_line import RoomLine
 from router.served_model import ServedModel
@@ -15,7 +18,9 @@ from router.served_model import ServedModel
 
 @dataclass(eq=False)
 class Core:
-    """The parts of a router process. `num_token_mismatches` counts repeated indexes whose token differed: not 0 is a bug."""
+    """The parts of a router process. `movers` are the requests that have a decode worker now.
+
+    `num_token_mismatches` counts repeated indexes whose token differed: not 0 is a bug."""
 
     config: RouterConfig
     router_id: str
@@ -25,7 +30,16 @@ class Core:
     prefixes: PrefixMemory
     room: RoomLine = field(default_factory=RoomLine)
     background: Background = field(default_factory=Background)
+    movers: set[Movable] = field(default_factory=set)
+    judge: Judge = field(init=False)
+    hedging: Hedging = field(init=False)
     num_token_mismatches: int = 0
+    num_hedges: int = 0
+    num_migrations: int = 0
+
+    def __post_init__(self) -> None:
+        self.judge = Judge(self.fleet.views)
+        self.hedging = Hedging(HedgeLimits(share=self.config.hedge_share))
 
     @classmethod
     def build(cls, config: RouterConfig, router_id: str, models: dict[str, ServedModel], fleet: Fleet) -> "Core":

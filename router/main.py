@@ -17,7 +17,9 @@ from router.fleet import Fleet
 from router.frontend import Frontend
 from router.kserve.service import SERVICE_NAME as KSERVE
 from router.kserve.service import InferenceService
+from router.migration import Mover
 from router.openai.gateway import open_gateway
+from router.rebalance import Rebalancer
 from router.service import MeshService
 from router.vllm_engine.service import SERVICE_NAME as VLLM_ENGINE
 from router.vllm_engine.service import VllmEngineService
@@ -47,7 +49,9 @@ class Router:
         fleet = Fleet(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
         self.core = Core.build(config, router_id, served_model.load(config.model_folders()), fleet)
         self.registry = Registry(config.redis, config.mesh) if config.redis else None
-        self.frontend = Frontend(self.core, objectives.load(config.objectives), self._registry_connected)
+        goals = objectives.load(config.objectives)
+        self.mover = _mover(self.core, goals)
+        self.frontend = Frontend(self.core, goals, self._registry_connected)
         self.server = GrpcServer(config.host, config.port, tls=tls, callers=_callers(config))
         self.server.register(mesh_pb2_grpc.add_MeshServicer_to_server, MeshService(self.frontend), SERVICE_NAME)
         self.http = open_gateway(config, self.frontend, tls)
@@ -66,6 +70,7 @@ class Router:
         self.core.fleet.start(self.config.workers)
         if self.registry is not None:
             self.registry.start(self.core.fleet.on_registry)
+        self.mover.start()
         self._health = asyncio.create_task(self._follow_readiness(), name="health")
         return f"{self.config.host}:{port}"
 
@@ -77,6 +82,7 @@ class Router:
         await self.server.set_serving(False)
         # A call that meets the closing port ends with CANCELLED, which nobody tries again: no balancer is to send one by then.
         await asyncio.gather(self.frontend.drain(self.config.drain_grace_s), asyncio.sleep(self.config.linger_s))
+        await self.mover.stop()
         await self.core.background.finish(BACKGROUND_GRACE_S)
         await self.server.drain(0.5)
         if self.http is not None:
@@ -103,6 +109,12 @@ class Router:
 def _callers(config: RouterConfig) -> Callers:
     """Clients need no name of the mesh: they are not its members."""
     return "certified" if config.tls_client_auth == "require" else "any"
+
+
+def _mover(core: Core, goals: tuple[objectives.ModelObjective, ...]) -> Mover:
+    rebalancer = Rebalancer() if core.config.rebalance == "on" else None
+    tpot_s = {goal.model: goal.tpot_ms / 1000 for goal in goals if goal.tpot_ms}
+    return Mover(core.fleet, core.movers, rebalancer=rebalancer, tpot_objectives_s=tpot_s)
 
 
 async def serve(config: RouterConfig, life: process.Lifecycle) -> None:

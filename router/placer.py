@@ -2,21 +2,22 @@
 
 import asyncio
 import logging
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 
 from protos.v1 import common_pb2
-from router import policy, timings
+from router import policy, timings, worker_views
 from router.changes import wait_at_most
 from router.core import Core
 from router.decode_leg import DecodeLeg, Sink
+from router.health import Role
 from router.job import Job
 from router.policy import Demand, Mode, NoPlacement, Placement, WorkerView
 from router.prefill_call import PrefillTarget
 from router.prefix_memory import WorkerKey
 from router.timings import RequestTimings
 from router.worker import Dispatched, Incarnation, Worker
-from runtime.errors import InvalidArgument, MeshError, ResourceExhausted, Unavailable
+from runtime.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, MeshError, ResourceExhausted, Unavailable
 
 RETRY_PERIOD_S = 0.25
 MIN_RETRY_GAP_S = 0.02
@@ -25,6 +26,7 @@ STARTED_PRIORITY = 0
 """Requests with an output under way stand before all priorities of new ones."""
 
 logger = logging.getLogger(__name__)
+Ejected = Callable[[Iterable[WorkerView], Role], frozenset[WorkerKey]]
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,28 @@ class Placer:
         decode = next((view for view in views if view.key == (leg.worker.address, leg.info.epoch)), None)
         if decode is None:
             return None
-        demand = replace(self._demand(need, views), excluded_prefill=tried)
+        excluded = tried | self._core.judge.ejected(views, Role.PREFILL)
+        demand = replace(self._demand(need, views), excluded_prefill=excluded)
         return self._prefill_target(policy.choose_prefill(decode, views, demand), demand)
+
+    async def place_elsewhere(self, need: Need, leaving: DecodeLeg) -> Placed | None:
+        """One try, for a request that runs and may as well stay: None without room. Where it can, the worker that it leaves hands
+        the KV over: its cache holds nearly all of it. Raises MeshError."""
+        views = self._core.fleet.views()
+        ejected = self._core.judge.ejected
+        demand = replace(
+            self._demand(need, views),
+            excluded_decode=ejected(views, Role.DECODE) | {leaving.key},
+            excluded_prefill=ejected(views, Role.PREFILL),
+        )
+        choice = policy.choose(views, demand, local_prefill_tokens=self._core.config.local_prefill_tokens)
+        if isinstance(choice, NoPlacement) or not policy.has_room(choice.decode, demand):
+            return None
+        source = worker_views.view_of(leaving.info, leaving.incarnation.load, decode=False)
+        if demand.mode is not Mode.LOCAL and policy.compatible(source, choice.decode):
+            choice = Placement(choice.decode, source, f"it leaves {source.worker_id}, which holds its KV")
+        placed = await self._submit(need, choice, demand)
+        return placed if isinstance(placed, Placed) else None
 
     def remember(self, job: Job, incarnations: Iterable[Incarnation]) -> None:
         """The prompt's blocks are on these workers now."""
@@ -128,12 +150,23 @@ class Placer:
             raise Unavailable(f"{nothing.reason}; waited {waited_s:.0f} s, see `pdmesh status`", retry_delay_s=ROOM_RETRY_DELAY_S)
 
     async def _try_all(self, need: Need, avoid: frozenset[WorkerKey]) -> Placed | NoPlacement:
-        """One round: the best worker first, on a refusal the next best."""
+        """One round without the workers that do badly; when nobody else takes it, one with them."""
+        placed = await self._try_round(need, avoid, self._core.judge.ejected)
+        if isinstance(placed, NoPlacement) and self._core.judge.health.suspects:
+            return await self._try_round(need, avoid, _nobody)
+        return placed
+
+    async def _try_round(self, need: Need, avoid: frozenset[WorkerKey], ejected: Ejected) -> Placed | NoPlacement:
+        """The best worker first, on a refusal the next best."""
         refused, errors = avoid, list[MeshError]()
         while True:
             began_ns = timings.now_ns()
             views = self._core.fleet.views()
-            demand = replace(self._demand(need, views), excluded_decode=refused)
+            demand = replace(
+                self._demand(need, views),
+                excluded_decode=refused | ejected(views, Role.DECODE),
+                excluded_prefill=ejected(views, Role.PREFILL),
+            )
             choice = policy.choose(views, demand, local_prefill_tokens=self._core.config.local_prefill_tokens)
             need.timings.routed(began_ns)
             if isinstance(choice, NoPlacement):
@@ -154,12 +187,13 @@ class Placer:
         local_tokens = 0 if prefill else demand.uncached(choice.decode)
         blocks = policy.blocks_for(demand.num_tokens, choice.decode)
         decode[0].dispatched(Dispatched(demand.num_choices, blocks, local_tokens))
+        self._core.judge.chosen(choice.decode.key, Role.DECODE)
         try:
             reservation = await leg.submit(choice.mode, need.emitted)
         except MeshError as error:
             need.timings.failed()
             _give_up(prefill)
-            _note_refusal(leg, error)
+            self._note_refusal(leg, error)
             return error
         except asyncio.CancelledError:
             _give_up(prefill)
@@ -170,6 +204,18 @@ class Placer:
         logger.debug("%s attempt %d: %s", leg.wire_id, leg.attempt, choice.reason)
         return Placed(leg, reservation, prefill)
 
+    def _note_refusal(self, leg: DecodeLeg, error: MeshError) -> None:
+        """Leave the leg; raises the error if it is the caller's to mend."""
+        if isinstance(error, (ResourceExhausted, InvalidArgument)):
+            leg.refused()
+        else:
+            logger.warning("Submit of %s to %s: %s %s", leg.wire_id, leg.info.worker_id, error.code.name, error.message)
+            if not isinstance(error, (DeadlineExceeded, FailedPrecondition)):
+                self._core.judge.failed(leg.key, Role.DECODE, error.message)
+        leg.leave("its Submit failed")
+        if isinstance(error, InvalidArgument):
+            raise error
+
     def _prefill_target(self, view: WorkerView | None, demand: Demand) -> PrefillTarget | None:
         """The process behind a view, with this prompt counted as its load; None if it has gone since."""
         found = self._incarnation(view)
@@ -177,6 +223,7 @@ class Placer:
             return None
         sent = Dispatched(1, policy.blocks_for(demand.num_tokens, view), demand.uncached(view))
         found[0].dispatched(sent)
+        self._core.judge.chosen(view.key, Role.PREFILL)
         return PrefillTarget(*found, sent)
 
     def _demand(self, need: Need, views: list[WorkerView]) -> Demand:
@@ -208,6 +255,11 @@ class Placer:
         return worker, worker.current
 
 
+def _nobody(views: Iterable[WorkerView], role: Role) -> frozenset[WorkerKey]:
+    """Is left out."""
+    return frozenset()
+
+
 def _num_tokens(need: Need) -> int:
     """Tokens whose KV decode needs: the prompt and what was emitted of the choice that is furthest."""
     return len(need.job.prompt) + max((len(choice.token_ids) for choice in need.emitted), default=0)
@@ -217,17 +269,6 @@ def _give_up(prefill: PrefillTarget | None) -> None:
     """It will not be asked to compute anything."""
     if prefill is not None:
         prefill.computed()
-
-
-def _note_refusal(leg: DecodeLeg, error: MeshError) -> None:
-    """Leave the leg; raises the error if it is the caller's to mend."""
-    if isinstance(error, (ResourceExhausted, InvalidArgument)):
-        leg.refused()
-    else:
-        logger.warning("Submit of %s to %s: %s %s", leg.wire_id, leg.info.worker_id, error.code.name, error.message)
-    leg.leave("its Submit failed")
-    if isinstance(error, InvalidArgument):
-        raise error
 
 
 def _with_answers(nothing: NoPlacement, errors: list[MeshError]) -> NoPlacement:
