@@ -18,7 +18,8 @@ from router.prefix_memory import WorkerKey
 from router.rebalance import Pace, Rebalancer
 from router.worker import Worker
 
-PERIOD_S = 0.25
+PERIOD_S = 0.1
+BALANCE_PERIOD_S = 0.5
 MAX_AT_ONCE = 8
 """Requests that may be leaving one draining worker at the same time."""
 AGAIN_AFTER_S = 1.0
@@ -76,6 +77,7 @@ class Mover:
         self._objectives = tpot_objectives_s
         self._asked: weakref.WeakKeyDictionary[Movable, _Asked] = weakref.WeakKeyDictionary()
         self._counted: weakref.WeakKeyDictionary[Movable, tuple[float, int]] = weakref.WeakKeyDictionary()
+        self._balanced_at = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -93,7 +95,8 @@ class Mover:
         leaving = {_key(worker) for worker in self._fleet.workers.values() if is_leaving(worker)}
         if leaving:
             self._leave(leaving, now)
-        if self.rebalancer is not None:
+        if self.rebalancer is not None and now - self._balanced_at >= BALANCE_PERIOD_S:
+            self._balanced_at = now
             self._balance(self.rebalancer, now)
 
     async def _run(self) -> None:

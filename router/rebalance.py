@@ -4,6 +4,7 @@ Moving costs a hand-off, so it is rare: a worker must have been in need for `pat
 must be much less loaded (`gap`), there is one move in `period_s`, and who has just given or taken a sequence is left alone.
 """
 
+import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -52,7 +53,8 @@ class Rebalancer:
     def decide(self, workers: Iterable[WorkerView], paces: Mapping[WorkerKey, Pace], now: float) -> Move | None:
         """To be called with every change or a few times a second. A move that is returned counts as made."""
         decodes = [worker for worker in workers if worker.decode]
-        needs = {worker.key: need for worker in decodes if (need := self._need(worker, decodes, paces)) is not None}
+        emptiest = _emptiest_by_kind(decodes)
+        needs = {worker.key: need for worker in decodes if (need := self._need(worker, emptiest[worker.kind], paces)) is not None}
         self._needy_since = {key: self._needy_since.get(key, now) for key in needs}
         self._moved_at = {key: at for key, at in self._moved_at.items() if now - at < self.limits.cooldown_s}
         if self._last_move_at is not None and now - self._last_move_at < self.limits.period_s:
@@ -68,11 +70,10 @@ class Rebalancer:
         waited = now - self._needy_since[source] >= self.limits.patience_s
         return waited and source not in self._moved_at and target not in self._moved_at
 
-    def _need(self, worker: WorkerView, decodes: list[WorkerView], paces: Mapping[WorkerKey, Pace]) -> Move | None:
-        others = [other for other in decodes if other.key != worker.key and other.kind == worker.kind]
-        if not others or worker.num_seqs < 2:  # a lone sequence is nowhere better off
+    def _need(self, worker: WorkerView, emptiest: list[WorkerView], paces: Mapping[WorkerKey, Pace]) -> Move | None:
+        target = next((other for other in emptiest if other.key != worker.key), None)
+        if target is None or worker.num_seqs < 2:  # a lone sequence is nowhere better off
             return None
-        target = min(others, key=lambda other: (load_share(other), other.address))
         used, free = load_share(worker), load_share(target)
         if used - free >= self.limits.gap and used >= self.limits.full:
             return Move(worker.key, target.key, f"{worker.worker_id} is {used:.0%} full, {target.worker_id} {free:.0%}")
@@ -87,6 +88,14 @@ class Rebalancer:
             return None
         slow = f"{pace.tpot_s * 1000:.0f} ms per token, the objective is {pace.objective_s * 1000:.0f}"
         return Move(worker.key, target.key, f"{worker.worker_id} gives {slow}; {target.worker_id} is faster")
+
+
+def _emptiest_by_kind(workers: Iterable[WorkerView]) -> dict[tuple[object, ...], list[WorkerView]]:
+    """The two least loaded of each kind: one of them is not the worker that looks for another."""
+    kinds: dict[tuple[object, ...], list[WorkerView]] = {}
+    for worker in workers:
+        kinds.setdefault(worker.kind, []).append(worker)
+    return {kind: heapq.nsmallest(2, those, key=lambda each: (load_share(each), each.address)) for kind, those in kinds.items()}
 
 
 def load_share(worker: WorkerView) -> float:
