@@ -16,6 +16,7 @@ from typing import Protocol
 
 from protos.v1 import common_pb2, prefill_pb2
 from router.book import Book, Span
+from router.config import RouterConfig
 from router.core import Core
 from router.decode_leg import LegLost
 from router.health import Role
@@ -104,7 +105,7 @@ class Filling:
         hedging, loop = self._core.hedging, asyncio.get_running_loop()
         hedging.budget.earn()
         bound_s = hedging.bound_s(prefill.sent.tokens, prefill.predicted_s)
-        silence = SilenceClock(STALLED_SHARE * self._core.config.stream_timeout_s, WATCH_PERIOD_S)
+        silence = SilenceClock(_stalled_s(self._core.config), WATCH_PERIOD_S)
         heard_at = prefill.incarnation.reported_at
         may_hedge = True
         while not running.done() and not self._leg.ended.done():
@@ -189,7 +190,8 @@ class Filling:
     def _on_first_tokens(self, prefill: PrefillTarget, began: float, first: prefill_pb2.FirstTokens) -> None:
         seconds = asyncio.get_running_loop().time() - began
         self._core.judge.took(prefill.key, Role.PREFILL, self._slowness(prefill, seconds))
-        self._core.hedging.times.record(prefill.sent.tokens, seconds)
+        if not self._need.started:  # what continues is cached, who knows how much of it
+            self._core.hedging.times.record(prefill.sent.tokens, seconds)
         self._timings.prefilled(first.timings)
         wants_logprobs = self._job.sampling.HasField("logprobs")
         spans = [
@@ -231,6 +233,11 @@ class Filling:
             self._core.judge.failed(prefill.key, Role.PREFILL, end.problem or "")
         if end.outcome is not None:
             self._core.judge.failed(self._leg.key, Role.DECODE, end.problem or "")
+
+
+def _stalled_s(config: RouterConfig) -> float:
+    """Seconds of silence in which at least two reports are missing."""
+    return max(STALLED_SHARE * config.stream_timeout_s, 2.5 * config.report_period_ms / 1000)
 
 
 def _mode(prefill: PrefillTarget | None) -> Mode:
