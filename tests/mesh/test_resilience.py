@@ -23,7 +23,7 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = 60
-SHORT, LONG = 24, 1000
+SHORT, LONG, LONGER = 24, 250, 700
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -85,10 +85,10 @@ async def test_requests_leave_a_decode_worker_that_is_told_to_stop(mesh: LocalMe
     numbers = range(500, 508)
     pid = mesh.member("decode-0").pid
     async with AsyncClient(mesh.router_addresses) as client:
-        asked = [Asked(client, number, LONG) for number in numbers]
+        asked = [Asked(client, number, LONGER) for number in numbers]
         await under_way(asked)
         mesh.kill("decode-0", signal.SIGTERM)
-        assert await all_of(asked) == expected(tiny, numbers, LONG)
+        assert await all_of(asked) == expected(tiny, numbers, LONGER)
     timings = [each.timings for each in asked if each.timings is not None]
     assert [(each.decode_worker, each.num_resubmissions) for each in timings] == [("decode-1", 0)] * len(numbers)
     await eventually(lambda: not is_running(pid), timeout_s=60)
