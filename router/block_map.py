@@ -67,12 +67,6 @@ class BlockMap:
         if slot is not None:
             self._drop(slot, names)
 
-    def replace(self, worker: WorkerKey, names: Sequence[int]) -> None:
-        """`worker` holds these and nothing else."""
-        kept = set(names)
-        self.remove(worker, [name for name in self.blocks_of(worker) if name not in kept])
-        self.add(worker, names)
-
     def forget(self, worker: WorkerKey) -> None:
         """`worker` is gone; its slot is free for another."""
         slot = self._slots.pop(worker, None)

@@ -68,6 +68,7 @@ class PrefixFollower:
         self._index = index
         self._stream = stream
         self._followed: dict[WorkerKey, Followed] = {}
+        self._forgetting: dict[WorkerKey, asyncio.Task[None]] = {}
         self._lists = asyncio.Semaphore(MAX_LISTS)
         self._is_up: bool | None = None  # None: nothing was read yet
         self._tasks: list[asyncio.Task[None]] = []
@@ -81,9 +82,10 @@ class PrefixFollower:
     async def stop(self) -> None:
         """Ends everything; the index stays as it is."""
         listing = [each.listing for each in self._followed.values() if each.listing is not None]
-        for task in (*self._tasks, *listing):
+        tasks = (*self._tasks, *listing, *self._forgetting.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *listing, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._stream is not None:
             await self._stream.stop()
 
@@ -122,9 +124,16 @@ class PrefixFollower:
             followed.position, followed.list_gap_s = entry.sequence, 0.0
 
     def _forget(self, followed: Followed) -> None:
-        if followed.listing is not None:
-            followed.listing.cancel()
-        self._index.forget(followed.key)
+        listing, key = followed.listing, followed.key
+        if listing is not None:
+            listing.cancel()
+        self._forgetting[key] = asyncio.create_task(self._forget_after(listing, key), name=f"forget blocks of {key[0]}")
+
+    async def _forget_after(self, listing: asyncio.Task[None] | None, key: WorkerKey) -> None:
+        if listing is not None:
+            await asyncio.gather(listing, return_exceptions=True)
+        await self._index.forget(key)
+        del self._forgetting[key]
 
     def _tell_followed(self) -> None:
         self._index.set_followed(key for key, each in self._followed.items() if self._is_up and each.position is not None)
@@ -138,6 +147,8 @@ class PrefixFollower:
             )
 
     async def _list_until_done(self, followed: Followed) -> None:
+        if (forgetting := self._forgetting.get(followed.key)) is not None:
+            await forgetting  # the same incarnation was lost for a moment
         while followed.position is None:
             await asyncio.sleep(followed.list_gap_s * random.uniform(0.5, 1.0))
             followed.list_gap_s = min(max(FIRST_LIST_GAP_S, 2 * followed.list_gap_s), MAX_LIST_GAP_S)
@@ -151,7 +162,7 @@ class PrefixFollower:
                 if error.code() in _NEVER_AGAIN:
                     return
             else:
-                self._index.replace(followed.key, names)
+                await self._index.replace(followed.key, names)
                 followed.position = sequence
                 self._tell_followed()
 

@@ -3,6 +3,7 @@
 An index that is wrong or empty sends a request to the wrong worker, which computes what it has not. That costs time and no token.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -15,6 +16,8 @@ from router.worker_views import kind_of
 
 IN_FLIGHT_S = 10.0
 """How long a prompt that was sent is credited to a worker that tells of its blocks, before it does."""
+
+SLICE_BLOCKS = 1000
 
 
 class PrefixIndex:
@@ -59,14 +62,24 @@ class PrefixIndex:
         self.told.add(worker, stored)
         self.told.remove(worker, evicted)
 
-    def replace(self, worker: WorkerKey, names: Sequence[int]) -> None:
-        """All that a worker's cache holds."""
-        self.told.replace(worker, names)
+    async def replace(self, worker: WorkerKey, names: Sequence[int]) -> None:
+        """All that a worker's cache holds. In slices, because streams go on meanwhile; nothing else may change the worker's."""
+        kept = set(names)
+        await self._remove(worker, [name for name in self.told.blocks_of(worker) if name not in kept])
+        for end in range(len(names), 0, -SLICE_BLOCKS):
+            self.told.add(worker, names[max(0, end - SLICE_BLOCKS) : end])
+            await asyncio.sleep(0)
 
-    def forget(self, worker: WorkerKey) -> None:
-        """The worker, or this incarnation of it, is gone."""
-        self.told.forget(worker)
+    async def forget(self, worker: WorkerKey) -> None:
+        """The worker, or this incarnation of it, is gone. As `replace`."""
         self._followed.discard(worker)
+        await self._remove(worker, list(self.told.blocks_of(worker)))
+        self.told.forget(worker)
+
+    async def _remove(self, worker: WorkerKey, names: Sequence[int]) -> None:
+        for start in range(0, len(names), SLICE_BLOCKS):
+            self.told.remove(worker, names[start : start + SLICE_BLOCKS])
+            await asyncio.sleep(0)
 
     def set_followed(self, workers: Iterable[WorkerKey]) -> None:
         """Workers whose changes arrive: what they were sent long ago and do not tell of, they do not hold."""

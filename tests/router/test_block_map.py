@@ -13,7 +13,7 @@ from router.prefix_memory import WorkerKey
 A, B, C = ("a:1", 1), ("b:1", 2), ("c:1", 3)
 NAMES = st.lists(st.integers(0, 12).map(lambda number: number << 60), max_size=10, unique=True)
 CALLS = st.lists(
-    st.tuples(st.sampled_from(["add", "add", "remove", "replace", "forget", "touch"]), st.sampled_from([A, B, C]), NAMES),
+    st.tuples(st.sampled_from(["add", "add", "remove", "forget", "touch"]), st.sampled_from([A, B, C]), NAMES),
     max_size=40,
 )
 
@@ -34,8 +34,6 @@ def call(blocks: BlockMap, truth: dict[WorkerKey, set[int]], name: str, worker: 
         held.update(names)
     elif name == "remove":
         held.difference_update(names)
-    elif name == "replace":
-        truth[worker] = set(names)
 
 
 @settings(max_examples=80, deadline=None)

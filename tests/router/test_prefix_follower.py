@@ -91,6 +91,16 @@ async def test_a_new_worker_is_listed_without_redis(worker: TellingWorker) -> No
         assert len(index.told) == 0
 
 
+async def test_an_incarnation_that_was_lost_for_a_moment_is_listed_again(worker: TellingWorker) -> None:
+    worker.blocks = NAMES
+    async with following(worker, None) as index:
+        await eventually(lambda: holds(index, worker, NAMES))
+        worker.watch_mute = True
+        await eventually(lambda: holds(index, worker, []))
+        worker.watch_mute = False
+        await eventually(lambda: holds(index, worker, NAMES))
+
+
 async def test_changes_are_followed_and_a_gap_is_asked_of_the_worker(worker: TellingWorker, redis_server: EmbeddedRedis) -> None:
     stream = BlockStream(redis_server.url)
     worker.blocks = NAMES[:2]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from protos.v1 import common_pb2, worker_pb2
+from router import prefix_index
 from router.job import Job, scoped_salt
 from router.prefix_index import IN_FLIGHT_S, PrefixIndex
 from router.served_model import ServedModel, load
@@ -85,13 +86,33 @@ def test_what_was_sent_counts_at_once_and_lapses_where_workers_tell(model: Serve
     assert index.cached_tokens(job) == {A: 64, B: 64}
 
 
-def test_the_longer_of_told_and_sent_counts(model: ServedModel) -> None:
+async def test_the_longer_of_told_and_sent_counts(model: ServedModel) -> None:
     index, job, info = PrefixIndex(1000), job_of(model), info_of(A)
     index.set_workers([info])
     index.remember(replace(job, prompt=PROMPT[:33], _names={}), [incarnation(info)])
     index.apply(A, names_on_wire(job, info)[:1], [])
     assert index.cached_tokens(job) == {A: 32}
-    index.replace(A, names_on_wire(job, info))
+    await index.replace(A, names_on_wire(job, info))
     assert index.cached_tokens(job) == {A: 64}
-    index.forget(A)
+    await index.forget(A)
     assert index.cached_tokens(job) == {A: 32}
+
+
+async def test_replacing_and_forgetting_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_index, "SLICE_BLOCKS", 3)
+    index = PrefixIndex(1000)
+    await index.replace(A, list(range(10)))
+    await index.replace(B, list(range(5)))
+    assert index.told.match(list(range(12))) == {A: 10, B: 5}
+    await index.replace(A, list(range(4, 20)))
+    assert set(index.told.blocks_of(A)) == set(range(4, 20))
+    await index.forget(A)
+    assert index.told.match(list(range(12))) == {B: 5}
+    assert len(index.told) == 5
+
+
+async def test_when_full_the_beginnings_of_a_list_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_index, "SLICE_BLOCKS", 3)
+    index = PrefixIndex(4)
+    await index.replace(A, list(range(10)))
+    assert index.told.match(list(range(10))) == {A: 4}
