@@ -179,13 +179,15 @@ class PrefixFollower:
     async def _read_forever(self, stream: BlockStream) -> None:
         while True:
             try:
-                entries = await stream.read(self._positions())
+                positions = self._positions()
+                entries = await stream.read(positions)
                 self._answered(entries is not None)
                 self.take(entries or [])
+                gap_s = DOWN_PERIOD_S if entries is None else READ_GAP_S if positions else LOOK_PERIOD_S
             except Exception:  # as above
                 logger.exception("following the changes of blocks failed")
-                entries = None
-            await asyncio.sleep(DOWN_PERIOD_S if entries is None else READ_GAP_S if entries else LOOK_PERIOD_S)
+                gap_s = DOWN_PERIOD_S
+            await asyncio.sleep(gap_s)
 
     def _positions(self) -> dict[Source, int]:
         return {each.source: each.position for each in self._followed.values() if each.position is not None}
