@@ -44,20 +44,25 @@ class Census:
         """As of now, which is `now_ns`."""
         self._taken_ns, self._population = now_ns, self._count()
         running, waiting, pool = self._scheduler.running, self._scheduler.waiting, self._allocator.pool
-        contexts = [sequence.num_tokens for sequence in running if sequence.is_decoding]
+        num_decoding = decode_context = 0
+        for sequence in running:
+            if sequence.output and sequence.num_computed + 1 == (num_tokens := sequence.num_tokens):  # is_decoding
+                num_decoding += 1
+                decode_context += num_tokens
+        idle = [group for group in self._table if group.phase is not Phase.ACTIVE]
         return EngineStats(
             taken_ns=now_ns,
             num_running=_num_choices(running),
             num_waiting=_num_choices(waiting),
-            num_reserved=sum(group.num_seats for group in self._table if group.phase is Phase.RESERVED),
-            num_held=sum(group.phase is Phase.HELD for group in self._table),
+            num_reserved=sum(group.num_seats for group in idle if group.phase is Phase.RESERVED),
+            num_held=sum(group.phase is Phase.HELD for group in idle),
             num_free_blocks=pool.num_free,
             num_total_blocks=pool.num_total,
             num_cached_blocks=pool.num_cached,
-            num_waiting_tokens=sum(sequence.num_to_prefill for sequence in (*running, *waiting)),
-            num_decoding=len(contexts),
-            decode_context=sum(contexts),
-            num_prefilling=len(running) - len(contexts) + len(waiting),
+            num_waiting_tokens=_num_to_prefill(running) + _num_to_prefill(waiting),
+            num_decoding=num_decoding,
+            decode_context=decode_context,
+            num_prefilling=len(running) - num_decoding + len(waiting),
             num_steps=self._counters.num_steps,
             num_generated_tokens=self._counters.num_generated_tokens,
             num_prefilled_tokens=self._counters.num_prefilled_tokens,
@@ -70,4 +75,9 @@ class Census:
 
 
 def _num_choices(sequences: list[Sequence]) -> int:
-    return sum(len(sequence.choices) for sequence in sequences)
+    return sum([len(sequence.choices) for sequence in sequences])
+
+
+def _num_to_prefill(sequences: list[Sequence]) -> int:
+    # The property's arithmetic, without calling it for each sequence.
+    return sum([max(0, sequence.num_to_restore - sequence.num_computed) for sequence in sequences])

@@ -29,7 +29,7 @@ class Progress:
         pieces = plan.pieces
         work = work_of(pieces)
         self._counters.num_steps += 1
-        self._counters.num_prefilled_tokens += sum(min(piece.num_tokens, piece.sequence.num_to_prefill) for piece in pieces)
+        self._counters.num_prefilled_tokens += _num_to_prefill(pieces)
         updates = [update for piece in pieces for update in self._advance(piece, draws.get(piece.sequence, []))]
         self._counters.num_generated_tokens += sum(len(update.token_ids) for update in updates)
         ended_ns = time.monotonic_ns()
@@ -70,14 +70,21 @@ def work_of(pieces: list[Piece]) -> StepWork:
     """Before the pieces' tokens count as computed."""
     prefill_tokens = prefill_context = num_decoding = decode_context = 0
     for piece in pieces:
-        num_tokens, first = piece.num_tokens, piece.sequence.num_computed
-        if num_tokens == 1 and piece.sequence.is_decoding:
+        sequence, num_tokens = piece.sequence, piece.num_tokens
+        first = sequence.num_computed
+        if num_tokens == 1 and sequence.output and first + 1 == sequence.num_tokens:  # is_decoding
             num_decoding += 1
             decode_context += first + 1
         else:
             prefill_tokens += num_tokens
             prefill_context += num_tokens * first + num_tokens * (num_tokens + 1) // 2
     return StepWork(prefill_tokens, prefill_context, num_decoding, decode_context)
+
+
+def _num_to_prefill(pieces: list[Piece]) -> int:
+    """Tokens of the pieces that are no new output."""
+    missing = [(piece.num_tokens, piece.sequence.num_to_restore - piece.sequence.num_computed) for piece in pieces]
+    return sum([min(num_tokens, to_prefill) for num_tokens, to_prefill in missing if to_prefill > 0])
 
 
 def _started(plan: Plan, draws: dict[Sequence, list[Draw]], started_ns: int, ended_ns: int) -> list[RequestStarted]:
