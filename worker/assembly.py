@@ -34,6 +34,7 @@ from worker.cpus import bind
 from worker.description import Description, describe, identity_of, layout_of
 from worker.dispatch import Dispatcher
 from worker.grammars import compiler_for
+from worker.latency import StepWatch, prior_for
 from worker.load import LoadReporter
 from worker.prefix_publisher import PrefixPublisher, list_blocks
 from worker.roles import Role, RoleGate, roles_of
@@ -71,6 +72,7 @@ class Worker:
             lambda tenant, cache_salt: cache_root_of(identity, layout.kv_dtype, tenant=tenant, cache_salt=cache_salt),
             self._grammars,
         )
+        self.watch = StepWatch()
         self.load = self._load_reporter()
         tls = open_tls(config.tls)
         self._sender = Sender(engine.kv, identity, layout, self.epoch, tls=tls)
@@ -99,6 +101,7 @@ class Worker:
                 self._grammars.warm()
         self._engine_loop.start(asyncio.get_running_loop())
         await self._engine_loop.call(lambda _engine: bind(self._config.cpus))
+        self.watch.start_from(await self._engine_loop.call(prior_for))
         try:
             await self._receiver.start()
         except OSError as error:
@@ -183,6 +186,8 @@ class Worker:
 
     def _on_step(self, result: StepResult) -> None:
         try:
+            self.watch.on_step(result)
+            self.load.on_step(result)  # before anybody hears of the tokens and asks how busy this worker is
             self.dispatcher.on_step(result)
         except Exception as error:  # noqa: BLE001  results that were lost cannot be had again
             self._on_failure(error)
@@ -197,6 +202,7 @@ class Worker:
             self._engine_loop,
             self.gate,
             self.engine.stats(),
+            self.watch,
             worker_id=self._worker_id,
             epoch=self.epoch,
             max_num_seqs=self.engine.config.max_num_seqs,
