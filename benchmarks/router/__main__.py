@@ -1,0 +1,94 @@
+"""`make bench-router`: all parts, or those that `--only` names, one after the other. Each adds its figures to those of the others
+in benchmarks/results/router.json as soon as it is through; the mixes go on where they were interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import inspect
+import json
+import shutil
+import signal
+import sys
+import traceback
+from dataclasses import asdict
+
+from benchmarks.capacity.processes import watched_shared_memory
+from benchmarks.harness import Figure, say
+from benchmarks.router.options import MODEL, Options
+from benchmarks.router.results import save, table
+from pdmesh.models import ensure_model
+
+# In the order of what they promise. Each is a module here with `figures(options)`.
+PARTS = ("mixes", "peers", "interference", "overhead", "prediction", "overload", "kill", "prefix")
+
+
+async def run(names: list[str], options: Options) -> dict[str, str]:
+    """Runs them; returns what failed, and why."""
+    task = asyncio.current_task()
+    assert task is not None
+    # As Ctrl-C does: everything that was started is ended.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    failed: dict[str, str] = {}
+    measured: list[Figure] = []
+    for name in names:
+        say(f"==> {name}")
+        try:
+            found = await _figures(name, options)
+        except Exception as error:  # noqa: BLE001  # one part that fails must not cost the others
+            failed[name] = f"{type(error).__name__}: {error}"
+            say(f"{traceback.format_exc()}{name}: failed: {failed[name]}")
+            continue
+        _tell(name, found, options)
+        measured += found
+    say("\n".join(table(measured)))
+    return failed
+
+
+async def _figures(name: str, options: Options) -> list[Figure]:
+    made = importlib.import_module(f"benchmarks.router.{name}").figures(options)
+    found: list[Figure] = await made if inspect.isawaitable(made) else made
+    return found
+
+
+def _tell(name: str, figures: list[Figure], options: Options) -> None:
+    for figure in figures:
+        print(json.dumps(asdict(figure)), flush=True)
+    if not options.quick:
+        save(name, figures)
+
+
+def parts_of(only: str) -> list[str]:
+    """The parts that were named, in their order; all, where none was. Raises ValueError that lists them."""
+    wanted = [name for name in only.split(",") if name] or list(PARTS)
+    if unknown := [name for name in wanted if name not in PARTS]:
+        raise ValueError(f"only: there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    return [name for name in PARTS if name in wanted]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.router", description=__doc__)
+    parser.add_argument("--only", default="", help=f"of {','.join(PARTS)}")
+    parser.add_argument("--quick", action="store_true", help="to see that all work, in short windows; no results are written")
+    parser.add_argument("--fresh", action="store_true", help="forget what an interrupted run had measured")
+    arguments = parser.parse_args()
+    try:
+        names = parts_of(arguments.only)
+    except ValueError as error:
+        parser.error(str(error))
+    options = Options(ensure_model(MODEL, say), arguments.quick)
+    if arguments.fresh or arguments.quick:
+        shutil.rmtree(options.folder, ignore_errors=True)
+    try:
+        with watched_shared_memory():
+            failed = asyncio.run(run(names, options))
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        say("interrupted; the next run goes on with what was measured")
+        sys.exit(130)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
