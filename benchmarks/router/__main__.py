@@ -9,7 +9,6 @@ import asyncio
 import importlib
 import inspect
 import json
-import shutil
 import signal
 import sys
 import traceback
@@ -17,7 +16,7 @@ from dataclasses import asdict
 
 from benchmarks.capacity.processes import watched_shared_memory
 from benchmarks.harness import Figure, say
-from benchmarks.router.options import MODEL, Options
+from benchmarks.router.options import MODEL, Kept, Options
 from benchmarks.router.results import save, table
 from pdmesh.models import ensure_model
 
@@ -80,7 +79,8 @@ def main() -> None:
         parser.error(str(error))
     options = Options(ensure_model(MODEL, say), arguments.quick)
     if arguments.fresh or arguments.quick:
-        shutil.rmtree(options.folder, ignore_errors=True)
+        for name in names:
+            Kept(options.folder / name).forget()
     try:
         with watched_shared_memory():
             failed = asyncio.run(run(names, options))

@@ -20,7 +20,7 @@ from benchmarks.router.windows import Call, call, warm_up
 from pdmesh.loadtest.stats import quantile
 from pdmesh.loadtest.target import Target
 
-STREAMS, STREAM_INPUT, STREAM_OUTPUT = 4, 64, 160
+STREAMS, STREAM_INPUT, STREAM_OUTPUT, QUICK_OUTPUT = 4, 64, 160, 16
 PROMPT, PROMPT_OUTPUT, PROMPT_PERIOD_S = 2000, 2, 3.0
 GOAL = 1.5
 
@@ -61,7 +61,7 @@ def _quantile(values: Sequence[float], q: float) -> float:
     return quantile(sorted(values), q)
 
 
-async def _streams(target: Target, seconds: float, tag: str) -> list[Call]:
+async def _streams(target: Target, seconds: float, num_output: int, tag: str) -> list[Call]:
     """Keeps STREAMS of them running for so long; returns all, the last ones to their end."""
     calls: list[Call] = []
     until = asyncio.get_running_loop().time() + seconds
@@ -70,7 +70,7 @@ async def _streams(target: Target, seconds: float, tag: str) -> list[Call]:
         for turn in count():
             if asyncio.get_running_loop().time() >= until:
                 return
-            calls.append(await call(target, f"{tag}-{number}-{turn}", STREAM_INPUT, STREAM_OUTPUT, seed=7))
+            calls.append(await call(target, f"{tag}-{number}-{turn}", STREAM_INPUT, num_output, seed=7))
 
     await asyncio.gather(*(place(number) for number in range(STREAMS)))
     return calls
@@ -88,11 +88,11 @@ async def _prompts(target: Target, period_s: float, into: list[Call]) -> None:
             await asyncio.sleep(period_s)
 
 
-async def _disturbed(streams: Target, prompts: Target, seconds: float) -> tuple[list[Call], list[Call]]:
+async def _disturbed(streams: Target, prompts: Target, seconds: float, num_output: int) -> tuple[list[Call], list[Call]]:
     answered: list[Call] = []
     arriving = asyncio.create_task(_prompts(prompts, PROMPT_PERIOD_S, answered))
     try:
-        return await _streams(streams, seconds, "disturbed"), answered
+        return await _streams(streams, seconds, num_output, "disturbed"), answered
     finally:
         arriving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -101,11 +101,12 @@ async def _disturbed(streams: Target, prompts: Target, seconds: float) -> tuple[
 
 async def _measure(system: Running, mode: str, options: Options) -> Felt:
     """`mode` of the long prompts."""
+    num_output = int(options.pick(STREAM_OUTPUT, QUICK_OUTPUT))
     async with asking(system.mesh, mode=mode) as prompts:
         await warm_up(system.target, options.pick(5.0, 1.0))
         await warm_up(prompts, options.pick(3.0, 1.0))
-        idle = await _streams(system.target, options.pick(25.0, 3.0), "idle")
-        disturbed, answered = await _disturbed(system.target, prompts, options.pick(75.0, 7.0))
+        idle = await _streams(system.target, options.pick(25.0, 3.0), num_output, "idle")
+        disturbed, answered = await _disturbed(system.target, prompts, options.pick(75.0, 7.0), num_output)
     result = felt(idle, disturbed, answered)
     say(f"{system.shape.name}: TPOT p99 {result.ratio:.3g} times its idle p50; {len(disturbed)} streams, {len(answered)} prompts")
     return result

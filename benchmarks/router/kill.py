@@ -88,7 +88,7 @@ def figures_of(reference: Halves, seen: Halves) -> list[Figure]:
     fewest = [
         ("requests of the other router: completed with the same tokens", spared, STREAMS_OF_EACH),
         ("streams of the killed router: completed with the same tokens", same, STREAMS_OF_EACH),
-        ("streams of the killed router: resumed on the other", sum(one.num_resumes > 0 for one in seen.struck), 1),
+        ("streams of the killed router: resumed on the other", sum(one.num_resumes > 0 for one in seen.struck), STREAMS_OF_EACH),
     ]
     most = [
         ("requests of the other router: errors", sum(bool(one.error) for one in seen.spared)),

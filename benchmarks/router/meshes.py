@@ -48,7 +48,7 @@ class Shape:
         )
 
 
-MESH = Shape("mesh", "mesh, two one-core workers", num_both=2)
+MESH = Shape("mesh", "pdmesh, two one-core workers", num_both=2)
 TWO_CORES = Shape(
     "two-cores", "one two-core engine, aggregated", num_both=1, policy="round-robin", mode="local", kv_memory_mb=3072
 )

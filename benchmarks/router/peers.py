@@ -17,7 +17,7 @@ from benchmarks.capacity.systems import SYSTEMS, System
 from benchmarks.harness import Figure, say
 from benchmarks.peers.environments import PeerError
 from benchmarks.router.meshes import MESH, running
-from benchmarks.router.options import MODEL, Options
+from benchmarks.router.options import MODEL, Kept, Options
 from pdmesh.loadtest.grpc_target import GrpcSettings, GrpcTarget
 from pdmesh.loadtest.measure import trial_of, window_at
 from pdmesh.loadtest.target import Target
@@ -42,7 +42,7 @@ async def _mesh(options: Options) -> AsyncIterator[Target]:
 
 def _systems(options: Options) -> list[System]:
     """Ours first; a quick look does not fetch the others."""
-    ours = System(OURS, f"pdmesh, {MESH.name}", "the policy chooses", "make bench-router", partial(_mesh, options))
+    ours = System(OURS, MESH.name, "the policy chooses", "make bench-router", partial(_mesh, options))
     return [ours, *(system for system in SYSTEMS if system.key in PEERS and not options.quick)]
 
 
@@ -87,4 +87,5 @@ async def figures(options: Options) -> list[Figure]:
         except (PeerError, ModelError, OSError) as error:
             say(f"{system.name}: could not take part: {error}")
             absent.append(Figure(f"{system.name}: goodput", f"could not take part: {error}", "requests/s", "higher"))
+    Kept(options.folder / "peers").forget()
     return [*figures_of(goodputs, {system.key: system.name for system in systems}), *absent]
