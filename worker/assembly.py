@@ -32,6 +32,7 @@ from worker.cpus import bind
 from worker.description import Description, cache_root_of, describe, identity_of, layout_of
 from worker.dispatch import Dispatcher
 from worker.grammars import compiler_for
+from worker.latency import StepWatch, prior_for
 from worker.load import LoadReporter
 from worker.roles import Role, RoleGate, roles_of
 from worker.token_request import TokenRequestTranslator
@@ -67,6 +68,7 @@ class Worker:
             lambda tenant, cache_salt: cache_root_of(identity, layout, tenant=tenant, cache_salt=cache_salt),
             self._grammars,
         )
+        self.watch = StepWatch()
         self.load = self._load_reporter()
         tls = open_tls(config.tls)
         self._sender = Sender(engine.kv, identity, layout, self.epoch, tls=tls)
@@ -95,6 +97,7 @@ class Worker:
                 self._grammars.warm()
         self._engine_loop.start(asyncio.get_running_loop())
         await self._engine_loop.call(lambda _engine: bind(self._config.cpus))
+        self.watch.start_from(await self._engine_loop.call(prior_for))
         try:
             await self._receiver.start()
         except OSError as error:
@@ -171,6 +174,8 @@ class Worker:
 
     def _on_step(self, result: StepResult) -> None:
         try:
+            self.watch.on_step(result)
+            self.load.on_step(result)  # before anybody hears of the tokens and asks how busy this worker is
             self.dispatcher.on_step(result)
         except Exception as error:  # noqa: BLE001  results that were lost cannot be had again
             self._on_failure(error)
@@ -185,6 +190,7 @@ class Worker:
             self._engine_loop,
             self.gate,
             self.engine.stats(),
+            self.watch,
             worker_id=self._worker_id,
             epoch=self.epoch,
             max_num_seqs=self.engine.config.max_num_seqs,

@@ -55,6 +55,7 @@ class Description:
     transports: tuple[str, ...]
     max_context: int
     max_num_seqs: int
+    max_num_batched_tokens: int
     num_blocks: int
     eos_token_ids: tuple[int, ...]
     gate: RoleGate
@@ -71,6 +72,7 @@ class Description:
             transports=self.transports,
             max_context=self.max_context,
             max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             num_blocks=self.num_blocks,
             eos_token_ids=self.eos_token_ids,
             host_id=host_id(),
@@ -100,6 +102,7 @@ def describe(
             effective_max_context(engine.config, engine.model_config), engine.kv.shape.num_blocks * engine.kv.shape.block_size
         ),
         max_num_seqs=engine.config.max_num_seqs,
+        max_num_batched_tokens=engine.config.max_num_batched_tokens,
         num_blocks=engine.kv.shape.num_blocks,
         eos_token_ids=tuple(sorted(engine.eos_token_ids)),
         gate=gate,
