@@ -7,11 +7,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
-import inspect
 import json
 import signal
 import sys
 import traceback
+from collections.abc import Awaitable
 from dataclasses import asdict
 
 from benchmarks.capacity.processes import watched_shared_memory
@@ -24,18 +24,14 @@ from pdmesh.models import ensure_model
 PARTS = ("mixes", "peers", "interference", "overhead", "prediction", "overload", "kill", "prefix")
 
 
-async def run(names: list[str], options: Options) -> dict[str, str]:
+def run(names: list[str], options: Options) -> dict[str, str]:
     """Runs them; returns what failed, and why."""
-    task = asyncio.current_task()
-    assert task is not None
-    # As Ctrl-C does: everything that was started is ended.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     failed: dict[str, str] = {}
     measured: list[Figure] = []
     for name in names:
         say(f"==> {name}")
         try:
-            found = await _figures(name, options)
+            found = _figures(name, options)
         except Exception as error:  # noqa: BLE001  # one part that fails must not cost the others
             failed[name] = f"{type(error).__name__}: {error}"
             say(f"{traceback.format_exc()}{name}: failed: {failed[name]}")
@@ -46,10 +42,19 @@ async def run(names: list[str], options: Options) -> dict[str, str]:
     return failed
 
 
-async def _figures(name: str, options: Options) -> list[Figure]:
-    made = importlib.import_module(f"benchmarks.router.{name}").figures(options)
-    found: list[Figure] = await made if inspect.isawaitable(made) else made
-    return found
+def _figures(name: str, options: Options) -> list[Figure]:
+    part = importlib.import_module(f"benchmarks.router.{name}")
+    if name == "overhead":  # it needs no model, and runs loops of its own
+        return list(part.figures(quick=options.quick))
+    return asyncio.run(_cancellable(part.figures(options)))
+
+
+async def _cancellable(figures: Awaitable[list[Figure]]) -> list[Figure]:
+    """SIGTERM is taken as Ctrl-C is: everything that was started is ended."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await figures
 
 
 def _tell(name: str, figures: list[Figure], options: Options) -> None:
@@ -83,10 +88,12 @@ def main() -> None:
             Kept(options.folder / name).forget()
     try:
         with watched_shared_memory():
-            failed = asyncio.run(run(names, options))
+            failed = run(names, options)
     except (asyncio.CancelledError, KeyboardInterrupt):
         say("interrupted; the next run goes on with what was measured")
         sys.exit(130)
+    for name, why in failed.items():
+        say(f"{name}: failed: {why}")
     sys.exit(1 if failed else 0)
 
 
