@@ -82,6 +82,7 @@ class Course:
         placed = await self._placer.place(need)
         try:
             await self._serve(placed, need)
+            placed.finished()
         except LegLost as loss:
             self._note_loss(placed.leg, loss)
         finally:

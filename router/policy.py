@@ -51,6 +51,9 @@ class Policy(Protocol):
     def choose_prefill(self, roster: Roster, decode: WorkerView, demand: Demand, now: float) -> WorkerView | None:
         """Another prefill worker for a request that `decode` has reserved already; None without one."""
 
+    def placed(self, decode: WorkerView, prefill: WorkerView | None) -> None:
+        """What it chose is being done."""
+
 
 class PredictPolicy:
     """The least predicted cost. Fewer uncached tokens than `local_prefill_tokens` are never worth a hand-off."""
@@ -84,6 +87,9 @@ class PredictPolicy:
         look = _Look(group, demand, now, self._overheads)
         candidates = look.remote([decode], self._fillers(group, demand, [decode]))
         return min(candidates, key=_order).prefill if candidates else None
+
+    def placed(self, decode: WorkerView, prefill: WorkerView | None) -> None:
+        """It remembers nothing: the views do."""
 
     def _look_everywhere(self, roster: Roster, demand: Demand, now: float) -> Placement | NoPlacement | None:
         """REMOTE was asked for, and nobody on the shortlists reaches anybody: None if everybody was on them."""
@@ -174,7 +180,8 @@ class _Look:
 
     def _output_side(self, engine: Engine) -> OutputSide:
         demand = self.demand
-        return engine.output_side(demand.num_tokens, demand.num_choices, demand.expected_tokens, self.now)
+        num_cached = demand.cached_tokens.get(engine.view.key, 0)
+        return engine.output_side(demand.num_tokens, num_cached, demand.num_choices, demand.expected_tokens, self.now)
 
     def _candidate(self, decode: WorkerView, prefill: WorkerView | None, predicted: Prediction) -> Candidate:
         cost = cost_s(predicted, self.demand.expected_tokens, self.group.pressure)

@@ -57,12 +57,15 @@ class PromptSide(NamedTuple):
 
 
 class OutputSide(NamedTuple):
-    """What owning the request means: `tpot_s` of its own, `row_s` that it adds to every step of `rows` others."""
+    """What owning the request means: `tpot_s` of its own, `row_s` that it adds to every step of `rows` others.
+
+    `missing`: the share of the prompt whose KV would have to come from elsewhere."""
 
     tpot_s: float
     row_s: float
     rows: int
     queue_s: float
+    missing: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -74,24 +77,29 @@ class Engine:
 
     @cached_property
     def rows(self) -> int:
-        """Sequences that get a token in every step of now."""
-        return self.view.num_decoding
+        """Sequences that get a token in every step of now: without those that ended since the report."""
+        return max(0, self.view.num_decoding + min(0, self.view.dispatched_decodes))
+
+    @cached_property
+    def context(self) -> int:
+        """Tokens that those attend to in a step."""
+        return max(0, self.view.decode_context + min(0, self.view.dispatched_context))
 
     @cached_property
     def rows_soon(self) -> int:
         """With those that are about to decode."""
-        return self.rows + self.view.num_starting + self.view.dispatched_decodes
+        return self.rows + self.view.num_starting + max(0, self.view.dispatched_decodes)
 
     @cached_property
     def context_soon(self) -> float:
         """Tokens that those attend to; who has not started is thought to be like those that have."""
-        mean = self.view.decode_context / self.rows if self.rows else 0.0
-        return self.view.decode_context + self.view.num_starting * mean + self.view.dispatched_context
+        mean = self.context / self.rows if self.rows else 0.0
+        return self.context + self.view.num_starting * mean + max(0, self.view.dispatched_context)
 
     @cached_property
     def step_s(self) -> float:
         """A step in which nothing but today's sequences get a token."""
-        return self.model.decode_s(self.rows, self.view.decode_context)
+        return self.model.decode_s(self.rows, self.context)
 
     @cached_property
     def chunk(self) -> int:
@@ -134,13 +142,14 @@ class Engine:
             ahead_s, ahead_s + own_s + num_steps * self.step_s, own_s, self.rows, self.step_s, num_steps, self.model.fixed_s
         )
 
-    def output_side(self, num_tokens: int, num_choices: int, expected_tokens: float, now: float) -> OutputSide:
-        """Owning `num_choices` outputs of `expected_tokens` behind a prompt of `num_tokens`."""
+    def output_side(self, num_tokens: int, num_cached: int, num_choices: int, expected_tokens: float, now: float) -> OutputSide:
+        """Owning `num_choices` outputs of `expected_tokens` behind a prompt of `num_tokens`, of which `num_cached` are there."""
         model = self.model
         context = num_choices * (num_tokens + expected_tokens / 2)
         row_s = num_choices * model.per_sequence_s + context * model.per_context_token_s
         others_s = model.fixed_s + self.rows_soon * model.per_sequence_s + self.context_soon * model.per_context_token_s
-        return OutputSide(others_s + row_s, row_s, self.rows_soon, self.ahead_s(now))
+        missing = max(0.0, 1 - num_cached / num_tokens)
+        return OutputSide(others_s + row_s, row_s, self.rows_soon, self.ahead_s(now), missing)
 
 
 def miss(value_s: float, goal_s: float | None) -> float:
@@ -164,14 +173,14 @@ def local(prompt: PromptSide, output: OutputSide, over: Overhead, expected: floa
 def remote(prompt: PromptSide, output: OutputSide, over: Overhead, expected: float, goals: "Goals") -> Prediction:
     """Another worker computes the prompt: only sequences that run there wait for it. Prompts in decode's own queue that last
     longer than the computation slow the request's first tokens."""
-    ttft_s = prompt.compute_s + over.before_s
+    ttft_s, after_s = prompt.compute_s + over.before_s, over.after_s * output.missing
     gaps = max(1.0, expected - 1)
-    tpot_s = output.tpot_s + (over.after_s + max(0.0, output.queue_s - prompt.own_s)) / gaps
+    tpot_s = output.tpot_s + (after_s + max(0.0, output.queue_s - prompt.own_s)) / gaps
     delay_s = prompt.rows * prompt.own_s + output.rows * expected * output.row_s
     elsewhere = prompt.rows * miss(prompt.step_s + prompt.own_s / max(1.0, expected), goals.running_tpot_s)
     misses = miss(ttft_s, goals.ttft_s) + miss(tpot_s, goals.tpot_s)
     misses += output.rows * miss(output.tpot_s, goals.running_tpot_s) + elsewhere
-    work_s = prompt.own_s + prompt.num_steps * prompt.fixed_s + expected * output.row_s + over.before_s + over.after_s
+    work_s = prompt.own_s + prompt.num_steps * prompt.fixed_s + expected * output.row_s + over.before_s + after_s
     return Prediction(ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses)
 
 

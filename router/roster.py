@@ -89,7 +89,7 @@ class Group:
     def _rank(self, engine: Engine) -> None:
         view, rows = engine.view, engine.rows
         prompt = engine.prompt_side(TYPICAL_PROMPT, 0, view.figures_at)
-        output = engine.output_side(TYPICAL_PROMPT, 1, TYPICAL_OUTPUT, view.figures_at)
+        output = engine.output_side(TYPICAL_PROMPT, 0, 1, TYPICAL_OUTPUT, view.figures_at)
         fill_s = view.penalty_s + prompt.compute_s + rows * prompt.own_s
         own_s = view.penalty_s + TYPICAL_OUTPUT * (output.tpot_s + output.rows * output.row_s)
         own_s += FULL_RANK_S if _is_full(view) else 0.0

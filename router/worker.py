@@ -126,6 +126,10 @@ class Worker:
         self._dispatched.append(sent)
         self._view_changed()
 
+    def released(self, sent: Dispatched, now: float) -> None:
+        """What was sent has come to its end here, at `now` (monotonic seconds): a report may still contain it."""
+        self.dispatched(Dispatched(-sent.seqs, -sent.blocks, decodes=-sent.decodes, context=-sent.context, arrived_at=now))
+
     def done(self, sent: Dispatched) -> None:
         """The worker has no more work with what was sent, as its answer says; idempotent."""
         if sent in self._dispatched:
