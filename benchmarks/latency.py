@@ -1,4 +1,4 @@
-"""How well the latency model predicts steps of SmolLM2: prompts of 16 to 1,400 tokens among 2 to 16 sequences that decode.
+"""`make bench-latency`: how well the latency model predicts steps of SmolLM2, prompts of 16 to 1,400 tokens among 2 to 16 decode rows.
 
     python -m benchmarks.latency [--seconds N] [--own-time] [--threads N]
 
@@ -9,16 +9,15 @@ counts the time that the engine's one thread itself ran: what is left is the mod
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from benchmarks.engine_runs import make_engine
-from benchmarks.harness import Figure, say
+from benchmarks.harness import Figure, say, write
 from engine.engine import Engine
 from engine.outputs import StepResult
 from engine.request import EngineRequest
@@ -106,8 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     threads = 1 if args.own_time else args.threads
     engine = make_engine(ensure_model(DEFAULT_MODEL, say), prefix_caching=False, num_threads=threads)
     errors = run(engine, args.seconds, time.thread_time if args.own_time else time.perf_counter)
-    for figure in errors.figures():
-        print(json.dumps(asdict(figure)))
+    clock = "the engine thread's own time, one thread" if args.own_time else "wall time"
+    write("latency", list(errors.figures()), model=DEFAULT_MODEL, seconds=args.seconds, clock=clock)
     return 0
 
 
