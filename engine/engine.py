@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 
 from engine.admission import Limits
 from engine.allocator import BlockAllocator, HashBlock
+from engine.block_log import BlockChanges, BlockLog
 from engine.blocks import BlockPool
 from engine.census import Census, Counters
 from engine.config import EngineConfig
@@ -140,6 +141,19 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counts now and since start. Sequences count by choice, so running + waiting + reserved is at most max_num_seqs."""
         return self._census.take(time.monotonic_ns())
+
+    def watch_blocks(self, max_changes: int) -> BlockLog:
+        """From now on the prefix cache's changes are logged, at most so many at a time. Before the first request."""
+        self._pool.log = BlockLog(max_changes)
+        return self._pool.log
+
+    def take_block_changes(self) -> BlockChanges | None:
+        """What the prefix cache gained and lost since the last time; None: nothing, or nobody watches."""
+        return self._pool.log.take() if self._pool.log is not None else None
+
+    def published_blocks(self) -> tuple[int, tuple[bytes, ...]]:
+        """Hashes of all blocks that hold a reusable prefix, and the sequence of the last changes taken that they contain."""
+        return self._pool.log.sequence if self._pool.log is not None else 0, self._pool.published()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless free + used == total and every reference is accounted for. Also made whenever idle."""

@@ -9,7 +9,6 @@ from engine.memory import effective_max_context
 from kvtransfer.compatibility import PROTOCOL_VERSION
 from protos.v1 import common_pb2, worker_pb2
 from runtime.identity import host_id
-from text.block_hash import cache_root
 from worker.roles import RoleGate
 
 
@@ -34,13 +33,6 @@ def layout_of(engine: Engine) -> common_pb2.KVLayout:
     return common_pb2.KVLayout(
         block_size=shape.block_size, kv_dtype=dtype, tensor_parallel_size=1, arrangement=engine.kv_arrangement
     )
-
-
-def cache_root_of(identity: common_pb2.Identity, layout: common_pb2.KVLayout, *, tenant: str, cache_salt: str) -> bytes:
-    """The root of the block hashes: prefixes are shared within one identity, KV dtype, tenant and salt."""
-    numbers = f"{identity.numeric_mode}/{layout.kv_dtype}"
-    fields = (identity.model, identity.weights_hash, numbers, identity.protocol_version)
-    return cache_root(*fields, salt=f"{len(tenant)}:{tenant}:{cache_salt}")
 
 
 @dataclass(frozen=True)
