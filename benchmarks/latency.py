@@ -1,4 +1,4 @@
-"""`make bench-latency`: how well the latency model predicts steps of SmolLM2, prompts of 16 to 1,400 tokens among 2 to 16 decode rows.
+"""`make bench-latency`: how well the latency model predicts steps of SmolLM2, prompts of 16 to 1,400 tokens beside decode rows.
 
     python -m benchmarks.latency [--seconds N] [--own-time] [--threads N]
 
