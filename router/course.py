@@ -17,8 +17,8 @@ from router.health import Role
 from router.job import Job
 from router.outbox import Outbox
 from router.placer import Need, Placed, Placer
-from router.prefix_memory import WorkerKey
 from router.timings import RequestTimings, now_ns
+from router.views import WorkerKey
 from router.worker_views import kind_of
 from runtime.errors import DeadlineExceeded, MeshError, Unavailable
 
@@ -112,7 +112,7 @@ class Course:
         leg = self._leg = placed.leg
         try:
             await self._fill(placed, need)
-            await self._follow()
+            (await self._follow(placed)).finished()
             self._check_outbox()
         except LegLost as loss:
             self._note_loss(self._leg or leg, loss)
@@ -124,38 +124,46 @@ class Course:
         """Raises LegLost, MeshError."""
         await Filling(self._core, self._job, self._book, self, placed, need).run()
 
-    async def _follow(self) -> None:
-        """Until the stay ends, wherever it is by then. Raises LegLost, MeshError."""
+    async def _follow(self, placed: Placed) -> Placed:
+        """Until the stay ends, wherever it is by then; returns that one. Raises LegLost, MeshError."""
         self._core.movers.add(self)
         try:
-            while (leg := self._leg) is not None:
+            while True:
+                leg = self._leg = placed.leg
                 pace = (now_ns(), self.num_tokens)
                 asked = self._asked = asyncio.get_running_loop().create_future()
                 await asyncio.wait((leg.ended, asked), return_when=asyncio.FIRST_COMPLETED)
                 self._note_pace(leg, *pace)
                 if leg.ended.done():
-                    return _raise(leg.ended.result())
-                await self._move(leg, asked.result())
+                    _raise(leg.ended.result())
+                    return placed
+                placed = await self._move(placed, asked.result())
         finally:
             self._core.movers.discard(self)
             self._asked = None
 
-    async def _move(self, old: DecodeLeg, reason: str) -> None:
-        """To another worker while `old` goes on; when that one ends meanwhile, the next stay is needed only if it was lost."""
+    async def _move(self, placed: Placed, reason: str) -> Placed:
+        """To another worker while the present stay goes on; when that one ends meanwhile, the next is needed only if it was lost.
+        Returns where the request is now."""
+        old = placed.leg
         arriving = asyncio.create_task(self._arrive(old), name=f"move {old.wire_id}")
         try:
             new = await _arrival(arriving, old)
         except (LegLost, MeshError) as error:
             logger.info("%s stays on %s: %s", old.wire_id, old.info.worker_id, error)
-            return
-        if new is not None:
-            logger.info("%s goes on at %s: %s", old.wire_id, new.info.worker_id, reason)
-            self._timings.parts.decode_worker = new.info.worker_id
-            self._core.num_migrations += 1
-            self._leg, self._kind = new, kind_of(new.info)
-            old.leave(f"it goes on elsewhere: {reason}")
+            return placed
+        if new is None:
+            return placed
+        info = new.leg.info
+        logger.info("%s goes on at %s: %s", old.wire_id, info.worker_id, reason)
+        self._timings.parts.decode_worker = info.worker_id
+        self._core.num_migrations += 1
+        self._leg, self._kind = new.leg, kind_of(info)
+        placed.finished()
+        old.leave(f"it goes on elsewhere: {reason}")
+        return new
 
-    async def _arrive(self, old: DecodeLeg) -> DecodeLeg | None:
+    async def _arrive(self, old: DecodeLeg) -> Placed | None:
         """The next stay, when its tokens come; None without room elsewhere. Its timings are nobody's: the client has a first
         token. Raises LegLost, MeshError."""
         self._kind = kind_of(old.info)
@@ -172,7 +180,7 @@ class Course:
         except BaseException:
             leg.leave("its move came to nothing")
             raise
-        return leg
+        return placed
 
     def _note_loss(self, leg: DecodeLeg, loss: LegLost) -> None:
         parts = self._timings.parts
@@ -229,10 +237,10 @@ async def _first(event: asyncio.Event, future: asyncio.Future[LegLost | MeshErro
         waiting.cancel()
 
 
-async def _arrival(arriving: asyncio.Task[DecodeLeg | None], old: DecodeLeg) -> DecodeLeg | None:
+async def _arrival(arriving: asyncio.Task[Placed | None], old: DecodeLeg) -> Placed | None:
     """The next stay; None when there is none, or `old` has brought everything meanwhile. Whatever else happens, what had been
     begun elsewhere is left. Raises LegLost, MeshError."""
-    taken: DecodeLeg | None = None
+    taken: Placed | None = None
     try:
         await asyncio.wait((arriving, old.ended), return_when=asyncio.FIRST_COMPLETED)
         if old.ended.done() and not isinstance(old.ended.result(), LegLost):
@@ -243,5 +251,5 @@ async def _arrival(arriving: asyncio.Task[DecodeLeg | None], old: DecodeLeg) -> 
     finally:
         arriving.cancel()
         await asyncio.wait((arriving,))
-        if taken is None and not arriving.cancelled() and arriving.exception() is None and (leg := arriving.result()) is not None:
-            leg.leave("the request has ended meanwhile")
+        if taken is None and not arriving.cancelled() and arriving.exception() is None and (new := arriving.result()) is not None:
+            new.leg.leave("the request has ended meanwhile")

@@ -22,10 +22,9 @@ from router.decode_leg import LegLost
 from router.health import Role
 from router.job import Job
 from router.placer import Need, Placed, Placer
-from router.policy import Mode
 from router.prefill_call import PrefillCall, PrefillEnd, PrefillTarget
-from router.prefix_memory import WorkerKey
 from router.silence import SilenceClock
+from router.views import Mode, WorkerKey
 from runtime.errors import FailedPrecondition, MeshError
 
 OUTCOME_GRACE_S = 1.0

@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from router.health import Health, Role, State
-from router.policy import WorkerView
-from router.prefix_memory import WorkerKey
+from router.views import WorkerKey, WorkerView
 
 PEERS_FOR_S = 2.0
 """How long a list of peers is good enough to compare with: to make it takes a look at every worker."""

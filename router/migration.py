@@ -14,8 +14,8 @@ from typing import Protocol
 
 from protos.v1 import worker_pb2
 from router.fleet import Fleet
-from router.prefix_memory import WorkerKey
 from router.rebalance import Pace, Rebalancer
+from router.views import WorkerKey
 from router.worker import Worker
 
 PERIOD_S = 0.1

@@ -2,20 +2,23 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 
 from protos.v1 import common_pb2
-from router import policy, timings, worker_views
+from router import timings, worker_views
+from router.candidates import Demand, NoPlacement, Placement, blocks_for, compatible, has_room
 from router.changes import wait_at_most
 from router.core import Core
+from router.decisions import Decision, cached_of
 from router.decode_leg import DecodeLeg, Sink
+from router.demands import demand_of
 from router.health import Role
 from router.job import Job
-from router.policy import Demand, Mode, NoPlacement, Placement, WorkerView
 from router.prefill_call import PrefillTarget
-from router.prefix_memory import WorkerKey
 from router.timings import RequestTimings
+from router.views import Mode, WorkerKey, WorkerView
 from router.worker import Dispatched, Incarnation, Worker
 from runtime.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, MeshError, ResourceExhausted, Unavailable
 
@@ -31,11 +34,16 @@ Ejected = Callable[[Iterable[WorkerView], Role], frozenset[WorkerKey]]
 
 @dataclass(frozen=True)
 class Placed:
-    """A reservation on a decode worker, and who is to fill it: None if decode itself does."""
+    """A reservation on a decode worker, and who is to fill it: None if decode itself does. `sent` counts as decode's load."""
 
     leg: DecodeLeg
     reservation: common_pb2.Reservation
     prefill: PrefillTarget | None
+    sent: Dispatched
+
+    def finished(self) -> None:
+        """The worker has generated everything: its next report may not know yet."""
+        self.leg.worker.released(self.sent, time.monotonic())
 
 
 @dataclass(frozen=True)
@@ -86,29 +94,29 @@ class Placer:
 
     def next_prefill(self, leg: DecodeLeg, need: Need, tried: frozenset[WorkerKey]) -> PrefillTarget | None:
         """Another prefill worker for a reservation that stands; None if there is none that was not tried."""
-        views = self._core.fleet.views()
-        decode = next((view for view in views if view.key == (leg.worker.address, leg.info.epoch)), None)
-        if decode is None:
+        roster = self._core.fleet.roster
+        engine = roster.get(leg.worker.address)
+        if engine is None or engine.view.epoch != leg.info.epoch:
             return None
-        excluded = tried | self._core.judge.ejected(views, Role.PREFILL)
-        demand = replace(self._demand(need, views), excluded_prefill=excluded)
-        return self._prefill_target(policy.choose_prefill(decode, views, demand), demand)
+        excluded = tried | self._core.judge.ejected(roster.views(), Role.PREFILL)
+        demand = replace(self._demand(need), excluded_prefill=excluded)
+        prefill = self._core.policy.choose_prefill(roster, engine.view, demand, time.monotonic())
+        return self._prefill_target(prefill, demand)
 
     async def place_elsewhere(self, need: Need, leaving: DecodeLeg) -> Placed | None:
         """One try, for a request that runs and may as well stay: None without room. Where it can, the worker that it leaves hands
         the KV over: its cache holds nearly all of it. Raises MeshError."""
-        views = self._core.fleet.views()
-        ejected = self._core.judge.ejected
+        roster, ejected = self._core.fleet.roster, self._core.judge.ejected
         demand = replace(
-            self._demand(need, views),
-            excluded_decode=ejected(views, Role.DECODE) | {leaving.key},
-            excluded_prefill=ejected(views, Role.PREFILL),
+            self._demand(need),
+            excluded_decode=ejected(roster.views(), Role.DECODE) | {leaving.key},
+            excluded_prefill=ejected(roster.views(), Role.PREFILL),
         )
-        choice = policy.choose(views, demand, local_prefill_tokens=self._core.config.local_prefill_tokens)
-        if isinstance(choice, NoPlacement) or not policy.has_room(choice.decode, demand):
+        choice = self._core.policy.choose(roster, demand, time.monotonic())
+        if isinstance(choice, NoPlacement) or not has_room(choice.decode, demand):
             return None
         source = worker_views.view_of(leaving.info, leaving.incarnation.load, decode=False)
-        if demand.mode is not Mode.LOCAL and policy.compatible(source, choice.decode):
+        if demand.mode is not Mode.LOCAL and compatible(source, choice.decode):
             choice = Placement(choice.decode, source, f"it leaves {source.worker_id}, which holds its KV")
         placed = await self._submit(need, choice, demand)
         return placed if isinstance(placed, Placed) else None
@@ -158,15 +166,13 @@ class Placer:
         """The best worker first, on a refusal the next best."""
         refused, errors = avoid, list[MeshError]()
         while True:
-            began_ns = timings.now_ns()
-            views = self._core.fleet.views()
+            views = self._core.fleet.roster.views
             demand = replace(
-                self._demand(need, views),
-                excluded_decode=refused | ejected(views, Role.DECODE),
-                excluded_prefill=ejected(views, Role.PREFILL),
+                self._demand(need),
+                excluded_decode=refused | ejected(views(), Role.DECODE),
+                excluded_prefill=ejected(views(), Role.PREFILL),
             )
-            choice = policy.choose(views, demand, local_prefill_tokens=self._core.config.local_prefill_tokens)
-            need.timings.routed(began_ns)
+            choice = self._choose(need, demand)
             if isinstance(choice, NoPlacement):
                 return _with_answers(choice, errors)
             placed = await self._submit(need, choice, demand)
@@ -174,6 +180,29 @@ class Placer:
                 return placed
             errors.append(placed)
             refused |= {choice.decode.key}
+
+    def _choose(self, need: Need, demand: Demand) -> Placement | NoPlacement:
+        """The policy's answer, kept for whoever asks why."""
+        began_ns = timings.now_ns()
+        roster, policy = self._core.fleet.roster, self._core.policy
+        choice = policy.choose(roster, demand, time.monotonic())
+        need.timings.routed(began_ns)
+        if isinstance(choice, Placement):
+            policy.placed(choice.decode, choice.prefill)
+            made_ns = timings.now_ns()
+            need.timings.decision = Decision(
+                request_id=need.job.request_id,
+                policy=policy.name,
+                made_ns=made_ns,
+                decision_ns=made_ns - began_ns,
+                num_tokens=demand.num_tokens,
+                num_workers=len(roster),
+                placement=choice,
+                cached_tokens=cached_of(choice, demand),
+                timings=need.timings,
+            )
+            self._core.decisions.record(need.timings.decision)
+        return choice
 
     async def _submit(self, need: Need, choice: Placement, demand: Demand) -> Placed | MeshError:
         """Submit where the policy said; the error when the worker refuses. What only the caller can mend is raised."""
@@ -183,13 +212,20 @@ class Placer:
             return Unavailable("the worker has just been lost")
         leg = DecodeLeg(self._core, *decode, need.job, need.sink, need.timings)
         local_tokens = 0 if prefill else demand.uncached(choice.decode)
-        blocks = policy.blocks_for(demand.num_tokens, choice.decode)
-        decode[0].dispatched(Dispatched(demand.num_choices, blocks, local_tokens))
+        sent = Dispatched(
+            demand.num_choices,
+            blocks_for(demand.num_tokens, choice.decode),
+            local_tokens,
+            decodes=demand.num_choices,
+            context=demand.num_choices * demand.num_tokens,
+        )
+        decode[0].dispatched(sent)
         self._core.judge.chosen(choice.decode.key, Role.DECODE)
         try:
             reservation = await leg.submit(choice.mode, need.emitted)
         except MeshError as error:
             need.timings.failed()
+            decode[0].done(sent)
             _give_up(prefill)
             self._note_refusal(leg, error)
             return error
@@ -197,10 +233,11 @@ class Placer:
             _give_up(prefill)
             leg.leave("the client left")
             raise
+        sent.arrived_at = time.monotonic()
         if prefill is None:
             self.remember(need.job, (decode[1],))
-        logger.debug("%s attempt %d: %s", leg.wire_id, leg.attempt, choice.reason)
-        return Placed(leg, reservation, prefill)
+        logger.debug("%s attempt %d: %s", leg.wire_id, leg.attempt, choice.reason or choice.mode.name)
+        return Placed(leg, reservation, prefill, sent)
 
     def _note_refusal(self, leg: DecodeLeg, error: MeshError) -> None:
         """Leave the leg; raises the error if it is the caller's to mend."""
@@ -219,23 +256,13 @@ class Placer:
         found = self._incarnation(view)
         if view is None or found is None:
             return None
-        sent = Dispatched(1, policy.blocks_for(demand.num_tokens, view), demand.uncached(view))
+        sent = Dispatched(1, blocks_for(demand.num_tokens, view), demand.uncached(view))
         found[0].dispatched(sent)
         self._core.judge.chosen(view.key, Role.PREFILL)
         return PrefillTarget(*found, sent)
 
-    def _demand(self, need: Need, views: list[WorkerView]) -> Demand:
-        job = need.job
-        several_under_way = job.num_choices > 1 and need.started
-        return Demand(
-            model=job.model.name,
-            num_tokens=_num_tokens(need),
-            num_choices=job.num_choices,
-            max_total_tokens=len(job.prompt) + job.sampling.max_tokens,
-            cached_tokens=self._core.prefixes.cached_tokens(job),
-            mode=Mode.LOCAL if several_under_way else job.mode,
-            kind=need.kind,
-        )
+    def _demand(self, need: Need) -> Demand:
+        return demand_of(self._core, need.job, need.emitted, need.kind)
 
     def _incarnation(self, view: WorkerView | None) -> tuple[Worker, Incarnation] | None:
         """The living process behind a view; None if it has gone since."""
@@ -248,11 +275,6 @@ class Placer:
 def _nobody(views: Iterable[WorkerView], role: Role) -> frozenset[WorkerKey]:
     """Is left out."""
     return frozenset()
-
-
-def _num_tokens(need: Need) -> int:
-    """Tokens whose KV decode needs: the prompt and what was emitted of the choice that is furthest."""
-    return len(need.job.prompt) + max((len(choice.token_ids) for choice in need.emitted), default=0)
 
 
 def _give_up(prefill: PrefillTarget | None) -> None:

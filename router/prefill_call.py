@@ -11,7 +11,7 @@ from router.changes import unless
 from router.core import time_left_ms, time_left_s
 from router.decode_leg import DecodeLeg
 from router.job import Job
-from router.prefix_memory import WorkerKey
+from router.views import WorkerKey
 from router.worker import Dispatched, Incarnation, Worker
 
 _INNOCENT = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.FAILED_PRECONDITION)

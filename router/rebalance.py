@@ -8,8 +8,7 @@ import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from router.policy import WorkerView
-from router.prefix_memory import WorkerKey
+from router.views import WorkerKey, WorkerView
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.health import Health, HealthLimits, Role, State
-from router.prefix_memory import WorkerKey
+from router.views import WorkerKey
 
 WORKERS: list[WorkerKey] = [(f"w{number}:1", 1) for number in range(6)]
 A, B = WORKERS[:2]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy import WorkerView
 from router.rebalance import Move, Pace, RebalanceLimits, Rebalancer, load_share
-from tests.router.test_policy import worker
+from router.views import WorkerView
+from tests.router.fleets import worker
 
 LIMITS = RebalanceLimits(patience_s=2.0, period_s=1.0, cooldown_s=5.0)
 
