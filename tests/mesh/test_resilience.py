@@ -23,7 +23,7 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = 60
-SHORT, LONG, LONGER = 24, 250, 700
+SHORT, LONG, LONGER = 24, 250, 1900
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
