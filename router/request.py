@@ -26,7 +26,7 @@ class Request:
         self._timings = timings
         self._book = Book(job.num_choices, job.emitted)
         self._output = Output(job, self._book)
-        self._course = Course(core, job, self._book, timings)
+        self._course = Course(core, job, self._book, timings, self._output.render)
         self._ticket: Ticket | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -39,13 +39,12 @@ class Request:
             yield self._started()
             for message in ended:
                 yield message
-            take, render, handed = self._course.outbox.take, self._output.render, self._timings.handed
+            take, handed = self._course.outbox.take, self._timings.handed
             while not self._output.done:
-                for span in await take():
-                    rendered = render(span)
-                    if rendered is not None:
-                        handed(span.choice, len(rendered.delta.token_ids))
-                        yield rendered
+                for message in await take():
+                    delta = message.delta
+                    handed(delta.choice, len(delta.token_ids))
+                    yield message
             await self._settle()
             yield self._completed()
         finally:

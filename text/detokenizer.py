@@ -25,6 +25,8 @@ class PieceStream:
         self._stages = stages
 
     def push(self, piece: str) -> str:
+        if len(self._stages) == 1:  # byte-level vocabularies: the per-token path
+            return "".join(self._stages[0].push(piece))
         return "".join(_feed(self._stages, (piece,)))
 
     def flush(self) -> str:

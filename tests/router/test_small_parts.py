@@ -54,8 +54,13 @@ def test_heads_of_prompts_outlive_their_tails() -> None:
     assert memory.match([b"1", b"2", b"3"]) == {A: 2}
 
 
+def itself(span: Span) -> Span:
+    """Renders nothing."""
+    return span
+
+
 async def test_outbox_merges_what_piles_up() -> None:
-    outbox = Outbox(max_tokens=100)
+    outbox = Outbox(100, itself)
     for span in (Span(0, 0, [1]), Span(0, 1, [2]), Span(1, 0, [9]), Span(0, 2, [3]), Span(0, 3, [4], finish_reason=LENGTH)):
         outbox.put(span)
     taken = [(span.choice, span.first_index, span.token_ids, span.finish_reason) for span in await outbox.take()]
@@ -63,7 +68,7 @@ async def test_outbox_merges_what_piles_up() -> None:
 
 
 async def test_outbox_overflow_drops_everything_and_says_why() -> None:
-    outbox = Outbox(max_tokens=3)
+    outbox = Outbox(3, itself)
     outbox.put(Span(0, 0, [1, 2, 3]))
     assert not outbox.failed
     outbox.put(Span(0, 3, [4]))
@@ -72,7 +77,7 @@ async def test_outbox_overflow_drops_everything_and_says_why() -> None:
 
 
 async def test_outbox_gives_what_it_has_before_the_error() -> None:
-    outbox = Outbox(max_tokens=3)
+    outbox = Outbox(3, itself)
     outbox.put(Span(0, 0, [1]))
     outbox.fail(Unavailable("going"))
     outbox.fail(ResourceExhausted("later"))
@@ -239,7 +244,7 @@ def test_tpot_is_that_of_the_slowest_choice() -> None:
 
 async def test_outbox_takes_what_comes_at_once_however_much() -> None:
     """A grammar forces it; the client has had no chance to read it."""
-    outbox = Outbox(max_tokens=3)
+    outbox = Outbox(3, itself)
     taking = asyncio.create_task(outbox.take())
     await asyncio.sleep(0)
     for choice in range(5):
