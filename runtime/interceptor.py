@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from types import AsyncGeneratorType
 from typing import NoReturn, TypeAlias, TypeVar, cast
 
 import grpc
@@ -87,7 +88,7 @@ def _streaming(behaviour: Behaviour) -> Callable[[object, Context], Awaitable[No
         try:
             _check_parsed(request)
             result = behaviour(request, context)
-            if not isinstance(result, AsyncGenerator):  # writes to the context itself, as the health service does
+            if not isinstance(result, AsyncGeneratorType):  # writes to the context itself, as the health service does
                 await result
                 return
             async with aclosing(result) as responses:

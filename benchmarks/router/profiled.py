@@ -39,10 +39,16 @@ class Samples:
 
     def table(self) -> str:
         """Shares of all samples, largest first."""
-        rows = [f"{self.total} samples of CPU time\n", "  own  with callees  function"]
-        for name, count in self._own.most_common(NUM_LINES):
-            rows.append(f"{count / self.total:5.1%}  {self._with_callees[name] / self.total:12.1%}  {name}")
+        rows = [f"{self.total} samples of CPU time", *self._rows("by own time", self._own)]
+        rows += self._rows("by time with callees", self._with_callees)
         return "\n".join(rows) + "\n"
+
+    def _rows(self, title: str, counts: Counter[str]) -> list[str]:
+        rows = [f"\n{title}\n\n  own  with callees  function"]
+        for name, _ in counts.most_common(NUM_LINES):
+            own, all_of_it = self._own[name] / self.total, self._with_callees[name] / self.total
+            rows.append(f"{own:5.1%}  {all_of_it:12.1%}  {name}")
+        return rows
 
 
 def name_of(frame: FrameType) -> str:

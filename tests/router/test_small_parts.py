@@ -1,6 +1,7 @@
 """Prefix memory, outbox, silence, room line, objectives, timings, configuration."""
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from protos.v1 import common_pb2, mesh_pb2
 from router import objectives
 from router.book import Span
-from router.changes import Changes, unless, wait_at_most
+from router.changes import Changes, Signal, unless, wait_at_most
 from router.config import RouterConfig
 from router.job import scoped_salt
 from router.outbox import Outbox
@@ -21,7 +22,6 @@ from router.silence import SilenceClock
 from router.timings import RequestTimings, now_ns
 from runtime.config import ConfigError, parse
 from runtime.errors import ResourceExhausted, Unavailable
-from tests.support.waiting import eventually
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 A, B = ("a:1", 1), ("b:1", 2)
@@ -123,7 +123,7 @@ async def test_changes_are_not_missed() -> None:
 
 
 async def test_unless() -> None:
-    event, started, cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    event, started, cancelled = Signal(), asyncio.Event(), asyncio.Event()
 
     async def quick() -> int:
         return 7
@@ -142,7 +142,42 @@ async def test_unless() -> None:
     await started.wait()
     event.set()
     assert await waiting is None
-    await eventually(cancelled.is_set)
+    assert cancelled.is_set()
+    assert waiting.cancelling() == 0
+    assert await unless(event, endless()) is None
+
+
+@pytest.mark.parametrize("signal_too", [False, True])
+async def test_unless_is_cancelled_from_outside(signal_too: bool) -> None:
+    signal, started = Signal(), asyncio.Event()
+
+    async def endless() -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    waiting = asyncio.create_task(unless(signal, endless()))
+    await started.wait()
+    if signal_too:
+        signal.set()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_unless_leaves_no_cancellation_behind() -> None:
+    signal, started = Signal(), asyncio.Event()
+
+    async def stubborn() -> int:
+        started.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return 7
+
+    waiting = asyncio.create_task(unless(signal, stubborn()))
+    await started.wait()
+    signal.set()
+    assert await waiting == 7
+    assert waiting.cancelling() == 0
 
 
 def test_objectives(tmp_path: Path) -> None:
