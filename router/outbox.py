@@ -33,8 +33,8 @@ class Outbox(Generic[M]):
         return self._error is not None
 
     def put(self, span: Span) -> None:
-        """Queue `span`. When the client is too far behind, everything is dropped and the stream fails. What counts is what lay
-        here before: a grammar may force thousands of tokens at once."""
+        """Queue `span`, or hand its message to who waits. When the client is too far behind, everything is dropped and the stream
+        fails. What counts is what lay here before: a grammar may force thousands of tokens at once."""
         if self._error is not None:
             return
         waiter = self._waiter
@@ -43,7 +43,13 @@ class Outbox(Generic[M]):
         elif waiter.done():
             self._queue(span)
         else:
-            self._hand(span, waiter)
+            try:
+                message = self._render(span)
+            except Exception as error:  # noqa: BLE001 - the producer serves other requests, too
+                self.fail(error)
+                return
+            if message is not None:
+                waiter.set_result(message)
 
     def fail(self, error: MeshError | BaseException) -> None:
         """End the stream with `error` once what is queued has been taken. The first error stays."""
@@ -65,15 +71,6 @@ class Outbox(Generic[M]):
             if message is not None:
                 return [message, *self._rendered()] if self._spans else [message]
         return self._rendered()
-
-    def _hand(self, span: Span, waiter: asyncio.Future[M | None]) -> None:
-        try:
-            message = self._render(span)
-        except Exception as error:  # noqa: BLE001 - the producer serves other requests, too
-            self.fail(error)
-            return
-        if message is not None:
-            waiter.set_result(message)
 
     def _pile_up(self, span: Span) -> None:
         if self._num_tokens >= self._max_tokens:

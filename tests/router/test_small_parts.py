@@ -289,3 +289,27 @@ async def test_outbox_takes_what_comes_at_once_however_much() -> None:
     assert not outbox.failed
     outbox.put(Span(0, 54, [6]))
     assert outbox.failed
+
+
+async def test_outbox_hands_an_error_of_rendering_to_its_own_client() -> None:
+    def broken(span: Span) -> Span:
+        raise RuntimeError("as planned")
+
+    outbox = Outbox(3, broken)
+    taking = asyncio.create_task(outbox.take())
+    await asyncio.sleep(0)
+    outbox.put(Span(0, 0, [1]))
+    with pytest.raises(RuntimeError, match="as planned"):
+        await taking
+
+
+async def test_outbox_goes_on_waiting_when_a_span_needs_no_message() -> None:
+    outbox = Outbox(3, lambda span: None if span.first_index == 0 else span)
+    taking = asyncio.create_task(outbox.take())
+    await asyncio.sleep(0)
+    outbox.put(Span(0, 0, [1]))
+    await asyncio.sleep(0)
+    assert not taking.done()
+    outbox.put(Span(0, 1, [2]))
+    outbox.put(Span(0, 2, [3]))
+    assert [span.first_index for span in await taking] == [1, 2]
