@@ -8,7 +8,7 @@ from router.background import Background
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.gate import Gate
-from router.prefix_memory import PrefixMemory
+from router.prefix_index import PrefixIndex
 from router.room_line import RoomLine
 from router.served_model import ServedModel
 
@@ -22,7 +22,7 @@ class Core:
     models: dict[str, ServedModel]
     fleet: Fleet
     gate: Gate
-    prefixes: PrefixMemory
+    prefixes: PrefixIndex
     room: RoomLine = field(default_factory=RoomLine)
     background: Background = field(default_factory=Background)
     num_token_mismatches: int = 0
@@ -31,7 +31,7 @@ class Core:
     def build(cls, config: RouterConfig, router_id: str, models: dict[str, ServedModel], fleet: Fleet) -> "Core":
         """Empty queues and memories from the configuration."""
         gate = Gate(Admission(config.max_inflight, config.max_queued))
-        return cls(config, router_id, models, fleet, gate, PrefixMemory(config.prefix_memory_blocks))
+        return cls(config, router_id, models, fleet, gate, PrefixIndex(config.prefix_index_blocks))
 
     def max_context(self, model: ServedModel) -> int:
         """Tokens that a request to `model` may have: the model's, or what the largest worker known has been given."""
