@@ -92,7 +92,7 @@ def _streaming(behaviour: Behaviour) -> Callable[[object, Context], Awaitable[No
             _check_parsed(request)
             result = behaviour(request, context)
             if not isinstance(result, AsyncGeneratorType):  # writes to the context itself, as the health service does
-                await result
+                await cast("Awaitable[object]", result)
                 return
             async with aclosing(result) as responses:
                 async for response in responses:

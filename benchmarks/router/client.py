@@ -20,6 +20,8 @@ METHOD = "/pdmesh.v1.Mesh/Generate"
 MODES = {"local": mesh_pb2.PREFILL_MODE_LOCAL, "remote": mesh_pb2.PREFILL_MODE_REMOTE}
 Call = Callable[[], "grpc.aio.UnaryStreamCall[bytes, bytes]"]
 CALLS_PER_CONNECTION = 100
+MAX_OPENING = 64
+"""Streams that wait for their first token at the same time."""
 FIRST_TOKEN = 2
 """Which message of an answer it is in."""
 
@@ -76,32 +78,55 @@ async def closed(call: Call, clients: int, seconds: float) -> dict[str, object]:
     return {"requests_per_s": sum(counts) / (time.perf_counter() - began)}
 
 
+class Streams:
+    """Many streams that stay open. `num_messages` of all of them so far."""
+
+    def __init__(self, address: str, request: bytes, count: int) -> None:
+        channels = [_channel(address) for _ in range(-(-count // CALLS_PER_CONNECTION))]
+        self._calls = [caller(channel, request) for channel in channels]
+        self._count = count
+        self._opening = asyncio.Semaphore(MAX_OPENING)
+        self._readers: list[asyncio.Task[None]] = []
+        self.num_messages = 0
+
+    @property
+    def num_running(self) -> int:
+        """Streams that have not ended."""
+        return sum(not reader.done() for reader in self._readers)
+
+    async def open(self) -> None:
+        """Until each has its first token. Raises what ended one of them before."""
+        loop = asyncio.get_running_loop()
+        begun = [loop.create_future() for _ in range(self._count)]
+        for number, first in enumerate(begun):
+            await self._opening.acquire()
+            self._readers.append(asyncio.create_task(self._read(self._calls[number % len(self._calls)], first)))
+        await asyncio.gather(*begun)
+
+    async def _read(self, call: Call, begun: asyncio.Future[None]) -> None:
+        try:
+            count = 0
+            async for _ in call():
+                self.num_messages += 1
+                count += 1
+                if count == FIRST_TOKEN:
+                    begun.set_result(None)
+                    self._opening.release()
+        except grpc.aio.AioRpcError as error:
+            if begun.done():
+                raise
+            begun.set_exception(error)
+            self._opening.release()
+
+
 async def streams(address: str, request: bytes, count: int) -> None:
-    """Opens `count` streams at once, says so when each has its first token, then counts messages; a line for each line of
-    standard input with the messages so far."""
-    channels = [_channel(address) for _ in range(-(-count // CALLS_PER_CONNECTION))]
-    calls = [caller(channel, request) for channel in channels]
-    num_messages, num_begun, all_begun = 0, 0, asyncio.Event()
-
-    async def read(number: int) -> None:
-        nonlocal num_messages, num_begun
-        count = 0
-        async for _ in calls[number % len(calls)]():
-            num_messages += 1
-            count += 1
-            if count == FIRST_TOKEN:
-                num_begun += 1
-                if num_begun == len(readers):
-                    all_begun.set()
-
-    readers = [asyncio.create_task(read(number)) for number in range(count)]
-    await all_begun.wait()
+    """Opens `count` streams and says so, then a line with the messages so far for each line of standard input."""
+    opened = Streams(address, request, count)
+    await opened.open()
     say({"begun": count})
     loop = asyncio.get_running_loop()
     while await loop.run_in_executor(None, sys.stdin.readline):
-        say({"messages": num_messages, "running": sum(not reader.done() for reader in readers)})
-    for reader in readers:
-        reader.cancel()
+        say({"messages": opened.num_messages, "running": opened.num_running})
 
 
 def _channel(address: str) -> grpc.aio.Channel:
