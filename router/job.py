@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from protos.v1 import common_pb2
-from router.policy import Mode
 from router.served_model import ServedModel
+from router.views import Mode
 from runtime.cache_root import cache_root_of
 from text.block_hash import hash_prompt, short_name
 
@@ -15,6 +15,7 @@ class Job:
 
     `sampling` is what workers get: seed, max_tokens and n are set; stop strings are the router's and stand in `stop` instead.
     `emitted` is empty, or holds one entry for each choice in order. `deadline` is monotonic seconds, None without one.
+    `slo_*_ms` are the request's own objectives, 0: the model's.
     """
 
     request_id: str
@@ -28,6 +29,8 @@ class Job:
     cache_salt: str = ""
     mode: Mode | None = None
     deadline: float | None = None
+    slo_ttft_ms: int = 0
+    slo_tpot_ms: int = 0
     _names: dict[tuple[bytes, int], list[int]] = field(default_factory=dict, repr=False)
 
     @property

@@ -1,1 +1,1 @@
-"""What the router costs, how well it predicts and what it withstands; `make bench-router`."""
+"""`make bench-router`: what the router is worth: its policy, its admission, its predictions, its overhead, its loss."""
