@@ -63,12 +63,18 @@ def running(module: str, *arguments: object) -> Iterator[Process]:
 
 @contextmanager
 def router(
-    folder: Path, *, step_s: float = 0.0, hold_after: int | None = None, settings: Sequence[object] = ()
+    folder: Path,
+    *,
+    step_s: float = 0.0,
+    hold_after: int | None = None,
+    profile: Path | None = None,
+    settings: Sequence[object] = (),
 ) -> Iterator[tuple[Process, str]]:
-    """A router process before two stub workers; its address."""
+    """A router process before two stub workers; its address. With `profile` it samples itself into that file."""
     hold = () if hold_after is None else ("--hold-after", hold_after)
+    program = ("router",) if profile is None else ("benchmarks.router.profiled", profile)
     with running("benchmarks.router.stub_worker", "--step-s", step_s, *hold) as workers:
         addresses = workers.hear()["address"]
-        places = ("--max-inflight", 1_000_000)
-        with running("router", "--port", 0, "--models", f"stub={folder}", "--workers", addresses, *places, *settings) as process:
+        flags = ("--port", 0, "--models", f"stub={folder}", "--workers", addresses, "--max-inflight", 1_000_000)
+        with running(str(program[0]), *program[1:], *flags, *settings) as process:
             yield process, process.hear()["address"]

@@ -1,4 +1,4 @@
-"""A router that samples itself: `python -m benchmarks.router.profiled FILE ARGUMENTS OF THE ROUTER`.
+"""A router that samples itself, from SIGUSR1 on: `python -m benchmarks.router.profiled FILE ARGUMENTS OF THE ROUTER`.
 
 The kernel's profiling timer counts CPU time of the whole process; each signal finds what the event loop's thread is at. A
 profiler that hooks calls would charge the many small functions of this path for its own work. What runs in C counts for the
