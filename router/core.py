@@ -4,13 +4,17 @@ import asyncio
 from dataclasses import dataclass, field
 
 from router.admission import Admission
+from router.applicants import Applicants
 from router.background import Background
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.gate import Gate
+from router.objectives import ModelObjective
+from router.places import AdmissionSettings
 from router.prefix_memory import PrefixMemory
 from router.room_line import RoomLine
 from router.served_model import ServedModel
+from router.tenant_limits import TenantBook
 
 
 @dataclass(eq=False)
@@ -22,21 +26,42 @@ class Core:
     models: dict[str, ServedModel]
     fleet: Fleet
     gate: Gate
+    applicants: Applicants
     prefixes: PrefixMemory
     room: RoomLine = field(default_factory=RoomLine)
     background: Background = field(default_factory=Background)
     num_token_mismatches: int = 0
 
     @classmethod
-    def build(cls, config: RouterConfig, router_id: str, models: dict[str, ServedModel], fleet: Fleet) -> "Core":
-        """Empty queues and memories from the configuration."""
-        gate = Gate(Admission(config.max_inflight, config.max_queued))
-        return cls(config, router_id, models, fleet, gate, PrefixMemory(config.prefix_memory_blocks))
+    def build(
+        cls,
+        config: RouterConfig,
+        router_id: str,
+        models: dict[str, ServedModel],
+        fleet: Fleet,
+        *,
+        objectives: tuple[ModelObjective, ...] = (),
+        tenants: TenantBook | None = None,
+    ) -> "Core":
+        """Empty queues and memories from the configuration. Without a book all tenants are equal and unlimited."""
+        gate = Gate(Admission(_settings(config), tenants))
+        applicants = Applicants({objective.model: objective for objective in objectives})
+        return cls(config, router_id, models, fleet, gate, applicants, PrefixMemory(config.prefix_memory_blocks))
 
     def max_context(self, model: ServedModel) -> int:
         """Tokens that a request to `model` may have: the model's, or what the largest worker known has been given."""
         largest = self.fleet.max_context(model.name)
         return model.max_context if largest is None else min(model.max_context, largest)
+
+
+def _settings(config: RouterConfig) -> AdmissionSettings:
+    return AdmissionSettings(
+        max_inflight=config.max_inflight,
+        max_queued=config.max_queued,
+        max_queued_bytes=config.max_queued_bytes,
+        hold_timeout_s=config.hold_timeout_s,
+        aging_s=config.aging_s,
+    )
 
 
 def time_left_s(deadline: float | None) -> float | None:

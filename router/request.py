@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from protos.v1 import mesh_pb2
-from router.admission import Ticket
+from router.applicant import Ticket
 from router.book import Book
 from router.core import Core
 from router.course import Course
@@ -65,10 +65,19 @@ class Request:
         if self._task is not None and not self._course.is_winding_up:
             self._task.cancel()
         if self._ticket is not None:
-            self._core.gate.leave(self._ticket)
+            self._core.gate.leave(self._ticket, self._used_tokens())
             self._ticket = None
             self._core.num_token_mismatches += self._book.num_mismatches
             self._core.fleet.changes.fire()  # there may be room now
+
+    def _used_tokens(self) -> int:
+        """What its tenant pays for: the prompt, unless nothing came of it, and what came out here. Complete answers say how long
+        answers are."""
+        emitted = sum(len(choice.token_ids) for choice in self.job.emitted)
+        new = self._book.num_tokens - emitted
+        if self._output.done:
+            self._core.applicants.outputs.record(self._book.num_tokens // self.job.num_choices)
+        return len(self.job.prompt) + emitted + new if new > 0 else 0
 
     def _replay(self) -> list[mesh_pb2.GenerateResponse]:
         try:
@@ -79,8 +88,9 @@ class Request:
 
     async def _admit(self) -> None:
         began_ns = now_ns()
-        self._ticket = await self._core.gate.enter(self.job.priority)
+        ticket = self._ticket = await self._core.gate.enter(self._core.applicants.of(self.job))
         self._timings.queued(began_ns)
+        self._timings.on_submitting = lambda: self._core.gate.placed(ticket)
 
     def _started(self) -> mesh_pb2.GenerateResponse:
         started = mesh_pb2.Started(

@@ -11,6 +11,7 @@ All values are monotonic nanoseconds of this router; durations of workers travel
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from protos.v1 import common_pb2, mesh_pb2
@@ -38,6 +39,7 @@ class RequestTimings:
     first_received_ns: int | None = None
     first_handed_ns: int | None = None
     prefill: common_pb2.PrefillTimings | None = None
+    on_submitting: Callable[[], None] | None = None
     paces: dict[int, _ChoicePace] = field(default_factory=dict)
 
     def routed(self, started_ns: int) -> None:
@@ -52,6 +54,9 @@ class RequestTimings:
 
     def submitting(self) -> None:
         """An attempt begins: Submit is being sent. What an earlier one took counts as retry."""
+        if self.on_submitting is not None:
+            self.on_submitting()
+            self.on_submitting = None
         self.failed()
         if self.first_received_ns is None:
             self.attempt_ns = self.call_ns = now_ns()
