@@ -107,7 +107,7 @@ class Admission:
 
     def _rate_refusal(self, applicant: Applicant, limits: TenantLimits, now: float) -> Refusal | None:
         delay_s = self.places.rates.delay_s(applicant.tenant, limits, applicant.cost, now)
-        if not delay_s or applicant.started:
+        if not delay_s:
             return None
         message = (
             f"the tenant's rate of {limits.tokens_per_s:g} tokens/s (prompt and output, up to {limits.burst:g} at once) is used "
@@ -152,7 +152,7 @@ class Admission:
         if not self._room.fits(applicant) and self._room.victim(applicant, limits.weight) is None:
             return self._full(lane)
         wait_s = lane.drain.seconds_for(lane.cost_ahead(applicant, limits.weight), lane.clock.now)
-        return None if applicant.started else lane.outlooks[applicant.rank].unless_waiting_alone(applicant, wait_s)
+        return lane.outlooks[applicant.rank].unless_waiting_alone(applicant, wait_s)
 
     def _queue(
         self, lane: Lane, applicant: Applicant, limits: TenantLimits, forecast: Forecast | None, tally: Tally, now: float

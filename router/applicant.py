@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from router.forecast import Forecast
 
-STARTED, INTERACTIVE, STANDARD, BATCH = range(4)
-"""Ranks: who comes first. A stream that another router lost comes before everything new, whatever its priority."""
+INTERACTIVE, STANDARD, BATCH = RANKS = (1, 2, 3)
+"""Who comes first; numbered as the priorities of common.proto."""
 
 
 def nothing_known() -> Forecast | None:
@@ -19,10 +19,10 @@ def nothing_known() -> Forecast | None:
 class Applicant:
     """One request at the gate.
 
-    `priority` is that of common.proto (1 interactive, 2 standard, 3 batch). `lane`: requests of different lanes run on different
-    workers, and do not wait for each other. `ttft_s` and `tpot_s` are its objectives, `guard_ttft_s` and `guard_tpot_s` those of
-    others that it must not spoil (batch); None: there is none. `deadline` is on the clock that admission is given.
-    `num_bytes` is what it holds while it waits. `foresee` looks at the mesh as it is now.
+    `priority` is that of common.proto. `started`: a stream that was lost elsewhere, of which the client has tokens. `lane`:
+    requests of different lanes run on different workers, and do not wait for each other. `ttft_s` and `tpot_s` are its
+    objectives, `guard_ttft_s` and `guard_tpot_s` those of others that it must not spoil (batch); None: there is none. `deadline`
+    is on the clock that admission is given. `num_bytes` is what it holds while it waits. `foresee` looks at the mesh as it is.
     """
 
     tenant: str = ""
@@ -41,8 +41,8 @@ class Applicant:
 
     @property
     def rank(self) -> int:
-        """STARTED, INTERACTIVE, STANDARD or BATCH."""
-        return STARTED if self.started else self.priority
+        """Its priority. A stream that was lost elsewhere continues as interactive, not before: anybody can claim to continue."""
+        return INTERACTIVE if self.started else self.priority
 
     @property
     def cost(self) -> float:

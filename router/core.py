@@ -1,15 +1,17 @@
 """What all requests of one router share."""
 
 import asyncio
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from router.admission import Admission
-from router.applicants import Applicants
 from router.background import Background
 from router.config import RouterConfig
 from router.fleet import Fleet
+from router.forecast import Forecaster
 from router.gate import Gate
 from router.objectives import ModelObjective
+from router.output_lengths import OutputLengths
 from router.places import AdmissionSettings
 from router.prefix_memory import PrefixMemory
 from router.room_line import RoomLine
@@ -19,15 +21,18 @@ from router.tenant_limits import TenantBook
 
 @dataclass(eq=False)
 class Core:
-    """The parts of a router process. `num_token_mismatches` counts repeated indexes whose token differed: not 0 is a bug."""
+    """The parts of a router process. `num_token_mismatches` counts repeated indexes whose token differed: not 0 is a bug.
+    Without a `forecaster` admission goes by count."""
 
     config: RouterConfig
     router_id: str
     models: dict[str, ServedModel]
     fleet: Fleet
     gate: Gate
-    applicants: Applicants
     prefixes: PrefixMemory
+    objectives: Mapping[str, ModelObjective] = field(default_factory=dict)
+    output_lengths: OutputLengths = field(default_factory=OutputLengths)
+    forecaster: Forecaster | None = None
     room: RoomLine = field(default_factory=RoomLine)
     background: Background = field(default_factory=Background)
     num_token_mismatches: int = 0
@@ -39,14 +44,13 @@ class Core:
         router_id: str,
         models: dict[str, ServedModel],
         fleet: Fleet,
-        *,
-        objectives: tuple[ModelObjective, ...] = (),
+        objectives: Iterable[ModelObjective] = (),
         tenants: TenantBook | None = None,
     ) -> "Core":
         """Empty queues and memories from the configuration. Without a book all tenants are equal and unlimited."""
         gate = Gate(Admission(_settings(config), tenants))
-        applicants = Applicants({objective.model: objective for objective in objectives})
-        return cls(config, router_id, models, fleet, gate, applicants, PrefixMemory(config.prefix_memory_blocks))
+        goals = {goal.model: goal for goal in objectives}
+        return cls(config, router_id, models, fleet, gate, PrefixMemory(config.prefix_memory_blocks), goals)
 
     def max_context(self, model: ServedModel) -> int:
         """Tokens that a request to `model` may have: the model's, or what the largest worker known has been given."""

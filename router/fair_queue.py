@@ -26,6 +26,7 @@ class Flow:
     num_bytes: int = 0
     cost: float = 0.0
     parked: bool = False  # waits for something of its own, not for its turn
+    load: float = 0.0  # what it holds of the room, for its weight
 
     def head(self) -> Ticket | None:
         """The oldest that waits."""
@@ -41,9 +42,12 @@ class Flow:
 
 
 class FairQueue:
-    """Tickets of one lane and rank."""
+    """Tickets of one lane and rank. `per_request` and `per_byte`: what one takes of the room, whose whole is 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, per_request: float, per_byte: float) -> None:
+        self._per_request = per_request
+        self._per_byte = per_byte
+        self._heaviest: list[tuple[float, int, Flow]] = []
         self.num_waiting = 0
         self.num_bytes = 0
         self.cost = 0.0
@@ -53,10 +57,20 @@ class FairQueue:
         self._heap: list[tuple[float, int, Flow]] = []
         self._entries = 0
 
-    @property
-    def flows(self) -> list[Flow]:
-        """Of tenants who wait."""
-        return [flow for flow in self._flows.values() if flow.num_waiting]
+    def load(self, num: int, num_bytes: int, weight: float) -> float:
+        """What so many requests, or so many bytes, are of the room, for their weight."""
+        return max(num * self._per_request, num_bytes * self._per_byte) / weight
+
+    def heaviest(self) -> Flow | None:
+        """Of the tenant who holds most for its weight; None when nobody waits."""
+        while self._heaviest:
+            load, _, flow = self._heaviest[0]
+            if flow.num_waiting and -load == flow.load:
+                return flow
+            heapq.heappop(self._heaviest)
+            if flow.num_waiting:
+                self._weigh(flow)  # it was heavier once
+        return None
 
     def flow(self, tenant: str, weight: float) -> Flow:
         """The tenant's, made if there is none; a new weight holds from here on."""
@@ -141,6 +155,17 @@ class FairQueue:
             counted.num_waiting += sign
             counted.num_bytes += sign * applicant.num_bytes
             counted.cost += sign * applicant.cost
+        flow.load = self.load(flow.num_waiting, flow.num_bytes, flow.weight)
+        if sign > 0:
+            self._weigh(flow)
+
+    def _weigh(self, flow: Flow) -> None:
+        self._entries += 1
+        heapq.heappush(self._heaviest, (-flow.load, self._entries, flow))
+        if len(self._heaviest) > 4 * self.num_waiting + 64:
+            waiting = (other for other in self._flows.values() if other.num_waiting)
+            self._heaviest = [(-other.load, number, other) for number, other in enumerate(waiting)]
+            heapq.heapify(self._heaviest)
 
     def _move(self, flow: Flow, start: float) -> None:
         """Its old entry in the heap is void from here on."""
@@ -149,7 +174,8 @@ class FairQueue:
             self._entries += 1
             heapq.heappush(self._heap, (start, self._entries, flow))
             if len(self._heap) > 4 * len(self._flows) + 64:
-                self._heap = [(other.start, number, other) for number, other in enumerate(self.flows) if not other.parked]
+                waiting = (other for other in self._flows.values() if other.num_waiting and not other.parked)
+                self._heap = [(other.start, number, other) for number, other in enumerate(waiting)]
                 heapq.heapify(self._heap)
 
     def _forget_idle(self) -> None:

@@ -46,7 +46,7 @@ class Router:
         self.channels = Channels(tls=tls)
         fleet = Fleet(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
         goals = objectives.load(config.objectives)
-        self.core = Core.build(config, router_id, served_model.load(config.model_folders()), fleet, objectives=goals)
+        self.core = Core.build(config, router_id, served_model.load(config.model_folders()), fleet, goals)
         self.registry = Registry(config.redis, config.mesh) if config.redis else None
         self.frontend = Frontend(self.core, goals, self._registry_connected)
         self.server = GrpcServer(config.host, config.port, tls=tls, callers=_callers(config))

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 
 from protos.v1 import mesh_pb2
 from router.applicant import Ticket
+from router.applicants import applicant_of, num_emitted
 from router.book import Book
 from router.core import Core
 from router.course import Course
@@ -71,13 +72,9 @@ class Request:
             self._core.fleet.changes.fire()  # there may be room now
 
     def _used_tokens(self) -> int:
-        """What its tenant pays for: the prompt, unless nothing came of it, and what came out here. Complete answers say how long
-        answers are."""
-        emitted = sum(len(choice.token_ids) for choice in self.job.emitted)
-        new = self._book.num_tokens - emitted
-        if self._output.done:
-            self._core.applicants.outputs.record(self._book.num_tokens // self.job.num_choices)
-        return len(self.job.prompt) + emitted + new if new > 0 else 0
+        """What its tenant pays for: the prompt, unless nothing came of it, and what was generated."""
+        generated = self._book.num_tokens
+        return len(self.job.prompt) + generated if generated > num_emitted(self.job) else 0
 
     def _replay(self) -> list[mesh_pb2.GenerateResponse]:
         try:
@@ -88,7 +85,7 @@ class Request:
 
     async def _admit(self) -> None:
         began_ns = now_ns()
-        ticket = self._ticket = await self._core.gate.enter(self._core.applicants.of(self.job))
+        ticket = self._ticket = await self._core.gate.enter(applicant_of(self._core, self.job))
         self._timings.queued(began_ns)
         self._timings.on_submitting = lambda: self._core.gate.placed(ticket)
 
@@ -103,6 +100,8 @@ class Request:
 
     def _completed(self) -> mesh_pb2.GenerateResponse:
         timings = self._timings.message()
+        for choice in range(self.job.num_choices):
+            self._core.output_lengths.observe(self.job.model.name, self.job.tenant, self._book.next_index(choice))
         usage = mesh_pb2.Usage(
             prompt_tokens=len(self.job.prompt),
             completion_tokens=self._output.num_tokens,

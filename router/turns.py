@@ -6,7 +6,7 @@ one that waits because the mesh is saturated is not, or large prompts would star
 
 import heapq
 
-from router.applicant import BATCH, INTERACTIVE, STANDARD, STARTED, Applicant, Refusal, Ticket, TicketState
+from router.applicant import BATCH, INTERACTIVE, STANDARD, Applicant, Refusal, Ticket, TicketState
 from router.drain_rate import retry_delay_s
 from router.fair_queue import FairQueue
 from router.forecast import Forecast
@@ -52,8 +52,8 @@ class Turns:
         self.decided.append(ticket)
 
     def way(self, lane: Lane, applicant: Applicant, forecast: Forecast | None, now: float) -> Way:
-        """Who would be alone is let in, and so is who has begun elsewhere."""
-        if applicant.started or not self._places.num_in_lane(applicant.lane, BATCH + 1):
+        """Who would be alone is let in."""
+        if not self._places.num_in_lane(applicant.lane, BATCH + 1):
             return Way.OPEN
         others_above = self._places.num_in_lane(applicant.lane, BATCH) > 0
         return way(applicant, forecast, others_above=others_above, transit_s=lane.transit.seconds(now))
@@ -62,14 +62,14 @@ class Turns:
         self, lane: Lane, applicant: Applicant, forecast: Forecast | None, wait_s: float | None, now: float, waited_s: float = 0.0
     ) -> Refusal | None:
         """Its deadline counts always, its objective unless it would be alone. `wait_s`: from now on; None: it is placed now."""
-        refusal = None if applicant.started else deadline_refusal(applicant, forecast, wait_s, now)
-        if refusal is not None or applicant.started or not self._places.num_in_lane(applicant.lane, BATCH + 1):
+        refusal = deadline_refusal(applicant, forecast, wait_s, now)
+        if refusal is not None or not self._places.num_in_lane(applicant.lane, BATCH + 1):
             return refusal
         return lane.outlooks[applicant.rank].refusal(applicant, forecast, wait_s, waited_s)
 
     def note_latest_start(self, ticket: Ticket, forecast: Forecast | None) -> None:
         """When it will be too late for it. Without a forecast nobody is taken to be late."""
-        if forecast is None or ticket.applicant.started:
+        if forecast is None:
             return
         applicant, ends = ticket.applicant, []
         if applicant.ttft_s is not None:
@@ -124,10 +124,10 @@ class Turns:
         return None, True
 
     def _in_order(self, lane: Lane, now: float) -> list[FairQueue]:
-        ranks = [STARTED, INTERACTIVE, STANDARD, BATCH]
+        ranks = [INTERACTIVE, STANDARD, BATCH]
         aged = lane.queues[STANDARD].head() if self._settings.aging_s else None
         if aged is not None and now - aged.arrived >= self._settings.aging_s and lane.num_before_aged >= AGED_TURN - 1:
-            ranks = [STARTED, STANDARD, INTERACTIVE, BATCH]
+            ranks = [STANDARD, INTERACTIVE, BATCH]
         return [lane.queues[rank] for rank in ranks if lane.queues[rank].num_waiting]
 
     def _admit(self, ticket: Ticket, now: float) -> None:

@@ -5,18 +5,17 @@ over its share makes way: first lower ranks for higher ones, then, within a rank
 newest of its requests goes.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 
-from router.applicant import BATCH, INTERACTIVE, STANDARD, STARTED, Applicant, Ticket
+from router.applicant import BATCH, INTERACTIVE, RANKS, STANDARD, Applicant, Ticket
 from router.drain_rate import BusyClock, DrainRate
 from router.fair_queue import FairQueue, Flow
 from router.foresight import Outlook
 
-RANKS = (STARTED, INTERACTIVE, STANDARD, BATCH)
 MAX_LANES = 64
 MAX_TRANSIT_S = 0.5
-OPEN_EIGHTHS = {STARTED: 8, INTERACTIVE: 8, STANDARD: 7, BATCH: 6}
+OPEN_EIGHTHS = {INTERACTIVE: 8, STANDARD: 7, BATCH: 6}
 
 
 class Patience:
@@ -75,8 +74,8 @@ class Transit:
 class Lane:
     """Those who wait for the same workers, by rank; and what is known of them."""
 
-    def __init__(self, now: float) -> None:
-        self.queues = {rank: FairQueue() for rank in RANKS}
+    def __init__(self, now: float, max_queued: int, max_bytes: int) -> None:
+        self.queues = {rank: FairQueue(1 / max(1, max_queued), 1 / max_bytes) for rank in RANKS}
         self.outlooks = {rank: Outlook() for rank in RANKS}
         self.drain = DrainRate()
         self.clock = BusyClock()
@@ -106,7 +105,7 @@ class Lane:
 
     def somebody_before(self, rank: int) -> bool:
         """Does somebody wait for a turn whom a newcomer of `rank` must not pass?"""
-        return any(self.queues[other].num_waiting and self.queues[other].head() for other in range(rank + 1))
+        return any(self.queues[other].num_waiting and self.queues[other].head() for other in range(INTERACTIVE, rank + 1))
 
     def cost_ahead(self, applicant: Applicant, weight: float) -> float:
         """Tokens that are served before a newcomer's: of higher ranks all, of its own what shares leave to others meanwhile."""
@@ -114,7 +113,7 @@ class Lane:
         flow = queue.flow(applicant.tenant, weight)
         others = queue.weight - (flow.weight if flow.num_waiting else 0.0)
         shared = (flow.cost + applicant.cost) * (others + weight) / weight - applicant.cost
-        return sum(self.queues[rank].cost for rank in range(applicant.rank)) + min(queue.cost, shared)
+        return sum(self.queues[rank].cost for rank in range(INTERACTIVE, applicant.rank)) + min(queue.cost, shared)
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class WaitingRoom:
         if key not in self.lanes:
             if len(self.lanes) >= MAX_LANES:
                 self.lanes = {name: lane for name, lane in self.lanes.items() if lane.num_waiting}
-            self.lanes[key] = Lane(now)
+            self.lanes[key] = Lane(now, self.max_queued, self.max_bytes)
         return self.lanes[key]
 
     def fits(self, applicant: Applicant) -> bool:
@@ -179,10 +178,6 @@ class WaitingRoom:
         self._queue_of(ticket).remove(ticket)
         self._count(ticket, -1)
 
-    def queues(self, rank: int) -> Iterator[FairQueue]:
-        """Of all lanes."""
-        return (lane.queues[rank] for lane in self.lanes.values())
-
     def _queue_of(self, ticket: Ticket) -> FairQueue:
         return self.lanes[ticket.applicant.lane].queues[ticket.applicant.rank]
 
@@ -190,33 +185,24 @@ class WaitingRoom:
         self.num_queued += sign
         self.num_bytes += sign * ticket.applicant.num_bytes
 
-    def _occupancy(self, num: int, num_bytes: int, weight: float) -> float:
-        """How much of the room, for its weight."""
-        return max(num / self.max_queued, num_bytes / self.max_bytes) / weight
-
     def _heavier_tenant(self, applicant: Applicant, weight: float) -> Victim | None:
-        """Somebody of the same rank who, even after it, would hold no less than the newcomer's tenant."""
-        own = [queue.flow(applicant.tenant, weight) for queue in self._own_lanes(applicant)]
-        num, num_bytes = sum(flow.num_waiting for flow in own) + 1, sum(flow.num_bytes for flow in own) + applicant.num_bytes
-        mine = self._occupancy(num, num_bytes, weight)
-        total_weight = weight + sum(queue.weight for queue in self.queues(applicant.rank))
-        if mine * weight > weight / total_weight * 2:
-            return None  # more than twice its share: nobody needs to be looked for
+        """Somebody of the same rank who holds more for its weight than the newcomer's tenant would."""
         heaviest = self._heaviest(applicant.rank)
         if heaviest is None or heaviest.flow.tenant == applicant.tenant:
             return None
-        flow = heaviest.flow
-        return heaviest if self._occupancy(flow.num_waiting, flow.num_bytes, flow.weight) > mine else None
-
-    def _own_lanes(self, applicant: Applicant) -> list[FairQueue]:
         lane = self.lanes.get(applicant.lane)
-        return [] if lane is None else [lane.queues[applicant.rank]]
+        own = None if lane is None else lane.queues[applicant.rank].flow(applicant.tenant, weight)
+        num, num_bytes = (0, 0) if own is None else (own.num_waiting, own.num_bytes)
+        mine = heaviest.queue.load(num + 1, num_bytes + applicant.num_bytes, weight)
+        return heaviest if heaviest.flow.load > mine else None
 
     def _heaviest(self, rank: int) -> Victim | None:
-        """Looks at every tenant that waits: at most `max_queued`."""
-        candidates = [(queue, flow) for queue in self.queues(rank) if queue.num_waiting for flow in queue.flows]
-        if not candidates:
-            return None
-        queue, flow = max(candidates, key=lambda each: self._occupancy(each[1].num_waiting, each[1].num_bytes, each[1].weight))
-        ticket = flow.newest()
-        return None if ticket is None else Victim(queue, flow, ticket)
+        """Of all lanes."""
+        found: Victim | None = None
+        for lane in self.lanes.values():
+            queue = lane.queues[rank]
+            flow = queue.heaviest() if queue.num_waiting else None
+            ticket = None if flow is None else flow.newest()
+            if flow is not None and ticket is not None and (found is None or flow.load > found.flow.load):
+                found = Victim(queue, flow, ticket)
+        return found
