@@ -13,7 +13,7 @@ from router.gate import Gate
 from router.objectives import ModelObjective
 from router.output_lengths import OutputLengths
 from router.places import AdmissionSettings
-from router.prefix_memory import PrefixMemory
+from router.prefix_index import PrefixIndex
 from router.room_line import RoomLine
 from router.served_model import ServedModel
 from router.tenant_limits import TenantBook
@@ -29,7 +29,7 @@ class Core:
     models: dict[str, ServedModel]
     fleet: Fleet
     gate: Gate
-    prefixes: PrefixMemory
+    prefixes: PrefixIndex
     objectives: Mapping[str, ModelObjective] = field(default_factory=dict)
     output_lengths: OutputLengths = field(default_factory=OutputLengths)
     forecaster: Forecaster | None = None
@@ -50,7 +50,7 @@ class Core:
         """Empty queues and memories from the configuration. Without a book all tenants are equal and unlimited."""
         gate = Gate(Admission(_settings(config), tenants))
         goals = {goal.model: goal for goal in objectives}
-        return cls(config, router_id, models, fleet, gate, PrefixMemory(config.prefix_memory_blocks), goals)
+        return cls(config, router_id, models, fleet, gate, PrefixIndex(config.prefix_index_blocks), goals)
 
     def max_context(self, model: ServedModel) -> int:
         """Tokens that a request to `model` may have: the model's, or what the largest worker known has been given."""

@@ -93,9 +93,7 @@ class Placer:
 
     def remember(self, job: Job, incarnations: Iterable[Incarnation]) -> None:
         """The prompt's blocks are on these workers now."""
-        for incarnation in incarnations:
-            info = incarnation.info
-            self._core.prefixes.record((info.address, info.epoch), job.block_hashes(info.layout.block_size))
+        self._core.prefixes.remember(job, incarnations)
 
     async def _wait_for_place(self, need: Need, ahead: asyncio.Event) -> Placed:
         """At the head of the line: try at every change, until the limit for what is missing has passed."""
@@ -187,18 +185,10 @@ class Placer:
             num_tokens=_num_tokens(need),
             num_choices=job.num_choices,
             max_total_tokens=len(job.prompt) + job.sampling.max_tokens,
-            cached_tokens=self._cached_tokens(job, {view.block_size for view in views}),
+            cached_tokens=self._core.prefixes.cached_tokens(job),
             mode=Mode.LOCAL if several_under_way else job.mode,
             kind=need.kind,
         )
-
-    def _cached_tokens(self, job: Job, block_sizes: set[int]) -> dict[WorkerKey, int]:
-        """Tokens of the prompt that each worker is thought to hold."""
-        cached: dict[WorkerKey, int] = {}
-        for block_size in block_sizes:
-            matched = self._core.prefixes.match(job.block_hashes(block_size))
-            cached.update({worker: blocks * block_size for worker, blocks in matched.items()})
-        return cached
 
     def _incarnation(self, view: WorkerView | None) -> tuple[Worker, Incarnation] | None:
         """The living process behind a view; None if it has gone since."""

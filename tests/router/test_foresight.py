@@ -223,7 +223,7 @@ def test_the_queue_at_its_present_rate_counts() -> None:
     answer = refused(admission, applicant(sky, ttft_s=0.3), now)  # two wait: 0.3 s, and its own 0.05
     assert answer.reason == "objective" and "in the queue" in answer.message
     assert isinstance(admission.ask(applicant(sky, INTERACTIVE, ttft_s=0.3), now), Ticket)  # it passes them
-    other = refused(admission, applicant(sky, ttft_s=0.1, tenant="other"), now)
+    other = refused(admission, applicant(sky, ttft_s=0.09, tenant="other"), now)
     assert "the queue alone" in other.message
 
 
