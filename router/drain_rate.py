@@ -23,6 +23,11 @@ class BusyClock:
         self._looked_at: float | None = None
         self._busy = False
 
+    @property
+    def is_busy(self) -> bool:
+        """It runs."""
+        return self._busy
+
     def advance(self, now: float, *, busy: bool) -> float:
         """`busy`: from `now` on. Returns the clock's own time, which stands still while nobody is busy."""
         if self._busy and self._looked_at is not None:
