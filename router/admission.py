@@ -99,9 +99,7 @@ class Admission:
     def _release(self, ticket: Ticket, now: float, used_tokens: float) -> None:
         applicant = ticket.applicant
         lane = self._room.lane(applicant.lane, now)
-        was_busy, busy_s = lane.clock.is_busy, lane.tick(now, is_full=self.places.is_full)
-        if was_busy:
-            lane.drain.record(busy_s, applicant.cost)
+        lane.drain.record(lane.tick(now, is_full=self.places.is_full), applicant.cost)
         lane.patience.moved(now)
         lane.transit.leave(ticket.number)
         lane.queues[applicant.rank].settle(applicant.tenant, used_tokens - applicant.cost)

@@ -7,7 +7,7 @@ _held    slot of a worker → its blocks, the oldest first             forgettin
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
-from router.prefix_memory import WorkerKey
+from router.views import WorkerKey
 
 EVICTED_SHARE = 16
 

@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 from router.admission import Admission
 from router.background import Background
 from router.config import RouterConfig
+from router.decisions import Decisions
 from router.fleet import Fleet
 from router.forecast import Forecaster
 from router.gate import Gate
 from router.objectives import ModelObjective
+from router.other_policies import PreferencePolicy, preference
 from router.output_lengths import OutputLengths
+from router.overheads import Overheads
 from router.places import AdmissionSettings
+from router.policy import Policy, PredictPolicy
 from router.prefix_index import PrefixIndex
 from router.room_line import RoomLine
 from router.served_model import ServedModel
@@ -30,8 +34,11 @@ class Core:
     fleet: Fleet
     gate: Gate
     prefixes: PrefixIndex
+    policy: Policy
+    overheads: Overheads
     objectives: Mapping[str, ModelObjective] = field(default_factory=dict)
     output_lengths: OutputLengths = field(default_factory=OutputLengths)
+    decisions: Decisions = field(default_factory=Decisions)
     forecaster: Forecaster | None = None
     room: RoomLine = field(default_factory=RoomLine)
     background: Background = field(default_factory=Background)
@@ -49,8 +56,9 @@ class Core:
     ) -> "Core":
         """Empty queues and memories from the configuration. Without a book all tenants are equal and unlimited."""
         gate = Gate(Admission(_settings(config), tenants))
+        prefixes, overheads = PrefixIndex(config.prefix_index_blocks), Overheads()
         goals = {goal.model: goal for goal in objectives}
-        return cls(config, router_id, models, fleet, gate, PrefixIndex(config.prefix_index_blocks), goals)
+        return cls(config, router_id, models, fleet, gate, prefixes, _policy(config, overheads), overheads, goals)
 
     def max_context(self, model: ServedModel) -> int:
         """Tokens that a request to `model` may have: the model's, or what the largest worker known has been given."""
@@ -66,6 +74,12 @@ def _settings(config: RouterConfig) -> AdmissionSettings:
         hold_timeout_s=config.hold_timeout_s,
         aging_s=config.aging_s,
     )
+
+
+def _policy(config: RouterConfig, overheads: Overheads) -> Policy:
+    if config.policy == "predict":
+        return PredictPolicy(overheads, local_prefill_tokens=config.local_prefill_tokens)
+    return PreferencePolicy(preference(config.policy), config.local_prefill_tokens)
 
 
 def time_left_s(deadline: float | None) -> float | None:

@@ -16,17 +16,12 @@ def retry_delay_s(seconds: float | None) -> float:
 
 
 class BusyClock:
-    """Seconds in which somebody needed a place. What comes free while nobody does says nothing about how fast it could."""
+    """Seconds in which somebody needed a place. What comes free meanwhile says how fast it can, an idle hour says nothing."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._looked_at: float | None = None
         self._busy = False
-
-    @property
-    def is_busy(self) -> bool:
-        """It runs."""
-        return self._busy
 
     def advance(self, now: float, *, busy: bool) -> float:
         """`busy`: from `now` on. Returns the clock's own time, which stands still while nobody is busy."""

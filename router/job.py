@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from protos.v1 import common_pb2
-from router.policy import Mode
 from router.served_model import ServedModel
+from router.views import Mode
 from runtime.cache_root import cache_root_of
 from text.block_hash import hash_prompt, short_name
 

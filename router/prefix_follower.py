@@ -18,7 +18,7 @@ import grpc.aio
 from protos.v1 import worker_pb2
 from router.fleet import Fleet
 from router.prefix_index import PrefixIndex
-from router.prefix_memory import WorkerKey
+from router.views import WorkerKey
 from router.worker import Worker
 from runtime.block_stream import BlockStream, Entry, Source
 

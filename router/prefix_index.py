@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from protos.v1 import common_pb2, worker_pb2
 from router.block_map import BlockMap
 from router.job import Job
-from router.prefix_memory import PrefixMemory, WorkerKey
+from router.prefix_memory import PrefixMemory
+from router.views import WorkerKey
 from router.worker import Incarnation
 from router.worker_views import kind_of
 

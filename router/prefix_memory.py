@@ -6,8 +6,7 @@ Approximate, bounded. A wrong answer costs speed, never correctness.
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-WorkerKey = tuple[str, int]
-"""Address and epoch: what a worker held dies with its incarnation, because its key never comes again."""
+from router.views import WorkerKey
 
 
 class PrefixMemory:

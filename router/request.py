@@ -10,6 +10,7 @@ from router.book import Book
 from router.core import Core
 from router.course import Course
 from router.job import Job
+from router.learning import learn
 from router.output import Output, ResumeMismatch
 from router.timings import RequestTimings, now_ns
 from runtime.errors import InvalidArgument, MeshError
@@ -100,11 +101,10 @@ class Request:
 
     def _completed(self) -> mesh_pb2.GenerateResponse:
         timings = self._timings.message()
-        for choice in range(self.job.num_choices):
-            self._core.output_lengths.observe(self.job.model.name, self.job.tenant, self._book.next_index(choice))
         usage = mesh_pb2.Usage(
             prompt_tokens=len(self.job.prompt),
             completion_tokens=self._output.num_tokens,
             cached_tokens=min(timings.prefill_cached_tokens, len(self.job.prompt)),
         )
+        learn(self._core, self.job, self._timings.decision, timings, self._output.num_tokens)
         return mesh_pb2.GenerateResponse(completed=mesh_pb2.Completed(usage=usage, timings=timings))

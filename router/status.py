@@ -43,6 +43,7 @@ def status(core: Core, objectives: Sequence[ModelObjective], *, registry_connect
         ],
         admission=[_tally(*key, tally) for key, tally in sorted(admission.places.counts.tallies.items())],
         num_token_mismatches=core.num_token_mismatches,
+        prediction=core.decisions.status(),
     )
 
 
