@@ -15,6 +15,7 @@ from router.config import RouterConfig
 from router.core import Core
 from router.decode_link import LinkSettings
 from router.fleet import Fleet
+from router.forecaster import PolicyForecaster
 from router.frontend import Frontend
 from router.kserve.service import SERVICE_NAME as KSERVE
 from router.kserve.service import InferenceService
@@ -51,6 +52,7 @@ class Router:
         fleet = Fleet(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
         goals = objectives.load(config.objectives)
         self.core = Core.build(config, router_id, served_model.load(config.model_folders()), fleet, goals)
+        self.core.forecaster = PolicyForecaster(self.core)
         self.registry = Registry(config.redis, config.mesh) if config.redis else None
         stream = BlockStream(config.redis, config.mesh) if config.redis else None
         self.follower = PrefixFollower(fleet, self.core.prefixes, stream)
