@@ -18,11 +18,13 @@ from router.frontend import Frontend
 from router.kserve.service import SERVICE_NAME as KSERVE
 from router.kserve.service import InferenceService
 from router.openai.gateway import open_gateway
+from router.prefix_follower import PrefixFollower
 from router.service import MeshService
 from router.vllm_engine.service import SERVICE_NAME as VLLM_ENGINE
 from router.vllm_engine.service import VllmEngineService
 from runtime import config as configuration
 from runtime import log, process
+from runtime.block_stream import BlockStream
 from runtime.channel import Channels
 from runtime.registry import Registry
 from runtime.server import Callers, GrpcServer
@@ -48,6 +50,8 @@ class Router:
         goals = objectives.load(config.objectives)
         self.core = Core.build(config, router_id, served_model.load(config.model_folders()), fleet, goals)
         self.registry = Registry(config.redis, config.mesh) if config.redis else None
+        stream = BlockStream(config.redis, config.mesh) if config.redis else None
+        self.follower = PrefixFollower(fleet, self.core.prefixes, stream)
         self.frontend = Frontend(self.core, goals, self._registry_connected)
         self.server = GrpcServer(config.host, config.port, tls=tls, callers=_callers(config))
         self.server.register(mesh_pb2_grpc.add_MeshServicer_to_server, MeshService(self.frontend), SERVICE_NAME)
@@ -65,6 +69,7 @@ class Router:
             await self.http.start()
         port = await self.server.start()
         self.core.fleet.start(self.config.workers)
+        self.follower.start()
         if self.registry is not None:
             self.registry.start(self.core.fleet.on_registry)
         self._health = asyncio.create_task(self._follow_readiness(), name="health")
@@ -84,6 +89,7 @@ class Router:
             await self.http.stop()
         if self.registry is not None:
             await self.registry.stop()
+        await self.follower.stop()
         await self.core.fleet.stop()
         await self.channels.close()
 
