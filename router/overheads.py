@@ -18,7 +18,7 @@ LEAST_S = 1e-3
 
 MAX_PAIRS = 4096
 
-_Key = tuple[str, str]
+_Key = tuple[str | None, str]
 
 
 class Overheads:
@@ -53,4 +53,4 @@ def _unknown(prefill: WorkerView | None) -> Overhead:
 
 
 def _key(prefill: WorkerView | None, decode: WorkerView) -> _Key:
-    return ("" if prefill is None else f"{prefill.host_id}>", decode.host_id)
+    return (None if prefill is None else prefill.host_id, decode.host_id)

@@ -86,7 +86,7 @@ class PredictPolicy:
         """The cheapest pair with this decode worker."""
         group = roster.group_of(decode)
         owner = group.engines[decode.address]
-        look = _Look(group, demand, now, self._overheads, self._count(group))
+        look = _Look(group, demand, now, self._overheads, self._count(group), group.pressure)
         candidates = look.remote([owner], self._fillers(group, demand, [owner]))
         return min(candidates, key=_order).prefill if candidates else None
 
@@ -103,7 +103,7 @@ class PredictPolicy:
     def _look(self, group: Group, demand: Demand, now: float) -> tuple[list[Engine], list[Candidate]]:
         """The workers that could own the request, and the candidates among them."""
         count = self._count(group)
-        look = _Look(group, demand, now, self._overheads, count)
+        look = _Look(group, demand, now, self._overheads, count, group.pressure)
         holders = [engine for engine in self._holders(group, demand, group.owners) if engine.view.decode]
         owners = _together(first(_engines(group, group.owners), demand, count), first(holders, demand, count))
         if demand.mode is Mode.REMOTE:
@@ -152,6 +152,7 @@ class _Look:
     now: float
     overheads: Overheads
     count: int
+    pressure: float
     outputs: dict[WorkerKey, OutputSide] = field(default_factory=dict)
 
     def local(self, decodes: Iterable[Engine]) -> list[Candidate]:
@@ -207,7 +208,7 @@ class _Look:
         return output
 
     def _candidate(self, decode: Engine, prefill: Engine | None, predicted: Prediction) -> Candidate:
-        cost = cost_s(predicted, self.demand.expected_tokens, self.group.pressure)
+        cost = cost_s(predicted, self.demand.expected_tokens, self.pressure)
         cost += decode.view.penalty_s + (0.0 if prefill is None else prefill.view.penalty_s)
         filler = None if prefill is None else prefill.view
         return Candidate(decode.view, filler, cost, has_room_now(decode, self.demand), predicted)
