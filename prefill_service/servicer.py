@@ -22,11 +22,20 @@ if TYPE_CHECKING:
 class PrefillServicer(PrefillServiceServicer):
     """Prefill. Knows its running hand-offs, so that a worker can wait for them or give them up."""
 
-    def __init__(self, validator: PrefillValidator, tools: HandoffTools, *, check_new_work: Callable[[], None]) -> None:
-        """`check_new_work` raises when none is taken."""
+    def __init__(
+        self,
+        validator: PrefillValidator,
+        tools: HandoffTools,
+        *,
+        check_new_work: Callable[[], None],
+        owns_requests: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`check_new_work` raises when none is taken. While the worker `owns_requests` it computes what continues one, whatever
+        its roles, and also when it drains: that is how they leave it, as its cache holds nearly all of their KV."""
         self._validator = validator
         self._tools = tools
         self._check_new_work = check_new_work
+        self._owns_requests = owns_requests
         self._serial = itertools.count(1)
         self._running: set[Handoff] = set()
         self._idle = asyncio.Event()
@@ -41,10 +50,10 @@ class PrefillServicer(PrefillServiceServicer):
         self, request: prefill_pb2.PrefillRequest, context: _ServicerContext
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         received_ns = time.monotonic_ns()
-        self._check_new_work()
+        self._check(request)
         engine_id = f"p:{request.request_id}:{next(self._serial)}"
         assignment = await self._validator.check(request, engine_id, now=time.monotonic(), received_ns=received_ns)
-        self._check_new_work()  # compiling a constraint takes a while
+        self._check(request)  # compiling a constraint takes a while
         handoff = self._begin(Handoff(assignment, self._tools))
         context.add_done_callback(cast("Any", lambda _: handoff.cancel()))
         try:
@@ -55,6 +64,10 @@ class PrefillServicer(PrefillServiceServicer):
             raise InvalidArgument(f"request.{field}", problem or field) from error
         finally:
             handoff.cancel()
+
+    def _check(self, request: prefill_pb2.PrefillRequest) -> None:
+        if not (request.request.emitted and self._owns_requests()):
+            self._check_new_work()
 
     async def wait_idle(self) -> None:
         """Until no hand-off runs."""

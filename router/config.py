@@ -96,6 +96,12 @@ class RouterConfig:
         default=60.0, metadata={"help": "how long an admitted request waits for blocks on decode workers"}
     )
     max_resubmissions: int = field(default=16, metadata={"help": "losses of decode workers that one request survives"})
+    hedge_share: float = field(
+        default=0.05, metadata={"help": "prompts that may be given to a second worker when the first is late, a share; 0: none"}
+    )
+    rebalance: Literal["on", "off"] = field(
+        default="on", metadata={"help": "whether running requests leave a decode worker that is nearly full: on or off"}
+    )
     forget_worker_s: float = field(default=60.0, metadata={"help": "after how long an unregistered, silent worker is forgotten"})
     drain_grace_s: float = field(default=30.0, metadata={"help": "how long running streams may finish after SIGTERM"})
     linger_s: float = field(
@@ -117,6 +123,7 @@ class RouterConfig:
             _require(getattr(self, name) >= 0, name, "must not be negative")
         for name in _POSITIVE:
             _require(getattr(self, name) > 0, name, "must be positive")
+        _require(0 <= self.hedge_share <= 1, "hedge_share", "must be between 0 and 1")
         _require(0 <= self.port <= 65535, "port", "must be between 0 and 65535")
         _require(self.http_port is None or 0 <= self.http_port <= 65535, "http_port", "must be between 0 and 65535")
         same_host = self.http_host in ("", self.host)

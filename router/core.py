@@ -11,6 +11,9 @@ from router.decisions import Decisions
 from router.fleet import Fleet
 from router.forecast import Forecaster
 from router.gate import Gate
+from router.hedge import HedgeLimits, Hedging
+from router.judge import Judge
+from router.migration import Movable
 from router.objectives import ModelObjective
 from router.other_policies import PreferencePolicy, preference
 from router.output_lengths import OutputLengths
@@ -25,8 +28,8 @@ from router.tenant_limits import TenantBook
 
 @dataclass(eq=False)
 class Core:
-    """The parts of a router process. `num_token_mismatches` counts repeated indexes whose token differed: not 0 is a bug.
-    Without a `forecaster` admission goes by count."""
+    """The parts of a router process. `movers` are the requests that have a decode worker now. Without a `forecaster` admission
+    goes by count. `num_token_mismatches` counts repeated indexes whose token differed: not 0 is a bug."""
 
     config: RouterConfig
     router_id: str
@@ -42,7 +45,16 @@ class Core:
     forecaster: Forecaster | None = None
     room: RoomLine = field(default_factory=RoomLine)
     background: Background = field(default_factory=Background)
+    movers: set[Movable] = field(default_factory=set)
+    judge: Judge = field(init=False)
+    hedging: Hedging = field(init=False)
     num_token_mismatches: int = 0
+    num_hedges: int = 0
+    num_migrations: int = 0
+
+    def __post_init__(self) -> None:
+        self.judge = Judge(self.fleet.views)
+        self.hedging = Hedging(HedgeLimits(share=self.config.hedge_share))
 
     @classmethod
     def build(

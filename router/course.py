@@ -1,30 +1,30 @@
 """The course of one request through the mesh, until every choice has ended.
 
-place ─► Submit ─┬─ REMOTE ─► Prefill ─► committed ─┬─► tokens until the end
-                 │      ▲  └─ failed ─► Submit(attempt + 1) on another prefill worker, else LOCAL
-                 └─ LOCAL ──────────────────────────┘
-leg lost ─► place again, with prompt + what was emitted: indexes go on, tokens are the same
+place ─► a stay on a decode worker: its KV comes into being (filling.py) ─► tokens until the end
+stay lost ─► place again, with prompt + what was emitted: indexes go on, tokens are the same
+asked to move ─► the next stay is prepared while this one goes on; when its tokens come, this one is left (migration.py asks)
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from protos.v1 import common_pb2, mesh_pb2, prefill_pb2
+from protos.v1 import mesh_pb2
 from router.book import Book, Span
 from router.core import Core
 from router.decode_leg import DecodeLeg, LegLost
+from router.filling import Filling
+from router.health import Role
 from router.job import Job
 from router.outbox import Outbox
 from router.placer import Need, Placed, Placer
-from router.prefill_call import PrefillCall, PrefillEnd, PrefillTarget
-from router.timings import RequestTimings
-from router.views import Mode, WorkerKey
+from router.timings import RequestTimings, now_ns
+from router.views import WorkerKey
 from router.worker_views import kind_of
-from runtime.errors import DeadlineExceeded, FailedPrecondition, MeshError, Unavailable
+from runtime.errors import DeadlineExceeded, MeshError, Unavailable
 
-OUTCOME_GRACE_S = 1.0
-"""How long a Prefill call may still report its hand-off when every choice has ended already."""
+MIN_PACE_TOKENS = 8
+"""Fewer tokens of a stay say nothing about how fast they come."""
 
 Render = Callable[[Span], mesh_pb2.GenerateResponse | None]
 logger = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ class Course:
         self._placer = Placer(core)
         self._avoid: frozenset[WorkerKey] = frozenset()
         self._kind: tuple[object, ...] | None = None
+        self._leg: DecodeLeg | None = None
+        self._asked: asyncio.Future[str] | None = None  # while it can move
 
     async def run(self) -> None:
         """To the end. Errors go to the outbox; on cancellation both legs are told in the background."""
@@ -77,120 +79,118 @@ class Course:
         choices = range(self._job.num_choices)
         return [(choice, self._book.next_index(choice)) for choice in choices if not self._book.is_finished(choice)]
 
+    # What the mover sees (migration.Movable)
+
+    @property
+    def holder(self) -> WorkerKey | None:
+        """The decode worker that it could leave now; None while it has none, or moves already."""
+        return self._leg.key if self._leg is not None and self._asked is not None and not self._asked.done() else None
+
+    @property
+    def model(self) -> str:
+        """What it asks for."""
+        return self._job.model.name
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the choice that is furthest."""
+        return max(self._book.next_index(choice) for choice in range(self._job.num_choices))
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still come."""
+        return self._job.sampling.max_tokens - self.num_tokens
+
+    def ask_to_move(self, reason: str) -> None:
+        """Prepare a stay elsewhere and go there, if there is room; to be called only while it has a `holder`."""
+        if self._asked is not None and not self._asked.done():
+            self._asked.set_result(reason)
+
     async def _run_leg(self) -> None:
-        """One stay on one decode worker. A loss is noted, and the caller goes on."""
-        need = self._need()
+        """From the placement until a stay ends, here or where the request has moved to meanwhile. A loss is noted, and the caller
+        goes on."""
+        need = self._need(self._timings)
         placed = await self._placer.place(need)
+        leg = self._leg = placed.leg
         try:
-            await self._serve(placed, need)
-            placed.finished()
+            await self._fill(placed, need)
+            (await self._follow(placed)).finished()
+            self._check_outbox()
         except LegLost as loss:
-            self._note_loss(placed.leg, loss)
+            self._note_loss(self._leg or leg, loss)
         finally:
-            placed.leg.leave("the request has ended")
+            (self._leg or leg).leave("the request has ended")
+            self._leg = None
 
-    async def _serve(self, placed: Placed, need: Need) -> None:
-        """From the reservation to the end of the leg. Raises LegLost, MeshError."""
-        leg, prefill, reservation = placed.leg, placed.prefill, placed.reservation
-        tried: frozenset[WorkerKey] = frozenset()
-        while prefill is not None:
-            end, committed = await self._prefill(leg, prefill, reservation)
-            if committed:
-                break
-            tried |= {prefill.key}
-            self._timings.failed()
-            self._timings.parts.num_retries += 1
-            logger.warning("%s attempt %d: %s", leg.wire_id, leg.attempt, end.problem)
-            prefill = self._next_prefill(leg, need, tried) if end.retryable else None
-            retried = await self._submit_again(leg, prefill)
-            if retried is None:
-                break
-            reservation = retried
-        result = await leg.ended
-        if result is not None:
-            raise result
-        self._check_outbox()
+    async def _fill(self, placed: Placed, need: Need) -> None:
+        """Raises LegLost, MeshError."""
+        await Filling(self._core, self._job, self._book, self, placed, need).run()
 
-    async def _prefill(
-        self, leg: DecodeLeg, prefill: PrefillTarget, reservation: common_pb2.Reservation
-    ) -> tuple[PrefillEnd, bool]:
-        """One Prefill call; the flag says that nothing is left to do for prefill: committed, or the leg has ended.
-
-        Where first tokens end every choice, the call may still report: then decode has been told already and needs no Cancel.
-        """
-        call = PrefillCall(prefill, lambda first: self._on_first_tokens(leg, first))
-        self._timings.prefilling(call.worker_id)
-        request = self._job.token_request(self._book.history())
-        running = asyncio.create_task(call.run(leg, self._job, reservation, request), name=f"prefill {leg.wire_id}")
+    async def _follow(self, placed: Placed) -> Placed:
+        """Until the stay ends, wherever it is by then; returns that one. Raises LegLost, MeshError."""
+        self._core.movers.add(self)
         try:
-            await asyncio.wait((running, leg.ended), return_when=asyncio.FIRST_COMPLETED)
-            if self.is_winding_up:
-                await asyncio.wait((running,), timeout=OUTCOME_GRACE_S)
-            if not running.done():
-                return PrefillEnd(None, None), True
-            return running.result(), self._is_committed(leg, prefill, call, running.result())
+            while True:
+                leg = self._leg = placed.leg
+                pace = (now_ns(), self.num_tokens)
+                asked = self._asked = asyncio.get_running_loop().create_future()
+                await asyncio.wait((leg.ended, asked), return_when=asyncio.FIRST_COMPLETED)
+                self._note_pace(leg, *pace)
+                if leg.ended.done():
+                    _raise(leg.ended.result())
+                    return placed
+                placed = await self._move(placed, asked.result())
         finally:
-            running.cancel()
+            self._core.movers.discard(self)
+            self._asked = None
 
-    def _is_committed(self, leg: DecodeLeg, prefill: PrefillTarget, call: PrefillCall, end: PrefillEnd) -> bool:
-        """Does decode go on by itself? Raises LegLost when it does but the first tokens, which only prefill had, did not come."""
-        if end.problem is None:
-            if not call.got_first_tokens:
-                raise LegLost(f"prefill worker {call.worker_id} reported a hand-off without first tokens")
-            self._note_handoff(leg, prefill, end)
-            return True
-        if leg.ended.done():
-            return True
-        if leg.started and not call.got_first_tokens:
-            raise LegLost(f"{end.problem}; the hand-off was done, its first tokens are lost")
-        return leg.started
-
-    async def _submit_again(self, leg: DecodeLeg, prefill: PrefillTarget | None) -> common_pb2.Reservation | None:
-        """The next attempt at the same reservation; None when decode runs already: the last attempt has succeeded after all."""
+    async def _move(self, placed: Placed, reason: str) -> Placed:
+        """To another worker while the present stay goes on; when that one ends meanwhile, the next is needed only if it was lost.
+        Returns where the request is now."""
+        old = placed.leg
+        arriving = asyncio.create_task(self._arrive(old), name=f"move {old.wire_id}")
         try:
-            return await leg.submit(Mode.REMOTE if prefill is not None else Mode.LOCAL, self._book.history())
-        except FailedPrecondition as error:
-            if leg.delivered:
-                return None
-            raise LegLost(f"attempt {leg.attempt} on {leg.info.worker_id} was refused: {error.message}") from error
-        except MeshError as error:
-            raise LegLost(f"attempt {leg.attempt} on {leg.info.worker_id} failed: {error.message}") from error
+            new = await _arrival(arriving, old)
+        except (LegLost, MeshError) as error:
+            logger.info("%s stays on %s: %s", old.wire_id, old.info.worker_id, error)
+            return placed
+        if new is None:
+            return placed
+        info = new.leg.info
+        logger.info("%s goes on at %s: %s", old.wire_id, info.worker_id, reason)
+        self._timings.parts.decode_worker = info.worker_id
+        self._core.num_migrations += 1
+        self._leg, self._kind = new.leg, kind_of(info)
+        placed.finished()
+        old.leave(f"it goes on elsewhere: {reason}")
+        return new
 
-    def _next_prefill(self, leg: DecodeLeg, need: Need, tried: frozenset[WorkerKey]) -> PrefillTarget | None:
-        """Several choices under way can only be continued LOCAL."""
-        if self._job.num_choices > 1 and self._book.anything_emitted:
+    async def _arrive(self, old: DecodeLeg) -> Placed | None:
+        """The next stay, when its tokens come; None without room elsewhere. Its timings are nobody's: the client has a first
+        token. Raises LegLost, MeshError."""
+        self._kind = kind_of(old.info)
+        need = self._need(RequestTimings(now_ns()))
+        placed = await self._placer.place_elsewhere(need, old)
+        if placed is None:
             return None
-        return self._placer.next_prefill(leg, need, tried)
-
-    def _on_first_tokens(self, leg: DecodeLeg, first: prefill_pb2.FirstTokens) -> None:
-        self._timings.prefilled(first.timings)
-        wants_logprobs = self._job.sampling.HasField("logprobs")
-        spans = [
-            Span(token.choice, token.index, [token.token_id], (token.logprobs,) if wants_logprobs else (), token.finish_reason)
-            for token in first.tokens
-        ]
-        leg.deliver_first(spans)
-
-    def _note_handoff(self, leg: DecodeLeg, prefill: PrefillTarget, end: PrefillEnd) -> None:
-        if end.outcome is None:
-            return
-        if end.outcome.status == prefill_pb2.HANDOFF_STATUS_FINISHED:
-            if not end.outcome.message:  # else decode could not be told, and holds its blocks until we cancel
-                leg.finished()
-            return
-        parts = self._timings.parts
-        parts.kv_exposed_ns = end.outcome.kv_exposed_ns
-        parts.kv_bytes, parts.transport = end.outcome.kv_bytes, end.outcome.transport
-        decode = leg.worker.current
-        holders = (prefill.incarnation,) if decode is None else (prefill.incarnation, decode)
-        self._placer.remember(self._job, holders)
+        leg = placed.leg
+        try:
+            await self._fill(placed, need)
+            await _first(leg.flowing, leg.ended)
+            if leg.ended.done():
+                _raise(leg.ended.result())
+        except BaseException:
+            leg.leave("its move came to nothing")
+            raise
+        return placed
 
     def _note_loss(self, leg: DecodeLeg, loss: LegLost) -> None:
         parts = self._timings.parts
         logger.warning("%s: %s; %d tokens are out, it goes on elsewhere", leg.wire_id, loss, self._book.num_tokens)
+        self._core.judge.failed(leg.key, Role.DECODE, str(loss))
         self._timings.failed()
         self._book.drop_early()
-        self._avoid = frozenset({(leg.worker.address, leg.info.epoch)})
+        self._avoid = frozenset({leg.key})
         if self._book.anything_emitted:
             self._kind = kind_of(leg.info)
         parts.num_resubmissions += 1
@@ -199,17 +199,59 @@ class Course:
                 f"lost {parts.num_resubmissions} times (max_resubmissions), the last time because {loss}; resume it"
             )
 
+    def _note_pace(self, leg: DecodeLeg, since_ns: int, since_tokens: int) -> None:
+        """How fast its tokens came on `leg`."""
+        num_tokens = self.num_tokens - since_tokens
+        since_ns = max(since_ns, self._timings.first_received_ns or 0)  # before it, decode may have computed the prompt
+        if leg.ended.done() and leg.ended.result() is not None:
+            return
+        self._core.judge.succeeded(leg.key, Role.DECODE)
+        if num_tokens >= MIN_PACE_TOKENS:
+            self._core.judge.took(leg.key, Role.DECODE, (now_ns() - since_ns) / 1e9 / num_tokens)
+
     def _check_outbox(self) -> None:
         """A client that is too slow has ended the leg: the error waits in the outbox, and the book must not be filled further."""
         if self.outbox.failed:
             raise Unavailable("the client's stream has failed")
 
-    def _need(self) -> Need:
+    def _need(self, timings: RequestTimings) -> Need:
         return Need(
             job=self._job,
             emitted=self._book.history(),
             sink=self,
-            timings=self._timings,
+            timings=timings,
             kind=self._kind,
             avoid=self._avoid,
         )
+
+
+def _raise(result: LegLost | MeshError | None) -> None:
+    if result is not None:
+        raise result
+
+
+async def _first(event: asyncio.Event, future: asyncio.Future[LegLost | MeshError | None]) -> None:
+    """Until one of them has come."""
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait((waiting, future), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+
+
+async def _arrival(arriving: asyncio.Task[Placed | None], old: DecodeLeg) -> Placed | None:
+    """The next stay; None when there is none, or `old` has brought everything meanwhile. Whatever else happens, what had been
+    begun elsewhere is left. Raises LegLost, MeshError."""
+    taken: Placed | None = None
+    try:
+        await asyncio.wait((arriving, old.ended), return_when=asyncio.FIRST_COMPLETED)
+        if old.ended.done() and not isinstance(old.ended.result(), LegLost):
+            return None
+        await asyncio.wait((arriving,))
+        taken = arriving.result()
+        return taken
+    finally:
+        arriving.cancel()
+        await asyncio.wait((arriving,))
+        if taken is None and not arriving.cancelled() and arriving.exception() is None and (new := arriving.result()) is not None:
+            new.leg.leave("the request has ended meanwhile")

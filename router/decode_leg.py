@@ -16,7 +16,7 @@ from router.changes import unless
 from router.core import Core, time_left_ms, time_left_s
 from router.job import Job
 from router.timings import RequestTimings
-from router.views import Mode
+from router.views import Mode, WorkerKey
 from router.worker import Incarnation, Worker
 from runtime.errors import DeadlineExceeded, MeshError, Unavailable, error_from_rpc
 
@@ -47,7 +47,7 @@ class DecodeLeg:
 
     The id on the wire is the client's with a random tail: a client's id need not be unique, and a request that comes back to a
     worker which still holds an earlier stay of it must not be taken for that one.
-    `started`: decode generates; `delivered`: tokens have come during this stay, from decode or prefill.
+    `started`: decode generates; `delivered`: tokens have come during this stay, from decode or prefill; `flowing` is set then.
     `ended` resolves with None when the worker has finished every choice, else with the reason why not.
     """
 
@@ -61,6 +61,7 @@ class DecodeLeg:
         self.attempt = 0
         self.started = False
         self.delivered = False
+        self.flowing = asyncio.Event()
         self.ended: asyncio.Future[LegLost | MeshError | None] = asyncio.get_running_loop().create_future()
         self._core = core
         self._job = job
@@ -68,16 +69,29 @@ class DecodeLeg:
         self._timings = timings
         self._wants_logprobs = job.sampling.HasField("logprobs")
         self._waits_for_first = False
+        self._got_first = False
         self._held: list[Span] = []
         self._submitting = False
         self._failed_meanwhile: LegLost | MeshError | None = None
         self._submitted = False
         self._unfinished = set(range(job.num_choices))
 
+    @property
+    def key(self) -> WorkerKey:
+        """The incarnation on which it is."""
+        return (self.worker.address, self.info.epoch)
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """The process on which it is."""
+        return self._incarnation
+
     async def submit(self, mode: Mode, emitted: list[common_pb2.EmittedChoice]) -> common_pb2.Reservation:
         """The next attempt. Raises MeshError as the worker answered."""
         self.attempt += 1
-        waited_before, self._waits_for_first = self._waits_for_first, mode is Mode.REMOTE
+        waited_before = self._waits_for_first
+        self._waits_for_first = waited_before or mode is Mode.REMOTE  # until the answer, what comes is of the attempt before
+        self._got_first = False
         self._unfinished -= {choice.index for choice in emitted if choice.finish_reason}
         self.worker.link.follow(self.wire_id, self.info.epoch, self)
         self._timings.submitting()
@@ -86,14 +100,20 @@ class DecodeLeg:
             response = await self._call_submit(self._submit_request(mode, emitted))
         except MeshError:
             self.attempt -= 1  # the one before is in force again, if any is
-            self._waits_for_first = waited_before
-            if not waited_before:
+            if not waited_before or self._got_first:
                 self.deliver_first(())  # decode may run on with the attempt before
             if self._failed_meanwhile is not None:
                 self.end(self._failed_meanwhile)
             raise
+        self._expect_first(mode)
         self._timings.submitted(WIRE_MODES[mode], self.info.worker_id, response.reservation.num_cached_tokens)
         return response.reservation
+
+    def _expect_first(self, mode: Mode) -> None:
+        """This attempt is in force now: its first tokens come from prefill, or from decode itself."""
+        self._waits_for_first = mode is Mode.REMOTE
+        if mode is Mode.LOCAL:
+            self.deliver_first(())
 
     def refused(self) -> None:
         """The worker kept nothing of the Submit: no Cancel is due."""
@@ -106,13 +126,16 @@ class DecodeLeg:
     def deliver_first(self, spans: Sequence[Span]) -> None:
         """The first tokens, from the prefill worker that fills the reservation. What decode sent before them follows."""
         self._waits_for_first = False
+        self._got_first = True
         held, self._held = self._held, []
         for span in (*spans, *held):
             self.deliver(span)
 
     def deliver(self, span: Span) -> None:
         """Output of this stay, in the order in which it counts."""
-        self.delivered = True
+        if not self.delivered:
+            self.delivered = True
+            self.flowing.set()
         try:
             if self._sink.accept(span):
                 self.end(None)

@@ -19,8 +19,10 @@ from router.forecaster import PolicyForecaster
 from router.frontend import Frontend
 from router.kserve.service import SERVICE_NAME as KSERVE
 from router.kserve.service import InferenceService
+from router.migration import Mover
 from router.openai.gateway import open_gateway
 from router.prefix_follower import PrefixFollower
+from router.rebalance import Rebalancer
 from router.service import MeshService
 from router.vllm_engine.service import SERVICE_NAME as VLLM_ENGINE
 from router.vllm_engine.service import VllmEngineService
@@ -56,6 +58,7 @@ class Router:
         self.registry = Registry(config.redis, config.mesh) if config.redis else None
         stream = BlockStream(config.redis, config.mesh) if config.redis else None
         self.follower = PrefixFollower(fleet, self.core.prefixes, stream)
+        self.mover = _mover(self.core, goals)
         self.frontend = Frontend(self.core, goals, self._registry_connected)
         self.server = GrpcServer(config.host, config.port, tls=tls, callers=_callers(config))
         self.server.register(mesh_pb2_grpc.add_MeshServicer_to_server, MeshService(self.frontend), SERVICE_NAME)
@@ -76,6 +79,7 @@ class Router:
         self.follower.start()
         if self.registry is not None:
             self.registry.start(self.core.fleet.on_registry)
+        self.mover.start()
         self._health = asyncio.create_task(self._follow_readiness(), name="health")
         return f"{self.config.host}:{port}"
 
@@ -87,6 +91,7 @@ class Router:
         await self.server.set_serving(False)
         # A call that meets the closing port ends with CANCELLED, which nobody tries again: no balancer is to send one by then.
         await asyncio.gather(self.frontend.drain(self.config.drain_grace_s), asyncio.sleep(self.config.linger_s))
+        await self.mover.stop()
         await self.core.background.finish(BACKGROUND_GRACE_S)
         await self.server.drain(0.5)
         if self.http is not None:
@@ -123,6 +128,12 @@ def spare_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)
+
+
+def _mover(core: Core, goals: tuple[objectives.ModelObjective, ...]) -> Mover:
+    rebalancer = Rebalancer() if core.config.rebalance == "on" else None
+    tpot_s = {goal.model: goal.tpot_ms / 1000 for goal in goals if goal.tpot_ms}
+    return Mover(core.fleet, core.movers, rebalancer=rebalancer, tpot_objectives_s=tpot_s)
 
 
 async def serve(config: RouterConfig, life: process.Lifecycle) -> None:

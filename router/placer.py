@@ -3,23 +3,24 @@
 import asyncio
 import logging
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 
 from protos.v1 import common_pb2
-from router import timings
-from router.candidates import Demand, NoPlacement, Placement, blocks_for
+from router import timings, worker_views
+from router.candidates import Demand, NoPlacement, Placement, blocks_for, compatible, has_room
 from router.changes import wait_at_most
 from router.core import Core
 from router.decisions import Decision, cached_of
 from router.decode_leg import DecodeLeg, Sink
 from router.demands import demand_of
+from router.health import Role
 from router.job import Job
 from router.prefill_call import PrefillTarget
 from router.timings import RequestTimings
-from router.views import WorkerKey, WorkerView
+from router.views import Mode, WorkerKey, WorkerView
 from router.worker import Dispatched, Incarnation, Worker
-from runtime.errors import InvalidArgument, MeshError, ResourceExhausted, Unavailable
+from runtime.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, MeshError, ResourceExhausted, Unavailable
 
 RETRY_PERIOD_S = 0.25
 MIN_RETRY_GAP_S = 0.02
@@ -28,6 +29,7 @@ STARTED_PRIORITY = 0
 """Requests with an output under way stand before all priorities of new ones."""
 
 logger = logging.getLogger(__name__)
+Ejected = Callable[[Iterable[WorkerView], Role], frozenset[WorkerKey]]
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,28 @@ class Placer:
         engine = roster.get(leg.worker.address)
         if engine is None or engine.view.epoch != leg.info.epoch:
             return None
-        demand = replace(self._demand(need), excluded_prefill=tried)
+        excluded = tried | self._core.judge.ejected(roster.views(), Role.PREFILL)
+        demand = replace(self._demand(need), excluded_prefill=excluded)
         prefill = self._core.policy.choose_prefill(roster, engine.view, demand, time.monotonic())
         return self._prefill_target(prefill, demand)
+
+    async def place_elsewhere(self, need: Need, leaving: DecodeLeg) -> Placed | None:
+        """One try, for a request that runs and may as well stay: None without room. Where it can, the worker that it leaves hands
+        the KV over: its cache holds nearly all of it. Raises MeshError."""
+        roster, ejected = self._core.fleet.roster, self._core.judge.ejected
+        demand = replace(
+            self._demand(need),
+            excluded_decode=ejected(roster.views(), Role.DECODE) | {leaving.key},
+            excluded_prefill=ejected(roster.views(), Role.PREFILL),
+        )
+        choice = self._core.policy.choose(roster, demand, time.monotonic())
+        if isinstance(choice, NoPlacement) or not has_room(choice.decode, demand):
+            return None
+        source = worker_views.view_of(leaving.info, leaving.incarnation.load, decode=False)
+        if demand.mode is not Mode.LOCAL and compatible(source, choice.decode):
+            choice = Placement(choice.decode, source, f"it leaves {source.worker_id}, which holds its KV")
+        placed = await self._submit(need, choice, demand)
+        return placed if isinstance(placed, Placed) else None
 
     def remember(self, job: Job, incarnations: Iterable[Incarnation]) -> None:
         """The prompt's blocks are on these workers now."""
@@ -135,10 +156,22 @@ class Placer:
             raise Unavailable(f"{nothing.reason}; waited {waited_s:.0f} s, see `pdmesh status`", retry_delay_s=ROOM_RETRY_DELAY_S)
 
     async def _try_all(self, need: Need, avoid: frozenset[WorkerKey]) -> Placed | NoPlacement:
-        """One round: the best worker first, on a refusal the next best."""
+        """One round without the workers that do badly; when nobody else takes it, one with them."""
+        placed = await self._try_round(need, avoid, self._core.judge.ejected)
+        if isinstance(placed, NoPlacement) and self._core.judge.health.suspects:
+            return await self._try_round(need, avoid, _nobody)
+        return placed
+
+    async def _try_round(self, need: Need, avoid: frozenset[WorkerKey], ejected: Ejected) -> Placed | NoPlacement:
+        """The best worker first, on a refusal the next best."""
         refused, errors = avoid, list[MeshError]()
         while True:
-            demand = replace(self._demand(need), excluded_decode=refused)
+            views = self._core.fleet.roster.views
+            demand = replace(
+                self._demand(need),
+                excluded_decode=refused | ejected(views(), Role.DECODE),
+                excluded_prefill=ejected(views(), Role.PREFILL),
+            )
             choice = self._choose(need, demand)
             if isinstance(choice, NoPlacement):
                 return _with_answers(choice, errors)
@@ -187,13 +220,14 @@ class Placer:
             context=demand.num_choices * demand.num_tokens,
         )
         decode[0].dispatched(sent)
+        self._core.judge.chosen(choice.decode.key, Role.DECODE)
         try:
             reservation = await leg.submit(choice.mode, need.emitted)
         except MeshError as error:
             need.timings.failed()
             decode[0].done(sent)
             _give_up(prefill)
-            _note_refusal(leg, error)
+            self._note_refusal(leg, error)
             return error
         except asyncio.CancelledError:
             _give_up(prefill)
@@ -205,6 +239,18 @@ class Placer:
         logger.debug("%s attempt %d: %s", leg.wire_id, leg.attempt, choice.reason or choice.mode.name)
         return Placed(leg, reservation, prefill, sent)
 
+    def _note_refusal(self, leg: DecodeLeg, error: MeshError) -> None:
+        """Leave the leg; raises the error if it is the caller's to mend."""
+        if isinstance(error, (ResourceExhausted, InvalidArgument)):
+            leg.refused()
+        else:
+            logger.warning("Submit of %s to %s: %s %s", leg.wire_id, leg.info.worker_id, error.code.name, error.message)
+            if not isinstance(error, (DeadlineExceeded, FailedPrecondition)):
+                self._core.judge.failed(leg.key, Role.DECODE, error.message)
+        leg.leave("its Submit failed")
+        if isinstance(error, InvalidArgument):
+            raise error
+
     def _prefill_target(self, view: WorkerView | None, demand: Demand) -> PrefillTarget | None:
         """The process behind a view, with this prompt counted as its load; None if it has gone since."""
         found = self._incarnation(view)
@@ -212,6 +258,7 @@ class Placer:
             return None
         sent = Dispatched(1, blocks_for(demand.num_tokens, view), demand.uncached(view))
         found[0].dispatched(sent)
+        self._core.judge.chosen(view.key, Role.PREFILL)
         return PrefillTarget(*found, sent)
 
     def _demand(self, need: Need) -> Demand:
@@ -225,21 +272,15 @@ class Placer:
         return worker, worker.current
 
 
+def _nobody(views: Iterable[WorkerView], role: Role) -> frozenset[WorkerKey]:
+    """Is left out."""
+    return frozenset()
+
+
 def _give_up(prefill: PrefillTarget | None) -> None:
     """It will not be asked to compute anything."""
     if prefill is not None:
         prefill.computed()
-
-
-def _note_refusal(leg: DecodeLeg, error: MeshError) -> None:
-    """Leave the leg; raises the error if it is the caller's to mend."""
-    if isinstance(error, (ResourceExhausted, InvalidArgument)):
-        leg.refused()
-    else:
-        logger.warning("Submit of %s to %s: %s %s", leg.wire_id, leg.info.worker_id, error.code.name, error.message)
-    leg.leave("its Submit failed")
-    if isinstance(error, InvalidArgument):
-        raise error
 
 
 def _with_answers(nothing: NoPlacement, errors: list[MeshError]) -> NoPlacement:

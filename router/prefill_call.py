@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import grpc
 import grpc.aio
 
 from protos.v1 import common_pb2, prefill_pb2
@@ -13,25 +14,33 @@ from router.job import Job
 from router.views import WorkerKey
 from router.worker import Dispatched, Incarnation, Worker
 
+_INNOCENT = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.FAILED_PRECONDITION)
+
 OnFirstTokens = Callable[[prefill_pb2.FirstTokens], None]
 
 
 @dataclass(frozen=True)
 class PrefillEnd:
-    """How a call ended: `outcome` as reported (None: the call broke), the problem in words unless it went well."""
+    """How a call ended: `outcome` as reported (None: the call broke), the problem in words unless it went well.
+
+    `at_fault`: the problem speaks against the worker; one that is full or about to go has just said so."""
 
     outcome: prefill_pb2.HandoffOutcome | None
     problem: str | None
     retryable: bool = True
+    at_fault: bool = True
 
 
 @dataclass(frozen=True)
 class PrefillTarget:
-    """The worker that is to compute a prompt. `sent` counts as its load until it has."""
+    """The worker that is to compute a prompt. `sent` counts as its load until it has.
+
+    `predicted_s`: when the policy expects the first token, from the call on; None when it does not."""
 
     worker: Worker
     incarnation: Incarnation
     sent: Dispatched
+    predicted_s: float | None = None
 
     @property
     def key(self) -> WorkerKey:
@@ -81,10 +90,15 @@ class PrefillCall:
                 elif event.HasField("outcome"):
                     return self._end_of(event.outcome)
         except grpc.aio.AioRpcError as error:
-            return PrefillEnd(None, f"prefill worker {self.worker_id} answered {error.code().name}: {error.details()}")
+            problem = f"prefill worker {self.worker_id} answered {error.code().name}: {error.details()}"
+            return PrefillEnd(None, problem, at_fault=error.code() not in _INNOCENT and not _is_draining(self._target))
         return PrefillEnd(None, f"prefill worker {self.worker_id} ended its stream without an outcome")
 
     def _end_of(self, outcome: prefill_pb2.HandoffOutcome) -> PrefillEnd:
         if outcome.status in (prefill_pb2.HANDOFF_STATUS_COMMITTED, prefill_pb2.HANDOFF_STATUS_FINISHED):
             return PrefillEnd(outcome, None)
         return PrefillEnd(outcome, f"hand-off from {self.worker_id} failed: {outcome.message}", outcome.retryable)
+
+
+def _is_draining(target: PrefillTarget) -> bool:
+    return target.incarnation.load.draining

@@ -87,6 +87,7 @@ class Worker:
                 engine.exports.signal.tell_every,
             ),
             check_new_work=self.gate.checker(worker_pb2.ROLE_PREFILL),
+            owns_requests=lambda: bool(self.decode.reservations.active),
         )
         self.decode = DecodeService(_decode_settings(config), self._surroundings(identity, layout, translate))
         self._receiver = _receiver(config, engine, self.decode, identity, layout, tls)
@@ -179,10 +180,11 @@ class Worker:
                 await self.decode.abandon(reason)
 
     async def _wait_idle(self, roles: set[Role]) -> None:
-        if worker_pb2.ROLE_PREFILL in roles:
-            await self.prefill.wait_idle()
+        """Decode first: routers move its requests elsewhere, which is prefill work here."""
         if worker_pb2.ROLE_DECODE in roles:
             await self.decode.wait_idle()
+        if worker_pb2.ROLE_PREFILL in roles:
+            await self.prefill.wait_idle()
 
     def _on_step(self, result: StepResult) -> None:
         try:

@@ -60,6 +60,8 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     watch_mute: bool = False
     frames_mute: bool = False
     full: bool = False
+    draining: bool = False
+    num_free_blocks: int | None = None  # as reported; None: ten less for each request
     wrong_token_at: int | None = None
     omit_committed: bool = False
     give_up_while_refusing: bool = False  # a new attempt of what runs: it fails while the answer is on its way
@@ -127,7 +129,8 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
             epoch=self.epoch,
             roles=self.roles,
             num_running=len(self.held),
-            num_free_blocks=1000 - 10 * len(self.held),
+            draining=self.draining,
+            num_free_blocks=1000 - 10 * len(self.held) if self.num_free_blocks is None else self.num_free_blocks,
             num_total_blocks=1000,
             max_num_seqs=self.max_num_seqs,
         )

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from kvtransfer.compatibility import PROTOCOL_VERSION
-from protos.v1 import decode_pb2, prefill_pb2, worker_pb2
+from protos.v1 import common_pb2, decode_pb2, prefill_pb2, worker_pb2
 from runtime import failpoints
 from runtime.errors import error_from_rpc
 from tests.support.mini_router import MiniRouter
@@ -188,3 +188,33 @@ async def test_submit_of_many_and_cancel_of_all(decoder: Peer, router: MiniRoute
     await asyncio.gather(*(router.submit(decoder, name, request, mode=LOCAL) for name in names))
     await asyncio.gather(*(decoder.decode.Cancel(decode_pb2.CancelRequest(request_id=name)) for name in names))
     await decoder.until_whole()
+
+
+async def test_a_worker_that_drains_hands_over_what_runs_there(model: Model, decoder: Peer, router: MiniRouter) -> None:
+    """Its cache holds the KV of prompt and output. New prompts it refuses, and when nothing runs, this too."""
+    running = token_request(PROMPT, max_tokens=1900)
+    async with running_worker(model, roles=("decode",)) as leaving:
+        here = MiniRouter("router-2")
+        await here.attach(leaving)
+        await here.submit(leaving, "r1", running, mode=LOCAL)
+        await eventually(lambda: len(here.of("r1").tokens.get(0, ())) > 60)
+        draining = asyncio.create_task(leaving.worker.drain(20.0))
+        await eventually(lambda: leaving.worker.gate.draining)
+        emitted = here.of("r1").output()[:60]
+        moved = token_request(PROMPT, max_tokens=80, emitted=[common_pb2.EmittedChoice(index=0, token_ids=emitted)])
+        reservation = await router.submit(decoder, "r1", moved)
+        first, outcome = await router.prefill(leaving, decoder, "r1", moved, reservation)
+        assert outcome.status == prefill_pb2.HANDOFF_STATUS_COMMITTED
+        assert first is not None and first.timings.num_cached_tokens > len(PROMPT)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.prefill(leaving, decoder, "r2", LONG, reservation)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await leaving.decode.Cancel(decode_pb2.CancelRequest(request_id="r1"))
+        await draining
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.prefill(leaving, decoder, "r1", moved, reservation)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await here.detach()
+    await router.until_finished("r1")
+    tokens = router.of("r1").tokens[0]
+    assert emitted + [tokens[index] for index in range(60, 80)] == reference(model, token_request(PROMPT, max_tokens=80))[0]

@@ -1,0 +1,179 @@
+"""Which workers are left out for a while because they fail, or are far slower than their peers. Pure: time is passed in.
+
+    CLOSED ── errors or slowness ─► OPEN, for a time that grows ─► HALF_OPEN, one request is let through ─┬─ good ─► CLOSED
+                                     ▲                                                                    └─ bad ──► OPEN
+                                     └──────────────── longer, up to `max_ejection_s` ◄──────────────────────────────────┘
+
+A breaker belongs to one incarnation of a worker in one role: a worker that was started again begins anew. Errors count with
+exponentially falling weight, so that one of a hundred ejects nobody and the first three in a row do. Slowness is compared with
+the median of the peers: when everybody is slow, nobody is at fault. At most `max_share` of them are left out, and never the last.
+"""
+
+import enum
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from router.views import WorkerKey
+
+MAX_BREAKERS = 10_000
+"""Of workers that are gone for good nobody tells; beyond this many the one longest untouched is forgotten."""
+
+
+class Role(enum.Enum):
+    """What of a worker is judged: one that prefills badly may decode well."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class State(enum.Enum):
+    """Of a breaker. HALF_OPEN: its time has passed, and one request is to show whether it is well again."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+@dataclass(frozen=True)
+class HealthLimits:
+    """When a worker is left out, and for how long. Times are seconds."""
+
+    min_errors: float = 2.5  # weight of errors below which no share counts: a little less than three just now
+    error_share: float = 0.5
+    memory_s: float = 10.0  # an error of so long ago weighs 1/e
+    slow_factor: float = 4.0  # times the median of the peers
+    min_samples: float = 4.0  # weight of measurements below which nobody is called slow, nor compared with
+    ejection_s: float = 2.0  # the first time; each one after it takes twice as long
+    max_ejection_s: float = 60.0
+    jitter: float = 0.25  # a random share up to this is added, so that workers do not come back all at once
+    probe_s: float = 10.0  # a probe that has not ended by then is not waited for
+    max_share: float = 0.5
+
+
+@dataclass(eq=False)
+class Breaker:
+    """One worker in one role. `times` it was ejected without having been well for long in between."""
+
+    state: State = State.CLOSED
+    errors: float = 0.0
+    successes: float = 0.0
+    slowness: float = 0.0
+    samples: float = 0.0
+    times: int = 0
+    opened_at: float = 0.0
+    until: float = 0.0  # OPEN: the end of the ejection; HALF_OPEN: until when the probe is waited for
+    touched_at: float = 0.0
+
+    def fade(self, now: float, memory_s: float) -> None:
+        """What was counted weighs less with time."""
+        weight = math.exp(-max(0.0, now - self.touched_at) / memory_s)
+        self.errors, self.successes, self.samples = self.errors * weight, self.successes * weight, self.samples * weight
+        self.touched_at = now
+
+
+@dataclass(eq=False)
+class Health:
+    """All breakers of a router. `jitter` gives a number in [0, 1); `on_change` hears (worker, role, state, reason)."""
+
+    limits: HealthLimits = field(default_factory=HealthLimits)
+    jitter: Callable[[], float] = lambda: 0.5
+    on_change: Callable[[WorkerKey, Role, State, str], None] = lambda *_: None
+    _breakers: dict[tuple[WorkerKey, Role], Breaker] = field(default_factory=dict)
+    _num_suspects: int = 0
+
+    @property
+    def suspects(self) -> bool:
+        """Is any breaker not CLOSED?"""
+        return self._num_suspects > 0
+
+    def state(self, worker: WorkerKey, role: Role) -> State:
+        """As of the last thing that was heard of it; unknown workers are CLOSED."""
+        breaker = self._breakers.get((worker, role))
+        return State.CLOSED if breaker is None else breaker.state
+
+    def succeeded(self, worker: WorkerKey, role: Role, now: float) -> None:
+        """It did what it was asked for."""
+        breaker = self._touch(worker, role, now)
+        breaker.successes += 1
+        if breaker.state is State.HALF_OPEN:
+            self._close(worker, role, breaker)
+        elif breaker.state is State.CLOSED and now - breaker.until > self.limits.max_ejection_s:
+            breaker.times = 0
+
+    def failed(self, worker: WorkerKey, role: Role, now: float, reason: str) -> None:
+        """It did not, through no fault of the request."""
+        breaker = self._touch(worker, role, now)
+        breaker.errors += 1
+        share = breaker.errors / (breaker.errors + breaker.successes)
+        if breaker.state is State.HALF_OPEN:
+            self._open(worker, role, breaker, now, f"its probe failed: {reason}")
+        elif breaker.state is State.CLOSED and breaker.errors >= self.limits.min_errors and share >= self.limits.error_share:
+            self._open(worker, role, breaker, now, f"{share:.0%} of its last requests failed, the last one so: {reason}")
+
+    def measured(self, worker: WorkerKey, role: Role, slowness: float, peers: Iterable[WorkerKey], now: float) -> None:
+        """How slow it was: observed ÷ expected, or seconds; of one unit for all peers of a role."""
+        breaker = self._touch(worker, role, now)
+        breaker.slowness += (slowness - breaker.slowness) * (1 / min(8.0, breaker.samples + 1))
+        breaker.samples += 1
+        usual = self._usual(worker, role, peers)
+        if breaker.state is not State.CLOSED or usual is None or breaker.samples < self.limits.min_samples:
+            return
+        if breaker.slowness > self.limits.slow_factor * usual:
+            reason = f"{breaker.slowness / usual:.1f} times slower than its peers"
+            breaker.samples = breaker.slowness = 0.0  # what comes after the ejection counts
+            self._open(worker, role, breaker, now, reason)
+
+    def chosen(self, worker: WorkerKey, role: Role, now: float) -> None:
+        """A request goes there; for a worker whose ejection is over it is the probe."""
+        breaker = self._breakers.get((worker, role))
+        if breaker is not None and breaker.state is not State.CLOSED and now >= breaker.until:
+            breaker.until = now + self.limits.probe_s
+            if breaker.state is State.OPEN:
+                breaker.state = State.HALF_OPEN
+                self.on_change(worker, role, State.HALF_OPEN, "one request goes there")
+
+    def ejected(self, role: Role, peers: Sequence[WorkerKey], now: float) -> frozenset[WorkerKey]:
+        """Those of `peers`, all of one kind, to be left out now: when they are too many, those that were ejected first."""
+        found = [(breaker.opened_at, peer) for peer in peers if (breaker := self._left_out(peer, role, now)) is not None]
+        most = min(int(len(peers) * self.limits.max_share), len(peers) - 1)
+        return frozenset(peer for _, peer in sorted(found)[: max(0, most)])
+
+    def _left_out(self, worker: WorkerKey, role: Role, now: float) -> Breaker | None:
+        breaker = self._breakers.get((worker, role))
+        return breaker if breaker is not None and breaker.state is not State.CLOSED and now < breaker.until else None
+
+    def _usual(self, worker: WorkerKey, role: Role, peers: Iterable[WorkerKey]) -> float | None:
+        """The median slowness of the others; None when too little is known of them."""
+        known = [
+            breaker.slowness
+            for peer in peers
+            if peer != worker
+            and (breaker := self._breakers.get((peer, role))) is not None
+            and breaker.samples >= self.limits.min_samples
+        ]
+        return statistics.median(known) if known else None
+
+    def _open(self, worker: WorkerKey, role: Role, breaker: Breaker, now: float, reason: str) -> None:
+        self._num_suspects += breaker.state is State.CLOSED
+        growing_s = self.limits.ejection_s * 2.0 ** min(breaker.times, 20)
+        breaker.times += 1
+        breaker.state, breaker.opened_at = State.OPEN, now
+        breaker.until = now + min(growing_s, self.limits.max_ejection_s) * (1 + self.limits.jitter * self.jitter())
+        self.on_change(worker, role, State.OPEN, f"left out for {breaker.until - now:.1f} s: {reason}")
+
+    def _close(self, worker: WorkerKey, role: Role, breaker: Breaker) -> None:
+        self._num_suspects -= 1
+        breaker.state, breaker.errors = State.CLOSED, 0.0
+        self.on_change(worker, role, State.CLOSED, "its probe went well")
+
+    def _touch(self, worker: WorkerKey, role: Role, now: float) -> Breaker:
+        key = (worker, role)
+        breaker = self._breakers.pop(key, None) or Breaker(touched_at=now)
+        breaker.fade(now, self.limits.memory_s)
+        self._breakers[key] = breaker  # at the end: the order is that of the last touch
+        if len(self._breakers) > MAX_BREAKERS:
+            oldest = self._breakers.pop(next(iter(self._breakers)))
+            self._num_suspects -= oldest.state is not State.CLOSED
+        return breaker

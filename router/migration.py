@@ -1,0 +1,172 @@
+"""Asks running requests to move: all that a decode worker has when it drains, one now and then when loads differ much.
+
+How a request moves, course.py knows: its next stay is prepared while the present one goes on, so nobody waits for it. Here it is
+decided who moves, and how many at once: each move is a hand-off that others pay for.
+"""
+
+import asyncio
+import logging
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from protos.v1 import worker_pb2
+from router.fleet import Fleet
+from router.rebalance import Pace, Rebalancer
+from router.views import WorkerKey
+from router.worker import Worker
+
+PERIOD_S = 0.1
+BALANCE_PERIOD_S = 0.5
+MAX_AT_ONCE = 8
+"""Requests that may be leaving one draining worker at the same time."""
+AGAIN_AFTER_S = 1.0
+"""A request that found no other place is asked again so much later."""
+MIN_TOKENS_LEFT = 32
+"""For balance only a request moves that has more than this before it: another one frees its place by itself."""
+
+logger = logging.getLogger(__name__)
+
+
+class Movable(Protocol):
+    """A request on a decode worker."""
+
+    @property
+    def holder(self) -> WorkerKey | None:
+        """The decode worker that it could leave now; None while it cannot, or is about to."""
+
+    @property
+    def model(self) -> str:
+        """What it asks for."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it has so far."""
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still come."""
+
+    def ask_to_move(self, reason: str) -> None:
+        """Go elsewhere, if there is room; only with a `holder`."""
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A request that was asked: where it was, and when."""
+
+    source: WorkerKey
+    at: float
+
+
+class Mover:
+    """Looks a few times a second, from `start` to `stop`.
+
+    `requests` are those of this router; they come and go by themselves.
+    """
+
+    def __init__(
+        self, fleet: Fleet, requests: Iterable[Movable], *, rebalancer: Rebalancer | None, tpot_objectives_s: Mapping[str, float]
+    ) -> None:
+        """Without a `rebalancer` only workers that drain are left. `tpot_objectives_s` by model."""
+        self._fleet = fleet
+        self._requests = requests
+        self.rebalancer = rebalancer
+        self._objectives = tpot_objectives_s
+        self._asked: weakref.WeakKeyDictionary[Movable, _Asked] = weakref.WeakKeyDictionary()
+        self._counted: weakref.WeakKeyDictionary[Movable, tuple[float, int]] = weakref.WeakKeyDictionary()
+        self._balanced_at = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._task = asyncio.create_task(self._run(), name="move requests")
+
+    async def stop(self) -> None:
+        """Ask nobody any more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def look(self, now: float) -> None:
+        """One round. `now` is monotonic seconds."""
+        leaving = {_key(worker) for worker in self._fleet.workers.values() if is_leaving(worker)}
+        if leaving:
+            self._leave(leaving, now)
+        if self.rebalancer is not None and now - self._balanced_at >= BALANCE_PERIOD_S:
+            self._balanced_at = now
+            self._balance(self.rebalancer, now)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                self.look(loop.time())
+            except Exception:  # requests go on where they are; a bug here must not end the moves of all others
+                logger.exception("looking for requests to move failed")
+            await asyncio.sleep(PERIOD_S)
+
+    def _leave(self, leaving: set[WorkerKey], now: float) -> None:
+        on_their_way: dict[WorkerKey, int] = defaultdict(int)
+        here: list[tuple[Movable, WorkerKey]] = []
+        for request in self._requests:
+            holder, asked = request.holder, self._asked.get(request)
+            if holder is None and asked is not None:
+                on_their_way[asked.source] += 1
+            elif holder in leaving and (asked is None or now - asked.at >= AGAIN_AFTER_S):
+                here.append((request, holder))
+        for request, holder in here:
+            if on_their_way[holder] < MAX_AT_ONCE:
+                on_their_way[holder] += 1
+                self._ask(request, holder, "its worker is about to go", now)
+
+    def _balance(self, rebalancer: Rebalancer, now: float) -> None:
+        move = rebalancer.decide(self._fleet.views(), self._paces(now), now)
+        if move is None:
+            return
+        ready = [request for request in self._requests if request.holder == move.source and request.num_left > MIN_TOKENS_LEFT]
+        if ready:
+            self._ask(max(ready, key=lambda request: request.num_left), move.source, move.reason, now)
+
+    def _ask(self, request: Movable, source: WorkerKey, reason: str, now: float) -> None:
+        self._asked[request] = _Asked(source, now)
+        request.ask_to_move(reason)
+
+    def _paces(self, now: float) -> dict[WorkerKey, Pace]:
+        """Of the workers whose requests have an objective: mean seconds per token, over the last second or so."""
+        if not self._objectives:
+            return {}
+        times: dict[WorkerKey, list[float]] = defaultdict(list)
+        goals: dict[WorkerKey, float] = {}
+        for request in self._requests:
+            holder, goal = request.holder, self._objectives.get(request.model)
+            if holder is not None and goal is not None:
+                goals[holder] = min(goal, goals.get(holder, goal))
+                tpot_s = self._tpot_s(request, now)
+                if tpot_s is not None:
+                    times[holder].append(tpot_s)
+        return {holder: Pace(sum(values) / len(values), goals[holder]) for holder, values in times.items()}
+
+    def _tpot_s(self, request: Movable, now: float) -> float | None:
+        """Since it was last counted, up to a second ago; None when nothing has come since."""
+        num_tokens = request.num_tokens
+        at, before = self._counted.setdefault(request, (now, num_tokens))
+        if num_tokens <= before:
+            return None
+        tpot_s = (now - at) / (num_tokens - before)
+        if now - at >= 1.0:
+            self._counted[request] = (now, num_tokens)
+        return tpot_s
+
+
+def is_leaving(worker: Worker) -> bool:
+    """Does it live, and is it about to stop, or to stop decoding?"""
+    current = worker.current
+    return current is not None and (current.load.draining or worker_pb2.ROLE_DECODE not in current.load.roles)
+
+
+def _key(worker: Worker) -> WorkerKey:
+    assert worker.current is not None, "only a worker that lives leaves"
+    return (worker.address, worker.current.info.epoch)

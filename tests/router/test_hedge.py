@@ -1,0 +1,66 @@
+"""When a late prompt is given to somebody else, and how often that may happen."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.hedge import HedgeBudget, HedgeLimits, Hedging, PrefillTimes
+
+
+@given(st.lists(st.booleans(), max_size=400), st.floats(0.01, 0.5), st.integers(1, 8))
+def test_hedges_are_a_share_of_the_requests(asks: list[bool], share: float, burst: int) -> None:
+    budget, spent = HedgeBudget(HedgeLimits(share=share, burst=burst)), 0
+    for earned, wants in enumerate(asks, 1):
+        budget.earn()
+        spent += wants and budget.spend()
+        assert spent <= burst + share * earned + 1e-6
+
+
+def test_no_share_no_hedge() -> None:
+    hedging = Hedging(HedgeLimits(share=0.0))
+    hedging.budget.earn()
+    assert not hedging.may_hedge(100.0, 1.0, silent=True)
+    assert not hedging.may_hedge(100.0, 1.0, silent=False)
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "silent", "hedges"),
+    [(0.1, True, False), (0.3, True, True), (0.3, False, False), (1.9, False, False), (2.0, False, True)],
+)
+def test_a_silent_worker_is_left_sooner_than_a_late_one(waited_s: float, silent: bool, hedges: bool) -> None:
+    assert Hedging().may_hedge(waited_s, 2.0, silent=silent) is hedges
+
+
+def test_a_silent_worker_costs_no_budget_a_late_one_does() -> None:
+    hedging = Hedging(HedgeLimits(burst=1.0))
+    assert all(hedging.may_hedge(5.0, 1.0, silent=True) for _ in range(10))
+    assert [hedging.may_hedge(5.0, 1.0, silent=False) for _ in range(3)] == [True, False, False]
+
+
+def test_the_bound_is_the_prediction_s_else_what_was_seen_else_long() -> None:
+    hedging = Hedging(HedgeLimits(factor=3.0, margin_s=0.1, min_s=0.25, unknown_s=10.0))
+    assert hedging.bound_s(100, None) == 10.0
+    assert hedging.bound_s(100, 0.2) == pytest.approx(0.7)
+    assert hedging.bound_s(100, 0.001) == 0.25
+    for _ in range(4):
+        hedging.times.record(100, 0.5)
+    assert hedging.bound_s(100, None) == pytest.approx(1.6)
+    assert hedging.bound_s(400, None) == pytest.approx(6.1)  # four times the length, four times the time
+    assert hedging.bound_s(10, None) == pytest.approx(1.6)
+
+
+def test_a_few_slow_ones_do_not_raise_the_bound_for_all() -> None:
+    times = PrefillTimes()
+    for number in range(40):
+        times.record(64, 5.0 if number % 20 == 0 else 0.1)
+    assert times.quantile(64, 0.9) == 0.1
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.floats(0.001, 10)), min_size=1, max_size=100), st.integers(1, 5000))
+def test_a_longer_prompt_is_never_expected_sooner_for_its_length_alone(seen: list[tuple[int, float]], num_tokens: int) -> None:
+    times = PrefillTimes()
+    for length, _ in seen:
+        times.record(length, 0.1 * length)  # so slow that time is proportional to length
+    shorter, longer = times.quantile(num_tokens, 0.5), times.quantile(64 * num_tokens, 0.5)
+    assert (shorter is None) == (longer is None)
+    assert shorter is None or longer is None or longer >= 0.5 * shorter
