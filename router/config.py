@@ -10,6 +10,7 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]+):[0-9]{1,5}")
 _AT_LEAST_ONE = (
     "max_inflight",
+    "max_queued_bytes",
     "max_buffered_tokens",
     "max_prompt_bytes",
     "prefix_index_blocks",
@@ -24,6 +25,7 @@ _POSITIVE = (
     "resubmit_timeout_s",
     "room_timeout_s",
     "forget_worker_s",
+    "hold_timeout_s",
 )
 
 
@@ -55,6 +57,15 @@ class RouterConfig:
     objectives: str = field(default="", metadata={"help": "TOML or JSON file with objectives per model"})
     max_inflight: int = field(default=256, metadata={"help": "requests admitted at the same time"})
     max_queued: int = field(default=256, metadata={"help": "requests that may wait for admission; more are refused"})
+    max_queued_bytes: int = field(
+        default=64 << 20, metadata={"help": "bytes that prompts may take while they wait; more are refused"}
+    )
+    hold_timeout_s: float = field(
+        default=5.0, metadata={"help": "how long predictions may hold requests back while no place comes free"}
+    )
+    aging_s: float = field(
+        default=5.0, metadata={"help": "after how long a waiting standard request goes before interactive ones; 0: never"}
+    )
     max_buffered_tokens: int = field(
         default=4096, metadata={"help": "tokens held for a client that reads slowly; more cancel it"}
     )
@@ -108,7 +119,7 @@ class RouterConfig:
         """Raises ValueError that names the field."""
         for name in _AT_LEAST_ONE:
             _require(getattr(self, name) >= 1, name, "must be at least 1")
-        for name in ("max_queued", "local_prefill_tokens", "max_resubmissions", "drain_grace_s", "linger_s"):
+        for name in ("max_queued", "aging_s", "local_prefill_tokens", "max_resubmissions", "drain_grace_s", "linger_s"):
             _require(getattr(self, name) >= 0, name, "must not be negative")
         for name in _POSITIVE:
             _require(getattr(self, name) > 0, name, "must be positive")

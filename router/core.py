@@ -9,6 +9,7 @@ from router.background import Background
 from router.config import RouterConfig
 from router.decisions import Decisions
 from router.fleet import Fleet
+from router.forecast import Forecaster
 from router.gate import Gate
 from router.hedge import HedgeLimits, Hedging
 from router.judge import Judge
@@ -17,17 +18,18 @@ from router.objectives import ModelObjective
 from router.other_policies import PreferencePolicy, preference
 from router.output_lengths import OutputLengths
 from router.overheads import Overheads
+from router.places import AdmissionSettings
 from router.policy import Policy, PredictPolicy
 from router.prefix_index import PrefixIndex
 from router.room_line import RoomLine
 from router.served_model import ServedModel
+from router.tenant_limits import TenantBook
 
 
 @dataclass(eq=False)
 class Core:
-    """The parts of a router process. `movers` are the requests that have a decode worker now.
-
-    `num_token_mismatches` counts repeated indexes whose token differed: not 0 is a bug."""
+    """The parts of a router process. `movers` are the requests that have a decode worker now. Without a `forecaster` admission
+    goes by count. `num_token_mismatches` counts repeated indexes whose token differed: not 0 is a bug."""
 
     config: RouterConfig
     router_id: str
@@ -40,6 +42,7 @@ class Core:
     objectives: Mapping[str, ModelObjective] = field(default_factory=dict)
     output_lengths: OutputLengths = field(default_factory=OutputLengths)
     decisions: Decisions = field(default_factory=Decisions)
+    forecaster: Forecaster | None = None
     room: RoomLine = field(default_factory=RoomLine)
     background: Background = field(default_factory=Background)
     movers: set[Movable] = field(default_factory=set)
@@ -61,9 +64,10 @@ class Core:
         models: dict[str, ServedModel],
         fleet: Fleet,
         objectives: Iterable[ModelObjective] = (),
+        tenants: TenantBook | None = None,
     ) -> "Core":
-        """Empty queues and memories from the configuration."""
-        gate = Gate(Admission(config.max_inflight, config.max_queued))
+        """Empty queues and memories from the configuration. Without a book all tenants are equal and unlimited."""
+        gate = Gate(Admission(_settings(config), tenants))
         prefixes, overheads = PrefixIndex(config.prefix_index_blocks), Overheads()
         goals = {goal.model: goal for goal in objectives}
         return cls(config, router_id, models, fleet, gate, prefixes, _policy(config, overheads), overheads, goals)
@@ -72,6 +76,16 @@ class Core:
         """Tokens that a request to `model` may have: the model's, or what the largest worker known has been given."""
         largest = self.fleet.max_context(model.name)
         return model.max_context if largest is None else min(model.max_context, largest)
+
+
+def _settings(config: RouterConfig) -> AdmissionSettings:
+    return AdmissionSettings(
+        max_inflight=config.max_inflight,
+        max_queued=config.max_queued,
+        max_queued_bytes=config.max_queued_bytes,
+        hold_timeout_s=config.hold_timeout_s,
+        aging_s=config.aging_s,
+    )
 
 
 def _policy(config: RouterConfig, overheads: Overheads) -> Policy:

@@ -7,8 +7,9 @@ asked to move ─► the next stay is prepared while this one goes on; when its 
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from protos.v1 import mesh_pb2
 from router.book import Book, Span
 from router.core import Core
 from router.decode_leg import DecodeLeg, LegLost
@@ -25,6 +26,7 @@ from runtime.errors import DeadlineExceeded, MeshError, Unavailable
 MIN_PACE_TOKENS = 8
 """Fewer tokens of a stay say nothing about how fast they come."""
 
+Render = Callable[[Span], mesh_pb2.GenerateResponse | None]
 logger = logging.getLogger(__name__)
 
 
@@ -34,8 +36,8 @@ class Course:
     `is_winding_up`: workers have finished every choice; what is left to do ends by itself, soon.
     """
 
-    def __init__(self, core: Core, job: Job, book: Book, timings: RequestTimings) -> None:
-        self.outbox = Outbox(core.config.max_buffered_tokens)
+    def __init__(self, core: Core, job: Job, book: Book, timings: RequestTimings, render: Render) -> None:
+        self.outbox = Outbox(core.config.max_buffered_tokens, render)
         self.is_winding_up = False
         self._core = core
         self._job = job

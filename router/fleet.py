@@ -75,11 +75,6 @@ class Fleet:
         """Those that are alive and take work."""
         return list(self.roster.views())
 
-    @property
-    def block_sizes(self) -> set[int]:
-        """Of all workers that are alive and take work."""
-        return self.roster.block_sizes
-
     def ready(self) -> bool:
         """Is there a worker that can own a request? It can always prefill by itself, so a pair needs no more than that."""
         return any(view.decode for view in self.views())

@@ -1,6 +1,7 @@
 """The router process: wires the parts together, serves, drains."""
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -14,6 +15,7 @@ from router.config import RouterConfig
 from router.core import Core
 from router.decode_link import LinkSettings
 from router.fleet import Fleet
+from router.forecaster import PolicyForecaster
 from router.frontend import Frontend
 from router.kserve.service import SERVICE_NAME as KSERVE
 from router.kserve.service import InferenceService
@@ -34,6 +36,7 @@ from runtime.tls import open_tls
 
 SERVICE_NAME = "pdmesh.v1.Mesh"
 BACKGROUND_GRACE_S = 3.0
+YOUNG_OBJECTS = 20_000
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ class Router:
         fleet = Fleet(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
         goals = objectives.load(config.objectives)
         self.core = Core.build(config, router_id, served_model.load(config.model_folders()), fleet, goals)
+        self.core.forecaster = PolicyForecaster(self.core)
         self.registry = Registry(config.redis, config.mesh) if config.redis else None
         stream = BlockStream(config.redis, config.mesh) if config.redis else None
         self.follower = PrefixFollower(fleet, self.core.prefixes, stream)
@@ -117,6 +121,15 @@ def _callers(config: RouterConfig) -> Callers:
     return "certified" if config.tls_client_auth == "require" else "any"
 
 
+def spare_collector() -> None:
+    """Keep the garbage collector off what lives as long as the process, and off each hundred objects of a request.
+
+    The defaults walk all that was imported, for tens of milliseconds, whenever a quarter as much was allocated again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, 20, 20)
+
+
 def _mover(core: Core, goals: tuple[objectives.ModelObjective, ...]) -> Mover:
     rebalancer = Rebalancer() if core.config.rebalance == "on" else None
     tpot_s = {goal.model: goal.tpot_ms / 1000 for goal in goals if goal.tpot_ms}
@@ -127,6 +140,7 @@ async def serve(config: RouterConfig, life: process.Lifecycle) -> None:
     """A router until the process is to stop."""
     router = Router(config)
     address = await router.start()
+    spare_collector()
     life.ready(address, router_id=router.core.router_id, http_url=router.http.url if router.http is not None else "")
     try:
         await life.wait_for_stop()

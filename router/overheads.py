@@ -7,38 +7,50 @@ from router.views import WorkerView
 
 UNKNOWN_LOCAL = Overhead(2e-3, 0.0)
 UNKNOWN_REMOTE = Overhead(5e-3, 5e-3)
-WEIGHT = 0.1
-"""Of the newest observation."""
+MIN_WEIGHT = 0.1
+"""Of the newest observation, once there are some: the first replaces what was assumed, the second counts half, and so on."""
+
+MAX_JUMP = 4.0
+"""So many times what is known, and no more, counts of one observation: a process that starts up or a machine that stalls."""
+
+LEAST_S = 1e-3
+"""Below this, a jump is none."""
 
 MAX_PAIRS = 4096
 
-_Key = tuple[str, str]
+_Key = tuple[str | None, str]
 
 
 class Overheads:
     """Moving means by the hosts of the pair, LOCAL apart from REMOTE."""
 
     def __init__(self) -> None:
-        self._pairs: OrderedDict[_Key, Overhead] = OrderedDict()
+        self._pairs: OrderedDict[_Key, tuple[Overhead, int]] = OrderedDict()
 
     def between(self, prefill: WorkerView | None, decode: WorkerView) -> Overhead:
         """Of this pair; `prefill` None: LOCAL."""
         known = self._pairs.get(_key(prefill, decode))
-        return known or (UNKNOWN_LOCAL if prefill is None else UNKNOWN_REMOTE)
+        return known[0] if known is not None else _unknown(prefill)
 
     def observe(self, prefill: WorkerView | None, decode: WorkerView, seen: Overhead) -> None:
-        """One request went this way. The first observation replaces what was assumed."""
+        """One request went this way."""
         key = _key(prefill, decode)
-        known = self._pairs.get(key, seen)
-        self._pairs[key] = Overhead(_mean(known.before_s, seen.before_s), _mean(known.after_s, seen.after_s))
+        known, count = self._pairs.get(key, (_unknown(prefill), 0))
+        weight = max(MIN_WEIGHT, 1 / (count + 1))
+        before_s, after_s = _moved(known.before_s, seen.before_s, weight), _moved(known.after_s, seen.after_s, weight)
+        self._pairs[key] = (Overhead(before_s, after_s), count + 1)
         self._pairs.move_to_end(key)
         if len(self._pairs) > MAX_PAIRS:
             self._pairs.popitem(last=False)
 
 
-def _mean(known: float, seen: float) -> float:
-    return known + WEIGHT * (seen - known)
+def _moved(known: float, seen: float, weight: float) -> float:
+    return known + weight * (min(seen, MAX_JUMP * known + LEAST_S) - known)
+
+
+def _unknown(prefill: WorkerView | None) -> Overhead:
+    return UNKNOWN_LOCAL if prefill is None else UNKNOWN_REMOTE
 
 
 def _key(prefill: WorkerView | None, decode: WorkerView) -> _Key:
-    return ("" if prefill is None else f"{prefill.host_id}>", decode.host_id)
+    return (None if prefill is None else prefill.host_id, decode.host_id)

@@ -11,7 +11,7 @@ each by the rankings of `router/roster.py`, and those that hold a part of the pr
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
@@ -31,10 +31,13 @@ from router.candidates import (
 from router.overheads import Overheads
 from router.prediction import Engine, Goals, OutputSide, Prediction, PromptSide, miss
 from router.roster import Group, Ranking, Roster
-from router.views import Mode, WorkerView
+from router.views import Mode, WorkerKey, WorkerView
 
 MISS_PENALTY_S = 10.0
-SHORTLIST = 4
+SHORTLIST, LARGE_FLEET, SHORTLIST_OF_LARGE = 4, 64, 2
+"""Of so many workers, the best two of a ranking differ little from the next."""
+
+THOROUGH = 256
 MAX_HOLDERS = 64
 """Where more workers than this hold a part of the prompt, the shortlists contain good ones anyway."""
 
@@ -59,7 +62,7 @@ class PredictPolicy:
 
     name = "predict"
 
-    def __init__(self, overheads: Overheads, *, local_prefill_tokens: int = 0, shortlist: int = SHORTLIST) -> None:
+    def __init__(self, overheads: Overheads, *, local_prefill_tokens: int = 0, shortlist: int | None = None) -> None:
         self._overheads = overheads
         self._local_prefill_tokens = local_prefill_tokens
         self._shortlist = shortlist
@@ -83,7 +86,7 @@ class PredictPolicy:
         """The cheapest pair with this decode worker."""
         group = roster.group_of(decode)
         owner = group.engines[decode.address]
-        look = _Look(group, demand, now, self._overheads, self._shortlist)
+        look = _Look(group, demand, now, self._overheads, self._count(group), group.pressure)
         candidates = look.remote([owner], self._fillers(group, demand, [owner]))
         return min(candidates, key=_order).prefill if candidates else None
 
@@ -92,24 +95,31 @@ class PredictPolicy:
 
     def _look_everywhere(self, roster: Roster, demand: Demand, now: float) -> Placement | NoPlacement | None:
         """REMOTE was asked for, and nobody on the shortlists reaches anybody: None if everybody was on them."""
-        if self._shortlist >= len(roster):
+        if self._shortlist is not None or len(roster) <= SHORTLIST:
             return None
-        thorough = PredictPolicy(self._overheads, local_prefill_tokens=0, shortlist=len(roster))
+        thorough = PredictPolicy(self._overheads, shortlist=min(len(roster), THOROUGH))
         return thorough.choose(roster, demand, now)
 
     def _look(self, group: Group, demand: Demand, now: float) -> tuple[list[Engine], list[Candidate]]:
         """The workers that could own the request, and the candidates among them."""
-        look = _Look(group, demand, now, self._overheads, self._shortlist)
+        count = self._count(group)
+        look = _Look(group, demand, now, self._overheads, count, group.pressure)
         holders = [engine for engine in self._holders(group, demand, group.owners) if engine.view.decode]
-        owners = _together(first(_engines(group, group.owners), demand, self._shortlist), first(holders, demand, self._shortlist))
+        owners = _together(first(_engines(group, group.owners), demand, count), first(holders, demand, count))
         if demand.mode is Mode.REMOTE:
             return owners, look.remote(owners, self._fillers(group, demand, owners))
-        wholes = _together(first(_engines(group, group.wholes), demand, self._shortlist), owners)
+        wholes = _together(first(_engines(group, group.wholes), demand, count), owners)
         candidates = look.local(wholes)
         long = [o for o in owners if demand.uncached(o.view) >= self._local_prefill_tokens] if demand.mode is None else []
         if long:
             candidates += look.remote(long, self._fillers(group, demand, long))
         return wholes, candidates
+
+    def _count(self, group: Group) -> int:
+        """How many of each ranking are worth a look."""
+        if self._shortlist is not None:
+            return self._shortlist
+        return SHORTLIST if len(group.engines) <= LARGE_FLEET else SHORTLIST_OF_LARGE
 
     def _fillers(self, group: Group, demand: Demand, decodes: Sequence[Engine]) -> list[Engine]:
         def fits(engine: Engine) -> bool:
@@ -117,7 +127,7 @@ class PredictPolicy:
             return can_fill(view, demand) and any(compatible(view, decode.view) for decode in decodes)
 
         # One more than asked for: with both roles, the best of them may be the best decode worker itself.
-        best = islice(filter(fits, _engines(group, group.fillers)), self._shortlist + 1)
+        best = islice(filter(fits, _engines(group, group.fillers)), self._count(group) + 1)
         return _together(list(best), list(filter(fits, self._holders(group, demand, group.fillers))))
 
     def _holders(self, group: Group, demand: Demand, ranking: Ranking) -> list[Engine]:
@@ -130,7 +140,7 @@ class PredictPolicy:
             engines = [engine for engine in known if engine is not None and engine.key in cached]
         else:
             engines = [engine for engine in islice(_engines(group, ranking), MAX_HOLDERS) if engine.key in cached]
-        return heapq.nlargest(self._shortlist, engines, key=lambda engine: (cached[engine.key], engine.view.address))
+        return heapq.nlargest(self._count(group), engines, key=lambda engine: (cached[engine.key], engine.view.address))
 
 
 @dataclass(slots=True)
@@ -142,6 +152,8 @@ class _Look:
     now: float
     overheads: Overheads
     count: int
+    pressure: float
+    outputs: dict[WorkerKey, OutputSide] = field(default_factory=dict)
 
     def local(self, decodes: Iterable[Engine]) -> list[Candidate]:
         """Each of them by itself."""
@@ -186,12 +198,17 @@ class _Look:
         return engine.prompt_side(demand.num_tokens, demand.cached_tokens.get(engine.key, 0), self.now)
 
     def _output_side(self, engine: Engine) -> OutputSide:
+        known = self.outputs.get(engine.key)
+        if known is not None:
+            return known
         demand = self.demand
-        num_cached = demand.cached_tokens.get(engine.key, 0)
-        return engine.output_side(demand.num_tokens, num_cached, demand.num_choices, demand.expected_tokens, self.now)
+        cached = demand.cached_tokens.get(engine.key, 0)
+        output = engine.output_side(demand.num_tokens, cached, demand.num_choices, demand.expected_tokens, self.now)
+        self.outputs[engine.key] = output
+        return output
 
     def _candidate(self, decode: Engine, prefill: Engine | None, predicted: Prediction) -> Candidate:
-        cost = cost_s(predicted, self.demand.expected_tokens, self.group.pressure)
+        cost = cost_s(predicted, self.demand.expected_tokens, self.pressure)
         cost += decode.view.penalty_s + (0.0 if prefill is None else prefill.view.penalty_s)
         filler = None if prefill is None else prefill.view
         return Candidate(decode.view, filler, cost, has_room_now(decode, self.demand), predicted)

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from protos.v1 import mesh_pb2
-from router.admission import Ticket
+from router.applicant import Ticket
+from router.applicants import applicant_of, num_emitted
 from router.book import Book
 from router.core import Core
 from router.course import Course
@@ -27,7 +28,7 @@ class Request:
         self._timings = timings
         self._book = Book(job.num_choices, job.emitted)
         self._output = Output(job, self._book)
-        self._course = Course(core, job, self._book, timings)
+        self._course = Course(core, job, self._book, timings, self._output.render)
         self._ticket: Ticket | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -40,13 +41,12 @@ class Request:
             yield self._started()
             for message in ended:
                 yield message
-            take, render, handed = self._course.outbox.take, self._output.render, self._timings.handed
+            take, handed = self._course.outbox.take, self._timings.handed
             while not self._output.done:
-                for span in await take():
-                    rendered = render(span)
-                    if rendered is not None:
-                        handed(span.choice, len(rendered.delta.token_ids))
-                        yield rendered
+                for message in await take():
+                    delta = message.delta
+                    handed(delta.choice, len(delta.token_ids))
+                    yield message
             await self._settle()
             yield self._completed()
         finally:
@@ -66,10 +66,15 @@ class Request:
         if self._task is not None and not self._course.is_winding_up:
             self._task.cancel()
         if self._ticket is not None:
-            self._core.gate.leave(self._ticket)
+            self._core.gate.leave(self._ticket, self._used_tokens())
             self._ticket = None
             self._core.num_token_mismatches += self._book.num_mismatches
             self._core.fleet.changes.fire()  # there may be room now
+
+    def _used_tokens(self) -> int:
+        """What its tenant pays for: the prompt, unless nothing came of it, and what was generated."""
+        generated = self._book.num_tokens
+        return len(self.job.prompt) + generated if generated > num_emitted(self.job) else 0
 
     def _replay(self) -> list[mesh_pb2.GenerateResponse]:
         try:
@@ -80,8 +85,9 @@ class Request:
 
     async def _admit(self) -> None:
         began_ns = now_ns()
-        self._ticket = await self._core.gate.enter(self.job.priority)
+        ticket = self._ticket = await self._core.gate.enter(applicant_of(self._core, self.job))
         self._timings.queued(began_ns)
+        self._timings.on_submitting = lambda: self._core.gate.placed(ticket)
 
     def _started(self) -> mesh_pb2.GenerateResponse:
         started = mesh_pb2.Started(

@@ -6,7 +6,6 @@ view changes: who would own a request most cheaply, who would do all of it, who 
 
 import math
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from planning.latency_model import LatencyModel
@@ -118,7 +117,6 @@ class Roster:
     def __init__(self, views: Iterable[WorkerView] = ()) -> None:
         self._groups: dict[tuple[object, ...], Group] = {}
         self._group_of: dict[str, tuple[object, ...]] = {}
-        self._block_sizes: Counter[int] = Counter()
         for view in views:
             self.put(view.address, view)
 
@@ -127,7 +125,6 @@ class Roster:
 
     def put(self, address: str, view: WorkerView | None) -> None:
         """The view of the worker at `address` is this now; None: it takes no work."""
-        self._count_block_sizes(self.get(address), view)
         key = None if view is None else (view.model, view.identity)
         before = self._group_of.pop(address, None)
         if before is not None and before != key:
@@ -154,18 +151,6 @@ class Roster:
     def group_of(self, view: WorkerView) -> Group:
         """The group of a worker of this roster."""
         return self._groups[(view.model, view.identity)]
-
-    @property
-    def block_sizes(self) -> set[int]:
-        """In tokens, of everybody."""
-        return set(self._block_sizes)
-
-    def _count_block_sizes(self, before: Engine | None, after: WorkerView | None) -> None:
-        if before is not None:
-            self._block_sizes[before.view.block_size] -= 1
-        if after is not None:
-            self._block_sizes[after.block_size] += 1
-        self._block_sizes = +self._block_sizes
 
     def _forget(self, key: tuple[object, ...], address: str) -> None:
         group = self._groups[key]

@@ -11,6 +11,7 @@ import grpc.aio
 
 from protos.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router import worker_views
+from router.changes import Signal
 from router.decode_link import DecodeLink, LinkSettings
 from router.silence import Watchdog
 from router.views import WorkerView
@@ -29,7 +30,7 @@ class Incarnation:
     info: worker_pb2.WorkerInfo
     load: worker_pb2.LoadReport
     reported_at: float
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: Signal = field(default_factory=Signal)
 
 
 @dataclass(eq=False)

@@ -190,9 +190,20 @@ def test_output_lengths_are_learned_by_tenant() -> None:
 def test_overheads_are_learned_by_hosts() -> None:
     over = Overheads()
     here, there = worker("d0"), worker("d1", host_id="there")
-    over.observe(worker("p0"), here, Overhead(0.1, 0.2))
-    assert over.between(worker("p1"), here) == Overhead(0.1, 0.2)  # another worker of the same host
-    assert over.between(worker("p0"), there) != Overhead(0.1, 0.2)
-    assert over.between(None, here) != Overhead(0.1, 0.2)
-    over.observe(worker("p0"), here, Overhead(0.2, 0.2))
-    assert over.between(worker("p0"), here).before_s == pytest.approx(0.11)
+    over.observe(worker("p0"), here, Overhead(0.01, 0.02))
+    assert over.between(worker("p1"), here) == Overhead(0.01, 0.02)  # another worker of the same host
+    assert over.between(worker("p0"), there) == over.between(worker("p9", host_id="else"), there) != Overhead(0.01, 0.02)
+    assert over.between(None, here) != Overhead(0.01, 0.02)
+    over.observe(worker("p0"), here, Overhead(0.02, 0.02))
+    assert over.between(worker("p0"), here).before_s == pytest.approx(0.015)
+
+
+def test_one_stall_teaches_little_and_a_change_is_learned() -> None:
+    over, pair = Overheads(), (worker("p0"), worker("d0"))
+    for _ in range(20):
+        over.observe(*pair, Overhead(0.01, 0.01))
+    over.observe(*pair, Overhead(5.0, 5.0))
+    assert over.between(*pair).before_s < 0.02
+    for _ in range(60):
+        over.observe(*pair, Overhead(0.5, 0.5))
+    assert over.between(*pair).after_s == pytest.approx(0.5, rel=0.1)

@@ -107,7 +107,7 @@ def test_no_placement(workers: list[WorkerView], demand: dict[str, object], word
 def test_the_prediction_adds_up() -> None:
     """By hand: 144 tokens wait, 400 come, 4 sequences take a place each in every step of 256 tokens."""
     over = Overheads()
-    over.observe(None, D0, Overhead(0.01, 0.0))
+    over.observe(None, D0, Overhead(0.008, 0.0))
     busy = running("d0", 4, num_waiting_tokens=144, num_prefilling=1, num_starting=1)
     predicted = best(choose([busy], policy=PredictPolicy(over), now=0.1)).prediction
     assert predicted is not None
@@ -115,7 +115,7 @@ def test_the_prediction_adds_up() -> None:
     waiting = 144 * (1e-3 + 1e-7 * 72) + step * 144 / 252 - 0.1  # 0.1 s of it have passed since the report
     own = 400 * 1e-3 + (400 * 401 // 2) * 1e-7
     assert predicted.ahead_s == pytest.approx(waiting + step / 2)
-    assert predicted.ttft_s == pytest.approx(waiting + step / 2 + own + 2 * step + 0.01)
+    assert predicted.ttft_s == pytest.approx(waiting + step / 2 + own + 2 * step + 0.008)
     row = 1e-3 + 432 * 1e-6
     assert predicted.tpot_s == pytest.approx(4e-3 + 5 * 1e-3 + 1500 * 1e-6 + row)
     assert predicted.delay_s == pytest.approx(4 * own + 5 * 64 * row)
@@ -160,7 +160,7 @@ def test_running_sequences_are_kept_within_their_objective() -> None:
 def test_learned_hand_offs_decide() -> None:
     over = Overheads()
     assert names(choose([P0, BUSY], policy=PredictPolicy(over))) == ("d0", "p0")
-    for _ in range(3):
+    for _ in range(30):
         over.observe(P0, BUSY, Overhead(4.0, 4.0))
     assert names(choose([P0, BUSY], policy=PredictPolicy(over))) == ("d0", None)
 
