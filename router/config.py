@@ -37,9 +37,12 @@ class RouterConfig:
         default=None, metadata={"help": "port of the OpenAI-compatible API over HTTP; 0 picks a free one, empty: no HTTP"}
     )
     http_host: str = field(default="", metadata={"help": "address to listen on for HTTP; empty: --host"})
-    http_api_key: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": "keys of which HTTP clients show one, comma separated; empty: none is asked for", "secret": True},
+    api_keys: str = field(
+        default="",
+        metadata={
+            "help": "file with API keys (see pdmesh keys), or the URL of a Redis that holds them; empty: none is asked for",
+            "secret": True,
+        },
     )
     http_max_body_bytes: int = field(default=4 << 20, metadata={"help": "bytes of an HTTP request"})
     http_max_connections: int = field(default=1024, metadata={"help": "open HTTP connections; more are refused"})
@@ -103,7 +106,6 @@ class RouterConfig:
         _require(self.http_port is None or 0 <= self.http_port <= 65535, "http_port", "must be between 0 and 65535")
         same_host = self.http_host in ("", self.host)
         _require(not (same_host and self.http_port and self.http_port == self.port), "http_port", "is that of gRPC (port)")
-        _require(all(self.http_api_key), "http_api_key", "one of the keys is empty")
         _require(20 <= self.report_period_ms <= 10_000, "report_period_ms", "must be between 20 and 10000")
         _require(10 <= self.heartbeat_ms <= 10_000, "heartbeat_ms", "must be between 10 and 10000")
         _require(

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from protos.v1 import common_pb2, mesh_pb2
-from router import constraint, sampling, validation
+from router import callers, constraint, sampling, validation
 from router.core import Core
 from router.job import Job, scoped_salt
 from router.served_model import ServedModel
@@ -45,6 +45,7 @@ class Jobs:
         deadline = deadline_of(time_left_s)
         model = self._model(request.model)
         validation.check_options(request.options)
+        callers.claim(request.options)
         prompt = await self._generate_prompt(model, request)
         return await self._checked_job(model, prompt, await _rest(model, request, deadline))
 
@@ -53,6 +54,7 @@ class Jobs:
         deadline = deadline_of(time_left_s)
         model = self._model(request.model)
         validation.check_options(request.options)
+        callers.claim(request.options)
         prompt = await self._chat_prompt(model, request.messages)
         return await self._checked_job(model, prompt, await _rest(model, request, deadline))
 

@@ -9,7 +9,8 @@ import sys
 from protos.inference import grpc_service_pb2_grpc
 from protos.v1 import mesh_pb2_grpc
 from protos.vllm import vllm_engine_pb2_grpc
-from router import objectives, served_model
+from router import key_store, objectives, served_model
+from router.callers import KeyInterceptor
 from router.config import RouterConfig
 from router.core import Core
 from router.decode_link import LinkSettings
@@ -48,9 +49,11 @@ class Router:
         self.core = Core.build(config, router_id, served_model.load(config.model_folders()), fleet)
         self.registry = Registry(config.redis, config.mesh) if config.redis else None
         self.frontend = Frontend(self.core, objectives.load(config.objectives), self._registry_connected)
-        self.server = GrpcServer(config.host, config.port, tls=tls, callers=_callers(config))
+        self.keys = key_store.open_store(config.api_keys, config.mesh)
+        checks = () if self.keys is None else (KeyInterceptor(self.keys),)
+        self.server = GrpcServer(config.host, config.port, tls=tls, callers=_callers(config), interceptors=checks)
         self.server.register(mesh_pb2_grpc.add_MeshServicer_to_server, MeshService(self.frontend), SERVICE_NAME)
-        self.http = open_gateway(config, self.frontend, tls)
+        self.http = open_gateway(config, self.frontend, tls, self.keys)
         # Protocols that others speak, on the same port.
         add_kserve = grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server
         add_vllm_engine = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
@@ -60,6 +63,8 @@ class Router:
 
     async def start(self) -> str:
         """Listen and look for workers; returns the address. Health is NOT_SERVING until one can own a request."""
+        if self.keys is not None:
+            await self.keys.start()
         if self.http is not None:
             await self.http.start()
         port = await self.server.start()
@@ -81,6 +86,8 @@ class Router:
         await self.server.drain(0.5)
         if self.http is not None:
             await self.http.stop()
+        if self.keys is not None:
+            await self.keys.stop()
         if self.registry is not None:
             await self.registry.stop()
         await self.core.fleet.stop()
