@@ -8,6 +8,7 @@ from runtime.tls import TlsConfig
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]+):[0-9]{1,5}")
+MAX_PROCESSES = 256
 _AT_LEAST_ONE = (
     "max_inflight",
     "max_buffered_tokens",
@@ -15,6 +16,8 @@ _AT_LEAST_ONE = (
     "prefix_memory_blocks",
     "http_max_body_bytes",
     "http_max_connections",
+    "max_streams_per_connection",
+    "processes",
 )
 _POSITIVE = (
     "stream_timeout_s",
@@ -55,9 +58,23 @@ class RouterConfig:
         default=(), metadata={"help": "workers known without a registry, host:port, comma separated"}
     )
     router_id: str = field(default="", metadata={"help": "name of this router; empty: a random one"})
+    processes: int = field(
+        default=1,
+        metadata={"help": "processes that share the ports, each a router of its own; they divide max_inflight, max_queued"},
+    )
+    share_ports: bool = field(
+        default=False, metadata={"help": "let other routers of this user listen on the same ports (SO_REUSEPORT)"}
+    )
     objectives: str = field(default="", metadata={"help": "TOML or JSON file with objectives per model"})
     max_inflight: int = field(default=256, metadata={"help": "requests admitted at the same time"})
     max_queued: int = field(default=256, metadata={"help": "requests that may wait for admission; more are refused"})
+    max_streams_per_connection: int = field(
+        default=1024, metadata={"help": "calls that one gRPC connection may have at the same time; more wait at the client"}
+    )
+    max_connection_age_s: float = field(
+        default=0.0,
+        metadata={"help": "after how long a gRPC connection takes no new calls, so that clients balance anew; 0: never"},
+    )
     max_buffered_tokens: int = field(
         default=4096, metadata={"help": "tokens held for a client that reads slowly; more cancel it"}
     )
@@ -92,13 +109,23 @@ class RouterConfig:
         default="require",
         metadata={"help": "with TLS, whether clients show a certificate of the CA: require, or none to serve anybody"},
     )
+    log_requests: bool = field(
+        default=False, metadata={"help": "write the text of prompts into the log; otherwise nothing that a client says is kept"}
+    )
     exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
 
     def validate(self) -> None:
         """Raises ValueError that names the field."""
         for name in _AT_LEAST_ONE:
             _require(getattr(self, name) >= 1, name, "must be at least 1")
-        for name in ("max_queued", "local_prefill_tokens", "max_resubmissions", "drain_grace_s", "linger_s"):
+        for name in (
+            "max_queued",
+            "local_prefill_tokens",
+            "max_resubmissions",
+            "drain_grace_s",
+            "linger_s",
+            "max_connection_age_s",
+        ):
             _require(getattr(self, name) >= 0, name, "must not be negative")
         for name in _POSITIVE:
             _require(getattr(self, name) > 0, name, "must be positive")
@@ -116,6 +143,7 @@ class RouterConfig:
         for address in self.workers:
             _require(bool(_ADDRESS.fullmatch(address)), "workers", f"{address!r} is not host:port")
         _require(bool(self.models), "models", "name at least one, such as --models smollm2=/path/to/folder")
+        _require(self.processes <= MAX_PROCESSES, "processes", f"must be at most {MAX_PROCESSES}")
         self.model_folders()
 
     def model_folders(self) -> dict[str, str]:

@@ -9,7 +9,7 @@ import sys
 from protos.inference import grpc_service_pb2_grpc
 from protos.v1 import mesh_pb2_grpc
 from protos.vllm import vllm_engine_pb2_grpc
-from router import key_store, objectives, served_model
+from router import key_store, objectives, processes, served_model
 from router.callers import KeyInterceptor
 from router.config import RouterConfig
 from router.core import Core
@@ -26,7 +26,7 @@ from runtime import config as configuration
 from runtime import log, process
 from runtime.channel import Channels
 from runtime.registry import Registry
-from runtime.server import Callers, GrpcServer
+from runtime.server import Callers, ConnectionLimits, GrpcServer
 from runtime.tls import open_tls
 
 SERVICE_NAME = "pdmesh.v1.Mesh"
@@ -51,7 +51,15 @@ class Router:
         self.frontend = Frontend(self.core, objectives.load(config.objectives), self._registry_connected)
         self.keys = key_store.open_store(config.api_keys, config.mesh)
         checks = () if self.keys is None else (KeyInterceptor(self.keys),)
-        self.server = GrpcServer(config.host, config.port, tls=tls, callers=_callers(config), interceptors=checks)
+        self.server = GrpcServer(
+            config.host,
+            config.port,
+            tls=tls,
+            callers=_callers(config),
+            interceptors=checks,
+            limits=ConnectionLimits(config.max_streams_per_connection, config.max_connection_age_s),
+            share_port=config.share_ports,
+        )
         self.server.register(mesh_pb2_grpc.add_MeshServicer_to_server, MeshService(self.frontend), SERVICE_NAME)
         self.http = open_gateway(config, self.frontend, tls, self.keys)
         # Protocols that others speak, on the same port.
@@ -127,4 +135,5 @@ def main() -> None:
     """`python -m router`."""
     config = configuration.load(RouterConfig, None, os.environ, prog="router")
     log.configure("router")
-    sys.exit(process.run(lambda life: serve(config, life), exit_with_parent=config.exit_with_parent))
+    run = serve if config.processes == 1 else processes.serve
+    sys.exit(process.run(lambda life: run(config, life), exit_with_parent=config.exit_with_parent))

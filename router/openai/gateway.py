@@ -23,4 +23,5 @@ def open_gateway(config: RouterConfig, frontend: Frontend, tls: Tls | None, keys
         config.http_port,
         context,
         max_connections=config.http_max_connections,
+        share_port=config.share_ports,
     )
