@@ -79,6 +79,10 @@ class RouterConfig:
         default=4096, metadata={"help": "tokens held for a client that reads slowly; more cancel it"}
     )
     max_prompt_bytes: int = field(default=2 << 20, metadata={"help": "bytes of prompt text, or of all chat messages"})
+    policy: Literal["predict", "round-robin", "least-loaded", "prefix"] = field(
+        default="predict",
+        metadata={"help": "how workers are chosen: predict, or for comparison round-robin, least-loaded, prefix"},
+    )
     local_prefill_tokens: int = field(
         default=32, metadata={"help": "prompts with fewer uncached tokens are prefilled by decode itself"}
     )

@@ -1,13 +1,20 @@
 """What all requests of one router share."""
 
 import asyncio
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from router.admission import Admission
 from router.background import Background
 from router.config import RouterConfig
+from router.decisions import Decisions
 from router.fleet import Fleet
 from router.gate import Gate
+from router.objectives import ModelObjective
+from router.other_policies import PreferencePolicy, preference
+from router.output_lengths import OutputLengths
+from router.overheads import Overheads
+from router.policy import Policy, PredictPolicy
 from router.prefix_memory import PrefixMemory
 from router.room_line import RoomLine
 from router.served_model import ServedModel
@@ -23,20 +30,40 @@ class Core:
     fleet: Fleet
     gate: Gate
     prefixes: PrefixMemory
+    policy: Policy
+    overheads: Overheads
+    objectives: Mapping[str, ModelObjective] = field(default_factory=dict)
+    output_lengths: OutputLengths = field(default_factory=OutputLengths)
+    decisions: Decisions = field(default_factory=Decisions)
     room: RoomLine = field(default_factory=RoomLine)
     background: Background = field(default_factory=Background)
     num_token_mismatches: int = 0
 
     @classmethod
-    def build(cls, config: RouterConfig, router_id: str, models: dict[str, ServedModel], fleet: Fleet) -> "Core":
+    def build(
+        cls,
+        config: RouterConfig,
+        router_id: str,
+        models: dict[str, ServedModel],
+        fleet: Fleet,
+        objectives: Iterable[ModelObjective] = (),
+    ) -> "Core":
         """Empty queues and memories from the configuration."""
         gate = Gate(Admission(config.max_inflight, config.max_queued))
-        return cls(config, router_id, models, fleet, gate, PrefixMemory(config.prefix_memory_blocks))
+        prefixes, overheads = PrefixMemory(config.prefix_memory_blocks), Overheads()
+        goals = {goal.model: goal for goal in objectives}
+        return cls(config, router_id, models, fleet, gate, prefixes, _policy(config, overheads), overheads, goals)
 
     def max_context(self, model: ServedModel) -> int:
         """Tokens that a request to `model` may have: the model's, or what the largest worker known has been given."""
         largest = self.fleet.max_context(model.name)
         return model.max_context if largest is None else min(model.max_context, largest)
+
+
+def _policy(config: RouterConfig, overheads: Overheads) -> Policy:
+    if config.policy == "predict":
+        return PredictPolicy(overheads, local_prefill_tokens=config.local_prefill_tokens)
+    return PreferencePolicy(preference(config.policy), config.local_prefill_tokens)
 
 
 def time_left_s(deadline: float | None) -> float | None:

@@ -17,10 +17,9 @@ from router.decode_leg import DecodeLeg, LegLost
 from router.job import Job
 from router.outbox import Outbox
 from router.placer import Need, Placed, Placer
-from router.policy import Mode
 from router.prefill_call import PrefillCall, PrefillEnd, PrefillTarget
-from router.prefix_memory import WorkerKey
 from router.timings import RequestTimings
+from router.views import Mode, WorkerKey
 from router.worker_views import kind_of
 from runtime.errors import DeadlineExceeded, FailedPrecondition, MeshError, Unavailable
 

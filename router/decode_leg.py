@@ -15,8 +15,8 @@ from router.book import BookError, Span
 from router.changes import unless
 from router.core import Core, time_left_ms, time_left_s
 from router.job import Job
-from router.policy import Mode
 from router.timings import RequestTimings
+from router.views import Mode
 from router.worker import Incarnation, Worker
 from runtime.errors import DeadlineExceeded, MeshError, Unavailable, error_from_rpc
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from protos.v1 import worker_pb2
 from router.changes import Changes
 from router.decode_link import LinkSettings
-from router.policy import WorkerView
+from router.roster import Roster
+from router.views import WorkerView
 from router.worker import Worker
 from runtime.channel import Channels
 
@@ -28,6 +29,8 @@ class Fleet:
         self._report_period_ms = report_period_ms
         self._forget_s = forget_s
         self._workers: dict[str, Worker] = {}
+        self._roster = Roster()
+        self._outdated: set[str] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
     def start(self, static: Iterable[str]) -> None:
@@ -42,6 +45,7 @@ class Fleet:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
         await asyncio.gather(*(worker.stop() for worker in self._workers.values()))
+        self._outdated |= self._workers.keys()
         self._workers.clear()
 
     def on_registry(self, registered: Iterable[worker_pb2.WorkerInfo]) -> None:
@@ -57,9 +61,24 @@ class Fleet:
         """Workers by address, alive or lately lost."""
         return self._workers
 
+    @property
+    def roster(self) -> Roster:
+        """Those that are alive and take work, ranked. What changed since the last look is brought up to date now: a worker may
+        report often between two decisions."""
+        while self._outdated:
+            address = self._outdated.pop()
+            worker = self._workers.get(address)
+            self._roster.put(address, None if worker is None else worker.view)
+        return self._roster
+
     def views(self) -> list[WorkerView]:
         """Those that are alive and take work."""
-        return [view for worker in self._workers.values() if (view := worker.view) is not None]
+        return list(self.roster.views())
+
+    @property
+    def block_sizes(self) -> set[int]:
+        """Of all workers that are alive and take work."""
+        return self.roster.block_sizes
 
     def ready(self) -> bool:
         """Is there a worker that can own a request? It can always prefill by itself, so a pair needs no more than that."""
@@ -93,6 +112,7 @@ class Fleet:
 
     async def _drop(self, worker: Worker) -> None:
         del self._workers[worker.address]
+        self._outdated.add(worker.address)
         await worker.stop()
         await self._channels.forget(worker.address)
 
@@ -120,6 +140,7 @@ class Fleet:
             report_period_ms=self._report_period_ms,
             static=static,
             on_change=lambda: self._changed(worker),
+            on_view=lambda: self._outdated.add(address),
         )
         self._workers[address] = worker
         worker.start()

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from protos.v1 import common_pb2
-from router.policy import Mode
 from router.served_model import ServedModel
+from router.views import Mode
 from text.block_hash import cache_root, hash_prompt
 
 
@@ -14,6 +14,7 @@ class Job:
 
     `sampling` is what workers get: seed, max_tokens and n are set; stop strings are the router's and stand in `stop` instead.
     `emitted` is empty, or holds one entry for each choice in order. `deadline` is monotonic seconds, None without one.
+    `slo_*_ms` are the request's own objectives, 0: the model's.
     """
 
     request_id: str
@@ -27,6 +28,8 @@ class Job:
     cache_salt: str = ""
     mode: Mode | None = None
     deadline: float | None = None
+    slo_ttft_ms: int = 0
+    slo_tpot_ms: int = 0
     _hashes: dict[int, list[bytes]] = field(default_factory=dict, repr=False)
 
     @property

@@ -138,6 +138,8 @@ class Jobs:
             cache_salt=scoped_salt(options.tenant, options.cache_salt),
             mode=validation.mode_of(options),
             deadline=rest.deadline,
+            slo_ttft_ms=options.slo_ttft_ms,
+            slo_tpot_ms=options.slo_tpot_ms,
         )
 
 

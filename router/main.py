@@ -46,9 +46,10 @@ class Router:
         tls = open_tls(config.tls)
         self.channels = Channels(tls=tls)
         fleet = Fleet(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
-        self.core = Core.build(config, router_id, served_model.load(config.model_folders()), fleet)
+        goals = objectives.load(config.objectives)
+        self.core = Core.build(config, router_id, served_model.load(config.model_folders()), fleet, goals)
         self.registry = Registry(config.redis, config.mesh) if config.redis else None
-        self.frontend = Frontend(self.core, objectives.load(config.objectives), self._registry_connected)
+        self.frontend = Frontend(self.core, goals, self._registry_connected)
         self.keys = key_store.open_store(config.api_keys, config.mesh)
         checks = () if self.keys is None else (KeyInterceptor(self.keys),)
         self.server = GrpcServer(

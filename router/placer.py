@@ -2,19 +2,22 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 
 from protos.v1 import common_pb2
-from router import policy, timings
+from router import timings
+from router.candidates import Demand, NoPlacement, Placement, blocks_for
 from router.changes import wait_at_most
 from router.core import Core
+from router.decisions import Decision, cached_of
 from router.decode_leg import DecodeLeg, Sink
+from router.demands import demand_of
 from router.job import Job
-from router.policy import Demand, Mode, NoPlacement, Placement, WorkerView
 from router.prefill_call import PrefillTarget
-from router.prefix_memory import WorkerKey
 from router.timings import RequestTimings
+from router.views import WorkerKey, WorkerView
 from router.worker import Dispatched, Incarnation, Worker
 from runtime.errors import InvalidArgument, MeshError, ResourceExhausted, Unavailable
 
@@ -84,12 +87,13 @@ class Placer:
 
     def next_prefill(self, leg: DecodeLeg, need: Need, tried: frozenset[WorkerKey]) -> PrefillTarget | None:
         """Another prefill worker for a reservation that stands; None if there is none that was not tried."""
-        views = self._core.fleet.views()
-        decode = next((view for view in views if view.key == (leg.worker.address, leg.info.epoch)), None)
-        if decode is None:
+        roster = self._core.fleet.roster
+        engine = roster.get(leg.worker.address)
+        if engine is None or engine.view.epoch != leg.info.epoch:
             return None
-        demand = replace(self._demand(need, views), excluded_prefill=tried)
-        return self._prefill_target(policy.choose_prefill(decode, views, demand), demand)
+        demand = replace(self._demand(need), excluded_prefill=tried)
+        prefill = self._core.policy.choose_prefill(roster, engine.view, demand, time.monotonic())
+        return self._prefill_target(prefill, demand)
 
     def remember(self, job: Job, incarnations: Iterable[Incarnation]) -> None:
         """The prompt's blocks are on these workers now."""
@@ -131,11 +135,8 @@ class Placer:
         """One round: the best worker first, on a refusal the next best."""
         refused, errors = avoid, list[MeshError]()
         while True:
-            began_ns = timings.now_ns()
-            views = self._core.fleet.views()
-            demand = replace(self._demand(need, views), excluded_decode=refused)
-            choice = policy.choose(views, demand, local_prefill_tokens=self._core.config.local_prefill_tokens)
-            need.timings.routed(began_ns)
+            demand = replace(self._demand(need), excluded_decode=refused)
+            choice = self._choose(need, demand)
             if isinstance(choice, NoPlacement):
                 return _with_answers(choice, errors)
             placed = await self._submit(need, choice, demand)
@@ -143,6 +144,28 @@ class Placer:
                 return placed
             errors.append(placed)
             refused |= {choice.decode.key}
+
+    def _choose(self, need: Need, demand: Demand) -> Placement | NoPlacement:
+        """The policy's answer, kept for whoever asks why."""
+        began_ns = timings.now_ns()
+        roster, policy = self._core.fleet.roster, self._core.policy
+        choice = policy.choose(roster, demand, time.monotonic())
+        need.timings.routed(began_ns)
+        if isinstance(choice, Placement):
+            made_ns = timings.now_ns()
+            need.timings.decision = Decision(
+                request_id=need.job.request_id,
+                policy=policy.name,
+                made_ns=made_ns,
+                decision_ns=made_ns - began_ns,
+                num_tokens=demand.num_tokens,
+                num_workers=len(roster),
+                placement=choice,
+                cached_tokens=cached_of(choice, demand),
+                timings=need.timings,
+            )
+            self._core.decisions.record(need.timings.decision)
+        return choice
 
     async def _submit(self, need: Need, choice: Placement, demand: Demand) -> Placed | MeshError:
         """Submit where the policy said; the error when the worker refuses. What only the caller can mend is raised."""
@@ -152,12 +175,19 @@ class Placer:
             return Unavailable("the worker has just been lost")
         leg = DecodeLeg(self._core, *decode, need.job, need.sink, need.timings)
         local_tokens = 0 if prefill else demand.uncached(choice.decode)
-        blocks = policy.blocks_for(demand.num_tokens, choice.decode)
-        decode[0].dispatched(Dispatched(demand.num_choices, blocks, local_tokens))
+        sent = Dispatched(
+            demand.num_choices,
+            blocks_for(demand.num_tokens, choice.decode),
+            local_tokens,
+            decodes=demand.num_choices,
+            context=demand.num_choices * demand.num_tokens,
+        )
+        decode[0].dispatched(sent)
         try:
             reservation = await leg.submit(choice.mode, need.emitted)
         except MeshError as error:
             need.timings.failed()
+            decode[0].done(sent)
             _give_up(prefill)
             _note_refusal(leg, error)
             return error
@@ -165,9 +195,10 @@ class Placer:
             _give_up(prefill)
             leg.leave("the client left")
             raise
+        sent.arrived_at = time.monotonic()
         if prefill is None:
             self.remember(need.job, (decode[1],))
-        logger.debug("%s attempt %d: %s", leg.wire_id, leg.attempt, choice.reason)
+        logger.debug("%s attempt %d: %s", leg.wire_id, leg.attempt, choice.reason or choice.mode.name)
         return Placed(leg, reservation, prefill)
 
     def _prefill_target(self, view: WorkerView | None, demand: Demand) -> PrefillTarget | None:
@@ -175,30 +206,12 @@ class Placer:
         found = self._incarnation(view)
         if view is None or found is None:
             return None
-        sent = Dispatched(1, policy.blocks_for(demand.num_tokens, view), demand.uncached(view))
+        sent = Dispatched(1, blocks_for(demand.num_tokens, view), demand.uncached(view))
         found[0].dispatched(sent)
         return PrefillTarget(*found, sent)
 
-    def _demand(self, need: Need, views: list[WorkerView]) -> Demand:
-        job = need.job
-        several_under_way = job.num_choices > 1 and need.started
-        return Demand(
-            model=job.model.name,
-            num_tokens=_num_tokens(need),
-            num_choices=job.num_choices,
-            max_total_tokens=len(job.prompt) + job.sampling.max_tokens,
-            cached_tokens=self._cached_tokens(job, {view.block_size for view in views}),
-            mode=Mode.LOCAL if several_under_way else job.mode,
-            kind=need.kind,
-        )
-
-    def _cached_tokens(self, job: Job, block_sizes: set[int]) -> dict[WorkerKey, int]:
-        """Tokens of the prompt that each worker is thought to hold."""
-        cached: dict[WorkerKey, int] = {}
-        for block_size in block_sizes:
-            matched = self._core.prefixes.match(job.block_hashes(block_size))
-            cached.update({worker: blocks * block_size for worker, blocks in matched.items()})
-        return cached
+    def _demand(self, need: Need) -> Demand:
+        return demand_of(self._core, need.job, need.emitted, need.kind)
 
     def _incarnation(self, view: WorkerView | None) -> tuple[Worker, Incarnation] | None:
         """The living process behind a view; None if it has gone since."""
@@ -206,11 +219,6 @@ class Placer:
         if view is None or worker is None or worker.current is None or worker.current.info.epoch != view.epoch:
             return None
         return worker, worker.current
-
-
-def _num_tokens(need: Need) -> int:
-    """Tokens whose KV decode needs: the prompt and what was emitted of the choice that is furthest."""
-    return len(need.job.prompt) + max((len(choice.token_ids) for choice in need.emitted), default=0)
 
 
 def _give_up(prefill: PrefillTarget | None) -> None:

@@ -1,213 +1,197 @@
-"""Where a request goes: a snapshot of the workers in, a placement with its reason out. Pure.
+"""Where a request goes: what each candidate would cost in seconds, of the request's own time and of everybody else's. Pure.
 
-Decode: the least loaded by blocks and sequences, less a credit for the share of the prompt that it holds already.
-Prefill: the fewest tokens to compute before this request's first token (waiting, dispatched since the last report, own uncached).
-LOCAL: when no prefill worker fits, or so little of the prompt is uncached on decode that a hand-off cannot pay.
+    cost = TTFT + (tokens expected - 1) · TPOT      of the request itself
+         + delay                                    of the sequences that run already, summed
+         + pressure · work                          of those that come next: worker seconds, by the share of busy workers
+         + MISS_PENALTY_S · misses                  objectives thought to be missed, its own and those of the running
+
+The candidates are LOCAL on a decode worker, and pairs with a prefill worker that reaches it; of a large fleet the best few of
+each by the rankings of `router/roster.py`, and those that hold a part of the prompt already. `docs/routing.md` says more.
 """
 
-import enum
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
 
-from kvtransfer.layouts import Layout
-from router.prefix_memory import WorkerKey
+from router import prediction
+from router.candidates import (
+    Candidate,
+    Demand,
+    NoPlacement,
+    Placement,
+    can_fill,
+    can_own,
+    compatible,
+    first,
+    has_room,
+    no_partner,
+    nobody,
+)
+from router.overheads import Overheads
+from router.prediction import Engine, Goals, OutputSide, Prediction, PromptSide
+from router.roster import Group, Ranking, Roster
+from router.views import Mode, WorkerView
 
-PREFIX_CREDIT = 0.25
-"""A worker that holds the whole prompt may be this share of its capacity fuller and still win."""
-
-
-class Mode(enum.Enum):
-    """Who computes the prompt: decode itself, or a prefill worker."""
-
-    LOCAL = "local"
-    REMOTE = "remote"
-
-
-@dataclass(frozen=True)
-class WorkerView:
-    """One worker that lives and takes work. `identity` is compared for equality only.
-
-    `dispatched_*` is what this router sent there since the report that the other numbers come from.
-    """
-
-    worker_id: str
-    address: str
-    epoch: int
-    model: str
-    prefill: bool
-    decode: bool
-    identity: tuple[object, ...]
-    layout: Layout
-    transports: frozenset[str]
-    host_id: str
-    block_size: int
-    max_context: int
-    max_num_seqs: int
-    num_total_blocks: int
-    num_free_blocks: int
-    num_seqs: int
-    num_waiting_tokens: int
-    dispatched_seqs: int = 0
-    dispatched_blocks: int = 0
-    dispatched_tokens: int = 0
-
-    @property
-    def key(self) -> WorkerKey:
-        """What tells incarnations apart."""
-        return (self.address, self.epoch)
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """What decides a request's tokens: it stays with one kind."""
-        return (self.identity, self.layout.kv_dtype)
-
-    @property
-    def tokens_ahead(self) -> int:
-        """Prompt tokens that this worker has still to compute."""
-        return self.num_waiting_tokens + self.dispatched_tokens
+MISS_PENALTY_S = 10.0
+SHORTLIST = 4
+MAX_HOLDERS = 64
+"""Where more workers than this hold a part of the prompt, the shortlists contain good ones anyway."""
 
 
-@dataclass(frozen=True)
-class Demand:
-    """What a request needs. `cached_tokens` by worker; `kind` pins the kind of worker that the request started on."""
+class Policy(Protocol):
+    """A way to choose. `now` is monotonic seconds."""
 
-    model: str
-    num_tokens: int
-    num_choices: int = 1
-    max_total_tokens: int = 0
-    cached_tokens: Mapping[WorkerKey, int] = field(default_factory=dict)
-    mode: Mode | None = None
-    kind: tuple[object, ...] | None = None
-    excluded_decode: frozenset[WorkerKey] = frozenset()
-    excluded_prefill: frozenset[WorkerKey] = frozenset()
+    name: str
 
-    def uncached(self, worker: WorkerView) -> int:
-        """Tokens that `worker` would have to compute or receive: at least one, as a whole prompt is never served from cache."""
-        return max(1, self.num_tokens - self.cached_tokens.get(worker.key, 0))
+    def choose(self, roster: Roster, demand: Demand, now: float) -> Placement | NoPlacement:
+        """The placement of one request."""
+
+    def choose_prefill(self, roster: Roster, decode: WorkerView, demand: Demand, now: float) -> WorkerView | None:
+        """Another prefill worker for a request that `decode` has reserved already; None without one."""
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Decode worker, and prefill worker unless LOCAL, with the reason in words."""
+class PredictPolicy:
+    """The least predicted cost. Fewer uncached tokens than `local_prefill_tokens` are never worth a hand-off."""
 
-    decode: WorkerView
-    prefill: WorkerView | None
-    reason: str
+    name = "predict"
 
-    @property
-    def mode(self) -> Mode:
-        """LOCAL without a prefill worker."""
-        return Mode.LOCAL if self.prefill is None else Mode.REMOTE
+    def __init__(self, overheads: Overheads, *, local_prefill_tokens: int = 0, shortlist: int = SHORTLIST) -> None:
+        self._overheads = overheads
+        self._local_prefill_tokens = local_prefill_tokens
+        self._shortlist = shortlist
 
+    def choose(self, roster: Roster, demand: Demand, now: float) -> Placement | NoPlacement:
+        """As `Policy` says; equal snapshots get equal answers."""
+        candidates: list[Candidate] = []
+        owners: list[WorkerView] = []
+        for group in roster.groups(demand.model, demand.kind):
+            look = _Look(group, demand, now, self._overheads)
+            decodes = self._owners(group, demand)
+            owners += decodes
+            candidates += self._candidates(look, decodes)
+        if not owners:
+            return nobody(roster.views(), demand)
+        if not candidates:
+            return self._look_everywhere(roster, demand, now) or no_partner(owners)
+        best = min(candidates, key=_order)
+        return Placement(best.decode, best.prefill, "", candidates)
 
-@dataclass(frozen=True)
-class NoPlacement:
-    """Nobody can take it now. `full`: some worker fits and would, had it room. `never`: too large for any of them."""
+    def choose_prefill(self, roster: Roster, decode: WorkerView, demand: Demand, now: float) -> WorkerView | None:
+        """The cheapest pair with this decode worker."""
+        group = roster.group_of(decode)
+        look = _Look(group, demand, now, self._overheads)
+        candidates = look.remote([decode], self._fillers(group, demand, [decode]))
+        return min(candidates, key=_order).prefill if candidates else None
 
-    reason: str
-    full: bool = False
-    never: bool = False
+    def _look_everywhere(self, roster: Roster, demand: Demand, now: float) -> Placement | NoPlacement | None:
+        """REMOTE was asked for, and nobody on the shortlists reaches anybody: None if everybody was on them."""
+        if self._shortlist >= len(roster):
+            return None
+        thorough = PredictPolicy(self._overheads, local_prefill_tokens=0, shortlist=len(roster))
+        return thorough.choose(roster, demand, now)
 
+    def _candidates(self, look: "_Look", decodes: list[WorkerView]) -> list[Candidate]:
+        mode, demand = look.demand.mode, look.demand
+        remote: list[Candidate] = []
+        if mode is not Mode.LOCAL:
+            long_enough = [d for d in decodes if mode is Mode.REMOTE or demand.uncached(d) >= self._local_prefill_tokens]
+            remote = look.remote(long_enough, self._fillers(look.group, demand, long_enough)) if long_enough else []
+        return remote if mode is Mode.REMOTE else look.local(decodes) + remote
 
-def choose(workers: Iterable[WorkerView], demand: Demand, *, local_prefill_tokens: int) -> Placement | NoPlacement:
-    """The placement of one request."""
-    kind = [worker for worker in workers if _same_kind(worker, demand)]
-    decode = choose_decode(kind, demand)
-    if isinstance(decode, NoPlacement):
-        return decode
-    return _with_prefill(decode, kind, demand, local_prefill_tokens)
+    def _owners(self, group: Group, demand: Demand) -> list[WorkerView]:
+        rankings = (group.owners,) if demand.mode is Mode.REMOTE else (group.owners, group.wholes)
+        found = {view.address: view for ranking in rankings for view in first(_views(group, ranking), demand, self._shortlist)}
+        for view in self._holders(group, demand, group.owners):
+            if can_own(view, demand) and demand.kind in (None, view.kind):
+                found.setdefault(view.address, view)
+        return list(found.values())
 
+    def _fillers(self, group: Group, demand: Demand, decodes: Sequence[WorkerView]) -> list[WorkerView]:
+        def fits(view: WorkerView) -> bool:
+            return can_fill(view, demand) and any(compatible(view, decode) for decode in decodes)
 
-def choose_decode(kind: Sequence[WorkerView], demand: Demand) -> WorkerView | NoPlacement:
-    """The decode worker with the least cost among those that can hold the request; those with room first."""
-    decodes = [worker for worker in kind if worker.decode]
-    if not decodes:
-        return NoPlacement(f"no decode worker of model {demand.model!r} is reachable")
-    large_enough = [worker for worker in decodes if _can_ever_hold(worker, demand)]
-    if not large_enough:
-        return NoPlacement(f"{demand.num_tokens} tokens exceed the KV pool or context of every decode worker", never=True)
-    candidates = [worker for worker in large_enough if worker.key not in demand.excluded_decode]
-    if not candidates:
-        return NoPlacement(f"all {len(large_enough)} decode workers of model {demand.model!r} refused or were lost")
-    return min(candidates, key=lambda worker: (not has_room(worker, demand), _decode_cost(worker, demand), worker.address))
+        # One more than asked for: with both roles, the best of them may be the best decode worker itself.
+        best = islice(filter(fits, _views(group, group.fillers)), self._shortlist + 1)
+        found = {view.address: view for view in best}
+        for view in filter(fits, self._holders(group, demand, group.fillers)):
+            found.setdefault(view.address, view)
+        return list(found.values())
 
-
-def choose_prefill(decode: WorkerView, kind: Sequence[WorkerView], demand: Demand) -> WorkerView | None:
-    """The prefill worker that fits `decode` and has the fewest tokens before this request's first; None without one."""
-    candidates = [
-        worker
-        for worker in kind
-        if worker.prefill
-        and worker.key != decode.key
-        and worker.key not in demand.excluded_prefill
-        and compatible(worker, decode)
-    ]
-
-    def cost(worker: WorkerView) -> tuple[bool, int, str]:
-        # KV of another element type gives other tokens than decode's own: only where there is nobody else.
-        return (worker.kind != decode.kind, worker.tokens_ahead + demand.uncached(worker), worker.address)
-
-    return min(candidates, key=cost, default=None)
-
-
-def compatible(prefill: WorkerView, decode: WorkerView) -> bool:
-    """May these two hand over KV? Equal identity, a layout that converts, and a transport that reaches."""
-    if prefill.identity != decode.identity or prefill.layout.difference(decode.layout) is not None:
-        return False
-    common = prefill.transports & decode.transports
-    return bool({"nixl", "tcp", "grpc"} & common) or ("shm" in common and prefill.host_id == decode.host_id)
-
-
-def has_room(worker: WorkerView, demand: Demand) -> bool:
-    """Does the last report, with what was dispatched since, leave room? The worker's own answer is the truth."""
-    free = worker.num_free_blocks - worker.dispatched_blocks
-    seqs = worker.num_seqs + worker.dispatched_seqs
-    return blocks_for(demand.num_tokens, worker) <= free and seqs + demand.num_choices <= worker.max_num_seqs
-
-
-def blocks_for(num_tokens: int, worker: WorkerView) -> int:
-    """Blocks that hold `num_tokens`."""
-    return -(-num_tokens // worker.block_size)
+    def _holders(self, group: Group, demand: Demand, ranking: Ranking) -> list[WorkerView]:
+        """Workers with the most of the prompt."""
+        cached = demand.cached_tokens
+        if len(cached) <= MAX_HOLDERS:
+            engines = (group.engines.get(address) for address, _ in cached)
+            views = [engine.view for engine in engines if engine is not None and engine.view.key in cached]
+        else:
+            views = [view for view in islice(_views(group, ranking), MAX_HOLDERS) if view.key in cached]
+        return heapq.nlargest(self._shortlist, views, key=lambda view: (cached[view.key], view.address))
 
 
-def _same_kind(worker: WorkerView, demand: Demand) -> bool:
-    return worker.model == demand.model and demand.kind in (None, worker.kind)
+@dataclass(slots=True)
+class _Look:
+    """One request at one group: what computing it and owning it mean, for each worker once; then pairs."""
+
+    group: Group
+    demand: Demand
+    now: float
+    overheads: Overheads
+
+    def local(self, decodes: Iterable[WorkerView]) -> list[Candidate]:
+        """Each of them by itself."""
+        goals, expected = self._goals(), self.demand.expected_tokens
+        found = []
+        for view in decodes:
+            engine = self.group.engines[view.address]
+            over = self.overheads.between(None, view)
+            predicted = prediction.local(self._prompt_side(engine), self._output_side(engine), over, expected, goals)
+            found.append(self._candidate(view, None, predicted))
+        return found
+
+    def remote(self, decodes: Iterable[WorkerView], prefills: Iterable[WorkerView]) -> list[Candidate]:
+        """All pairs that can hand over. KV of another element type gives other tokens than decode's own: only where there is
+        nobody else."""
+        goals, expected = self._goals(), self.demand.expected_tokens
+        prompts = [(view, self._prompt_side(self.group.engines[view.address])) for view in prefills]
+        found = []
+        for decode in decodes:
+            output = self._output_side(self.group.engines[decode.address])
+            partners = [(view, prompt) for view, prompt in prompts if compatible(view, decode)]
+            same = [pair for pair in partners if pair[0].layout.kv_dtype == decode.layout.kv_dtype]
+            for view, prompt in same or partners:
+                over = self.overheads.between(view, decode)
+                found.append(self._candidate(decode, view, prediction.remote(prompt, output, over, expected, goals)))
+        return found
+
+    def _goals(self) -> Goals:
+        return Goals(self.demand.ttft_goal_s, self.demand.tpot_goal_s, self.demand.running_tpot_goal_s)
+
+    def _prompt_side(self, engine: Engine) -> PromptSide:
+        demand = self.demand
+        return engine.prompt_side(demand.num_tokens, demand.cached_tokens.get(engine.view.key, 0), self.now)
+
+    def _output_side(self, engine: Engine) -> OutputSide:
+        demand = self.demand
+        return engine.output_side(demand.num_tokens, demand.num_choices, demand.expected_tokens, self.now)
+
+    def _candidate(self, decode: WorkerView, prefill: WorkerView | None, predicted: Prediction) -> Candidate:
+        cost = cost_s(predicted, self.demand.expected_tokens, self.group.pressure)
+        cost += decode.penalty_s + (0.0 if prefill is None else prefill.penalty_s)
+        return Candidate(decode, prefill, cost, has_room(decode, self.demand), predicted)
 
 
-def _can_ever_hold(worker: WorkerView, demand: Demand) -> bool:
-    fits_context = max(demand.num_tokens, demand.max_total_tokens) <= worker.max_context
-    return (
-        fits_context
-        and blocks_for(demand.num_tokens, worker) <= worker.num_total_blocks
-        and demand.num_choices <= worker.max_num_seqs
-    )
+def cost_s(predicted: Prediction, expected_tokens: float, pressure: float) -> float:
+    """The seconds by which candidates are compared."""
+    own_s = predicted.ttft_s + max(0.0, expected_tokens - 1) * predicted.tpot_s
+    return own_s + predicted.delay_s + pressure * predicted.work_s + MISS_PENALTY_S * predicted.misses
 
 
-def _decode_cost(worker: WorkerView, demand: Demand) -> float:
-    seq_share = (worker.num_seqs + worker.dispatched_seqs + demand.num_choices) / worker.max_num_seqs
-    used_blocks = (
-        worker.num_total_blocks - worker.num_free_blocks + worker.dispatched_blocks + blocks_for(demand.uncached(worker), worker)
-    )
-    cached_share = 1 - demand.uncached(worker) / demand.num_tokens
-    return max(seq_share, used_blocks / worker.num_total_blocks) - PREFIX_CREDIT * cached_share
+def _order(candidate: Candidate) -> tuple[bool, float, bool, str, str]:
+    return candidate.order
 
 
-def _with_prefill(
-    decode: WorkerView, kind: Sequence[WorkerView], demand: Demand, local_prefill_tokens: int
-) -> Placement | NoPlacement:
-    if demand.mode is Mode.LOCAL:
-        return Placement(decode, None, "LOCAL as asked for")
-    uncached = demand.uncached(decode)
-    if demand.mode is None and uncached < local_prefill_tokens:
-        return Placement(
-            decode, None, f"LOCAL: {uncached} uncached tokens on {decode.worker_id} are fewer than {local_prefill_tokens}"
-        )
-    prefill = choose_prefill(decode, kind, demand)
-    if prefill is not None:
-        ahead = prefill.tokens_ahead
-        return Placement(
-            decode, prefill, f"REMOTE: {uncached} tokens for {decode.worker_id}, {ahead} ahead on {prefill.worker_id}"
-        )
-    if demand.mode is Mode.REMOTE:
-        return NoPlacement(f"REMOTE was asked for and no prefill worker fits {decode.worker_id}")
-    return Placement(decode, None, f"LOCAL: no prefill worker fits {decode.worker_id}")
+def _views(group: Group, ranking: Ranking) -> Iterator[WorkerView]:
+    engines = group.engines
+    return (engines[address].view for address in ranking)

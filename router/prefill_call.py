@@ -10,7 +10,7 @@ from router.changes import unless
 from router.core import time_left_ms, time_left_s
 from router.decode_leg import DecodeLeg
 from router.job import Job
-from router.prefix_memory import WorkerKey
+from router.views import WorkerKey
 from router.worker import Dispatched, Incarnation, Worker
 
 OnFirstTokens = Callable[[prefill_pb2.FirstTokens], None]

@@ -3,8 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 
-WorkerKey = tuple[str, int]
-"""Address and epoch: what a worker held dies with its incarnation, because its key never comes again."""
+from router.views import WorkerKey
 
 
 class PrefixMemory:

@@ -9,6 +9,7 @@ from router.book import Book
 from router.core import Core
 from router.course import Course
 from router.job import Job
+from router.learning import learn
 from router.output import Output, ResumeMismatch
 from router.timings import RequestTimings, now_ns
 from runtime.errors import InvalidArgument, MeshError
@@ -98,4 +99,5 @@ class Request:
             completion_tokens=self._output.num_tokens,
             cached_tokens=min(timings.prefill_cached_tokens, len(self.job.prompt)),
         )
+        learn(self._core, self.job, self._timings.decision, timings, self._output.num_tokens)
         return mesh_pb2.GenerateResponse(completed=mesh_pb2.Completed(usage=usage, timings=timings))

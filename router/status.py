@@ -41,6 +41,7 @@ def status(core: Core, objectives: Sequence[ModelObjective], *, registry_connect
             for goal in objectives
         ],
         num_token_mismatches=core.num_token_mismatches,
+        prediction=core.decisions.status(),
     )
 
 

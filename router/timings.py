@@ -10,10 +10,16 @@ LOCAL   one call's worth: the worker's clock starts with the receipt of Submit, 
 All values are monotonic nanoseconds of this router; durations of workers travel as durations.
 """
 
+from __future__ import annotations
+
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from protos.v1 import common_pb2, mesh_pb2
+
+if TYPE_CHECKING:
+    from router.decisions import Decision
 
 now_ns = time.monotonic_ns
 
@@ -27,7 +33,9 @@ class _ChoicePace:
 
 @dataclass(slots=True)
 class RequestTimings:
-    """Collects while the request lives; `message` sums up. Before the first token a failed attempt starts the parts anew."""
+    """Collects while the request lives; `message` sums up. Before the first token a failed attempt starts the parts anew.
+
+    `decision`: the latest that placed the request."""
 
     received_ns: int
     parts: mesh_pb2.Timings = field(default_factory=mesh_pb2.Timings)
@@ -39,6 +47,7 @@ class RequestTimings:
     first_handed_ns: int | None = None
     prefill: common_pb2.PrefillTimings | None = None
     paces: dict[int, _ChoicePace] = field(default_factory=dict)
+    decision: Decision | None = None
 
     def routed(self, started_ns: int) -> None:
         """Validation, tokenization or a choice of workers took from `started_ns` until now."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from protos.v1 import common_pb2, mesh_pb2
-from router.policy import Mode
+from router.views import Mode
 from runtime.errors import InvalidArgument
 
 MAX_CHOICES = 16

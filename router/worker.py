@@ -12,8 +12,8 @@ import grpc.aio
 from protos.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router import worker_views
 from router.decode_link import DecodeLink, LinkSettings
-from router.policy import WorkerView
 from router.silence import Watchdog
+from router.views import WorkerView
 
 MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 0.25
@@ -34,12 +34,24 @@ class Incarnation:
 
 @dataclass(eq=False)
 class Dispatched:
-    """What was sent to a worker and no report can be sure to contain."""
+    """What was sent to a worker and no report can be sure to contain.
+
+    `decodes` sequences will attend to `context` tokens. `arrived_at`: monotonic seconds at which the worker surely had it.
+    """
 
     seqs: int = 0
     blocks: int = 0
     tokens: int = 0
+    decodes: int = 0
+    context: int = 0
+    arrived_at: float | None = None
     num_reports: int = 0  # that have come since
+
+    def is_contained(self, figures_at: float) -> bool:
+        """Does a report whose figures are of `figures_at` tell of it? Where it is not known when it arrived, the second report
+        does: the first may have left before."""
+        self.num_reports += 1
+        return self.num_reports >= 2 or (self.arrived_at is not None and figures_at > self.arrived_at)
 
 
 class Worker:
@@ -54,6 +66,7 @@ class Worker:
         report_period_ms: int,
         static: bool,
         on_change: Callable[[], None],
+        on_view: Callable[[], None],
     ) -> None:
         self.address = address
         self.static = static
@@ -67,6 +80,7 @@ class Worker:
         self._settings = settings
         self._report_period_ms = report_period_ms
         self._on_change = on_change
+        self._on_view = on_view
         self._dispatched: list[Dispatched] = []
         self._view: WorkerView | None = None
         self._link_started = False
@@ -84,7 +98,8 @@ class Worker:
             await asyncio.gather(self._task, return_exceptions=True)
         if self.current is not None:
             self.current.lost.set()
-        self.current = self._view = None
+        self.current = None
+        self._view_changed()
         if self._link_started:
             await self.link.stop("the router stopped watching it")
 
@@ -97,27 +112,33 @@ class Worker:
         if self._view is None:
             attached = self.link.attached and self.link.epoch == current.info.epoch
             self._view = dataclasses.replace(
-                worker_views.view_of(current.info, current.load, decode=attached),
+                worker_views.view_of(current.info, current.load, decode=attached, reported_at=current.reported_at),
                 dispatched_seqs=sum(sent.seqs for sent in self._dispatched),
                 dispatched_blocks=sum(sent.blocks for sent in self._dispatched),
                 dispatched_tokens=sum(sent.tokens for sent in self._dispatched),
+                dispatched_decodes=sum(sent.decodes for sent in self._dispatched),
+                dispatched_context=sum(sent.context for sent in self._dispatched),
             )
         return self._view
 
     def dispatched(self, sent: Dispatched) -> None:
         """Count what was just sent there, until the reports contain it or `done`."""
         self._dispatched.append(sent)
-        self._view = None
+        self._view_changed()
 
     def done(self, sent: Dispatched) -> None:
         """The worker has no more work with what was sent, as its answer says; idempotent."""
         if sent in self._dispatched:
             self._dispatched.remove(sent)
-            self._view = None
+            self._view_changed()
 
     def link_changed(self) -> None:
         """The DecodeLink attached or broke."""
+        self._view_changed()
+
+    def _view_changed(self) -> None:
         self._view = None
+        self._on_view()
 
     async def _run(self) -> None:
         backoff_s = MIN_BACKOFF_S
@@ -178,18 +199,17 @@ class Worker:
         if current is None or load.epoch != current.info.epoch:
             return
         current.load, current.reported_at = load, time.monotonic()
-        # A report may have left before the latest dispatch arrived: what was dispatched counts until the second report after it.
-        for sent in self._dispatched:
-            sent.num_reports += 1
-        self._dispatched = [sent for sent in self._dispatched if sent.num_reports < 2]
-        self._view = None
+        figures_at = current.reported_at - load.age_ms / 1000
+        self._dispatched = [sent for sent in self._dispatched if not sent.is_contained(figures_at)]
+        self._view_changed()
         if worker_pb2.ROLE_DECODE in load.roles and not self._link_started:
             self._link_started = True
             self.link.start()
         self._on_change()
 
     def _down(self, problem: str) -> None:
-        current, self.current, self._view = self.current, None, None
+        current, self.current = self.current, None
+        self._view_changed()
         if current is not None:
             logger.warning("worker %s at %s is lost: %s", current.info.worker_id, self.address, problem)
             self.lost_at = time.monotonic()

@@ -1,8 +1,10 @@
 """From a worker's own messages to the value that the policy looks at."""
 
 from kvtransfer.layouts import Layout
+from planning.latency_model import LatencyModel
 from protos.v1 import common_pb2, worker_pb2
-from router.policy import WorkerView
+from router.roster import is_usable
+from router.views import WorkerView
 
 
 def identity_of(identity: common_pb2.Identity) -> tuple[object, ...]:
@@ -15,8 +17,11 @@ def kind_of(info: worker_pb2.WorkerInfo) -> tuple[object, ...]:
     return (identity_of(info.identity), info.layout.kv_dtype)
 
 
-def view_of(info: worker_pb2.WorkerInfo, load: worker_pb2.LoadReport, *, decode: bool) -> WorkerView:
-    """The view without anything dispatched. `decode`: its Attach stream is open, so it may own requests, if it has the role."""
+def view_of(info: worker_pb2.WorkerInfo, load: worker_pb2.LoadReport, *, decode: bool, reported_at: float = 0.0) -> WorkerView:
+    """The view without anything dispatched. `decode`: its Attach stream is open, so it may own requests, if it has the role.
+
+    `reported_at`: monotonic seconds of the report's arrival."""
+    latency = latency_of(load)
     return WorkerView(
         worker_id=info.worker_id,
         address=info.address,
@@ -35,7 +40,37 @@ def view_of(info: worker_pb2.WorkerInfo, load: worker_pb2.LoadReport, *, decode:
         num_free_blocks=load.num_free_blocks,
         num_seqs=load.num_running + load.num_waiting + load.num_reserved + load.num_held,
         num_waiting_tokens=load.num_waiting_tokens,
+        num_prefilling=load.num_prefilling,
+        num_decoding=load.num_decoding if latency is not None else load.num_running,
+        decode_context=load.decode_context if latency is not None else _used_tokens(info, load),
+        num_starting=load.num_reserved + (load.num_prefilling if latency is not None else 0),
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        latency=latency,
+        figures_at=reported_at - load.age_ms / 1000,
     )
+
+
+def latency_of(load: worker_pb2.LoadReport) -> LatencyModel | None:
+    """How fast the worker says it is; None when it does not, or what it says is no time."""
+    if not load.HasField("latency_model"):
+        return None
+    said = load.latency_model
+    model = LatencyModel(
+        said.fixed_s,
+        said.per_prefill_token_s,
+        said.per_prefill_context_s,
+        said.per_sequence_s,
+        said.per_context_token_s,
+        said.num_steps,
+        said.prefill_error,
+        said.decode_error,
+    )
+    return model if is_usable(model) else None
+
+
+def _used_tokens(info: worker_pb2.WorkerInfo, load: worker_pb2.LoadReport) -> int:
+    """What the sequences of a worker that does not say may attend to, at most."""
+    return (load.num_total_blocks - load.num_free_blocks) * info.layout.block_size if load.num_running else 0
 
 
 def problem_of(info: worker_pb2.WorkerInfo) -> str | None:

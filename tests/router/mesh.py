@@ -128,6 +128,7 @@ def config_for(folder: Path, workers: Sequence[StubWorker] = (), **settings: obj
         reattach_grace_s=0.5,
         drain_grace_s=0.3,
         linger_s=0.0,
+        policy="least-loaded",  # the stubs know no speed: nothing could be predicted of them
     )
     config = replace(config, **settings)  # type: ignore[arg-type]
     config.validate()

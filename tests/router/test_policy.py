@@ -1,95 +1,86 @@
-"""The policy, as a table: a snapshot in, a placement out."""
+"""The predicting policy: tables of what it must choose, and what holds for every fleet."""
 
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kvtransfer.layouts import Layout
-from router.policy import Demand, Mode, NoPlacement, Placement, WorkerView, choose, choose_prefill, compatible
+from planning.latency_model import LatencyModel
+from router.candidates import Candidate, Demand, NoPlacement, Placement, compatible, has_room
+from router.overheads import Overheads
+from router.policy import PredictPolicy
+from router.prediction import NEUTRAL, Overhead
+from router.roster import Roster
+from router.views import Mode, WorkerView
+from tests.router.fleets import SPEED, running, worker
 
-BASE = WorkerView(
-    worker_id="",
-    address="",
-    epoch=1,
-    model="m",
-    prefill=False,
-    decode=False,
-    identity=("m", "hash"),
-    layout=Layout(16, "float32"),
-    transports=frozenset({"tcp", "shm"}),
-    host_id="here",
-    block_size=16,
-    max_context=2048,
-    max_num_seqs=8,
-    num_total_blocks=100,
-    num_free_blocks=100,
-    num_seqs=0,
-    num_waiting_tokens=0,
-)
+DEMAND = Demand(model="m", num_tokens=400, max_total_tokens=500, expected_tokens=64)
+POLICY = PredictPolicy(Overheads(), local_prefill_tokens=32)
+BRUTE_FORCE = PredictPolicy(Overheads(), local_prefill_tokens=32, shortlist=10**6)
 
 
-def worker(name: str, **fields: object) -> WorkerView:
-    return replace(BASE, worker_id=name, address=name, prefill="p" in name, decode="d" in name, **fields)  # type: ignore[arg-type]
+def choose(workers: list[WorkerView], demand: Demand = DEMAND, policy: PredictPolicy = POLICY, now: float = 0.0) -> Placement:
+    choice = policy.choose(Roster(workers), demand, now)
+    assert isinstance(choice, Placement)
+    return choice
 
 
-DEMAND = Demand(model="m", num_tokens=160, max_total_tokens=200)
-P0, P1, D0, D1, BOTH = worker("p0"), worker("p1"), worker("d0"), worker("d1"), worker("pd")
+def names(placement: Placement) -> tuple[str, str | None]:
+    return placement.decode.worker_id, placement.prefill.worker_id if placement.prefill else None
 
 
-def place(workers: list[WorkerView], **demand: object) -> tuple[str, str | None] | NoPlacement:
-    choice = choose(workers, replace(DEMAND, **demand), local_prefill_tokens=32)  # type: ignore[arg-type]
-    if isinstance(choice, NoPlacement):
-        return choice
-    assert choice.reason
-    assert (choice.mode is Mode.LOCAL) == (choice.prefill is None)
-    return choice.decode.worker_id, choice.prefill.worker_id if choice.prefill else None
+def best(placement: Placement) -> Candidate:
+    assert placement.chosen is not None
+    return placement.chosen
+
+
+P0, P1, D0, D1 = worker("p0"), worker("p1"), worker("d0"), worker("d1")
+BUSY = running("d0", 12)
 
 
 @pytest.mark.parametrize(
     ("workers", "demand", "expected"),
     [
-        ([P0, D0], {}, ("d0", "p0")),
-        ([D0], {}, ("d0", None)),  # nobody to prefill
-        ([BOTH], {}, ("pd", None)),  # no hand-off to oneself
-        ([BOTH, P0], {}, ("pd", "p0")),
-        ([P0, D0], {"num_tokens": 31}, ("d0", None)),  # too short to be worth a hand-off
-        ([P0, D0], {"num_tokens": 32}, ("d0", "p0")),
-        ([P0, D0], {"num_tokens": 31, "mode": Mode.REMOTE}, ("d0", "p0")),
-        ([P0, D0], {"mode": Mode.LOCAL}, ("d0", None)),
-        ([P0, D0], {"cached_tokens": {D0.key: 144}}, ("d0", None)),  # decode has nearly all of it
-        ([P0, D0], {"cached_tokens": {D0.key: 160}}, ("d0", None)),
-        ([P0, D0], {"cached_tokens": {D0.key: 128}}, ("d0", "p0")),
-        ([P0, D0, D1], {"cached_tokens": {D1.key: 64}}, ("d1", "p0")),  # a prefix breaks the tie
-        ([P0, D0, worker("d1", num_seqs=7)], {"cached_tokens": {D1.key: 64}}, ("d0", "p0")),  # but not against a full worker
-        ([P0, P1, D0], {"cached_tokens": {P1.key: 64}}, ("d0", "p1")),
-        ([P0, worker("p1", num_waiting_tokens=100), D0], {"cached_tokens": {P1.key: 64}}, ("d0", "p0")),
-        ([worker("p0", dispatched_tokens=500), P1, D0], {}, ("d0", "p1")),
-        ([P0, worker("d0", num_seqs=2), D1], {}, ("d1", "p0")),
-        ([P0, worker("d0", dispatched_seqs=2), D1], {}, ("d1", "p0")),
-        ([P0, worker("d0", num_free_blocks=50), D1], {}, ("d1", "p0")),
-        ([P0, worker("d0", dispatched_blocks=50), D1], {}, ("d1", "p0")),
-        ([P0, worker("d0", num_free_blocks=5), worker("d1", num_seqs=7)], {}, ("d1", "p0")),  # room first
-        ([P0, worker("d0", num_free_blocks=5)], {}, ("d0", "p0")),  # the worker itself knows best
-        ([P0, D0, D1], {"excluded_decode": frozenset({D0.key})}, ("d1", "p0")),
-        ([P0, D0], {"excluded_prefill": frozenset({P0.key})}, ("d0", None)),
-        ([worker("p0", identity=("m", "old")), D0], {}, ("d0", None)),
-        ([worker("p0", layout=Layout(16, "float32", arrangement="panels")), D0], {}, ("d0", None)),
-        ([P0, D0, worker("d1", identity=("m", "old"))], {"kind": (("m", "old"), "float32")}, ("d1", None)),
-        ([worker("p0", model="x"), worker("d0", model="x"), D1], {}, ("d1", None)),
-        ([worker("p0", host_id="there", transports=frozenset({"shm"})), D0], {}, ("d0", None)),  # shm does not reach
-        ([worker("p0", transports=frozenset({"shm"})), D0], {}, ("d0", "p0")),
-        ([worker("p0", host_id="there"), D0], {}, ("d0", "p0")),  # tcp does
-        ([worker("p0", host_id="there", transports=frozenset({"grpc"})), D1], {}, ("d1", None)),
+        ([P0, D0], {}, ("d0", None)),  # nobody is disturbed, and a hand-off takes time
         (
-            [worker("p0", host_id="there", transports=frozenset({"grpc"})), worker("d0", transports=frozenset({"tcp", "grpc"}))],
+            [replace(P0, latency=replace(SPEED, per_prefill_token_s=1e-4)), D0],
             {},
             ("d0", "p0"),
-        ),
+        ),  # but a faster worker is worth it
+        ([P0, BUSY], {}, ("d0", "p0")),  # those who run would wait
+        ([P0, BUSY], {"num_tokens": 31}, ("d0", None)),  # too short for a hand-off
+        ([P0, BUSY], {"mode": Mode.LOCAL}, ("d0", None)),
+        ([P0, D0], {"mode": Mode.REMOTE}, ("d0", "p0")),
+        ([worker("p0", num_waiting_tokens=8000), running("d0", 2)], {}, ("d0", None)),  # the prefill pool is busier than decode
+        ([worker("p0", num_waiting_tokens=8000), P1, BUSY], {}, ("d0", "p1")),
+        ([worker("p0", dispatched_tokens=8000, dispatched_seqs=8), P1, BUSY], {}, ("d0", "p1")),
+        ([running("pd0", 8), worker("pd1")], {}, ("pd1", None)),  # both roles: the idle one does all of it
+        ([running("pd0", 8), running("pd1", 9)], {}, ("pd0", None)),
+        ([D0, D1], {"cached_tokens": {D1.key: 384}}, ("d1", None)),
+        ([D0, worker("d1", num_waiting_tokens=4000)], {"cached_tokens": {D1.key: 384}}, ("d0", None)),  # its queue costs more
+        ([P0, P1, BUSY], {"cached_tokens": {P1.key: 384}}, ("d0", "p1")),
+        ([P0, BUSY], {"cached_tokens": {D0.key: 384}}, ("d0", None)),  # little is left to compute
+        ([D0, running("d1", 4)], {}, ("d0", None)),
+        ([D0, worker("d1", num_starting=4)], {}, ("d0", None)),
+        ([worker("d0", dispatched_decodes=2, dispatched_context=800), D1], {}, ("d1", None)),
+        ([worker("d0", num_free_blocks=5), running("d1", 20)], {}, ("d1", None)),  # room first
+        ([worker("d0", num_free_blocks=5)], {}, ("d0", None)),  # the worker itself knows best
+        ([D0, D1], {"excluded_decode": frozenset({D0.key})}, ("d1", None)),
+        ([P0, BUSY], {"excluded_prefill": frozenset({P0.key})}, ("d0", None)),
+        ([worker("p0", identity=("m", "old")), BUSY], {}, ("d0", None)),
+        ([worker("d0", identity=("m", "old")), D1], {"kind": (("m", "hash"), "float32")}, ("d1", None)),
+        ([worker("p0", host_id="there", transports=frozenset({"shm"})), BUSY], {}, ("d0", None)),
+        ([worker("d0", penalty_s=30.0), running("d1", 4)], {}, ("d1", None)),
+        ([replace(P0, latency=None), replace(BUSY, latency=None)], {"num_tokens": 2000}, ("d0", "p0")),  # nobody says how fast
+        ([replace(P0, latency=None), BUSY], {}, ("d0", "p0")),  # as fast as the others, it is thought
+        ([P0, D0], {"num_choices": 2, "mode": Mode.LOCAL}, ("d0", None)),
     ],
 )
 def test_placement(workers: list[WorkerView], demand: dict[str, object], expected: tuple[str, str | None]) -> None:
-    assert place(workers, **demand) == expected
-    assert place(workers[::-1], **demand) == expected
+    wanted = replace(DEMAND, **demand)  # type: ignore[arg-type]
+    assert names(choose(workers, wanted)) == expected
+    assert names(choose(workers[::-1], wanted)) == expected
 
 
 @pytest.mark.parametrize(
@@ -97,38 +88,201 @@ def test_placement(workers: list[WorkerView], demand: dict[str, object], expecte
     [
         ([], {}, "no decode worker", False),
         ([P0], {}, "no decode worker", False),
-        ([P0, worker("d0", num_total_blocks=9)], {}, "exceed the KV pool", True),
-        ([P0, worker("d0", max_context=199)], {}, "exceed the KV pool or context", True),
-        ([P0, D0], {"num_choices": 9}, "", True),
+        ([worker("d0", num_total_blocks=9)], {}, "exceed the KV pool", True),
+        ([worker("d0", max_context=499)], {}, "exceed the KV pool or context", True),
+        ([D0], {"num_choices": 65}, "", True),
         ([P0, D0], {"excluded_decode": frozenset({D0.key})}, "refused or were lost", False),
         ([D0], {"mode": Mode.REMOTE}, "REMOTE was asked for", False),
-        ([P0, D0], {"kind": ("gone",)}, "no decode worker", False),
+        ([worker("pd")], {"mode": Mode.REMOTE}, "REMOTE was asked for", False),  # no hand-off to oneself
+        ([P0, D0], {"kind": ("gone", "float32")}, "no decode worker", False),
     ],
 )
 def test_no_placement(workers: list[WorkerView], demand: dict[str, object], words: str, never: bool) -> None:
-    nothing = place(workers, **demand)
+    nothing = POLICY.choose(Roster(workers), replace(DEMAND, **demand), 0.0)  # type: ignore[arg-type]
     assert isinstance(nothing, NoPlacement)
     assert words in nothing.reason
     assert nothing.never is never
 
 
-def test_a_burst_spreads_when_dispatches_are_counted() -> None:
-    workers = {name: worker(name) for name in ("p0", "p1", "d0", "d1")}
-    placed: list[tuple[str, str]] = []
+def test_the_prediction_adds_up() -> None:
+    """By hand: 144 tokens wait, 400 come, 4 sequences take a place each in every step of 256 tokens."""
+    over = Overheads()
+    over.observe(None, D0, Overhead(0.01, 0.0))
+    busy = running("d0", 4, num_waiting_tokens=144, num_prefilling=1, num_starting=1)
+    predicted = best(choose([busy], policy=PredictPolicy(over), now=0.1)).prediction
+    assert predicted is not None
+    step = 4e-3 + 4 * 1e-3 + 1200 * 1e-6
+    waiting = 144 * (1e-3 + 1e-7 * 72) + step * 144 / 252 - 0.1  # 0.1 s of it have passed since the report
+    own = 400 * 1e-3 + (400 * 401 // 2) * 1e-7
+    assert predicted.ahead_s == pytest.approx(waiting + step / 2)
+    assert predicted.ttft_s == pytest.approx(waiting + step / 2 + own + 2 * step + 0.01)
+    row = 1e-3 + 432 * 1e-6
+    assert predicted.tpot_s == pytest.approx(4e-3 + 5 * 1e-3 + 1500 * 1e-6 + row)
+    assert predicted.delay_s == pytest.approx(4 * own + 5 * 64 * row)
+
+
+def test_a_burst_spreads() -> None:
+    workers = {name: running(name, 6) if "d" in name else worker(name) for name in ("p0", "p1", "d0", "d1")}
+    placed: list[tuple[str, str | None]] = []
     for _ in range(8):
-        choice = choose(workers.values(), DEMAND, local_prefill_tokens=32)
-        assert isinstance(choice, Placement) and choice.prefill is not None
-        for view, tokens in ((choice.decode, 0), (choice.prefill, 160)):
-            workers[view.address] = replace(
-                view, dispatched_seqs=view.dispatched_seqs + 1, dispatched_tokens=view.dispatched_tokens + tokens
-            )
-        placed.append((choice.decode.worker_id, choice.prefill.worker_id))
+        choice = choose(list(workers.values()))
+        decode, prefill = choice.decode, choice.prefill
+        assert prefill is not None
+        workers[decode.address] = replace(
+            decode,
+            dispatched_seqs=decode.dispatched_seqs + 1,
+            dispatched_decodes=decode.dispatched_decodes + 1,
+            dispatched_context=decode.dispatched_context + 400,
+        )
+        workers[prefill.address] = replace(
+            prefill, dispatched_seqs=prefill.dispatched_seqs + 1, dispatched_tokens=prefill.dispatched_tokens + 400
+        )
+        placed.append(names(choice))
     assert sorted(decode for decode, _ in placed) == ["d0"] * 4 + ["d1"] * 4
-    assert sorted(prefill for _, prefill in placed) == ["p0"] * 4 + ["p1"] * 4
+    assert sorted(str(prefill) for _, prefill in placed) == ["p0"] * 4 + ["p1"] * 4
 
 
-def test_retry_takes_only_what_fits_the_reservation() -> None:
-    foreign = worker("p1", identity=("m", "old"))
-    demand = replace(DEMAND, excluded_prefill=frozenset({P0.key}))
-    assert choose_prefill(D0, [P0, foreign, D0], demand) is None
-    assert not compatible(foreign, D0)
+def test_objectives_decide() -> None:
+    """A worker that starts soon but is slow, and one that starts late and is fast."""
+    soon, late = running("d0", 24), running("d1", 2, num_waiting_tokens=300, num_prefilling=1)
+    fast_decode = replace(DEMAND, expected_tokens=16)
+    no_delay = [replace(soon, num_decoding=0, num_seqs=0, decode_context=0, latency=replace(SPEED, fixed_s=40e-3)), late]
+    assert names(choose(no_delay, replace(fast_decode, ttft_goal_s=0.65))) == ("d0", None)
+    assert names(choose(no_delay, replace(fast_decode, tpot_goal_s=0.03))) == ("d1", None)
+
+
+def test_running_sequences_are_kept_within_their_objective() -> None:
+    few = [worker("p0", num_waiting_tokens=700, num_prefilling=1), running("d0", 1)]
+    assert names(choose(few)) == ("d0", None)
+    assert names(choose(few, replace(DEMAND, running_tpot_goal_s=0.011))) == ("d0", "p0")
+
+
+def test_learned_hand_offs_decide() -> None:
+    over = Overheads()
+    assert names(choose([P0, BUSY], policy=PredictPolicy(over))) == ("d0", "p0")
+    for _ in range(3):
+        over.observe(P0, BUSY, Overhead(4.0, 4.0))
+    assert names(choose([P0, BUSY], policy=PredictPolicy(over))) == ("d0", None)
+
+
+def test_a_retry_takes_what_fits_the_reservation() -> None:
+    foreign, far = worker("p1", identity=("m", "old")), worker("p2", num_waiting_tokens=9000)
+    roster = Roster([P0, foreign, far, BUSY])
+    assert POLICY.choose_prefill(roster, BUSY, DEMAND, 0.0) == P0
+    assert POLICY.choose_prefill(roster, BUSY, replace(DEMAND, excluded_prefill=frozenset({P0.key})), 0.0) == far
+    assert POLICY.choose_prefill(roster, BUSY, replace(DEMAND, excluded_prefill=frozenset({P0.key, far.key})), 0.0) is None
+
+
+def test_remote_finds_the_only_pair_of_a_large_fleet() -> None:
+    """Nobody on the shortlists can hand over: asked for REMOTE, the policy looks at everybody."""
+    lonely = [worker(f"d{number}", host_id=f"h{number}", transports=frozenset({"shm"})) for number in range(20)]
+    pair = [
+        running("d99", 30, host_id="far", transports=frozenset({"shm"})),
+        worker("p99", host_id="far", transports=frozenset({"shm"})),
+    ]
+    assert names(choose(lonely + pair, replace(DEMAND, mode=Mode.REMOTE))) == ("d99", "p99")
+
+
+speeds = st.builds(
+    LatencyModel,
+    fixed_s=st.floats(1e-3, 1e-2),
+    per_prefill_token_s=st.floats(5e-4, 1e-3),
+    per_prefill_context_s=st.floats(0, 2e-7),
+    per_sequence_s=st.floats(5e-4, 1e-3),
+    per_context_token_s=st.floats(0, 2e-6),
+)
+
+
+@st.composite
+def fleets(draw: st.DrawFn, max_size: int = 12) -> list[WorkerView]:
+    found = []
+    for number in range(draw(st.integers(1, max_size))):
+        name = draw(st.sampled_from(["p", "d", "pd"])) + str(number)
+        view = running(name, draw(st.integers(0, 20)), draw(st.integers(1, 500)), num_waiting_tokens=draw(st.integers(0, 3000)))
+        found.append(replace(view, latency=draw(speeds), num_free_blocks=draw(st.integers(0, view.num_free_blocks))))
+    return found
+
+
+demands = st.builds(
+    Demand,
+    model=st.just("m"),
+    num_tokens=st.integers(1, 4000),
+    expected_tokens=st.floats(1, 500),
+    ttft_goal_s=st.none() | st.floats(0.05, 5),
+    tpot_goal_s=st.none() | st.floats(0.005, 0.1),
+    running_tpot_goal_s=st.none() | st.floats(0.005, 0.1),
+    mode=st.sampled_from([None, None, Mode.LOCAL, Mode.REMOTE]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(fleets(), demands, st.data())
+def test_nobody_unfit_is_chosen_and_equal_questions_get_equal_answers(
+    workers: list[WorkerView], demand: Demand, data: st.DataObject
+) -> None:
+    keys = [view.key for view in workers]
+    some = st.frozensets(st.sampled_from(keys))
+    demand = replace(demand, excluded_decode=data.draw(some), excluded_prefill=data.draw(some))
+    choice = POLICY.choose(Roster(workers), demand, 0.0)
+    again = POLICY.choose(Roster(data.draw(st.permutations(workers))), demand, 0.0)
+    if isinstance(choice, NoPlacement):
+        assert choice == again
+        return
+    assert isinstance(again, Placement) and names(choice) == names(again)
+    assert choice.decode.decode and choice.decode.key not in demand.excluded_decode
+    assert demand.num_tokens <= choice.decode.max_context
+    roomy = [w for w in workers if w.decode and w.key not in demand.excluded_decode and has_room(w, demand)]
+    if demand.mode is None:
+        assert has_room(choice.decode, demand) or not roomy
+    if choice.prefill is not None:
+        assert demand.mode is not Mode.LOCAL and choice.prefill.prefill and choice.prefill.key not in demand.excluded_prefill
+        assert compatible(choice.prefill, choice.decode)
+    else:
+        assert demand.mode is not Mode.REMOTE
+
+
+@settings(max_examples=150, deadline=None)
+@given(fleets(), demands, st.data())
+def test_more_load_makes_nobody_more_attractive(workers: list[WorkerView], demand: Demand, data: st.DataObject) -> None:
+    """The loaded worker was busy before: the pressure of the fleet stays what it was."""
+    view = data.draw(st.sampled_from(workers))
+    view = replace(view, num_waiting_tokens=view.num_waiting_tokens + 1)
+    others = [other for other in workers if other.address != view.address]
+    before = BRUTE_FORCE.choose(Roster([*others, view]), demand, 0.0)
+    heavier = replace(
+        view,
+        num_waiting_tokens=view.num_waiting_tokens + data.draw(st.integers(0, 2000)),
+        dispatched_tokens=data.draw(st.integers(0, 2000)),
+        dispatched_seqs=1,
+        num_starting=view.num_starting + data.draw(st.integers(0, 8)),
+        dispatched_blocks=data.draw(st.integers(0, 100)),
+    )
+    after = BRUTE_FORCE.choose(Roster([*others, heavier]), demand, 0.0)
+    if isinstance(before, NoPlacement) or isinstance(after, NoPlacement):
+        assert isinstance(before, NoPlacement) and isinstance(after, NoPlacement)
+    elif view.worker_id not in names(before):
+        assert view.worker_id not in names(after)
+
+
+@settings(max_examples=150, deadline=None)
+@given(fleets(max_size=24), demands)
+def test_a_shortlist_costs_little(workers: list[WorkerView], demand: Demand) -> None:
+    """Workers up to twice as fast as others, requests up to eight times as long as those that they are ranked for."""
+    short, thorough = (policy.choose(Roster(workers), demand, 0.0) for policy in (POLICY, BRUTE_FORCE))
+    if isinstance(thorough, NoPlacement):
+        assert short == thorough
+        return
+    assert isinstance(short, Placement)
+    assert best(short).has_room == best(thorough).has_room
+    assert best(short).cost <= 1.25 * best(thorough).cost
+    if len(workers) <= 4:
+        assert names(short) == names(thorough)
+
+
+def test_who_does_not_say_is_as_fast_as_the_others() -> None:
+    roster = Roster([worker("d0", latency=None), D1])
+    told = roster.get("d0")
+    assert told is not None and told.model == NEUTRAL  # nobody had said anything yet
+    roster.put("d0", worker("d0", latency=None))
+    told = roster.get("d0")
+    assert told is not None and told.model.per_prefill_token_s == pytest.approx(SPEED.per_prefill_token_s)

@@ -1,0 +1,179 @@
+"""Which workers could take a request, and which of them are worth a closer look. Pure.
+
+Whatever a policy prefers, it chooses among what this module lets through: the right model and kind, large enough, not excluded,
+and pairs whose KV can be handed over.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from kvtransfer.layouts import Layout
+from router.prediction import Prediction
+from router.views import Mode, WorkerKey, WorkerView
+
+_REACH_EVERYWHERE = frozenset({"nixl", "tcp", "grpc"})
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a request needs. `cached_tokens` by worker; `kind` pins the kind of worker that the request started on.
+
+    `expected_tokens` it is thought to generate for each choice; the goals are seconds, None without
+    an objective: its own, and the TPOT of what runs beside it.
+    """
+
+    model: str
+    num_tokens: int
+    num_choices: int = 1
+    max_total_tokens: int = 0
+    cached_tokens: Mapping[WorkerKey, int] = field(default_factory=dict)
+    mode: Mode | None = None
+    kind: tuple[object, ...] | None = None
+    excluded_decode: frozenset[WorkerKey] = frozenset()
+    excluded_prefill: frozenset[WorkerKey] = frozenset()
+    expected_tokens: float = 128.0
+    ttft_goal_s: float | None = None
+    tpot_goal_s: float | None = None
+    running_tpot_goal_s: float | None = None
+
+    def uncached(self, worker: WorkerView) -> int:
+        """Tokens that `worker` would have to compute or receive: at least one, as a whole prompt is never served from cache."""
+        return max(1, self.num_tokens - self.cached_tokens.get(worker.key, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A pair that was looked at; LOCAL without `prefill`. `prediction` is None under policies that predict nothing."""
+
+    decode: WorkerView
+    prefill: WorkerView | None
+    cost: float
+    has_room: bool
+    prediction: Prediction | None = None
+
+    @property
+    def order(self) -> tuple[bool, float, bool, str, str]:
+        """The least is taken: those with room first, then by cost; equals in the same order always."""
+        prefill = self.prefill
+        return (
+            not self.has_room,
+            self.cost,
+            prefill is not None,
+            self.decode.address,
+            "" if prefill is None else prefill.address,
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Decode worker, and prefill worker unless LOCAL, with the reason in words and what it was compared with."""
+
+    decode: WorkerView
+    prefill: WorkerView | None
+    reason: str
+    candidates: Sequence[Candidate] = ()
+
+    @property
+    def mode(self) -> Mode:
+        """LOCAL without a prefill worker."""
+        return Mode.LOCAL if self.prefill is None else Mode.REMOTE
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The candidate that was taken; None under policies that keep none."""
+        mine = (c for c in self.candidates if c.decode is self.decode and c.prefill is self.prefill)
+        return next(mine, None)
+
+
+@dataclass(frozen=True)
+class NoPlacement:
+    """Nobody can take it now. `full`: some worker fits and would, had it room. `never`: too large for any of them."""
+
+    reason: str
+    full: bool = False
+    never: bool = False
+
+
+def same_kind(worker: WorkerView, demand: Demand) -> bool:
+    """The model, and the kind of worker that the request started on, if it has."""
+    return worker.model == demand.model and demand.kind in (None, worker.kind)
+
+
+def can_own(worker: WorkerView, demand: Demand) -> bool:
+    """May `worker` be the request's decode worker, room aside?"""
+    return worker.decode and worker.key not in demand.excluded_decode and can_ever_hold(worker, demand)
+
+
+def can_fill(worker: WorkerView, demand: Demand) -> bool:
+    """May `worker` compute the prompt for another one, if it reaches it?"""
+    return worker.prefill and worker.key not in demand.excluded_prefill
+
+
+def can_ever_hold(worker: WorkerView, demand: Demand) -> bool:
+    """Is the worker large enough, were it empty?"""
+    fits_context = max(demand.num_tokens, demand.max_total_tokens) <= worker.max_context
+    return (
+        fits_context
+        and blocks_for(demand.num_tokens, worker) <= worker.num_total_blocks
+        and demand.num_choices <= worker.max_num_seqs
+    )
+
+
+def has_room(worker: WorkerView, demand: Demand) -> bool:
+    """Does the last report, with what was dispatched since, leave room? The worker's own answer is the truth."""
+    free = worker.num_free_blocks - worker.dispatched_blocks
+    seqs = worker.num_seqs + worker.dispatched_seqs
+    return blocks_for(demand.num_tokens, worker) <= free and seqs + demand.num_choices <= worker.max_num_seqs
+
+
+def blocks_for(num_tokens: int, worker: WorkerView) -> int:
+    """Blocks that hold `num_tokens`."""
+    return -(-num_tokens // worker.block_size)
+
+
+def compatible(prefill: WorkerView, decode: WorkerView) -> bool:
+    """May these two hand over KV? Equal identity, a layout that converts, and a transport that reaches."""
+    if prefill.identity != decode.identity or prefill.key == decode.key:
+        return False
+    same_host = prefill.host_id == decode.host_id
+    return _hands_over(prefill.layout, decode.layout, prefill.transports, decode.transports, same_host)
+
+
+@lru_cache(maxsize=1024)
+def _hands_over(prefill: Layout, decode: Layout, ours: frozenset[str], theirs: frozenset[str], same_host: bool) -> bool:
+    common = ours & theirs
+    return prefill.difference(decode) is None and (bool(_REACH_EVERYWHERE & common) or ("shm" in common and same_host))
+
+
+def nobody(workers: Iterable[WorkerView], demand: Demand) -> NoPlacement:
+    """Why no worker can own the request; to be asked only when that is so."""
+    decodes = [worker for worker in workers if worker.decode and same_kind(worker, demand)]
+    if not decodes:
+        return NoPlacement(f"no decode worker of model {demand.model!r} is reachable")
+    large_enough = [worker for worker in decodes if can_ever_hold(worker, demand)]
+    if not large_enough:
+        return NoPlacement(f"{demand.num_tokens} tokens exceed the KV pool or context of every decode worker", never=True)
+    return NoPlacement(f"all {len(large_enough)} decode workers of model {demand.model!r} refused or were lost")
+
+
+def no_partner(decode: Iterable[WorkerView]) -> NoPlacement:
+    """REMOTE was asked for, and nobody can do it."""
+    names = ", ".join(worker.worker_id for worker in decode)
+    return NoPlacement(f"REMOTE was asked for and no prefill worker fits {names}")
+
+
+def first(workers: Iterator[WorkerView], demand: Demand, count: int) -> list[WorkerView]:
+    """The first `count` of `workers` that can own the request and have room; if none has, those without."""
+    roomy: list[WorkerView] = []
+    full: list[WorkerView] = []
+    for worker in workers:
+        if not can_own(worker, demand) or demand.kind not in (None, worker.kind):
+            continue
+        if has_room(worker, demand):
+            roomy.append(worker)
+            if len(roomy) == count:
+                break
+        elif len(full) < count:
+            full.append(worker)
+    return roomy or full

@@ -1,0 +1,50 @@
+"""What the policy is asked for a job: its size, what the fleet holds of its prompt, how long it may get, and its objectives."""
+
+from collections.abc import Sequence
+
+from protos.v1 import common_pb2
+from router.candidates import Demand
+from router.core import Core
+from router.job import Job
+from router.views import Mode, WorkerKey
+
+
+def demand_of(
+    core: Core, job: Job, emitted: Sequence[common_pb2.EmittedChoice] = (), kind: tuple[object, ...] | None = None
+) -> Demand:
+    """A demand without exclusions. `emitted` tokens are out already, from workers of `kind`."""
+    several_under_way = job.num_choices > 1 and bool(emitted)
+    objective = core.objectives.get(job.model.name)
+    num_emitted = max((len(choice.token_ids) for choice in emitted), default=0)
+    running_tpot_ms = objective.tpot_ms if objective is not None else 0
+    return Demand(
+        model=job.model.name,
+        num_tokens=len(job.prompt) + num_emitted,
+        num_choices=job.num_choices,
+        max_total_tokens=len(job.prompt) + job.sampling.max_tokens,
+        cached_tokens=_cached_tokens(core, job),
+        mode=Mode.LOCAL if several_under_way else job.mode,
+        kind=kind,
+        expected_tokens=_expected(core, job, num_emitted),
+        ttft_goal_s=_seconds(job.slo_ttft_ms or (objective.ttft_ms if objective is not None else 0)),
+        tpot_goal_s=_seconds(job.slo_tpot_ms or running_tpot_ms),
+        running_tpot_goal_s=_seconds(running_tpot_ms),
+    )
+
+
+def _cached_tokens(core: Core, job: Job) -> dict[WorkerKey, int]:
+    """Tokens of the prompt that each worker is thought to hold."""
+    cached: dict[WorkerKey, int] = {}
+    for block_size in core.fleet.block_sizes:
+        matched = core.prefixes.match(job.block_hashes(block_size))
+        cached.update({worker: blocks * block_size for worker, blocks in matched.items()})
+    return cached
+
+
+def _expected(core: Core, job: Job, num_emitted: int) -> float:
+    expected = core.output_lengths.expected(job.model.name, job.tenant, job.sampling.max_tokens)
+    return max(1.0, expected - num_emitted)
+
+
+def _seconds(milliseconds: int) -> float | None:
+    return milliseconds / 1e3 if milliseconds else None

@@ -1,0 +1,28 @@
+"""What a request that has ended teaches the policy: how far predictions were off, what hand-offs cost, how long outputs get."""
+
+from protos.v1 import mesh_pb2
+from router.core import Core
+from router.decisions import Decision
+from router.job import Job
+from router.prediction import Overhead
+
+
+def learn(core: Core, job: Job, decision: Decision | None, timings: mesh_pb2.Timings, num_tokens: int) -> None:
+    """`num_tokens` of all choices. A request that was tried again or lost teaches nothing about a smooth one."""
+    core.output_lengths.observe(job.model.name, job.tenant, num_tokens // job.num_choices)
+    if decision is None or timings.num_retries or timings.num_resubmissions or job.emitted:
+        return
+    core.decisions.compare(decision)
+    seen = _overhead(decision, timings)
+    if seen is not None:
+        core.overheads.observe(decision.placement.prefill, decision.placement.decode, seen)
+
+
+def _overhead(decision: Decision, timings: mesh_pb2.Timings) -> Overhead | None:
+    """All of TTFT that the worker's queue and steps did not take, and what the hand-off added behind it."""
+    ttft_s = decision.observed_ttft_s
+    if ttft_s is None:
+        return None
+    on_worker_ns = timings.prefill_queue_ns + timings.prefill_compute_ns
+    after_ns = timings.kv_exposed_ns + timings.decode_queue_ns if decision.placement.prefill is not None else 0
+    return Overhead(max(0.0, ttft_s - on_worker_ns / 1e9), after_ns / 1e9)

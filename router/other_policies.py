@@ -1,0 +1,169 @@
+"""Policies to compare with: each looks at one thing, and none predicts. Pure; they look at every worker.
+
+least-loaded  decode with the fewest blocks and sequences, less a credit for the cached share of the prompt; the prefill worker
+              with the fewest tokens before this request's first; LOCAL for prompts that are nearly cached, or when
+              no prefill worker fits
+round-robin   every decode worker in turn, and every prefill worker
+prefix        the workers that hold most of the prompt, whatever their load
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from router.candidates import (
+    Candidate,
+    Demand,
+    NoPlacement,
+    Placement,
+    blocks_for,
+    can_fill,
+    can_own,
+    compatible,
+    has_room,
+    no_partner,
+    nobody,
+    same_kind,
+)
+from router.roster import Roster
+from router.views import Mode, WorkerView
+
+PREFIX_CREDIT = 0.25
+"""A worker that holds the whole prompt may be this share of its capacity fuller and still win."""
+
+
+class Preference(Protocol):
+    """What one of these policies looks at; the least number wins."""
+
+    name: str
+
+    def decode_cost(self, worker: WorkerView, demand: Demand) -> float:
+        """Of owning the request."""
+
+    def prefill_cost(self, worker: WorkerView, demand: Demand) -> float:
+        """Of computing its prompt."""
+
+    def placed(self, decode: WorkerView, prefill: WorkerView | None) -> None:
+        """So it was decided."""
+
+
+class PreferencePolicy:
+    """Decode first, then prefill for it; LOCAL below `local_prefill_tokens` uncached tokens."""
+
+    def __init__(self, preference: Preference, local_prefill_tokens: int) -> None:
+        self.name = preference.name
+        self._preference = preference
+        self._local_prefill_tokens = local_prefill_tokens
+
+    def choose(self, roster: Roster, demand: Demand, now: float) -> Placement | NoPlacement:
+        """As `Policy` says. `now` plays no part."""
+        kind = [worker for worker in roster.views() if same_kind(worker, demand)]
+        owners = [worker for worker in kind if can_own(worker, demand)]
+        if not owners:
+            return nobody(kind, demand)
+        candidates = [Candidate(w, None, self._preference.decode_cost(w, demand), has_room(w, demand)) for w in owners]
+        decode = min(candidates, key=lambda candidate: candidate.order).decode
+        placement = self._with_prefill(decode, kind, demand)
+        if isinstance(placement, Placement):
+            self._preference.placed(placement.decode, placement.prefill)
+        return placement
+
+    def choose_prefill(self, roster: Roster, decode: WorkerView, demand: Demand, now: float) -> WorkerView | None:
+        """The one that fits `decode` and is preferred."""
+        return self._prefill(decode, list(roster.views()), demand)
+
+    def _with_prefill(self, decode: WorkerView, kind: Sequence[WorkerView], demand: Demand) -> Placement | NoPlacement:
+        if demand.mode is Mode.LOCAL:
+            return Placement(decode, None, "LOCAL as asked for")
+        uncached = demand.uncached(decode)
+        if demand.mode is None and uncached < self._local_prefill_tokens:
+            few = f"LOCAL: {uncached} uncached tokens on {decode.worker_id} are fewer than {self._local_prefill_tokens}"
+            return Placement(decode, None, few)
+        prefill = self._prefill(decode, kind, demand)
+        if prefill is not None:
+            ahead = prefill.tokens_ahead
+            reason = f"REMOTE: {uncached} tokens for {decode.worker_id}, {ahead} ahead on {prefill.worker_id}"
+            return Placement(decode, prefill, reason)
+        if demand.mode is Mode.REMOTE:
+            return no_partner([decode])
+        return Placement(decode, None, f"LOCAL: no prefill worker fits {decode.worker_id}")
+
+    def _prefill(self, decode: WorkerView, workers: Sequence[WorkerView], demand: Demand) -> WorkerView | None:
+        candidates = [worker for worker in workers if can_fill(worker, demand) and compatible(worker, decode)]
+
+        def cost(worker: WorkerView) -> tuple[bool, float, str]:
+            # KV of another element type gives other tokens than decode's own: only where there is nobody else.
+            return (worker.kind != decode.kind, self._preference.prefill_cost(worker, demand), worker.address)
+
+        return min(candidates, key=cost, default=None)
+
+
+class LeastLoaded:
+    """Blocks, sequences and waiting tokens."""
+
+    name = "least-loaded"
+
+    def decode_cost(self, worker: WorkerView, demand: Demand) -> float:
+        """The fuller of its two shares, less the credit."""
+        seq_share = (worker.num_seqs + worker.dispatched_seqs + demand.num_choices) / worker.max_num_seqs
+        own = blocks_for(demand.uncached(worker), worker)
+        used_blocks = worker.num_total_blocks - worker.num_free_blocks + worker.dispatched_blocks + own
+        cached_share = 1 - demand.uncached(worker) / demand.num_tokens
+        return max(seq_share, used_blocks / worker.num_total_blocks) - PREFIX_CREDIT * cached_share
+
+    def prefill_cost(self, worker: WorkerView, demand: Demand) -> float:
+        """Tokens until this prompt is done."""
+        return worker.tokens_ahead + demand.uncached(worker)
+
+    def placed(self, decode: WorkerView, prefill: WorkerView | None) -> None:
+        """It remembers nothing: the views do."""
+
+
+class Prefix:
+    """Cached tokens, nothing else."""
+
+    name = "prefix"
+
+    def decode_cost(self, worker: WorkerView, demand: Demand) -> float:
+        """Uncached tokens."""
+        return demand.uncached(worker)
+
+    def prefill_cost(self, worker: WorkerView, demand: Demand) -> float:
+        """Uncached tokens."""
+        return demand.uncached(worker)
+
+    def placed(self, decode: WorkerView, prefill: WorkerView | None) -> None:
+        """It remembers nothing."""
+
+
+class RoundRobin:
+    """Whose turn is longest ago. It remembers the turns of `MAX_REMEMBERED` addresses; a forgotten one is first again."""
+
+    name = "round-robin"
+    MAX_REMEMBERED = 65536
+
+    def __init__(self) -> None:
+        self._turns: dict[tuple[str, str], int] = {}
+        self._num_turns = 0
+
+    def decode_cost(self, worker: WorkerView, demand: Demand) -> float:
+        """The number of its latest turn."""
+        return self._turns.get(("decode", worker.address), -1)
+
+    def prefill_cost(self, worker: WorkerView, demand: Demand) -> float:
+        """The number of its latest turn."""
+        return self._turns.get(("prefill", worker.address), -1)
+
+    def placed(self, decode: WorkerView, prefill: WorkerView | None) -> None:
+        """Their turn was now."""
+        if len(self._turns) > self.MAX_REMEMBERED:
+            self._turns.clear()
+        self._num_turns += 1
+        self._turns["decode", decode.address] = self._num_turns
+        if prefill is not None:
+            self._turns["prefill", prefill.address] = self._num_turns
+
+
+def preference(name: str) -> Preference:
+    """By its flag; raises KeyError."""
+    known: dict[str, Callable[[], Preference]] = {"least-loaded": LeastLoaded, "prefix": Prefix, "round-robin": RoundRobin}
+    return known[name]()

@@ -1,0 +1,74 @@
+"""What the policy sees of a worker: its last report, and what this router has sent there since. Pure values."""
+
+import enum
+from dataclasses import dataclass
+
+from kvtransfer.layouts import Layout
+from planning.latency_model import LatencyModel
+
+WorkerKey = tuple[str, int]
+"""Address and epoch: what tells incarnations apart, as an epoch never comes again."""
+
+
+class Mode(enum.Enum):
+    """Who computes the prompt: decode itself, or a prefill worker."""
+
+    LOCAL = "local"
+    REMOTE = "remote"
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """One worker that lives and takes work. `identity` is compared for equality only.
+
+    `figures_at`: monotonic seconds at which its numbers were true; `dispatched_*` is what this router sent there since.
+    `num_decoding` sequences attend to `decode_context` tokens in every step; `num_starting` are prefilled or reserved and will
+    decode. `latency` is None while it does not say how fast it is; `max_num_batched_tokens` 0: it does not say that.
+    `penalty_s`: seconds by which everything placed there is thought to cost more than its numbers say.
+    """
+
+    worker_id: str
+    address: str
+    epoch: int
+    model: str
+    prefill: bool
+    decode: bool
+    identity: tuple[object, ...]
+    layout: Layout
+    transports: frozenset[str]
+    host_id: str
+    block_size: int
+    max_context: int
+    max_num_seqs: int
+    num_total_blocks: int
+    num_free_blocks: int
+    num_seqs: int
+    num_waiting_tokens: int
+    num_prefilling: int = 0
+    num_decoding: int = 0
+    decode_context: int = 0
+    num_starting: int = 0
+    max_num_batched_tokens: int = 0
+    latency: LatencyModel | None = None
+    figures_at: float = 0.0
+    penalty_s: float = 0.0
+    dispatched_seqs: int = 0
+    dispatched_blocks: int = 0
+    dispatched_tokens: int = 0
+    dispatched_decodes: int = 0
+    dispatched_context: int = 0
+
+    @property
+    def key(self) -> WorkerKey:
+        """What tells incarnations apart."""
+        return (self.address, self.epoch)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What decides a request's tokens: it stays with one kind."""
+        return (self.identity, self.layout.kv_dtype)
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Prompt tokens that this worker has still to compute."""
+        return self.num_waiting_tokens + self.dispatched_tokens
