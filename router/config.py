@@ -66,6 +66,9 @@ class RouterConfig:
         default=False, metadata={"help": "let other routers of this user listen on the same ports (SO_REUSEPORT)"}
     )
     objectives: str = field(default="", metadata={"help": "TOML or JSON file with objectives per model"})
+    tenants: str = field(
+        default="", metadata={"help": "TOML or JSON file with weight, max_inflight, tokens_per_s, burst_tokens of each tenant"}
+    )
     max_inflight: int = field(default=256, metadata={"help": "requests admitted at the same time"})
     max_queued: int = field(default=256, metadata={"help": "requests that may wait for admission; more are refused"})
     max_streams_per_connection: int = field(

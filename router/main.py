@@ -20,6 +20,8 @@ from router.kserve.service import SERVICE_NAME as KSERVE
 from router.kserve.service import InferenceService
 from router.openai.gateway import open_gateway
 from router.service import MeshService
+from router.shared_state import SharedState
+from router.tenants import Tenants
 from router.vllm_engine.service import SERVICE_NAME as VLLM_ENGINE
 from router.vllm_engine.service import VllmEngineService
 from runtime import config as configuration
@@ -49,7 +51,13 @@ class Router:
         goals = objectives.load(config.objectives)
         self.core = Core.build(config, router_id, served_model.load(config.model_folders()), fleet, goals)
         self.registry = Registry(config.redis, config.mesh) if config.redis else None
+        self.tenants = Tenants(config.tenants)
+        self.shared: SharedState | None = None
+        if config.redis:
+            self.shared = SharedState(config.redis, config.mesh, router_id, fleet, self.tenants.demand.rates)
+            self.tenants.share = self.shared.share
         self.frontend = Frontend(self.core, goals, self._registry_connected)
+        self.frontend.on_asked = self.tenants.asked
         self.keys = key_store.open_store(config.api_keys, config.mesh)
         checks = () if self.keys is None else (KeyInterceptor(self.keys),)
         self.server = GrpcServer(
@@ -80,6 +88,9 @@ class Router:
         self.core.fleet.start(self.config.workers)
         if self.registry is not None:
             self.registry.start(self.core.fleet.on_registry)
+        if self.shared is not None:
+            self.shared.start()
+        self.tenants.start()
         self._health = asyncio.create_task(self._follow_readiness(), name="health")
         return f"{self.config.host}:{port}"
 
@@ -97,6 +108,9 @@ class Router:
             await self.http.stop()
         if self.keys is not None:
             await self.keys.stop()
+        if self.shared is not None:
+            await self.shared.stop()
+        await self.tenants.stop()
         if self.registry is not None:
             await self.registry.stop()
         await self.core.fleet.stop()
