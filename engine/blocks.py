@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
+from engine.block_log import BlockLog
 from engine.errors import IntegrityError
 
 
@@ -25,6 +26,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_total = num_blocks
+        self.log: BlockLog | None = None  # of what is published and evicted, where somebody listens
         self._refs = [0] * num_blocks
         self.highest_used = -1  # block id, ever
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -85,6 +87,12 @@ class BlockPool:
         if block_hash not in self._block_of and block_id not in self._hash_of:
             self._block_of[block_hash] = block_id
             self._hash_of[block_id] = block_hash
+            if self.log is not None:
+                self.log.note(block_hash, stored=True)
+
+    def published(self) -> tuple[bytes, ...]:
+        """The hashes of all blocks that hold a reusable prefix."""
+        return tuple(self._block_of)
 
     def check(self, references: Mapping[int, int]) -> None:
         """Raises IntegrityError unless free + used == total, ref counts are those in `references`, and hashes are one to one."""
@@ -101,6 +109,8 @@ class BlockPool:
         block_hash = self._hash_of.pop(block_id, None)
         if block_hash is not None:
             del self._block_of[block_hash]
+            if self.log is not None:
+                self.log.note(block_hash, stored=False)
         self._refs[block_id] = 1
         self.highest_used = max(self.highest_used, block_id)
         return block_id

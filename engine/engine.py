@@ -11,9 +11,12 @@ from collections.abc import Collection, Mapping
 
 from engine.admission import Limits
 from engine.allocator import BlockAllocator, HashBlock
+from engine.block_log import BlockChanges, BlockLog
 from engine.blocks import BlockPool
+from engine.census import Census, Counters
 from engine.config import EngineConfig
 from engine.exports import KVExports
+from engine.hardware import cost_of
 from engine.integrity import check_integrity
 from engine.kernels.cpu.model import NativeModel
 from engine.kv_cache import KVPool
@@ -50,6 +53,7 @@ class Engine:
         self.kv = KVPool(
             kv_shape(config, loaded.config, loaded.kv_dtype, free_memory(config.device)), config.device, shared=config.kv_shared
         )
+        self.cost = cost_of(loaded, self.kv.shape)
         sampler = loaded.model.sampler() if isinstance(loaded.model, NativeModel) else Sampler()
         self._pool = BlockPool(self.kv.shape.num_blocks)
         self._runner = ModelRunner(loaded.model, self.kv.tensor, sampler, self.eos_token_ids)
@@ -58,7 +62,9 @@ class Engine:
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens)
         self._table = RequestTable(limits, self._allocator, self._scheduler)
         self._reservations = Reservations(limits, self._table, self._allocator, self._scheduler)
-        self._progress = Progress(self._table, self._allocator)
+        counters = Counters()
+        self._census = Census(counters, self._table, self._scheduler, self._allocator)
+        self._progress = Progress(self._table, self._allocator, counters, self._census)
         self.exports = KVExports(loaded.config.num_layers)
 
     def reserve(self, request: EngineRequest) -> ReservedBlocks | None:
@@ -134,22 +140,20 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counts now and since start. Sequences count by choice, so running + waiting + reserved is at most max_num_seqs."""
-        running, waiting = self._scheduler.running, self._scheduler.waiting
-        return EngineStats(
-            num_running=sum(len(sequence.choices) for sequence in running),
-            num_waiting=sum(len(sequence.choices) for sequence in waiting),
-            num_reserved=sum(group.num_seats for group in self._table if group.phase is Phase.RESERVED),
-            num_held=sum(group.phase is Phase.HELD for group in self._table),
-            num_free_blocks=self._pool.num_free,
-            num_total_blocks=self._pool.num_total,
-            num_cached_blocks=self._pool.num_cached,
-            num_waiting_tokens=sum(sequence.num_to_prefill for sequence in (*running, *waiting)),
-            num_steps=self._progress.num_steps,
-            num_generated_tokens=self._progress.num_generated_tokens,
-            num_prefilled_tokens=self._progress.num_prefilled_tokens,
-            num_prefix_hit_tokens=self._allocator.num_prefix_hit_tokens,
-            num_preemptions=self._scheduler.num_preemptions,
-        )
+        return self._census.take(time.monotonic_ns())
+
+    def watch_blocks(self, max_changes: int) -> BlockLog:
+        """From now on the prefix cache's changes are logged, at most so many at a time. Before the first request."""
+        self._pool.log = BlockLog(max_changes)
+        return self._pool.log
+
+    def take_block_changes(self) -> BlockChanges | None:
+        """What the prefix cache gained and lost since the last time; None: nothing, or nobody watches."""
+        return self._pool.log.take() if self._pool.log is not None else None
+
+    def published_blocks(self) -> tuple[int, tuple[bytes, ...]]:
+        """Hashes of all blocks that hold a reusable prefix, and the sequence of the last changes taken that they contain."""
+        return self._pool.log.sequence if self._pool.log is not None else 0, self._pool.published()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless free + used == total and every reference is accounted for. Also made whenever idle."""

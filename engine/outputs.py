@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -63,19 +64,24 @@ class KVReady:
     num_layers: int
 
 
-@dataclass(frozen=True)
-class StepResult:
-    step: int
-    started_ns: int
-    ended_ns: int
-    num_tokens: int
-    updates: tuple[SequenceUpdate, ...]
-    started: tuple[RequestStarted, ...]
-    ready: tuple[KVReady, ...] = ()  # of the prefill_only requests in the step
+class StepWork(NamedTuple):
+    """What a step computed. A token's context is the number of tokens that it attends to, itself included.
+
+    Prompt tokens, and those that are computed once more after a preemption, are prefill; a sequence that decodes has one token
+    in the step. The contexts are sums over those tokens.
+    """
+
+    prefill_tokens: int
+    prefill_context: int
+    num_decoding: int
+    decode_context: int
 
 
 @dataclass(frozen=True)
 class EngineStats:
+    """Counts of now (`taken_ns`, monotonic) and, from `num_steps` on, since start; of sequences by choice."""
+
+    taken_ns: int
     num_running: int
     num_waiting: int
     num_reserved: int
@@ -84,8 +90,24 @@ class EngineStats:
     num_total_blocks: int
     num_cached_blocks: int
     num_waiting_tokens: int
+    num_decoding: int  # of the running, those that get a token in every step
+    decode_context: int  # tokens that those attend to in the next step, all together
+    num_prefilling: int  # prompts that are being computed or wait for it
     num_steps: int
     num_generated_tokens: int
     num_prefilled_tokens: int
     num_prefix_hit_tokens: int
     num_preemptions: int
+
+
+@dataclass(frozen=True)
+class StepResult:
+    step: int
+    started_ns: int
+    ended_ns: int
+    num_tokens: int
+    work: StepWork
+    updates: tuple[SequenceUpdate, ...]
+    started: tuple[RequestStarted, ...]
+    ready: tuple[KVReady, ...] = ()  # of the prefill_only requests in the step
+    stats: EngineStats | None = None  # after the step; None when those of a step just before still tell enough

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from engine.allocator import BlockAllocator
-from engine.outputs import KVReady, RequestStarted, SequenceUpdate, StepResult
+from engine.census import Census, Counters
+from engine.outputs import KVReady, RequestStarted, SequenceUpdate, StepResult, StepWork
 from engine.requests import RequestTable
 from engine.runner import Draw
 from engine.scheduler import Piece, Plan
@@ -15,34 +16,34 @@ from engine.sequence import Sequence, SequenceGroup
 class Progress:
     """Applies a step's outcome and counts."""
 
-    def __init__(self, table: RequestTable, allocator: BlockAllocator) -> None:
-        self.num_steps = 0
-        self.num_generated_tokens = 0
-        self.num_prefilled_tokens = 0
+    def __init__(self, table: RequestTable, allocator: BlockAllocator, counters: Counters, census: Census) -> None:
         self._table = table
         self._allocator = allocator
+        self._counters = counters
+        self._census = census
 
     def postprocess(
         self, plan: Plan, draws: dict[Sequence, list[Draw]], started_ns: int, ready: tuple[KVReady, ...] = ()
     ) -> StepResult:
         """All of the plan's pieces are computed."""
-        self._count(plan)
-        updates = [update for piece in plan.pieces for update in self._advance(piece, draws.get(piece.sequence, []))]
-        self.num_generated_tokens += sum(len(update.token_ids) for update in updates)
+        pieces = plan.pieces
+        work = work_of(pieces)
+        self._counters.num_steps += 1
+        self._counters.num_prefilled_tokens += _num_to_prefill(pieces)
+        updates = [update for piece in pieces for update in self._advance(piece, draws.get(piece.sequence, []))]
+        self._counters.num_generated_tokens += sum(len(update.token_ids) for update in updates)
         ended_ns = time.monotonic_ns()
         return StepResult(
-            step=self.num_steps,
+            step=self._counters.num_steps,
             started_ns=started_ns,
             ended_ns=ended_ns,
             num_tokens=plan.num_tokens,
+            work=work,
             updates=tuple(updates),
             started=tuple(_started(plan, draws, started_ns, ended_ns)),
             ready=ready,
+            stats=self._census.take_if_due(ended_ns),
         )
-
-    def _count(self, plan: Plan) -> None:
-        self.num_steps += 1
-        self.num_prefilled_tokens += sum(min(piece.num_tokens, piece.sequence.num_to_prefill) for piece in plan.pieces)
 
     def _advance(self, piece: Piece, draws: list[Draw]) -> list[SequenceUpdate]:
         sequence, index = piece.sequence, len(piece.sequence.output) - piece.sequence.num_unreported
@@ -63,6 +64,27 @@ class Progress:
             )
             for draw in draws
         ]
+
+
+def work_of(pieces: list[Piece]) -> StepWork:
+    """Before the pieces' tokens count as computed."""
+    prefill_tokens = prefill_context = num_decoding = decode_context = 0
+    for piece in pieces:
+        sequence, num_tokens = piece.sequence, piece.num_tokens
+        first = sequence.num_computed
+        if num_tokens == 1 and sequence.output and first + 1 == sequence.num_tokens:  # is_decoding
+            num_decoding += 1
+            decode_context += first + 1
+        else:
+            prefill_tokens += num_tokens
+            prefill_context += num_tokens * first + num_tokens * (num_tokens + 1) // 2
+    return StepWork(prefill_tokens, prefill_context, num_decoding, decode_context)
+
+
+def _num_to_prefill(pieces: list[Piece]) -> int:
+    """Tokens of the pieces that are no new output."""
+    missing = [(piece.num_tokens, piece.sequence.num_to_restore - piece.sequence.num_computed) for piece in pieces]
+    return sum([min(num_tokens, to_prefill) for num_tokens, to_prefill in missing if to_prefill > 0])
 
 
 def _started(plan: Plan, draws: dict[Sequence, list[Draw]], started_ns: int, ended_ns: int) -> list[RequestStarted]:

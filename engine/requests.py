@@ -40,6 +40,9 @@ class RequestTable:
         self._groups: dict[str, SequenceGroup] = {}
         self._arrivals = itertools.count()
 
+    def __len__(self) -> int:
+        return len(self._groups)
+
     def __iter__(self) -> Iterator[SequenceGroup]:
         return iter(self._groups.values())
 

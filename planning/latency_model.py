@@ -1,6 +1,6 @@
 """How long an engine step takes, from what it computes; and from that, how long a prompt and a token take. Pure.
 
-A step's time is linear in its work (`docs/routing.md` says how well that fits):
+A step's time is linear in its work (`docs/latency_model.md` says how well that fits):
 
     fixed + prefill token · tokens + prefill context · Σ contexts of those tokens        the chunk of prompts in the step
           + sequence · sequences + context token · Σ contexts of those sequences         the decode rows in the step

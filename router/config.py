@@ -13,7 +13,7 @@ _AT_LEAST_ONE = (
     "max_inflight",
     "max_buffered_tokens",
     "max_prompt_bytes",
-    "prefix_memory_blocks",
+    "prefix_index_blocks",
     "http_max_body_bytes",
     "http_max_connections",
     "max_streams_per_connection",
@@ -89,7 +89,10 @@ class RouterConfig:
     local_prefill_tokens: int = field(
         default=32, metadata={"help": "prompts with fewer uncached tokens are prefilled by decode itself"}
     )
-    prefix_memory_blocks: int = field(default=200_000, metadata={"help": "prompt blocks remembered for routing by cached prefix"})
+    prefix_index_blocks: int = field(
+        default=1_000_000,
+        metadata={"help": "prompt blocks known of workers, for routing by cached prefix; one on two counts twice"},
+    )
     stream_timeout_s: float = field(default=1.0, metadata={"help": "silence after which a worker's stream counts as broken"})
     heartbeat_ms: int = field(default=100, metadata={"help": "period of heartbeats to and from decode workers"})
     report_period_ms: int = field(default=200, metadata={"help": "period of load reports"})

@@ -15,7 +15,7 @@ from router.other_policies import PreferencePolicy, preference
 from router.output_lengths import OutputLengths
 from router.overheads import Overheads
 from router.policy import Policy, PredictPolicy
-from router.prefix_memory import PrefixMemory
+from router.prefix_index import PrefixIndex
 from router.room_line import RoomLine
 from router.served_model import ServedModel
 
@@ -29,7 +29,7 @@ class Core:
     models: dict[str, ServedModel]
     fleet: Fleet
     gate: Gate
-    prefixes: PrefixMemory
+    prefixes: PrefixIndex
     policy: Policy
     overheads: Overheads
     objectives: Mapping[str, ModelObjective] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Core:
     ) -> "Core":
         """Empty queues and memories from the configuration."""
         gate = Gate(Admission(config.max_inflight, config.max_queued))
-        prefixes, overheads = PrefixMemory(config.prefix_memory_blocks), Overheads()
+        prefixes, overheads = PrefixIndex(config.prefix_index_blocks), Overheads()
         goals = {goal.model: goal for goal in objectives}
         return cls(config, router_id, models, fleet, gate, prefixes, _policy(config, overheads), overheads, goals)
 

@@ -6,7 +6,7 @@ from protos.v1 import common_pb2
 from router.candidates import Demand
 from router.core import Core
 from router.job import Job
-from router.views import Mode, WorkerKey
+from router.views import Mode
 
 
 def demand_of(
@@ -22,7 +22,7 @@ def demand_of(
         num_tokens=len(job.prompt) + num_emitted,
         num_choices=job.num_choices,
         max_total_tokens=len(job.prompt) + job.sampling.max_tokens,
-        cached_tokens=_cached_tokens(core, job),
+        cached_tokens=core.prefixes.cached_tokens(job),
         mode=Mode.LOCAL if several_under_way else job.mode,
         kind=kind,
         expected_tokens=_expected(core, job, num_emitted),
@@ -30,15 +30,6 @@ def demand_of(
         tpot_goal_s=_seconds(job.slo_tpot_ms or running_tpot_ms),
         running_tpot_goal_s=_seconds(running_tpot_ms),
     )
-
-
-def _cached_tokens(core: Core, job: Job) -> dict[WorkerKey, int]:
-    """Tokens of the prompt that each worker is thought to hold."""
-    cached: dict[WorkerKey, int] = {}
-    for block_size in core.fleet.block_sizes:
-        matched = core.prefixes.match(job.block_hashes(block_size))
-        cached.update({worker: blocks * block_size for worker, blocks in matched.items()})
-    return cached
 
 
 def _expected(core: Core, job: Job, num_emitted: int) -> float:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from protos.v1 import common_pb2
 from router.served_model import ServedModel
 from router.views import Mode
-from text.block_hash import cache_root, hash_prompt
+from runtime.cache_root import cache_root_of
+from text.block_hash import hash_prompt, short_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,7 @@ class Job:
     deadline: float | None = None
     slo_ttft_ms: int = 0
     slo_tpot_ms: int = 0
-    _hashes: dict[int, list[bytes]] = field(default_factory=dict, repr=False)
+    _names: dict[tuple[bytes, int], list[int]] = field(default_factory=dict, repr=False)
 
     @property
     def num_choices(self) -> int:
@@ -43,12 +44,14 @@ class Job:
         stops = frozenset(self.sampling.stop_token_ids)
         return stops if self.sampling.ignore_eos else stops | self.model.eos_token_ids
 
-    def block_hashes(self, block_size: int) -> list[bytes]:
-        """Hashes of the prompt's full blocks, for this router's own memory (workers chain theirs from another root)."""
-        if block_size not in self._hashes:
-            root = cache_root(self.model.name, salt=self.cache_salt)
-            self._hashes[block_size] = hash_prompt(root, self.prompt, block_size)
-        return self._hashes[block_size]
+    def block_names(self, identity: common_pb2.Identity, kv_dtype: str, block_size: int) -> list[int]:
+        """Short names of the prompt's full blocks, as workers of this kind call them."""
+        root = cache_root_of(identity, kv_dtype, tenant=self.tenant, cache_salt=self.cache_salt)
+        names = self._names.get((root, block_size))
+        if names is None:
+            names = [short_name(block) for block in hash_prompt(root, self.prompt, block_size)]
+            self._names[root, block_size] = names
+        return names
 
     def token_request(self, emitted: list[common_pb2.EmittedChoice]) -> common_pb2.TokenRequest:
         """The request as workers see it, forced to `emitted`."""

@@ -19,6 +19,7 @@ from router.frontend import Frontend
 from router.kserve.service import SERVICE_NAME as KSERVE
 from router.kserve.service import InferenceService
 from router.openai.gateway import open_gateway
+from router.prefix_follower import PrefixFollower
 from router.service import MeshService
 from router.shared_state import SharedState
 from router.tenants import Tenants
@@ -26,6 +27,7 @@ from router.vllm_engine.service import SERVICE_NAME as VLLM_ENGINE
 from router.vllm_engine.service import VllmEngineService
 from runtime import config as configuration
 from runtime import log, process
+from runtime.block_stream import BlockStream
 from runtime.channel import Channels
 from runtime.registry import Registry
 from runtime.server import Callers, ConnectionLimits, GrpcServer
@@ -56,6 +58,8 @@ class Router:
         if config.redis:
             self.shared = SharedState(config.redis, config.mesh, router_id, fleet, self.tenants.demand.rates)
             self.tenants.share = self.shared.share
+        stream = BlockStream(config.redis, config.mesh) if config.redis else None
+        self.follower = PrefixFollower(fleet, self.core.prefixes, stream)
         self.frontend = Frontend(self.core, goals, self._registry_connected)
         self.frontend.on_asked = self.tenants.asked
         self.keys = key_store.open_store(config.api_keys, config.mesh)
@@ -86,6 +90,7 @@ class Router:
             await self.http.start()
         port = await self.server.start()
         self.core.fleet.start(self.config.workers)
+        self.follower.start()
         if self.registry is not None:
             self.registry.start(self.core.fleet.on_registry)
         if self.shared is not None:
@@ -113,6 +118,7 @@ class Router:
         await self.tenants.stop()
         if self.registry is not None:
             await self.registry.stop()
+        await self.follower.stop()
         await self.core.fleet.stop()
         await self.channels.close()
 

@@ -97,9 +97,7 @@ class Placer:
 
     def remember(self, job: Job, incarnations: Iterable[Incarnation]) -> None:
         """The prompt's blocks are on these workers now."""
-        for incarnation in incarnations:
-            info = incarnation.info
-            self._core.prefixes.record((info.address, info.epoch), job.block_hashes(info.layout.block_size))
+        self._core.prefixes.remember(job, incarnations)
 
     async def _wait_for_place(self, need: Need, ahead: asyncio.Event) -> Placed:
         """At the head of the line: try at every change, until the limit for what is missing has passed."""

@@ -1,37 +1,42 @@
-"""Which worker lately held which prompt blocks: approximate, bounded. A wrong answer costs speed, never correctness."""
+"""What this router has sent where: credited before a worker tells of it, and for good where nobody tells.
+
+Approximate, bounded. A wrong answer costs speed, never correctness.
+"""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from router.views import WorkerKey
 
 
 class PrefixMemory:
-    """An LRU of at most `max_blocks` chained block hashes, each with the workers that held it."""
+    """An LRU of at most `max_blocks` blocks by short name, each with the workers that were sent it, and when."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
-        self._holders: OrderedDict[bytes, set[WorkerKey]] = OrderedDict()
+        self._sent: OrderedDict[int, dict[WorkerKey, float]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return len(self._sent)
 
-    def record(self, worker: WorkerKey, hashes: Sequence[bytes]) -> None:
-        """`worker` has computed or received these blocks. Recorded last block first, so that tails age before heads."""
-        for block in reversed(hashes):
-            self._holders.setdefault(block, set()).add(worker)
-            self._holders.move_to_end(block)
-        while len(self._holders) > self._max_blocks:
-            self._holders.popitem(last=False)
+    def record(self, worker: WorkerKey, names: Sequence[int], now: float) -> None:
+        """`worker` computes or receives these blocks. Recorded last block first, so that tails age before heads."""
+        for name in reversed(names):
+            self._sent.setdefault(name, {})[worker] = now
+            self._sent.move_to_end(name)
+        while len(self._sent) > self._max_blocks:
+            self._sent.popitem(last=False)
 
-    def match(self, hashes: Sequence[bytes]) -> dict[WorkerKey, int]:
-        """Number of leading blocks of `hashes` that each worker is thought to hold; workers with none are absent."""
+    def match(self, names: Sequence[int], valid_from: Callable[[WorkerKey], float]) -> dict[WorkerKey, int]:
+        """Number of leading blocks that each worker was sent at its `valid_from` or later; workers with none are absent."""
         matched: dict[WorkerKey, int] = {}
-        alive: set[WorkerKey] | None = None
-        for number, block in enumerate(hashes, start=1):
-            holders = self._holders.get(block, set())
-            alive = set(holders) if alive is None else alive & holders
-            if not alive:
+        oldest: dict[WorkerKey, float] | None = None
+        for number, name in enumerate(names, start=1):
+            sent = self._sent.get(name, {})
+            if oldest is None:
+                oldest = {worker: valid_from(worker) for worker in sent}
+            oldest = {worker: limit for worker, limit in oldest.items() if worker in sent and sent[worker] >= limit}
+            if not oldest:
                 break
-            matched.update(dict.fromkeys(alive, number))
+            matched.update(dict.fromkeys(oldest, number))
         return matched

@@ -161,6 +161,10 @@ class Worker:
             self._dispatched.remove(sent)
             self._view_changed()
 
+    def list_blocks(self, timeout_s: float) -> grpc.aio.UnaryStreamCall[worker_pb2.ListBlocksRequest, worker_pb2.BlockList]:
+        """All blocks of the worker's prefix cache, from itself."""
+        return self._control.ListBlocks(worker_pb2.ListBlocksRequest(), timeout=timeout_s)
+
     def link_changed(self) -> None:
         """The DecodeLink attached or broke."""
         self._view_changed()

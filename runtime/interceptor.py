@@ -28,6 +28,9 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[object, object]"
 Behaviour: TypeAlias = "Callable[[object, Context], Awaitable[object] | AsyncGenerator[object, None]]"
 
 
+CANCEL_FOLLOWS_S = 1.0
+
+
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Has to be the outermost interceptor: what others raise is mapped too."""
 
@@ -92,11 +95,21 @@ def _streaming(behaviour: Behaviour) -> Callable[[object, Context], Awaitable[No
                 return
             async with aclosing(result) as responses:
                 async for response in responses:
-                    await context.write(response)
+                    await _write(response, context)
         except BaseException as error:  # noqa: BLE001 - the boundary
             await _end(error, context)
 
     return call
+
+
+async def _write(response: object, context: Context) -> None:
+    try:
+        await context.write(response)
+    except Exception:
+        # A call that was just cancelled may refuse a message before its task is cancelled. That has to come before the generator
+        # is closed: in the midst of its `finally` it would cut the cleaning up short.
+        await asyncio.sleep(CANCEL_FOLLOWS_S)
+        raise
 
 
 def _check_parsed(request: object) -> None:

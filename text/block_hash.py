@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 HASH_BYTES = 16
+SHORT_NAME_BYTES = 8
 _TOKEN_BYTES = 4
 
 
@@ -40,6 +41,11 @@ def hash_prompt(root: bytes, token_ids: Sequence[int], block_size: int) -> list[
         parent = _chain(parent, packed[start : start + stride])
         hashes.append(parent)
     return hashes
+
+
+def short_name(block_hash: bytes) -> int:
+    """The first eight bytes, big-endian: what a block is called in indexes and on the wire."""
+    return int.from_bytes(block_hash[:SHORT_NAME_BYTES], "big")
 
 
 def _chain(parent: bytes, packed: bytes | memoryview) -> bytes:

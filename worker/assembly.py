@@ -22,6 +22,8 @@ from prefill_service.handoff import HandoffTools
 from prefill_service.servicer import PrefillServicer
 from prefill_service.validation import PrefillValidator
 from protos.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from runtime.block_stream import BlockStream
+from runtime.cache_root import cache_root_of
 from runtime.config import ConfigError
 from runtime.identity import new_epoch
 from runtime.server import GrpcServer
@@ -29,10 +31,12 @@ from runtime.tls import Tls, open_tls
 from worker.config import WorkerConfig
 from worker.control import Changes, ControlServicer
 from worker.cpus import bind
-from worker.description import Description, cache_root_of, describe, identity_of, layout_of
+from worker.description import Description, describe, identity_of, layout_of
 from worker.dispatch import Dispatcher
 from worker.grammars import compiler_for
+from worker.latency import StepWatch, prior_for
 from worker.load import LoadReporter
+from worker.prefix_publisher import PrefixPublisher, list_blocks
 from worker.roles import Role, RoleGate, roles_of
 from worker.token_request import TokenRequestTranslator
 
@@ -60,13 +64,15 @@ class Worker:
         self._worker_id = worker_id
         self._on_failure = on_failure
         self._engine_loop = EngineLoop(engine, self._on_step, on_failure, self.dispatcher.on_ready)
+        self._publisher = PrefixPublisher(engine, self._engine_loop, self.epoch, worker_id) if config.redis else None
         self._grammars = compiler_for(engine)
         identity, layout = identity_of(engine, config.served_name), layout_of(engine)
         translate = TokenRequestTranslator(
             identity.model,
-            lambda tenant, cache_salt: cache_root_of(identity, layout, tenant=tenant, cache_salt=cache_salt),
+            lambda tenant, cache_salt: cache_root_of(identity, layout.kv_dtype, tenant=tenant, cache_salt=cache_salt),
             self._grammars,
         )
+        self.watch = StepWatch()
         self.load = self._load_reporter()
         tls = open_tls(config.tls)
         self._sender = Sender(engine.kv, identity, layout, self.epoch, tls=tls)
@@ -95,11 +101,18 @@ class Worker:
                 self._grammars.warm()
         self._engine_loop.start(asyncio.get_running_loop())
         await self._engine_loop.call(lambda _engine: bind(self._config.cpus))
+        self.watch.start_from(await self._engine_loop.call(prior_for))
         try:
             await self._receiver.start()
         except OSError as error:
             raise ConfigError("--transfer-port", f"cannot listen for KV on {self._transfer_address}: {error.strerror}") from error
-        control = ControlServicer(info=self.info, report=self.load.report, changes=self.changes, set_roles=self.set_roles)
+        control = ControlServicer(
+            info=self.info,
+            report=self.load.report,
+            changes=self.changes,
+            set_roles=self.set_roles,
+            list_blocks=lambda: list_blocks(self._engine_loop, self.epoch),
+        )
         add_decode = decode_pb2_grpc.add_DecodeServiceServicer_to_server
         add_prefill = prefill_pb2_grpc.add_PrefillServiceServicer_to_server
         self._server.register(add_decode, self.decode.servicer, "pdmesh.v1.DecodeService")
@@ -112,6 +125,8 @@ class Worker:
         self.description = self._describe()
         for work in (self.decode.keeper.run(), self.load.run()):
             self._tasks.append(self._background(work))
+        if self._publisher is not None:
+            self._tasks.append(self._background(self._publisher.run(BlockStream(self._config.redis, self._config.mesh))))
         await self._server.set_serving(True)
         return self.description
 
@@ -171,6 +186,8 @@ class Worker:
 
     def _on_step(self, result: StepResult) -> None:
         try:
+            self.watch.on_step(result)
+            self.load.on_step(result)  # before anybody hears of the tokens and asks how busy this worker is
             self.dispatcher.on_step(result)
         except Exception as error:  # noqa: BLE001  results that were lost cannot be had again
             self._on_failure(error)
@@ -185,6 +202,7 @@ class Worker:
             self._engine_loop,
             self.gate,
             self.engine.stats(),
+            self.watch,
             worker_id=self._worker_id,
             epoch=self.epoch,
             max_num_seqs=self.engine.config.max_num_seqs,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from protos.v1 import worker_pb2
 from protos.v1.worker_pb2_grpc import WorkerControlServicer
-from runtime.errors import InvalidArgument, Unimplemented
+from runtime.errors import InvalidArgument
 from worker.roles import Role, check_roles
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Changes:
 
 
 class ControlServicer(WorkerControlServicer):
-    """GetInfo, Watch and SetRoles."""
+    """GetInfo, Watch, SetRoles and ListBlocks."""
 
     def __init__(
         self,
@@ -65,12 +65,14 @@ class ControlServicer(WorkerControlServicer):
         report: Callable[[], worker_pb2.LoadReport],
         changes: Changes,
         set_roles: Callable[[frozenset[Role], float], Awaitable[None]],
+        list_blocks: Callable[[], AsyncIterator[worker_pb2.BlockList]],
     ) -> None:
         """`set_roles(roles, drain_timeout_s)` returns when removed roles have no work left."""
         self._info = info
         self._report = report
         self._changes = changes
         self._set_roles = set_roles
+        self._list_blocks = list_blocks
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: _ServicerContext) -> worker_pb2.WorkerInfo:
         return self._info()
@@ -94,5 +96,5 @@ class ControlServicer(WorkerControlServicer):
     async def ListBlocks(
         self, request: worker_pb2.ListBlocksRequest, context: _ServicerContext
     ) -> AsyncIterator[worker_pb2.BlockList]:
-        raise Unimplemented("this worker does not list its blocks")
-        yield worker_pb2.BlockList()  # makes it a generator
+        async for part in self._list_blocks():
+            yield part

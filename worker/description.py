@@ -9,7 +9,6 @@ from engine.memory import effective_max_context
 from kvtransfer.compatibility import PROTOCOL_VERSION
 from protos.v1 import common_pb2, worker_pb2
 from runtime.identity import host_id
-from text.block_hash import cache_root
 from worker.roles import RoleGate
 
 
@@ -36,13 +35,6 @@ def layout_of(engine: Engine) -> common_pb2.KVLayout:
     )
 
 
-def cache_root_of(identity: common_pb2.Identity, layout: common_pb2.KVLayout, *, tenant: str, cache_salt: str) -> bytes:
-    """The root of the block hashes: prefixes are shared within one identity, KV dtype, tenant and salt."""
-    numbers = f"{identity.numeric_mode}/{layout.kv_dtype}"
-    fields = (identity.model, identity.weights_hash, numbers, identity.protocol_version)
-    return cache_root(*fields, salt=f"{len(tenant)}:{tenant}:{cache_salt}")
-
-
 @dataclass(frozen=True)
 class Description:
     """Everything about a worker that does not change while it runs, and its roles, which do."""
@@ -55,6 +47,7 @@ class Description:
     transports: tuple[str, ...]
     max_context: int
     max_num_seqs: int
+    max_num_batched_tokens: int
     num_blocks: int
     eos_token_ids: tuple[int, ...]
     gate: RoleGate
@@ -71,6 +64,7 @@ class Description:
             transports=self.transports,
             max_context=self.max_context,
             max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             num_blocks=self.num_blocks,
             eos_token_ids=self.eos_token_ids,
             host_id=host_id(),
@@ -100,6 +94,7 @@ def describe(
             effective_max_context(engine.config, engine.model_config), engine.kv.shape.num_blocks * engine.kv.shape.block_size
         ),
         max_num_seqs=engine.config.max_num_seqs,
+        max_num_batched_tokens=engine.config.max_num_batched_tokens,
         num_blocks=engine.kv.shape.num_blocks,
         eos_token_ids=tuple(sorted(engine.eos_token_ids)),
         gate=gate,

@@ -3,48 +3,71 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable
 
 from engine.engine import Engine
 from engine.loop import EngineLoop
-from engine.outputs import EngineStats
+from engine.outputs import EngineStats, StepResult
 from protos.v1 import worker_pb2
+from worker.latency import StepWatch, latency_message
 from worker.roles import RoleGate
 
 REFRESH_S = 0.1
 
 
 class LoadReporter:
-    """Keeps the engine's counts fresh; reading a report never waits for the engine."""
+    """Keeps the engine's counts fresh; reading a report never waits for the engine.
+
+    While it steps they come with the steps. Asked for are only those that have grown old without any.
+    """
 
     def __init__(
         self,
         engine: EngineLoop,
         gate: RoleGate,
         first: EngineStats,
+        watch: StepWatch,
         *,
         worker_id: str,
         epoch: int,
         max_num_seqs: int,
         num_handoff_failures: Callable[[], int],
+        clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._engine = engine
         self._gate = gate
         self._stats = first
+        self._watch = watch
         self._worker_id = worker_id
         self._epoch = epoch
         self._max_num_seqs = max_num_seqs
         self._num_handoff_failures = num_handoff_failures
+        self._clock_ns = clock_ns
 
     async def run(self) -> None:
         """Refreshes until cancelled."""
         while True:
-            self._stats = await self._engine.call(Engine.stats)
+            if self._age_s() >= REFRESH_S / 2:
+                self._take(await self._engine.call(Engine.stats))
             await asyncio.sleep(REFRESH_S)
 
+    def on_step(self, result: StepResult) -> None:
+        """Called on the event loop, step by step."""
+        if result.stats is not None:
+            self._take(result.stats)
+
+    def _take(self, stats: EngineStats) -> None:
+        if stats.taken_ns >= self._stats.taken_ns:
+            self._stats = stats
+
+    def _age_s(self) -> float:
+        return max(0, self._clock_ns() - self._stats.taken_ns) / 1e9
+
     def report(self) -> worker_pb2.LoadReport:
-        """As of the last refresh; roles and draining as of now."""
-        stats = self._stats
+        """As of the last step, or of the last refresh without any; roles and draining as of now."""
+        stats, model = self._stats, self._watch.model
         return worker_pb2.LoadReport(
             worker_id=self._worker_id,
             epoch=self._epoch,
@@ -65,4 +88,9 @@ class LoadReporter:
             num_preemptions=stats.num_preemptions,
             num_handoff_failures=self._num_handoff_failures(),
             max_num_seqs=self._max_num_seqs,
+            latency_model=None if model is None else latency_message(model),
+            num_decoding=stats.num_decoding,
+            decode_context=stats.decode_context,
+            num_prefilling=stats.num_prefilling,
+            age_ms=math.ceil(1000 * self._age_s()),
         )

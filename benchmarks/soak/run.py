@@ -46,7 +46,7 @@ BURST_SIZE = 64
 PERIOD_S = 10.0
 # Caches are full long before the end, so that what grows then is a leak: blocks of KV, prompts that the router remembers.
 WORKER_ARGS = ("--kv-memory-mb", "256")
-ROUTER_ARGS = ("--max-inflight", str(MAX_INFLIGHT), "--max-queued", str(MAX_QUEUED), "--prefix-memory-blocks", "8192")
+ROUTER_ARGS = ("--max-inflight", str(MAX_INFLIGHT), "--max-queued", str(MAX_QUEUED), "--prefix-index-blocks", "8192")
 
 
 async def soak(model: Path, *, seed: int, seconds: float, requests: int) -> Soak:

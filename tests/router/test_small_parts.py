@@ -27,31 +27,43 @@ LENGTH = common_pb2.FINISH_REASON_LENGTH
 A, B = ("a:1", 1), ("b:1", 2)
 
 
+def always(worker: tuple[str, int]) -> float:
+    return 0.0
+
+
 def test_prefix_memory_matches_leading_blocks() -> None:
     memory = PrefixMemory(100)
-    memory.record(A, [b"1", b"2", b"3"])
-    memory.record(B, [b"1", b"x"])
-    assert memory.match([b"1", b"2", b"3", b"4"]) == {A: 3, B: 1}
-    assert memory.match([b"2"]) == {A: 1}
-    assert memory.match([b"9", b"1"]) == {}
+    memory.record(A, [1, 2, 3], 0.0)
+    memory.record(B, [1, 9], 0.0)
+    assert memory.match([1, 2, 3, 4], always) == {A: 3, B: 1}
+    assert memory.match([2], always) == {A: 1}
+    assert memory.match([8, 1], always) == {}
 
 
-@given(st.lists(st.lists(st.integers(0, 30).map(lambda number: bytes([number])), max_size=12), max_size=20), st.integers(1, 8))
-def test_prefix_memory_is_bounded_and_never_invents(chains: list[list[bytes]], max_blocks: int) -> None:
+def test_prefix_memory_counts_from_a_moment_of_each_worker_on() -> None:
+    memory = PrefixMemory(100)
+    memory.record(A, [1, 2, 3], 5.0)
+    memory.record(B, [1, 2], 5.0)
+    memory.record(A, [1], 9.0)
+    assert memory.match([1, 2, 3], lambda worker: 6.0 if worker == A else 0.0) == {A: 1, B: 2}
+
+
+@given(st.lists(st.lists(st.integers(0, 30), max_size=12), max_size=20), st.integers(1, 8))
+def test_prefix_memory_is_bounded_and_never_invents(chains: list[list[int]], max_blocks: int) -> None:
     memory = PrefixMemory(max_blocks)
     for chain in chains:
-        memory.record(A, chain)
+        memory.record(A, chain, 1.0)
         assert len(memory) <= max_blocks
-        assert memory.match(chain).get(A, 0) <= len(chain)
+        assert memory.match(chain, always).get(A, 0) <= len(chain)
     known = {block for chain in chains for block in chain}
-    assert memory.match([b"unknown"]) == {}
-    assert all(memory.match([block]).keys() <= {A} for block in known)
+    assert memory.match([99], always) == {}
+    assert all(memory.match([block], always).keys() <= {A} for block in known)
 
 
 def test_heads_of_prompts_outlive_their_tails() -> None:
     memory = PrefixMemory(2)
-    memory.record(A, [b"1", b"2", b"3"])
-    assert memory.match([b"1", b"2", b"3"]) == {A: 2}
+    memory.record(A, [1, 2, 3], 0.0)
+    assert memory.match([1, 2, 3], always) == {A: 2}
 
 
 async def test_outbox_merges_what_piles_up() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 import pytest
 from google.protobuf.wrappers_pb2 import StringValue
 
+from runtime import interceptor
 from runtime.errors import (
     Aborted,
     DeadlineExceeded,
@@ -248,3 +249,35 @@ async def test_long_and_foreign_texts_fit_the_headers() -> None:
     assert received.message.startswith("ßß")
     assert "...: éé" in received.message
     assert received.message.endswith("...")
+
+
+async def test_cleaning_up_is_not_cut_short_when_the_refused_message_comes_before_the_cancel() -> None:
+    """Seen of gRPC once in a thousand cancelled streams."""
+    cleaning = asyncio.Event()
+    cleaned = False
+
+    async def stream(request: object, context: object) -> AsyncIterator[StringValue]:
+        nonlocal cleaned
+        try:
+            yield StringValue(value="first")
+        finally:
+            cleaning.set()
+            for _ in range(3):
+                await asyncio.sleep(0)
+            cleaned = True
+
+    class Gone:
+        async def write(self, message: object) -> None:
+            refused.set()
+            raise RuntimeError("the call is over")
+
+    refused = asyncio.Event()
+    call = interceptor._streaming(cast("Any", stream))
+    task = asyncio.create_task(cast("Any", call(StringValue(), cast("Any", Gone()))))
+    await refused.wait()
+    await asyncio.sleep(0)
+    assert not cleaning.is_set()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert cleaned

@@ -74,7 +74,11 @@ def test_a_search_that_is_interrupted_reports_what_it_found(number: signal.Signa
     with stub("grpc") as target:
         run = [arg for arg in RUN if arg != "--no-progress"]
         command = [sys.executable, "-m", "pdmesh", "loadtest", target, *run, *search, "--json", "--output", str(output)]
+        before = signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # a job in a shell's background ignores it, and so do its children
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            signal.signal(signal.SIGINT, before)
             assert process.stderr is not None and process.stdout is not None
             while "attained, goodput" not in process.stderr.readline():
                 assert process.poll() is None

@@ -1,0 +1,83 @@
+"""How many requests are in which state: taken when somebody asks, and with steps, for whoever tells others how busy this is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.allocator import BlockAllocator
+from engine.outputs import EngineStats
+from engine.requests import RequestTable
+from engine.scheduler import Scheduler
+from engine.sequence import Phase, Sequence
+
+# Steps of a few milliseconds need no census each while nothing comes or goes: they only lengthen contexts by a token.
+PERIOD_NS = 10_000_000
+
+
+@dataclass
+class Counters:
+    """Since start."""
+
+    num_steps: int = 0
+    num_generated_tokens: int = 0
+    num_prefilled_tokens: int = 0
+
+
+class Census:
+    """Looks at everything that the engine holds; a microsecond for each sequence."""
+
+    def __init__(self, counters: Counters, table: RequestTable, scheduler: Scheduler, allocator: BlockAllocator) -> None:
+        self._counters = counters
+        self._table = table
+        self._scheduler = scheduler
+        self._allocator = allocator
+        self._taken_ns = 0
+        self._population = (0, 0, 0)
+
+    def take_if_due(self, now_ns: int) -> EngineStats | None:
+        """When something came or went since the last one, or that is `PERIOD_NS` ago; else None."""
+        if self._population == self._count() and now_ns - self._taken_ns < PERIOD_NS:
+            return None
+        return self.take(now_ns)
+
+    def take(self, now_ns: int) -> EngineStats:
+        """As of now, which is `now_ns`."""
+        self._taken_ns, self._population = now_ns, self._count()
+        running, waiting, pool = self._scheduler.running, self._scheduler.waiting, self._allocator.pool
+        num_decoding = decode_context = 0
+        for sequence in running:
+            if sequence.output and sequence.num_computed + 1 == (num_tokens := sequence.num_tokens):  # is_decoding
+                num_decoding += 1
+                decode_context += num_tokens
+        idle = [group for group in self._table if group.phase is not Phase.ACTIVE]
+        return EngineStats(
+            taken_ns=now_ns,
+            num_running=_num_choices(running),
+            num_waiting=_num_choices(waiting),
+            num_reserved=sum(group.num_seats for group in idle if group.phase is Phase.RESERVED),
+            num_held=sum(group.phase is Phase.HELD for group in idle),
+            num_free_blocks=pool.num_free,
+            num_total_blocks=pool.num_total,
+            num_cached_blocks=pool.num_cached,
+            num_waiting_tokens=_num_to_prefill(running) + _num_to_prefill(waiting),
+            num_decoding=num_decoding,
+            decode_context=decode_context,
+            num_prefilling=len(running) - num_decoding + len(waiting),
+            num_steps=self._counters.num_steps,
+            num_generated_tokens=self._counters.num_generated_tokens,
+            num_prefilled_tokens=self._counters.num_prefilled_tokens,
+            num_prefix_hit_tokens=self._allocator.num_prefix_hit_tokens,
+            num_preemptions=self._scheduler.num_preemptions,
+        )
+
+    def _count(self) -> tuple[int, int, int]:
+        return len(self._scheduler.running), len(self._scheduler.waiting), len(self._table)
+
+
+def _num_choices(sequences: list[Sequence]) -> int:
+    return sum([len(sequence.choices) for sequence in sequences])
+
+
+def _num_to_prefill(sequences: list[Sequence]) -> int:
+    # The property's arithmetic, without calling it for each sequence.
+    return sum([max(0, sequence.num_to_restore - sequence.num_computed) for sequence in sequences])

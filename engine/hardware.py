@@ -1,0 +1,106 @@
+"""What a model costs, and what this machine can do: for whoever predicts a step's time before any was measured."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.kernels.cpu import limits
+from engine.kernels.cpu.model import NativeModel
+from engine.kernels.cpu.threads import default_threads
+from engine.kv_cache import KVShape
+from engine.model_config import ModelConfig
+from engine.weights.loader import LoadedModel
+
+# Enough to see the speed, little enough that a start does not feel it: some 20 ms on two idle cores.
+_CPU_BYTES, _CUDA_BYTES = 1 << 25, 1 << 28
+_CPU_SIZE, _CUDA_SIZE = 512, 4096  # rows and columns of torch's product
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Of one model in the numbers that it is computed in."""
+
+    backend: str  # native or torch
+    numbers: str  # of its products: int8, bfloat16, float16 or float32
+    num_layers: int
+    num_weights: int  # that each token is multiplied with
+    num_head_weights: int  # that each row of logits is multiplied with
+    weight_bytes: int  # that each step reads
+    kv_bytes_per_token: int
+    attention_operations: int  # of one token for each token that it attends to
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """Operations (a multiplication and an addition are two) and bytes a second."""
+
+    operations_per_s: float
+    bytes_per_s: float
+
+
+def cost_of(loaded: LoadedModel, kv: KVShape) -> ModelCost:
+    """From shapes and formats alone."""
+    config, model = loaded.config, loaded.model
+    num_weights, num_head_weights = _layer_weights(config) * config.num_layers, config.vocab_size * config.hidden_size
+    numbers = str(loaded.dtype).removeprefix("torch.")
+    weight_bytes = (num_weights + num_head_weights) * loaded.dtype.itemsize
+    if isinstance(model, NativeModel):
+        quantized = model.weights.head.format in ("int8", "int4")
+        numbers, weight_bytes = "int8" if quantized else numbers, model.weights.bytes_per_step
+    return ModelCost(
+        backend="native" if isinstance(model, NativeModel) else "torch",
+        numbers=numbers,
+        num_layers=config.num_layers,
+        num_weights=num_weights,
+        num_head_weights=num_head_weights,
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=kv.bytes_per_block // kv.block_size,
+        attention_operations=4 * config.num_layers * config.num_heads * config.head_dim,
+    )
+
+
+@functools.cache
+def measure_limits(backend: str, numbers: str, device: str, num_threads: int) -> MachineLimits:
+    """Of the cores that the calling thread may use; once per process. `num_threads` 0: as many as the engine takes by itself."""
+    num_threads = num_threads or default_threads()
+    if backend == "native":
+        return MachineLimits(
+            limits.product_peak_gop_s(numbers, num_threads, repeats=_REPEATS) * 1e9,
+            limits.read_bandwidth_gb_s(num_threads, num_bytes=_CPU_BYTES, repeats=_REPEATS) * 1e9,
+        )
+    return _torch_limits(getattr(torch, numbers), device)
+
+
+@torch.inference_mode()
+def _torch_limits(dtype: torch.dtype, device: str) -> MachineLimits:
+    size = _CUDA_SIZE if device == "cuda" else _CPU_SIZE
+    factor = torch.ones((size, size), dtype=dtype, device=device)
+    stream = torch.ones(_CUDA_BYTES if device == "cuda" else _CPU_BYTES, dtype=torch.uint8, device=device)
+    return MachineLimits(
+        2 * size**3 / _best_s(lambda: factor @ factor, device),
+        2 * stream.nbytes / _best_s(stream.clone, device),  # read and written
+    )
+
+
+def _best_s(work: Callable[[], object], device: str) -> float:
+    """The first one warms up."""
+    return min([_timed_s(work, device) for _ in range(_REPEATS + 1)][1:])
+
+
+def _timed_s(work: Callable[[], object], device: str) -> float:
+    started = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return max(time.perf_counter() - started, 1e-9)
+
+
+def _layer_weights(config: ModelConfig) -> int:
+    attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
+    return attention + 3 * config.hidden_size * config.intermediate_size

@@ -1,0 +1,148 @@
+"""Learns a worker's latency model from its steps, one after the other. Pure: the time is passed in.
+
+Two memories. The shape, the five numbers' proportions, comes from all kinds of work that were seen in a long time
+(`work_cells.py`), by non-negative least squares of the relative error. The scale comes from the latest steps alone: a factor for
+the parts of decode rows and one for those of prompts, medians of observed / expected. So the model follows a machine that has
+become slower within some tens of steps, and is right where the worker is just now although no machine is quite linear, without
+forgetting what other work costs.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from planning.latency_model import LatencyModel, Work
+from planning.least_squares import Array, solve_non_negative
+from planning.running_median import RunningMedian
+from planning.work_cells import WorkCells
+
+ERROR_STEPS = 64  # of each kind, for the medians of the error
+RECENT_STEPS = 48  # of each kind, for the scale
+SURE_STEPS = 8  # of a kind: with as many the scale is half believed
+SOLVE_PERIOD_S = 0.1
+MAX_WAIT_S = 1.0  # a single new step is worth solving for after this
+MIN_NEW_STEPS = 8
+# The prior holds what no step has told: its weight fades with the steps, to almost nothing.
+PRIOR_STEPS = 4.0
+MIN_PRIOR_WEIGHT = 1e-5
+# A step that is off by more than a multiple of the usual error was held up by something else: it counts as off by just that.
+CLIP_ERRORS = 4.0
+MIN_CLIP, MAX_CLIP = 0.15, 20.0
+MAX_SCALE = 20.0
+# When three quarters of the latest steps took that much longer (or less long) than the shape says, the machine has changed.
+CHANGE = 1.3
+MIN_SECONDS = 1e-7
+_DECODE, _PREFILL = [0, 3, 4], [1, 2]  # columns
+
+
+class LatencyFit:
+    """One worker's. Not for two threads at once."""
+
+    def __init__(self, prior: LatencyModel) -> None:
+        """`prior`: what to believe before the first step; each of its five numbers > 0, or that part stays free of cost until
+        steps say otherwise."""
+        self.num_steps = 0
+        self._prior = np.maximum(_numbers(prior), 1e-12)
+        self._model = prior
+        self._cells = WorkCells()
+        self._errors = {True: RunningMedian(ERROR_STEPS), False: RunningMedian(ERROR_STEPS)}
+        self._recent: dict[bool, deque[tuple[float, ...]]] = {kind: deque(maxlen=RECENT_STEPS) for kind in (True, False)}
+        self._latest: deque[tuple[float, ...]] = deque(maxlen=RECENT_STEPS)
+        self._num_solved_steps = 0
+        self._solved_s = float("-inf")
+
+    def observe(self, work: Work, seconds: float) -> None:
+        """A step did `work` in `seconds`. The error is that of the model as it was last read."""
+        seconds = max(seconds, MIN_SECONDS)
+        predicted = max(self._model.step_s(work), MIN_SECONDS)
+        has_prompt = work.prefill_tokens > 0
+        errors = self._errors[has_prompt]
+        clip = 1.0 + (min(max(CLIP_ERRORS * errors.value, MIN_CLIP), MAX_CLIP) if len(errors) >= SURE_STEPS else MAX_CLIP)
+        errors.add(abs(predicted - seconds) / seconds)
+        self._cells.add(work, min(max(seconds, predicted / clip), predicted * clip))
+        self._latest.append((1.0, *work, seconds))
+        self._recent[has_prompt].append(self._latest[-1])
+        self.num_steps += 1
+
+    def model(self, now_s: float) -> LatencyModel:
+        """As of the steps so far; solves anew (less than a millisecond) when enough of them are new."""
+        num_new, waited_s = self.num_steps - self._num_solved_steps, now_s - self._solved_s
+        if num_new and waited_s >= (SOLVE_PERIOD_S if num_new >= MIN_NEW_STEPS else MAX_WAIT_S):
+            self._num_solved_steps, self._solved_s = self.num_steps, now_s
+            self._model = self._solve()
+        return self._model
+
+    def _solve(self) -> LatencyModel:
+        fixed, token, context, row, row_context = map(float, self._scaled(self._followed(self._shape())))
+        return LatencyModel(
+            fixed,
+            token,
+            context,
+            row,
+            row_context,
+            num_steps=self.num_steps,
+            prefill_error=self._errors[True].value,
+            decode_error=self._errors[False].value,
+        )
+
+    def _followed(self, numbers: Array) -> Array:
+        """When the machine has changed its speed, so has the work that has not been seen since."""
+        if len(self._latest) < RECENT_STEPS:
+            return numbers
+        latest = np.array(self._latest)
+        ratios = np.sort(latest[:, 5] / np.maximum(latest[:, :5] @ numbers, MIN_SECONDS))
+        quarter, middle = RECENT_STEPS // 4, float(ratios[RECENT_STEPS // 2])
+        if ratios[-quarter] > 1 / CHANGE and ratios[quarter] < CHANGE:
+            return numbers
+        self._cells.rescale(middle)
+        self._latest.clear()
+        return numbers * middle
+
+    def _shape(self) -> Array:
+        """The five numbers that fit all cells best. In units of the prior, so that it can hold each of them as much."""
+        work, seconds, weights = self._cells.observations()
+        rows = work * self._prior / seconds[:, None]
+        held = max(PRIOR_STEPS / (self.num_steps + PRIOR_STEPS) / 10, MIN_PRIOR_WEIGHT)
+        weighted = rows * weights[:, None]
+        gram = weighted.T @ rows + held * np.eye(len(self._prior))
+        return self._prior * solve_non_negative(gram, weighted.sum(axis=0) + held)
+
+    def _scaled(self, numbers: Array) -> Array:
+        """Right for the latest steps of either kind. What an empty step takes belongs to the decode rows."""
+        scaled = numbers.copy()
+        for has_prompt, columns in ((False, _DECODE), (True, _PREFILL)):
+            if self._recent[has_prompt]:
+                scaled[columns] *= _scale(np.array(self._recent[has_prompt]), scaled, columns)
+        return scaled
+
+
+def _scale(recent: Array, numbers: Array, columns: list[int]) -> float:
+    """By what the parts in `columns` are to be multiplied, so that half of the `recent` steps took longer than expected."""
+    work, seconds = recent[:, :5], recent[:, 5]
+    part = work[:, columns] @ numbers[columns]
+    if not part.all():
+        return 1.0
+    rest = work @ numbers - part
+    # A part that is small within its step says little about its own price.
+    shares = part / (part + rest)
+    ratios = np.maximum(seconds - rest, 0.0) / part
+    scale, belief = _weighted_median(ratios, shares), float(shares.sum()) ** 2 / SURE_STEPS**2
+    return float(np.clip((belief * scale + 1.0) / (belief + 1.0), 1 / MAX_SCALE, MAX_SCALE))
+
+
+def _weighted_median(values: Array, weights: Array) -> float:
+    order = values.argsort()
+    reached = weights[order].cumsum()
+    return float(values[order[int(np.searchsorted(reached, reached[-1] / 2))]])
+
+
+def _numbers(model: LatencyModel) -> Array:
+    return np.array(
+        (
+            model.fixed_s,
+            model.per_prefill_token_s,
+            model.per_prefill_context_s,
+            model.per_sequence_s,
+            model.per_context_token_s,
+        )
+    )

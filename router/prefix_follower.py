@@ -1,0 +1,226 @@
+"""Keeps the prefix index after the workers: their changes from Redis, everything from the worker itself when some are missing.
+
+    new worker ──► list ──► follow ── next change in order ──► apply
+                    ▲          │
+                    └── gap ───┘   also: an entry that is none, and Redis that comes back
+
+Without Redis a worker is listed once, and what this router sends it counts from then on.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import grpc.aio
+
+from protos.v1 import worker_pb2
+from router.fleet import Fleet
+from router.prefix_index import PrefixIndex
+from router.views import WorkerKey
+from router.worker import Worker
+from runtime.block_stream import BlockStream, Entry, Source
+
+LOOK_PERIOD_S = 0.1
+READ_GAP_S = 0.02
+DOWN_PERIOD_S = 0.25
+LIST_TIMEOUT_S = 10.0
+MAX_LISTS = 4
+FIRST_LIST_GAP_S, MAX_LIST_GAP_S = 0.5, 60.0
+_NEVER_AGAIN = (grpc.StatusCode.UNIMPLEMENTED,)
+
+logger = logging.getLogger(__name__)
+
+
+class InvalidList(ValueError):
+    """An answer to ListBlocks is not what it has to be; the message names the field."""
+
+
+@dataclass(eq=False)
+class Followed:
+    """One incarnation. `position`: sequence that the index contains, None until listed. `list_gap_s`: before it is listed
+    again; grows until a change fits."""
+
+    worker: Worker
+    info: worker_pb2.WorkerInfo
+    position: int | None = None
+    list_gap_s: float = 0.0
+    listing: asyncio.Task[None] | None = None
+
+    @property
+    def key(self) -> WorkerKey:
+        """In the index."""
+        return (self.info.address, self.info.epoch)
+
+    @property
+    def source(self) -> Source:
+        """In the registry's streams."""
+        return (self.info.worker_id, self.info.epoch)
+
+
+class PrefixFollower:
+    """Follows all workers of a fleet. On one event loop, from `start` to `stop`."""
+
+    def __init__(self, fleet: Fleet, index: PrefixIndex, stream: BlockStream | None) -> None:
+        """`stream` None: there is no Redis. It is closed by `stop`."""
+        self._fleet = fleet
+        self._index = index
+        self._stream = stream
+        self._followed: dict[WorkerKey, Followed] = {}
+        self._forgetting: dict[WorkerKey, asyncio.Task[None]] = {}
+        self._lists = asyncio.Semaphore(MAX_LISTS)
+        self._is_up: bool | None = None  # None: nothing was read yet
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begins; returns at once."""
+        self._tasks.append(asyncio.create_task(self._look_forever(), name="workers of the prefix index"))
+        if self._stream is not None:
+            self._tasks.append(asyncio.create_task(self._read_forever(self._stream), name="changes of the prefix index"))
+
+    async def stop(self) -> None:
+        """Ends everything; the index stays as it is."""
+        listing = [each.listing for each in self._followed.values() if each.listing is not None]
+        tasks = (*self._tasks, *listing, *self._forgetting.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._stream is not None:
+            await self._stream.stop()
+
+    def look(self) -> None:
+        """Begins with workers that have come, forgets those that are lost."""
+        alive = {key: worker for worker in self._fleet.workers.values() if (key := _key_of(worker)) is not None}
+        if alive.keys() == self._followed.keys():
+            return
+        for key in self._followed.keys() - alive.keys():
+            self._forget(self._followed.pop(key))
+        for key in alive.keys() - self._followed.keys():
+            incarnation = alive[key].current
+            if incarnation is not None:
+                self._followed[key] = Followed(alive[key], incarnation.info)
+                self._list(self._followed[key])
+        self._index.set_workers(each.info for each in self._followed.values())
+        self._tell_followed()
+
+    def take(self, entries: Iterable[Entry]) -> None:
+        """Applies what follows in order; anything else makes its worker be listed."""
+        by_source = {each.source: each for each in self._followed.values()}
+        for entry in entries:
+            followed = by_source.get(entry.source)
+            if followed is not None and followed.position is not None and entry.sequence not in range(1, followed.position + 1):
+                self._take(followed, followed.position, entry)
+
+    def _take(self, followed: Followed, position: int, entry: Entry) -> None:
+        if entry.change is None:
+            logger.warning("a change of %s's blocks is refused: %s", followed.info.worker_id, entry.problem)
+            self._list(followed)
+        elif entry.sequence != position + 1:
+            logger.info("changes %d to %d of %s's blocks are missing", position + 1, entry.sequence - 1, followed.info.worker_id)
+            self._list(followed)
+        else:
+            self._index.apply(followed.key, entry.change.stored, entry.change.evicted)
+            followed.position, followed.list_gap_s = entry.sequence, 0.0
+
+    def _forget(self, followed: Followed) -> None:
+        listing, key = followed.listing, followed.key
+        if listing is not None:
+            listing.cancel()
+        self._forgetting[key] = asyncio.create_task(self._forget_after(listing, key), name=f"forget blocks of {key[0]}")
+
+    async def _forget_after(self, listing: asyncio.Task[None] | None, key: WorkerKey) -> None:
+        if listing is not None:
+            await asyncio.gather(listing, return_exceptions=True)
+        await self._index.forget(key)
+        del self._forgetting[key]
+
+    def _tell_followed(self) -> None:
+        self._index.set_followed(key for key, each in self._followed.items() if self._is_up and each.position is not None)
+
+    def _list(self, followed: Followed) -> None:
+        """Asks the worker, soon; its changes are not read until it has answered."""
+        followed.position = None
+        if followed.listing is None or followed.listing.done():
+            followed.listing = asyncio.create_task(
+                self._list_until_done(followed), name=f"list blocks of {followed.info.address}"
+            )
+
+    async def _list_until_done(self, followed: Followed) -> None:
+        if (forgetting := self._forgetting.get(followed.key)) is not None:
+            await forgetting  # the same incarnation was lost for a moment
+        while followed.position is None:
+            await asyncio.sleep(followed.list_gap_s * random.uniform(0.5, 1.0))
+            followed.list_gap_s = min(max(FIRST_LIST_GAP_S, 2 * followed.list_gap_s), MAX_LIST_GAP_S)
+            try:
+                async with self._lists:
+                    sequence, names = await _all_blocks(followed)
+            except InvalidList as error:
+                logger.warning("the blocks of %s are refused: %s", followed.info.worker_id, error)
+            except grpc.aio.AioRpcError as error:
+                logger.info("the blocks of %s are not known: %s", followed.info.worker_id, error.details())
+                if error.code() in _NEVER_AGAIN:
+                    return
+            else:
+                await self._index.replace(followed.key, names)
+                followed.position = sequence
+                self._tell_followed()
+
+    async def _look_forever(self) -> None:
+        while True:
+            change = self._fleet.changes.next
+            try:
+                self.look()
+            except Exception:  # a bug here costs speed, and must not cost more
+                logger.exception("looking for workers to follow failed")
+            await asyncio.sleep(LOOK_PERIOD_S)  # reports come often
+            await change.wait()
+
+    async def _read_forever(self, stream: BlockStream) -> None:
+        while True:
+            try:
+                positions = self._positions()
+                entries = await stream.read(positions)
+                self._answered(entries is not None)
+                self.take(entries or [])
+                gap_s = DOWN_PERIOD_S if entries is None else READ_GAP_S if positions else LOOK_PERIOD_S
+            except Exception:  # as above
+                logger.exception("following the changes of blocks failed")
+                gap_s = DOWN_PERIOD_S
+            await asyncio.sleep(gap_s)
+
+    def _positions(self) -> dict[Source, int]:
+        return {each.source: each.position for each in self._followed.values() if each.position is not None}
+
+    def _answered(self, is_up: bool) -> None:
+        """Redis that comes back may have lost changes that nothing follows."""
+        if is_up == self._is_up:
+            return
+        was_up, self._is_up = self._is_up, is_up
+        if was_up is False:
+            for each in self._followed.values():
+                each.list_gap_s = max(each.list_gap_s, FIRST_LIST_GAP_S)
+                self._list(each)
+        self._tell_followed()
+
+
+def _key_of(worker: Worker) -> WorkerKey | None:
+    return None if worker.current is None else (worker.address, worker.current.info.epoch)
+
+
+async def _all_blocks(followed: Followed) -> tuple[int, list[int]]:
+    """Sequence and names. Raises InvalidList, AioRpcError."""
+    names: list[int] = []
+    sequence: int | None = None
+    async for part in followed.worker.list_blocks(LIST_TIMEOUT_S):
+        if part.epoch != followed.info.epoch:
+            raise InvalidList(f"epoch {part.epoch:016x} is not the worker's {followed.info.epoch:016x}")
+        if sequence not in (None, part.sequence):
+            raise InvalidList(f"sequence {part.sequence} differs from {sequence} in the part before")
+        sequence = part.sequence
+        names.extend(part.blocks)
+        if len(names) > followed.info.num_blocks:
+            raise InvalidList(f"blocks are more than the worker's num_blocks, {followed.info.num_blocks}")
+        if part.is_last:
+            return sequence, names
+    raise InvalidList("is_last is in no part")

@@ -1,0 +1,118 @@
+"""Told and sent together: which worker holds how much of a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from protos.v1 import common_pb2, worker_pb2
+from router import prefix_index
+from router.job import Job, scoped_salt
+from router.prefix_index import IN_FLIGHT_S, PrefixIndex
+from router.served_model import ServedModel, load
+from router.worker import Incarnation
+from runtime.cache_root import cache_root_of
+from text.block_hash import hash_prompt, short_name
+
+PROMPT = tuple(range(50, 120))  # four blocks of 16 and a rest
+A, B = ("a:1", 1), ("b:1", 2)
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Path) -> ServedModel:
+    return load({"tiny": str(model_folder)})["tiny"]
+
+
+def job_of(model: ServedModel, prompt: tuple[int, ...] = PROMPT, tenant: str = "", salt: str = "") -> Job:
+    return Job("id", model, prompt, common_pb2.SamplingParams(n=1), (), tenant=tenant, cache_salt=scoped_salt(tenant, salt))
+
+
+def info_of(key: tuple[str, int], *, block_size: int = 16, kv_dtype: str = "float32") -> worker_pb2.WorkerInfo:
+    identity = common_pb2.Identity(model="tiny", weights_hash="abc", numeric_mode="exact", protocol_version=3)
+    layout = common_pb2.KVLayout(block_size=block_size, kv_dtype=kv_dtype)
+    return worker_pb2.WorkerInfo(address=key[0], epoch=key[1], identity=identity, layout=layout)
+
+
+def incarnation(info: worker_pb2.WorkerInfo) -> Incarnation:
+    return Incarnation(info, worker_pb2.LoadReport(), 0.0)
+
+
+def names_on_wire(job: Job, info: worker_pb2.WorkerInfo) -> list[int]:
+    """As the worker computes them from what the router sends it."""
+    request = job.token_request([])
+    root = cache_root_of(info.identity, info.layout.kv_dtype, tenant=request.tenant, cache_salt=request.cache_salt)
+    return [short_name(block) for block in hash_prompt(root, list(request.prompt_token_ids), info.layout.block_size)]
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("tenant", "salt"), [("", ""), ("acme", ""), ("acme", "s"), ("", "s")])
+def test_finds_what_workers_tell_of(model: ServedModel, tenant: str, salt: str) -> None:
+    index, job, info = PrefixIndex(1000), job_of(model, tenant=tenant, salt=salt), info_of(A)
+    index.set_workers([info])
+    assert index.cached_tokens(job) == {}
+    index.apply(A, names_on_wire(job, info)[:3], [])
+    assert index.cached_tokens(job) == {A: 48}
+    other = job_of(model, tenant=tenant + "x", salt=salt)
+    assert index.cached_tokens(other) == {}
+
+
+def test_each_kind_of_worker_has_names_of_its_own(model: ServedModel) -> None:
+    index, job, small, large = PrefixIndex(1000), job_of(model), info_of(A), info_of(B, block_size=32, kv_dtype="int8")
+    index.set_workers([small, large])
+    index.apply(A, names_on_wire(job, small), [])
+    index.apply(B, names_on_wire(job, large), [])
+    assert index.cached_tokens(job) == {A: 64, B: 64}
+    assert not set(names_on_wire(job, small)) & set(names_on_wire(job, large))
+
+
+def test_what_was_sent_counts_at_once_and_lapses_where_workers_tell(model: ServedModel) -> None:
+    clock = Clock()
+    index, job = PrefixIndex(1000, clock), job_of(model)
+    index.set_workers([info_of(A), info_of(B)])
+    index.set_followed([A])
+    index.remember(job, [incarnation(info_of(A)), incarnation(info_of(B))])
+    assert index.cached_tokens(job) == {A: 64, B: 64}
+    clock.now += IN_FLIGHT_S + 1
+    assert index.cached_tokens(job) == {B: 64}
+    index.set_followed([])
+    assert index.cached_tokens(job) == {A: 64, B: 64}
+
+
+async def test_the_longer_of_told_and_sent_counts(model: ServedModel) -> None:
+    index, job, info = PrefixIndex(1000), job_of(model), info_of(A)
+    index.set_workers([info])
+    index.remember(replace(job, prompt=PROMPT[:33], _names={}), [incarnation(info)])
+    index.apply(A, names_on_wire(job, info)[:1], [])
+    assert index.cached_tokens(job) == {A: 32}
+    await index.replace(A, names_on_wire(job, info))
+    assert index.cached_tokens(job) == {A: 64}
+    await index.forget(A)
+    assert index.cached_tokens(job) == {A: 32}
+
+
+async def test_replacing_and_forgetting_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_index, "SLICE_BLOCKS", 3)
+    index = PrefixIndex(1000)
+    await index.replace(A, list(range(10)))
+    await index.replace(B, list(range(5)))
+    assert index.told.match(list(range(12))) == {A: 10, B: 5}
+    await index.replace(A, list(range(4, 20)))
+    assert set(index.told.blocks_of(A)) == set(range(4, 20))
+    await index.forget(A)
+    assert index.told.match(list(range(12))) == {B: 5}
+    assert len(index.told) == 5
+
+
+async def test_when_full_the_beginnings_of_a_list_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_index, "SLICE_BLOCKS", 3)
+    index = PrefixIndex(4)
+    await index.replace(A, list(range(10)))
+    assert index.told.match(list(range(10))) == {A: 4}

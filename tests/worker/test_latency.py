@@ -1,0 +1,122 @@
+"""A worker knows how long its steps take, and says how busy it is while it steps."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+
+import pytest
+
+from engine.engine import Engine
+from engine.hardware import cost_of, measure_limits
+from engine.loop import EngineLoop
+from engine.outputs import StepResult, StepWork
+from planning.latency_model import LatencyModel, Work
+from protos.v1 import worker_pb2
+from tests.support.mini_router import MiniRouter
+from tests.support.waiting import eventually
+from tests.support.worker_mesh import LOCAL, Model, Peer, token_request
+from worker.latency import StepWatch, latency_message, prior_for
+from worker.load import LoadReporter
+from worker.roles import RoleGate, roles_of
+
+PROMPT = [10 + (7 * i) % 200 for i in range(60)]
+PRIOR = LatencyModel(1e-3, 1e-5, 1e-8, 1e-4, 1e-7)
+
+
+def result(step: int, seconds: float) -> StepResult:
+    return StepResult(step, 10**9, 10**9 + round(seconds * 1e9), 4, StepWork(0, 0, 4, 400), (), ())
+
+
+def reporter(engine: Engine, now_ns: list[int]) -> LoadReporter:
+    watch = StepWatch(lambda: now_ns[0] / 1e9)
+    watch.start_from(PRIOR)
+    loop = EngineLoop(engine, lambda _: None)
+    gate = RoleGate(roles_of(("decode",)))
+    return LoadReporter(
+        loop,
+        gate,
+        replace(engine.stats(), taken_ns=0),
+        watch,
+        worker_id="w",
+        epoch=1,
+        max_num_seqs=16,
+        num_handoff_failures=lambda: 0,
+        clock_ns=lambda: now_ns[0],
+    )
+
+
+def test_a_watch_says_nothing_then_the_prior_then_what_it_saw() -> None:
+    now_s = [0.0]
+    watch = StepWatch(lambda: now_s[0])
+    watch.on_step(result(1, 0.5))
+    assert watch.model is None
+    watch.start_from(PRIOR)
+    assert watch.model == PRIOR
+    for step in range(100):
+        watch.on_step(result(step, 0.02))
+        now_s[0] += 0.02
+        model = watch.model
+    assert model is not None
+    assert model.num_steps >= 90
+    assert model.step_s(Work(0, 0, 4, 400)) == pytest.approx(0.02, rel=0.03)
+
+
+def test_every_number_of_the_model_travels() -> None:
+    model = LatencyModel(1.0, 2.0, 3.0, 4.0, 5.0, 6, 7.0, 8.0)
+    message = latency_message(model)
+    assert tuple(getattr(message, field.name) for field in worker_pb2.LatencyModel.DESCRIPTOR.fields) == astuple(model)
+
+
+def test_a_report_is_as_old_as_it_says(model: Model) -> None:
+    engine, now_ns = model.engine(), [250_000_001]
+    load = reporter(engine, now_ns)
+    assert load.report().age_ms == 251
+    stats = replace(engine.stats(), taken_ns=200_000_001, num_decoding=3, decode_context=77, num_prefilling=2)
+    load.on_step(replace(result(1, 0.01), stats=stats))
+    report = load.report()
+    assert (report.age_ms, report.num_decoding, report.decode_context, report.num_prefilling) == (50, 3, 77, 2)
+    load.on_step(replace(result(2, 0.01), stats=replace(stats, taken_ns=100, num_decoding=9)))
+    load.on_step(result(3, 0.01))
+    now_ns[0] += 1_000_000
+    assert (load.report().age_ms, load.report().num_decoding) == (51, 3)
+    engine.kv.close()
+
+
+def test_the_prior_is_of_this_model_on_this_machine(model: Model) -> None:
+    engine = model.engine()
+    cost = engine.cost
+    assert cost == cost_of(model.loaded, engine.kv.shape)
+    shape = model.loaded.config
+    layer = 2 * shape.hidden_size * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    layer += 3 * shape.hidden_size * shape.intermediate_size
+    assert (cost.backend, cost.numbers, cost.num_weights) == ("torch", "float32", shape.num_layers * layer)
+    assert cost.weight_bytes == 4 * (cost.num_weights + shape.vocab_size * shape.hidden_size)
+    assert cost.kv_bytes_per_token == shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * 4
+    measured = measure_limits("torch", "float32", "cpu", 1)
+    assert measured is measure_limits("torch", "float32", "cpu", 1)
+    assert 1e8 < measured.operations_per_s < 1e14
+    assert 1e8 < measured.bytes_per_s < 1e13
+    assert all(0 < number < 1 for number in astuple(prior_for(engine))[:5])
+    engine.kv.close()
+
+
+async def test_a_worker_reports_before_and_while_it_works(decoder: Peer, router: MiniRouter) -> None:
+    load = decoder.worker.load
+    before = load.report()
+    assert decoder.info.max_num_batched_tokens == 64
+    assert before.latency_model.num_steps == 0
+    assert before.latency_model.fixed_s > 0
+    for name in ("r1", "r2"):
+        await router.submit(decoder, name, token_request(PROMPT, max_tokens=400), mode=LOCAL)
+    await eventually(lambda: load.report().num_decoding == 2)
+    report = load.report()
+    assert report.num_prefilling == 0
+    assert 120 < report.decode_context <= 2 * 460
+    await eventually(lambda: load.report().latency_model.num_steps > 50)
+    learned = load.report().latency_model
+    assert learned.prefill_error > 0
+    assert learned.decode_error > 0
+    await router.until_finished("r1")
+    await router.until_finished("r2")
+    await eventually(lambda: load.report().num_running == 0)
+    assert (load.report().num_decoding, load.report().decode_context) == (0, 0)

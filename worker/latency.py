@@ -1,0 +1,68 @@
+"""This worker's latency model: what the machine promises at start, then what every step teaches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from engine.engine import Engine
+from engine.hardware import measure_limits
+from engine.outputs import StepResult
+from planning.latency_fit import LatencyFit
+from planning.latency_model import LatencyModel, Work
+from planning.prior import Hardware, ModelShape, prior_of
+from protos.v1 import worker_pb2
+
+
+def prior_for(engine: Engine) -> LatencyModel:
+    """To be called on the engine thread, whose cores are the ones that count; measures for some 50 ms, once per process."""
+    cost = engine.cost
+    measured = measure_limits(cost.backend, cost.numbers, engine.config.device, engine.config.num_threads)
+    return prior_of(
+        Hardware(measured.operations_per_s, measured.bytes_per_s),
+        ModelShape(
+            num_layers=cost.num_layers,
+            num_weights=cost.num_weights,
+            num_head_weights=cost.num_head_weights,
+            weight_bytes=cost.weight_bytes,
+            kv_bytes_per_token=cost.kv_bytes_per_token,
+            attention_operations=cost.attention_operations,
+        ),
+    )
+
+
+class StepWatch:
+    """Learns from steps. Steps and questions both come on the event loop; the engine thread waits for neither."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds."""
+        self._clock = clock
+        self._fit: LatencyFit | None = None
+
+    def start_from(self, prior: LatencyModel) -> None:
+        """What there is to say before the first step."""
+        self._fit = LatencyFit(prior)
+
+    def on_step(self, result: StepResult) -> None:
+        """Learns from a step. Time between steps, idle or not, is none of a step's."""
+        if self._fit is not None:
+            self._fit.observe(Work(*result.work), (result.ended_ns - result.started_ns) / 1e9)
+
+    @property
+    def model(self) -> LatencyModel | None:
+        """None before `start_from`."""
+        return None if self._fit is None else self._fit.model(self._clock())
+
+
+def latency_message(model: LatencyModel) -> worker_pb2.LatencyModel:
+    """As it travels."""
+    return worker_pb2.LatencyModel(
+        fixed_s=model.fixed_s,
+        per_prefill_token_s=model.per_prefill_token_s,
+        per_prefill_context_s=model.per_prefill_context_s,
+        per_sequence_s=model.per_sequence_s,
+        per_context_token_s=model.per_context_token_s,
+        num_steps=model.num_steps,
+        prefill_error=model.prefill_error,
+        decode_error=model.decode_error,
+    )

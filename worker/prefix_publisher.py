@@ -1,0 +1,65 @@
+"""Tells routers which prompt blocks this worker's prefix cache holds: changes through the registry, all of them on request.
+
+Changes are taken between two engine steps and sent at most every PERIOD_S. While Redis does not take one it is tried again and
+the engine's log collects the rest, each block once; when that overflows, the sequence has a gap and routers ask for everything.
+Nothing here makes the engine or a request wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from engine.engine import Engine
+from engine.loop import EngineLoop
+from protos.v1 import worker_pb2
+from runtime.block_stream import MAX_NAMES, BlockStream
+from text.block_hash import short_name
+
+PERIOD_S = 0.03
+PART_NAMES = 1 << 15  # 256 KiB on the wire
+
+
+class PrefixPublisher:
+    """The stream of one worker's changes."""
+
+    def __init__(self, engine: Engine, engine_loop: EngineLoop, epoch: int, worker_id: str) -> None:
+        """Before the engine's first request."""
+        self._log = engine.watch_blocks(MAX_NAMES)
+        self._engine_loop = engine_loop
+        self._epoch = epoch
+        self._worker_id = worker_id
+        self._unsent: worker_pb2.BlockChange | None = None
+
+    async def run(self, stream: BlockStream) -> None:
+        """Publishes until cancelled."""
+        try:
+            while True:
+                await self.publish(stream)
+                await asyncio.sleep(PERIOD_S)
+        finally:
+            await stream.stop()
+
+    async def publish(self, stream: BlockStream) -> None:
+        """One round: sends what is left of the round before, else what has changed since."""
+        if self._unsent is None and self._log.pending:
+            changes = await self._engine_loop.call(Engine.take_block_changes)
+            if changes is not None:
+                stored, evicted = map(short_name, changes.stored), map(short_name, changes.evicted)
+                self._unsent = worker_pb2.BlockChange(
+                    epoch=self._epoch, sequence=changes.sequence, stored=stored, evicted=evicted
+                )
+        if self._unsent is not None and await stream.append(self._worker_id, self._unsent):
+            self._unsent = None
+
+
+async def list_blocks(engine_loop: EngineLoop, epoch: int) -> AsyncIterator[worker_pb2.BlockList]:
+    """All blocks of the prefix cache at one moment, in parts."""
+    sequence, hashes = await engine_loop.call(Engine.published_blocks)
+    for start in range(0, max(1, len(hashes)), PART_NAMES):
+        yield worker_pb2.BlockList(
+            epoch=epoch,
+            sequence=sequence,
+            blocks=map(short_name, hashes[start : start + PART_NAMES]),
+            is_last=start + PART_NAMES >= len(hashes),
+        )
