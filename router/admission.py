@@ -1,127 +1,195 @@
-"""Admission: who may start now, who waits, who is refused with a retry delay. Pure: no clock, no I/O, no tasks.
+"""Admission: who may start now, who waits, who is refused with a reason and a retry delay. Pure: no clock, no I/O, no tasks.
 
-ask ──► Ticket(admitted)                 a place is free
-    ──► Ticket(waiting) ─► admitted      when `release` frees a place: by priority, then first come, first served
-    ──► Refusal(reason, retry_delay_s)   in-flight and queue are full
+ask ──► Ticket(admitted)                                     a place is free and the forecast is good
+    ──► Ticket(waiting) ─┬► admitted                         by `release` or `look`: by rank, then fair between tenants
+                         └► refused                          its objective can no longer be met, or it makes way for another
+    ──► Refusal(reason, message, retry_delay_s)              over its rate; too late by prediction; the room is full
+
+What is known of the mesh comes in through `Applicant.foresee`; without a forecast everything goes by count.
 """
 
-import enum
-import heapq
 import itertools
-from collections import deque
-from dataclasses import dataclass, field
 
-MIN_RETRY_DELAY_S = 0.1
-MAX_RETRY_DELAY_S = 30.0
-UNKNOWN_RETRY_DELAY_S = 1.0
-RATE_WINDOW = 32
-
-
-class TicketState(enum.Enum):
-    """WAITING in the queue, ADMITTED (holds a place) or RELEASED (holds nothing)."""
-
-    WAITING = "waiting"
-    ADMITTED = "admitted"
-    RELEASED = "released"
-
-
-@dataclass(order=True)
-class Ticket:
-    """One request's place or its turn in the queue; ordered by priority (low number first), then arrival."""
-
-    priority: int
-    arrival: int
-    state: TicketState = field(compare=False, default=TicketState.WAITING)
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """No place and no room to wait; `retry_delay_s` is when a try is likely to succeed."""
-
-    reason: str
-    retry_delay_s: float
-
-
-class DrainRate:
-    """How fast places come free, over the last releases. `now` is monotonic seconds."""
-
-    def __init__(self) -> None:
-        self._releases: deque[float] = deque(maxlen=RATE_WINDOW)
-
-    def record(self, now: float) -> None:
-        """One place came free."""
-        self._releases.append(now)
-
-    def delay_until(self, num_ahead: int, now: float) -> float:
-        """Seconds until `num_ahead + 1` more places will have come free, clamped; a default while nothing is known.
-
-        The window ends now, not at the last release, so that a mesh that stands still promises nothing soon.
-        """
-        if len(self._releases) < 2:
-            return UNKNOWN_RETRY_DELAY_S
-        seconds_each = (now - self._releases[0]) / len(self._releases)
-        return min(MAX_RETRY_DELAY_S, max(MIN_RETRY_DELAY_S, (num_ahead + 1) * seconds_each))
+from router.admission_counts import Tally
+from router.applicant import Applicant, Refusal, Ticket, TicketState
+from router.drain_rate import retry_delay_s
+from router.forecast import Forecast
+from router.foresight import Way, alone_s
+from router.places import AdmissionSettings, Places
+from router.tenant_limits import SameForAll, TenantBook, TenantLimits
+from router.turns import Turns
+from router.waiting_room import Lane, WaitingRoom
 
 
 class Admission:
-    """Bounded number in flight, bounded queue. Invariant: somebody waits only while every place is taken."""
+    """One router's. Every ticket is given back with `release`. Who was decided on while waiting is in what `release` and `look`
+    return; after `ask`, in `decided`."""
 
-    def __init__(self, max_inflight: int, max_queued: int) -> None:
-        self.max_inflight = max_inflight
-        self.max_queued = max_queued
-        self.num_inflight = 0
-        self.num_queued = 0
-        self._queue: list[Ticket] = []
-        self._arrivals = itertools.count()
-        self._rate = DrainRate()
+    def __init__(self, settings: AdmissionSettings, book: TenantBook | None = None) -> None:
+        self.settings = settings
+        self.places = Places(settings.max_inflight, book or SameForAll())
+        self._room = WaitingRoom(settings.max_queued, settings.max_queued_bytes)
+        self._turns = Turns(settings, self._room, self.places)
+        self._numbers = itertools.count()
 
-    def ask(self, priority: int, now: float) -> Ticket | Refusal:
-        """A ticket (look at its state), or a refusal. Lower `priority` goes first."""
-        ticket = Ticket(priority, next(self._arrivals))
-        if self.num_inflight < self.max_inflight:
-            self._admit(ticket)
-            return ticket
-        if self.num_queued >= self.max_queued:
-            return self._refuse(now)
-        self.num_queued += 1
-        heapq.heappush(self._queue, ticket)
+    @property
+    def max_inflight(self) -> int:
+        """The bound on tickets that are admitted."""
+        return self.settings.max_inflight
+
+    @property
+    def max_queued(self) -> int:
+        """The bound on tickets that wait."""
+        return self.settings.max_queued
+
+    @property
+    def num_inflight(self) -> int:
+        """Tickets that hold a place."""
+        return self.places.num_inflight
+
+    @property
+    def num_queued(self) -> int:
+        """Tickets that wait."""
+        return self._room.num_queued
+
+    @property
+    def num_queued_bytes(self) -> int:
+        """What they hold."""
+        return self._room.num_bytes
+
+    def ask(self, applicant: Applicant, now: float) -> Ticket | Refusal:
+        """A ticket (look at its state), or a refusal. `now`: monotonic seconds, as in all calls."""
+        limits = self.places.book.limits_of(applicant.tenant)
+        tally = self.places.counts.of(applicant.tenant, applicant.priority)
+        answer = self._rate_refusal(applicant, limits, now) or self._place_or_queue(applicant, limits, tally, now)
+        if isinstance(answer, Refusal):
+            tally.refused[answer.reason] += 1
+        return answer
+
+    def release(self, ticket: Ticket, now: float, used_tokens: int | None = None) -> list[Ticket]:
+        """Give a place or a turn back, in any state, as often as one likes; returns the tickets that were decided on meanwhile.
+
+        `used_tokens`, prompt and output, replace what was expected of an admitted request; None: it was right.
+        """
+        if ticket.state is TicketState.WAITING:
+            self._room.remove(ticket)
+            self.places.leave(ticket)
+        elif ticket.state is TicketState.ADMITTED:
+            self._release(ticket, now, ticket.applicant.cost if used_tokens is None else float(used_tokens))
+            return self.look(now)
+        return self.decided()
+
+    def placed(self, ticket: Ticket, now: float) -> list[Ticket]:
+        """Its prompt is on its way to a worker: forecasts contain it from now on; returns as `look`."""
+        self._room.lane(ticket.applicant.lane, now).transit.leave(ticket.number)
+        return self.look(now) if self.num_queued else []
+
+    def look(self, now: float) -> list[Ticket]:
+        """Look at the mesh again: admit those who may go, refuse those who are too late; returns both."""
+        self._turns.take(now)
+        for lane in self._room.lanes.values():
+            lane.tick(now, is_full=self.places.is_full)
+        return self.decided()
+
+    def decided(self) -> list[Ticket]:
+        """Tickets that waited and wait no more, since this was last asked."""
+        decided, self._turns.decided = self._turns.decided, []
+        return decided
+
+    def _release(self, ticket: Ticket, now: float, used_tokens: float) -> None:
+        applicant = ticket.applicant
+        lane = self._room.lane(applicant.lane, now)
+        lane.drain.record(lane.tick(now, is_full=self.places.is_full), applicant.cost)
+        lane.patience.moved(now)
+        lane.transit.leave(ticket.number)
+        lane.queues[applicant.rank].settle(applicant.tenant, used_tokens - applicant.cost)
+        self.places.release(ticket, used_tokens)
+
+    def _rate_refusal(self, applicant: Applicant, limits: TenantLimits, now: float) -> Refusal | None:
+        delay_s = self.places.rates.delay_s(applicant.tenant, limits, applicant.cost, now)
+        if not delay_s:
+            return None
+        message = (
+            f"the tenant's rate of {limits.tokens_per_s:g} tokens/s (prompt and output, up to {limits.burst:g} at once) is used "
+            f"up: this request takes about {applicant.cost:.0f}; retry in {delay_s:.1f} s"
+        )
+        return Refusal("rate", message, delay_s)
+
+    def _place_or_queue(self, applicant: Applicant, limits: TenantLimits, tally: Tally, now: float) -> Ticket | Refusal:
+        lane, forecast = self._room.lane(applicant.lane, now), None
+        lane.tick(now, is_full=self.places.is_full)
+        if self._may_be_first(lane, applicant):
+            forecast = applicant.foresee()
+            refusal = self._turns.too_late(lane, applicant, forecast, None, now)
+            if refusal is not None:
+                return refusal
+            if self._turns.way(lane, applicant, forecast, now) is Way.OPEN or not self.max_queued:
+                return self._admit(lane, applicant, limits, forecast, tally, now)
+        refusal = self._hopeless(lane, applicant, limits, now)
+        if refusal is not None:
+            return refusal
+        return self._queue(lane, applicant, limits, forecast or applicant.foresee(), tally, now)
+
+    def _may_be_first(self, lane: Lane, applicant: Applicant) -> bool:
+        if self.places.is_full or lane.somebody_before(applicant.rank):
+            return False
+        return self.places.within_limit(applicant.tenant)
+
+    def _admit(
+        self, lane: Lane, applicant: Applicant, limits: TenantLimits, forecast: Forecast | None, tally: Tally, now: float
+    ) -> Ticket:
+        ticket = Ticket(applicant, next(self._numbers), now)
+        lane.transit.enter(ticket.number, 0.0 if forecast is None else alone_s(forecast), now)
+        lane.queues[applicant.rank].charge(applicant.tenant, limits.weight, applicant.cost)
+        lane.patience.progress(now)
+        self.places.open(ticket, tally)
+        self.places.admit(ticket)
+        lane.tick(now, is_full=self.places.is_full)
         return ticket
 
-    def release(self, ticket: Ticket, now: float) -> list[Ticket]:
-        """Give a place or a turn back, in any state, as often as one likes; returns the tickets admitted instead."""
-        before, ticket.state = ticket.state, TicketState.RELEASED
-        if before is TicketState.WAITING:
-            self.num_queued -= 1
-            self._prune()
-        if before is not TicketState.ADMITTED:
-            return []
-        self.num_inflight -= 1
-        self._rate.record(now)
-        return self._fill()
+    def _hopeless(self, lane: Lane, applicant: Applicant, limits: TenantLimits, now: float) -> Refusal | None:
+        """Reasons to refuse that cost no forecast: a flood is answered by them."""
+        if not self._room.fits(applicant) and self._room.victim(applicant, limits.weight) is None:
+            return self._full(lane)
+        wait_s = lane.drain.seconds_for(lane.cost_ahead(applicant, limits.weight), lane.clock.now)
+        return lane.outlooks[applicant.rank].unless_waiting_alone(applicant, wait_s)
 
-    def _admit(self, ticket: Ticket) -> None:
-        ticket.state = TicketState.ADMITTED
-        self.num_inflight += 1
+    def _queue(
+        self, lane: Lane, applicant: Applicant, limits: TenantLimits, forecast: Forecast | None, tally: Tally, now: float
+    ) -> Ticket | Refusal:
+        wait_s = lane.drain.seconds_for(lane.cost_ahead(applicant, limits.weight), lane.clock.now)
+        refusal = self._turns.too_late(lane, applicant, forecast, wait_s or 0.0, now)
+        if refusal is not None:
+            return refusal
+        if not self._make_room(applicant, limits):
+            return self._full(lane)
+        ticket = Ticket(applicant, next(self._numbers), now)
+        self._room.push(ticket, limits.weight, now)
+        self.places.open(ticket, tally)
+        self._turns.note_latest_start(ticket, forecast)
+        lane.tick(now, is_full=self.places.is_full)
+        return ticket
 
-    def _fill(self) -> list[Ticket]:
-        admitted = []
-        while self._queue and self.num_inflight < self.max_inflight:
-            ticket = heapq.heappop(self._queue)
-            if ticket.state is TicketState.WAITING:
-                self.num_queued -= 1
-                self._admit(ticket)
-                admitted.append(ticket)
-        return admitted
+    def _make_room(self, applicant: Applicant, limits: TenantLimits) -> bool:
+        """Whoever makes way for it does; False: nobody has to."""
+        while not self._room.fits(applicant):
+            victim = self._room.victim(applicant, limits.weight)
+            if victim is None:
+                return False
+            for_rank = victim.ticket.applicant.rank > applicant.rank
+            whom = "requests of higher priority" if for_rank else "tenants that hold less of it"
+            message = f"the queue is full, and this request makes way for {whom}; retry later"
+            delay_s = self._full_delay_s(self._room.lanes[victim.ticket.applicant.lane])
+            self._turns.refuse(victim.ticket, Refusal("priority" if for_rank else "share", message, delay_s))
+        return True
 
-    def _prune(self) -> None:
-        """Drop abandoned turns once they are the larger part of the heap, so that it stays bounded."""
-        if len(self._queue) > 2 * self.num_queued + 16:
-            self._queue = [ticket for ticket in self._queue if ticket.state is TicketState.WAITING]
-            heapq.heapify(self._queue)
-
-    def _refuse(self, now: float) -> Refusal:
-        reason = (
-            f"the router is full: {self.num_inflight} requests in flight (max_inflight {self.max_inflight}), "
-            f"{self.num_queued} waiting (max_queued {self.max_queued}); retry later"
+    def _full(self, lane: Lane) -> Refusal:
+        message = (
+            f"the router is full: {self.num_inflight} requests in flight (max_inflight {self.max_inflight}), {self.num_queued} "
+            f"waiting (max_queued {self.max_queued}), {self.num_queued_bytes} bytes of them "
+            f"(max_queued_bytes {self.settings.max_queued_bytes}); retry later"
         )
-        return Refusal(reason, self._rate.delay_until(self.num_queued, now))
+        return Refusal("queue_full", message, self._full_delay_s(lane))
+
+    def _full_delay_s(self, lane: Lane) -> float:
+        return retry_delay_s(lane.drain.seconds_for(lane.cost, lane.clock.now))

@@ -11,6 +11,7 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]+):[0-9]{1,5}")
 MAX_PROCESSES = 256
 _AT_LEAST_ONE = (
     "max_inflight",
+    "max_queued_bytes",
     "max_buffered_tokens",
     "max_prompt_bytes",
     "prefix_index_blocks",
@@ -27,6 +28,7 @@ _POSITIVE = (
     "resubmit_timeout_s",
     "room_timeout_s",
     "forget_worker_s",
+    "hold_timeout_s",
 )
 
 
@@ -77,6 +79,15 @@ class RouterConfig:
     max_connection_age_s: float = field(
         default=0.0,
         metadata={"help": "after how long a gRPC connection takes no new calls, so that clients balance anew; 0: never"},
+    )
+    max_queued_bytes: int = field(
+        default=64 << 20, metadata={"help": "bytes that prompts may take while they wait; more are refused"}
+    )
+    hold_timeout_s: float = field(
+        default=5.0, metadata={"help": "how long predictions may hold requests back while no place comes free"}
+    )
+    aging_s: float = field(
+        default=5.0, metadata={"help": "after how long a waiting standard request goes before interactive ones; 0: never"}
     )
     max_buffered_tokens: int = field(
         default=4096, metadata={"help": "tokens held for a client that reads slowly; more cancel it"}
@@ -130,6 +141,7 @@ class RouterConfig:
             _require(getattr(self, name) >= 1, name, "must be at least 1")
         for name in (
             "max_queued",
+            "aging_s",
             "local_prefill_tokens",
             "max_resubmissions",
             "drain_grace_s",

@@ -9,20 +9,24 @@ from router.background import Background
 from router.config import RouterConfig
 from router.decisions import Decisions
 from router.fleet import Fleet
+from router.forecast import Forecaster
 from router.gate import Gate
 from router.objectives import ModelObjective
 from router.other_policies import PreferencePolicy, preference
 from router.output_lengths import OutputLengths
 from router.overheads import Overheads
+from router.places import AdmissionSettings
 from router.policy import Policy, PredictPolicy
 from router.prefix_index import PrefixIndex
 from router.room_line import RoomLine
 from router.served_model import ServedModel
+from router.tenant_limits import TenantBook
 
 
 @dataclass(eq=False)
 class Core:
-    """The parts of a router process. `num_token_mismatches` counts repeated indexes whose token differed: not 0 is a bug."""
+    """The parts of a router process. `num_token_mismatches` counts repeated indexes whose token differed: not 0 is a bug.
+    Without a `forecaster` admission goes by count."""
 
     config: RouterConfig
     router_id: str
@@ -35,6 +39,7 @@ class Core:
     objectives: Mapping[str, ModelObjective] = field(default_factory=dict)
     output_lengths: OutputLengths = field(default_factory=OutputLengths)
     decisions: Decisions = field(default_factory=Decisions)
+    forecaster: Forecaster | None = None
     room: RoomLine = field(default_factory=RoomLine)
     background: Background = field(default_factory=Background)
     num_token_mismatches: int = 0
@@ -47,9 +52,10 @@ class Core:
         models: dict[str, ServedModel],
         fleet: Fleet,
         objectives: Iterable[ModelObjective] = (),
+        tenants: TenantBook | None = None,
     ) -> "Core":
-        """Empty queues and memories from the configuration."""
-        gate = Gate(Admission(config.max_inflight, config.max_queued))
+        """Empty queues and memories from the configuration. Without a book all tenants are equal and unlimited."""
+        gate = Gate(Admission(_settings(config), tenants))
         prefixes, overheads = PrefixIndex(config.prefix_index_blocks), Overheads()
         goals = {goal.model: goal for goal in objectives}
         return cls(config, router_id, models, fleet, gate, prefixes, _policy(config, overheads), overheads, goals)
@@ -64,6 +70,16 @@ def _policy(config: RouterConfig, overheads: Overheads) -> Policy:
     if config.policy == "predict":
         return PredictPolicy(overheads, local_prefill_tokens=config.local_prefill_tokens)
     return PreferencePolicy(preference(config.policy), config.local_prefill_tokens)
+
+
+def _settings(config: RouterConfig) -> AdmissionSettings:
+    return AdmissionSettings(
+        max_inflight=config.max_inflight,
+        max_queued=config.max_queued,
+        max_queued_bytes=config.max_queued_bytes,
+        hold_timeout_s=config.hold_timeout_s,
+        aging_s=config.aging_s,
+    )
 
 
 def time_left_s(deadline: float | None) -> float | None:

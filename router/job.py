@@ -15,7 +15,7 @@ class Job:
 
     `sampling` is what workers get: seed, max_tokens and n are set; stop strings are the router's and stand in `stop` instead.
     `emitted` is empty, or holds one entry for each choice in order. `deadline` is monotonic seconds, None without one.
-    `slo_*_ms` are the request's own objectives, 0: the model's.
+    `slo_ttft_ms` and `slo_tpot_ms` are its own objectives; 0: those of its model and priority.
     """
 
     request_id: str

@@ -51,9 +51,10 @@ class Router:
         self.channels = Channels(tls=tls)
         fleet = Fleet(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
         goals = objectives.load(config.objectives)
-        self.core = Core.build(config, router_id, served_model.load(config.model_folders()), fleet, goals)
-        self.registry = Registry(config.redis, config.mesh) if config.redis else None
         self.tenants = Tenants(config.tenants)
+        models = served_model.load(config.model_folders())
+        self.core = Core.build(config, router_id, models, fleet, goals, tenants=self.tenants)
+        self.registry = Registry(config.redis, config.mesh) if config.redis else None
         self.shared: SharedState | None = None
         if config.redis:
             self.shared = SharedState(config.redis, config.mesh, router_id, fleet, self.tenants.demand.rates)

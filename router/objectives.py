@@ -1,32 +1,61 @@
-"""The objectives file: what TTFT and TPOT each model promises.
+"""The objectives file: what TTFT and TPOT each model promises, and what each priority of it, where that differs.
 
-TOML or JSON (by the file's ending), one table per model:
+TOML or JSON (by the file's ending), one table per model; within it, one per priority whose bounds differ:
 
     [smollm2]
     ttft_ms = 500
     tpot_ms = 40
     quantile = 0.99     # share of requests that must meet both; 0.99 when absent
+
+    [smollm2.interactive]
+    ttft_ms = 300       # tpot_ms as above
+
+The model's own bounds hold for interactive and standard requests. Batch promises nothing unless `[MODEL.batch]` does.
 """
 
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from protos.v1 import common_pb2
 from runtime.config import ConfigError
 
 DEFAULT_QUANTILE = 0.99
+PRIORITIES: Mapping[str, int] = {
+    "interactive": common_pb2.PRIORITY_INTERACTIVE,
+    "standard": common_pb2.PRIORITY_STANDARD,
+    "batch": common_pb2.PRIORITY_BATCH,
+}
+_BOUNDS = ("ttft_ms", "tpot_ms")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Upper bounds in milliseconds; None: nothing is promised."""
+
+    ttft_ms: int | None
+    tpot_ms: int | None
 
 
 @dataclass(frozen=True)
 class ModelObjective:
-    """Upper bounds in milliseconds and the share of requests, in (0, 1), that must meet them."""
+    """Upper bounds in milliseconds and the share of requests, in (0, 1), that must meet them; `overrides` by priority."""
 
     model: str
     ttft_ms: int
     tpot_ms: int
     quantile: float
+    overrides: Mapping[int, Bounds] = field(default_factory=dict)
+
+    def bounds(self, priority: int) -> Bounds:
+        """What a request of this priority (common.proto) is promised."""
+        if priority in self.overrides:
+            return self.overrides[priority]
+        if priority == common_pb2.PRIORITY_BATCH:
+            return Bounds(None, None)
+        return Bounds(self.ttft_ms, self.tpot_ms)
 
 
 def load(path: str) -> tuple[ModelObjective, ...]:
@@ -51,12 +80,30 @@ def _read(path: Path) -> Mapping[str, object]:
 def _parse(model: str, table: object) -> ModelObjective:
     if not isinstance(table, dict):
         raise ValueError(f"{model}: must be a table with ttft_ms and tpot_ms")
-    unknown = sorted(set(table) - {"ttft_ms", "tpot_ms", "quantile"})
+    _check_names(model, table, (*_BOUNDS, "quantile", *PRIORITIES))
+    ttft_ms, tpot_ms = (_milliseconds(model, table, name) for name in _BOUNDS)
+    overrides = {
+        priority: _override(f"{model}.{name}", table[name], name, Bounds(ttft_ms, tpot_ms))
+        for name, priority in PRIORITIES.items()
+        if name in table
+    }
+    return ModelObjective(model, ttft_ms, tpot_ms, _quantile(model, table), overrides)
+
+
+def _override(path: str, table: object, name: str, model_bounds: Bounds) -> Bounds:
+    """What it does not name is the model's; of batch, nothing."""
+    if not isinstance(table, dict) or not table:
+        raise ValueError(f"{path}: must be a table with ttft_ms, tpot_ms or both")
+    _check_names(path, table, _BOUNDS)
+    rest = Bounds(None, None) if name == "batch" else model_bounds
+    ttft_ms, tpot_ms = (_milliseconds(path, table, bound) if bound in table else getattr(rest, bound) for bound in _BOUNDS)
+    return Bounds(ttft_ms, tpot_ms)
+
+
+def _check_names(path: str, table: Mapping[str, object], known: tuple[str, ...]) -> None:
+    unknown = sorted(set(table) - set(known))
     if unknown:
-        raise ValueError(f"{model}: unknown field {unknown[0]!r}; known are ttft_ms, tpot_ms, quantile")
-    return ModelObjective(
-        model, _milliseconds(model, table, "ttft_ms"), _milliseconds(model, table, "tpot_ms"), _quantile(model, table)
-    )
+        raise ValueError(f"{path}: unknown field {unknown[0]!r}; known are {', '.join(known)}")
 
 
 def _milliseconds(model: str, table: Mapping[str, object], name: str) -> int:

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from protos.v1 import mesh_pb2
-from router.admission import Ticket
+from router.applicant import Ticket
+from router.applicants import applicant_of, num_emitted
 from router.book import Book
 from router.core import Core
 from router.course import Course
@@ -66,10 +67,15 @@ class Request:
         if self._task is not None and not self._course.is_winding_up:
             self._task.cancel()
         if self._ticket is not None:
-            self._core.gate.leave(self._ticket)
+            self._core.gate.leave(self._ticket, self._used_tokens())
             self._ticket = None
             self._core.num_token_mismatches += self._book.num_mismatches
             self._core.fleet.changes.fire()  # there may be room now
+
+    def _used_tokens(self) -> int:
+        """What its tenant pays for: the prompt, unless nothing came of it, and what was generated."""
+        generated = self._book.num_tokens
+        return len(self.job.prompt) + generated if generated > num_emitted(self.job) else 0
 
     def _replay(self) -> list[mesh_pb2.GenerateResponse]:
         try:
@@ -80,8 +86,9 @@ class Request:
 
     async def _admit(self) -> None:
         began_ns = now_ns()
-        self._ticket = await self._core.gate.enter(self.job.priority)
+        ticket = self._ticket = await self._core.gate.enter(applicant_of(self._core, self.job))
         self._timings.queued(began_ns)
+        self._timings.on_submitting = lambda: self._core.gate.placed(ticket)
 
     def _started(self) -> mesh_pb2.GenerateResponse:
         started = mesh_pb2.Started(
@@ -94,6 +101,8 @@ class Request:
 
     def _completed(self) -> mesh_pb2.GenerateResponse:
         timings = self._timings.message()
+        for choice in range(self.job.num_choices):
+            self._core.output_lengths.observe(self.job.model.name, self.job.tenant, self._book.next_index(choice))
         usage = mesh_pb2.Usage(
             prompt_tokens=len(self.job.prompt),
             completion_tokens=self._output.num_tokens,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from protos.v1 import mesh_pb2
 from protos.v1.mesh_pb2_grpc import MeshServicer
+from router import request_metadata
 from router.frontend import Frontend
 from runtime.errors import Unimplemented
 
@@ -23,9 +24,11 @@ class MeshService(MeshServicer):
     def Generate(
         self, request: mesh_pb2.GenerateRequest, context: _ServicerContext
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
+        request_metadata.fill(request.options, context.invocation_metadata())
         return self._frontend.generate(request, context.time_remaining())
 
     def Chat(self, request: mesh_pb2.ChatRequest, context: _ServicerContext) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
+        request_metadata.fill(request.options, context.invocation_metadata())
         return self._frontend.chat(request, context.time_remaining())
 
     async def Tokenize(self, request: mesh_pb2.TokenizeRequest, context: _ServicerContext) -> mesh_pb2.TokenizeResponse:

@@ -3,7 +3,8 @@
 import time
 from collections.abc import Sequence
 
-from protos.v1 import mesh_pb2, worker_pb2
+from protos.v1 import common_pb2, mesh_pb2, worker_pb2
+from router.admission_counts import Tally
 from router.core import Core
 from router.objectives import ModelObjective
 from router.worker import Worker
@@ -40,8 +41,20 @@ def status(core: Core, objectives: Sequence[ModelObjective], *, registry_connect
             mesh_pb2.Objective(model=goal.model, ttft_ms=goal.ttft_ms, tpot_ms=goal.tpot_ms, quantile=goal.quantile)
             for goal in objectives
         ],
+        admission=[_tally(*key, tally) for key, tally in sorted(admission.places.counts.tallies.items())],
         num_token_mismatches=core.num_token_mismatches,
         prediction=core.decisions.status(),
+    )
+
+
+def _tally(tenant: str, priority: int, tally: Tally) -> mesh_pb2.AdmissionStatus:
+    return mesh_pb2.AdmissionStatus(
+        tenant=tenant,
+        priority=common_pb2.Priority.ValueType(priority),
+        num_inflight=tally.num_inflight,
+        num_queued=tally.num_queued,
+        num_admitted=tally.num_admitted,
+        refused=[mesh_pb2.RefusalCount(reason=reason, count=count) for reason, count in sorted(tally.refused.items())],
     )
 
 

@@ -13,6 +13,7 @@ All values are monotonic nanoseconds of this router; durations of workers travel
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ class RequestTimings:
     first_received_ns: int | None = None
     first_handed_ns: int | None = None
     prefill: common_pb2.PrefillTimings | None = None
+    on_submitting: Callable[[], None] | None = None
     paces: dict[int, _ChoicePace] = field(default_factory=dict)
     decision: Decision | None = None
 
@@ -61,6 +63,9 @@ class RequestTimings:
 
     def submitting(self) -> None:
         """An attempt begins: Submit is being sent. What an earlier one took counts as retry."""
+        if self.on_submitting is not None:
+            self.on_submitting()
+            self.on_submitting = None
         self.failed()
         if self.first_received_ns is None:
             self.attempt_ns = self.call_ns = now_ns()

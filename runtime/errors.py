@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 class MeshError(Exception):
     """An error with a gRPC status. `field` names the request's field at fault; `retry_delay_s` (seconds) says when to try
-    again."""
+    again; `reason` is a word for programs where one code has several causes."""
 
     default_code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
 
@@ -45,12 +45,14 @@ class MeshError(Exception):
         code: grpc.StatusCode | None = None,
         field: str | None = None,
         retry_delay_s: float | None = None,
+        reason: str | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code or self.default_code
         self.message = message
         self.field = field
         self.retry_delay_s = retry_delay_s
+        self.reason = reason
 
     def __repr__(self) -> str:
         details = f"field={self.field!r}, retry_delay_s={self.retry_delay_s}"
@@ -172,10 +174,10 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> MeshError:
     """The inverse of `status_of` for clients: the MeshError that the server raised, with its field and retry delay."""
     code = error.code()
     message = error.details() or code.name
-    field, retry_delay_s = _read_details(error)
+    field, retry_delay_s, reason = _read_details(error)
     cls = _CLASSES.get(code, MeshError)
     result = cls.__new__(cls)  # subclasses differ in their arguments, not in what they hold
-    MeshError.__init__(result, message, code=code, field=field, retry_delay_s=retry_delay_s)
+    MeshError.__init__(result, message, code=code, field=field, retry_delay_s=retry_delay_s, reason=reason)
     return result
 
 
@@ -191,6 +193,8 @@ _CLASSES: dict[grpc.StatusCode, type[MeshError]] = {
 def _details_of(error: MeshError) -> list[any_pb2.Any]:
     info = error_details_pb2.ErrorInfo(reason=error.code.name, domain=DOMAIN)
     messages: list[Message] = [info]
+    if error.reason is not None:
+        info.metadata["reason"] = error.reason
     if error.field is not None:
         field = _shortened(error.field, MAX_FIELD_BYTES)
         info.metadata["field"] = field
@@ -211,20 +215,21 @@ def _packed(message: Message) -> any_pb2.Any:
     return packed
 
 
-def _read_details(error: grpc.aio.AioRpcError) -> tuple[str | None, float | None]:
-    """(field, retry_delay_s) from the rich details; (None, None) where they are missing or unreadable."""
+def _read_details(error: grpc.aio.AioRpcError) -> tuple[str | None, float | None, str | None]:
+    """(field, retry_delay_s, reason) from the rich details; None where they are missing or unreadable."""
     field: str | None = None
+    reason: str | None = None
     retry_delay_s: float | None = None
     for detail in _rich_status(error).details:
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
         try:
             if detail.Unpack(info):
-                field = info.metadata.get("field")
+                field, reason = info.metadata.get("field"), info.metadata.get("reason")
             elif detail.Unpack(retry):
                 retry_delay_s = retry.retry_delay.ToNanoseconds() / 1e9
         except DecodeError:
             logger.warning("unreadable status detail %s in answer %s", detail.type_url, error.code().name)
-    return field, retry_delay_s
+    return field, retry_delay_s, reason
 
 
 def _rich_status(error: grpc.aio.AioRpcError) -> status_pb2.Status:

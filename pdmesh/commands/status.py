@@ -14,7 +14,7 @@ from pdmesh.client import Client
 from pdmesh.commands.options import Connection, flat
 from pdmesh.errors import MeshError
 from pdmesh.render import Palette, palette, table
-from protos.v1 import mesh_pb2, worker_pb2
+from protos.v1 import common_pb2, mesh_pb2, worker_pb2
 
 _CLEAR = "\x1b[H\x1b[2J"
 
@@ -68,6 +68,7 @@ def status_lines(status: mesh_pb2.GetStatusResponse, colours: Palette) -> list[s
         "",
         *(_worker_tables(workers, colours) if workers else [colours.warning("no worker is known")]),
         *_objective_lines(status.objectives),
+        *_admission_lines(status.admission),
     ]
 
 
@@ -137,6 +138,31 @@ def _state(worker: mesh_pb2.WorkerStatus) -> str:
 def role_names(roles: Sequence[worker_pb2.Role.ValueType]) -> str:
     """Roles for people: "prefill,decode"."""
     return ",".join(worker_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in roles)
+
+
+def _admission_lines(tallies: Sequence[mesh_pb2.AdmissionStatus]) -> list[str]:
+    """Nothing worth a table while one tenant's one priority is all there is and nobody was refused."""
+    if len(tallies) < 2 and not any(tally.refused for tally in tallies):
+        return []
+    rows = [
+        (
+            (tally.tenant or "(default)")[:24],
+            common_pb2.Priority.Name(tally.priority).removeprefix("PRIORITY_").lower(),
+            str(tally.num_inflight),
+            str(tally.num_queued),
+            str(tally.num_admitted),
+            _refusals(tally.refused),
+        )
+        for tally in tallies
+    ]
+    return ["", *table(("TENANT", "PRIORITY", "RUN", "WAIT", "ADMITTED", "REFUSED"), rows)]
+
+
+def _refusals(refused: Sequence[mesh_pb2.RefusalCount]) -> str:
+    """How many, and of which reasons most: "42: 30 rate, 12 queue_full"."""
+    by_count = sorted(refused, key=lambda each: -each.count)
+    total, reasons = sum(each.count for each in refused), ", ".join(f"{each.count} {each.reason}" for each in by_count)
+    return f"{total}: {reasons}"[:36] if total else "0"
 
 
 def _objective_lines(objectives: Sequence[mesh_pb2.Objective]) -> list[str]:

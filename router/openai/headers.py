@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from protos.v1 import common_pb2, mesh_pb2
+from router import request_metadata
 from router.openai.request_id import HEADER
 from router.validation import refuse
 
@@ -29,12 +30,14 @@ _DIGITS = re.compile(r"[0-9]{1,10}")
 
 def options(headers: Mapping[str, str], request_id: str) -> mesh_pb2.RequestOptions:
     """`request_id`: see request_id.of. Raises InvalidArgument that names the header."""
-    return mesh_pb2.RequestOptions(
+    said = mesh_pb2.RequestOptions(
         request_id=request_id,
         tenant=headers.get(TENANT, ""),
         priority=_PRIORITIES[_one_of(headers, PRIORITY, _PRIORITIES)],
         mode=_MODES[_one_of(headers, MODE, _MODES)],
     )
+    request_metadata.fill(said, headers.items())
+    return said
 
 
 def time_left_s(headers: Mapping[str, str]) -> float | None:

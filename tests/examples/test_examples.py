@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from router.admission import Refusal, Ticket
+from router.applicant import Applicant, Refusal, Ticket
 from tests.examples.programs import ROOT, TIMEOUT_S, example, output_of, started
 from tests.router import stub_model
 from tests.router.mesh import Mesh, running_mesh
@@ -93,8 +93,8 @@ async def test_retry_waits_while_the_mesh_is_full(model_folder: Path, monkeypatc
         admission, answers = mesh.router.core.gate.admission, list[Ticket | Refusal]()
         ask = admission.ask
 
-        def recorded(priority: int, now: float) -> Ticket | Refusal:
-            answers.append(ask(priority, now))
+        def recorded(applicant: Applicant, now: float) -> Ticket | Refusal:
+            answers.append(ask(applicant, now))
             return answers[-1]
 
         monkeypatch.setattr(admission, "ask", recorded)

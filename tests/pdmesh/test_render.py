@@ -10,7 +10,7 @@ from pdmesh.client_types import Completed, PrefillMode, Timings, Usage
 from pdmesh.commands.status import role_names, status_lines
 from pdmesh.render import Palette, bar, breakdown, duration, palette, size, table
 from pdmesh.render_timings import timings_report
-from protos.v1 import mesh_pb2, worker_pb2
+from protos.v1 import common_pb2, mesh_pb2, worker_pb2
 
 PLAIN = Palette(enabled=False)
 
@@ -107,10 +107,22 @@ def test_status_fits_a_hundred_columns() -> None:
         workers=[mesh_pb2.WorkerStatus(info=info, load=load, alive=True), mesh_pb2.WorkerStatus(info=info)],
         objectives=[mesh_pb2.Objective(model="m", ttft_ms=300, tpot_ms=50, quantile=0.95)],
         num_token_mismatches=1,
+        admission=[
+            mesh_pb2.AdmissionStatus(priority=common_pb2.PRIORITY_STANDARD, num_inflight=3, num_admitted=123456),
+            mesh_pb2.AdmissionStatus(
+                tenant="t" * 128,
+                priority=common_pb2.PRIORITY_INTERACTIVE,
+                refused=[
+                    mesh_pb2.RefusalCount(reason=reason, count=count)
+                    for reason, count in (("objective", 7), ("queue_full", 12345), ("rate", 100), ("share", 5))
+                ],
+            ),
+        ],
     )
     lines = status_lines(status, PLAIN)
     text = "\n".join(lines)
     assert all(len(line) <= 100 for line in lines)
     assert "prefill,decode" in text and "19988/20000" in text and "ffffffff" in text and "lost" in text and "95 %" in text
+    assert "(default)" in text and "interactive" in text and "12457: 12345 queue_full, 100 rate" in text
     assert "no worker is known" in "\n".join(status_lines(mesh_pb2.GetStatusResponse(), PLAIN))
     assert role_names([worker_pb2.ROLE_DECODE]) == "decode"

@@ -1,41 +1,101 @@
-"""Admission: bounds, order, retry delays, and that a place is given back exactly once."""
+"""Admission by count, rank and share: bounds, order, eviction, and that places and tokens are given back exactly once."""
+
+from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.admission import MAX_RETRY_DELAY_S, MIN_RETRY_DELAY_S, Admission, DrainRate, Refusal, Ticket, TicketState
+from router.admission import Admission
+from router.admission_counts import OTHERS
+from router.applicant import BATCH, INTERACTIVE, STANDARD, Applicant, Refusal, Ticket, TicketState
+from router.forecast import Forecast
+from router.places import AdmissionSettings
+from router.tenant_limits import SameForAll, TenantLimits
+
+WEIGHTS = {"a": 1.0, "b": 1.0, "c": 3.0}
 
 
-def _ask(admission: Admission, priority: int = 2, now: float = 0.0) -> Ticket:
-    ticket = admission.ask(priority, now)
+class Book:
+    """Limits by name; without a limit for the others."""
+
+    def __init__(self, limits: dict[str, TenantLimits]) -> None:
+        self.limits = limits
+
+    def limits_of(self, tenant: str) -> TenantLimits:
+        return self.limits.get(tenant, TenantLimits())
+
+
+WEIGHTED = Book({tenant: TenantLimits(weight=weight) for tenant, weight in WEIGHTS.items()})
+
+
+def admission_of(max_inflight: int, max_queued: int, **more: int) -> Admission:
+    return Admission(AdmissionSettings(max_inflight, max_queued, **more), WEIGHTED)
+
+
+def ask(admission: Admission, priority: int = STANDARD, now: float = 0.0, **fields: object) -> Ticket:
+    ticket = admission.ask(replace(Applicant(priority=priority), **fields), now)  # type: ignore[arg-type]
     assert isinstance(ticket, Ticket)
     return ticket
 
 
+def refusal(admission: Admission, priority: int = STANDARD, now: float = 0.0, **fields: object) -> Refusal:
+    answer = admission.ask(replace(Applicant(priority=priority), **fields), now)  # type: ignore[arg-type]
+    assert isinstance(answer, Refusal)
+    return answer
+
+
+def order_of(admission: Admission, holder: Ticket, waiting: list[Ticket], now: float = 0.0) -> list[int]:
+    """The order in which those who wait get the one place."""
+    order = []
+    for _ in waiting:
+        (holder,) = admission.release(holder, now)
+        order.append(waiting.index(holder))
+    return order
+
+
 def test_places_then_queue_then_refusal() -> None:
-    admission = Admission(max_inflight=2, max_queued=1)
-    assert [_ask(admission).state for _ in range(3)] == [TicketState.ADMITTED, TicketState.ADMITTED, TicketState.WAITING]
-    refusal = admission.ask(1, 0.0)
-    assert isinstance(refusal, Refusal)
-    assert refusal.retry_delay_s > 0
-    assert "max_inflight 2" in refusal.reason and "max_queued 1" in refusal.reason
+    admission = admission_of(2, 1)
+    states = [ask(admission, INTERACTIVE).state for _ in range(3)]
+    assert states == [TicketState.ADMITTED, TicketState.ADMITTED, TicketState.WAITING]
+    refused = refusal(admission, INTERACTIVE)
+    assert refused.reason == "queue_full" and refused.retry_delay_s > 0
+    assert "max_inflight 2" in refused.message and "max_queued 1" in refused.message
 
 
 def test_priority_goes_first_then_arrival() -> None:
-    admission = Admission(max_inflight=1, max_queued=4)
-    holder = _ask(admission)
-    waiting = [_ask(admission, priority) for priority in (3, 2, 2, 1)]
-    order = []
-    for _ in waiting:
-        (holder,) = admission.release(holder, 0.0)
-        order.append(waiting.index(holder))
-    assert order == [3, 1, 2, 0]
+    admission = admission_of(1, 4)
+    holder = ask(admission)
+    waiting = [ask(admission, priority) for priority in (3, 2, 2, 1)]
+    assert order_of(admission, holder, waiting) == [3, 1, 2, 0]
+
+
+def test_a_lost_stream_continues_as_interactive() -> None:
+    admission = admission_of(1, 4)
+    holder = ask(admission)
+    waiting = [ask(admission, STANDARD), ask(admission, INTERACTIVE), ask(admission, BATCH, started=True)]
+    assert order_of(admission, holder, waiting) == [1, 2, 0]
+
+
+def test_standard_is_not_starved_by_interactive() -> None:
+    admission = admission_of(1, 40)
+    holder = ask(admission)
+    waiting = [ask(admission, STANDARD) for _ in range(2)] + [ask(admission, INTERACTIVE) for _ in range(8)]
+    assert order_of(admission, holder, waiting, now=10.0) == [2, 3, 4, 0, 5, 6, 7, 1, 8, 9]
+
+
+def test_without_aging_interactive_goes_first_for_ever() -> None:
+    admission = Admission(AdmissionSettings(1, 40, aging_s=0))
+    holder = ask(admission)
+    waiting = [ask(admission, STANDARD)] + [ask(admission, INTERACTIVE) for _ in range(8)]
+    assert order_of(admission, holder, waiting, now=1e6)[-1] == 0
 
 
 def test_release_is_idempotent() -> None:
-    admission = Admission(max_inflight=1, max_queued=2)
-    first, second, third = (_ask(admission) for _ in range(3))
+    admission = admission_of(1, 2)
+    first, second, third = (ask(admission) for _ in range(3))
     assert admission.release(first, 0.0) == [second]
     assert admission.release(first, 0.0) == []
     assert admission.release(third, 0.0) == []
@@ -44,42 +104,215 @@ def test_release_is_idempotent() -> None:
     assert admission.num_inflight == 0
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(["ask", "release"]), st.integers(0, 40), st.integers(1, 3))),
-    st.integers(1, 4),
-    st.integers(0, 4),
-)
-def test_bounds_hold_and_nobody_waits_beside_a_free_place(steps: list[tuple[str, int, int]], places: int, turns: int) -> None:
-    admission = Admission(places, turns)
-    tickets: list[Ticket] = []
-    for what, number, priority in steps:
-        if what == "ask":
-            answer = admission.ask(priority, 0.0)
-            if isinstance(answer, Ticket):
-                tickets.append(answer)
-        elif tickets:
-            admission.release(tickets[number % len(tickets)], 0.0)
-        states = [ticket.state for ticket in tickets]
-        assert admission.num_inflight == states.count(TicketState.ADMITTED) <= places
-        assert admission.num_queued == states.count(TicketState.WAITING) <= turns
-        assert admission.num_queued == 0 or admission.num_inflight == places
-    for ticket in tickets:
-        admission.release(ticket, 0.0)
-    assert (admission.num_inflight, admission.num_queued) == (0, 0)
+def test_bytes_are_bounded() -> None:
+    admission = admission_of(1, 100, max_queued_bytes=1000)
+    ask(admission)
+    ask(admission, INTERACTIVE, num_bytes=600)
+    assert refusal(admission, INTERACTIVE, num_bytes=600).reason == "queue_full"
+    assert ask(admission, INTERACTIVE, num_bytes=400).state is TicketState.WAITING
+    assert "max_queued_bytes 1000" in refusal(admission, INTERACTIVE, num_bytes=1).message
 
 
-@pytest.mark.parametrize(
-    ("releases", "num_ahead", "now", "delay"),
-    [
-        ([], 5, 10.0, 1.0),  # nothing is known
-        ([1.0], 5, 10.0, 1.0),
-        ([0.0, 1.0, 2.0, 3.0], 1, 4.0, 2.0),  # one a second, two to go
-        ([0.0, 0.001], 0, 0.002, MIN_RETRY_DELAY_S),
-        ([0.0, 1.0], 0, 1000.0, MAX_RETRY_DELAY_S),  # it stands still
-    ],
-)
-def test_retry_delay_follows_the_drain_rate(releases: list[float], num_ahead: int, now: float, delay: float) -> None:
-    rate = DrainRate()
-    for at in releases:
-        rate.record(at)
-    assert rate.delay_until(num_ahead, now) == pytest.approx(delay)
+def test_lower_ranks_leave_a_share_of_the_queue() -> None:
+    admission = admission_of(1, 16)
+    ask(admission)
+    tenants = [f"t{number}" for number in range(16)]
+    batch = [admission.ask(Applicant(priority=BATCH, tenant=tenant), 0.0) for tenant in tenants]
+    assert sum(isinstance(answer, Ticket) for answer in batch) == 12
+    standard = [admission.ask(Applicant(tenant=tenant), 0.0) for tenant in tenants]
+    assert sum(isinstance(answer, Ticket) for answer in standard) == 14  # two places and all of batch's
+
+
+def test_a_full_queue_pushes_batch_out_and_says_so() -> None:
+    admission = admission_of(1, 4)
+    ask(admission)
+    batch = [ask(admission, BATCH, tenant="b") for _ in range(3)]
+    ask(admission)
+    ask(admission, INTERACTIVE)
+    assert admission.decided() == [batch[2]]  # the newest
+    assert batch[2].state is TicketState.REFUSED and batch[2].refusal is not None
+    assert batch[2].refusal.reason == "priority" and batch[2].refusal.retry_delay_s > 0
+    assert admission.release(batch[2], 0.0) == [] and admission.num_queued == 4
+
+
+def test_a_tenant_that_fills_the_queue_makes_way_for_another() -> None:
+    admission = admission_of(1, 8)
+    ask(admission)
+    flood = [ask(admission, tenant="a") for _ in range(7)]
+    others = [ask(admission, tenant="b") for _ in range(3)]
+    assert [ticket.state for ticket in others] == [TicketState.WAITING] * 3
+    pushed = admission.decided()
+    assert pushed == flood[:3:-1]
+    assert {ticket.refusal.reason for ticket in pushed if ticket.refusal} == {"share"}
+    assert refusal(admission, tenant="a").reason == "queue_full"
+
+
+def test_a_tenants_own_bound_holds_only_itself() -> None:
+    admission = Admission(AdmissionSettings(10, 10), Book({"a": TenantLimits(max_inflight=1)}))
+    first, second = ask(admission, tenant="a"), ask(admission, tenant="a")
+    assert second.state is TicketState.WAITING
+    assert admission.look(0.0) == []
+    assert ask(admission, tenant="b").state is TicketState.ADMITTED  # passes whoever waits for itself
+    assert admission.release(first, 0.0) == [second]
+
+
+def test_over_its_rate_a_tenant_is_told_rate_and_delay() -> None:
+    admission = Admission(AdmissionSettings(), SameForAll(TenantLimits(tokens_per_s=100, burst_tokens=100)))
+    first = ask(admission, prompt_tokens=60, output_tokens=40)
+    refused = refusal(admission, prompt_tokens=60, output_tokens=40)
+    assert refused.reason == "rate" and refused.retry_delay_s == pytest.approx(1.0)
+    assert "100 tokens/s" in refused.message
+    admission.release(first, 0.0, used_tokens=20)
+    assert refusal(admission, prompt_tokens=60, output_tokens=40).retry_delay_s == pytest.approx(0.2)
+    assert ask(admission, prompt_tokens=60, output_tokens=20).state is TicketState.ADMITTED
+
+
+def test_who_never_ran_pays_nothing() -> None:
+    admission = Admission(AdmissionSettings(1, 1), SameForAll(TenantLimits(tokens_per_s=1, burst_tokens=100)))
+    ask(admission, prompt_tokens=40)
+    waiting = ask(admission, prompt_tokens=60)
+    assert refusal(admission, prompt_tokens=1).reason == "rate"
+    admission.release(waiting, 0.0)
+    assert ask(admission, prompt_tokens=60).state is TicketState.WAITING
+
+
+def test_counts_by_tenant_and_priority_and_reason() -> None:
+    admission = admission_of(1, 1)
+    first = ask(admission, INTERACTIVE, tenant="a")
+    ask(admission, INTERACTIVE, tenant="b")
+    refusal(admission, INTERACTIVE, tenant="b")
+    tallies = admission.places.counts.tallies
+    assert (tallies["a", 1].num_inflight, tallies["a", 1].num_admitted) == (1, 1)
+    assert (tallies["b", 1].num_queued, dict(tallies["b", 1].refused)) == (1, {"queue_full": 1})
+    admission.release(first, 0.0)
+    assert (tallies["a", 1].num_inflight, tallies["b", 1].num_inflight, tallies["b", 1].num_queued) == (0, 1, 0)
+
+
+def test_counts_are_bounded_and_their_sum_is_kept() -> None:
+    admission = admission_of(1000, 0)
+    for number in range(500):
+        ticket = ask(admission, tenant=f"t{number}")
+        if number % 3:
+            admission.release(ticket, 0.0)
+    tallies = admission.places.counts.tallies
+    assert len({tenant for tenant, _ in tallies}) <= 65 and (OTHERS, STANDARD) in tallies
+    assert sum(tally.num_admitted for tally in tallies.values()) == 500
+    assert sum(tally.num_inflight for tally in tallies.values()) == admission.num_inflight == 167
+
+
+def served_tokens(admission: Admission, costs: dict[str, int], num_served: int) -> dict[str, float]:
+    """Every tenant has a backlog all the time; one place. Tokens that each was given."""
+    served = dict.fromkeys(costs, 0.0)
+    holder = ask(admission, tenant="nobody")
+    for tenant, cost in costs.items():
+        for _ in range(3):
+            ask(admission, tenant=tenant, prompt_tokens=cost)
+    for _ in range(num_served):
+        (holder,) = admission.release(holder, 0.0)
+        tenant = holder.applicant.tenant
+        served[tenant] += holder.applicant.cost
+        ask(admission, tenant=tenant, prompt_tokens=costs[tenant])
+    return served
+
+
+def test_backlogged_tenants_get_their_weighted_shares_of_tokens() -> None:
+    costs = {"a": 10, "b": 300, "c": 70}
+    served = served_tokens(admission_of(1, 100), costs, 2000)
+    normalized = [served[tenant] / WEIGHTS[tenant] for tenant in costs]
+    # Start-time fair queueing: two backlogged flows differ by at most one request of each, divided by its weight.
+    assert max(normalized) - min(normalized) <= 300 + 10 + 70 / 3
+
+
+def test_a_pause_earns_nothing() -> None:
+    admission = admission_of(1, 100)
+    holder = ask(admission, tenant="a", prompt_tokens=10)
+    waiting = [ask(admission, tenant="a", prompt_tokens=10) for _ in range(20)]
+    for _ in range(10):
+        (holder,) = admission.release(holder, 0.0)
+    late = [ask(admission, tenant="b", prompt_tokens=10) for _ in range(10)]
+    order = order_of(admission, holder, waiting[10:] + late)
+    assert max(index for index in range(20) if order[index] < 10) >= 17  # they alternate from now on
+
+
+def test_lanes_do_not_wait_for_each_other() -> None:
+    admission = admission_of(10, 10)
+    busy = lambda: Forecast(1.0, 0.01, has_room=False)  # noqa: E731
+    assert ask(admission, lane="x", foresee=busy).state is TicketState.ADMITTED
+    assert ask(admission, lane="x", foresee=busy).state is TicketState.WAITING
+    assert ask(admission, lane="y").state is TicketState.ADMITTED
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever comes: bounds hold, nobody is lost, nobody waits beside a free place, tokens are conserved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.admission = Admission(AdmissionSettings(3, 6, max_queued_bytes=60), SameForAll(TenantLimits(tokens_per_s=50)))
+        self.tickets: list[Ticket] = []
+        self.used: dict[int, int] = {}
+        self.num_refused = 0
+        self.num_asked = 0
+        self.now = 0.0
+
+    @rule(tenant=st.sampled_from("abc"), priority=st.integers(1, 3), size=st.integers(1, 20), started=st.booleans())
+    def ask(self, tenant: str, priority: int, size: int, started: bool) -> None:
+        self.num_asked += 1
+        applicant = Applicant(tenant=tenant, priority=priority, started=started, prompt_tokens=size, num_bytes=size)
+        answer = self.admission.ask(applicant, self.now)
+        if isinstance(answer, Refusal):
+            self.num_refused += 1
+            assert answer.retry_delay_s > 0
+        else:
+            self.tickets.append(answer)
+        self.check_decided(self.admission.decided())
+
+    @precondition(lambda self: self.tickets)
+    @rule(number=st.integers(0, 100), used=st.one_of(st.none(), st.integers(0, 40)))
+    def release(self, number: int, used: int | None) -> None:
+        ticket = self.tickets[number % len(self.tickets)]
+        if ticket.state is TicketState.ADMITTED:
+            self.used[ticket.number] = int(ticket.applicant.cost) if used is None else used
+        self.check_decided(self.admission.release(ticket, self.now, used))
+
+    @rule(seconds=st.floats(0, 1))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.check_decided(self.admission.look(self.now))
+
+    def check_decided(self, decided: Iterable[Ticket]) -> None:
+        for ticket in decided:
+            assert (ticket.state is TicketState.REFUSED) == (ticket.refusal is not None)
+            assert ticket.state in (TicketState.ADMITTED, TicketState.REFUSED)
+
+    def in_state(self, state: TicketState) -> list[Ticket]:
+        return [ticket for ticket in self.tickets if ticket.state is state]
+
+    @invariant()
+    def bounds(self) -> None:
+        waiting = self.in_state(TicketState.WAITING)
+        assert self.admission.num_inflight == len(self.in_state(TicketState.ADMITTED)) <= 3
+        assert self.admission.num_queued == len(waiting) <= 6
+        assert self.admission.num_queued_bytes == sum(ticket.applicant.num_bytes for ticket in waiting) <= 60
+        assert not waiting or self.admission.num_inflight == 3
+
+    @invariant()
+    def everybody_is_counted(self) -> None:
+        tallies = self.admission.places.counts.tallies.values()
+        assert sum(tally.num_inflight for tally in tallies) == self.admission.num_inflight
+        assert sum(tally.num_queued for tally in tallies) == self.admission.num_queued
+        assert self.num_asked == len(self.tickets) + self.num_refused
+
+    @invariant()
+    def tokens_are_conserved(self) -> None:
+        holding = self.in_state(TicketState.WAITING) + self.in_state(TicketState.ADMITTED)
+        expected = sum(ticket.applicant.cost for ticket in holding) + sum(self.used.values())
+        assert sum(self.admission.places.rates.spent.values()) == pytest.approx(expected)
+
+    def teardown(self) -> None:
+        for ticket in self.tickets:
+            self.admission.release(ticket, self.now)
+        assert (self.admission.num_inflight, self.admission.num_queued, self.admission.num_queued_bytes) == (0, 0, 0)
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -224,6 +224,8 @@ async def test_a_request_runs_for_the_tenant_of_its_key(mesh: Mesh) -> None:
     wanted.options.tenant = "b"
     problem = await _refused(mesh.stub.Generate(wanted, metadata=bearer("alice")), CODE.PERMISSION_DENIED)
     assert "options.tenant" in problem
+    aside = (*bearer("alice"), ("x-pdmesh-tenant", "b"))
+    await _refused(mesh.stub.Generate(request(), metadata=aside), CODE.PERMISSION_DENIED)
 
 
 @pytest.mark.asyncio(loop_scope="module")

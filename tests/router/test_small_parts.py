@@ -160,13 +160,30 @@ def test_objectives(tmp_path: Path) -> None:
     assert objectives.load("") == ()
 
 
+def test_objectives_of_priorities(tmp_path: Path) -> None:
+    path = tmp_path / "o.toml"
+    path.write_text("[m]\nttft_ms = 500\ntpot_ms = 40\n[m.interactive]\nttft_ms = 300\n[m.batch]\ntpot_ms = 200\n")
+    (goal,) = objectives.load(str(path))
+    assert goal.bounds(common_pb2.PRIORITY_INTERACTIVE) == objectives.Bounds(300, 40)
+    assert goal.bounds(common_pb2.PRIORITY_STANDARD) == objectives.Bounds(500, 40)
+    assert goal.bounds(common_pb2.PRIORITY_BATCH) == objectives.Bounds(None, 200)
+    path.write_text("[m]\nttft_ms = 500\ntpot_ms = 40\n")
+    assert objectives.load(str(path))[0].bounds(common_pb2.PRIORITY_BATCH) == objectives.Bounds(None, None)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("[m]\nttft_ms = 5\ntpot_ms = 4\n[m.batch]\nttft_ms = 0", "m.batch.ttft_ms"),
+        ("[m]\nttft_ms = 5\ntpot_ms = 4\n[m.batch]\nquantile = 0.5", "m.batch: unknown field 'quantile'"),
+        ("[m]\nttft_ms = 5\ntpot_ms = 4\ninteractive = 3", "m.interactive: must be a table"),
         ("[m]\nttft_ms = 0\ntpot_ms = 40", "m.ttft_ms"),
         ("[m]\nttft_ms = 500", "m.tpot_ms"),
         ("[m]\nttft_ms = 500\ntpot_ms = 40\nquantile = 1.0", "m.quantile"),
-        ("[m]\nttft_ms = 500\ntpot_ms = 40\nttft = 1", "unknown field 'ttft'"),
+        (
+            "[m]\nttft_ms = 500\ntpot_ms = 40\nttft = 1",
+            "unknown field 'ttft'; known are ttft_ms, tpot_ms, quantile, interactive",
+        ),
         ("m = 3", "must be a table"),
         ("[m", "o.toml"),
     ],

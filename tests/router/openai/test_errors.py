@@ -207,6 +207,7 @@ async def test_headers_are_checked(limited: Mesh) -> None:
     wrong = {
         "X-Tenant": "t" * 200,
         "X-Priority": "high",
+        "x-pdmesh-slo-ttft-ms": "soon",
         "X-Request-Timeout-Ms": "1s",
         "X-Prefill-Mode": "x",
     }

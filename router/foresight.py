@@ -1,0 +1,124 @@
+"""What a forecast means for a request at the gate: place it, hold it, or refuse it. Pure.
+
+Objectives are met or missed as a whole: a request that is bound to miss its own only takes from those that could meet theirs.
+So it is refused at once, as long as the mesh has other work; one that would be alone is always let in.
+"""
+
+import enum
+from dataclasses import dataclass
+
+from router.applicant import BATCH, Applicant, Refusal
+from router.drain_rate import retry_delay_s
+from router.forecast import Forecast
+
+MAX_AHEAD_S = 0.25
+"""Work that workers are given in advance. More waits here, where it can still be ordered by rank and tenant."""
+SAFETY = 0.95
+"""A forecast is no promise: who would meet its objective only just is taken to miss it."""
+REOPEN = 0.8
+"""Once a lane refuses, the next one is taken only with so much to spare; else the gate would flutter with each report."""
+BATCH_ROOM = 0.8
+"""Batch leaves so much of the objectives of others untouched."""
+
+
+class Way(enum.Enum):
+    """OPEN: place it now. SATURATED: nobody can be placed well now. OWN: it waits because of its own objective or rank."""
+
+    OPEN = "open"
+    SATURATED = "saturated"
+    OWN = "own"
+
+
+def way(applicant: Applicant, forecast: Forecast | None, *, others_above: bool, transit_s: float = 0.0) -> Way:
+    """May it be placed now? `others_above`: somebody of a higher rank runs, whom batch must not disturb. `transit_s`: the prompts
+    of those who were let in and are on their way: the forecast cannot know of them."""
+    if forecast is None:
+        return Way.OPEN
+    if not forecast.has_room or forecast.ahead_s + transit_s > MAX_AHEAD_S:
+        return Way.SATURATED
+    if applicant.tpot_s is not None and forecast.tpot_s > applicant.tpot_s:
+        return Way.OWN
+    if applicant.rank == BATCH and others_above and _disturbs(applicant, forecast):
+        return Way.OWN
+    return Way.OPEN
+
+
+def _disturbs(applicant: Applicant, forecast: Forecast) -> bool:
+    ttft_s, tpot_s = applicant.guard_ttft_s, applicant.guard_tpot_s
+    if ttft_s is not None and forecast.ttft_s > BATCH_ROOM * ttft_s:
+        return True
+    return tpot_s is not None and forecast.tpot_s > BATCH_ROOM * tpot_s
+
+
+def alone_s(forecast: Forecast) -> float:
+    """Time to the first token that nobody else's prompt is to blame for."""
+    return max(0.0, forecast.ttft_s - forecast.ahead_s)
+
+
+@dataclass
+class Outlook:
+    """One lane and rank: whether it refuses for its objective at present."""
+
+    refusing: bool = False
+
+    def refusal(
+        self, applicant: Applicant, forecast: Forecast | None, wait_s: float | None, waited_s: float = 0.0
+    ) -> Refusal | None:
+        """`wait_s`: expected in the queue, None: it would be placed now, `waited_s` it has already. None: it will be in time."""
+        if forecast is None or applicant.ttft_s is None:
+            return None
+        expected_s = waited_s + _ttft_s(forecast, wait_s)
+        ratio = expected_s / applicant.ttft_s
+        late = ratio > (REOPEN if self.refusing and not waited_s else SAFETY)
+        if alone_s(forecast) <= REOPEN * applicant.ttft_s and not waited_s:
+            self.refusing = late  # a prompt too long for its objective says nothing about the load
+        if not late:
+            return None
+        return Refusal("objective", _objective_words(applicant.ttft_s, expected_s, forecast, wait_s, waited_s),
+                       retry_delay_s(expected_s - REOPEN * applicant.ttft_s))  # fmt: skip
+
+    def unless_waiting_alone(self, applicant: Applicant, wait_s: float | None) -> Refusal | None:
+        """The queue alone takes too long, whatever the mesh would forecast: the cheap way to say no."""
+        if applicant.ttft_s is None or wait_s is None or wait_s <= applicant.ttft_s:
+            return None
+        self.refusing = True
+        words = f"the queue alone is predicted to take {_ms(wait_s)}, the objective (slo_ttft_ms) is {_ms(applicant.ttft_s)}"
+        return Refusal("objective", words, retry_delay_s(wait_s - REOPEN * applicant.ttft_s))
+
+
+def deadline_refusal(applicant: Applicant, forecast: Forecast | None, wait_s: float | None, now: float) -> Refusal | None:
+    """Its first token would come after its deadline."""
+    if forecast is None or applicant.deadline is None:
+        return None
+    left_s, expected_s = applicant.deadline - now, _ttft_s(forecast, wait_s)
+    if expected_s <= left_s:
+        return None
+    words = f"the first token is predicted in {_ms(expected_s)}, the deadline is in {_ms(left_s)}"
+    return Refusal("deadline", words, retry_delay_s(expected_s - left_s))
+
+
+def expired(applicant: Applicant, waited_s: float, now: float, delay_s: float) -> Refusal:
+    """It has waited until it was too late."""
+    if applicant.ttft_s is not None and (applicant.deadline is None or now - waited_s + applicant.ttft_s < applicant.deadline):
+        words = f"it has waited {_ms(waited_s)} and cannot meet its objective (slo_ttft_ms) of {_ms(applicant.ttft_s)} any more"
+        return Refusal("objective", words, delay_s)
+    return Refusal("deadline", f"it has waited {_ms(waited_s)} and cannot meet its deadline any more", delay_s)
+
+
+def _ttft_s(forecast: Forecast, wait_s: float | None) -> float:
+    """From now. Who waits here finds workers that are busy for as long as they are ever given work in advance."""
+    if wait_s is None:
+        return forecast.ttft_s
+    return wait_s + alone_s(forecast) + min(forecast.ahead_s, MAX_AHEAD_S)
+
+
+def _objective_words(objective_s: float, expected_s: float, forecast: Forecast, wait_s: float | None, waited_s: float) -> str:
+    parts = [f"{_ms(waited_s)} waited already"] if waited_s else []
+    parts += [f"{_ms(wait_s)} in the queue"] if wait_s else []
+    parts.append(f"{_ms(alone_s(forecast))} for the prompt itself")
+    expected = f"the first token is predicted after {_ms(expected_s)} ({', '.join(parts)})"
+    return f"{expected}, the objective (slo_ttft_ms) is {_ms(objective_s)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{max(0.0, seconds) * 1000:.0f} ms"

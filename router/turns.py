@@ -1,0 +1,144 @@
+"""Whose turn it is among those who wait: by rank, fair between tenants, when the forecast is good. Pure.
+
+A request that waits because of its own objective, its tenant's own limit or its rank (batch) is passed until the next look;
+one that waits because the mesh is saturated is not, or large prompts would starve behind small ones.
+"""
+
+import heapq
+
+from router.applicant import BATCH, INTERACTIVE, STANDARD, Applicant, Refusal, Ticket, TicketState
+from router.drain_rate import retry_delay_s
+from router.fair_queue import FairQueue
+from router.forecast import Forecast
+from router.foresight import Way, alone_s, deadline_refusal, expired, way
+from router.places import AdmissionSettings, Places
+from router.waiting_room import Lane, WaitingRoom
+
+AGED_TURN = 4
+"""Of so many places one is for standard requests that have waited for too long beside interactive ones."""
+MAX_PASSED = 4
+"""How many are passed in one go, beside those whose tenant has no place: each costs a forecast."""
+
+
+class Turns:
+    """Admits and refuses those who wait. `decided` collects them; `refuse` ends the wait of one."""
+
+    def __init__(self, settings: AdmissionSettings, room: WaitingRoom, places: Places) -> None:
+        self.decided: list[Ticket] = []
+        self._settings = settings
+        self._room = room
+        self._places = places
+        self._num_served = 0
+        self._passed: list[tuple[FairQueue, str]] = []
+        self._expiries: list[tuple[float, int, Ticket]] = []
+
+    def take(self, now: float) -> None:
+        """Everybody who may go now, and those who are too late."""
+        self._expire(now)
+        passed, self._passed = self._passed, []
+        for queue, tenant in passed:
+            queue.unpark(tenant)
+        while self._room.num_queued and not self._places.is_full:
+            ticket = self._first(now)
+            if ticket is None:
+                return
+            self._admit(ticket, now)
+
+    def refuse(self, ticket: Ticket, refusal: Refusal) -> None:
+        """It has waited in vain."""
+        ticket.refusal = refusal
+        self._room.remove(ticket)
+        self._places.refuse(ticket, refusal.reason)
+        self.decided.append(ticket)
+
+    def way(self, lane: Lane, applicant: Applicant, forecast: Forecast | None, now: float) -> Way:
+        """Who would be alone is let in."""
+        if not self._places.num_in_lane(applicant.lane, BATCH + 1):
+            return Way.OPEN
+        others_above = self._places.num_in_lane(applicant.lane, BATCH) > 0
+        return way(applicant, forecast, others_above=others_above, transit_s=lane.transit.seconds(now))
+
+    def too_late(
+        self, lane: Lane, applicant: Applicant, forecast: Forecast | None, wait_s: float | None, now: float, waited_s: float = 0.0
+    ) -> Refusal | None:
+        """Its deadline counts always, its objective unless it would be alone. `wait_s`: from now on; None: it is placed now."""
+        refusal = deadline_refusal(applicant, forecast, wait_s, now)
+        if refusal is not None or not self._places.num_in_lane(applicant.lane, BATCH + 1):
+            return refusal
+        return lane.outlooks[applicant.rank].refusal(applicant, forecast, wait_s, waited_s)
+
+    def note_latest_start(self, ticket: Ticket, forecast: Forecast | None) -> None:
+        """When it will be too late for it. Without a forecast nobody is taken to be late."""
+        if forecast is None:
+            return
+        applicant, ends = ticket.applicant, []
+        if applicant.ttft_s is not None:
+            ends.append(ticket.arrived + applicant.ttft_s)
+        if applicant.deadline is not None:
+            ends.append(applicant.deadline)
+        if ends:
+            heapq.heappush(self._expiries, (min(ends) - alone_s(forecast), ticket.number, ticket))
+
+    def _expire(self, now: float) -> None:
+        while self._expiries and (self._expiries[0][0] < now or self._expiries[0][2].state is not TicketState.WAITING):
+            ticket = heapq.heappop(self._expiries)[2]
+            if ticket.state is TicketState.WAITING:
+                lane = self._room.lanes[ticket.applicant.lane]
+                delay_s = retry_delay_s(lane.drain.seconds_for(lane.cost, lane.clock.now))
+                self.refuse(ticket, expired(ticket.applicant, now - ticket.arrived, now, delay_s))
+        if len(self._expiries) > 2 * self._room.num_queued + 64:
+            self._expiries = [entry for entry in self._expiries if entry[2].state is TicketState.WAITING]
+            heapq.heapify(self._expiries)
+
+    def _first(self, now: float) -> Ticket | None:
+        """Of the lane with the highest rank; among equals, of that whose latest place is longest ago."""
+        lanes = [lane for lane in self._room.lanes.values() if lane.num_waiting]
+        for lane in sorted(lanes, key=lambda lane: (lane.top_rank, lane.served_at)):
+            for queue in self._in_order(lane, now):
+                ticket, is_open = self._first_of(lane, queue, now)
+                if ticket is not None:
+                    return ticket
+                if not is_open:
+                    break
+        return None
+
+    def _first_of(self, lane: Lane, queue: FairQueue, now: float) -> tuple[Ticket | None, bool]:
+        """Who of this queue may go; without one, whether lower ranks may be asked."""
+        num_passed = 0
+        while (ticket := queue.head()) is not None:
+            if self._places.within_limit(ticket.applicant.tenant):
+                forecast, waited_s = ticket.applicant.foresee(), now - ticket.arrived
+                refusal = self.too_late(lane, ticket.applicant, forecast, None, now, waited_s)
+                if refusal is not None:
+                    self.refuse(ticket, refusal)
+                    continue
+                its_way = self.way(lane, ticket.applicant, forecast, now)
+                if its_way is Way.OPEN or lane.patience.is_over(now, self._settings.hold_timeout_s):
+                    lane.transit.enter(ticket.number, 0.0 if forecast is None else alone_s(forecast), now)
+                    return ticket, True
+                num_passed += 1
+                if its_way is Way.SATURATED or num_passed > MAX_PASSED:
+                    return None, False
+            queue.park(ticket.applicant.tenant)
+            self._passed.append((queue, ticket.applicant.tenant))
+        return None, True
+
+    def _in_order(self, lane: Lane, now: float) -> list[FairQueue]:
+        ranks = [INTERACTIVE, STANDARD, BATCH]
+        aged = lane.queues[STANDARD].head() if self._settings.aging_s else None
+        if aged is not None and now - aged.arrived >= self._settings.aging_s and lane.num_before_aged >= AGED_TURN - 1:
+            ranks = [STANDARD, INTERACTIVE, BATCH]
+        return [lane.queues[rank] for rank in ranks if lane.queues[rank].num_waiting]
+
+    def _admit(self, ticket: Ticket, now: float) -> None:
+        lane, rank = self._room.lanes[ticket.applicant.lane], ticket.applicant.rank
+        if rank == STANDARD:
+            lane.num_before_aged = 0
+        elif rank == INTERACTIVE and lane.queues[STANDARD].num_waiting:
+            lane.num_before_aged += 1
+        self._num_served += 1
+        lane.served_at = self._num_served
+        lane.patience.progress(now)
+        self._room.serve(ticket)
+        self._places.admit(ticket)
+        self.decided.append(ticket)

@@ -1,0 +1,155 @@
+"""Admission over gRPC and HTTP: refusals with reason and delay, metadata, counts in the status. Stub workers, real sockets."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from protos.v1 import common_pb2, mesh_pb2
+from router.forecast import Forecast
+from router.job import Job
+from router.objectives import ModelObjective
+from runtime.errors import DETAILS_KEY, ResourceExhausted, error_from_rpc
+from tests.router.mesh import Mesh, expected, request, running_mesh
+from tests.support.waiting import eventually
+
+
+@dataclass
+class Sky:
+    """A forecaster that says what the test wants, and remembers for whom."""
+
+    answer: Forecast | None
+    job: Job | None = None
+
+    def forecast(self, job: Job) -> Forecast | None:
+        self.job = job
+        return self.answer
+
+
+GOOD = Forecast(ttft_s=0.01, tpot_s=0.01, has_room=True)
+LATE = Forecast(ttft_s=0.8, tpot_s=0.01, has_room=True, ahead_s=0.5)
+FULL = Forecast(ttft_s=0.01, tpot_s=0.01, has_room=False)
+
+
+async def read_all(call: "grpc.aio.UnaryStreamCall[mesh_pb2.GenerateRequest, mesh_pb2.GenerateResponse]") -> list[int]:
+    return [token async for message in call for token in message.delta.token_ids]
+
+
+async def refusal(mesh: Mesh, message: mesh_pb2.GenerateRequest, **metadata: str) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await read_all(mesh.stub.Generate(message, metadata=named(metadata), timeout=30))
+    return raised.value
+
+
+def named(metadata: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple((f"x-pdmesh-{name.replace('_', '-')}", value) for name, value in metadata.items())
+
+
+async def busy(mesh: Mesh) -> asyncio.Task[object]:
+    """Somebody runs until `resume`."""
+    mesh["d0"].pause_at = 5
+    running = asyncio.create_task(mesh.generate(request(max_tokens=20)))
+    await eventually(lambda: mesh["d0"].held)
+    return running
+
+
+async def test_a_refusal_says_reason_numbers_and_delay(model_folder: Path) -> None:
+    async with running_mesh(model_folder) as mesh:
+        sky = mesh.router.core.forecaster = Sky(GOOD)
+        running = await busy(mesh)
+        sky.answer = LATE
+        error = await refusal(mesh, request(), slo_ttft_ms="500", priority="interactive", tenant="acme")
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        read = error_from_rpc(error)
+        assert isinstance(read, ResourceExhausted) and read.reason == "objective" and read.retry_delay_s == pytest.approx(0.4)
+        assert "800 ms" in read.message and "500 ms" in read.message
+        details = dict(error.trailing_metadata() or ())
+        status = status_pb2.Status.FromString(details[DETAILS_KEY])
+        info = error_details_pb2.ErrorInfo()
+        assert status.details[0].Unpack(info) and info.metadata["reason"] == "objective"
+        assert details["grpc-retry-pushback-ms"] == "400"
+        answer = await mesh.stub.GetStatus(mesh_pb2.GetStatusRequest())
+        acme = [tally for tally in answer.admission if tally.tenant == "acme"]
+        assert [(tally.priority, tally.refused[0].reason, tally.refused[0].count) for tally in acme] == [(1, "objective", 1)]
+        mesh["d0"].resume.set()
+        await running
+        await mesh.until_whole()
+
+
+async def test_held_while_the_mesh_is_full_and_let_in_when_it_is_not(model_folder: Path) -> None:
+    async with running_mesh(model_folder) as mesh:
+        sky = mesh.router.core.forecaster = Sky(GOOD)
+        running = await busy(mesh)
+        sky.answer = FULL
+        held = asyncio.create_task(mesh.generate(request(seed=6)))
+        admission = mesh.router.core.gate.admission
+        await eventually(lambda: admission.num_queued == 1)
+        assert admission.num_inflight == 1 and len(mesh["d0"].submits) == 1
+        sky.answer = GOOD  # nothing ends: the gate looks by itself
+        await eventually(lambda: len(mesh["d0"].submits) == 2)
+        mesh["d0"].resume.set()
+        assert (await held).tokens() == expected(8, seed=6)
+        await running
+        await mesh.until_whole()
+
+
+async def test_whoever_waits_too_long_is_refused(model_folder: Path) -> None:
+    async with running_mesh(model_folder) as mesh:
+        sky = mesh.router.core.forecaster = Sky(GOOD)
+        running = await busy(mesh)
+        sky.answer = FULL
+        error = error_from_rpc(await refusal(mesh, request(), slo_ttft_ms="150"))
+        assert error.reason == "objective" and "waited" in error.message
+        mesh["d0"].resume.set()
+        await running
+        await mesh.until_whole()
+
+
+async def test_fields_win_over_metadata_and_metadata_over_objectives(model_folder: Path) -> None:
+    async with running_mesh(model_folder) as mesh:
+        core = mesh.router.core
+        core.objectives = {"tiny": ModelObjective("tiny", 900, 90, 0.99)}
+        sky = core.forecaster = Sky(GOOD)
+        message = request()
+        message.options.slo_ttft_ms = 700
+        metadata = named({"slo_ttft_ms": "600", "slo_tpot_ms": "60", "tenant": "acme", "priority": "Batch"})
+        assert await read_all(mesh.stub.Generate(message, metadata=metadata)) == expected(8)
+        assert sky.job is not None
+        assert (sky.job.slo_ttft_ms, sky.job.slo_tpot_ms, sky.job.tenant) == (700, 60, "acme")
+        assert sky.job.priority == common_pb2.PRIORITY_BATCH
+        assert (await mesh.generate(request())).tokens() == expected(8)
+        assert (sky.job.slo_ttft_ms, sky.job.tenant, sky.job.priority) == (0, "", common_pb2.PRIORITY_STANDARD)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("slo_ttft_ms", "0"), ("slo_tpot_ms", "1.5"), ("slo_ttft_ms", "9" * 12), ("priority", "urgent"), ("tenant", "t" * 129)],
+)
+async def test_wrong_metadata_names_its_key(model_folder: Path, name: str, value: str) -> None:
+    async with running_mesh(model_folder) as mesh:
+        error = error_from_rpc(await refusal(mesh, request(), **{name: value}))
+        field = "options.tenant" if name == "tenant" else f"x-pdmesh-{name.replace('_', '-')}"
+        assert error.code is grpc.StatusCode.INVALID_ARGUMENT and error.field == field
+
+
+async def test_a_flooding_tenant_does_not_keep_another_out(model_folder: Path) -> None:
+    async with running_mesh(model_folder, max_inflight=1, max_queued=8) as mesh:
+        running = await busy(mesh)
+        admission = mesh.router.core.gate.admission
+        flood = [mesh.stub.Generate(request(seed=seed), metadata=named({"tenant": "flood"})) for seed in range(30)]
+        outcomes = [asyncio.create_task(read_all(call)) for call in flood]
+        await eventually(lambda: sum(task.done() for task in outcomes) == 23 and admission.num_queued == 7)
+        calm = [mesh.stub.Generate(request(seed=seed), metadata=named({"tenant": "calm"})) for seed in range(3)]
+        answers = [asyncio.create_task(read_all(call)) for call in calm]
+        await eventually(lambda: sum(task.done() for task in outcomes) == 26)
+        mesh["d0"].resume.set()
+        assert await asyncio.gather(*answers) == [expected(8, seed=seed) for seed in range(3)]
+        ended = await asyncio.gather(*outcomes, return_exceptions=True)
+        errors = [error_from_rpc(error) for error in ended if isinstance(error, grpc.aio.AioRpcError)]
+        assert sorted(str(error.reason) for error in errors) == ["queue_full"] * 23 + ["share"] * 3
+        assert all(error.retry_delay_s for error in errors)
+        await running
+        await mesh.until_whole()

@@ -1,0 +1,277 @@
+"""Admission by prediction: who is refused at once, who is held, when the gate opens, and that nobody waits for ever."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from router.admission import Admission
+from router.applicant import BATCH, INTERACTIVE, STANDARD, Applicant, Refusal, Ticket, TicketState
+from router.drain_rate import MAX_RETRY_DELAY_S
+from router.forecast import Forecast
+from router.foresight import MAX_AHEAD_S, Outlook, Way, way
+from router.places import AdmissionSettings
+
+GOOD = Forecast(ttft_s=0.1, tpot_s=0.02, has_room=True)
+PROMISED = Applicant(ttft_s=0.5, tpot_s=0.04)
+ADMITTED, WAITING, REFUSED = TicketState.ADMITTED, TicketState.WAITING, TicketState.REFUSED
+
+
+@dataclass
+class Sky:
+    """A mesh whose forecast the test sets; counts how often it was asked for."""
+
+    forecast: Forecast | None = GOOD
+    num_looks: int = 0
+
+    def look(self) -> Forecast | None:
+        self.num_looks += 1
+        return self.forecast
+
+
+def applicant(sky: Sky, priority: int = STANDARD, **fields: object) -> Applicant:
+    return replace(PROMISED, priority=priority, foresee=sky.look, **fields)  # type: ignore[arg-type]
+
+
+def admitted(admission: Admission, asking: Applicant, now: float = 0.0) -> Ticket:
+    """Let in, and on a worker at once."""
+    ticket = admission.ask(asking, now)
+    assert isinstance(ticket, Ticket) and ticket.state is ADMITTED, ticket
+    admission.placed(ticket, now)
+    return ticket
+
+
+def waiting(admission: Admission, asking: Applicant, now: float = 0.0) -> Ticket:
+    ticket = admission.ask(asking, now)
+    assert isinstance(ticket, Ticket) and ticket.state is WAITING, ticket
+    return ticket
+
+
+def refused(admission: Admission, asking: Applicant, now: float = 0.0) -> Refusal:
+    answer = admission.ask(asking, now)
+    assert isinstance(answer, Refusal), answer
+    return answer
+
+
+def busy_mesh(sky: Sky, max_inflight: int = 10, max_queued: int = 10) -> Admission:
+    """Somebody runs: nobody who comes is alone."""
+    admission = Admission(AdmissionSettings(max_inflight, max_queued))
+    admitted(admission, Applicant(foresee=sky.look))
+    return admission
+
+
+@pytest.mark.parametrize(
+    ("forecast", "asking", "expected"),
+    [
+        (None, PROMISED, Way.OPEN),
+        (GOOD, PROMISED, Way.OPEN),
+        (replace(GOOD, has_room=False), PROMISED, Way.SATURATED),
+        (replace(GOOD, ahead_s=MAX_AHEAD_S * 1.01), PROMISED, Way.SATURATED),
+        (replace(GOOD, tpot_s=0.041), PROMISED, Way.OWN),
+        (replace(GOOD, tpot_s=0.041), Applicant(), Way.OPEN),
+        (replace(GOOD, tpot_s=0.033), Applicant(priority=BATCH, guard_tpot_s=0.04), Way.OWN),
+        (replace(GOOD, tpot_s=0.031), Applicant(priority=BATCH, guard_tpot_s=0.04), Way.OPEN),
+        (replace(GOOD, ttft_s=0.41), Applicant(priority=BATCH, guard_ttft_s=0.5), Way.OWN),
+        (replace(GOOD, tpot_s=0.033), Applicant(priority=STANDARD, guard_tpot_s=0.04), Way.OPEN),
+    ],
+)
+def test_the_way(forecast: Forecast | None, asking: Applicant, expected: Way) -> None:
+    assert way(asking, forecast, others_above=True) is expected
+
+
+def test_batch_goes_where_nobody_is_disturbed() -> None:
+    asking = Applicant(priority=BATCH, guard_ttft_s=0.5, guard_tpot_s=0.04)
+    assert way(asking, replace(GOOD, ttft_s=3.0, tpot_s=0.1), others_above=False) is Way.OPEN
+
+
+def test_too_late_is_refused_at_once_with_the_numbers() -> None:
+    sky = Sky()
+    admission = busy_mesh(sky)
+    sky.forecast = Forecast(ttft_s=0.9, tpot_s=0.02, has_room=True, ahead_s=0.7)
+    answer = refused(admission, applicant(sky))
+    assert answer.reason == "objective" and answer.retry_delay_s == pytest.approx(0.5)
+    assert "900 ms" in answer.message and "500 ms" in answer.message and "200 ms for the prompt itself" in answer.message
+    assert isinstance(admission.ask(applicant(sky, ttft_s=2.0), 0.0), Ticket)  # its own objective is another
+    assert isinstance(admission.ask(applicant(sky, ttft_s=None), 0.0), Ticket)
+
+
+def test_a_deadline_counts_always() -> None:
+    sky = Sky(Forecast(ttft_s=0.9, tpot_s=0.02, has_room=True))
+    admission = Admission(AdmissionSettings(10, 10))
+    answer = refused(admission, applicant(sky, ttft_s=None, deadline=100.5), now=100.0)
+    assert answer.reason == "deadline" and "900 ms" in answer.message and "500 ms" in answer.message
+    assert isinstance(admission.ask(applicant(sky, deadline=101.0), 100.0), Ticket)
+
+
+def test_without_a_forecast_nobody_is_refused_or_held() -> None:
+    sky = Sky(None)
+    admission = busy_mesh(sky, max_inflight=5)
+    assert all(admitted(admission, applicant(sky, deadline=0.001)) for _ in range(4))
+
+
+def test_who_would_be_alone_is_let_in_whatever_the_forecast() -> None:
+    sky = Sky(Forecast(ttft_s=9.0, tpot_s=9.0, has_room=False, ahead_s=5.0))
+    admission = Admission(AdmissionSettings(10, 10))
+    first = admitted(admission, applicant(sky))
+    admission.release(first, 10.0)
+    admitted(admission, applicant(sky, BATCH, guard_tpot_s=0.001), now=10.0)
+
+
+def test_without_a_queue_nobody_is_held() -> None:
+    sky = Sky()
+    admission = busy_mesh(sky, max_inflight=3, max_queued=0)
+    sky.forecast = replace(GOOD, has_room=False)
+    admitted(admission, applicant(sky))
+    admitted(admission, applicant(sky))
+    assert refused(admission, applicant(sky)).reason == "queue_full"
+
+
+def test_the_gate_opens_when_the_mesh_has_room_again() -> None:
+    sky = Sky()
+    admission = busy_mesh(sky)
+    sky.forecast = replace(GOOD, has_room=False)
+    first, second = waiting(admission, applicant(sky)), waiting(admission, applicant(sky, INTERACTIVE))
+    assert admission.look(0.1) == []
+    sky.forecast = GOOD
+    assert admission.look(0.2) == [second, first]
+
+
+def test_one_look_does_not_let_everybody_in() -> None:
+    """The forecast does not contain those who were let in a moment ago: their prompts are added to it until they are placed."""
+    sky = Sky()
+    admission = busy_mesh(sky)
+    sky.forecast = replace(GOOD, has_room=False)
+    crowd = [waiting(admission, applicant(sky, ttft_s=None)) for _ in range(9)]
+    sky.forecast = GOOD
+    assert admission.look(0.1) == crowd[:3]  # 0.1 s each; more than MAX_AHEAD_S is held
+    assert admission.placed(crowd[0], 0.1) == crowd[3:4]
+    assert admission.look(10.0) == crowd[4:7]  # whoever is not placed by then waits for something else
+
+
+def test_a_saturated_mesh_is_not_passed_but_an_own_objective_is() -> None:
+    sky = Sky()
+    admission = busy_mesh(sky)
+    strict = waiting(admission, applicant(sky, tenant="strict", tpot_s=0.001))
+    assert admission.look(0.1) == []
+    admitted(admission, applicant(sky, tenant="other"), now=0.1)
+    sky.forecast = replace(GOOD, has_room=False)
+    large = waiting(admission, applicant(sky, tenant="large", tpot_s=None), now=0.2)
+    small = waiting(admission, applicant(Sky(), tenant="small", tpot_s=None), now=0.2)
+    assert admission.look(0.21) == []
+    sky.forecast = GOOD
+    assert admission.look(0.22) == [large, small]
+    assert strict.state is WAITING
+
+
+def test_whoever_waits_is_refused_when_it_is_too_late_and_not_at_its_deadline() -> None:
+    sky = Sky()
+    admission = busy_mesh(sky)
+    sky.forecast = replace(GOOD, has_room=False)
+    by_objective = waiting(admission, applicant(sky))
+    by_deadline = waiting(admission, applicant(sky, ttft_s=None, deadline=0.7))
+    assert admission.look(0.37) == []
+    assert admission.look(0.41) == [by_objective]  # 0.5 s less 0.1 s that its prompt takes
+    assert by_objective.refusal is not None and by_objective.refusal.reason == "objective"
+    assert admission.look(0.59) == []
+    assert admission.look(0.61) == [by_deadline]
+    assert by_deadline.refusal is not None and by_deadline.refusal.reason == "deadline"
+
+
+def test_who_has_waited_and_would_be_late_now_is_refused_when_its_turn_comes() -> None:
+    sky = Sky()
+    admission = busy_mesh(sky)
+    sky.forecast = replace(GOOD, has_room=False)
+    late = waiting(admission, applicant(sky))
+    sky.forecast = Forecast(ttft_s=0.3, tpot_s=0.02, has_room=True, ahead_s=0.2)
+    assert admission.look(0.25) == [late] and late.state is REFUSED
+    assert late.refusal is not None and "250 ms waited already" in late.refusal.message
+
+
+def test_a_mesh_that_hangs_holds_nobody_for_ever() -> None:
+    sky = Sky()
+    admission = Admission(AdmissionSettings(20, 20, hold_timeout_s=5.0))
+    holder = admitted(admission, Applicant(foresee=sky.look))
+    sky.forecast = replace(GOOD, has_room=False)
+    crowd = [waiting(admission, applicant(sky, ttft_s=None), now=1.0) for _ in range(15)]
+    assert admission.look(5.9) == []
+    assert admission.look(6.0) == crowd[:1]
+    assert admission.look(6.1) == []
+    assert admission.look(11.0) == crowd[1:3]
+    assert admission.look(16.0) == crowd[3:7]
+    assert admission.release(holder, 16.1) == []  # it lives: forecasts count again
+    assert admission.look(21.0) == []
+    assert admission.look(21.1) == crowd[7:8]
+
+
+def backlog(admission: Admission, sky: Sky, seconds: float, per_s: float) -> tuple[list[Ticket], float]:
+    """One place, somebody waits all the time, and it comes free `per_s` times a second."""
+    holder, now = admitted(admission, applicant(sky, ttft_s=None)), 0.0
+    queue = [waiting(admission, applicant(sky, ttft_s=None), now)]
+    for _ in range(round(seconds * per_s)):
+        queue.append(waiting(admission, applicant(sky, ttft_s=None), now))
+        now += 1 / per_s
+        admission.release(holder, now)
+        holder = queue.pop(0)
+    return queue, now
+
+
+def test_the_queue_at_its_present_rate_counts() -> None:
+    sky = Sky(replace(GOOD, ttft_s=0.05))
+    admission = Admission(AdmissionSettings(1, 100))
+    _, now = backlog(admission, sky, 4.0, per_s=10.0)  # one waits: 0.1 s for it, 0.1 s for the place
+    assert isinstance(admission.ask(applicant(sky, ttft_s=0.4), now), Ticket)
+    answer = refused(admission, applicant(sky, ttft_s=0.3), now)  # two wait: 0.3 s, and its own 0.05
+    assert answer.reason == "objective" and "in the queue" in answer.message
+    assert isinstance(admission.ask(applicant(sky, INTERACTIVE, ttft_s=0.3), now), Ticket)  # it passes them
+    other = refused(admission, applicant(sky, ttft_s=0.1, tenant="other"), now)
+    assert "the queue alone" in other.message
+
+
+def test_a_quiet_hour_says_nothing_about_how_fast_the_mesh_is() -> None:
+    sky = Sky()
+    admission = Admission(AdmissionSettings(1, 100))
+    for hour in range(5):  # one request in an hour
+        admission.release(admitted(admission, applicant(sky), hour * 3600.0), hour * 3600.0 + 0.1)
+    admitted(admission, applicant(sky), 20_000.0)
+    for _ in range(3):
+        waiting(admission, applicant(sky), 20_000.0)
+
+
+def test_refusing_needs_more_to_stop_than_to_start() -> None:
+    outlook = Outlook()
+    decide: Callable[[float], bool] = lambda ttft_s: (  # noqa: E731
+        outlook.refusal(PROMISED, Forecast(ttft_s, 0.02, has_room=True, ahead_s=ttft_s - 0.1), None) is not None
+    )
+    assert [decide(ttft_s) for ttft_s in (0.45, 0.49, 0.45, 0.41, 0.39, 0.45)] == [False, True, True, True, False, False]
+
+
+def test_a_prompt_too_long_for_its_objective_does_not_close_the_gate_to_others() -> None:
+    sky = Sky()
+    admission = busy_mesh(sky)
+    sky.forecast = Forecast(ttft_s=90.0, tpot_s=0.02, has_room=True)
+    assert refused(admission, applicant(sky)).retry_delay_s == MAX_RETRY_DELAY_S
+    sky.forecast = replace(GOOD, ttft_s=0.45)
+    admitted(admission, applicant(sky))
+
+
+def test_batch_yields_first() -> None:
+    sky = Sky()
+    admission = busy_mesh(sky)
+    sky.forecast = replace(GOOD, tpot_s=0.035)
+    batch = waiting(admission, applicant(sky, BATCH, ttft_s=None, guard_ttft_s=0.5, guard_tpot_s=0.04))
+    admitted(admission, applicant(sky), 0.1)  # it does not wait for batch
+    assert admission.look(0.2) == []
+    sky.forecast = replace(GOOD, tpot_s=0.03)
+    assert admission.look(0.3) == [batch]
+
+
+def test_a_flood_costs_no_forecasts() -> None:
+    sky = Sky()
+    admission = Admission(AdmissionSettings(1, 8))
+    admitted(admission, applicant(sky, ttft_s=None))
+    for _ in range(7):
+        waiting(admission, applicant(sky, ttft_s=None))
+    num_looks = sky.num_looks
+    for _ in range(100):
+        refused(admission, applicant(sky, ttft_s=None))
+    assert sky.num_looks == num_looks
