@@ -9,7 +9,7 @@ CODE := pdmesh worker router prefill_service decode_service kvtransfer planning 
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh equality
-.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-loadtest bench-profile bench-clients bench-constrained bench-soak bench-capacity stubs format clean
+.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -87,6 +87,9 @@ bench-loadtest: $(READY)  ## what the load test reports of a server whose latenc
 bench-profile: $(READY) model kernels  ## where the time of an engine's step goes
 	$(BIN)/python -m benchmarks.profile
 
+bench-latency: $(READY) model kernels  ## how well the latency model predicts an engine's steps
+	$(BIN)/python -m benchmarks.latency
+
 bench-clients: $(READY) model kernels  ## third parties' clients, gateways and load generators against a real mesh, beside pdmesh's own
 	$(BIN)/python -m benchmarks.clients
 
@@ -95,6 +98,9 @@ bench-constrained: $(READY) model kernels  ## 500 requests with a JSON schema ea
 
 bench-soak: $(READY) model kernels  ## an hour of mixed traffic over all protocols, with cancels and refusals: memory stands still (slow)
 	$(BIN)/python -m benchmarks.soak
+
+bench-router: $(READY) model kernels  ## policy, peers, interference, overhead, predictions, overload, a killed router, prefixes (an hour and a half)
+	$(BIN)/python -m benchmarks.router $(ARGS)
 
 bench-capacity: $(READY) model kernels  ## which rate mesh, one engine, vLLM and SMG + vLLM bear (half an hour; goes on where it was stopped)
 	$(BIN)/python -m benchmarks.capacity $(ARGS)

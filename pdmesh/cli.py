@@ -30,6 +30,7 @@ COMMANDS = {
     "chat": "talk to the model, or ask one question",
     "loadtest": "load a mesh, or any OpenAI server; loadtest compare, loadtest report: what was measured",
     "status": "show workers, their roles and load, and the objectives in force",
+    "explain": "why a request went where it went, or where one would go now",
     "roles": "change the roles of a worker while it runs",
     "models": "list models, or fetch or convert one",
     "profile": "show where the time of an engine's step goes on this machine",

@@ -168,6 +168,10 @@ class Client(_Base):
         """A router's view of the mesh; its fields are documented in protos/v1/mesh.proto."""
         return self._unary(lambda stub: stub.GetStatus, mesh_pb2.GetStatusRequest(), timeout)
 
+    def explain(self, request: mesh_pb2.ExplainRequest, *, timeout: float | None = None) -> mesh_pb2.ExplainResponse:
+        """Why requests went where they went; the fields are documented in protos/v1/mesh.proto."""
+        return self._unary(lambda stub: stub.Explain, request, timeout)
+
     def close(self) -> None:
         """Closes the connections; running streams end with Cancelled."""
         self._closed = True

@@ -152,7 +152,7 @@ class Admission:
         if not self._room.fits(applicant) and self._room.victim(applicant, limits.weight) is None:
             return self._full(lane)
         wait_s = lane.drain.seconds_for(lane.cost_ahead(applicant, limits.weight), lane.clock.now)
-        return lane.outlooks[applicant.rank].unless_waiting_alone(applicant, wait_s)
+        return lane.outlook(applicant).unless_waiting_alone(applicant, wait_s)
 
     def _queue(
         self, lane: Lane, applicant: Applicant, limits: TenantLimits, forecast: Forecast | None, tally: Tally, now: float

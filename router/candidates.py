@@ -4,12 +4,13 @@ Whatever a policy prefers, it chooses among what this module lets through: the r
 and pairs whose KV can be handed over.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from kvtransfer.layouts import Layout
-from router.prediction import Prediction
+from router.prediction import Engine, Prediction
 from router.views import Mode, WorkerKey, WorkerView
 
 _REACH_EVERYWHERE = frozenset({"nixl", "tcp", "grpc"})
@@ -42,8 +43,7 @@ class Demand:
         return max(1, self.num_tokens - self.cached_tokens.get(worker.key, 0))
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A pair that was looked at; LOCAL without `prefill`. `prediction` is None under policies that predict nothing."""
 
     decode: WorkerView
@@ -134,8 +134,10 @@ def blocks_for(num_tokens: int, worker: WorkerView) -> int:
 
 def compatible(prefill: WorkerView, decode: WorkerView) -> bool:
     """May these two hand over KV? Equal identity, a layout that converts, and a transport that reaches."""
-    if prefill.identity != decode.identity or prefill.key == decode.key:
+    if prefill is decode or prefill.identity != decode.identity or prefill.key == decode.key:
         return False
+    if prefill.layout is decode.layout and prefill.transports is decode.transports and "tcp" in prefill.transports:
+        return True  # most pairs are alike, and most decisions ask about dozens of them
     same_host = prefill.host_id == decode.host_id
     return _hands_over(prefill.layout, decode.layout, prefill.transports, decode.transports, same_host)
 
@@ -163,17 +165,31 @@ def no_partner(decode: Iterable[WorkerView]) -> NoPlacement:
     return NoPlacement(f"REMOTE was asked for and no prefill worker fits {names}")
 
 
-def first(workers: Iterator[WorkerView], demand: Demand, count: int) -> list[WorkerView]:
-    """The first `count` of `workers` that can own the request and have room; if none has, those without."""
-    roomy: list[WorkerView] = []
-    full: list[WorkerView] = []
-    for worker in workers:
-        if not can_own(worker, demand) or demand.kind not in (None, worker.kind):
+def first(engines: Iterable[Engine], demand: Demand, count: int) -> list[Engine]:
+    """The first `count` of `engines` that can own the request and have room; if none has, those without."""
+    roomy: list[Engine] = []
+    full: list[Engine] = []
+    for engine in engines:
+        if not _fits(engine, demand):
             continue
-        if has_room(worker, demand):
-            roomy.append(worker)
+        if has_room_now(engine, demand):
+            roomy.append(engine)
             if len(roomy) == count:
                 break
         elif len(full) < count:
-            full.append(worker)
+            full.append(engine)
     return roomy or full
+
+
+def has_room_now(engine: Engine, demand: Demand) -> bool:
+    """As `has_room`, from what has been computed already."""
+    return demand.num_tokens <= engine.free_tokens and demand.num_choices <= engine.free_seqs
+
+
+def _fits(engine: Engine, demand: Demand) -> bool:
+    """As `can_own` and `same_kind` within a group."""
+    if max(demand.num_tokens, demand.max_total_tokens) > engine.view.max_context or demand.num_tokens > engine.largest:
+        return False
+    if demand.kind is not None and engine.view.kind != demand.kind:
+        return False
+    return demand.num_choices <= engine.view.max_num_seqs and engine.key not in demand.excluded_decode

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -32,12 +32,49 @@ async def wait_at_most(event: asyncio.Event, timeout_s: float) -> bool:
     return event.is_set()
 
 
-async def unless(event: asyncio.Event, work: Coroutine[object, object, T]) -> T | None:
-    """The result of `work`; None when `event` was set before, and then `work` is cancelled."""
-    working, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
-    try:
-        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        working.cancel()
-        waiting.cancel()
+class Signal(asyncio.Event):
+    """An event that can call back: waiting for it beside some other work needs no task of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._callbacks: set[Callable[[], object]] = set()
+
+    def set(self) -> None:
+        """Wake who waits, call who asked for it."""
+        super().set()
+        callbacks, self._callbacks = self._callbacks, set()
+        for callback in callbacks:
+            callback()
+
+    @contextlib.contextmanager
+    def calling(self, callback: Callable[[], object]) -> Iterator[None]:
+        """`callback` is called when the signal is set within the block."""
+        self._callbacks.add(callback)
+        try:
+            yield
+        finally:
+            self._callbacks.discard(callback)
+
+
+async def unless(signal: Signal, work: Coroutine[object, object, T]) -> T | None:
+    """The result of `work`; None when `signal` was set before, and then `work` is cancelled.
+
+    As `asyncio.timeout` does, it cancels the task that waits here and takes the cancellation back: two of these stand on the way
+    of each request, and tasks for both sides cost more than the rest of it.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    if signal.is_set():
+        work.close()
+        return None
+    cancelled_before, cancels = task.cancelling(), list[bool]()
+    with signal.calling(lambda: cancels.append(task.cancel())):
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if cancels and task.cancelling() == cancelled_before + 1:  # nobody else wants it to end
+                return None
+            raise
+        finally:
+            if cancels:
+                task.uncancel()

@@ -66,12 +66,6 @@ class Core:
         return model.max_context if largest is None else min(model.max_context, largest)
 
 
-def _policy(config: RouterConfig, overheads: Overheads) -> Policy:
-    if config.policy == "predict":
-        return PredictPolicy(overheads, local_prefill_tokens=config.local_prefill_tokens)
-    return PreferencePolicy(preference(config.policy), config.local_prefill_tokens)
-
-
 def _settings(config: RouterConfig) -> AdmissionSettings:
     return AdmissionSettings(
         max_inflight=config.max_inflight,
@@ -80,6 +74,12 @@ def _settings(config: RouterConfig) -> AdmissionSettings:
         hold_timeout_s=config.hold_timeout_s,
         aging_s=config.aging_s,
     )
+
+
+def _policy(config: RouterConfig, overheads: Overheads) -> Policy:
+    if config.policy == "predict":
+        return PredictPolicy(overheads, local_prefill_tokens=config.local_prefill_tokens)
+    return PreferencePolicy(preference(config.policy), config.local_prefill_tokens)
 
 
 def time_left_s(deadline: float | None) -> float | None:

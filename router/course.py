@@ -8,9 +8,9 @@ leg lost ─► place again, with prompt + what was emitted: indexes go on, toke
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from protos.v1 import common_pb2, prefill_pb2
+from protos.v1 import common_pb2, mesh_pb2, prefill_pb2
 from router.book import Book, Span
 from router.core import Core
 from router.decode_leg import DecodeLeg, LegLost
@@ -26,6 +26,7 @@ from runtime.errors import DeadlineExceeded, FailedPrecondition, MeshError, Unav
 OUTCOME_GRACE_S = 1.0
 """How long a Prefill call may still report its hand-off when every choice has ended already."""
 
+Render = Callable[[Span], mesh_pb2.GenerateResponse | None]
 logger = logging.getLogger(__name__)
 
 
@@ -35,8 +36,8 @@ class Course:
     `is_winding_up`: workers have finished every choice; what is left to do ends by itself, soon.
     """
 
-    def __init__(self, core: Core, job: Job, book: Book, timings: RequestTimings) -> None:
-        self.outbox = Outbox(core.config.max_buffered_tokens)
+    def __init__(self, core: Core, job: Job, book: Book, timings: RequestTimings, render: Render) -> None:
+        self.outbox = Outbox(core.config.max_buffered_tokens, render)
         self.is_winding_up = False
         self._core = core
         self._job = job
@@ -82,6 +83,7 @@ class Course:
         placed = await self._placer.place(need)
         try:
             await self._serve(placed, need)
+            placed.finished()
         except LegLost as loss:
             self._note_loss(placed.leg, loss)
         finally:

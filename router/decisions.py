@@ -55,6 +55,11 @@ class Decisions:
     def __len__(self) -> int:
         return len(self._ring)
 
+    @property
+    def capacity(self) -> int:
+        """How many are kept."""
+        return self._ring.maxlen or 0
+
     def record(self, decision: Decision) -> None:
         """Keep it, instead of the oldest."""
         self._ring.append(decision)

@@ -66,6 +66,7 @@ class DecodeLeg:
         self._job = job
         self._sink = sink
         self._timings = timings
+        self._wants_logprobs = job.sampling.HasField("logprobs")
         self._waits_for_first = False
         self._held: list[Span] = []
         self._submitting = False
@@ -143,7 +144,8 @@ class DecodeLeg:
         if output.finish_reason:
             self._unfinished.discard(output.choice)
         self.started = True
-        span = Span(output.choice, output.first_index, list(output.token_ids), output.logprobs, output.finish_reason)
+        logprobs = output.logprobs if self._wants_logprobs else ()
+        span = Span(output.choice, output.first_index, output.token_ids[:], logprobs, output.finish_reason)
         if self._waits_for_first:
             self._hold_back(span)
         else:

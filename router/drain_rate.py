@@ -16,7 +16,7 @@ def retry_delay_s(seconds: float | None) -> float:
 
 
 class BusyClock:
-    """Seconds in which somebody needed a place. What comes free while nobody does says nothing about how fast it could."""
+    """Seconds in which somebody needed a place. What comes free meanwhile says how fast it can, an idle hour says nothing."""
 
     def __init__(self) -> None:
         self.now = 0.0

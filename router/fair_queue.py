@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from router.applicant import Ticket, TicketState
+from router.foresight import Outlook
 
 MAX_IDLE_FLOWS = 1024
 
@@ -26,6 +27,7 @@ class Flow:
     num_bytes: int = 0
     cost: float = 0.0
     parked: bool = False  # waits for something of its own, not for its turn
+    outlook: Outlook = field(default_factory=Outlook)
     load: float = 0.0  # what it holds of the room, for its weight
 
     def head(self) -> Ticket | None:
@@ -82,6 +84,11 @@ class FairQueue:
             self.weight += weight - flow.weight
         flow.weight = weight
         return flow
+
+    def outlook(self, tenant: str) -> Outlook:
+        """Whether the tenant is being refused at present; of one that is not known, not."""
+        flow = self._flows.get(tenant)
+        return Outlook() if flow is None else flow.outlook
 
     def push(self, ticket: Ticket, weight: float) -> None:
         """Wait behind the tenant's own."""

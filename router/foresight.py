@@ -13,10 +13,12 @@ from router.forecast import Forecast
 
 MAX_AHEAD_S = 0.25
 """Work that workers are given in advance. More waits here, where it can still be ordered by rank and tenant."""
+ALWAYS_AHEAD_S = 0.1
+"""A long prompt that would be more than that by itself is given to a worker that has no more than this to do."""
 SAFETY = 0.95
 """A forecast is no promise: who would meet its objective only just is taken to miss it."""
 REOPEN = 0.8
-"""Once a lane refuses, the next one is taken only with so much to spare; else the gate would flutter with each report."""
+"""Once a tenant is refused, its next one is taken only with so much to spare; else the gate would flutter with each report."""
 BATCH_ROOM = 0.8
 """Batch leaves so much of the objectives of others untouched."""
 
@@ -34,7 +36,8 @@ def way(applicant: Applicant, forecast: Forecast | None, *, others_above: bool, 
     of those who were let in and are on their way: the forecast cannot know of them."""
     if forecast is None:
         return Way.OPEN
-    if not forecast.has_room or forecast.ahead_s + transit_s > MAX_AHEAD_S:
+    ahead_s = forecast.ahead_s + transit_s
+    if not forecast.has_room or (ahead_s > ALWAYS_AHEAD_S and ahead_s + alone_s(forecast) > MAX_AHEAD_S):
         return Way.SATURATED
     if applicant.tpot_s is not None and forecast.tpot_s > applicant.tpot_s:
         return Way.OWN
@@ -57,7 +60,7 @@ def alone_s(forecast: Forecast) -> float:
 
 @dataclass
 class Outlook:
-    """One lane and rank: whether it refuses for its objective at present."""
+    """One tenant's, in one lane and rank: whether it is refused for its objective at present."""
 
     refusing: bool = False
 

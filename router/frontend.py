@@ -11,14 +11,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 
 from protos.v1 import mesh_pb2
-from router import status
+from router import explain, status
 from router.core import Core
 from router.job import Job
 from router.jobs import Jobs
 from router.objectives import ModelObjective
 from router.request import Request
 from router.timings import RequestTimings, now_ns
-from runtime.errors import Unavailable
+from runtime.errors import InvalidArgument, Unavailable
 
 LAST_WORDS_S = 2.0
 
@@ -60,6 +60,19 @@ class Frontend:
     def status(self) -> mesh_pb2.GetStatusResponse:
         """This router's view of the mesh."""
         return status.status(self.core, self._objectives, registry_connected=self._registry_connected())
+
+    async def explain(self, request: mesh_pb2.ExplainRequest) -> mesh_pb2.ExplainResponse:
+        """Why requests went where they went. Raises MeshError."""
+        what = request.WhichOneof("what")
+        if what == "request_id":
+            return explain.of_request(self.core, request.request_id)
+        if what == "latest":
+            return explain.latest(self.core, request.latest)
+        if what == "generate":
+            return explain.dry_run(self.core, await self._jobs.from_generate(request.generate, None))
+        if what == "chat":
+            return explain.dry_run(self.core, await self._jobs.from_chat(request.chat, None))
+        raise InvalidArgument("what", "what: name one of request_id, generate, chat, latest")
 
     @property
     def is_ready(self) -> bool:

@@ -1,6 +1,7 @@
 """The router process: wires the parts together, serves, drains."""
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -15,6 +16,7 @@ from router.config import RouterConfig
 from router.core import Core
 from router.decode_link import LinkSettings
 from router.fleet import Fleet
+from router.forecaster import PolicyForecaster
 from router.frontend import Frontend
 from router.kserve.service import SERVICE_NAME as KSERVE
 from router.kserve.service import InferenceService
@@ -35,6 +37,7 @@ from runtime.tls import open_tls
 
 SERVICE_NAME = "pdmesh.v1.Mesh"
 BACKGROUND_GRACE_S = 3.0
+YOUNG_OBJECTS = 20_000
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ class Router:
         self.tenants = Tenants(config.tenants)
         models = served_model.load(config.model_folders())
         self.core = Core.build(config, router_id, models, fleet, goals, tenants=self.tenants)
+        self.core.forecaster = PolicyForecaster(self.core)
         self.registry = Registry(config.redis, config.mesh) if config.redis else None
         self.shared: SharedState | None = None
         if config.redis:
@@ -142,10 +146,20 @@ def _callers(config: RouterConfig) -> Callers:
     return "certified" if config.tls_client_auth == "require" else "any"
 
 
+def spare_collector() -> None:
+    """Keep the garbage collector off what lives as long as the process, and off each hundred objects of a request.
+
+    The defaults walk all that was imported, for tens of milliseconds, whenever a quarter as much was allocated again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, 20, 20)
+
+
 async def serve(config: RouterConfig, life: process.Lifecycle) -> None:
     """A router until the process is to stop."""
     router = Router(config)
     address = await router.start()
+    spare_collector()
     life.ready(address, router_id=router.core.router_id, http_url=router.http.url if router.http is not None else "")
     try:
         await life.wait_for_stop()

@@ -62,14 +62,15 @@ class PreferencePolicy:
             return nobody(kind, demand)
         candidates = [Candidate(w, None, self._preference.decode_cost(w, demand), has_room(w, demand)) for w in owners]
         decode = min(candidates, key=lambda candidate: candidate.order).decode
-        placement = self._with_prefill(decode, kind, demand)
-        if isinstance(placement, Placement):
-            self._preference.placed(placement.decode, placement.prefill)
-        return placement
+        return self._with_prefill(decode, kind, demand)
 
     def choose_prefill(self, roster: Roster, decode: WorkerView, demand: Demand, now: float) -> WorkerView | None:
         """The one that fits `decode` and is preferred."""
         return self._prefill(decode, list(roster.views()), demand)
+
+    def placed(self, decode: WorkerView, prefill: WorkerView | None) -> None:
+        """What it chose is being done."""
+        self._preference.placed(decode, prefill)
 
     def _with_prefill(self, decode: WorkerView, kind: Sequence[WorkerView], demand: Demand) -> Placement | NoPlacement:
         if demand.mode is Mode.LOCAL:

@@ -27,11 +27,12 @@ class Output:
         self._texts = [ChoiceText(self._tokenizer, job.stop, self._ending) for _ in range(job.num_choices)]
         self._counts = [0] * job.num_choices
         self._finished = [False] * job.num_choices
+        self._num_unfinished = job.num_choices
 
     @property
     def done(self) -> bool:
         """Every choice has had its last delta."""
-        return all(self._finished)
+        return not self._num_unfinished
 
     @property
     def num_tokens(self) -> int:
@@ -51,11 +52,14 @@ class Output:
         choice = span.choice
         if self._finished[choice]:
             return None
-        text, num_pushed, matched = self._push(choice, span.token_ids)
+        token_ids = span.token_ids
+        text, num_pushed, matched = self._push(choice, token_ids)
         response = mesh_pb2.GenerateResponse()
         delta = response.delta
-        delta.choice, delta.first_index, delta.text = choice, span.first_index, text
-        delta.token_ids.extend(span.token_ids[:num_pushed])
+        delta.first_index, delta.text = span.first_index, text
+        if choice:  # 0 need not be said
+            delta.choice = choice
+        delta.token_ids.extend(token_ids if num_pushed == len(token_ids) else token_ids[:num_pushed])
         self._counts[choice] += num_pushed
         if matched is not None:
             self._end_by_string(delta, matched)
@@ -68,6 +72,9 @@ class Output:
     def _push(self, choice: int, token_ids: Sequence[int]) -> tuple[str, int, str | None]:
         """(text, number of tokens taken, stop string that the last of them completed)."""
         push = self._texts[choice].push
+        if len(token_ids) == 1:
+            piece, matched = push(token_ids[0])
+            return piece, 1, matched
         pieces = []
         for number, token_id in enumerate(token_ids, start=1):
             piece, matched = push(token_id)
@@ -85,13 +92,17 @@ class Output:
         delta.finish_reason = reason
         if reason == common_pb2.FINISH_REASON_STOP and last in self._ending and last is not None:
             delta.stop_reason = self._tokenizer.token_text(last)
-        self._finished[delta.choice] = True
+        self._finish(delta.choice)
 
     def _end_by_string(self, delta: mesh_pb2.Delta, matched: str) -> None:
         delta.finish_reason = common_pb2.FINISH_REASON_STOP
         delta.stop_reason = matched
-        self._finished[delta.choice] = True
+        self._finish(delta.choice)
         self._book.stop(delta.choice, self._counts[delta.choice])
+
+    def _finish(self, choice: int) -> None:
+        self._num_unfinished -= not self._finished[choice]
+        self._finished[choice] = True
 
     def _add_logprobs(self, delta: mesh_pb2.Delta, logprobs: Sequence[common_pb2.Logprobs]) -> None:
         token_text = self._tokenizer.token_text
@@ -111,7 +122,7 @@ class Output:
             )
         self._counts[choice] = len(tokens)
         if emitted.finish_reason:
-            self._finished[choice] = True
+            self._finish(choice)
             return None
         return self._replay_end(choice, tokens, matched, ends_at is not None)
 

@@ -32,11 +32,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Placed:
-    """A reservation on a decode worker, and who is to fill it: None if decode itself does."""
+    """A reservation on a decode worker, and who is to fill it: None if decode itself does. `sent` counts as decode's load."""
 
     leg: DecodeLeg
     reservation: common_pb2.Reservation
     prefill: PrefillTarget | None
+    sent: Dispatched
+
+    def finished(self) -> None:
+        """The worker has generated everything: its next report may not know yet."""
+        self.leg.worker.released(self.sent, time.monotonic())
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,7 @@ class Placer:
         choice = policy.choose(roster, demand, time.monotonic())
         need.timings.routed(began_ns)
         if isinstance(choice, Placement):
+            policy.placed(choice.decode, choice.prefill)
             made_ns = timings.now_ns()
             need.timings.decision = Decision(
                 request_id=need.job.request_id,
@@ -197,7 +203,7 @@ class Placer:
         if prefill is None:
             self.remember(need.job, (decode[1],))
         logger.debug("%s attempt %d: %s", leg.wire_id, leg.attempt, choice.reason or choice.mode.name)
-        return Placed(leg, reservation, prefill)
+        return Placed(leg, reservation, prefill, sent)
 
     def _prefill_target(self, view: WorkerView | None, demand: Demand) -> PrefillTarget | None:
         """The process behind a view, with this prompt counted as its load; None if it has gone since."""

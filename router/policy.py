@@ -22,15 +22,14 @@ from router.candidates import (
     NoPlacement,
     Placement,
     can_fill,
-    can_own,
     compatible,
     first,
-    has_room,
+    has_room_now,
     no_partner,
     nobody,
 )
 from router.overheads import Overheads
-from router.prediction import Engine, Goals, OutputSide, Prediction, PromptSide
+from router.prediction import Engine, Goals, OutputSide, Prediction, PromptSide, miss
 from router.roster import Group, Ranking, Roster
 from router.views import Mode, WorkerView
 
@@ -51,6 +50,9 @@ class Policy(Protocol):
     def choose_prefill(self, roster: Roster, decode: WorkerView, demand: Demand, now: float) -> WorkerView | None:
         """Another prefill worker for a request that `decode` has reserved already; None without one."""
 
+    def placed(self, decode: WorkerView, prefill: WorkerView | None) -> None:
+        """What it chose is being done."""
+
 
 class PredictPolicy:
     """The least predicted cost. Fewer uncached tokens than `local_prefill_tokens` are never worth a hand-off."""
@@ -65,25 +67,28 @@ class PredictPolicy:
     def choose(self, roster: Roster, demand: Demand, now: float) -> Placement | NoPlacement:
         """As `Policy` says; equal snapshots get equal answers."""
         candidates: list[Candidate] = []
-        owners: list[WorkerView] = []
+        owners: list[Engine] = []
         for group in roster.groups(demand.model, demand.kind):
-            look = _Look(group, demand, now, self._overheads)
-            decodes = self._owners(group, demand)
-            owners += decodes
-            candidates += self._candidates(look, decodes)
+            could, found = self._look(group, demand, now)
+            owners += could
+            candidates += found
         if not owners:
             return nobody(roster.views(), demand)
         if not candidates:
-            return self._look_everywhere(roster, demand, now) or no_partner(owners)
+            return self._look_everywhere(roster, demand, now) or no_partner(owner.view for owner in owners)
         best = min(candidates, key=_order)
         return Placement(best.decode, best.prefill, "", candidates)
 
     def choose_prefill(self, roster: Roster, decode: WorkerView, demand: Demand, now: float) -> WorkerView | None:
         """The cheapest pair with this decode worker."""
         group = roster.group_of(decode)
-        look = _Look(group, demand, now, self._overheads)
-        candidates = look.remote([decode], self._fillers(group, demand, [decode]))
+        owner = group.engines[decode.address]
+        look = _Look(group, demand, now, self._overheads, self._shortlist)
+        candidates = look.remote([owner], self._fillers(group, demand, [owner]))
         return min(candidates, key=_order).prefill if candidates else None
+
+    def placed(self, decode: WorkerView, prefill: WorkerView | None) -> None:
+        """It remembers nothing: the views do."""
 
     def _look_everywhere(self, roster: Roster, demand: Demand, now: float) -> Placement | NoPlacement | None:
         """REMOTE was asked for, and nobody on the shortlists reaches anybody: None if everybody was on them."""
@@ -92,42 +97,40 @@ class PredictPolicy:
         thorough = PredictPolicy(self._overheads, local_prefill_tokens=0, shortlist=len(roster))
         return thorough.choose(roster, demand, now)
 
-    def _candidates(self, look: "_Look", decodes: list[WorkerView]) -> list[Candidate]:
-        mode, demand = look.demand.mode, look.demand
-        remote: list[Candidate] = []
-        if mode is not Mode.LOCAL:
-            long_enough = [d for d in decodes if mode is Mode.REMOTE or demand.uncached(d) >= self._local_prefill_tokens]
-            remote = look.remote(long_enough, self._fillers(look.group, demand, long_enough)) if long_enough else []
-        return remote if mode is Mode.REMOTE else look.local(decodes) + remote
+    def _look(self, group: Group, demand: Demand, now: float) -> tuple[list[Engine], list[Candidate]]:
+        """The workers that could own the request, and the candidates among them."""
+        look = _Look(group, demand, now, self._overheads, self._shortlist)
+        holders = [engine for engine in self._holders(group, demand, group.owners) if engine.view.decode]
+        owners = _together(first(_engines(group, group.owners), demand, self._shortlist), first(holders, demand, self._shortlist))
+        if demand.mode is Mode.REMOTE:
+            return owners, look.remote(owners, self._fillers(group, demand, owners))
+        wholes = _together(first(_engines(group, group.wholes), demand, self._shortlist), owners)
+        candidates = look.local(wholes)
+        long = [o for o in owners if demand.uncached(o.view) >= self._local_prefill_tokens] if demand.mode is None else []
+        if long:
+            candidates += look.remote(long, self._fillers(group, demand, long))
+        return wholes, candidates
 
-    def _owners(self, group: Group, demand: Demand) -> list[WorkerView]:
-        rankings = (group.owners,) if demand.mode is Mode.REMOTE else (group.owners, group.wholes)
-        found = {view.address: view for ranking in rankings for view in first(_views(group, ranking), demand, self._shortlist)}
-        for view in self._holders(group, demand, group.owners):
-            if can_own(view, demand) and demand.kind in (None, view.kind):
-                found.setdefault(view.address, view)
-        return list(found.values())
-
-    def _fillers(self, group: Group, demand: Demand, decodes: Sequence[WorkerView]) -> list[WorkerView]:
-        def fits(view: WorkerView) -> bool:
-            return can_fill(view, demand) and any(compatible(view, decode) for decode in decodes)
+    def _fillers(self, group: Group, demand: Demand, decodes: Sequence[Engine]) -> list[Engine]:
+        def fits(engine: Engine) -> bool:
+            view = engine.view
+            return can_fill(view, demand) and any(compatible(view, decode.view) for decode in decodes)
 
         # One more than asked for: with both roles, the best of them may be the best decode worker itself.
-        best = islice(filter(fits, _views(group, group.fillers)), self._shortlist + 1)
-        found = {view.address: view for view in best}
-        for view in filter(fits, self._holders(group, demand, group.fillers)):
-            found.setdefault(view.address, view)
-        return list(found.values())
+        best = islice(filter(fits, _engines(group, group.fillers)), self._shortlist + 1)
+        return _together(list(best), list(filter(fits, self._holders(group, demand, group.fillers))))
 
-    def _holders(self, group: Group, demand: Demand, ranking: Ranking) -> list[WorkerView]:
+    def _holders(self, group: Group, demand: Demand, ranking: Ranking) -> list[Engine]:
         """Workers with the most of the prompt."""
         cached = demand.cached_tokens
+        if not cached:
+            return []
         if len(cached) <= MAX_HOLDERS:
-            engines = (group.engines.get(address) for address, _ in cached)
-            views = [engine.view for engine in engines if engine is not None and engine.view.key in cached]
+            known = (group.engines.get(address) for address, _ in cached)
+            engines = [engine for engine in known if engine is not None and engine.key in cached]
         else:
-            views = [view for view in islice(_views(group, ranking), MAX_HOLDERS) if view.key in cached]
-        return heapq.nlargest(self._shortlist, views, key=lambda view: (cached[view.key], view.address))
+            engines = [engine for engine in islice(_engines(group, ranking), MAX_HOLDERS) if engine.key in cached]
+        return heapq.nlargest(self._shortlist, engines, key=lambda engine: (cached[engine.key], engine.view.address))
 
 
 @dataclass(slots=True)
@@ -138,31 +141,41 @@ class _Look:
     demand: Demand
     now: float
     overheads: Overheads
+    count: int
 
-    def local(self, decodes: Iterable[WorkerView]) -> list[Candidate]:
+    def local(self, decodes: Iterable[Engine]) -> list[Candidate]:
         """Each of them by itself."""
         goals, expected = self._goals(), self.demand.expected_tokens
         found = []
-        for view in decodes:
-            engine = self.group.engines[view.address]
-            over = self.overheads.between(None, view)
+        for engine in decodes:
+            over = self.overheads.between(None, engine.view)
             predicted = prediction.local(self._prompt_side(engine), self._output_side(engine), over, expected, goals)
-            found.append(self._candidate(view, None, predicted))
+            found.append(self._candidate(engine, None, predicted))
         return found
 
-    def remote(self, decodes: Iterable[WorkerView], prefills: Iterable[WorkerView]) -> list[Candidate]:
-        """All pairs that can hand over. KV of another element type gives other tokens than decode's own: only where there is
-        nobody else."""
+    def remote(self, decodes: Iterable[Engine], prefills: Iterable[Engine]) -> list[Candidate]:
+        """Pairs of the best by what each side costs alone: together they cost little more than the sum.
+
+        KV of another element type gives other tokens than decode's own: only where there is nobody else."""
         goals, expected = self._goals(), self.demand.expected_tokens
-        prompts = [(view, self._prompt_side(self.group.engines[view.address])) for view in prefills]
+        prompts = [(engine, self._prompt_side(engine)) for engine in prefills]
+        prompts.sort(key=lambda pair: (_prompt_alone(pair[1], expected, goals) + pair[0].view.penalty_s, pair[0].view.address))
+        outputs = [(engine, self._output_side(engine)) for engine in decodes]
+        outputs.sort(
+            key=lambda pair: (
+                not has_room_now(pair[0], self.demand),
+                _alone(pair[1], expected, goals) + pair[0].view.penalty_s,
+                pair[0].view.address,
+            )
+        )
         found = []
-        for decode in decodes:
-            output = self._output_side(self.group.engines[decode.address])
-            partners = [(view, prompt) for view, prompt in prompts if compatible(view, decode)]
-            same = [pair for pair in partners if pair[0].layout.kv_dtype == decode.layout.kv_dtype]
-            for view, prompt in same or partners:
-                over = self.overheads.between(view, decode)
-                found.append(self._candidate(decode, view, prediction.remote(prompt, output, over, expected, goals)))
+        for decode, output in outputs[: self.count]:
+            partners = [pair for pair in prompts if compatible(pair[0].view, decode.view)]
+            kv_dtype = decode.view.layout.kv_dtype
+            same = [pair for pair in partners if pair[0].view.layout.kv_dtype == kv_dtype]
+            for engine, prompt in (same or partners)[: self.count]:
+                over = self.overheads.between(engine.view, decode.view)
+                found.append(self._candidate(decode, engine, prediction.remote(prompt, output, over, expected, goals)))
         return found
 
     def _goals(self) -> Goals:
@@ -170,16 +183,31 @@ class _Look:
 
     def _prompt_side(self, engine: Engine) -> PromptSide:
         demand = self.demand
-        return engine.prompt_side(demand.num_tokens, demand.cached_tokens.get(engine.view.key, 0), self.now)
+        return engine.prompt_side(demand.num_tokens, demand.cached_tokens.get(engine.key, 0), self.now)
 
     def _output_side(self, engine: Engine) -> OutputSide:
         demand = self.demand
-        return engine.output_side(demand.num_tokens, demand.num_choices, demand.expected_tokens, self.now)
+        num_cached = demand.cached_tokens.get(engine.key, 0)
+        return engine.output_side(demand.num_tokens, num_cached, demand.num_choices, demand.expected_tokens, self.now)
 
-    def _candidate(self, decode: WorkerView, prefill: WorkerView | None, predicted: Prediction) -> Candidate:
+    def _candidate(self, decode: Engine, prefill: Engine | None, predicted: Prediction) -> Candidate:
         cost = cost_s(predicted, self.demand.expected_tokens, self.group.pressure)
-        cost += decode.penalty_s + (0.0 if prefill is None else prefill.penalty_s)
-        return Candidate(decode, prefill, cost, has_room(decode, self.demand), predicted)
+        cost += decode.view.penalty_s + (0.0 if prefill is None else prefill.view.penalty_s)
+        filler = None if prefill is None else prefill.view
+        return Candidate(decode.view, filler, cost, has_room_now(decode, self.demand), predicted)
+
+
+def _prompt_alone(prompt: PromptSide, expected: float, goals: Goals) -> float:
+    """What computing the prompt costs, whoever owns it."""
+    step_s = prompt.step_s + prompt.own_s / max(1.0, expected)
+    misses = miss(prompt.compute_s, goals.ttft_s) + prompt.rows * miss(step_s, goals.running_tpot_s)
+    return prompt.compute_s + prompt.rows * prompt.own_s + MISS_PENALTY_S * misses
+
+
+def _alone(output: OutputSide, expected: float, goals: Goals) -> float:
+    """What owning the request costs, whoever computes the prompt."""
+    misses = miss(output.tpot_s, goals.tpot_s) + output.rows * miss(output.tpot_s, goals.running_tpot_s)
+    return output.queue_s + expected * (output.tpot_s + output.rows * output.row_s) + MISS_PENALTY_S * misses
 
 
 def cost_s(predicted: Prediction, expected_tokens: float, pressure: float) -> float:
@@ -192,6 +220,11 @@ def _order(candidate: Candidate) -> tuple[bool, float, bool, str, str]:
     return candidate.order
 
 
-def _views(group: Group, ranking: Ranking) -> Iterator[WorkerView]:
+def _engines(group: Group, ranking: Ranking) -> Iterator[Engine]:
     engines = group.engines
-    return (engines[address].view for address in ranking)
+    return (engines[address] for _, address in ranking.entries)
+
+
+def _together(some: Sequence[Engine], more: Sequence[Engine]) -> list[Engine]:
+    """Each once."""
+    return list({engine.key: engine for engine in (*some, *more)}.values())

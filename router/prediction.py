@@ -8,8 +8,6 @@ A worker computes prompts in the order in which they come, in chunks that share 
 Prompts in the queue come first; what the worker has done of them since its report is estimated from the report's age.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from planning.latency_model import LatencyModel, prefill_context
@@ -45,102 +43,95 @@ class Overhead(NamedTuple):
 
 
 class PromptSide(NamedTuple):
-    """What computing the prompt on one worker means. `rows` decode there and lose `own_s` each."""
+    """What computing the prompt on one worker means. `rows` decode there and lose `own_s` each; `fixed_s` of all its steps."""
 
     ahead_s: float
     compute_s: float
     own_s: float
     rows: int
     step_s: float
-    num_steps: int
     fixed_s: float
 
 
 class OutputSide(NamedTuple):
-    """What owning the request means: `tpot_s` of its own, `row_s` that it adds to every step of `rows` others."""
+    """What owning the request means: `tpot_s` of its own, `row_s` that it adds to every step of `rows` others.
+
+    `missing`: the share of the prompt whose KV would have to come from elsewhere."""
 
     tpot_s: float
     row_s: float
     rows: int
     queue_s: float
+    missing: float = 1.0
 
 
-@dataclass(frozen=True)
 class Engine:
-    """A worker with the model of its speed: numbers that every prediction about it needs, computed once."""
+    """A worker with the model of its speed: numbers that every prediction about it needs, computed once for each view.
 
-    view: WorkerView
-    model: LatencyModel
+    `rows` sequences get a token in every step of now, `rows_soon` with those about to decode; `step_s` is a step of the former
+    alone, `chunk` what fits into one beside them. `free_tokens` and `free_seqs` are room, `largest` what it could ever hold.
+    """
 
-    @cached_property
-    def rows(self) -> int:
-        """Sequences that get a token in every step of now."""
-        return self.view.num_decoding
+    __slots__ = (
+        "chunk", "context_soon", "dispatched_s", "free_seqs", "free_tokens", "key", "largest", "model", "reported_s", "rows",
+        "rows_soon", "step_s", "view",
+    )  # fmt: skip
 
-    @cached_property
-    def rows_soon(self) -> int:
-        """With those that are about to decode."""
-        return self.rows + self.view.num_starting + self.view.dispatched_decodes
+    def __init__(self, view: WorkerView, model: LatencyModel) -> None:
+        self.view, self.model, self.key = view, model, view.key
+        # What ended since the report counts below zero, and is no longer in a step.
+        self.rows = max(0, view.num_decoding + min(0, view.dispatched_decodes))
+        context = max(0, view.decode_context + min(0, view.dispatched_context))
+        starting = view.num_starting + max(0, view.dispatched_decodes)
+        self.rows_soon = self.rows + starting
+        # Who has not started is thought to be like those that have.
+        mean = context / self.rows if self.rows else 0.0
+        self.context_soon = context + view.num_starting * mean + max(0, view.dispatched_context)
+        self.step_s = model.decode_s(self.rows, context)
+        self.chunk = max(1, (view.max_num_batched_tokens or DEFAULT_CHUNK) - self.rows)
+        self.reported_s = self._queue_s(view.num_waiting_tokens, view.num_prefilling)
+        self.dispatched_s = self._queue_s(view.dispatched_tokens, view.dispatched_seqs)
+        self.free_tokens = (view.num_free_blocks - view.dispatched_blocks) * view.block_size
+        self.free_seqs = view.max_num_seqs - view.num_seqs - view.dispatched_seqs
+        self.largest = min(view.max_context, view.num_total_blocks * view.block_size)
 
-    @cached_property
-    def context_soon(self) -> float:
-        """Tokens that those attend to; who has not started is thought to be like those that have."""
-        mean = self.view.decode_context / self.rows if self.rows else 0.0
-        return self.view.decode_context + self.view.num_starting * mean + self.view.dispatched_context
-
-    @cached_property
-    def step_s(self) -> float:
-        """A step in which nothing but today's sequences get a token."""
-        return self.model.decode_s(self.rows, self.view.decode_context)
-
-    @cached_property
-    def chunk(self) -> int:
-        """Prompt tokens in a step."""
-        return max(1, (self.view.max_num_batched_tokens or DEFAULT_CHUNK) - self.rows)
-
-    @cached_property
-    def _reported_s(self) -> float:
-        prompts = max(1, self.view.num_prefilling)
-        return self._queue_s(self.view.num_waiting_tokens, self.view.num_waiting_tokens / prompts)
-
-    @cached_property
-    def _dispatched_s(self) -> float:
-        prompts = max(1, self.view.dispatched_seqs)
-        return self._queue_s(self.view.dispatched_tokens, self.view.dispatched_tokens / prompts)
-
-    def _queue_s(self, num_tokens: int, prompt_tokens: float) -> float:
-        """Prompts of `prompt_tokens` each, together `num_tokens`."""
-        work = num_tokens * (self.model.per_prefill_token_s + self.model.per_prefill_context_s * prompt_tokens / 2)
-        return work + self.step_s * num_tokens / self.chunk
+    def _queue_s(self, num_tokens: int, num_prompts: int) -> float:
+        """So many prompts of equal length, together `num_tokens`."""
+        if num_tokens == 0:
+            return 0.0
+        context = num_tokens * num_tokens / max(1, num_prompts) / 2
+        work_s = num_tokens * self.model.per_prefill_token_s + context * self.model.per_prefill_context_s
+        return work_s + self.step_s * num_tokens / self.chunk
 
     def ahead_s(self, now: float) -> float:
         """Until the prompts that are here already have been computed, with half a step that is under way."""
-        under_way = self.step_s / 2 if self.rows else 0.0
-        return max(0.0, self._reported_s - max(0.0, now - self.view.figures_at)) + self._dispatched_s + under_way
+        left_s = self.reported_s - max(0.0, now - self.view.figures_at) if self.reported_s else 0.0
+        return (left_s if left_s > 0 else 0.0) + self.dispatched_s + (self.step_s / 2 if self.rows else 0.0)
 
-    @cached_property
+    @property
     def busy(self) -> bool:
         """Has it anything to do?"""
         return self.rows_soon > 0 or self.view.tokens_ahead > 0
 
     def prompt_side(self, num_tokens: int, num_cached: int, now: float) -> PromptSide:
         """Computing a prompt of which `num_cached` tokens are there."""
-        first = min(num_cached, num_tokens - 1)
+        model, first = self.model, min(num_cached, num_tokens - 1)
         own = num_tokens - first
-        own_s = own * self.model.per_prefill_token_s + prefill_context(first, num_tokens) * self.model.per_prefill_context_s
+        own_s = own * model.per_prefill_token_s + prefill_context(first, num_tokens) * model.per_prefill_context_s
         num_steps = -(-own // self.chunk)
+        # With nobody beside it, a step still takes its fixed time: that is what step_s is then.
         ahead_s = self.ahead_s(now)
-        return PromptSide(
-            ahead_s, ahead_s + own_s + num_steps * self.step_s, own_s, self.rows, self.step_s, num_steps, self.model.fixed_s
-        )
+        compute_s = ahead_s + own_s + num_steps * self.step_s
+        return PromptSide(ahead_s, compute_s, own_s, self.rows, self.step_s, num_steps * model.fixed_s)
 
-    def output_side(self, num_tokens: int, num_choices: int, expected_tokens: float, now: float) -> OutputSide:
-        """Owning `num_choices` outputs of `expected_tokens` behind a prompt of `num_tokens`."""
+    def output_side(self, num_tokens: int, num_cached: int, num_choices: int, expected_tokens: float, now: float) -> OutputSide:
+        """Owning `num_choices` outputs of `expected_tokens` behind a prompt of `num_tokens`, of which `num_cached` are there."""
         model = self.model
         context = num_choices * (num_tokens + expected_tokens / 2)
         row_s = num_choices * model.per_sequence_s + context * model.per_context_token_s
         others_s = model.fixed_s + self.rows_soon * model.per_sequence_s + self.context_soon * model.per_context_token_s
-        return OutputSide(others_s + row_s, row_s, self.rows_soon, self.ahead_s(now))
+        missing = max(0.0, 1 - num_cached / num_tokens)
+        return OutputSide(others_s + row_s, row_s, self.rows_soon, self.ahead_s(now), missing)
 
 
 def miss(value_s: float, goal_s: float | None) -> float:
@@ -157,21 +148,21 @@ def local(prompt: PromptSide, output: OutputSide, over: Overhead, expected: floa
     delay_s = prompt.rows * prompt.own_s + output.rows * expected * output.row_s
     others_s = output.tpot_s + prompt.own_s / max(1.0, expected)
     misses = miss(ttft_s, goals.ttft_s) + miss(output.tpot_s, goals.tpot_s) + output.rows * miss(others_s, goals.running_tpot_s)
-    work_s = prompt.own_s + prompt.num_steps * prompt.fixed_s + expected * output.row_s
+    work_s = prompt.own_s + prompt.fixed_s + expected * output.row_s
     return Prediction(ttft_s, output.tpot_s + over.after_s / gaps, delay_s, work_s, prompt.ahead_s, misses)
 
 
 def remote(prompt: PromptSide, output: OutputSide, over: Overhead, expected: float, goals: "Goals") -> Prediction:
     """Another worker computes the prompt: only sequences that run there wait for it. Prompts in decode's own queue that last
     longer than the computation slow the request's first tokens."""
-    ttft_s = prompt.compute_s + over.before_s
+    ttft_s, after_s = prompt.compute_s + over.before_s, over.after_s * output.missing
     gaps = max(1.0, expected - 1)
-    tpot_s = output.tpot_s + (over.after_s + max(0.0, output.queue_s - prompt.own_s)) / gaps
+    tpot_s = output.tpot_s + (after_s + max(0.0, output.queue_s - prompt.own_s)) / gaps
     delay_s = prompt.rows * prompt.own_s + output.rows * expected * output.row_s
     elsewhere = prompt.rows * miss(prompt.step_s + prompt.own_s / max(1.0, expected), goals.running_tpot_s)
     misses = miss(ttft_s, goals.ttft_s) + miss(tpot_s, goals.tpot_s)
     misses += output.rows * miss(output.tpot_s, goals.running_tpot_s) + elsewhere
-    work_s = prompt.own_s + prompt.num_steps * prompt.fixed_s + expected * output.row_s + over.before_s + over.after_s
+    work_s = prompt.own_s + prompt.fixed_s + expected * output.row_s + over.before_s + after_s
     return Prediction(ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses)
 
 

@@ -28,7 +28,7 @@ class Request:
         self._timings = timings
         self._book = Book(job.num_choices, job.emitted)
         self._output = Output(job, self._book)
-        self._course = Course(core, job, self._book, timings)
+        self._course = Course(core, job, self._book, timings, self._output.render)
         self._ticket: Ticket | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -41,13 +41,12 @@ class Request:
             yield self._started()
             for message in ended:
                 yield message
-            take, render, handed = self._course.outbox.take, self._output.render, self._timings.handed
+            take, handed = self._course.outbox.take, self._timings.handed
             while not self._output.done:
-                for span in await take():
-                    rendered = render(span)
-                    if rendered is not None:
-                        handed(span.choice, len(rendered.delta.token_ids))
-                        yield rendered
+                for message in await take():
+                    delta = message.delta
+                    handed(delta.choice, len(delta.token_ids))
+                    yield message
             await self._settle()
             yield self._completed()
         finally:
@@ -101,8 +100,6 @@ class Request:
 
     def _completed(self) -> mesh_pb2.GenerateResponse:
         timings = self._timings.message()
-        for choice in range(self.job.num_choices):
-            self._core.output_lengths.observe(self.job.model.name, self.job.tenant, self._book.next_index(choice))
         usage = mesh_pb2.Usage(
             prompt_tokens=len(self.job.prompt),
             completion_tokens=self._output.num_tokens,

@@ -7,7 +7,7 @@ view changes: who would own a request most cheaply, who would do all of it, who 
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from planning.latency_model import LatencyModel
 from router.prediction import NEUTRAL, Engine
@@ -30,8 +30,10 @@ class Ranking:
     def __len__(self) -> int:
         return len(self._sorted)
 
-    def __iter__(self) -> Iterator[str]:
-        return (name for _, name in self._sorted)
+    @property
+    def entries(self) -> Sequence[tuple[float, str]]:
+        """(number, name), the least first."""
+        return self._sorted
 
     def put(self, name: str, rank: float) -> None:
         """Insert, or move."""
@@ -89,7 +91,7 @@ class Group:
     def _rank(self, engine: Engine) -> None:
         view, rows = engine.view, engine.rows
         prompt = engine.prompt_side(TYPICAL_PROMPT, 0, view.figures_at)
-        output = engine.output_side(TYPICAL_PROMPT, 1, TYPICAL_OUTPUT, view.figures_at)
+        output = engine.output_side(TYPICAL_PROMPT, 0, 1, TYPICAL_OUTPUT, view.figures_at)
         fill_s = view.penalty_s + prompt.compute_s + rows * prompt.own_s
         own_s = view.penalty_s + TYPICAL_OUTPUT * (output.tpot_s + output.rows * output.row_s)
         own_s += FULL_RANK_S if _is_full(view) else 0.0

@@ -9,7 +9,6 @@ from protos.v1 import mesh_pb2
 from protos.v1.mesh_pb2_grpc import MeshServicer
 from router import request_metadata
 from router.frontend import Frontend
-from runtime.errors import Unimplemented
 
 if TYPE_CHECKING:
     from protos.v1.mesh_pb2_grpc import _ServicerContext
@@ -41,4 +40,4 @@ class MeshService(MeshServicer):
         return self._frontend.status()
 
     async def Explain(self, request: mesh_pb2.ExplainRequest, context: _ServicerContext) -> mesh_pb2.ExplainResponse:
-        raise Unimplemented("this router does not explain its decisions")
+        return await self._frontend.explain(request)

@@ -65,7 +65,7 @@ class Turns:
         refusal = deadline_refusal(applicant, forecast, wait_s, now)
         if refusal is not None or not self._places.num_in_lane(applicant.lane, BATCH + 1):
             return refusal
-        return lane.outlooks[applicant.rank].refusal(applicant, forecast, wait_s, waited_s)
+        return lane.outlook(applicant).refusal(applicant, forecast, wait_s, waited_s)
 
     def note_latest_start(self, ticket: Ticket, forecast: Forecast | None) -> None:
         """When it will be too late for it. Without a forecast nobody is taken to be late."""

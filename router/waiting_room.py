@@ -76,7 +76,6 @@ class Lane:
 
     def __init__(self, now: float, max_queued: int, max_bytes: int) -> None:
         self.queues = {rank: FairQueue(1 / max(1, max_queued), 1 / max_bytes) for rank in RANKS}
-        self.outlooks = {rank: Outlook() for rank in RANKS}
         self.drain = DrainRate()
         self.clock = BusyClock()
         self.transit = Transit()
@@ -107,12 +106,17 @@ class Lane:
         """Does somebody wait for a turn whom a newcomer of `rank` must not pass?"""
         return any(self.queues[other].num_waiting and self.queues[other].head() for other in range(INTERACTIVE, rank + 1))
 
+    def outlook(self, applicant: Applicant) -> Outlook:
+        """Of its tenant: who floods does not close the gate to others."""
+        return self.queues[applicant.rank].outlook(applicant.tenant)
+
     def cost_ahead(self, applicant: Applicant, weight: float) -> float:
-        """Tokens that are served before a newcomer's: of higher ranks all, of its own what shares leave to others meanwhile."""
+        """Tokens that are served before a newcomer's: of higher ranks all; of its own its tenant's backlog, and what
+        others are given meanwhile."""
         queue = self.queues[applicant.rank]
         flow = queue.flow(applicant.tenant, weight)
         others = queue.weight - (flow.weight if flow.num_waiting else 0.0)
-        shared = (flow.cost + applicant.cost) * (others + weight) / weight - applicant.cost
+        shared = flow.cost * (others + weight) / weight
         return sum(self.queues[rank].cost for rank in range(INTERACTIVE, applicant.rank)) + min(queue.cost, shared)
 
 

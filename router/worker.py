@@ -11,6 +11,7 @@ import grpc.aio
 
 from protos.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router import worker_views
+from router.changes import Signal
 from router.decode_link import DecodeLink, LinkSettings
 from router.silence import Watchdog
 from router.views import WorkerView
@@ -31,7 +32,7 @@ class Incarnation:
     info: worker_pb2.WorkerInfo
     load: worker_pb2.LoadReport
     reported_at: float
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: Signal = field(default_factory=Signal)
 
 
 @dataclass(eq=False)
@@ -152,6 +153,10 @@ class Worker:
         if young or self._foreign:
             self._foreign = young
             self._view_changed()
+
+    def released(self, sent: Dispatched, now: float) -> None:
+        """What was sent has come to its end here, at `now` (monotonic seconds): a report may still contain it."""
+        self.dispatched(Dispatched(-sent.seqs, -sent.blocks, decodes=-sent.decodes, context=-sent.context, arrived_at=now))
 
     def done(self, sent: Dispatched) -> None:
         """The worker has no more work with what was sent, as its answer says; idempotent."""

@@ -1,5 +1,7 @@
 """From a worker's own messages to the value that the policy looks at."""
 
+from functools import lru_cache
+
 from kvtransfer.layouts import Layout
 from planning.latency_model import LatencyModel
 from protos.v1 import common_pb2, worker_pb2
@@ -29,9 +31,9 @@ def view_of(info: worker_pb2.WorkerInfo, load: worker_pb2.LoadReport, *, decode:
         model=info.identity.model,
         prefill=worker_pb2.ROLE_PREFILL in load.roles,
         decode=decode and worker_pb2.ROLE_DECODE in load.roles,
-        identity=identity_of(info.identity),
-        layout=Layout.of(info.layout),
-        transports=frozenset(info.transports),
+        identity=_identity(identity_of(info.identity)),
+        layout=_layout(Layout.of(info.layout)),
+        transports=_transports(tuple(info.transports)),
         host_id=info.host_id,
         block_size=info.layout.block_size,
         max_context=info.max_context,
@@ -71,6 +73,22 @@ def latency_of(load: worker_pb2.LoadReport) -> LatencyModel | None:
 def _used_tokens(info: worker_pb2.WorkerInfo, load: worker_pb2.LoadReport) -> int:
     """What the sequences of a worker that does not say may attend to, at most."""
     return (load.num_total_blocks - load.num_free_blocks) * info.layout.block_size if load.num_running else 0
+
+
+@lru_cache(maxsize=256)
+def _layout(layout: Layout) -> Layout:
+    """Equal ones as one object, as with the next two: comparing them then takes no time."""
+    return layout
+
+
+@lru_cache(maxsize=256)
+def _identity(identity: tuple[object, ...]) -> tuple[object, ...]:
+    return identity
+
+
+@lru_cache(maxsize=256)
+def _transports(names: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(names)
 
 
 def problem_of(info: worker_pb2.WorkerInfo) -> str | None:

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from types import AsyncGeneratorType
 from typing import NoReturn, TypeAlias, TypeVar, cast
 
 import grpc
@@ -90,26 +91,22 @@ def _streaming(behaviour: Behaviour) -> Callable[[object, Context], Awaitable[No
         try:
             _check_parsed(request)
             result = behaviour(request, context)
-            if not isinstance(result, AsyncGenerator):  # writes to the context itself, as the health service does
-                await result
+            if not isinstance(result, AsyncGeneratorType):  # writes to the context itself, as the health service does
+                await cast("Awaitable[object]", result)
                 return
             async with aclosing(result) as responses:
                 async for response in responses:
-                    await _write(response, context)
+                    try:  # here and not in a function of its own: this is the per-token path
+                        await context.write(response)
+                    except Exception:
+                        # A call that was just cancelled may refuse a message before its task is cancelled. That has to come
+                        # before the generator is closed: in the midst of its `finally` it would cut the cleaning up short.
+                        await asyncio.sleep(CANCEL_FOLLOWS_S)
+                        raise
         except BaseException as error:  # noqa: BLE001 - the boundary
             await _end(error, context)
 
     return call
-
-
-async def _write(response: object, context: Context) -> None:
-    try:
-        await context.write(response)
-    except Exception:
-        # A call that was just cancelled may refuse a message before its task is cancelled. That has to come before the generator
-        # is closed: in the midst of its `finally` it would cut the cleaning up short.
-        await asyncio.sleep(CANCEL_FOLLOWS_S)
-        raise
 
 
 def _check_parsed(request: object) -> None:

@@ -22,6 +22,7 @@ class ChoiceText:
     def __init__(self, tokenizer: DetokenizerSource, stop: Sequence[str] = (), silent_token_ids: Collection[int] = ()) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stop = StopChecker(stop)
+        self._can_stop = bool(stop)
         self._silent = frozenset(silent_token_ids)
 
     @property
@@ -33,7 +34,8 @@ class ChoiceText:
         """(text that may go out with this token, the stop string that it completed or None)."""
         if token_id in self._silent:
             return StopResult("", self._stop.matched)
-        return self._stop.push(self._detokenizer.push(token_id))
+        text = self._detokenizer.push(token_id)
+        return self._stop.push(text) if self._can_stop else StopResult(text, None)
 
     def finish(self) -> str:
         """What was held back, when the choice has ended; empty after a match."""

@@ -39,9 +39,15 @@ class ByteLevel:
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_between_characters = True
 
     def push(self, piece: str) -> Sequence[str]:
-        return (self._decoder.decode(byte_level_bytes(piece)),)
+        whole = byte_level_text(piece) if self._is_between_characters else None
+        if whole is not None:  # most tokens: looked up, with nothing to decode
+            return whole
+        text = self._decoder.decode(byte_level_bytes(piece))
+        self._is_between_characters = not self._decoder.getstate()[0]
+        return (text,)
 
     def flush(self) -> Sequence[str]:
         return (self._decoder.decode(b"", final=True),)
@@ -228,3 +234,12 @@ def byte_level_bytes(token: str) -> bytes:
         return bytes([BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:
         return token.encode()
+
+
+@lru_cache(maxsize=1 << 18)
+def byte_level_text(token: str) -> tuple[str] | None:
+    """The text of a byte-level token whose bytes are whole characters; None of any other."""
+    try:
+        return (byte_level_bytes(token).decode(),)
+    except UnicodeDecodeError:
+        return None

@@ -41,12 +41,16 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: DetokenizerSource) -> None:
         self._piece_of = tokenizer.piece
-        self._stream = PieceStream(tokenizer.decoder_stages())
+        stages = tokenizer.decoder_stages()
+        self._stream = PieceStream(stages)
+        self._only_stage = stages[0].push if len(stages) == 1 else None  # byte-level vocabularies: the per-token path
 
     def push(self, token_id: int) -> str:
         """Text that is certain after `token_id`; often empty in the middle of a character."""
         piece = self._piece_of(token_id)
-        return "" if piece is None else self._stream.push(piece)
+        if piece is None:
+            return ""
+        return self._stream.push(piece) if self._only_stage is None else "".join(self._only_stage(piece))
 
     def flush(self) -> str:
         """Text that was held back, at the end of the sequence; nothing may be pushed afterwards."""

@@ -26,6 +26,7 @@ class Tokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         decoder = backend.decoder
         self._stage_factories = parse_decoder(None if decoder is None else json.loads(decoder.__getstate__()))
+        self._pieces: dict[int, str] = {}  # asked for with every token of every stream
         self._token_texts: dict[int, str] = {}  # asked for again and again: 20 alternatives to each token, mostly the same few
 
     @classmethod
@@ -119,7 +120,13 @@ class Tokenizer:
 
     def piece(self, token_id: int) -> str | None:
         """The vocabulary's spelling of a token; None if it has no text: special or unknown."""
-        return None if token_id in self._special_ids else self._backend.id_to_token(token_id)
+        try:
+            return self._pieces[token_id]
+        except KeyError:
+            piece = None if token_id in self._special_ids else self._backend.id_to_token(token_id)
+            if piece is not None:  # so that ids outside of the vocabulary cannot fill it
+                self._pieces[token_id] = piece
+            return piece
 
     def decoder_stages(self) -> list[Stage]:
         """Fresh stages of the decoder, for one stream."""

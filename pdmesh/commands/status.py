@@ -78,6 +78,12 @@ def _router_lines(status: mesh_pb2.GetStatusResponse, colours: Palette) -> list[
         f"router {colours.bold(status.router_id)} · {status.num_inflight} of {status.max_inflight} requests in flight,"
         f" {status.num_queued} of {status.max_queued} queued · registry {registry}"
     ]
+    if status.prediction.num_requests:
+        seen = status.prediction
+        lines.append(
+            f"prediction error, median of {seen.num_requests} requests (the latest 512 count):"
+            f" TTFT {100 * seen.ttft_error:.0f} %, TPOT {100 * seen.tpot_error:.0f} %"
+        )
     if status.num_token_mismatches:
         lines.append(
             colours.bad(f"{status.num_token_mismatches} repeated indexes had another token: this is a bug, please report it")

@@ -25,7 +25,8 @@ _MAX_UINT32 = 0xFFFF_FFFF
 @dataclass(frozen=True)
 class GrpcSettings:
     """How requests are put. `resume_timeout_s`: how long the client looks for another router when one is lost.
-    `send_objectives`: a request names those of its class as its own. `prompt`: token ids, or words that the router tokenizes."""
+    `send_objectives`: a request names those of its class as its own. `prompt`: token ids, or words that the router tokenizes.
+    `mode`: "local" or "remote" for every request; empty: the router chooses."""
 
     model: str = ""
     vocab_size: int = 32_000
@@ -37,6 +38,7 @@ class GrpcSettings:
     tls: TlsConfig | None = None
     api_key: str = ""
     prompt: PromptKind = "tokens"
+    mode: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class GrpcTarget:
             priority=ask.traffic.priority,
             tenant=ask.traffic.tenant,
             **(_objectives(ask.objectives) if settings.send_objectives else {}),
+            **(GenerateOptions(mode=settings.mode) if settings.mode else {}),
         )
         return _Prepared(self._prompt(ask), options, ask.timeout_s)
 

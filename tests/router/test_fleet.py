@@ -139,6 +139,30 @@ async def test_a_dispatch_ends_with_the_workers_answer() -> None:
         await worker.kill()
 
 
+async def test_what_has_ended_is_gone_before_the_report_says_so() -> None:
+    worker = await StubWorker("d0", (DECODE,)).start()
+    load = worker.load()
+    load.num_running, load.num_free_blocks = 1, 900
+    worker.load = lambda: load  # type: ignore[method-assign]
+    async with running_fleet(worker.address) as fleet:
+        await eventually(fleet.ready)
+        known = fleet.workers[worker.address]
+        known.released(Dispatched(1, 10, decodes=1, context=160), time.monotonic() + 100)
+        (view,) = fleet.views()
+        assert (view.num_decoding, view.dispatched_decodes, view.dispatched_seqs, view.dispatched_blocks) == (1, -1, -1, -10)
+        engine = fleet.roster.get(worker.address)
+        assert engine is not None and engine.rows == engine.rows_soon == 0
+        await eventually(lambda: fleet.views()[0].dispatched_decodes == 0)
+        await worker.kill()
+
+
+async def test_a_report_of_later_than_the_arrival_contains_a_dispatch() -> None:
+    sent = Dispatched(tokens=160, arrived_at=5.0)
+    assert not sent.is_contained(4.9)
+    assert Dispatched(tokens=160, arrived_at=5.0).is_contained(5.1)
+    assert sent.is_contained(4.95)  # the second one in any case
+
+
 async def test_worker_that_says_nonsense_is_not_used() -> None:
     worker = await StubWorker("d0", (DECODE,)).start()
     wrong = worker_pb2.WorkerInfo(worker_id="d0")

@@ -67,6 +67,8 @@ def busy_mesh(sky: Sky, max_inflight: int = 10, max_queued: int = 10) -> Admissi
         (GOOD, PROMISED, Way.OPEN),
         (replace(GOOD, has_room=False), PROMISED, Way.SATURATED),
         (replace(GOOD, ahead_s=MAX_AHEAD_S * 1.01), PROMISED, Way.SATURATED),
+        (Forecast(2.2, 0.02, has_room=True, ahead_s=0.2), PROMISED, Way.SATURATED),
+        (Forecast(2.05, 0.02, has_room=True, ahead_s=0.05), PROMISED, Way.OPEN),  # a long prompt, and little to do before it
         (replace(GOOD, tpot_s=0.041), PROMISED, Way.OWN),
         (replace(GOOD, tpot_s=0.041), Applicant(), Way.OPEN),
         (replace(GOOD, tpot_s=0.033), Applicant(priority=BATCH, guard_tpot_s=0.04), Way.OWN),
@@ -143,9 +145,9 @@ def test_one_look_does_not_let_everybody_in() -> None:
     sky.forecast = replace(GOOD, has_room=False)
     crowd = [waiting(admission, applicant(sky, ttft_s=None)) for _ in range(9)]
     sky.forecast = GOOD
-    assert admission.look(0.1) == crowd[:3]  # 0.1 s each; more than MAX_AHEAD_S is held
-    assert admission.placed(crowd[0], 0.1) == crowd[3:4]
-    assert admission.look(10.0) == crowd[4:7]  # whoever is not placed by then waits for something else
+    assert admission.look(0.1) == crowd[:2]  # 0.1 s each; a third would be more than MAX_AHEAD_S
+    assert admission.placed(crowd[0], 0.1) == crowd[2:3]
+    assert admission.look(10.0) == crowd[3:5]  # whoever is not placed by then waits for something else
 
 
 def test_a_saturated_mesh_is_not_passed_but_an_own_objective_is() -> None:
@@ -223,7 +225,7 @@ def test_the_queue_at_its_present_rate_counts() -> None:
     answer = refused(admission, applicant(sky, ttft_s=0.3), now)  # two wait: 0.3 s, and its own 0.05
     assert answer.reason == "objective" and "in the queue" in answer.message
     assert isinstance(admission.ask(applicant(sky, INTERACTIVE, ttft_s=0.3), now), Ticket)  # it passes them
-    other = refused(admission, applicant(sky, ttft_s=0.1, tenant="other"), now)
+    other = refused(admission, applicant(sky, ttft_s=0.09, tenant="other"), now)
     assert "the queue alone" in other.message
 
 

@@ -1,6 +1,7 @@
 """Prefix memory, outbox, silence, room line, objectives, timings, configuration."""
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from protos.v1 import common_pb2, mesh_pb2
 from router import objectives
 from router.book import Span
-from router.changes import Changes, unless, wait_at_most
+from router.changes import Changes, Signal, unless, wait_at_most
 from router.config import RouterConfig
 from router.job import scoped_salt
 from router.outbox import Outbox
@@ -21,7 +22,6 @@ from router.silence import SilenceClock
 from router.timings import RequestTimings, now_ns
 from runtime.config import ConfigError, parse
 from runtime.errors import ResourceExhausted, Unavailable
-from tests.support.waiting import eventually
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 A, B = ("a:1", 1), ("b:1", 2)
@@ -66,8 +66,13 @@ def test_heads_of_prompts_outlive_their_tails() -> None:
     assert memory.match([1, 2, 3], always) == {A: 2}
 
 
+def itself(span: Span) -> Span:
+    """Renders nothing."""
+    return span
+
+
 async def test_outbox_merges_what_piles_up() -> None:
-    outbox = Outbox(max_tokens=100)
+    outbox = Outbox(100, itself)
     for span in (Span(0, 0, [1]), Span(0, 1, [2]), Span(1, 0, [9]), Span(0, 2, [3]), Span(0, 3, [4], finish_reason=LENGTH)):
         outbox.put(span)
     taken = [(span.choice, span.first_index, span.token_ids, span.finish_reason) for span in await outbox.take()]
@@ -75,7 +80,7 @@ async def test_outbox_merges_what_piles_up() -> None:
 
 
 async def test_outbox_overflow_drops_everything_and_says_why() -> None:
-    outbox = Outbox(max_tokens=3)
+    outbox = Outbox(3, itself)
     outbox.put(Span(0, 0, [1, 2, 3]))
     assert not outbox.failed
     outbox.put(Span(0, 3, [4]))
@@ -84,7 +89,7 @@ async def test_outbox_overflow_drops_everything_and_says_why() -> None:
 
 
 async def test_outbox_gives_what_it_has_before_the_error() -> None:
-    outbox = Outbox(max_tokens=3)
+    outbox = Outbox(3, itself)
     outbox.put(Span(0, 0, [1]))
     outbox.fail(Unavailable("going"))
     outbox.fail(ResourceExhausted("later"))
@@ -130,7 +135,7 @@ async def test_changes_are_not_missed() -> None:
 
 
 async def test_unless() -> None:
-    event, started, cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    event, started, cancelled = Signal(), asyncio.Event(), asyncio.Event()
 
     async def quick() -> int:
         return 7
@@ -149,7 +154,42 @@ async def test_unless() -> None:
     await started.wait()
     event.set()
     assert await waiting is None
-    await eventually(cancelled.is_set)
+    assert cancelled.is_set()
+    assert waiting.cancelling() == 0
+    assert await unless(event, endless()) is None
+
+
+@pytest.mark.parametrize("signal_too", [False, True])
+async def test_unless_is_cancelled_from_outside(signal_too: bool) -> None:
+    signal, started = Signal(), asyncio.Event()
+
+    async def endless() -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    waiting = asyncio.create_task(unless(signal, endless()))
+    await started.wait()
+    if signal_too:
+        signal.set()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_unless_leaves_no_cancellation_behind() -> None:
+    signal, started = Signal(), asyncio.Event()
+
+    async def stubborn() -> int:
+        started.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return 7
+
+    waiting = asyncio.create_task(unless(signal, stubborn()))
+    await started.wait()
+    signal.set()
+    assert await waiting == 7
+    assert waiting.cancelling() == 0
 
 
 def test_objectives(tmp_path: Path) -> None:
@@ -268,7 +308,7 @@ def test_tpot_is_that_of_the_slowest_choice() -> None:
 
 async def test_outbox_takes_what_comes_at_once_however_much() -> None:
     """A grammar forces it; the client has had no chance to read it."""
-    outbox = Outbox(max_tokens=3)
+    outbox = Outbox(3, itself)
     taking = asyncio.create_task(outbox.take())
     await asyncio.sleep(0)
     for choice in range(5):
@@ -278,3 +318,27 @@ async def test_outbox_takes_what_comes_at_once_however_much() -> None:
     assert not outbox.failed
     outbox.put(Span(0, 54, [6]))
     assert outbox.failed
+
+
+async def test_outbox_hands_an_error_of_rendering_to_its_own_client() -> None:
+    def broken(span: Span) -> Span:
+        raise RuntimeError("as planned")
+
+    outbox = Outbox(3, broken)
+    taking = asyncio.create_task(outbox.take())
+    await asyncio.sleep(0)
+    outbox.put(Span(0, 0, [1]))
+    with pytest.raises(RuntimeError, match="as planned"):
+        await taking
+
+
+async def test_outbox_goes_on_waiting_when_a_span_needs_no_message() -> None:
+    outbox = Outbox(3, lambda span: None if span.first_index == 0 else span)
+    taking = asyncio.create_task(outbox.take())
+    await asyncio.sleep(0)
+    outbox.put(Span(0, 0, [1]))
+    await asyncio.sleep(0)
+    assert not taking.done()
+    outbox.put(Span(0, 1, [2]))
+    outbox.put(Span(0, 2, [3]))
+    assert [span.first_index for span in await taking] == [1, 2]

@@ -1,0 +1,80 @@
+"""CPU time of a decision of the policy in a large fleet: `python -m benchmarks.policy_cost [NUM_WORKERS]` prints JSON lines.
+
+No process is started: views as reports would make them, one decision after another, each counted as load where it went.
+"""
+
+import json
+import random
+import sys
+import time
+from dataclasses import replace
+from statistics import quantiles
+
+from kvtransfer.layouts import Layout
+from planning.latency_model import LatencyModel
+from router.candidates import Demand, Placement
+from router.overheads import Overheads
+from router.policy import PredictPolicy
+from router.roster import Roster
+from router.views import WorkerView
+
+NUM_DECISIONS = 3000
+NUM_HOLDERS = 20
+IDENTITY, LAYOUT, TRANSPORTS = ("m", "hash"), Layout(16, "bfloat16"), frozenset({"tcp", "shm"})
+
+
+def view(number: int, draw: random.Random) -> WorkerView:
+    """A third prefill, a third decode, a third both; as loaded as chance has it."""
+    rows = draw.randrange(40) if number % 3 else 0
+    return WorkerView(
+        worker_id=f"w{number}",
+        address=f"10.0.{number >> 8}.{number & 255}:50051",
+        epoch=number,
+        model="m",
+        prefill=number % 3 != 1,
+        decode=number % 3 != 0,
+        identity=IDENTITY,
+        layout=LAYOUT,
+        transports=TRANSPORTS,
+        host_id=f"host{number // 8}",
+        block_size=16,
+        max_context=8192,
+        max_num_seqs=256,
+        num_total_blocks=10_000,
+        num_free_blocks=10_000 - 40 * rows,
+        num_seqs=rows,
+        num_waiting_tokens=draw.randrange(2000) if number % 3 != 1 else 0,
+        num_prefilling=1,
+        num_decoding=rows,
+        decode_context=500 * rows,
+        max_num_batched_tokens=2048,
+        latency=LatencyModel(5e-3, draw.uniform(2e-5, 3e-5), 1e-9, 1e-5, 1e-8, 1000),
+    )
+
+
+def main() -> None:
+    """Decisions and updates of views."""
+    num_workers = int(sys.argv[1]) if len(sys.argv) > 1 else 3000
+    draw = random.Random(0)
+    views = [view(number, draw) for number in range(num_workers)]
+    roster, policy = Roster(views), PredictPolicy(Overheads(), local_prefill_tokens=32)
+    decisions, updates = list[float](), list[float]()
+    for _ in range(NUM_DECISIONS):
+        cached = {views[number].key: 512 for number in draw.sample(range(num_workers), min(NUM_HOLDERS, num_workers))}
+        demand = replace(Demand("m", draw.randrange(64, 4000), max_total_tokens=4200), cached_tokens=cached, ttft_goal_s=0.5)
+        began = time.thread_time_ns()
+        choice = policy.choose(roster, demand, 0.0)
+        decisions.append((time.thread_time_ns() - began) / 1e3)
+        assert isinstance(choice, Placement)
+        busier = replace(choice.decode, dispatched_decodes=choice.decode.dispatched_decodes + 1)
+        began = time.thread_time_ns()
+        roster.put(busier.address, busier)
+        updates.append((time.thread_time_ns() - began) / 1e3)
+    for name, values in (("decision", decisions), ("update of a view", updates)):
+        cuts = quantiles(values, n=100)
+        figure = {"figure": name, "workers": num_workers, "p50_us": round(cuts[49], 1), "p99_us": round(cuts[98], 1)}
+        print(json.dumps(figure))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""`pdmesh explain`: the candidates that a request had, what was predicted for each, which was taken and why."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+
+from google.protobuf.json_format import MessageToDict
+
+from pdmesh.commands.options import Connection, flat
+from pdmesh.render import Palette, palette, table
+from protos.v1 import common_pb2, mesh_pb2
+
+_HEADERS = ("DECODE", "PREFILL", "TTFT", "TPOT", "DELAY", "CACHED", "COST", "NOTE")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Why did a request go there: pdmesh explain REQUEST_ID. Where would one go: pdmesh explain --prompt "Once upon a time"."""
+
+    request_id: str = field(default="", metadata={"help": "request that the router placed lately", "positional": True})
+    prompt: str = field(default="", metadata={"help": "where a request with this prompt would go now; nothing is computed"})
+    latest: int = field(default=0, metadata={"help": "the latest so many decisions; without anything else, one"})
+    model: str = field(default="", metadata={"help": "model of --prompt; empty while the mesh serves exactly one"})
+    max_tokens: int | None = field(default=None, metadata={"help": "of --prompt: most tokens to generate"})
+    slo_ttft_ms: int = field(default=0, metadata={"help": "of --prompt: its objective for the first token; 0: the model's"})
+    slo_tpot_ms: int = field(default=0, metadata={"help": "of --prompt: its objective for each further token; 0: the model's"})
+    json: bool = field(default=False, metadata={"help": "write JSON"})
+    connection: Connection = field(default_factory=Connection, metadata=flat())
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field."""
+        if self.latest < 0 or self.latest > 100:
+            raise ValueError("latest: must be between 1 and 100")
+        for name in ("slo_ttft_ms", "slo_tpot_ms"):
+            if not 0 <= getattr(self, name) < 2**32:
+                raise ValueError(f"{name}: must not be negative, nor above {2**32 - 1}")
+        if self.max_tokens is not None and not 1 <= self.max_tokens < 2**31:
+            raise ValueError("max_tokens: must be at least 1")
+        given = [name for name in ("request_id", "prompt", "latest") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{given[1]}: excludes {given[0]}; give one of them")
+
+
+def run(options: Options) -> int:
+    """0 when there was something to show."""
+    with options.connection.client() as client:
+        response = client.explain(_request(options), timeout=options.connection.timeout)
+    if options.json:
+        print(json.dumps(MessageToDict(response, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)))
+        return 0
+    colours = palette(sys.stdout)
+    shown = ["\n".join(decision_lines(decision, colours)) for decision in response.decisions]
+    print("\n\n".join(shown) or "this router has placed no request yet")
+    return 0
+
+
+def _request(options: Options) -> mesh_pb2.ExplainRequest:
+    if options.request_id:
+        return mesh_pb2.ExplainRequest(request_id=options.request_id)
+    if not options.prompt:
+        return mesh_pb2.ExplainRequest(latest=options.latest or 1)
+    generate = mesh_pb2.GenerateRequest(
+        model=options.model,
+        text=options.prompt,
+        sampling=common_pb2.SamplingParams(max_tokens=options.max_tokens),
+        options=mesh_pb2.RequestOptions(slo_ttft_ms=options.slo_ttft_ms, slo_tpot_ms=options.slo_tpot_ms),
+    )
+    return mesh_pb2.ExplainRequest(generate=generate)
+
+
+def decision_lines(decision: mesh_pb2.Decision, colours: Palette) -> list[str]:
+    """One decision as lines for the terminal."""
+    head = (
+        f"request {colours.bold(decision.request_id)} · {decision.num_tokens} tokens · policy {decision.policy}, which took"
+        f" {decision.decision_us:.0f} µs with {decision.num_workers} workers · {decision.age_ms / 1000:.1f} s ago"
+    )
+    lines = [head, decision.reason]
+    if decision.candidates:
+        names, *rows = table(_HEADERS, [_row(candidate) for candidate in decision.candidates])
+        chosen = [candidate.chosen for candidate in decision.candidates]
+        lines += [colours.bold(names)]
+        lines += [colours.good(row) if taken else row for row, taken in zip(rows, chosen, strict=True)]
+    return lines + _observed(decision)
+
+
+def _row(candidate: mesh_pb2.Candidate) -> tuple[str, ...]:
+    cached = f"{candidate.decode_cached_tokens}+{candidate.prefill_cached_tokens}"
+    prefill = candidate.prefill_worker_id or "(local)"
+    if not candidate.ttft_ms:  # of a policy that predicts nothing
+        return (_decode(candidate), prefill, "", "", "", cached, "", candidate.note)
+    times = (_ms(candidate.ttft_ms), _ms(candidate.tpot_ms), _ms(candidate.delay_ms))
+    return (_decode(candidate), prefill, *times, cached, f"{candidate.cost:.3f}", candidate.note)
+
+
+def _decode(candidate: mesh_pb2.Candidate) -> str:
+    return f"{candidate.decode_worker_id} ←" if candidate.chosen else candidate.decode_worker_id
+
+
+def _observed(decision: mesh_pb2.Decision) -> list[str]:
+    if not decision.observed_ttft_ms:
+        return []
+    tpot = f", TPOT {_ms(decision.observed_tpot_ms)}" if decision.observed_tpot_ms else ""
+    return [f"observed: TTFT {_ms(decision.observed_ttft_ms)} after the decision{tpot}"]
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.1f} ms" if milliseconds < 100 else f"{milliseconds:.0f} ms"

@@ -1,0 +1,166 @@
+"""Decisions as messages, with the reason in words: why a request went where it went, or where one would go now. Nothing of any
+prompt is in it but its length."""
+
+import time
+from collections.abc import Mapping
+
+from protos.v1 import mesh_pb2
+from router import timings
+from router.candidates import Candidate, Demand, NoPlacement, Placement
+from router.core import Core
+from router.decisions import Decision, cached_of
+from router.demands import demand_of
+from router.job import Job
+from router.prediction import Prediction
+from router.views import WorkerKey
+from runtime.errors import InvalidArgument, NotFound
+
+MAX_LATEST = 100
+MAX_CANDIDATES = 32
+
+
+def latest(core: Core, count: int) -> mesh_pb2.ExplainResponse:
+    """The newest `count` decisions. Raises InvalidArgument."""
+    if not 1 <= count <= MAX_LATEST:
+        raise InvalidArgument("latest", f"latest: must be between 1 and {MAX_LATEST}, not {count}")
+    return _response(core.decisions.latest(count))
+
+
+def of_request(core: Core, request_id: str) -> mesh_pb2.ExplainResponse:
+    """All decisions about it. Raises NotFound, InvalidArgument."""
+    if not request_id:
+        raise InvalidArgument("request_id", "request_id: must not be empty")
+    found = core.decisions.of_request(request_id)
+    if not found:
+        raise NotFound(
+            f"request_id: this router knows no decision about {request_id[:64]!r}; it keeps the latest {core.decisions.capacity}",
+            field="request_id",
+        )
+    return _response(found)
+
+
+def dry_run(core: Core, job: Job) -> mesh_pb2.ExplainResponse:
+    """Where `job` would go now. Nothing is reserved or counted; of round-robin it is nobody's turn."""
+    began_ns = timings.now_ns()
+    demand, roster = demand_of(core, job), core.fleet.roster
+    choice = core.policy.choose(roster, demand, time.monotonic())
+    made_ns = timings.now_ns()
+    if isinstance(choice, NoPlacement):
+        return mesh_pb2.ExplainResponse(decisions=[_nothing(core, job, demand, choice)])
+    cached = cached_of(choice, demand)
+    decision = Decision(
+        job.request_id, core.policy.name, made_ns, made_ns - began_ns, demand.num_tokens, len(roster), choice, cached
+    )
+    return _response([decision])
+
+
+def reason_of(placement: Placement) -> str:
+    """Why this one and not the next best of another kind, in words."""
+    chosen = placement.chosen
+    if placement.reason or chosen is None or chosen.prediction is None:
+        return placement.reason or "as asked for"
+    return f"{_route(chosen)}: {_reason(chosen, placement)}"
+
+
+def _reason(chosen: Candidate, placement: Placement) -> str:
+    rivals = [c for c in placement.candidates if (c.prefill is None) is not (chosen.prefill is None)]
+    if not rivals:
+        others = [c for c in placement.candidates if c is not chosen]
+        return _against(chosen, min(others, key=lambda c: c.order)) if others else "there is no other candidate"
+    return _against(chosen, min(rivals, key=lambda c: c.order))
+
+
+def _against(chosen: Candidate, rival: Candidate) -> str:
+    """The largest of what speaks for `chosen`."""
+    if chosen.has_room and not rival.has_room:
+        return f"{rival.decode.worker_id} has no room"
+    ours, theirs = chosen.prediction, rival.prediction
+    assert ours is not None and theirs is not None  # one policy made both
+    gains = {
+        "fewer objectives are missed": theirs.misses - ours.misses if theirs.misses > ours.misses else 0.0,
+        f"sequences that run lose {_ms(ours.delay_s)} instead of {_ms(theirs.delay_s)}": theirs.delay_s - ours.delay_s,
+        f"the first token comes after {_ms(ours.ttft_s)} instead of {_ms(theirs.ttft_s)}": theirs.ttft_s - ours.ttft_s,
+        f"a token takes {_ms(ours.tpot_s)} instead of {_ms(theirs.tpot_s)}": 100 * (theirs.tpot_s - ours.tpot_s),
+    }
+    best = max(gains, key=lambda words: gains[words])
+    words = best if gains[best] > 0 else "the sum of its parts is less"
+    return f"{words} with {_route(rival)}" if "instead" in words else f"{words} than with {_route(rival)}"
+
+
+def _response(decisions: list[Decision]) -> mesh_pb2.ExplainResponse:
+    now_ns = timings.now_ns()
+    return mesh_pb2.ExplainResponse(decisions=[_decision(decision, now_ns) for decision in decisions])
+
+
+def _decision(decision: Decision, now_ns: int) -> mesh_pb2.Decision:
+    placement = decision.placement
+    chosen = placement.chosen
+    candidates = sorted(placement.candidates, key=lambda c: (c is not chosen, c.order))[:MAX_CANDIDATES]
+    if chosen is None:
+        candidates = [Candidate(placement.decode, placement.prefill, 0.0, True), *candidates]
+    return mesh_pb2.Decision(
+        request_id=decision.request_id,
+        age_ms=(now_ns - decision.made_ns) // 1_000_000,
+        policy=decision.policy,
+        num_tokens=decision.num_tokens,
+        reason=reason_of(placement),
+        candidates=[
+            _candidate(c, decision.cached_tokens, chosen=(c.decode, c.prefill) == (placement.decode, placement.prefill))
+            for c in candidates
+        ],
+        num_workers=decision.num_workers,
+        decision_us=decision.decision_ns / 1e3,
+        observed_ttft_ms=1e3 * (decision.observed_ttft_s or 0.0),
+        observed_tpot_ms=1e3 * (decision.observed_tpot_s or 0.0),
+    )
+
+
+def _candidate(candidate: Candidate, cached: Mapping[WorkerKey, int], *, chosen: bool) -> mesh_pb2.Candidate:
+    decode, prefill, predicted = candidate.decode, candidate.prefill, candidate.prediction
+    message = mesh_pb2.Candidate(
+        decode_worker_id=decode.worker_id,
+        prefill_worker_id="" if prefill is None else prefill.worker_id,
+        decode_cached_tokens=cached.get(decode.key, 0),
+        prefill_cached_tokens=0 if prefill is None else cached.get(prefill.key, 0),
+        cost=candidate.cost,
+        chosen=chosen,
+        note=_note(candidate),
+    )
+    if predicted is not None:
+        message.ttft_ms, message.tpot_ms = 1e3 * predicted.ttft_s, 1e3 * predicted.tpot_s
+        message.delay_ms = 1e3 * predicted.delay_s
+    return message
+
+
+def _note(candidate: Candidate) -> str:
+    notes = [] if candidate.has_room else ["no room"]
+    if candidate.prediction is not None:
+        notes += _predicted_notes(candidate.prediction)
+    if any(view.latency is None for view in (candidate.decode, candidate.prefill) if view is not None):
+        notes.append("speed not told")
+    return ", ".join(notes)
+
+
+def _predicted_notes(predicted: Prediction) -> list[str]:
+    notes = [f"{_ms(predicted.ahead_s)} of queue"] if predicted.ahead_s > 0 else []
+    return notes + ([f"{predicted.misses:.1f} objectives missed"] if predicted.misses >= 0.05 else [])
+
+
+def _nothing(core: Core, job: Job, demand: Demand, nothing: NoPlacement) -> mesh_pb2.Decision:
+    return mesh_pb2.Decision(
+        request_id=job.request_id,
+        policy=core.policy.name,
+        num_tokens=demand.num_tokens,
+        reason=f"nowhere: {nothing.reason}",
+        num_workers=len(core.fleet.roster),
+    )
+
+
+def _route(candidate: Candidate) -> str:
+    if candidate.prefill is None:
+        return f"LOCAL on {candidate.decode.worker_id}"
+    return f"REMOTE {candidate.prefill.worker_id} → {candidate.decode.worker_id}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.1f} ms"

@@ -1,0 +1,64 @@
+"""`pdmesh explain` against a router with stub workers, and what it refuses."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from pdmesh.cli import EXIT_USAGE, run
+from pdmesh.commands.explain import decision_lines
+from pdmesh.commands.status import status_lines
+from pdmesh.render import Palette
+from protos.v1 import mesh_pb2
+from tests.router.mesh import request, running_mesh, write_model
+
+PLAIN = Palette(False)
+
+
+async def test_a_request_and_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with running_mesh(write_model(tmp_path), policy="predict") as mesh:
+        asked = request()
+        asked.options.request_id = "mine"
+        await mesh.generate(asked)
+        address = f"--router=127.0.0.1:{mesh.router.server.port}"
+        assert await asyncio.to_thread(run, ["explain", "mine", address]) == 0
+        shown = capsys.readouterr().out
+        assert await asyncio.to_thread(run, ["explain", "--prompt", "a long secret " * 20, "--json", address]) == 0
+        dry = json.loads(capsys.readouterr().out)
+        assert await asyncio.to_thread(run, ["explain", address]) == 0
+        latest = capsys.readouterr().out
+        assert await asyncio.to_thread(run, ["explain", "other", address]) == EXIT_USAGE
+        assert "other" in capsys.readouterr().err
+        assert await asyncio.to_thread(run, ["status", address]) == 0
+        assert "prediction error, median of 1 requests" in capsys.readouterr().out
+    assert "request mine · 50 tokens" in shown and "LOCAL on d0" in shown and "observed: TTFT" in shown
+    assert "d0 ←" in shown and "(local)" in shown and "p0" in shown
+    (decision,) = dry["decisions"]
+    assert [c["chosen"] for c in decision["candidates"]] == [True, False] and "secret" not in str(dry)
+    assert latest.splitlines()[1:] == shown.splitlines()[1:]
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        (["mine", "--latest=2"], "--latest"),
+        (["--latest=101"], "--latest"),
+        (["--prompt=x", "--max-tokens=0"], "--max-tokens"),
+        (["--prompt=x", "--slo-ttft-ms=-1"], "--slo-ttft-ms"),
+    ],
+)
+def test_wrong_flags(flags: list[str], field: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["explain", *flags])
+    assert field in capsys.readouterr().err
+
+
+def test_lines_of_one_that_predicts_nothing() -> None:
+    candidate = mesh_pb2.Candidate(decode_worker_id="d0", prefill_worker_id="p0", chosen=True)
+    lines = decision_lines(mesh_pb2.Decision(request_id="r", reason="because", candidates=[candidate]), PLAIN)
+    assert lines[1] == "because" and "d0 ←" in lines[3] and "ms" not in lines[3]
+
+
+def test_status_without_predictions_says_nothing_of_them() -> None:
+    assert not any("prediction" in line for line in status_lines(mesh_pb2.GetStatusResponse(router_id="r"), PLAIN))

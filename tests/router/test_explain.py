@@ -1,0 +1,198 @@
+"""Explain over real gRPC: what was decided and predicted, what came, and where a request would go."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from protos.v1 import mesh_pb2, worker_pb2
+from router.decisions import Decision, Decisions
+from router.explain import reason_of
+from router.forecaster import PolicyForecaster
+from router.output_lengths import OutputLengths
+from router.overheads import Overheads
+from router.prediction import Overhead
+from router.timings import RequestTimings
+from tests.router.fleets import running, worker
+from tests.router.mesh import Mesh, request, running_mesh
+from tests.router.stub_workers import StubWorker
+from tests.router.test_policy import DEMAND, choose
+from tests.support.waiting import eventually
+
+SPEED = worker_pb2.LatencyModel(fixed_s=1e-3, per_prefill_token_s=1e-4, per_sequence_s=1e-4, num_steps=10)
+
+
+def tell_speed(stub: StubWorker) -> None:
+    silent = stub.load
+
+    def load() -> worker_pb2.LoadReport:
+        report = silent()
+        report.latency_model.CopyFrom(SPEED)
+        return report
+
+    stub.load = load  # type: ignore[method-assign]
+
+
+async def mesh_that_tells(mesh: Mesh) -> Mesh:
+    for stub in mesh.workers.values():
+        tell_speed(stub)
+    await eventually(lambda: all(view.latency is not None for view in mesh.router.core.fleet.views()))
+    return mesh
+
+
+async def test_a_request_is_explained_and_compared_with_what_came(model_folder: Path) -> None:
+    async with running_mesh(model_folder, prefill=2, decode=2, policy="predict") as mesh:
+        await mesh_that_tells(mesh)
+        asked = request(max_tokens=8)
+        asked.options.request_id = "mine"
+        answer = await mesh.generate(asked)
+        (decision,) = (await mesh.stub.Explain(mesh_pb2.ExplainRequest(request_id="mine"))).decisions
+        (latest,) = (await mesh.stub.Explain(mesh_pb2.ExplainRequest(latest=5))).decisions
+        status = await mesh.stub.GetStatus(mesh_pb2.GetStatusRequest())
+    assert (decision.request_id, decision.policy, decision.num_tokens, decision.num_workers) == ("mine", "predict", 50, 4)
+    chosen, *others = decision.candidates
+    assert chosen.chosen and not any(other.chosen for other in others)
+    assert chosen.decode_worker_id == answer.timings.decode_worker
+    assert chosen.prefill_worker_id == answer.timings.prefill_worker == ""
+    assert chosen.cost == min(candidate.cost for candidate in decision.candidates)
+    assert len(decision.candidates) == 2 + 2 * 2  # LOCAL on each, and each pair
+    assert chosen.ttft_ms == pytest.approx(50 * 0.1 + 1 + 2) and chosen.tpot_ms > 1
+    assert decision.reason.startswith(f"LOCAL on {chosen.decode_worker_id}: ") and "REMOTE" in decision.reason
+    assert 0 < decision.observed_ttft_ms <= answer.timings.ttft_ns / 1e6
+    assert decision.observed_tpot_ms == pytest.approx(answer.timings.tpot_ns / 1e6)
+    assert latest.request_id == "mine"
+    assert status.prediction.num_requests == 1
+    error = abs(chosen.ttft_ms - decision.observed_ttft_ms) / decision.observed_ttft_ms
+    assert status.prediction.ttft_error == pytest.approx(error)
+
+
+async def test_a_dry_run_touches_nobody(model_folder: Path) -> None:
+    async with running_mesh(model_folder, policy="predict") as mesh:
+        ask = mesh_pb2.ExplainRequest(generate=request())
+        ask.generate.options.mode = mesh_pb2.PREFILL_MODE_REMOTE
+        (decision,) = (await mesh.stub.Explain(ask)).decisions
+        chat = mesh_pb2.ChatRequest(messages=[mesh_pb2.ChatMessage(role="user", content="a secret " * 20)])
+        (other,) = (await mesh.stub.Explain(mesh_pb2.ExplainRequest(chat=chat))).decisions
+        assert not (await mesh.stub.Explain(mesh_pb2.ExplainRequest(latest=1))).decisions
+        assert not mesh["d0"].submits and len(mesh.router.core.decisions) == 0
+    assert [c.prefill_worker_id for c in decision.candidates] == ["p0"]
+    assert "speed not told" in decision.candidates[0].note
+    assert other.num_tokens > 100 and "secret" not in str(other)
+
+
+async def test_a_dry_run_says_why_nobody_can(model_folder: Path) -> None:
+    async with running_mesh(model_folder, prefill=1, decode=0) as mesh:
+        (decision,) = (await mesh.stub.Explain(mesh_pb2.ExplainRequest(generate=request()))).decisions
+    assert not decision.candidates and "no decode worker" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("ask", "code", "field"),
+    [
+        (mesh_pb2.ExplainRequest(), grpc.StatusCode.INVALID_ARGUMENT, "what"),
+        (mesh_pb2.ExplainRequest(latest=0), grpc.StatusCode.INVALID_ARGUMENT, "latest"),
+        (mesh_pb2.ExplainRequest(latest=101), grpc.StatusCode.INVALID_ARGUMENT, "latest"),
+        (mesh_pb2.ExplainRequest(request_id=""), grpc.StatusCode.INVALID_ARGUMENT, "request_id"),
+        (mesh_pb2.ExplainRequest(request_id="nobody"), grpc.StatusCode.NOT_FOUND, "request_id"),
+        (mesh_pb2.ExplainRequest(generate=mesh_pb2.GenerateRequest()), grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
+    ],
+)
+async def test_wrong_questions(model_folder: Path, ask: mesh_pb2.ExplainRequest, code: grpc.StatusCode, field: str) -> None:
+    async with running_mesh(model_folder, prefill=0) as mesh:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await mesh.stub.Explain(ask)
+    assert caught.value.code() is code
+    assert (caught.value.details() or "").startswith(f"{field}: ")
+
+
+async def test_other_policies_are_explained_too(model_folder: Path) -> None:
+    async with running_mesh(model_folder, prefill=2, decode=2, policy="round-robin") as mesh:
+        for number in range(4):
+            await mesh.generate(request(range(64 + number, 114 + number)))  # nothing of it is cached
+        decisions = (await mesh.stub.Explain(mesh_pb2.ExplainRequest(latest=4))).decisions
+    pairs = [(d.candidates[0].decode_worker_id, d.candidates[0].prefill_worker_id) for d in decisions]
+    assert len(set(pairs[:2])) == 2 and pairs[:2] == pairs[2:]
+    assert all(d.policy == "round-robin" and d.reason.startswith("REMOTE: ") for d in decisions)
+
+
+async def test_forecast_is_what_the_policy_would_do(model_folder: Path) -> None:
+    async with running_mesh(model_folder, policy="predict") as mesh:
+        core = mesh.router.core
+        job = await mesh.router.frontend._jobs.from_generate(request(), None)
+        forecaster = PolicyForecaster(core)
+        assert forecaster.forecast(job) is None  # nobody says how fast it is
+        await mesh_that_tells(mesh)
+        forecast = forecaster.forecast(job)
+        assert forecast is not None and forecast.has_room
+        assert forecast.ttft_s == pytest.approx(50e-4 + 1e-3 + 2e-3) and forecast.ahead_s == 0
+        no_model = replace(job, model=replace(job.model, name="other"))
+        assert forecaster.forecast(no_model) is None
+
+
+def test_reasons_name_the_largest_difference() -> None:
+    busy = running("d0", 12)
+    assert "sequences that run lose" in reason_of(choose([worker("p0"), busy]))
+    assert "no other candidate" in reason_of(choose([busy]))
+    assert "the first token comes after" in reason_of(choose([worker("p0", num_waiting_tokens=8000), running("d0", 1)]))
+    holder = worker("d0", num_free_blocks=1)
+    demand = replace(DEMAND, cached_tokens={holder.key: 384})
+    assert "d0 has no room" in reason_of(choose([holder, running("d1", 9)], demand))
+
+
+def test_the_ring_is_bounded_and_keeps_the_newest() -> None:
+    decisions = Decisions(max_decisions=3)
+    placement = choose([worker("d0")])
+    for number in range(5):
+        decisions.record(Decision(f"r{number % 2}-{number}", "predict", number, 1, 400, 1, placement, {}))
+    assert [d.request_id for d in decisions.latest(10)] == ["r0-4", "r1-3", "r0-2"]
+    assert [d.made_ns for d in decisions.of_request("r1-3")] == [3]
+    assert decisions.of_request("r0-0") == []
+
+
+def test_errors_are_medians_of_the_compared() -> None:
+    decisions, placement = Decisions(), choose([worker("d0")])
+    assert placement.chosen is not None and placement.chosen.prediction is not None
+    predicted = placement.chosen.prediction
+    for factor in (1.0, 2.0, 4.0):
+        seen = RequestTimings(0, first_received_ns=10 + round(1e9 * predicted.ttft_s * factor))
+        seen.parts.tpot_ns = round(1e9 * predicted.tpot_s / factor)
+        decisions.compare(Decision("r", "predict", 10, 1, 400, 1, placement, {}, seen))
+    status = decisions.status()
+    assert status.num_requests == 3
+    assert status.ttft_error == pytest.approx(0.5) and status.tpot_error == pytest.approx(1.0)
+
+
+def test_a_decision_after_the_first_token_observed_none() -> None:
+    seen = RequestTimings(0, first_received_ns=10)
+    placement = choose([worker("d0")])
+    assert Decision("r", "predict", 11, 1, 400, 1, placement, {}, seen).observed_ttft_s is None
+    assert Decision("r", "predict", 9, 1, 400, 1, placement, {}, seen).observed_ttft_s == pytest.approx(1e-9)
+
+
+def test_output_lengths_are_learned_by_tenant() -> None:
+    lengths = OutputLengths()
+    assert lengths.expected("m", "t", 1000) == 128
+    for _ in range(100):
+        lengths.observe("m", "", 20)
+    lengths.observe("m", "t", 40)
+    assert lengths.expected("m", "t", 1000) == 40
+    assert lengths.expected("m", "u", 1000) == pytest.approx(20)
+    assert lengths.expected("m", "u", 8) == 8
+    lengths.observe("m", "z", 0)
+    assert lengths.expected("m", "z", 8) == 1
+    for _ in range(200):
+        lengths.observe("m", "", 60)
+    assert lengths.expected("m", "", 1000) == pytest.approx(60, rel=0.1)
+
+
+def test_overheads_are_learned_by_hosts() -> None:
+    over = Overheads()
+    here, there = worker("d0"), worker("d1", host_id="there")
+    over.observe(worker("p0"), here, Overhead(0.1, 0.2))
+    assert over.between(worker("p1"), here) == Overhead(0.1, 0.2)  # another worker of the same host
+    assert over.between(worker("p0"), there) != Overhead(0.1, 0.2)
+    assert over.between(None, here) != Overhead(0.1, 0.2)
+    over.observe(worker("p0"), here, Overhead(0.2, 0.2))
+    assert over.between(worker("p0"), here).before_s == pytest.approx(0.11)
