@@ -34,6 +34,7 @@ COMMANDS = {
     "roles": "change the roles of a worker while it runs",
     "models": "list models, or fetch or convert one",
     "profile": "show where the time of an engine's step goes on this machine",
+    "keys": "make, list and revoke the API keys that routers ask for",
     "tls": "make certificates, so that a mesh encrypts and lets nobody else in",
     "doctor": "check what this machine has and lacks",
     "demo": "start a mesh, ask a question, show where the time went, stop",

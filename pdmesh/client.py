@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 
 from pdmesh import client_wire as wire
-from pdmesh.client_channel import DEFAULT_ADDRESS, Preference, addresses, open_aio_channel, open_channel
+from pdmesh.client_channel import DEFAULT_ADDRESS, Preference, addresses, checked_key, open_aio_channel, open_channel
 from pdmesh.client_retry import Retrier, RetryPolicy, unasked
 from pdmesh.client_stream import AsyncCall, AsyncStream, Request, Stream, SyncCall
 from pdmesh.client_types import (
@@ -63,7 +63,9 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class _Unary(Protocol[Q, R_co]):
-    def __call__(self, request: Q, *, timeout: float | None = None) -> R_co: ...
+    def __call__(
+        self, request: Q, *, timeout: float | None = None, metadata: tuple[tuple[str, str], ...] | None = None
+    ) -> R_co: ...
 
 
 class _Base:
@@ -76,11 +78,13 @@ class _Base:
         resume_timeout_s: float = 30.0,
         retry_overload: bool = False,
         tls: TlsConfig | None = None,
+        api_key: str = "",
     ) -> None:
         self.routers = addresses(routers)
         self._policy = RetryPolicy(resume_timeout_s=resume_timeout_s, retry_overload=retry_overload)
         self._preference = Preference()
         self._tls = None if tls is None else open_tls(tls)
+        self._metadata = (("authorization", f"Bearer {checked_key(api_key)}"),) if api_key else None
         self._closed = False
 
     def _check_open(self) -> None:
@@ -98,7 +102,8 @@ class Client(_Base):
     `routers`: addresses "host:port", in a list or comma-separated, tried in turn. `resume_timeout_s`: how long to look for a
     router after the last one was lost. `retry_overload`: wait and try again where the mesh refuses for lack of room.
     `tls`: certificates, for a mesh that encrypts: ClientTlsConfig(tls_cert=…, tls_key=…, tls_ca=…); tls_ca
-    alone where the routers serve anybody. Raises runtime.config.ConfigError for files that are not good.
+    alone where the routers serve anybody. `api_key`: for routers that ask for one; ValueError for what can be none. Raises
+    runtime.config.ConfigError for files that are not good.
     Every call takes `timeout` in seconds (None: none) and raises the errors of `pdmesh.errors`.
     """
 
@@ -109,8 +114,9 @@ class Client(_Base):
         resume_timeout_s: float = 30.0,
         retry_overload: bool = False,
         tls: TlsConfig | None = None,
+        api_key: str = "",
     ) -> None:
-        super().__init__(routers, resume_timeout_s=resume_timeout_s, retry_overload=retry_overload, tls=tls)
+        super().__init__(routers, resume_timeout_s=resume_timeout_s, retry_overload=retry_overload, tls=tls, api_key=api_key)
         self._channels = [open_channel(address, self._tls) for address in self.routers]
         self._stubs = [MeshStub(channel) for channel in self._channels]
 
@@ -185,15 +191,16 @@ class Client(_Base):
         self._check_open()
         stub = self._stubs[address]
         if isinstance(request, mesh_pb2.ChatRequest):
-            return stub.Chat(request, timeout=timeout)
-        return stub.Generate(request, timeout=timeout)
+            return stub.Chat(request, timeout=timeout, metadata=self._metadata)
+        return stub.Generate(request, timeout=timeout, metadata=self._metadata)
 
     def _unary(self, method: Callable[[MeshStub], _Unary[Q, R]], request: Q, timeout: float | None) -> R:
         retrier = self._retrier(timeout)
         while True:
             self._check_open()
             try:
-                response = method(self._stubs[retrier.address])(request, timeout=retrier.time_left(time.monotonic()))
+                call = method(self._stubs[retrier.address])
+                response = call(request, timeout=retrier.time_left(time.monotonic()), metadata=self._metadata)
             except grpc.RpcError as error:
                 time.sleep(retrier.failed(unasked(error_from_rpc(error)), time.monotonic()))
                 continue
@@ -211,8 +218,9 @@ class AsyncClient(_Base):
         resume_timeout_s: float = 30.0,
         retry_overload: bool = False,
         tls: TlsConfig | None = None,
+        api_key: str = "",
     ) -> None:
-        super().__init__(routers, resume_timeout_s=resume_timeout_s, retry_overload=retry_overload, tls=tls)
+        super().__init__(routers, resume_timeout_s=resume_timeout_s, retry_overload=retry_overload, tls=tls, api_key=api_key)
         self._channels = [open_aio_channel(address, self._tls) for address in self.routers]
         self._stubs = [MeshStub(channel) for channel in self._channels]
 
@@ -284,15 +292,16 @@ class AsyncClient(_Base):
         self._check_open()
         stub = self._stubs[address]
         if isinstance(request, mesh_pb2.ChatRequest):
-            return stub.Chat(request, timeout=timeout)
-        return stub.Generate(request, timeout=timeout)
+            return stub.Chat(request, timeout=timeout, metadata=self._metadata)
+        return stub.Generate(request, timeout=timeout, metadata=self._metadata)
 
     async def _unary(self, method: Callable[[MeshAsyncStub], _Unary[Q, Awaitable[R]]], request: Q, timeout: float | None) -> R:
         retrier = self._retrier(timeout)
         while True:
             self._check_open()
             try:
-                response = await method(self._stubs[retrier.address])(request, timeout=retrier.time_left(time.monotonic()))
+                call = method(self._stubs[retrier.address])
+                response = await call(request, timeout=retrier.time_left(time.monotonic()), metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
                 await asyncio.sleep(retrier.failed(unasked(error_from_rpc(error)), time.monotonic()))
                 continue

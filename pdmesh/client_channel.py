@@ -58,6 +58,13 @@ def addresses(given: str | Sequence[str]) -> tuple[str, ...]:
     return found
 
 
+def checked_key(api_key: str) -> str:
+    """An API key as it may stand in metadata. Raises ValueError, which does not show it."""
+    if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
+        raise ValueError("api_key: holds characters that no key has; give it as `pdmesh keys new` has shown it")
+    return api_key
+
+
 @dataclass
 class Preference:
     """Index of the router that answered last: the first to be asked next."""

@@ -8,6 +8,7 @@ from runtime.tls import TlsConfig
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]+):[0-9]{1,5}")
+MAX_PROCESSES = 256
 _AT_LEAST_ONE = (
     "max_inflight",
     "max_queued_bytes",
@@ -16,6 +17,8 @@ _AT_LEAST_ONE = (
     "prefix_index_blocks",
     "http_max_body_bytes",
     "http_max_connections",
+    "max_streams_per_connection",
+    "processes",
 )
 _POSITIVE = (
     "stream_timeout_s",
@@ -39,9 +42,12 @@ class RouterConfig:
         default=None, metadata={"help": "port of the OpenAI-compatible API over HTTP; 0 picks a free one, empty: no HTTP"}
     )
     http_host: str = field(default="", metadata={"help": "address to listen on for HTTP; empty: --host"})
-    http_api_key: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": "keys of which HTTP clients show one, comma separated; empty: none is asked for", "secret": True},
+    api_keys: str = field(
+        default="",
+        metadata={
+            "help": "file with API keys (see pdmesh keys), or the URL of a Redis that holds them; empty: none is asked for",
+            "secret": True,
+        },
     )
     http_max_body_bytes: int = field(default=4 << 20, metadata={"help": "bytes of an HTTP request"})
     http_max_connections: int = field(default=1024, metadata={"help": "open HTTP connections; more are refused"})
@@ -54,9 +60,26 @@ class RouterConfig:
         default=(), metadata={"help": "workers known without a registry, host:port, comma separated"}
     )
     router_id: str = field(default="", metadata={"help": "name of this router; empty: a random one"})
+    processes: int = field(
+        default=1,
+        metadata={"help": "processes that share the ports, each a router of its own; they divide max_inflight, max_queued"},
+    )
+    share_ports: bool = field(
+        default=False, metadata={"help": "let other routers of this user listen on the same ports (SO_REUSEPORT)"}
+    )
     objectives: str = field(default="", metadata={"help": "TOML or JSON file with objectives per model"})
+    tenants: str = field(
+        default="", metadata={"help": "TOML or JSON file with weight, max_inflight, tokens_per_s, burst_tokens of each tenant"}
+    )
     max_inflight: int = field(default=256, metadata={"help": "requests admitted at the same time"})
     max_queued: int = field(default=256, metadata={"help": "requests that may wait for admission; more are refused"})
+    max_streams_per_connection: int = field(
+        default=1024, metadata={"help": "calls that one gRPC connection may have at the same time; more wait at the client"}
+    )
+    max_connection_age_s: float = field(
+        default=0.0,
+        metadata={"help": "after how long a gRPC connection takes no new calls, so that clients balance anew; 0: never"},
+    )
     max_queued_bytes: int = field(
         default=64 << 20, metadata={"help": "bytes that prompts may take while they wait; more are refused"}
     )
@@ -113,13 +136,24 @@ class RouterConfig:
         default="require",
         metadata={"help": "with TLS, whether clients show a certificate of the CA: require, or none to serve anybody"},
     )
+    log_requests: bool = field(
+        default=False, metadata={"help": "write the text of prompts into the log; otherwise nothing that a client says is kept"}
+    )
     exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
 
     def validate(self) -> None:
         """Raises ValueError that names the field."""
         for name in _AT_LEAST_ONE:
             _require(getattr(self, name) >= 1, name, "must be at least 1")
-        for name in ("max_queued", "aging_s", "local_prefill_tokens", "max_resubmissions", "drain_grace_s", "linger_s"):
+        for name in (
+            "max_queued",
+            "aging_s",
+            "local_prefill_tokens",
+            "max_resubmissions",
+            "drain_grace_s",
+            "linger_s",
+            "max_connection_age_s",
+        ):
             _require(getattr(self, name) >= 0, name, "must not be negative")
         for name in _POSITIVE:
             _require(getattr(self, name) > 0, name, "must be positive")
@@ -128,7 +162,6 @@ class RouterConfig:
         _require(self.http_port is None or 0 <= self.http_port <= 65535, "http_port", "must be between 0 and 65535")
         same_host = self.http_host in ("", self.host)
         _require(not (same_host and self.http_port and self.http_port == self.port), "http_port", "is that of gRPC (port)")
-        _require(all(self.http_api_key), "http_api_key", "one of the keys is empty")
         _require(20 <= self.report_period_ms <= 10_000, "report_period_ms", "must be between 20 and 10000")
         _require(10 <= self.heartbeat_ms <= 10_000, "heartbeat_ms", "must be between 10 and 10000")
         _require(
@@ -139,6 +172,7 @@ class RouterConfig:
         for address in self.workers:
             _require(bool(_ADDRESS.fullmatch(address)), "workers", f"{address!r} is not host:port")
         _require(bool(self.models), "models", "name at least one, such as --models smollm2=/path/to/folder")
+        _require(self.processes <= MAX_PROCESSES, "processes", f"must be at most {MAX_PROCESSES}")
         self.model_folders()
 
     def model_folders(self) -> dict[str, str]:

@@ -6,7 +6,7 @@ registry takes nobody away; a worker is forgotten when it is unregistered, not s
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from protos.v1 import worker_pb2
 from router.changes import Changes
@@ -24,6 +24,7 @@ class Fleet:
 
     def __init__(self, settings: LinkSettings, channels: Channels, *, report_period_ms: int, forget_s: float) -> None:
         self.changes = Changes()
+        self.on_dispatch: Callable[[], None] | None = None  # called whenever something was sent to a worker
         self._settings = settings
         self._channels = channels
         self._report_period_ms = report_period_ms
@@ -136,10 +137,15 @@ class Fleet:
             static=static,
             on_change=lambda: self._changed(worker),
             on_view=lambda: self._outdated.add(address),
+            on_dispatch=self._was_dispatched,
         )
         self._workers[address] = worker
         worker.start()
         return worker
+
+    def _was_dispatched(self) -> None:
+        if self.on_dispatch is not None:
+            self.on_dispatch()
 
     def _changed(self, worker: Worker) -> None:
         worker.link_changed()

@@ -32,6 +32,7 @@ class Frontend:
         self._objectives = objectives
         self._registry_connected = registry_connected
         self._requests: set[Request] = set()
+        self.on_asked: Callable[[str, int], None] | None = None  # tenant, and tokens of prompt and output
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -98,6 +99,8 @@ class Frontend:
             making.close()
             raise Unavailable("this router is going; use another one")
         job = await making
+        if self.on_asked is not None:
+            self.on_asked(job.tenant, len(job.prompt) + job.num_choices * job.sampling.max_tokens)
         timings.routed(timings.received_ns)
         request = Request(self.core, job, timings)
         self._requests.add(request)

@@ -1,12 +1,13 @@
 """From a client's message to a Job: find the model, check, tokenize, complete."""
 
 import asyncio
+import logging
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from protos.v1 import common_pb2, mesh_pb2
-from router import constraint, sampling, validation
+from router import callers, constraint, sampling, validation
 from router.core import Core
 from router.job import Job, scoped_salt
 from router.served_model import ServedModel
@@ -21,6 +22,9 @@ LARGE_TEXT_CHARS = 8192
 _tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
 FAR_AWAY_S = 10.0**8
+MAX_LOGGED_CHARS = 4000
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Jobs:
         deadline = deadline_of(time_left_s)
         model = self._model(request.model)
         validation.check_options(request.options)
+        callers.claim(request.options)
         prompt = await self._generate_prompt(model, request)
         return await self._checked_job(model, prompt, await _rest(model, request, deadline))
 
@@ -53,6 +58,7 @@ class Jobs:
         deadline = deadline_of(time_left_s)
         model = self._model(request.model)
         validation.check_options(request.options)
+        callers.claim(request.options)
         prompt = await self._chat_prompt(model, request.messages)
         return await self._checked_job(model, prompt, await _rest(model, request, deadline))
 
@@ -100,6 +106,10 @@ class Jobs:
 
     async def _checked_job(self, model: ServedModel, prompt: list[int], rest: _Rest) -> Job:
         job = self._job(model, prompt, rest)
+        if self._core.config.log_requests:
+            logger.info(
+                "request %s of tenant %r: %s", job.request_id, job.tenant, model.tokenizer.decode(prompt)[:MAX_LOGGED_CHARS]
+            )
         if rest.grammar is not None and rest.resume is not None:
             await constraint.check_history(rest.grammar, rest.resume.emitted)
         return job

@@ -10,7 +10,8 @@ import sys
 from protos.inference import grpc_service_pb2_grpc
 from protos.v1 import mesh_pb2_grpc
 from protos.vllm import vllm_engine_pb2_grpc
-from router import objectives, served_model
+from router import key_store, objectives, processes, served_model
+from router.callers import KeyInterceptor
 from router.config import RouterConfig
 from router.core import Core
 from router.decode_link import LinkSettings
@@ -24,6 +25,8 @@ from router.openai.gateway import open_gateway
 from router.prefix_follower import PrefixFollower
 from router.rebalance import Rebalancer
 from router.service import MeshService
+from router.shared_state import SharedState
+from router.tenants import Tenants
 from router.vllm_engine.service import SERVICE_NAME as VLLM_ENGINE
 from router.vllm_engine.service import VllmEngineService
 from runtime import config as configuration
@@ -31,7 +34,7 @@ from runtime import log, process
 from runtime.block_stream import BlockStream
 from runtime.channel import Channels
 from runtime.registry import Registry
-from runtime.server import Callers, GrpcServer
+from runtime.server import Callers, ConnectionLimits, GrpcServer
 from runtime.tls import open_tls
 
 SERVICE_NAME = "pdmesh.v1.Mesh"
@@ -53,16 +56,33 @@ class Router:
         self.channels = Channels(tls=tls)
         fleet = Fleet(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
         goals = objectives.load(config.objectives)
-        self.core = Core.build(config, router_id, served_model.load(config.model_folders()), fleet, goals)
+        self.tenants = Tenants(config.tenants)
+        models = served_model.load(config.model_folders())
+        self.core = Core.build(config, router_id, models, fleet, goals, tenants=self.tenants)
         self.core.forecaster = PolicyForecaster(self.core)
         self.registry = Registry(config.redis, config.mesh) if config.redis else None
+        self.shared: SharedState | None = None
+        if config.redis:
+            self.shared = SharedState(config.redis, config.mesh, router_id, fleet, self.tenants.demand.rates)
+            self.tenants.share = self.shared.share
         stream = BlockStream(config.redis, config.mesh) if config.redis else None
         self.follower = PrefixFollower(fleet, self.core.prefixes, stream)
         self.mover = _mover(self.core, goals)
         self.frontend = Frontend(self.core, goals, self._registry_connected)
-        self.server = GrpcServer(config.host, config.port, tls=tls, callers=_callers(config))
+        self.frontend.on_asked = self.tenants.asked
+        self.keys = key_store.open_store(config.api_keys, config.mesh)
+        checks = () if self.keys is None else (KeyInterceptor(self.keys),)
+        self.server = GrpcServer(
+            config.host,
+            config.port,
+            tls=tls,
+            callers=_callers(config),
+            interceptors=checks,
+            limits=ConnectionLimits(config.max_streams_per_connection, config.max_connection_age_s),
+            share_port=config.share_ports,
+        )
         self.server.register(mesh_pb2_grpc.add_MeshServicer_to_server, MeshService(self.frontend), SERVICE_NAME)
-        self.http = open_gateway(config, self.frontend, tls)
+        self.http = open_gateway(config, self.frontend, tls, self.keys)
         # Protocols that others speak, on the same port.
         add_kserve = grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server
         add_vllm_engine = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
@@ -72,6 +92,8 @@ class Router:
 
     async def start(self) -> str:
         """Listen and look for workers; returns the address. Health is NOT_SERVING until one can own a request."""
+        if self.keys is not None:
+            await self.keys.start()
         if self.http is not None:
             await self.http.start()
         port = await self.server.start()
@@ -80,6 +102,9 @@ class Router:
         if self.registry is not None:
             self.registry.start(self.core.fleet.on_registry)
         self.mover.start()
+        if self.shared is not None:
+            self.shared.start()
+        self.tenants.start()
         self._health = asyncio.create_task(self._follow_readiness(), name="health")
         return f"{self.config.host}:{port}"
 
@@ -96,6 +121,11 @@ class Router:
         await self.server.drain(0.5)
         if self.http is not None:
             await self.http.stop()
+        if self.keys is not None:
+            await self.keys.stop()
+        if self.shared is not None:
+            await self.shared.stop()
+        await self.tenants.stop()
         if self.registry is not None:
             await self.registry.stop()
         await self.follower.stop()
@@ -152,4 +182,5 @@ def main() -> None:
     """`python -m router`."""
     config = configuration.load(RouterConfig, None, os.environ, prog="router")
     log.configure("router")
-    sys.exit(process.run(lambda life: serve(config, life), exit_with_parent=config.exit_with_parent))
+    run = serve if config.processes == 1 else processes.serve
+    sys.exit(process.run(lambda life: run(config, life), exit_with_parent=config.exit_with_parent))

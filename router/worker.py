@@ -19,6 +19,8 @@ from router.views import WorkerView
 MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 0.25
 UNUSABLE_RETRY_S = 1.0
+TRANSIT_S = 0.2
+MAX_TOLD = 64
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,10 @@ class Dispatched:
         return self.num_reports >= 2 or (self.arrived_at is not None and figures_at > self.arrived_at)
 
 
+def _nothing() -> None:
+    """Nobody wants to hear of what is sent."""
+
+
 class Worker:
     """Connects, asks for GetInfo, then follows Watch; again after every break. With the decode role it has a DecodeLink, too."""
 
@@ -68,6 +74,7 @@ class Worker:
         static: bool,
         on_change: Callable[[], None],
         on_view: Callable[[], None],
+        on_dispatch: Callable[[], None] = _nothing,
     ) -> None:
         self.address = address
         self.static = static
@@ -82,7 +89,10 @@ class Worker:
         self._report_period_ms = report_period_ms
         self._on_change = on_change
         self._on_view = on_view
+        self._on_dispatch = on_dispatch
         self._dispatched: list[Dispatched] = []
+        self._told: list[Dispatched] = []
+        self._foreign: list[Dispatched] = []
         self._view: WorkerView | None = None
         self._link_started = False
         self._task: asyncio.Task[None] | None = None
@@ -112,13 +122,14 @@ class Worker:
             return None
         if self._view is None:
             attached = self.link.attached and self.link.epoch == current.info.epoch
+            counted = (*self._dispatched, *self._foreign)
             self._view = dataclasses.replace(
                 worker_views.view_of(current.info, current.load, decode=attached, reported_at=current.reported_at),
-                dispatched_seqs=sum(sent.seqs for sent in self._dispatched),
-                dispatched_blocks=sum(sent.blocks for sent in self._dispatched),
-                dispatched_tokens=sum(sent.tokens for sent in self._dispatched),
-                dispatched_decodes=sum(sent.decodes for sent in self._dispatched),
-                dispatched_context=sum(sent.context for sent in self._dispatched),
+                dispatched_seqs=sum(sent.seqs for sent in counted),
+                dispatched_blocks=sum(sent.blocks for sent in counted),
+                dispatched_tokens=sum(sent.tokens for sent in counted),
+                dispatched_decodes=sum(sent.decodes for sent in counted),
+                dispatched_context=sum(sent.context for sent in counted),
             )
         return self._view
 
@@ -126,6 +137,22 @@ class Worker:
         """Count what was just sent there, until the reports contain it or `done`."""
         self._dispatched.append(sent)
         self._view_changed()
+        self._on_dispatch()
+
+    def sent_lately(self, now: float) -> tuple[Dispatched, ...]:
+        """What this router sent there and other routers' reports may not contain yet: this one's may be younger. `now`:
+        monotonic seconds."""
+        since = now - 2 * self._report_period_ms / 1000 - TRANSIT_S
+        self._told = [sent for sent in self._told if sent.arrived_at is not None and sent.arrived_at >= since]
+        return (*self._told, *self._dispatched)
+
+    def heard(self, foreign: list[Dispatched]) -> None:
+        """All that other routers have sent to this incarnation, as they say now; `arrived_at` is known of each."""
+        figures_at = self._figures_at()
+        young = [sent for sent in foreign if sent.arrived_at is None or sent.arrived_at >= figures_at]
+        if young or self._foreign:
+            self._foreign = young
+            self._view_changed()
 
     def released(self, sent: Dispatched, now: float) -> None:
         """What was sent has come to its end here, at `now` (monotonic seconds): a report may still contain it."""
@@ -133,6 +160,8 @@ class Worker:
 
     def done(self, sent: Dispatched) -> None:
         """The worker has no more work with what was sent, as its answer says; idempotent."""
+        if sent in self._told:
+            self._told.remove(sent)
         if sent in self._dispatched:
             self._dispatched.remove(sent)
             self._view_changed()
@@ -144,6 +173,17 @@ class Worker:
     def link_changed(self) -> None:
         """The DecodeLink attached or broke."""
         self._view_changed()
+
+    def _confirm(self, contained: list[Dispatched], figures_at: float) -> None:
+        for sent in contained:
+            sent.arrived_at = figures_at if sent.arrived_at is None else sent.arrived_at
+        self._dispatched = [sent for sent in self._dispatched if sent not in contained]
+        self._told = [*self._told, *contained][-MAX_TOLD:]
+
+    def _figures_at(self) -> float:
+        """Monotonic seconds of the latest report's figures."""
+        current = self.current
+        return float("-inf") if current is None else current.reported_at - current.load.age_ms / 1000
 
     def _view_changed(self) -> None:
         self._view = None
@@ -202,14 +242,17 @@ class Worker:
         logger.info("worker %s is alive at %s, epoch %016x", info.worker_id, self.address, info.epoch)
         self.current = self.last = incarnation
         self._dispatched.clear()
+        self._foreign.clear()
+        self._told.clear()
 
     def _report(self, load: worker_pb2.LoadReport) -> None:
         current = self.current
         if current is None or load.epoch != current.info.epoch:
             return
         current.load, current.reported_at = load, time.monotonic()
-        figures_at = current.reported_at - load.age_ms / 1000
-        self._dispatched = [sent for sent in self._dispatched if not sent.is_contained(figures_at)]
+        figures_at = self._figures_at()
+        self._confirm([sent for sent in self._dispatched if sent.is_contained(figures_at)], figures_at)
+        self._foreign = [sent for sent in self._foreign if not sent.is_contained(figures_at)]
         self._view_changed()
         if worker_pb2.ROLE_DECODE in load.roles and not self._link_started:
             self._link_started = True

@@ -32,7 +32,7 @@ class RedisLink:
     def __init__(self, url: str, *, timeout_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         """`timeout_s` seconds bound a whole operation. Raises ConfigError for a malformed URL; connects only at the first
         call."""
-        self._redis = _client(url, timeout_s)
+        self._redis = open_redis(url, timeout_s)
         self._shown_url = without_password(url)
         self._timeout_s = timeout_s
         self._clock = clock
@@ -94,7 +94,7 @@ class RedisLink:
 
 async def why_silent(url: str, timeout_s: float = 1.0) -> str | None:
     """Asks the Redis at `url` once: None when it answers, else why not. Raises ConfigError for a malformed URL."""
-    redis = _client(url, timeout_s)
+    redis = open_redis(url, timeout_s)
     try:
         async with asyncio.timeout(timeout_s):
             await redis.ping()
@@ -106,7 +106,8 @@ async def why_silent(url: str, timeout_s: float = 1.0) -> str | None:
             await redis.aclose()
 
 
-def _client(url: str, timeout_s: float) -> Redis:
+def open_redis(url: str, timeout_s: float) -> Redis:
+    """A client that does not try again by itself. Raises ConfigError for a malformed URL; connects only at its first use."""
     try:
         return Redis.from_url(
             url,

@@ -17,6 +17,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import grpc
@@ -32,11 +33,25 @@ from runtime.interceptor import ErrorInterceptor
 from runtime.tls import Tls
 from runtime.tls_peer import MemberInterceptor
 
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What one connection may do. `max_streams`: calls at the same time; more wait at the client. `max_age_s`: after so long it
+    takes no new calls, while those that run go on to their end; 0: never."""
+
+    max_streams: int = 4096
+    max_age_s: float = 0.0
+
+
+DEFAULT_LIMITS = ConnectionLimits()
+
 S = TypeVar("S")
 Callers = Literal["members", "certified", "any"]
 MIN_PING_INTERVAL_S = 5.0
 KEEPALIVE_TIME_S = 30.0
 KEEPALIVE_TIMEOUT_S = 10.0
+MAX_PING_STRIKES = 2
+MAX_METADATA_BYTES = 16 * 1024
 STREAM_WINDOW_BYTES = 2 * 1024 * 1024
 
 logger = logging.getLogger(__name__)
@@ -54,17 +69,20 @@ class GrpcServer:
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         tls: Tls | None = None,
         callers: Callers = "members",
+        limits: ConnectionLimits = DEFAULT_LIMITS,
+        share_port: bool = False,
     ) -> None:
         """`port` 0: any free one. A message larger than `max_message_bytes` is refused with RESOURCE_EXHAUSTED.
 
-        With `tls`, `callers` says who may call: whose certificate carries the mesh's name, who has any of the CA, or anybody."""
+        With `tls`, `callers` says who may call: whose certificate carries the mesh's name, who has any of the CA, or anybody.
+        `share_port`: others of this user may listen there, too, and the kernel deals the connections out."""
         self.host = host
         self.port = port
         self._tls = tls
         self._callers = callers
         checks = [MemberInterceptor(tls.name)] if tls is not None and callers == "members" else []
         chain = [ErrorInterceptor(), *checks, *interceptors]
-        self.server = grpc.aio.server(interceptors=chain, options=_options(max_message_bytes))
+        self.server = grpc.aio.server(interceptors=chain, options=_options(max_message_bytes, limits, share_port=share_port))
         self._health = HealthServicer()
         self._service_names: list[str] = []
         self._drained: asyncio.Task[None] | None = None
@@ -115,11 +133,19 @@ class GrpcServer:
         await asyncio.shield(self._drained)
 
 
-def _options(max_message_bytes: int) -> list[tuple[str, int]]:
+def _options(max_message_bytes: int, limits: ConnectionLimits, *, share_port: bool) -> list[tuple[str, int]]:
+    ages = [("grpc.max_connection_age_ms", round(limits.max_age_s * 1000))] if limits.max_age_s else []
     return [
+        *ages,
         *message_size_options(max_message_bytes),
-        # Two processes on one port would share its calls at random; a second one has to fail.
-        ("grpc.so_reuseport", 0),
+        # Unless they mean to, two processes on one port would share its calls at random: a second one has to fail.
+        ("grpc.so_reuseport", int(share_port)),
+        ("grpc.max_concurrent_streams", limits.max_streams),
+        # Of the metadata of one call, all names and values together. Beyond it the call is refused.
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        # Who pings more often than the interval below, so often in a row, is sent away.
+        ("grpc.http2.max_ping_strikes", MAX_PING_STRIKES),
         ("grpc.keepalive_time_ms", round(KEEPALIVE_TIME_S * 1000)),
         ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -161,6 +161,7 @@ def _open(options: Options) -> Target:
         resume_timeout_s=how.resume_timeout_s,
         send_objectives=how.send_objectives,
         tls=how.tls,
+        api_key=how.api_key,
         prompt=how.prompt,
     )
     return GrpcTarget(options.target, settings)

@@ -139,7 +139,7 @@ class How:
     prompt: Literal["tokens", "words"] = field(
         default="tokens", metadata={"help": "gRPC, OpenAI completions: token ids, or text"}
     )
-    api_key: str = field(default="", metadata={"help": "OpenAI: bearer token", "secret": True})
+    api_key: str = field(default="", metadata={"help": "key that requests show: the bearer token", "secret": True})
     priority_header: str = field(default="", metadata={"help": "OpenAI: header for the priority, if the server reads one"})
     tenant_header: str = field(default="", metadata={"help": "OpenAI: header for the tenant, if the server reads one"})
     tls: ClientTlsConfig = field(default_factory=ClientTlsConfig, metadata=flat())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from pdmesh.client import Client
-from pdmesh.client_channel import DEFAULT_ADDRESS, addresses
+from pdmesh.client_channel import DEFAULT_ADDRESS, addresses, checked_key
 from pdmesh.client_types import GenerateOptions
 from runtime.tls import ClientTlsConfig
 
@@ -22,6 +22,7 @@ class Connection:
     timeout_s: float = field(default=0.0, metadata={"help": "deadline of the request in seconds; 0: none"})
     resume_timeout_s: float = field(default=5.0, metadata={"help": "how long to look for a router that is lost or not there yet"})
     retry_overload: bool = field(default=False, metadata={"help": "wait and try again when the mesh has no room"})
+    api_key: str = field(default="", metadata={"help": "key, for routers that ask for one", "secret": True})
     tls: ClientTlsConfig = field(default_factory=ClientTlsConfig, metadata={"flatten": True})
 
     def validate(self) -> None:
@@ -30,6 +31,7 @@ class Connection:
             raise ValueError("timeout_s: must not be negative; give 0 for none")
         if self.resume_timeout_s < 0:
             raise ValueError("resume_timeout_s: must not be negative")
+        checked_key(self.api_key)
         try:
             addresses(self.router)
         except ValueError:
@@ -42,7 +44,13 @@ class Connection:
 
     def client(self) -> Client:
         """A client; to be closed."""
-        return Client(self.router, resume_timeout_s=self.resume_timeout_s, retry_overload=self.retry_overload, tls=self.tls)
+        return Client(
+            self.router,
+            resume_timeout_s=self.resume_timeout_s,
+            retry_overload=self.retry_overload,
+            tls=self.tls,
+            api_key=self.api_key,
+        )
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class Options:
     decode: int = field(default=1, metadata={"help": "workers that own requests and generate"})
     both: int = field(default=0, metadata={"help": "workers with both roles"})
     routers: int = field(default=1, metadata={"help": "routers, on consecutive ports"})
+    router_processes: int = field(default=1, metadata={"help": "processes of each router, which share its ports"})
     model: str = field(default=models.DEFAULT_MODEL, metadata={"help": "known name, Hugging Face folder or .gguf file"})
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata={"help": "where the engines compute"})
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
@@ -56,6 +57,8 @@ class Options:
             raise ValueError("decode: a mesh needs a worker that decodes; give at least 1")
         if self.routers < 1:
             raise ValueError("routers: a mesh needs a router; give at least 1")
+        if self.router_processes < 1:
+            raise ValueError("router_processes: must be at least 1")
         if not 0 <= self.port <= 65535:
             raise ValueError("port: must be between 0 and 65535")
         if self.http_port is not None and not 0 <= self.http_port <= 65535:
@@ -96,8 +99,12 @@ def _config(options: Options, folder: Path) -> LocalMeshConfig:
         tls=options.certificates,
         throwaway_tls=options.tls,
         worker_args=options.worker_args,
-        router_args=options.router_args,
+        router_args=(*_processes(options.router_processes), *options.router_args),
     )
+
+
+def _processes(number: int) -> tuple[str, ...]:
+    return () if number == 1 else ("--processes", str(number))
 
 
 async def _serve(config: LocalMeshConfig) -> int:

@@ -36,6 +36,7 @@ class GrpcSettings:
     resume_timeout_s: float = 0.0
     send_objectives: bool = True
     tls: TlsConfig | None = None
+    api_key: str = ""
     prompt: PromptKind = "tokens"
     mode: str = ""
 
@@ -54,7 +55,12 @@ class GrpcTarget:
         self._settings = settings
         known = addresses(routers)
         self._clients = [
-            AsyncClient(_rotated(known, number), resume_timeout_s=settings.resume_timeout_s, tls=settings.tls)
+            AsyncClient(
+                _rotated(known, number),
+                resume_timeout_s=settings.resume_timeout_s,
+                tls=settings.tls,
+                api_key=settings.api_key,
+            )
             for number in range(max(settings.connections, len(known)))
         ]
         self._next = cycle(self._clients)

@@ -22,7 +22,7 @@ _STATUS = {
     _CODE.RESOURCE_EXHAUSTED: 429, _CODE.CANCELLED: 499, _CODE.UNIMPLEMENTED: 501, _CODE.UNAVAILABLE: 503,
     _CODE.DEADLINE_EXCEEDED: 504,
 }  # fmt: skip
-_CODES = {429: "rate_limit_exceeded", 503: "service_unavailable", 504: "deadline_exceeded"}
+_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded", 503: "service_unavailable", 504: "deadline_exceeded"}
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -50,7 +50,7 @@ def answer_to(error: HttpError | MeshError) -> ErrorAnswer:
     """What the client gets."""
     if isinstance(error, HttpError):
         body = _body(error.status, error.message, error.param, error.code)
-        return ErrorAnswer(error.status, body, {"www-authenticate": "Bearer"} if error.status == 401 else {})
+        return ErrorAnswer(error.status, body, {})
     status = _STATUS.get(error.code, 500)
     code = "model_not_found" if status == 404 and error.field == "model" else _CODES.get(status)
     return ErrorAnswer(status, _body(status, error.message, error.field, code), _headers(status, error))
@@ -80,6 +80,8 @@ def _headers(status: int, error: MeshError) -> dict[str, str]:
     headers = {}
     if delay_s is not None:
         headers = {"retry-after": str(max(1, math.ceil(delay_s))), "retry-after-ms": str(max(1, round(delay_s * 1000)))}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
     if status == 503:
         headers["connection"] = "close"  # the next try may reach another router
     if status == 504:

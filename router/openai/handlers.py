@@ -15,7 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.v1 import mesh_pb2
+from router import callers
 from router.frontend import Frontend
+from router.key_store import KeyStore
 from router.openai import body, chat_request, completion_request, headers, request_id
 from router.openai.answer import Answer
 from router.openai.call import Call, MeshRequest
@@ -32,10 +34,10 @@ Parse = Callable[[JsonObject, mesh_pb2.RequestOptions], Call]
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """Limits of the gateway."""
+    """Limits of the gateway, and the keys of which its clients show one; None: they show none."""
 
-    api_keys: tuple[str, ...]
     max_body_bytes: int
+    keys: KeyStore | None = None
 
 
 LARGE_BODY_BYTES = 64 << 10
@@ -62,12 +64,12 @@ class Handlers:
 
     async def list_models(self, request: Request) -> Response:
         """GET /v1/models."""
-        headers.check_key(request.headers, self._settings.api_keys)
+        callers.authenticate(self._settings.keys, request.headers.get("authorization"))
         return json_response({"object": "list", "data": list(self._models())})
 
     async def get_model(self, request: Request) -> Response:
         """GET /v1/models/{model}."""
-        headers.check_key(request.headers, self._settings.api_keys)
+        callers.authenticate(self._settings.keys, request.headers.get("authorization"))
         name = request.path_params["model"]
         for model in self._models():
             if model["id"] == name:
@@ -86,7 +88,7 @@ class Handlers:
 
     async def _answer(self, request: Request, parse: Parse) -> Response:
         loop = asyncio.get_running_loop()
-        headers.check_key(request.headers, self._settings.api_keys)
+        callers.authenticate(self._settings.keys, request.headers.get("authorization"))
         options, limit_s = headers.options(request.headers, request_id.of(request.scope)), headers.time_left_s(request.headers)
         deadline = None if limit_s is None else loop.time() + limit_s
         sent = await body.read(request, self._settings.max_body_bytes)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hmac
 import re
 from collections.abc import Mapping
 
 from protos.v1 import common_pb2, mesh_pb2
 from router import request_metadata
-from router.openai.errors import HttpError
 from router.openai.request_id import HEADER
 from router.validation import refuse
 
@@ -50,15 +48,6 @@ def time_left_s(headers: Mapping[str, str]) -> float | None:
     if not _DIGITS.fullmatch(text) or not 1 <= int(text) <= MAX_TIMEOUT_MS:
         refuse(TIMEOUT, f"{text[:40]!r} is not a number of milliseconds from 1 to {MAX_TIMEOUT_MS}")
     return int(text) / 1000
-
-
-def check_key(headers: Mapping[str, str], keys: tuple[str, ...]) -> None:
-    """Raises HttpError 401 unless the client shows one of `keys`, or there are none. Its duration says nothing about them."""
-    scheme, _, shown = headers.get("authorization", "").partition(" ")
-    matches = [hmac.compare_digest(shown.strip().encode(), key.encode()) for key in keys]
-    if keys and not (scheme.lower() == "bearer" and any(matches)):
-        problem = "is wrong" if shown else "is missing; send Authorization: Bearer KEY"
-        raise HttpError(401, f"the API key {problem}", param="Authorization", code="invalid_api_key")
 
 
 def _one_of(headers: Mapping[str, str], name: str, known: Mapping[str, object]) -> str:

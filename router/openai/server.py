@@ -19,6 +19,7 @@ from router.openai import connection
 from router.openai.patience import PatientProtocol
 from router.openai.request_id import WithRequestId
 from router.timings import now_ns
+from runtime import ports
 from runtime.config import ConfigError
 
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that it is they who close
@@ -34,12 +35,20 @@ class HttpServer:
     """One listening port, from `start` to `stop`."""
 
     def __init__(
-        self, app: ASGIApp, host: str, port: int, context: ssl.SSLContext | None = None, *, max_connections: int = 1024
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        context: ssl.SSLContext | None = None,
+        *,
+        max_connections: int = 1024,
+        share_port: bool = False,
     ) -> None:
-        """`port` 0: any free one."""
+        """`port` 0: any free one. `share_port`: others of this user may listen there, too."""
         self._app = WithRequestId(app)
         self._host = host
         self._port = port
+        self._share_port = share_port
         protocol = type("LimitedProtocol", (_Protocol,), {"max_connections": max_connections})
         config = uvicorn.Config(
             self._serve, http=protocol, ws="none", lifespan="off", interface="asgi3", proxy_headers=False, server_header=False,
@@ -84,7 +93,7 @@ class HttpServer:
 
     def _bind(self) -> socket.socket:
         try:
-            return _listen(self._host, self._port)
+            return _listen(self._host, self._port, share_port=self._share_port)
         except OSError as error:
             problem = f"cannot listen on {self._host} port {self._port} for HTTP: {error.strerror or error}"
             raise ConfigError("--http-port", problem, "choose another --http-port, or 0 for any free one") from None
@@ -141,7 +150,7 @@ class _Server(uvicorn.Server):
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, *, share_port: bool = False) -> socket.socket:
     """Raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]
@@ -150,6 +159,8 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         if os.name == "posix":  # a router that comes back has its port at once; elsewhere it means that two may share one
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share_port:
+            ports.share(listening)
         _watch_peers(listening)
         listening.bind(address)
         listening.listen(BACKLOG)

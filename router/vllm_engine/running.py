@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import grpc
 
 from protos.v1 import mesh_pb2
+from router import callers
 from runtime.errors import MeshError
 
 
@@ -49,27 +50,28 @@ class Run:
 
 
 class Running:
-    """Calls of Generate. On one event loop."""
+    """Calls of Generate. On one event loop. Ids are the callers' own: each tenant has its names to itself."""
 
     def __init__(self) -> None:
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[tuple[str | None, str], Run] = {}
 
     @contextmanager
     def enter(self, request_id: str) -> Iterator[Run]:
         """While the calling task serves a request; an empty id is never found. Raises MeshError (ALREADY_EXISTS)."""
-        if request_id in self._runs:
+        key = (callers.tenant(), request_id)
+        if key in self._runs:
             problem = f"request_id: {request_id[:100]!r} runs already; abort it or choose another"
             raise MeshError(problem, code=grpc.StatusCode.ALREADY_EXISTS, field="request_id")
         run = Run()
         if request_id:
-            self._runs[request_id] = run
+            self._runs[key] = run
         try:
             yield run
         finally:
-            self._runs.pop(request_id, None)
+            self._runs.pop(key, None)
 
     def abort(self, request_id: str) -> None:
         """One that is not there has ended already, or runs on another router."""
-        run = self._runs.get(request_id)
+        run = self._runs.get((callers.tenant(), request_id))
         if run is not None:
             run.abort()

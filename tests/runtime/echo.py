@@ -10,7 +10,7 @@ import grpc.aio
 from google.protobuf.wrappers_pb2 import StringValue
 
 from runtime.channel import MAX_MESSAGE_BYTES, connect
-from runtime.server import GrpcServer
+from runtime.server import DEFAULT_LIMITS, ConnectionLimits, GrpcServer
 
 SERVICE = "pdmesh.test.Echo"
 KINDS = ("UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream")
@@ -35,9 +35,9 @@ def add_to_server(behaviours: Behaviours, server: grpc.aio.Server) -> None:
 
 @asynccontextmanager
 async def serving(
-    behaviours: Behaviours, max_message_bytes: int = MAX_MESSAGE_BYTES
+    behaviours: Behaviours, max_message_bytes: int = MAX_MESSAGE_BYTES, limits: ConnectionLimits = DEFAULT_LIMITS
 ) -> AsyncIterator[tuple[GrpcServer, grpc.aio.Channel]]:
-    server = GrpcServer("127.0.0.1", 0, max_message_bytes=max_message_bytes)
+    server = GrpcServer("127.0.0.1", 0, max_message_bytes=max_message_bytes, limits=limits)
     server.register(add_to_server, behaviours, SERVICE)
     await server.start()
     await server.set_serving(True)

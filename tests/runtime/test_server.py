@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from runtime.channel import Channels, connect
 from runtime.config import ConfigError
-from runtime.server import GrpcServer
+from runtime.server import MAX_METADATA_BYTES, ConnectionLimits, GrpcServer
 from tests.runtime.echo import SERVICE, Behaviours, add_to_server, call, serving
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -145,3 +145,38 @@ async def test_a_channel_finds_a_restarted_server_soon() -> None:
         stub = channel.unary_unary(f"/{SERVICE}/UnaryUnary", StringValue.SerializeToString, StringValue.FromString)
         assert (await stub(StringValue(value="back"), wait_for_ready=True, timeout=10)).value == "back"
         await again.drain(0)
+
+
+async def test_metadata_are_bounded() -> None:
+    async def echo(request: StringValue, context: object) -> StringValue:
+        return request
+
+    async def noted(size: int) -> StringValue:
+        method = channel.unary_unary(f"/{SERVICE}/UnaryUnary", StringValue.SerializeToString, StringValue.FromString)
+        return await method(StringValue(value="x"), metadata=(("x-note", "a" * size),))
+
+    async with serving({"UnaryUnary": echo}) as (_, channel):
+        assert (await noted(4096)).value == "x"
+        with pytest.raises(grpc.aio.AioRpcError, match="RESOURCE_EXHAUSTED"):
+            await noted(2 * MAX_METADATA_BYTES)
+
+
+async def test_a_connection_has_a_bounded_number_of_calls() -> None:
+    entered, release = asyncio.Semaphore(0), asyncio.Event()
+
+    async def wait(request: StringValue, context: object) -> StringValue:
+        entered.release()
+        await release.wait()
+        return request
+
+    async with serving({"UnaryUnary": wait}, limits=ConnectionLimits(max_streams=2)) as (server, channel):
+        first = [asyncio.create_task(call(channel, "UnaryUnary")) for _ in range(2)]
+        for _ in first:
+            await entered.acquire()
+        third = asyncio.create_task(call(channel, "UnaryUnary"))
+        async with connect(server.address) as other:  # not held up by that one's
+            fourth = asyncio.create_task(call(other, "UnaryUnary"))
+            await entered.acquire()
+            assert entered.locked() and not third.done()
+            release.set()
+            assert [await running for running in (*first, third, fourth)] == [["x"]] * 4

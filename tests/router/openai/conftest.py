@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import openai
+import pytest
 import pytest_asyncio
 
+from tests.router.api_keys import add_key
 from tests.router.mesh import Mesh, running_mesh
 
 
@@ -37,9 +39,11 @@ async def client(served: Mesh) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def limited(model_folder: Path) -> AsyncIterator[Mesh]:
+async def limited(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
     """As `served`, with keys and small bodies."""
-    keys = ("key-1", "key-2")
-    async with running_mesh(model_folder, http_port=0, http_api_key=keys, http_max_body_bytes=1 << 19) as mesh:
+    keys = tmp_path_factory.mktemp("keys") / "keys.json"
+    for number in (1, 2):
+        add_key(keys, f"key-{number}", tenant=f"tenant-{number}")
+    async with running_mesh(model_folder, http_port=0, api_keys=str(keys), http_max_body_bytes=1 << 19) as mesh:
         yield mesh
         await mesh.until_whole()

@@ -225,12 +225,21 @@ async def test_keys(limited: Mesh) -> None:
     async with client_of(limited, api_key="key-3") as client:
         with pytest.raises(openai.AuthenticationError) as refused:
             await client.completions.create(model="tiny", prompt="abc")
-        assert refused.value.code == "invalid_api_key"
+        assert (refused.value.code, refused.value.type) == ("invalid_api_key", "authentication_error")
+        assert refused.value.response.headers["www-authenticate"] == "Bearer"
         with pytest.raises(openai.AuthenticationError):
             await client.models.list()
     async with httpx.AsyncClient() as http:
         assert (await http.post(url(limited, "/v1/completions"), json=TEXT)).status_code == 401
         assert (await http.get(url(limited, "/health/live"))).status_code == 200  # probes have no key
+
+
+async def test_a_key_belongs_to_its_tenant(limited: Mesh) -> None:
+    async with httpx.AsyncClient(headers={"authorization": "Bearer key-1"}) as http:
+        mine = await http.post(url(limited, "/v1/completions"), json=TEXT, headers={"X-Tenant": "tenant-1"})
+        assert mine.status_code == 200
+        other = await http.post(url(limited, "/v1/completions"), json=TEXT, headers={"X-Tenant": "tenant-2"})
+        assert (other.status_code, other.json()["error"]["param"]) == (403, "X-Tenant")
 
 
 async def test_an_unknown_model(served: Mesh, client: openai.AsyncOpenAI) -> None:

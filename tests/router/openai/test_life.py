@@ -222,7 +222,6 @@ async def test_a_port_in_use_is_a_setting_to_change(model_folder: Path) -> None:
     [
         ({"http_port": 70000}, "http_port"),
         ({"http_port": 50051, "port": 50051}, "http_port"),
-        ({"http_api_key": ("",)}, "http_api_key"),
     ],
 )
 def test_settings_are_checked(model_folder: Path, wrong: Any, field: str) -> None:

@@ -1,0 +1,141 @@
+"""Who calls: from the key that a client shows to the tenant whose work it is.
+
+The caller of a call stands in a context variable from the moment that its key was accepted: one place (`claim`) checks the
+tenant of every request, whatever protocol it came by, so that no protocol can forget to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import grpc
+import grpc.aio
+
+from protos.v1 import mesh_pb2
+from router.key_store import KeyStore
+from runtime.errors import MeshError
+from runtime.interceptor import Context, Handler, parts_of
+
+Req = TypeVar("Req")
+Resp = TypeVar("Resp")
+MAX_SHOWN_CHARS = 512
+OPEN_METHODS = (
+    "/grpc.health.v1.Health/",
+    "/grpc.reflection.v1alpha.ServerReflection/",
+    "/inference.GRPCInferenceService/ServerLive",
+    "/inference.GRPCInferenceService/ServerReady",
+    "/vllm.grpc.engine.VllmEngine/HealthCheck",
+)
+"""What probes ask: they have no key."""
+ADMIN_METHODS = ("/pdmesh.v1.Mesh/GetStatus", "/pdmesh.v1.Mesh/Explain", "/vllm.grpc.engine.VllmEngine/GetLoads")
+"""What shows the work of all tenants."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Whoever showed a good key."""
+
+    tenant: str
+    admin: bool
+
+
+_caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
+
+
+class Unauthenticated(MeshError):
+    """No key, or none that is good."""
+
+    default_code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class PermissionDenied(MeshError):
+    """The key is good, but not for this."""
+
+    default_code = grpc.StatusCode.PERMISSION_DENIED
+
+
+def authenticate(store: KeyStore | None, authorization: str | None) -> None:
+    """Whose call the rest of this task is, by its `authorization`; nobody's where no keys are asked for. Raises Unauthenticated,
+    Unavailable."""
+    _caller.set(None if store is None else _checked(store, authorization or ""))
+
+
+def claim(options: mesh_pb2.RequestOptions) -> None:
+    """Give the request to its caller's tenant. Raises PermissionDenied when it names another."""
+    caller = _caller.get()
+    if caller is None:
+        return
+    if options.tenant not in ("", caller.tenant):
+        raise PermissionDenied("options.tenant: the API key belongs to another tenant; leave it out", field="options.tenant")
+    options.tenant = caller.tenant
+
+
+def tenant() -> str | None:
+    """The caller's tenant; None where nobody needs a key."""
+    caller = _caller.get()
+    return None if caller is None else caller.tenant
+
+
+def _checked(store: KeyStore, authorization: str) -> Caller:
+    scheme, _, shown = authorization.partition(" ")
+    shown = shown.strip()
+    if scheme.lower() != "bearer" or not shown:
+        raise Unauthenticated("the API key is missing; send authorization: Bearer KEY", field="authorization")
+    key = store.find(shown) if len(shown) <= MAX_SHOWN_CHARS else None
+    if key is None:
+        raise Unauthenticated("the API key is unknown, revoked or expired", field="authorization")
+    return Caller(key.tenant, key.admin)
+
+
+class KeyInterceptor(grpc.aio.ServerInterceptor):
+    """Calls need a key, but for those of probes. Inside the interceptor that maps errors."""
+
+    def __init__(self, store: KeyStore) -> None:
+        self._store = store
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Req, Resp] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Req, Resp] | None:
+        """The handler behind the check; None for an unknown method. What comes without a good key is not even parsed."""
+        found = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if found is None or method.startswith(OPEN_METHODS):
+            return found
+        handler = cast("Handler", found)
+        try:
+            caller = self._admitted(method, dict(handler_call_details.invocation_metadata or ()))
+            wrapped = _called_by(handler, caller)
+        except MeshError as error:
+            wrapped = _refusing(handler, error)
+        return cast("grpc.RpcMethodHandler[Req, Resp]", wrapped)
+
+    def _admitted(self, method: str, metadata: Mapping[str, str | bytes]) -> Caller:
+        shown = metadata.get("authorization")
+        caller = _checked(self._store, shown if isinstance(shown, str) else "")
+        if method in ADMIN_METHODS and not caller.admin:
+            raise PermissionDenied("this shows the work of all tenants: it needs a key with admin")
+        return caller
+
+
+def _called_by(handler: Handler, caller: Caller) -> Handler:
+    behaviour, factory = parts_of(handler)
+
+    def call(request: object, context: Context) -> object:
+        _caller.set(caller)
+        return behaviour(request, context)
+
+    return factory(call, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer)
+
+
+def _refusing(handler: Handler, error: MeshError) -> Handler:
+    _, factory = parts_of(handler)
+
+    def call(request: object, context: Context) -> object:
+        raise error
+
+    return factory(call, request_deserializer=None, response_serializer=handler.response_serializer)

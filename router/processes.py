@@ -1,0 +1,144 @@
+"""Several router processes behind one port: `python -m router --processes N`.
+
+    parent ── holds the ports, starts and restarts ──► router-x-0, router-x-1, …  (each listens on the same ports)
+
+They are routers like any others, with names of their own: what they share, they share through Redis, and one that dies takes
+only its own streams along. The parent serves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+from router.config import RouterConfig
+from runtime import ports
+from runtime.child import ManagedProcess, StartFailed
+from runtime.config import ConfigError, to_env
+from runtime.process import Lifecycle
+
+START_TIMEOUT_S = 120.0
+FIRST_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 10.0
+STABLE_AFTER_S = 30.0
+"""A process that lived so long has earned a quick restart again."""
+STOP_MARGIN_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+def backoff_s(num_failures: int) -> float:
+    """Seconds before the restart that follows `num_failures` (at least 1) short lives in a row."""
+    return float(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(num_failures - 1, 16)))
+
+
+class Replica:
+    """One of the processes: between `start` and `stop` it runs, or is about to run again."""
+
+    def __init__(self, config: RouterConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name = config.router_id
+        self._env = to_env(config)
+        self._stop_s = config.drain_grace_s + config.linger_s + STOP_MARGIN_S
+        self._clock = clock
+        self._process = self._new()
+        self._task: asyncio.Task[None] | None = None
+        self._num_failures = 0
+
+    async def start(self) -> None:
+        """Returns when it is ready. Raises StartFailed."""
+        await self._process.start(START_TIMEOUT_S)
+        self._task = asyncio.create_task(self._supervise(), name=f"supervise {self.name}")
+
+    async def stop(self) -> None:
+        """Drains it."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._process.stop(self._stop_s)
+
+    async def _supervise(self) -> None:
+        while True:
+            began = self._clock()
+            code = await self._process.wait()
+            self._num_failures = 1 if self._clock() - began > STABLE_AFTER_S else self._num_failures + 1
+            delay_s = backoff_s(self._num_failures)
+            logger.error("%s (pid %d) ended with code %s; starting it again in %g s", self.name, self._process.pid, code, delay_s)
+            await asyncio.sleep(delay_s)
+            await self._restart()
+
+    async def _restart(self) -> None:
+        """One that does not get ready has ended: the supervision sees that as any other end."""
+        self._process = self._new()
+        try:
+            await self._process.start(START_TIMEOUT_S)
+            logger.info("%s is back (pid %d)", self.name, self._process.pid)
+        except StartFailed as error:
+            logger.error("%s", error)
+
+    def _new(self) -> ManagedProcess:
+        return ManagedProcess(self.name, [sys.executable, "-m", "router"], env=self._env, on_line=_forward)
+
+
+async def serve(config: RouterConfig, life: Lifecycle) -> None:
+    """All of them until the process is to stop. Raises ConfigError when a port is taken, StartFailed."""
+    if not ports.can_share():
+        raise ConfigError("--processes", "this system cannot share a port between processes", "give 1")
+    with ExitStack() as held:
+        config = _with_ports(config, held)
+        base = config.router_id or f"router-{secrets.token_hex(4)}"
+        replicas = [Replica(replica_config(config, base, number)) for number in range(config.processes)]
+        try:
+            await asyncio.gather(*(replica.start() for replica in replicas))
+            life.ready(f"{config.host}:{config.port}", router_id=base, http_url=_http_url(config), processes=config.processes)
+            await life.wait_for_stop()
+        finally:
+            await asyncio.gather(*(replica.stop() for replica in replicas), return_exceptions=True)
+
+
+def replica_config(config: RouterConfig, base: str, number: int) -> RouterConfig:
+    """That of one process; `config` has real ports. Limits of the whole router are divided among them."""
+    return replace(
+        config,
+        processes=1,
+        share_ports=True,
+        exit_with_parent=True,
+        router_id=f"{base}-{number}",
+        max_inflight=_part(config.max_inflight, config.processes, number, least=1),
+        max_queued=_part(config.max_queued, config.processes, number, least=0),
+    )
+
+
+def _part(total: int, num_parts: int, number: int, *, least: int) -> int:
+    return max(least, total // num_parts + (number < total % num_parts))
+
+
+def _with_ports(config: RouterConfig, held: ExitStack) -> RouterConfig:
+    config = replace(config, port=_reserved(config.host, config.port, "--port", held))
+    if config.http_port is None:
+        return config
+    host = config.http_host or config.host
+    return replace(config, http_port=_reserved(host, config.http_port, "--http-port", held))
+
+
+def _reserved(host: str, port: int, setting: str, held: ExitStack) -> int:
+    kept: socket.socket = held.enter_context(ports.reserve(host, port, setting))
+    return int(kept.getsockname()[1])
+
+
+def _http_url(config: RouterConfig) -> str:
+    if config.http_port is None:
+        return ""
+    host = config.http_host or config.host
+    return f"{'https' if config.tls.is_set else 'http'}://{f'[{host}]' if ':' in host else host}:{config.http_port}"
+
+
+def _forward(line: str) -> None:
+    """Their logs are ours."""
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,148 @@
+"""Routers of one mesh tell each other through Redis what they have sent and what they are asked: soft state, nothing more.
+
+Each publishes at least every `PERIOD_S`, and `BURST_S` after it has sent something; all listen. There is nothing to be kept in
+Redis, nothing to be cleaned up after a router, and nothing that anybody waits for: without Redis each goes by its own counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from router import peer_message
+from router.fleet import Fleet
+from router.peer_message import PeerMessage, UnreadableMessage
+from router.peers import Peers
+from runtime import records
+from runtime.redis_link import MAX_BACKOFF_S, RedisLink, open_redis
+
+PERIOD_S = 0.1
+BURST_S = 0.02
+TIMEOUT_S = 0.5
+FIRST_BACKOFF_S = 0.1
+
+logger = logging.getLogger(__name__)
+Demand = Callable[[float], Mapping[str, float]]
+
+
+class SharedState:
+    """One router's side, from `start` to `stop`."""
+
+    def __init__(self, url: str, mesh: str, router_id: str, fleet: Fleet, demand: Demand) -> None:
+        """`demand`: tokens per second by tenant, at monotonic seconds. Raises ConfigError for a malformed URL."""
+        self._channel = f"pdmesh:{records.check_id('mesh', mesh)}:routers"
+        self._url = url
+        self._link = RedisLink(url, timeout_s=TIMEOUT_S)
+        self._router_id = router_id
+        self._run = secrets.randbits(63)
+        self._fleet = fleet
+        self._demand = demand
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._has_foreign = False
+        self.peers = Peers(router_id, self._run, time.monotonic())
+        self.num_unreadable = 0
+
+    def start(self) -> None:
+        """Begin to tell and to listen."""
+        self._fleet.on_dispatch = self._wake.set
+        self._tasks = [
+            asyncio.create_task(self._tell_forever(), name="tell routers"),
+            asyncio.create_task(self._listen_forever(), name="hear routers"),
+        ]
+
+    async def stop(self) -> None:
+        """Silence; the others notice within a second."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._link.close()
+
+    def share(self, tenant: str) -> float:
+        """This router's part of the tenant's limits."""
+        return self.peers.share(tenant, time.monotonic())
+
+    def heard(self, data: bytes) -> None:
+        """A message of any router, this one included."""
+        now = time.monotonic()
+        try:
+            message = peer_message.decode(data, now)
+        except UnreadableMessage as error:
+            self.num_unreadable += 1
+            logger.debug("unreadable message of a router: %s", error)
+            return
+        self.peers.heard(message, now)
+        if message.router_id != self._router_id:
+            self._count(now)
+
+    def _count(self, now: float) -> None:
+        """Tell the workers' views what the others have sent."""
+        sent = self.peers.sent(now)
+        if not sent and not self._has_foreign:
+            return
+        self._has_foreign = bool(sent)
+        for worker in self._fleet.workers.values():
+            current = worker.current
+            key = None if current is None else (worker.address, current.info.epoch)
+            worker.heard(sent.get(key, []) if key is not None else [])
+
+    async def _tell_forever(self) -> None:
+        while True:
+            self._wake.clear()
+            await self._tell()
+            now = time.monotonic()
+            self.peers.tick(now)
+            self._count(now)
+            try:
+                async with asyncio.timeout(PERIOD_S):
+                    await self._wake.wait()
+                await asyncio.sleep(BURST_S)  # what comes with it goes along
+            except TimeoutError:
+                continue
+
+    async def _tell(self) -> None:
+        now = time.monotonic()
+        sent = {
+            (worker.address, worker.current.info.epoch): worker.sent_lately(now)
+            for worker in self._fleet.workers.values()
+            if worker.current is not None
+        }
+        data = peer_message.encode(PeerMessage(self._router_id, self._run, sent, self._demand(now)), now)
+
+        async def publish(redis: Redis) -> int:
+            return int(await redis.publish(self._channel, data))
+
+        await self._link.call(publish)
+
+    async def _listen_forever(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            heard_before = self.peers.hears_itself(time.monotonic())
+            try:
+                await self._listen()
+            except (RedisError, OSError, TimeoutError, ValueError) as error:
+                if heard_before:
+                    logger.warning("the other routers cannot be heard (%s); going by what this one knows", error)
+            except Exception:  # whatever answers there may be no Redis at all
+                logger.exception("listening to the other routers failed")
+            backoff_s = FIRST_BACKOFF_S if heard_before else min(2 * backoff_s, MAX_BACKOFF_S / 2)
+            await asyncio.sleep(backoff_s)
+
+    async def _listen(self) -> None:
+        """Until the connection fails, or nothing comes: our own messages should."""
+        redis = open_redis(self._url, TIMEOUT_S)
+        try:
+            async with redis.pubsub(ignore_subscribe_messages=True) as subscription:
+                await subscription.subscribe(self._channel)
+                async for message in subscription.listen():
+                    if isinstance(message["data"], bytes):
+                        self.heard(message["data"])
+        finally:
+            async with asyncio.timeout(TIMEOUT_S):
+                await redis.aclose()

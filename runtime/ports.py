@@ -1,0 +1,49 @@
+"""Listening ports that several processes share: the kernel deals each new connection to one of them (SO_REUSEPORT).
+
+Whoever starts the processes keeps a socket that is bound but never listens: it gets no connections, yet the port stays taken
+while its processes come and go, and a stranger's router cannot slip in between them unseen.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from runtime.config import ConfigError
+
+
+def can_share() -> bool:
+    """Whether this system deals connections to all who share a port."""
+    return hasattr(socket, "SO_REUSEPORT")
+
+
+def reserve(host: str, port: int, setting: str) -> socket.socket:
+    """A bound socket that holds "host:port" for processes that share it; port 0: any free one. Close it at the end. Raises
+    ConfigError, naming `setting`, when the port is taken, also when by somebody who would share it."""
+    try:
+        if port:
+            _bound(host, port, shared=False).close()
+        return _bound(host, port, shared=True)
+    except OSError as error:
+        problem = f"cannot listen on {host} port {port}: {error.strerror or error}"
+        raise ConfigError(setting, problem, f"choose another {setting}, or 0 for any free one") from None
+
+
+def share(listening: socket.socket) -> None:
+    """Lets others that do the same bind the same port, before it is bound."""
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+
+
+def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+    made = socket.socket(family, kind, protocol)
+    try:
+        if shared:
+            share(made)
+        elif os.name == "posix":  # what a router that ended has left behind in the kernel is in nobody's way
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made

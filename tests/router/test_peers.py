@@ -1,0 +1,251 @@
+"""What routers tell each other: messages, whose word counts how long, and parts of a limit that are a whole together."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router import peer_message, tenants_file
+from router.peer_message import MAX_PER_WORKER, PeerMessage, UnreadableMessage, decode, encode, total
+from router.peers import (
+    ALONE_AFTER_S,
+    JOINING_S,
+    JOINING_SHARE,
+    MAX_SILENCE_S,
+    RETURN_GRACE_S,
+    SENT_SILENCE_S,
+    DemandMeter,
+    Peers,
+    part,
+)
+from router.tenant_limits import TenantLimits
+from router.tenants import Tenants, at_share
+from router.tenants_file import TenantsProblem, TenantTable
+from router.worker import Dispatched
+from runtime.config import ConfigError
+
+W = ("10.0.0.1:1", 7)
+counts = st.integers(0, 1000)
+ages = st.one_of(st.none(), st.floats(0, 100))
+dispatched = st.builds(
+    Dispatched, counts, counts, counts, counts, counts, ages.map(lambda age: None if age is None else 1000 - age)
+)
+
+
+def _figures(sent: Dispatched) -> tuple[int, ...]:
+    return (sent.seqs, sent.blocks, sent.tokens, sent.decodes, sent.context)
+
+
+@given(st.lists(dispatched, max_size=3 * MAX_PER_WORKER))
+def test_a_message_loses_nothing_but_detail(all_sent: list[Dispatched]) -> None:
+    """Sums stay; ages are kept to the millisecond on a clock of the receiver's own; nothing gets older than it is."""
+    message = PeerMessage("r", 5, {W: tuple(all_sent)}, {"a": 2.5})
+    got = decode(encode(message, now=1000.0), now=3.0)
+    assert (got.router_id, got.run, got.demand) == ("r", 5, {"a": 2.5})
+    found = got.sent.get(W, ())
+    assert len(found) <= MAX_PER_WORKER
+    assert _figures(total(found, None)) == _figures(total(all_sent, None))
+    for before, after in zip(all_sent[: MAX_PER_WORKER - 1], found, strict=False):
+        age = 0.0 if before.arrived_at is None else 1000 - before.arrived_at
+        assert after.arrived_at == pytest.approx(3.0 - age, abs=0.001)
+
+
+@given(
+    st.binary(max_size=64) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(lambda v: json.dumps(v).encode())
+)
+def test_garbage_is_unreadable_and_no_more(data: bytes) -> None:
+    with pytest.raises(UnreadableMessage):
+        decode(data, 0.0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"router": None, "run": 5},
+        {"workers": [["a", "1", [[-1, 0, 0, 0, 0, 0]]]]},
+        {"workers": [["a", "1", [[0, 0]]]]},
+        {"workers": [["a", "1", [[math.inf, 0, 0, 0, 0, 0]]]]},
+        {"demand": {"a": -1}},
+        {"demand": []},
+    ],
+)
+def test_wrong_fields(change: dict[str, Any]) -> None:
+    good = json.loads(encode(PeerMessage("r", 5), 0.0))
+    assert decode(json.dumps(good).encode(), 0.0) == PeerMessage("r", 5)
+    with pytest.raises(UnreadableMessage):
+        decode(json.dumps({**good, **change}).encode(), 0.0)
+    with pytest.raises(UnreadableMessage):
+        decode(b" " * (peer_message.MAX_BYTES + 1), 0.0)
+
+
+def _peers(now: float = 0.0) -> Peers:
+    peers = Peers("me", 1, now)
+    peers.heard(PeerMessage("me", 1), now)
+    return peers
+
+
+def test_what_others_sent_counts_while_they_are_heard() -> None:
+    peers = _peers()
+    mine = PeerMessage("me", 1, {W: (Dispatched(9),)})
+    peers.heard(mine, 0.0)
+    peers.heard(PeerMessage("a", 1, {W: (Dispatched(1),)}), 0.0)
+    peers.heard(PeerMessage("b", 1, {W: (Dispatched(2),)}), 0.0)
+    assert total(peers.sent(0.1)[W], None).seqs == 3 and peers.num_others == 2
+    peers.heard(PeerMessage("a", 1, {W: (Dispatched(5),)}), 0.4)  # replaces what it said before
+    assert total(peers.sent(0.4)[W], None).seqs == 7
+    assert total(peers.sent(0.1 + SENT_SILENCE_S)[W], None).seqs == 5  # b says nothing any more
+    assert peers.sent(0.5 + SENT_SILENCE_S) == {}
+
+
+def test_the_part_of_a_router_that_is_gone_returns_within_a_second() -> None:
+    peers = _peers()
+    peers.heard(PeerMessage("a", 1, demand={"t": 30}), 0.0)
+    now = 0.0
+    while now < 1.0:
+        now = round(now + 0.1, 3)
+        peers.heard(PeerMessage("me", 1, demand={"t": 10}), now)
+        peers.tick(now)
+        if JOINING_S <= now <= MAX_SILENCE_S:
+            assert peers.share("t", now) == pytest.approx(0.05 + 0.9 / 4)
+    assert peers.share("t", now) == 1.0
+
+
+def test_without_messages_the_last_part_holds_and_so_it_does_when_they_pass_again() -> None:
+    peers = _peers()
+    peers.heard(PeerMessage("a", 1), 0.0)
+    for now in (0.5, 1.0, 60.0):
+        peers.tick(now)
+        assert peers.share("t", now) == 0.5 and peers.sent(now) == {}
+    for step in range(20):  # its own messages come back first
+        now = 60.0 + step / 10
+        peers.heard(PeerMessage("me", 1), now)
+        peers.tick(now)
+        assert peers.share("t", now) == 0.5
+    now = 60.0 + RETURN_GRACE_S + MAX_SILENCE_S + 0.1  # the other one ended meanwhile
+    peers.heard(PeerMessage("me", 1), now)
+    peers.tick(now)
+    peers.heard(PeerMessage("me", 1), now + 0.1)
+    peers.tick(now + 0.1)
+
+
+def test_a_router_that_starts() -> None:
+    alone = Peers("me", 1, 0.0)
+    assert alone.share("t", 0.0) == JOINING_SHARE and alone.share("t", ALONE_AFTER_S + 0.1) == 1.0
+    joins = _peers(5.0)
+    assert joins.share("t", 5.0) == JOINING_SHARE
+    joins.heard(PeerMessage("a", 1), 5.1)
+    assert joins.share("t", 5.0 + JOINING_S) == 0.5
+
+
+@given(st.lists(st.floats(0, 1e9), min_size=1, max_size=8))
+def test_parts_are_one_together_and_everybody_has_some(demands: list[float]) -> None:
+    parts = [part(own, demands) for own in demands]
+    assert sum(parts) == pytest.approx(1.0)
+    assert all(given_out >= 0.1 / len(demands) - 1e-12 for given_out in parts)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 1000)), min_size=1, max_size=10), st.integers(0, 3))
+def test_three_routers_give_out_the_limit_within_a_tenth(changes: list[tuple[int, float]], delay: int) -> None:
+    """Demand jumps about; messages arrive up to three tenths of a second late, another at each. Over the whole time the routers'
+    parts are at most 1 on average, but for what a jump costs until it is known everywhere."""
+    routers = [Peers(name, 1, 0.0) for name in "abc"]
+    demands = [1.0, 1.0, 1.0]
+    history: list[list[PeerMessage]] = []
+    given_out, steps = 0.0, 0
+    for number, (who, demand) in enumerate(changes):
+        demands[who] = demand
+        for _ in range(10):  # a second between jumps
+            history.append([PeerMessage(name, 1, demand={"t": demands[index]}) for index, name in enumerate("abc")])
+            now = len(history) / 10
+            for listener, peers in enumerate(routers):
+                for speaker in range(3):
+                    late = 0 if speaker == listener else min(len(history) - 1, (delay + listener) % 4)
+                    peers.heard(history[-1 - late][speaker], now)
+                peers.tick(now)
+            if number > 0:
+                given_out += sum(peers.share("t", now) for peers in routers)
+                steps += 1
+    if steps:
+        assert given_out / steps <= 1.0 + 0.1 * 3  # three tenths late in each second: at most one more during them
+
+
+def test_demand_fades() -> None:
+    meter = DemandMeter()
+    meter.asked("t", 100, 1.0)
+    assert meter.rates(1.0)["t"] == 100 and meter.rates(2.0)["t"] == 50
+    assert meter.rates(60.0) == {}
+
+
+FILE = """
+[default]
+weight = 2
+[tenants.search]
+weight = 4.5
+max_inflight = 10
+tokens_per_s = 1000
+[tenants."odd name"]
+tokens_per_s = 10.5
+burst_tokens = 20
+"""
+
+
+def test_the_tenants_file_is_followed(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(FILE)
+    tenants = Tenants(str(path))
+    assert tenants.limits_of("search") == TenantLimits(4.5, 10, 1000, 10_000)
+    assert tenants.limits_of("odd name") == TenantLimits(1.0, None, 10.5, 20)
+    assert tenants.limits_of("anybody") == tenants.limits_of("") == TenantLimits(2)
+    tenants.share = lambda tenant: 0.25
+    assert tenants.limits_of("search") == TenantLimits(4.5, 2, 250, 2500)
+    path.write_text("[tenants.search]\nweight = -1")
+    tenants.refresh()
+    assert tenants.limits_of("search").weight == 4.5
+    path.write_text("[tenants.search]\nweight = 3.0")
+    tenants.refresh()
+    assert tenants.limits_of("search") == TenantLimits(3.0)
+
+
+def test_json_says_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.json"
+    path.write_text('{"tenants": {"a": {"weight": 2}}}')
+    assert tenants_file.read(path) == TenantTable(tenants={"a": TenantLimits(2)})
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("[tenants.a]\nweight = 0", "tenants.a.weight"),
+        ("[tenants.a]\nweight = nan", "tenants.a.weight"),
+        ('[tenants.a]\nweight = "1"', "tenants.a.weight"),
+        ("[tenants.a]\nmax_inflight = 1.5", "tenants.a.max_inflight"),
+        ("[tenants.a]\nmax_inflight = true", "tenants.a.max_inflight"),
+        ("[tenants.a]\nburst_tokens = 5", "tenants.a.burst_tokens"),
+        ("[tenants.a]\nrate = 5", "tenants.a.rate"),
+        ("[tenants]\na = 5", "tenants.a"),
+        ("[default]\ntokens_per_s = -1", "default.tokens_per_s"),
+        ("[tenant.a]", "tenant"),
+        ("tenants = 1", "tenants"),
+        ("[", ""),
+    ],
+)
+def test_a_wrong_file_names_the_field(tmp_path: Path, text: str, field: str) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(text)
+    with pytest.raises(TenantsProblem, match=f"tenants.toml: {field}"):
+        tenants_file.read(path)
+    with pytest.raises(ConfigError, match="--tenants"):
+        Tenants(str(path))
+
+
+@given(st.integers(1, 1000), st.lists(st.floats(0, 100), min_size=1, max_size=8))
+def test_places_of_all_routers_exceed_the_limit_by_one_each_at_most(limit: int, demands: list[float]) -> None:
+    parts = [at_share(TenantLimits(max_inflight=limit), part(own, demands)).max_inflight or 0 for own in demands]
+    assert min(parts) >= 1 and sum(parts) <= limit + len(demands) - 1
