@@ -7,18 +7,27 @@ cannot be read is as good as lost. Times travel as ages, so that no two clocks n
 from __future__ import annotations
 
 import json
-import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import accumulate
+from operator import add
 
 from router.views import WorkerKey
 from router.worker import Dispatched
 
 MAX_BYTES = 256 << 10
 MAX_WORKERS = 4096
-MAX_PER_WORKER = 64
-"""More are summed up in the youngest: they count a moment longer."""
+AGES_MS = (0, 100, 300, 700, 1500)
+"""What was sent to one worker is summed up by age; a sum is as old as its youngest part: all of it counts for long enough."""
+MAX_PER_WORKER = len(AGES_MS) + 1
 MAX_TENANTS = 1024
+MAX_NAME_BYTES = 32
+MAX_COUNT = 10**9
+"""Of each amount, either way: what has ended counts against what was sent before."""
+MAX_AMOUNT = 1e12
+MAX_TEXT = 512
 
 
 class UnreadableMessage(ValueError):
@@ -28,7 +37,8 @@ class UnreadableMessage(ValueError):
 @dataclass(frozen=True)
 class PeerMessage:
     """`run` tells incarnations of a router apart. `sent`: by worker, what no report can be sure to contain; `arrived_at` of each
-    is on the receiver's clock. `demand`: tokens per second that each tenant asked for."""
+    is on the receiver's clock. `demand`: tokens per second that each tenant asked for, in
+    what is received by the name that `named` gives."""
 
     router_id: str
     run: int
@@ -37,16 +47,55 @@ class PeerMessage:
 
 
 def encode(message: PeerMessage, now: float) -> bytes:
-    """`now`: monotonic seconds. What has not arrived yet for sure is as young as the message."""
-    workers = [
-        [address, f"{epoch:016x}", [_entry(sent, now) for sent in _bounded(all_sent)]]
-        for (address, epoch), all_sent in list(message.sent.items())[:MAX_WORKERS]
-        if all_sent
-    ]
+    """`now`: monotonic seconds. What has not arrived yet for sure is as young as the message. At most MAX_BYTES: with too many
+    workers ages grow coarse, then those with least are left out."""
     greatest = sorted(message.demand.items(), key=lambda item: -item[1])[:MAX_TENANTS]
-    demand = {tenant: round(rate, 3) for tenant, rate in greatest}
-    content = {"router": message.router_id, "run": f"{message.run:016x}", "workers": workers, "demand": demand}
-    return json.dumps(content, separators=(",", ":")).encode()
+    demand = {named(tenant): round(min(rate, MAX_AMOUNT / 2), 3) for tenant, rate in greatest}
+    head = {"router": message.router_id, "run": f"{message.run:016x}", "demand": demand}
+    start = json.dumps(head, separators=(",", ":"))[:-1]
+    workers = _workers(message.sent, now, MAX_BYTES - len(start) - len(',"workers":[]}'))
+    return f'{start},"workers":[{",".join(workers)}]}}'.encode()
+
+
+def named(tenant: str) -> str:
+    """The tenant's name as it stands in messages: long or odd ones by a hash, so that a message's size is bounded."""
+    plain = len(tenant) <= MAX_NAME_BYTES and tenant.isascii() and tenant.isprintable() and not tenant.startswith("#")
+    if plain:
+        return tenant
+    return "#" + blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+
+
+def _workers(sent: Mapping[WorkerKey, tuple[Dispatched, ...]], now: float, budget: int) -> list[str]:
+    """What was sent to each, in JSON; together with commas at most `budget` bytes."""
+    written: list[str] = []
+    for ages_ms in (AGES_MS, AGES_MS[:2], ()):
+        written = [text for key, all_sent in sent.items() if (text := _worker(key, all_sent, ages_ms, now))]
+        if len(written) <= MAX_WORKERS and sum(map(len, written)) + len(written) <= budget:
+            return written
+    written = sorted(written, key=len, reverse=True)[:MAX_WORKERS]  # more digits: more was sent
+    ends = accumulate(len(text) + 1 for text in written)
+    return [text for text, end in zip(written, ends, strict=True) if end <= budget]
+
+
+def _worker(key: WorkerKey, all_sent: tuple[Dispatched, ...], ages_ms: tuple[int, ...], now: float) -> str:
+    """Empty when nothing is left of it."""
+    entries = _summed(all_sent, ages_ms, now)
+    return json.dumps([key[0], f"{key[1]:016x}", entries], separators=(",", ":")) if entries else ""
+
+
+def _summed(all_sent: tuple[Dispatched, ...], ages_ms: tuple[int, ...], now: float) -> list[list[int]]:
+    """One entry for each age at which something is left: what was sent and has ended meanwhile is nothing."""
+    sums: dict[int, list[int]] = {}
+    for sent in all_sent:
+        age_ms, *figures = _entry(sent, now)
+        before = sums.setdefault(bisect_left(ages_ms, age_ms), [age_ms, 0, 0, 0, 0, 0])
+        before[0] = min(before[0], age_ms)
+        before[1:] = map(add, before[1:], figures)
+    return [[entry[0], *map(_clamped, entry[1:])] for entry in sums.values() if any(entry[1:])]
+
+
+def _clamped(count: int) -> int:
+    return max(-MAX_COUNT, min(count, MAX_COUNT))
 
 
 def decode(data: bytes, now: float) -> PeerMessage:
@@ -56,12 +105,12 @@ def decode(data: bytes, now: float) -> PeerMessage:
     try:
         content = json.loads(data)
         sent = {
-            (str(address), int(epoch, 16)): tuple(_dispatched(entry, now) for entry in entries[:MAX_PER_WORKER])
+            (_text(address), _number(epoch)): tuple(_dispatched(entry, now) for entry in entries[:MAX_PER_WORKER])
             for address, epoch, entries in content["workers"][:MAX_WORKERS]
         }
-        demand = {str(tenant): _amount(rate) for tenant, rate in list(content["demand"].items())[:MAX_TENANTS]}
-        return PeerMessage(str(content["router"]), int(content["run"], 16), sent, demand)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        demand = {_text(tenant): _amount(rate, 0, MAX_AMOUNT) for tenant, rate in list(content["demand"].items())[:MAX_TENANTS]}
+        return PeerMessage(_text(content["router"]), _number(content["run"]), sent, demand)
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         raise UnreadableMessage(str(error) or type(error).__name__) from error
 
 
@@ -77,26 +126,30 @@ def total(all_sent: Iterable[Dispatched], arrived_at: float | None) -> Dispatche
     return result
 
 
-def _bounded(all_sent: tuple[Dispatched, ...]) -> tuple[Dispatched, ...]:
-    if len(all_sent) <= MAX_PER_WORKER:
-        return all_sent
-    first, rest = all_sent[: MAX_PER_WORKER - 1], all_sent[MAX_PER_WORKER - 1 :]
-    times = [sent.arrived_at for sent in rest]
-    known = [time for time in times if time is not None]
-    return (*first, total(rest, max(known) if len(known) == len(times) else None))
-
-
 def _entry(sent: Dispatched, now: float) -> list[int]:
-    age_ms = 0 if sent.arrived_at is None else max(0, round((now - sent.arrived_at) * 1000))
+    age_ms = 0 if sent.arrived_at is None else min(max(0, round((now - sent.arrived_at) * 1000)), 10**9)
     return [age_ms, sent.seqs, sent.blocks, sent.tokens, sent.decodes, sent.context]
 
 
 def _dispatched(entry: list[object], now: float) -> Dispatched:
-    age_ms, seqs, blocks, tokens, decodes, context = (round(_amount(value)) for value in entry)
-    return Dispatched(seqs, blocks, tokens, decodes, context, arrived_at=now - age_ms / 1000)
+    age_ms, *counts = entry
+    seqs, blocks, tokens, decodes, context = (round(_amount(count, -MAX_COUNT, MAX_COUNT)) for count in counts)
+    return Dispatched(seqs, blocks, tokens, decodes, context, arrived_at=now - _amount(age_ms, 0, MAX_AMOUNT) / 1000)
 
 
-def _amount(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 <= value < 1e12:
-        raise UnreadableMessage(f"{str(value)[:40]} is no amount")
+def _amount(value: object, least: float, most: float) -> float:
+    """Comparing comes first: an integer may have more digits than a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise UnreadableMessage(f"{type(value).__name__} is no amount from {least:g} to {most:g}")
     return float(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > MAX_TEXT:
+        raise UnreadableMessage(f"{type(value).__name__} is no name of at most {MAX_TEXT} characters")
+    return value
+
+
+def _number(value: object) -> int:
+    """An epoch or a run, of 64 bits."""
+    return int(_text(value)[:17], 16)

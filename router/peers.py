@@ -7,10 +7,12 @@ does not even hear itself, it is the messages that fail, not the routers: parts 
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from router.peer_message import PeerMessage
+from router.peer_message import MAX_TENANTS, PeerMessage, named
 from router.views import WorkerKey
 from router.worker import Dispatched
 
@@ -89,7 +91,8 @@ class Peers:
         return self._part(own, tenant)
 
     def _part(self, own: PeerMessage, tenant: str) -> float:
-        return part(own.demand.get(tenant, 0.0), [message.demand.get(tenant, 0.0) for message in self._messages.values()])
+        name = named(tenant)
+        return part(own.demand.get(name, 0.0), [message.demand.get(name, 0.0) for message in self._messages.values()])
 
 
 def part(own: float, demands: list[float]) -> float:
@@ -102,26 +105,29 @@ def part(own: float, demands: list[float]) -> float:
 
 
 class DemandMeter:
-    """Tokens per second that each tenant asks for, over about the last `WINDOW_S` seconds."""
+    """Tokens per second that each tenant asks for, over about the last `WINDOW_S` seconds. To count a request costs the same
+    with any number of tenants; of more than `MAX_TENANTS` those who have asked last are known."""
 
     WINDOW_S = 1.0
     FORGET_BELOW = 0.01
 
     def __init__(self) -> None:
-        self._levels: dict[str, float] = {}
-        self._at = 0.0
+        self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()  # the rate, and when it was so much
 
     def asked(self, tenant: str, tokens: float, now: float) -> None:
         """A request came, whatever becomes of it."""
-        self._decay(now)
-        self._levels[tenant] = self._levels.get(tenant, 0.0) + tokens / self.WINDOW_S
+        self._levels[tenant] = (self._level(tenant, now) + tokens / self.WINDOW_S, now)
+        self._levels.move_to_end(tenant)
+        if len(self._levels) > MAX_TENANTS:
+            self._levels.popitem(last=False)
 
     def rates(self, now: float) -> Mapping[str, float]:
         """By tenant; those who ask for nothing are not there."""
-        self._decay(now)
-        return dict(self._levels)
+        rates = {name: self._level(name, now) for name in self._levels}
+        for name in [name for name, rate in rates.items() if rate <= self.FORGET_BELOW]:
+            del rates[name], self._levels[name]
+        return rates
 
-    def _decay(self, now: float) -> None:
-        factor = 2.0 ** (-max(0.0, now - self._at) / self.WINDOW_S)
-        self._at = max(self._at, now)
-        self._levels = {name: rate * factor for name, rate in self._levels.items() if rate * factor > self.FORGET_BELOW}
+    def _level(self, tenant: str, now: float) -> float:
+        rate, at = self._levels.get(tenant, (0.0, now))
+        return rate * math.exp2(-max(0.0, now - at) / self.WINDOW_S)

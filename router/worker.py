@@ -20,7 +20,7 @@ MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 0.25
 UNUSABLE_RETRY_S = 1.0
 TRANSIT_S = 0.2
-MAX_TOLD = 64
+MAX_TOLD = 256
 
 logger = logging.getLogger(__name__)
 
