@@ -30,7 +30,12 @@ OPEN_METHODS = (
     "/vllm.grpc.engine.VllmEngine/HealthCheck",
 )
 """What probes ask: they have no key."""
-ADMIN_METHODS = ("/pdmesh.v1.Mesh/GetStatus", "/pdmesh.v1.Mesh/Explain", "/vllm.grpc.engine.VllmEngine/GetLoads")
+ADMIN_METHODS = (
+    "/pdmesh.v1.Mesh/GetStatus",
+    "/pdmesh.v1.Mesh/Explain",
+    "/vllm.grpc.engine.VllmEngine/GetLoads",
+    "/vllm.grpc.engine.VllmEngine/GetServerInfo",
+)
 """What shows the work of all tenants."""
 
 

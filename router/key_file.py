@@ -22,7 +22,7 @@ def read(path: Path) -> KeyTable:
     """Raises OSError, and KeyProblem naming key and field."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise KeyProblem(f"{path} is no JSON: {error}") from error
     listed = content.get("keys") if isinstance(content, dict) else None
     if not isinstance(listed, list):

@@ -63,6 +63,9 @@ class KeyStore:
         except (OSError, KeyProblem) as error:
             logger.error("the API keys cannot be read: %s; those read before stand", error)
             return
+        except Exception:  # who stopped to look would let revoked keys in for as long as he lives
+            logger.exception("reading the API keys failed; those read before stand")
+            return
         if table is not None:
             self._table = table
 
@@ -78,7 +81,7 @@ def open_store(source: str, mesh: str) -> KeyStore | None:
         return None
     if source.startswith(REDIS_SCHEMES):
         keys = RedisKeys(source, mesh)
-        return KeyStore(keys.read, keys.close)
+        return KeyStore(keys.read_changed, keys.close)
     reader = _FileReader(Path(source))
     try:
         key_file.read(reader.path)
@@ -99,4 +102,4 @@ class _FileReader:
         if stamp == self._stamp:
             return None
         self._stamp = stamp  # also of a file that is wrong: it is reported once
-        return key_file.read(self.path)
+        return await asyncio.to_thread(key_file.read, self.path)

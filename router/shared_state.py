@@ -7,6 +7,7 @@ Redis, nothing to be cleaned up after a router, and nothing that anybody waits f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -93,18 +94,27 @@ class SharedState:
             worker.heard(sent.get(key, []) if key is not None else [])
 
     async def _tell_forever(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
         while True:
-            self._wake.clear()
-            await self._tell()
-            now = time.monotonic()
-            self.peers.tick(now)
-            self._count(now)
             try:
-                async with asyncio.timeout(PERIOD_S):
-                    await self._wake.wait()
-                await asyncio.sleep(BURST_S)  # what comes with it goes along
-            except TimeoutError:
-                continue
+                await self._tell_once()
+                backoff_s = FIRST_BACKOFF_S
+            except Exception:  # one that fell silent for good would give out limits twice
+                logger.exception("telling the other routers failed")
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _tell_once(self) -> None:
+        """And wait until there is something to tell again."""
+        self._wake.clear()
+        await self._tell()
+        now = time.monotonic()
+        self.peers.tick(now)
+        self._count(now)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PERIOD_S):
+                await self._wake.wait()
+            await asyncio.sleep(BURST_S)  # what comes with it goes along
 
     async def _tell(self) -> None:
         now = time.monotonic()

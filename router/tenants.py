@@ -70,6 +70,8 @@ class Tenants:
             self._take()
         except (OSError, TenantsProblem) as error:
             logger.error("the tenants file cannot be used: %s; limits stay as they were", error)
+        except Exception:  # limits are to be followed for as long as the router lives
+            logger.exception("reading the tenants file %s failed; limits stay as they were", self._path)
 
     def _take(self) -> None:
         if self._path is None:

@@ -42,9 +42,11 @@ class TenantTable:
 
 def read(path: Path) -> TenantTable:
     """Raises OSError, TenantsProblem."""
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         return parse(json.loads(text) if path.suffix == ".json" else tomllib.loads(text))
+    except RecursionError as error:
+        raise TenantsProblem(f"{path}: is nested too deeply") from error
     except ValueError as error:
         raise TenantsProblem(f"{path}: {error}") from error
 

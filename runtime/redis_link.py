@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -118,14 +117,16 @@ def open_redis(url: str, timeout_s: float) -> Redis:
             decode_responses=False,
         )
     except ValueError as error:
-        problem = f"{without_password(url)!r} is no Redis URL ({error})"
+        # Not what the error says: of a password with a / in it, it tells a part as the port.
+        problem = f"{without_password(url)!r} is no Redis URL ({type(error).__name__})"
         raise ConfigError("--redis", problem, "give redis://host:port/0") from None
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
+    """The URL as it may be shown: scheme, and what follows the last @. A password may hold any character, / and # among them;
+    where the @ may be one of a password in the query, nothing of the rest is shown."""
+    scheme, separator, rest = url.partition("://")
+    user, _, shown = rest.rpartition("@")
+    if not separator or "?" in user:
         return "the URL"
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+    return f"{scheme}://{shown.partition('?')[0]}"

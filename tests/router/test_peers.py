@@ -375,6 +375,28 @@ def test_the_tenants_file_is_followed(tmp_path: Path) -> None:
     assert tenants.limits_of("search") == TenantLimits(3.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.toml", b"[default]\nweight=1.0\n# caf\xe9\n"),
+        ("t.toml", b"a = " + b"[" * 100_000),
+        ("t.json", b"[" * 200_000),
+        ("t.json", b'{"tenants": {"a": {"weight": ' + b"9" * 5000 + b"}}}"),
+    ],
+)
+def test_a_hostile_file_changes_nothing_and_is_named(
+    tmp_path: Path, name: str, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / name
+    path.write_text('{"default": {"weight": 3}}' if name == "t.json" else "[default]\nweight = 3")
+    tenants = Tenants(str(path))
+    path.write_bytes(content)
+    tenants.refresh()
+    assert tenants.limits_of("a").weight == 3 and name in caplog.text and "Traceback" not in caplog.text
+    with pytest.raises(TenantsProblem, match=name):
+        tenants_file.read(path)
+
+
 def test_json_says_the_same(tmp_path: Path) -> None:
     path = tmp_path / "tenants.json"
     path.write_text('{"tenants": {"a": {"weight": 2}}}')
