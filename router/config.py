@@ -62,7 +62,7 @@ class RouterConfig:
     router_id: str = field(default="", metadata={"help": "name of this router; empty: a random one"})
     processes: int = field(
         default=1,
-        metadata={"help": "processes that share the ports, each a router of its own; they divide max_inflight, max_queued"},
+        metadata={"help": "processes that share the ports, each a router of its own; they divide what is bounded for a router"},
     )
     share_ports: bool = field(
         default=False, metadata={"help": "let other routers of this user listen on the same ports (SO_REUSEPORT)"}
@@ -70,6 +70,10 @@ class RouterConfig:
     objectives: str = field(default="", metadata={"help": "TOML or JSON file with objectives per model"})
     tenants: str = field(
         default="", metadata={"help": "TOML or JSON file with weight, max_inflight, tokens_per_s, burst_tokens of each tenant"}
+    )
+    tenants_share: float = field(
+        default=1.0,
+        metadata={"help": "without --redis, the part of the tenants' limits that this router gives out: 1 / number of routers"},
     )
     max_inflight: int = field(default=256, metadata={"help": "requests admitted at the same time"})
     max_queued: int = field(default=256, metadata={"help": "requests that may wait for admission; more are refused"})
@@ -139,6 +143,9 @@ class RouterConfig:
     log_requests: bool = field(
         default=False, metadata={"help": "write the text of prompts into the log; otherwise nothing that a client says is kept"}
     )
+    heartbeat_on_stdout: bool = field(
+        default=False, metadata={"help": "say on stdout each second that this process answers, for the one that started it"}
+    )
     exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
 
     def validate(self) -> None:
@@ -158,6 +165,7 @@ class RouterConfig:
         for name in _POSITIVE:
             _require(getattr(self, name) > 0, name, "must be positive")
         _require(0 <= self.hedge_share <= 1, "hedge_share", "must be between 0 and 1")
+        _require(0 < self.tenants_share <= 1, "tenants_share", "must be more than 0 and at most 1")
         _require(0 <= self.port <= 65535, "port", "must be between 0 and 65535")
         _require(self.http_port is None or 0 <= self.http_port <= 65535, "http_port", "must be between 0 and 65535")
         same_host = self.http_host in ("", self.host)

@@ -56,7 +56,7 @@ class Router:
         self.channels = Channels(tls=tls)
         fleet = Fleet(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
         goals = objectives.load(config.objectives)
-        self.tenants = Tenants(config.tenants)
+        self.tenants = Tenants(config.tenants, config.tenants_share)
         models = served_model.load(config.model_folders())
         self.core = Core.build(config, router_id, models, fleet, goals, tenants=self.tenants)
         self.core.forecaster = PolicyForecaster(self.core)
@@ -172,10 +172,13 @@ async def serve(config: RouterConfig, life: process.Lifecycle) -> None:
     address = await router.start()
     spare_collector()
     life.ready(address, router_id=router.core.router_id, http_url=router.http.url if router.http is not None else "")
+    beats = asyncio.create_task(processes.beat_forever(), name="heartbeat") if config.heartbeat_on_stdout else None
     try:
         await life.wait_for_stop()
     finally:
         await router.stop()
+        if beats is not None:
+            beats.cancel()
 
 
 def main() -> None:

@@ -30,6 +30,10 @@ MAX_BACKOFF_S = 10.0
 STABLE_AFTER_S = 30.0
 """A process that lived so long has earned a quick restart again."""
 STOP_MARGIN_S = 10.0
+BEAT_PERIOD_S = 1.0
+MAX_MISSED = 10
+"""So many periods without a heartbeat: the kernel still deals connections to it, and nobody answers them."""
+BEAT = '{"alive": true}'
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +41,32 @@ logger = logging.getLogger(__name__)
 def backoff_s(num_failures: int) -> float:
     """Seconds before the restart that follows `num_failures` (at least 1) short lives in a row."""
     return float(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(num_failures - 1, 16)))
+
+
+class Pulse:
+    """Whether a process still answers. Counts periods of the listener's own: one that was suspended suspects nobody for that."""
+
+    def __init__(self) -> None:
+        self.num_missed = 0
+
+    def beat(self) -> None:
+        """It has said so."""
+        self.num_missed = 0
+
+    def is_hung(self) -> bool:
+        """To be asked once each period."""
+        self.num_missed += 1
+        return self.num_missed > MAX_MISSED
+
+
+async def beat_forever() -> None:
+    """A child's side: a line each period for as long as the event loop turns, and somebody listens."""
+    while True:
+        try:
+            print(BEAT, flush=True)
+        except OSError:
+            return
+        await asyncio.sleep(BEAT_PERIOD_S)
 
 
 class Replica:
@@ -47,6 +77,7 @@ class Replica:
         self._env = to_env(config)
         self._stop_s = config.drain_grace_s + config.linger_s + STOP_MARGIN_S
         self._clock = clock
+        self._pulse = Pulse()
         self._process = self._new()
         self._task: asyncio.Task[None] | None = None
         self._num_failures = 0
@@ -66,12 +97,25 @@ class Replica:
     async def _supervise(self) -> None:
         while True:
             began = self._clock()
-            code = await self._process.wait()
+            code = await self._ended()
             self._num_failures = 1 if self._clock() - began > STABLE_AFTER_S else self._num_failures + 1
             delay_s = backoff_s(self._num_failures)
             logger.error("%s (pid %d) ended with code %s; starting it again in %g s", self.name, self._process.pid, code, delay_s)
             await asyncio.sleep(delay_s)
             await self._restart()
+
+    async def _ended(self) -> int:
+        """The exit code, once it has ended; one that hangs is made to."""
+        self._pulse.beat()
+        ended = asyncio.create_task(self._process.wait())
+        try:
+            while not (await asyncio.wait((ended,), timeout=BEAT_PERIOD_S))[0]:
+                if self._pulse.is_hung():
+                    logger.error("%s (pid %d) does not answer any more; killing it", self.name, self._process.pid)
+                    self._process.kill()
+            return ended.result()
+        finally:
+            ended.cancel()
 
     async def _restart(self) -> None:
         """One that does not get ready has ended: the supervision sees that as any other end."""
@@ -83,13 +127,24 @@ class Replica:
             logger.error("%s", error)
 
     def _new(self) -> ManagedProcess:
-        return ManagedProcess(self.name, [sys.executable, "-m", "router"], env=self._env, on_line=_forward)
+        return ManagedProcess(self.name, [sys.executable, "-m", "router"], env=self._env, on_line=self._heard)
+
+    def _heard(self, line: str) -> None:
+        """Their logs are ours."""
+        if line == BEAT:
+            self._pulse.beat()
+        else:
+            print(line, file=sys.stderr, flush=True)
 
 
 async def serve(config: RouterConfig, life: Lifecycle) -> None:
     """All of them until the process is to stop. Raises ConfigError when a port is taken, StartFailed."""
     if not ports.can_share():
         raise ConfigError("--processes", "this system cannot share a port between processes", "give 1")
+    if config.tenants and not config.redis:
+        logger.warning(
+            "--processes without --redis: each gives out 1/%d of a tenant's limits, wherever it asks", config.processes
+        )
     with ExitStack() as held:
         config = _with_ports(config, held)
         base = config.router_id or f"router-{secrets.token_hex(4)}"
@@ -109,9 +164,13 @@ def replica_config(config: RouterConfig, base: str, number: int) -> RouterConfig
         processes=1,
         share_ports=True,
         exit_with_parent=True,
+        heartbeat_on_stdout=True,
         router_id=f"{base}-{number}",
         max_inflight=_part(config.max_inflight, config.processes, number, least=1),
         max_queued=_part(config.max_queued, config.processes, number, least=0),
+        max_queued_bytes=_part(config.max_queued_bytes, config.processes, number, least=1),
+        http_max_connections=_part(config.http_max_connections, config.processes, number, least=1),
+        tenants_share=config.tenants_share / config.processes,
     )
 
 
@@ -137,8 +196,3 @@ def _http_url(config: RouterConfig) -> str:
         return ""
     host = config.http_host or config.host
     return f"{'https' if config.tls.is_set else 'http'}://{f'[{host}]' if ':' in host else host}:{config.http_port}"
-
-
-def _forward(line: str) -> None:
-    """Their logs are ours."""
-    print(line, file=sys.stderr, flush=True)

@@ -22,16 +22,12 @@ Share = Callable[[str], float]
 logger = logging.getLogger(__name__)
 
 
-def _everything(tenant: str) -> float:
-    return 1.0
-
-
 class Tenants:
     """The book that admission looks into. `share` says which part of a tenant's limits is this router's."""
 
-    def __init__(self, path: str = "") -> None:
-        """Raises ConfigError for a file that cannot be used."""
-        self.share: Share = _everything
+    def __init__(self, path: str = "", fixed_share: float = 1.0) -> None:
+        """`fixed_share` holds until `share` is set. Raises ConfigError for a file that cannot be used."""
+        self.share: Share = lambda tenant: fixed_share
         self.demand = DemandMeter()
         self._path = Path(path) if path else None
         self._table = TenantTable()

@@ -15,8 +15,10 @@ import httpx
 import pytest
 
 from protos.v1 import mesh_pb2, mesh_pb2_grpc
+from router import processes
 from router.config import RouterConfig
-from router.processes import MAX_BACKOFF_S, backoff_s, replica_config
+from router.processes import MAX_BACKOFF_S, MAX_MISSED, Pulse, Replica, backoff_s, replica_config
+from router.tenants import Tenants
 from runtime import ports
 from runtime.channel import connect
 from runtime.child import ManagedProcess
@@ -29,15 +31,72 @@ def test_restarts_slow_down_to_a_bound() -> None:
     assert delays == sorted(delays) and delays[0] < 1 and delays[-1] == MAX_BACKOFF_S
 
 
-@pytest.mark.parametrize(("inflight", "queued", "processes"), [(256, 256, 2), (7, 1, 3), (1, 0, 4)])
-def test_processes_divide_the_limits(inflight: int, queued: int, processes: int) -> None:
-    config = RouterConfig(models=("m=f",), max_inflight=inflight, max_queued=queued, processes=processes)
-    parts = [replica_config(config, "r", number) for number in range(processes)]
-    assert sum(part.max_inflight for part in parts) == max(inflight, processes)
+@pytest.mark.parametrize(("inflight", "queued", "num"), [(256, 256, 2), (7, 1, 3), (1, 0, 4)])
+def test_processes_divide_the_limits(inflight: int, queued: int, num: int) -> None:
+    config = RouterConfig(models=("m=f",), max_inflight=inflight, max_queued=queued, processes=num)
+    parts = [replica_config(config, "r", number) for number in range(num)]
+    assert sum(part.max_inflight for part in parts) == max(inflight, num)
     assert sum(part.max_queued for part in parts) == queued
-    assert [part.router_id for part in parts] == [f"r-{number}" for number in range(processes)]
+    assert sum(part.max_queued_bytes for part in parts) == config.max_queued_bytes
+    assert sum(part.http_max_connections for part in parts) == config.http_max_connections
+    assert sum(part.tenants_share for part in parts) == pytest.approx(1.0)
+    assert [part.router_id for part in parts] == [f"r-{number}" for number in range(num)]
     for part in parts:
         part.validate()
+
+
+def test_without_redis_each_process_gives_out_its_part_of_a_tenants_limits(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text("[default]\ntokens_per_s = 1000\nmax_inflight = 8")
+    config = RouterConfig(models=("m=f",), tenants=str(path), processes=4)
+    parts = [replica_config(config, "r", number) for number in range(4)]
+    limits = [Tenants(part.tenants, part.tenants_share).limits_of("t") for part in parts]
+    assert sum(limit.tokens_per_s or 0 for limit in limits) == pytest.approx(1000)
+    assert sum(limit.burst for limit in limits) == pytest.approx(10_000)
+    assert sum(limit.max_inflight or 0 for limit in limits) == 8
+
+
+def test_silence_is_counted_in_periods_of_the_listener() -> None:
+    pulse = Pulse()
+    for _ in range(3):
+        assert not any(pulse.is_hung() for _ in range(MAX_MISSED))
+        pulse.beat()
+    assert [pulse.is_hung() for _ in range(MAX_MISSED + 1)] == [False] * MAX_MISSED + [True]
+
+
+_CHILD = """
+import asyncio, sys
+from router.processes import beat_forever
+from runtime import process
+async def main(life):
+    life.ready("127.0.0.1:1")
+    asyncio.create_task(beat_forever())
+    await life.wait_for_stop()
+sys.exit(process.run(main))
+"""
+
+
+class _Small(Replica):
+    """With a child that starts at once."""
+
+    def _new(self) -> ManagedProcess:
+        return ManagedProcess(self.name, [sys.executable, "-c", _CHILD], on_line=self._heard)
+
+
+async def test_one_that_hangs_is_killed_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "BEAT_PERIOD_S", 0.25)  # the child's is longer, and still heard in time
+    replica = _Small(RouterConfig(models=("m=f",), router_id="r"))
+    await replica.start()
+    try:
+        first = replica._process.pid
+        await eventually(lambda: replica._pulse.num_missed >= 2)
+        await eventually(lambda: replica._pulse.num_missed <= 1)
+        assert replica._process.pid == first
+        os.kill(first, signal.SIGSTOP)
+        await eventually(lambda: replica._process.running and replica._process.pid != first, timeout_s=30)
+        assert not alive(first)
+    finally:
+        await replica.stop()
 
 
 def test_a_reserved_port_is_shared_with_those_who_ask_only() -> None:
