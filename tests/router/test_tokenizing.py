@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from protos.v1 import mesh_pb2
+from router.config import RouterConfig
 from router.core import Core
+from router.jobs import Jobs
 from router.prompts import LARGE_TEXT_CHARS, Asker, Prompts
 from router.served_model import ServedModel
 from router.text_line import LONG_TEXT_BYTES, RETRY_DELAY_S, SHORT_IN_A_ROW, LineLimits, Piece, TextLine
@@ -236,3 +238,45 @@ async def test_short_texts_do_not_wait_in_line(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(prompts, "_in_line", None)
     assert await prompts.of_text(model, "x" * LARGE_TEXT_CHARS, ASKER)
     assert await prompts.of_chat(model, [mesh_pb2.ChatMessage(role="user", content="x" * LARGE_TEXT_CHARS)], ASKER)
+
+
+class _Asked(Exception):
+    """Ends a request once it is known for whom it asked."""
+
+
+async def _asker(monkeypatch: pytest.MonkeyPatch, call: Callable[[Jobs], Awaitable[object]]) -> tuple[Asker, bool]:
+    """For whom `call` has a text tokenized, and whether that must fit."""
+    core = SimpleNamespace(models={"m": ServedModel("m", make_tokenizer("byte_level"), None)}, config=RouterConfig())  # type: ignore[arg-type]
+    seen: list[tuple[Asker, bool]] = []
+
+    async def note(self: Prompts, model: object, text: object, asker: Asker, *, must_fit: bool = True) -> list[int]:
+        seen.append((asker, must_fit))
+        raise _Asked
+
+    monkeypatch.setattr(Prompts, "of_text", note)
+    monkeypatch.setattr(Prompts, "of_chat", note)
+    with pytest.raises(_Asked):
+        await call(Jobs(cast(Core, core)))
+    return seen[0]
+
+
+OPTIONS = mesh_pb2.RequestOptions(tenant="t")
+TURNS = [mesh_pb2.ChatMessage(role="user", content="x")]
+
+
+@pytest.mark.parametrize(
+    ("call", "tenant", "must_fit"),
+    [
+        (lambda jobs: jobs.from_generate(mesh_pb2.GenerateRequest(text="x", options=OPTIONS), 1000.0), "t", True),
+        (lambda jobs: jobs.from_chat(mesh_pb2.ChatRequest(messages=TURNS, options=OPTIONS), 1000.0), "t", True),
+        (lambda jobs: jobs.tokenize(mesh_pb2.TokenizeRequest(text="x"), 1000.0), "", False),
+        (lambda jobs: jobs.tokenize(mesh_pb2.TokenizeRequest(messages=TURNS), 1000.0), "", False),
+    ],
+)
+async def test_each_call_waits_as_its_tenant_and_until_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[Jobs], Awaitable[object]], tenant: str, must_fit: bool
+) -> None:
+    asker, fits = await _asker(monkeypatch, call)
+    assert (asker.tenant, fits) == (tenant, must_fit)
+    assert asker.deadline is not None
+    assert asker.deadline > asyncio.get_running_loop().time()
