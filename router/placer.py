@@ -115,7 +115,7 @@ class Placer:
         choice = self._core.policy.choose(roster, demand, time.monotonic())
         if isinstance(choice, NoPlacement) or not has_room(choice.decode, demand):
             return None
-        source = worker_views.view_of(leaving.info, leaving.incarnation.load, decode=False)
+        source = worker_views.view_of(leaving.incarnation.described, leaving.incarnation.load, decode=False)
         if demand.mode is not Mode.LOCAL and compatible(source, choice.decode):
             choice = Placement(choice.decode, source, f"it leaves {source.worker_id}, which holds its KV")
         placed = await self._submit(need, choice, demand)
