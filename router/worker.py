@@ -60,8 +60,8 @@ class Dispatched:
         return self.num_reports >= 2 or (self.arrived_at is not None and figures_at > self.arrived_at)
 
 
-def _nothing() -> None:
-    """Nobody wants to hear of what is sent."""
+def _nothing(*_: object) -> None:
+    """Nobody wants to hear of it."""
 
 
 class Worker:
@@ -78,6 +78,7 @@ class Worker:
         on_change: Callable[[], None],
         on_view: Callable[[], None],
         on_dispatch: Callable[[], None] = _nothing,
+        on_up: Callable[[Incarnation], None] = _nothing,
     ) -> None:
         self.address = address
         self.static = static
@@ -93,6 +94,7 @@ class Worker:
         self._on_change = on_change
         self._on_view = on_view
         self._on_dispatch = on_dispatch
+        self._on_up = on_up
         self._dispatched: list[Dispatched] = []
         self._told: list[Dispatched] = []
         self._foreign: list[Dispatched] = []
@@ -247,6 +249,7 @@ class Worker:
         self._dispatched.clear()
         self._foreign.clear()
         self._told.clear()
+        self._on_up(incarnation)
 
     def _report(self, load: worker_pb2.LoadReport) -> None:
         current = self.current
