@@ -17,6 +17,7 @@ from router.demands import NOBODY, demand_of
 from router.health import Role
 from router.job import Job
 from router.prefill_call import PrefillTarget
+from router.roster import Roster
 from router.timings import RequestTimings
 from router.views import Mode, WorkerKey, WorkerView
 from router.worker import Dispatched, Incarnation, Worker
@@ -29,7 +30,7 @@ STARTED_PRIORITY = 0
 """Requests with an output under way stand before all priorities of new ones."""
 
 logger = logging.getLogger(__name__)
-Ejected = Callable[[Iterable[WorkerView], Role], frozenset[WorkerKey]]
+Ejected = Callable[[Roster, Role], frozenset[WorkerKey]]
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Placer:
         engine = roster.get(leg.worker.address)
         if engine is None or engine.view.epoch != leg.info.epoch:
             return None
-        excluded = tried | self._core.judge.ejected(roster.views(), Role.PREFILL)
+        excluded = tried | self._core.judge.ejected(roster, Role.PREFILL)
         demand = self._demand(need, prefill=excluded)
         prefill = self._core.policy.choose_prefill(roster, engine.view, demand, time.monotonic())
         return self._prefill_target(prefill, demand)
@@ -107,9 +108,7 @@ class Placer:
         """One try, for a request that runs and may as well stay: None without room. Where it can, the worker that it leaves hands
         the KV over: its cache holds nearly all of it. Raises MeshError."""
         roster, ejected = self._core.fleet.roster, self._core.judge.ejected
-        demand = self._demand(
-            need, decode=ejected(roster.views(), Role.DECODE) | {leaving.key}, prefill=ejected(roster.views(), Role.PREFILL)
-        )
+        demand = self._demand(need, decode=ejected(roster, Role.DECODE) | {leaving.key}, prefill=ejected(roster, Role.PREFILL))
         choice = self._core.policy.choose(roster, demand, time.monotonic())
         if isinstance(choice, NoPlacement) or not has_room(choice.decode, demand):
             return None
@@ -164,8 +163,8 @@ class Placer:
         """The best worker first, on a refusal the next best."""
         refused, errors = avoid, list[MeshError]()
         while True:
-            views = self._core.fleet.roster.views
-            demand = self._demand(need, decode=refused | ejected(views(), Role.DECODE), prefill=ejected(views(), Role.PREFILL))
+            roster = self._core.fleet.roster
+            demand = self._demand(need, decode=refused | ejected(roster, Role.DECODE), prefill=ejected(roster, Role.PREFILL))
             choice = self._choose(need, demand)
             if isinstance(choice, NoPlacement):
                 return _with_answers(choice, errors)
@@ -267,7 +266,7 @@ class Placer:
         return worker, worker.current
 
 
-def _nobody(views: Iterable[WorkerView], role: Role) -> frozenset[WorkerKey]:
+def _nobody(roster: Roster, role: Role) -> frozenset[WorkerKey]:
     """Is left out."""
     return frozenset()
 

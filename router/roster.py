@@ -176,6 +176,14 @@ class Roster:
         """The group of a worker of this roster."""
         return self._groups[(view.model, view.identity)]
 
+    def peers(self, view: WorkerView, *, prefill: bool) -> Iterator[WorkerView]:
+        """All of the kind of this worker of the roster that prefill, else that decode; itself included."""
+        group = self.group_of(view)
+        for _, address in (group.fillers if prefill else group.owners).entries:
+            other = group.engines[address].view
+            if other.layout.kv_dtype == view.layout.kv_dtype:
+                yield other
+
     def _group_for(self, view: WorkerView, before: Group | None) -> Group:
         if before is not None and before.identity is view.identity and before.model == view.model:
             return before  # nearly always, and there are thousands of reports in a second
