@@ -262,9 +262,7 @@ def _reaches(prefill: WorkerView, decodes: Iterable[Engine]) -> bool:
 
 
 def _engines(group: Group, ranking: Ranking) -> Iterator[Engine]:
-    engines = group.engines
-    for _, address in ranking.entries:
-        yield engines[address]
+    return map(group.engines.__getitem__, ranking.names)
 
 
 def _together(some: Iterable[Engine], more: Iterable[Engine]) -> list[Engine]:

@@ -304,7 +304,7 @@ def test_a_roster_ranks_as_if_it_had_seen_nothing_before(rounds: list[tuple[list
             same = groups.pop(group.identity)
             assert same.pressure == group.pressure
             for name in ("owners", "wholes", "fillers"):
-                assert getattr(same, name).entries == getattr(group, name).entries
+                assert getattr(same, name).names == getattr(group, name).names
         assert not groups
 
 
