@@ -75,9 +75,16 @@ def report(worker: WorkerView, draw: random.Random) -> worker_pb2.LoadReport:
 
 def described(worker: WorkerView) -> Described:
     """The lasting part of the view."""
-    lasting = ("worker_id", "address", "epoch", "model", "identity", "layout", "transports", "host_id", "max_context")
     return Described(
-        *(getattr(worker, name) for name in lasting),
+        worker_id=worker.worker_id,
+        address=worker.address,
+        epoch=worker.epoch,
+        model=worker.model,
+        identity=worker.identity,
+        layout=worker.layout,
+        transports=worker.transports,
+        host_id=worker.host_id,
+        max_context=worker.max_context,
         max_num_seqs=worker.max_num_seqs,
         num_blocks=worker.num_total_blocks,
         max_num_batched_tokens=worker.max_num_batched_tokens,
