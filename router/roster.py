@@ -57,8 +57,13 @@ class Ranking:
         return bisect_left(self._names, name, first, bisect_right(self._ranks, rank, first))
 
 
+SURE_STEPS = 32
+"""A worker that has done fewer is believed less than those that have: a measurement at its start may have been disturbed, and who
+is taken for slow because of it would never be asked to do a step that shows otherwise."""
+
+
 class Speeds:
-    """What workers say of their speed, as a mean for those that say nothing."""
+    """What workers that have done some steps say of their speed, as a mean for those that have not."""
 
     def __init__(self) -> None:
         self._num_told = 0
@@ -66,7 +71,7 @@ class Speeds:
 
     def count(self, model: LatencyModel | None, sign: int) -> None:
         """One more says this, or with `sign` -1 does no longer."""
-        if model is None:
+        if model is None or model.num_steps < SURE_STEPS:
             return
         self._num_told += sign
         sums = self._sums
@@ -76,9 +81,10 @@ class Speeds:
         sums[3] += sign * model.per_sequence_s
         sums[4] += sign * model.per_context_token_s
 
-    @property
-    def mean(self) -> LatencyModel:
-        """Of those that say how fast they are."""
+    def believed(self, model: LatencyModel | None) -> LatencyModel:
+        """What to take for the speed of a worker that says this."""
+        if model is not None and (model.num_steps >= SURE_STEPS or self._num_told == 0):
+            return model
         if self._num_told == 0:
             return NEUTRAL
         fixed_s, token_s, prefix_s, row_s, context_s = (max(0.0, total / self._num_told) for total in self._sums)
@@ -108,7 +114,7 @@ class Group:
         if before is not None:
             self._discount(before)
         self._speeds.count(speed, 1)
-        engine = self.engines[view.address] = Engine(view, self._speeds.mean if speed is None else speed)
+        engine = self.engines[view.address] = Engine(view, self._speeds.believed(speed))
         self._num_busy += engine.busy
         self._rank(engine)
 

@@ -325,3 +325,11 @@ def test_who_does_not_say_is_as_fast_as_the_others() -> None:
     roster.put("d0", worker("d0", latency=None))
     told = roster.get("d0")
     assert told is not None and told.model.per_prefill_token_s == pytest.approx(SPEED.per_prefill_token_s)
+
+
+def test_a_worker_whose_start_was_disturbed_is_believed_to_be_like_the_others() -> None:
+    disturbed = replace(SPEED, fixed_s=1.0, num_steps=3)
+    engine = Roster([worker("d0"), worker("d1", latency=disturbed)]).get("d1")
+    assert engine is not None and engine.model.fixed_s == pytest.approx(SPEED.fixed_s)
+    alone = Roster([worker("d1", latency=disturbed)]).get("d1")
+    assert alone is not None and alone.model is disturbed
