@@ -53,7 +53,7 @@ class Core:
     num_migrations: int = 0
 
     def __post_init__(self) -> None:
-        self.judge = Judge(self.fleet)
+        self.judge = Judge(self.fleet.views)
         self.hedging = Hedging(HedgeLimits(share=self.config.hedge_share))
 
     @classmethod

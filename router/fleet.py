@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from protos.v1 import worker_pb2
 from router.changes import Changes
 from router.decode_link import LinkSettings
-from router.health import Peers, Role
-from router.kinds import Kinds
 from router.roster import Roster
-from router.views import WorkerKey, WorkerView
+from router.views import WorkerView
 from router.worker import Worker
 from runtime.channel import Channels
 
@@ -36,7 +34,6 @@ class Fleet:
         self._forget_s = forget_s
         self._workers: dict[str, Worker] = {}
         self._roster = Roster()
-        self._kinds = Kinds()
         self._outdated: set[str] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -72,17 +69,15 @@ class Fleet:
     def roster(self) -> Roster:
         """Those that are alive and take work, ranked. What changed since the last look is brought up to date now: a worker may
         report often between two decisions."""
-        self._refresh()
+        while self._outdated:
+            address = self._outdated.pop()
+            worker = self._workers.get(address)
+            self._roster.put(address, None if worker is None else worker.view)
         return self._roster
 
     def views(self) -> list[WorkerView]:
         """Those that are alive and take work."""
         return list(self.roster.views())
-
-    def peers(self, worker: WorkerKey, role: Role) -> tuple[Peers, int] | None:
-        """How many can do a worker's part, and what they have in common; None if it takes no work in that role."""
-        self._refresh()
-        return self._kinds.peers(worker, role)
 
     def ready(self) -> bool:
         """Is there a worker that can own a request? It can always prefill by itself, so a pair needs no more than that."""
@@ -113,14 +108,6 @@ class Fleet:
                 if worker.address not in self._workers:  # the registry may have been faster
                     again = self._add(worker.address, static=worker.static)
                     again.registered, again.last, again.lost_at = worker.registered, worker.last, worker.lost_at
-
-    def _refresh(self) -> None:
-        while self._outdated:
-            address = self._outdated.pop()
-            worker = self._workers.get(address)
-            view = None if worker is None else worker.view
-            self._roster.put(address, view)
-            self._kinds.put(address, view)
 
     async def _drop(self, worker: Worker) -> None:
         channel = self._channels.take(worker.address)  # before anything is awaited: its successor has one of its own

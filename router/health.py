@@ -12,8 +12,7 @@ the median of the peers: when everybody is slow, nobody is at fault. At most `ma
 import enum
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from router.views import WorkerKey
@@ -27,13 +26,6 @@ class Role(enum.Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
-
-
-Peers = Hashable
-"""A name of a group of workers that can stand in for each other."""
-
-PeersOf = Callable[[WorkerKey, Role], tuple[Peers, int] | None]
-"""Of which group a worker is, and how many are in it; None if it is gone."""
 
 
 class State(enum.Enum):
@@ -89,12 +81,12 @@ class Health:
     jitter: Callable[[], float] = lambda: 0.5
     on_change: Callable[[WorkerKey, Role, State, str], None] = lambda *_: None
     _breakers: dict[tuple[WorkerKey, Role], Breaker] = field(default_factory=dict)
-    _suspects: dict[Role, set[WorkerKey]] = field(default_factory=lambda: {role: set() for role in Role})
+    _num_suspects: int = 0
 
     @property
     def suspects(self) -> bool:
         """Is any breaker not CLOSED?"""
-        return any(self._suspects.values())
+        return self._num_suspects > 0
 
     def state(self, worker: WorkerKey, role: Role) -> State:
         """As of the last thing that was heard of it; unknown workers are CLOSED."""
@@ -142,20 +134,15 @@ class Health:
                 breaker.state = State.HALF_OPEN
                 self.on_change(worker, role, State.HALF_OPEN, "one request goes there")
 
-    def ejected(self, role: Role, peers_of: PeersOf, now: float) -> frozenset[WorkerKey]:
-        """Whom to leave out now: of each group, when they are too many, those that were ejected first."""
-        found: dict[tuple[Peers, int], list[tuple[float, WorkerKey]]] = defaultdict(list)
-        for worker in self._suspects[role]:
-            breaker = self._breakers[worker, role]
-            peers = peers_of(worker, role) if now < breaker.until else None
-            if peers is not None:
-                found[peers].append((breaker.opened_at, worker))
-        return frozenset(
-            worker for (_, size), group in found.items() for _, worker in sorted(group)[: max(0, self._most_of(size))]
-        )
+    def ejected(self, role: Role, peers: Sequence[WorkerKey], now: float) -> frozenset[WorkerKey]:
+        """Those of `peers`, all of one kind, to be left out now: when they are too many, those that were ejected first."""
+        found = [(breaker.opened_at, peer) for peer in peers if (breaker := self._left_out(peer, role, now)) is not None]
+        most = min(int(len(peers) * self.limits.max_share), len(peers) - 1)
+        return frozenset(peer for _, peer in sorted(found)[: max(0, most)])
 
-    def _most_of(self, size: int) -> int:
-        return min(int(size * self.limits.max_share), size - 1)
+    def _left_out(self, worker: WorkerKey, role: Role, now: float) -> Breaker | None:
+        breaker = self._breakers.get((worker, role))
+        return breaker if breaker is not None and breaker.state is not State.CLOSED and now < breaker.until else None
 
     def _usual(self, worker: WorkerKey, role: Role, peers: Iterable[WorkerKey]) -> float | None:
         """The median slowness of the others; None when too little is known of them."""
@@ -169,7 +156,7 @@ class Health:
         return statistics.median(known) if known else None
 
     def _open(self, worker: WorkerKey, role: Role, breaker: Breaker, now: float, reason: str) -> None:
-        self._suspects[role].add(worker)
+        self._num_suspects += breaker.state is State.CLOSED
         growing_s = self.limits.ejection_s * 2.0 ** min(breaker.times, 20)
         breaker.times += 1
         breaker.state, breaker.opened_at = State.OPEN, now
@@ -177,7 +164,7 @@ class Health:
         self.on_change(worker, role, State.OPEN, f"left out for {breaker.until - now:.1f} s: {reason}")
 
     def _close(self, worker: WorkerKey, role: Role, breaker: Breaker) -> None:
-        self._suspects[role].discard(worker)
+        self._num_suspects -= 1
         breaker.state, breaker.errors = State.CLOSED, 0.0
         self.on_change(worker, role, State.CLOSED, "its probe went well")
 
@@ -187,7 +174,6 @@ class Health:
         breaker.fade(now, self.limits.memory_s)
         self._breakers[key] = breaker  # at the end: the order is that of the last touch
         if len(self._breakers) > MAX_BREAKERS:
-            oldest = next(iter(self._breakers))
-            del self._breakers[oldest]
-            self._suspects[oldest[1]].discard(oldest[0])
+            oldest = self._breakers.pop(next(iter(self._breakers)))
+            self._num_suspects -= oldest.state is not State.CLOSED
         return breaker

@@ -4,10 +4,9 @@ import asyncio
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
-from router.health import Health, Peers, Role, State
+from router.health import Health, Role, State
 from router.views import WorkerKey, WorkerView
 
 PEERS_FOR_S = 2.0
@@ -16,29 +15,23 @@ PEERS_FOR_S = 2.0
 logger = logging.getLogger(__name__)
 
 
-class Workers(Protocol):
-    """What a judge wants to know of a fleet."""
-
-    def views(self) -> list[WorkerView]:
-        """Everybody. O(workers)."""
-
-    def peers(self, worker: WorkerKey, role: Role) -> tuple[Peers, int] | None:
-        """As `router.kinds`."""
-
-
 class Judge:
     """One for each router. Everybody reports here; the placer asks whom to leave out."""
 
-    def __init__(self, fleet: Workers) -> None:
-        """`fleet`: the workers as they are now."""
+    def __init__(self, views: Callable[[], Iterable[WorkerView]]) -> None:
+        """`views`: the workers as they are now."""
         self.health = Health(jitter=random.random, on_change=_log)
-        self._fleet = fleet
+        self._views = views
         self._peers: dict[tuple[WorkerKey, Role], list[WorkerKey]] = {}
         self._peers_until = 0.0
 
-    def ejected(self, role: Role) -> frozenset[WorkerKey]:
-        """Whom to leave out for now, in this role: of each kind at most a share, and never the last. O(suspects)."""
-        return self.health.ejected(role, self._fleet.peers, _now())
+    def ejected(self, views: Iterable[WorkerView], role: Role) -> frozenset[WorkerKey]:
+        """Whom of `views` to leave out for now, in this role: of each kind at most a share, and never the last."""
+        now = _now()
+        if not self.health.suspects:
+            return frozenset()
+        groups = _groups(views, role)
+        return frozenset[WorkerKey]().union(*(self.health.ejected(role, group, now) for group in groups))
 
     def chosen(self, worker: WorkerKey, role: Role) -> None:
         """A request is sent there."""
@@ -59,7 +52,7 @@ class Judge:
     def _peers_of(self, worker: WorkerKey, role: Role) -> Iterable[WorkerKey]:
         now = _now()
         if now >= self._peers_until:
-            views = self._fleet.views()
+            views = list(self._views())
             self._peers = {(key, each): group for each in Role for group in _groups(views, each) for key in group}
             self._peers_until = now + PEERS_FOR_S
         return self._peers.get((worker, role), ())

@@ -29,7 +29,7 @@ STARTED_PRIORITY = 0
 """Requests with an output under way stand before all priorities of new ones."""
 
 logger = logging.getLogger(__name__)
-Ejected = Callable[[Role], frozenset[WorkerKey]]
+Ejected = Callable[[Iterable[WorkerView], Role], frozenset[WorkerKey]]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Placer:
         engine = roster.get(leg.worker.address)
         if engine is None or engine.view.epoch != leg.info.epoch:
             return None
-        excluded = tried | self._core.judge.ejected(Role.PREFILL)
+        excluded = tried | self._core.judge.ejected(roster.views(), Role.PREFILL)
         demand = replace(self._demand(need), excluded_prefill=excluded)
         prefill = self._core.policy.choose_prefill(roster, engine.view, demand, time.monotonic())
         return self._prefill_target(prefill, demand)
@@ -109,8 +109,8 @@ class Placer:
         roster, ejected = self._core.fleet.roster, self._core.judge.ejected
         demand = replace(
             self._demand(need),
-            excluded_decode=ejected(Role.DECODE) | {leaving.key},
-            excluded_prefill=ejected(Role.PREFILL),
+            excluded_decode=ejected(roster.views(), Role.DECODE) | {leaving.key},
+            excluded_prefill=ejected(roster.views(), Role.PREFILL),
         )
         choice = self._core.policy.choose(roster, demand, time.monotonic())
         if isinstance(choice, NoPlacement) or not has_room(choice.decode, demand):
@@ -166,10 +166,11 @@ class Placer:
         """The best worker first, on a refusal the next best."""
         refused, errors = avoid, list[MeshError]()
         while True:
+            views = self._core.fleet.roster.views
             demand = replace(
                 self._demand(need),
-                excluded_decode=refused | ejected(Role.DECODE),
-                excluded_prefill=ejected(Role.PREFILL),
+                excluded_decode=refused | ejected(views(), Role.DECODE),
+                excluded_prefill=ejected(views(), Role.PREFILL),
             )
             choice = self._choose(need, demand)
             if isinstance(choice, NoPlacement):
@@ -272,7 +273,7 @@ class Placer:
         return worker, worker.current
 
 
-def _nobody(role: Role) -> frozenset[WorkerKey]:
+def _nobody(views: Iterable[WorkerView], role: Role) -> frozenset[WorkerKey]:
     """Is left out."""
     return frozenset()
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.health import Health, HealthLimits, PeersOf, Role, State
+from router.health import Health, HealthLimits, Role, State
 from router.views import WorkerKey
 
 WORKERS: list[WorkerKey] = [(f"w{number}:1", 1) for number in range(6)]
@@ -16,11 +16,6 @@ P, D = Role.PREFILL, Role.DECODE
 
 def health(**limits: float) -> Health:
     return Health(HealthLimits(jitter=0.0, **limits), jitter=lambda: 0.0)
-
-
-def among(peers: list[WorkerKey]) -> PeersOf:
-    """They are one group, and others are gone."""
-    return lambda worker, role: ("kind", len(peers)) if worker in peers else None
 
 
 def fail(sick: Health, worker: WorkerKey, now: float, times: int = 3) -> None:
@@ -39,8 +34,8 @@ def test_three_errors_that_are_half_of_everything_eject(outcomes: str, is_ejecte
             judged.succeeded(A, P, 1.0)
         else:
             judged.failed(A, P, 1.0, "broken")
-    assert judged.ejected(P, among([A, B]), 1.0) == (frozenset({A}) if is_ejected else frozenset())
-    assert judged.ejected(D, among([A, B]), 1.0) == frozenset()  # the other role is judged by itself
+    assert judged.ejected(P, [A, B], 1.0) == (frozenset({A}) if is_ejected else frozenset())
+    assert judged.ejected(D, [A, B], 1.0) == frozenset()  # the other role is judged by itself
     assert judged.suspects == is_ejected
 
 
@@ -54,15 +49,15 @@ def test_errors_long_apart_do_not_add_up() -> None:
 def test_after_its_time_one_request_is_let_through() -> None:
     judged = health(ejection_s=2)
     fail(judged, A, 0.0)
-    assert judged.ejected(P, among([A, B]), 1.9) == {A}
-    assert judged.ejected(P, among([A, B]), 2.0) == frozenset()
+    assert judged.ejected(P, [A, B], 1.9) == {A}
+    assert judged.ejected(P, [A, B], 2.0) == frozenset()
     judged.chosen(A, P, 2.0)
     assert judged.state(A, P) is State.HALF_OPEN
-    assert judged.ejected(P, among([A, B]), 2.1) == {A}, "the probe is under way"
+    assert judged.ejected(P, [A, B], 2.1) == {A}, "the probe is under way"
     judged.succeeded(A, P, 2.5)
     assert judged.state(A, P) is State.CLOSED
     assert not judged.suspects
-    assert judged.ejected(P, among([A, B]), 2.5) == frozenset()
+    assert judged.ejected(P, [A, B], 2.5) == frozenset()
 
 
 def test_a_failed_probe_ejects_for_longer_and_a_lost_one_is_not_waited_for() -> None:
@@ -71,17 +66,17 @@ def test_a_failed_probe_ejects_for_longer_and_a_lost_one_is_not_waited_for() -> 
     lengths, now = [], 0.0
     for _ in range(3):
         start = now
-        while judged.ejected(P, among([A, B]), now):
+        while judged.ejected(P, [A, B], now):
             now += 0.5
         lengths.append(now - start)
         judged.chosen(A, P, now)
         judged.failed(A, P, now, "still broken")
     assert lengths == [2, 4, 6]
-    while judged.ejected(P, among([A, B]), now):
+    while judged.ejected(P, [A, B], now):
         now += 0.5
     judged.chosen(A, P, now)
-    assert judged.ejected(P, among([A, B]), now + 4.9) == {A}
-    assert judged.ejected(P, among([A, B]), now + 5) == frozenset()
+    assert judged.ejected(P, [A, B], now + 4.9) == {A}
+    assert judged.ejected(P, [A, B], now + 5) == frozenset()
 
 
 def test_a_worker_far_slower_than_its_peers_is_left_out() -> None:
@@ -90,7 +85,7 @@ def test_a_worker_far_slower_than_its_peers_is_left_out() -> None:
         for worker in WORKERS[1:]:
             judged.measured(worker, D, 0.02, WORKERS, 0.0)
         judged.measured(A, D, 0.1, WORKERS, 0.0)
-    assert judged.ejected(D, among(WORKERS), 0.0) == {A}
+    assert judged.ejected(D, WORKERS, 0.0) == {A}
 
 
 @pytest.mark.parametrize("slowness", [lambda _: 5.0, lambda worker: 3.0 if worker == A else 1.0])
@@ -99,7 +94,7 @@ def test_when_all_are_slow_or_one_a_little_nobody_is_left_out(slowness: Callable
     for _ in range(20):
         for worker in WORKERS:
             judged.measured(worker, D, slowness(worker), WORKERS, 0.0)
-    assert judged.ejected(D, among(WORKERS), 0.0) == frozenset()
+    assert judged.ejected(D, WORKERS, 0.0) == frozenset()
 
 
 def test_without_peers_nobody_is_called_slow() -> None:
@@ -107,25 +102,6 @@ def test_without_peers_nobody_is_called_slow() -> None:
     for _ in range(20):
         judged.measured(A, P, 100.0, [A], 0.0)
     assert judged.state(A, P) is State.CLOSED
-
-
-def test_of_each_group_a_share_stays() -> None:
-    judged = health()
-    for worker in WORKERS:
-        fail(judged, worker, 0.0)
-    group = {worker: number // 4 for number, worker in enumerate(WORKERS)}  # of four and of two
-    left_out = judged.ejected(P, lambda worker, _: (group[worker], 4 if group[worker] == 0 else 2), 1.0)
-    assert [sum(group[worker] == each for worker in left_out) for each in (0, 1)] == [2, 1]
-
-
-def test_only_suspects_are_looked_at() -> None:
-    judged, asked = health(), list[WorkerKey]()
-    for worker in WORKERS:
-        judged.succeeded(worker, P, 0.0)
-    fail(judged, A, 0.0, times=9)
-    judged.ejected(P, lambda worker, _: asked.append(worker), 1.0)
-    judged.ejected(D, lambda worker, _: asked.append(worker), 1.0)
-    assert asked == [A]
 
 
 EVENTS = st.lists(
@@ -146,8 +122,8 @@ def test_whatever_happens_half_of_the_peers_stay(events: list[tuple[str, WorkerK
             judged.measured(worker, P, 10 * passes, WORKERS, now)
         else:
             judged.chosen(worker, P, now)
-        left_out = judged.ejected(P, among(peers), now)
+        left_out = judged.ejected(P, peers, now)
         assert left_out <= set(peers)
         assert len(left_out) <= count / 2
         assert judged.suspects == any(judged.state(each, P) is not State.CLOSED for each in WORKERS)
-    assert judged.ejected(P, among(peers), now + 200) == frozenset(), "nobody is left out for ever"
+    assert judged.ejected(P, peers, now + 200) == frozenset(), "nobody is left out for ever"
