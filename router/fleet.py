@@ -5,18 +5,22 @@ registry takes nobody away; a worker is forgotten when it is unregistered, not s
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 
 from protos.v1 import worker_pb2
 from router.changes import Changes
+from router.contexts import Contexts
 from router.decode_link import LinkSettings
 from router.roster import Roster
 from router.views import WorkerView
-from router.worker import Worker
+from router.worker import Incarnation, Worker
 from runtime.channel import Channels
 
 SWEEP_PERIOD_S = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 class Fleet:
@@ -32,6 +36,7 @@ class Fleet:
         self._workers: dict[str, Worker] = {}
         self._roster = Roster()
         self._outdated: set[str] = set()
+        self._contexts = Contexts()
         self._sweeper: asyncio.Task[None] | None = None
 
     def start(self, static: Iterable[str]) -> None:
@@ -48,6 +53,7 @@ class Fleet:
         await asyncio.gather(*(worker.stop() for worker in self._workers.values()))
         self._outdated |= self._workers.keys()
         self._workers.clear()
+        self._contexts = Contexts()
 
     def on_registry(self, registered: Iterable[worker_pb2.WorkerInfo]) -> None:
         """What the registry holds now."""
@@ -82,8 +88,7 @@ class Fleet:
 
     def max_context(self, model: str) -> int | None:
         """The largest context of any worker of `model` that is known; None without one."""
-        infos = (worker.last.info for worker in self._workers.values() if worker.last is not None)
-        return max((info.max_context for info in infos if info.identity.model == model), default=None)
+        return self._contexts.largest(model)
 
     async def forget_lost(self, now: float) -> None:
         """Drop lost workers that nobody names: at once if they came back elsewhere, else after long silence.
@@ -105,12 +110,17 @@ class Fleet:
                 if worker.address not in self._workers:  # the registry may have been faster
                     again = self._add(worker.address, static=worker.static)
                     again.registered, again.last, again.lost_at = worker.registered, worker.last, worker.lost_at
+                    if again.last is not None:
+                        self._is_up(again.last)
 
     async def _drop(self, worker: Worker) -> None:
+        channel = self._channels.take(worker.address)  # before anything is awaited: its successor has one of its own
         del self._workers[worker.address]
         self._outdated.add(worker.address)
+        self._contexts.drop(worker.address)
         await worker.stop()
-        await self._channels.forget(worker.address)
+        if channel is not None:
+            await channel.close()
 
     def _is_forgotten(self, worker: Worker, now: float) -> bool:
         if worker.static or worker.registered or worker.current is not None:
@@ -125,8 +135,11 @@ class Fleet:
     async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_PERIOD_S)
-            await self.forget_lost(time.monotonic())
-            await self.reopen_outdated(time.monotonic())
+            try:
+                await self.forget_lost(time.monotonic())
+                await self.reopen_outdated(time.monotonic())
+            except Exception:  # a bug with one worker must not keep all others for ever
+                logger.exception("sweeping lost workers failed")
 
     def _add(self, address: str, *, static: bool) -> Worker:
         worker = Worker(
@@ -138,10 +151,15 @@ class Fleet:
             on_change=lambda: self._changed(worker),
             on_view=lambda: self._outdated.add(address),
             on_dispatch=self._was_dispatched,
+            on_up=self._is_up,
         )
         self._workers[address] = worker
         worker.start()
         return worker
+
+    def _is_up(self, incarnation: Incarnation) -> None:
+        who = incarnation.described
+        self._contexts.put(who.address, who.model, who.max_context)
 
     def _was_dispatched(self) -> None:
         if self.on_dispatch is not None:
