@@ -108,6 +108,15 @@ def expired(applicant: Applicant, waited_s: float, now: float, delay_s: float) -
     return Refusal("deadline", f"it has waited {_ms(waited_s)} and cannot meet its deadline any more", delay_s)
 
 
+def too_slow(applicant: Applicant, forecast: Forecast | None) -> Refusal | None:
+    """Its outputs' pace would miss its objective at the present load."""
+    if forecast is None or applicant.tpot_s is None or forecast.tpot_s <= applicant.tpot_s:
+        return None
+    pace = f"an output token is predicted every {forecast.tpot_s * 1000:.1f} ms"
+    words = f"{pace}, the objective (slo_tpot_ms) is {applicant.tpot_s * 1000:.1f} ms"
+    return Refusal("objective", words, retry_delay_s(None))
+
+
 def _ttft_s(forecast: Forecast, wait_s: float | None) -> float:
     """From now. Who waits here finds workers that are busy for as long as they are ever given work in advance."""
     if wait_s is None:

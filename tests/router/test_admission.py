@@ -72,11 +72,11 @@ def test_priority_goes_first_then_arrival() -> None:
     assert order_of(admission, holder, waiting) == [3, 1, 2, 0]
 
 
-def test_a_lost_stream_continues_as_interactive() -> None:
+def test_a_lost_stream_keeps_its_priority() -> None:
     admission = admission_of(1, 4)
     holder = ask(admission)
     waiting = [ask(admission, STANDARD), ask(admission, INTERACTIVE), ask(admission, BATCH, started=True)]
-    assert order_of(admission, holder, waiting) == [1, 2, 0]
+    assert order_of(admission, holder, waiting) == [1, 0, 2]
 
 
 def test_standard_is_not_starved_by_interactive() -> None:
