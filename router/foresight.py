@@ -21,6 +21,8 @@ REOPEN = 0.8
 """Once a tenant is refused, its next one is taken only with so much to spare; else the gate would flutter with each report."""
 BATCH_ROOM = 0.8
 """Batch leaves so much of the objectives of others untouched."""
+MAX_WAIT_S = 3600.0
+"""Nobody waits for longer, whatever for."""
 
 
 class Way(enum.Enum):
@@ -102,7 +104,11 @@ def deadline_refusal(applicant: Applicant, forecast: Forecast | None, wait_s: fl
 
 def expired(applicant: Applicant, waited_s: float, now: float, delay_s: float) -> Refusal:
     """It has waited until it was too late."""
-    if applicant.ttft_s is not None and (applicant.deadline is None or now - waited_s + applicant.ttft_s < applicant.deadline):
+    if waited_s >= MAX_WAIT_S:
+        return Refusal("deadline", f"it has waited {_ms(waited_s)}, the longest that anybody waits", delay_s)
+    if applicant.ttft_s is not None and (
+        applicant.deadline is None or max(now, now - waited_s + applicant.ttft_s) < applicant.deadline
+    ):
         words = f"it has waited {_ms(waited_s)} and cannot meet its objective (slo_ttft_ms) of {_ms(applicant.ttft_s)} any more"
         return Refusal("objective", words, delay_s)
     return Refusal("deadline", f"it has waited {_ms(waited_s)} and cannot meet its deadline any more", delay_s)

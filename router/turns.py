@@ -22,6 +22,9 @@ MAX_PASSED = 4
 MAX_BROUGHT_BACK = 2
 """How many of those who wait for their own objective are asked again at each look, before others."""
 
+MAX_WAIT_S = 3600.0
+"""Nobody waits for longer, whatever it waits for."""
+
 
 class Turns:
     """Admits and refuses those who wait. `decided` collects them; `refuse` ends the wait of one."""
@@ -70,16 +73,15 @@ class Turns:
         return lane.outlook(applicant).refusal(applicant, forecast, wait_s, waited_s)
 
     def note_latest_start(self, ticket: Ticket, forecast: Forecast | None) -> None:
-        """When it will be too late for it. Without a forecast nobody is taken to be late."""
-        if forecast is None:
-            return
-        applicant, ends = ticket.applicant, []
-        if applicant.ttft_s is not None:
-            ends.append(ticket.arrived + applicant.ttft_s)
+        """When it will be too late for it, at the latest when it has waited for MAX_WAIT_S. Without a forecast nobody is taken to
+        miss an objective, but a deadline is a deadline."""
+        applicant, ends = ticket.applicant, [ticket.arrived + MAX_WAIT_S]
+        needed_s = 0.0 if forecast is None else alone_s(forecast)
+        if applicant.ttft_s is not None and forecast is not None:
+            ends.append(ticket.arrived + applicant.ttft_s - needed_s)
         if applicant.deadline is not None:
-            ends.append(applicant.deadline)
-        if ends:
-            heapq.heappush(self._expiries, (min(ends) - alone_s(forecast), ticket.number, ticket))
+            ends.append(applicant.deadline - needed_s)
+        heapq.heappush(self._expiries, (min(ends), ticket.number, ticket))
 
     def _expire(self, now: float) -> None:
         while self._expiries and (self._expiries[0][0] < now or self._expiries[0][2].state is not TicketState.WAITING):

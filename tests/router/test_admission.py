@@ -90,7 +90,7 @@ def test_without_aging_interactive_goes_first_for_ever() -> None:
     admission = Admission(AdmissionSettings(1, 40, aging_s=0))
     holder = ask(admission)
     waiting = [ask(admission, STANDARD)] + [ask(admission, INTERACTIVE) for _ in range(8)]
-    assert order_of(admission, holder, waiting, now=1e6)[-1] == 0
+    assert order_of(admission, holder, waiting, now=1e3)[-1] == 0
 
 
 def test_release_is_idempotent() -> None:
