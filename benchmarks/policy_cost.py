@@ -1,6 +1,7 @@
 """CPU time of a decision of the policy in a large fleet: `python -m benchmarks.policy_cost [NUM_WORKERS]` prints JSON lines.
 
-No process is started: views as reports would make them, one decision after another, each counted as load where it went.
+No process is started: views as reports would make them, one decision after another, each counted as load where it went, and
+a report of somebody after each.
 """
 
 import json
@@ -12,11 +13,13 @@ from statistics import quantiles
 
 from kvtransfer.layouts import Layout
 from planning.latency_model import LatencyModel
+from protos.v1 import worker_pb2
 from router.candidates import Demand, Placement
 from router.overheads import Overheads
 from router.policy import PredictPolicy
 from router.roster import Roster
 from router.views import WorkerView
+from router.worker_views import Described, view_of
 
 NUM_DECISIONS = 3000
 NUM_HOLDERS = 20
@@ -52,13 +55,49 @@ def view(number: int, draw: random.Random) -> WorkerView:
     )
 
 
+def report(worker: WorkerView, draw: random.Random) -> worker_pb2.LoadReport:
+    """What a worker says next: a little has changed."""
+    load = worker_pb2.LoadReport(
+        epoch=worker.epoch,
+        num_running=worker.num_seqs,
+        num_free_blocks=worker.num_free_blocks,
+        num_total_blocks=worker.num_total_blocks,
+        max_num_seqs=worker.max_num_seqs,
+        num_waiting_tokens=draw.randrange(2000) if worker.prefill else 0,
+        num_prefilling=1,
+        num_decoding=worker.num_decoding,
+        decode_context=worker.decode_context + draw.randrange(100),
+    )
+    load.latency_model.fixed_s, load.latency_model.per_prefill_token_s, load.latency_model.num_steps = 5e-3, 2e-5, 1000
+    load.roles.extend([worker_pb2.ROLE_PREFILL] * worker.prefill + [worker_pb2.ROLE_DECODE] * worker.decode)
+    return load
+
+
+def described(worker: WorkerView) -> Described:
+    """The lasting part of the view."""
+    return Described(
+        worker_id=worker.worker_id,
+        address=worker.address,
+        epoch=worker.epoch,
+        model=worker.model,
+        identity=worker.identity,
+        layout=worker.layout,
+        transports=worker.transports,
+        host_id=worker.host_id,
+        max_context=worker.max_context,
+        max_num_seqs=worker.max_num_seqs,
+        num_blocks=worker.num_total_blocks,
+        max_num_batched_tokens=worker.max_num_batched_tokens,
+    )
+
+
 def main() -> None:
-    """Decisions and updates of views."""
+    """Decisions, updates of views, and reports from the parsed message to the updated roster."""
     num_workers = int(sys.argv[1]) if len(sys.argv) > 1 else 3000
     draw = random.Random(0)
     views = [view(number, draw) for number in range(num_workers)]
     roster, policy = Roster(views), PredictPolicy(Overheads(), local_prefill_tokens=32)
-    decisions, updates = list[float](), list[float]()
+    decisions, updates, reports = list[float](), list[float](), list[float]()
     for _ in range(NUM_DECISIONS):
         cached = {views[number].key: 512 for number in draw.sample(range(num_workers), min(NUM_HOLDERS, num_workers))}
         demand = replace(Demand("m", draw.randrange(64, 4000), max_total_tokens=4200), cached_tokens=cached, ttft_goal_s=0.5)
@@ -70,7 +109,12 @@ def main() -> None:
         began = time.thread_time_ns()
         roster.put(busier.address, busier)
         updates.append((time.thread_time_ns() - began) / 1e3)
-    for name, values in (("decision", decisions), ("update of a view", updates)):
+        reporting = draw.choice(views)
+        who, load = described(reporting), report(reporting, draw)
+        began = time.thread_time_ns()
+        roster.put(who.address, view_of(who, load, decode=reporting.decode))
+        reports.append((time.thread_time_ns() - began) / 1e3)
+    for name, values in (("decision", decisions), ("update of a view", updates), ("report", reports)):
         cuts = quantiles(values, n=100)
         figure = {"figure": name, "workers": num_workers, "p50_us": round(cuts[49], 1), "p99_us": round(cuts[98], 1)}
         print(json.dumps(figure))

@@ -134,7 +134,7 @@ def blocks_for(num_tokens: int, worker: WorkerView) -> int:
 
 def compatible(prefill: WorkerView, decode: WorkerView) -> bool:
     """May these two hand over KV? Equal identity, a layout that converts, and a transport that reaches."""
-    if prefill is decode or prefill.identity != decode.identity or prefill.key == decode.key:
+    if prefill.identity != decode.identity or (prefill.address == decode.address and prefill.epoch == decode.epoch):
         return False
     if prefill.layout is decode.layout and prefill.transports is decode.transports and "tcp" in prefill.transports:
         return True  # most pairs are alike, and most decisions ask about dozens of them
@@ -188,8 +188,9 @@ def has_room_now(engine: Engine, demand: Demand) -> bool:
 
 def _fits(engine: Engine, demand: Demand) -> bool:
     """As `can_own` and `same_kind` within a group."""
-    if max(demand.num_tokens, demand.max_total_tokens) > engine.view.max_context or demand.num_tokens > engine.largest:
+    view = engine.view
+    if demand.max_total_tokens > view.max_context or demand.num_tokens > engine.largest:  # that is at most max_context
         return False
-    if demand.kind is not None and engine.view.kind != demand.kind:
+    if demand.kind is not None and view.kind != demand.kind:
         return False
-    return demand.num_choices <= engine.view.max_num_seqs and engine.key not in demand.excluded_decode
+    return demand.num_choices <= view.max_num_seqs and engine.key not in demand.excluded_decode

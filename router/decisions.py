@@ -96,8 +96,8 @@ def cached_of(placement: Placement, demand: Demand) -> dict[WorkerKey, int]:
     cached = demand.cached_tokens
     if not cached:
         return {}
-    views = {candidate.decode.key for candidate in placement.candidates} | {placement.decode.key}
-    views |= {candidate.prefill.key for candidate in placement.candidates if candidate.prefill is not None}
-    if placement.prefill is not None:
-        views.add(placement.prefill.key)
-    return {key: cached[key] for key in views if key in cached}
+    views = [placement.decode, placement.prefill]
+    for candidate in placement.candidates:
+        views += candidate.decode, candidate.prefill
+    keys = {view.key for view in views if view is not None}
+    return {key: cached[key] for key in keys if key in cached}

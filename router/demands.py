@@ -6,13 +6,21 @@ from protos.v1 import common_pb2
 from router.candidates import Demand
 from router.core import Core
 from router.job import Job
-from router.views import Mode
+from router.views import Mode, WorkerKey
+
+NOBODY: frozenset[WorkerKey] = frozenset()
 
 
 def demand_of(
-    core: Core, job: Job, emitted: Sequence[common_pb2.EmittedChoice] = (), kind: tuple[object, ...] | None = None
+    core: Core,
+    job: Job,
+    emitted: Sequence[common_pb2.EmittedChoice] = (),
+    kind: tuple[object, ...] | None = None,
+    *,
+    excluded_decode: frozenset[WorkerKey] = NOBODY,
+    excluded_prefill: frozenset[WorkerKey] = NOBODY,
 ) -> Demand:
-    """A demand without exclusions. `emitted` tokens are out already, from workers of `kind`."""
+    """`emitted` tokens are out already, from workers of `kind`."""
     several_under_way = job.num_choices > 1 and bool(emitted)
     objective = core.objectives.get(job.model.name)
     num_emitted = max((len(choice.token_ids) for choice in emitted), default=0)
@@ -25,6 +33,8 @@ def demand_of(
         cached_tokens=core.prefixes.cached_tokens(job),
         mode=Mode.LOCAL if several_under_way else job.mode,
         kind=kind,
+        excluded_decode=excluded_decode,
+        excluded_prefill=excluded_prefill,
         expected_tokens=_expected(core, job, num_emitted),
         ttft_goal_s=_seconds(job.slo_ttft_ms or (objective.ttft_ms if objective is not None else 0)),
         tpot_goal_s=_seconds(job.slo_tpot_ms or running_tpot_ms),

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 from protos.v1 import worker_pb2
 from router.changes import Changes
+from router.contexts import Contexts
 from router.decode_link import LinkSettings
 from router.roster import Roster
 from router.views import WorkerView
-from router.worker import Worker
+from router.worker import Incarnation, Worker
 from runtime.channel import Channels
 
 SWEEP_PERIOD_S = 1.0
@@ -32,6 +33,7 @@ class Fleet:
         self._workers: dict[str, Worker] = {}
         self._roster = Roster()
         self._outdated: set[str] = set()
+        self._contexts = Contexts()
         self._sweeper: asyncio.Task[None] | None = None
 
     def start(self, static: Iterable[str]) -> None:
@@ -48,6 +50,7 @@ class Fleet:
         await asyncio.gather(*(worker.stop() for worker in self._workers.values()))
         self._outdated |= self._workers.keys()
         self._workers.clear()
+        self._contexts = Contexts()
 
     def on_registry(self, registered: Iterable[worker_pb2.WorkerInfo]) -> None:
         """What the registry holds now."""
@@ -82,8 +85,7 @@ class Fleet:
 
     def max_context(self, model: str) -> int | None:
         """The largest context of any worker of `model` that is known; None without one."""
-        infos = (worker.last.info for worker in self._workers.values() if worker.last is not None)
-        return max((info.max_context for info in infos if info.identity.model == model), default=None)
+        return self._contexts.largest(model)
 
     async def forget_lost(self, now: float) -> None:
         """Drop lost workers that nobody names: at once if they came back elsewhere, else after long silence.
@@ -105,10 +107,13 @@ class Fleet:
                 if worker.address not in self._workers:  # the registry may have been faster
                     again = self._add(worker.address, static=worker.static)
                     again.registered, again.last, again.lost_at = worker.registered, worker.last, worker.lost_at
+                    if again.last is not None:
+                        self._is_up(again.last)
 
     async def _drop(self, worker: Worker) -> None:
         del self._workers[worker.address]
         self._outdated.add(worker.address)
+        self._contexts.drop(worker.address)
         await worker.stop()
         await self._channels.forget(worker.address)
 
@@ -138,10 +143,15 @@ class Fleet:
             on_change=lambda: self._changed(worker),
             on_view=lambda: self._outdated.add(address),
             on_dispatch=self._was_dispatched,
+            on_up=self._is_up,
         )
         self._workers[address] = worker
         worker.start()
         return worker
+
+    def _is_up(self, incarnation: Incarnation) -> None:
+        who = incarnation.described
+        self._contexts.put(who.address, who.model, who.max_context)
 
     def _was_dispatched(self) -> None:
         if self.on_dispatch is not None:

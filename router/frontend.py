@@ -51,9 +51,9 @@ class Frontend:
         """As `generate`."""
         return self._stream(self._jobs.from_chat(request, time_left_s), received_ns or now_ns())
 
-    async def tokenize(self, request: mesh_pb2.TokenizeRequest) -> mesh_pb2.TokenizeResponse:
+    async def tokenize(self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None = None) -> mesh_pb2.TokenizeResponse:
         """Raises MeshError."""
-        return await self._jobs.tokenize(request)
+        return await self._jobs.tokenize(request, time_left_s)
 
     def models(self) -> mesh_pb2.ListModelsResponse:
         """Served here, with their workers that are ready."""

@@ -81,12 +81,16 @@ class Health:
     jitter: Callable[[], float] = lambda: 0.5
     on_change: Callable[[WorkerKey, Role, State, str], None] = lambda *_: None
     _breakers: dict[tuple[WorkerKey, Role], Breaker] = field(default_factory=dict)
-    _num_suspects: int = 0
+    _suspects: set[tuple[WorkerKey, Role]] = field(default_factory=set)
 
     @property
     def suspects(self) -> bool:
         """Is any breaker not CLOSED?"""
-        return self._num_suspects > 0
+        return bool(self._suspects)
+
+    def suspects_of(self, role: Role) -> list[WorkerKey]:
+        """Those whose breaker in this role is not CLOSED."""
+        return [worker for worker, judged in self._suspects if judged is role]
 
     def state(self, worker: WorkerKey, role: Role) -> State:
         """As of the last thing that was heard of it; unknown workers are CLOSED."""
@@ -156,7 +160,7 @@ class Health:
         return statistics.median(known) if known else None
 
     def _open(self, worker: WorkerKey, role: Role, breaker: Breaker, now: float, reason: str) -> None:
-        self._num_suspects += breaker.state is State.CLOSED
+        self._suspects.add((worker, role))
         growing_s = self.limits.ejection_s * 2.0 ** min(breaker.times, 20)
         breaker.times += 1
         breaker.state, breaker.opened_at = State.OPEN, now
@@ -164,7 +168,7 @@ class Health:
         self.on_change(worker, role, State.OPEN, f"left out for {breaker.until - now:.1f} s: {reason}")
 
     def _close(self, worker: WorkerKey, role: Role, breaker: Breaker) -> None:
-        self._num_suspects -= 1
+        self._suspects.discard((worker, role))
         breaker.state, breaker.errors = State.CLOSED, 0.0
         self.on_change(worker, role, State.CLOSED, "its probe went well")
 
@@ -174,6 +178,7 @@ class Health:
         breaker.fade(now, self.limits.memory_s)
         self._breakers[key] = breaker  # at the end: the order is that of the last touch
         if len(self._breakers) > MAX_BREAKERS:
-            oldest = self._breakers.pop(next(iter(self._breakers)))
-            self._num_suspects -= oldest.state is not State.CLOSED
+            oldest = next(iter(self._breakers))
+            del self._breakers[oldest]
+            self._suspects.discard(oldest)
         return breaker

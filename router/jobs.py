@@ -3,23 +3,16 @@
 import asyncio
 import logging
 import secrets
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from protos.v1 import common_pb2, mesh_pb2
 from router import callers, constraint, sampling, validation
 from router.core import Core
 from router.job import Job, scoped_salt
+from router.prompts import Asker, Prompts
 from router.served_model import ServedModel
-from runtime.errors import DeadlineExceeded, InvalidArgument, NotFound
-from text.chat_template import Message
+from runtime.errors import DeadlineExceeded, NotFound
 from text.grammar import CompiledGrammar
-
-LARGE_TEXT_CHARS = 8192
-"""Longer texts are tokenized in a thread: the event loop has streams to serve."""
-
-# One: many large texts at once would keep the event loop from its turns between them.
-_tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
 FAR_AWAY_S = 10.0**8
 MAX_LOGGED_CHARS = 4000
@@ -43,6 +36,7 @@ class Jobs:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._prompts = Prompts(core)
 
     async def from_generate(self, request: mesh_pb2.GenerateRequest, time_left_s: float | None) -> Job:
         """Raises InvalidArgument naming the field, NotFound, DeadlineExceeded."""
@@ -50,7 +44,7 @@ class Jobs:
         model = self._model(request.model)
         validation.check_options(request.options)
         callers.claim(request.options)
-        prompt = await self._generate_prompt(model, request)
+        prompt = await self._generate_prompt(model, request, Asker(request.options.tenant, deadline))
         return await self._checked_job(model, prompt, await _rest(model, request, deadline))
 
     async def from_chat(self, request: mesh_pb2.ChatRequest, time_left_s: float | None) -> Job:
@@ -59,19 +53,20 @@ class Jobs:
         model = self._model(request.model)
         validation.check_options(request.options)
         callers.claim(request.options)
-        prompt = await self._chat_prompt(model, request.messages)
+        prompt = await self._prompts.of_chat(model, request.messages, Asker(request.options.tenant, deadline))
         return await self._checked_job(model, prompt, await _rest(model, request, deadline))
 
-    async def tokenize(self, request: mesh_pb2.TokenizeRequest) -> mesh_pb2.TokenizeResponse:
-        """Raises InvalidArgument, NotFound."""
+    async def tokenize(self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None) -> mesh_pb2.TokenizeResponse:
+        """Also of texts that are longer than the context. Raises as `from_generate`."""
+        asker = Asker(callers.tenant() or "", deadline_of(time_left_s))
         model = self._model(request.model)
         if request.text and request.messages:
             validation.refuse("text", "exclusive with messages; send one of them")
         if request.messages:
-            token_ids = await self._chat_prompt(model, request.messages)
+            token_ids = await self._prompts.of_chat(model, request.messages, asker, must_fit=False)
         else:
             validation.check_prompt_text(request.text, self._core.config.max_prompt_bytes, field="text")
-            token_ids = await _encode(model, request.text)
+            token_ids = await self._prompts.of_text(model, request.text, asker, must_fit=False)
         return mesh_pb2.TokenizeResponse(token_ids=token_ids, max_context=self._core.max_context(model))
 
     def _model(self, name: str) -> ServedModel:
@@ -84,25 +79,15 @@ class Jobs:
             raise NotFound(f"model: {name[:100]!r} is not served here; there is {', '.join(sorted(models))}", field="model")
         return models[name]
 
-    async def _generate_prompt(self, model: ServedModel, request: mesh_pb2.GenerateRequest) -> list[int]:
+    async def _generate_prompt(self, model: ServedModel, request: mesh_pb2.GenerateRequest, asker: Asker) -> list[int]:
         kind = request.WhichOneof("prompt")
         if kind == "text":
             validation.check_prompt_text(request.text, self._core.config.max_prompt_bytes)
-            return await _encode(model, request.text)
+            return await self._prompts.of_text(model, request.text, asker)
         if kind != "tokens":
             validation.refuse("prompt", "it is missing; send text or tokens")
         validation.check_tokens("tokens.ids", request.tokens.ids, model.tokenizer.vocab_size)
         return list(request.tokens.ids)
-
-    async def _chat_prompt(self, model: ServedModel, messages: validation.Messages) -> list[int]:
-        validation.check_messages(messages, self._core.config.max_prompt_bytes)
-        turns = [Message(message.role, message.content) for message in messages]
-        try:
-            if sum(len(turn.content) for turn in turns) > LARGE_TEXT_CHARS:
-                return await asyncio.get_running_loop().run_in_executor(_tokenizing, model.tokenizer.apply_chat_template, turns)
-            return model.tokenizer.apply_chat_template(turns)
-        except ValueError as error:
-            raise InvalidArgument("messages", f"messages: {error}") from error
 
     async def _checked_job(self, model: ServedModel, prompt: list[int], rest: _Rest) -> Job:
         job = self._job(model, prompt, rest)
@@ -156,9 +141,3 @@ async def _rest(model: ServedModel, request: mesh_pb2.GenerateRequest | mesh_pb2
     resume = request.resume if request.HasField("resume") else None
     grammar = await constraint.compile_constraint(model.grammars, request.sampling)
     return _Rest(request.sampling, request.options, resume, deadline, grammar)
-
-
-async def _encode(model: ServedModel, text: str) -> list[int]:
-    if len(text) > LARGE_TEXT_CHARS:
-        return await asyncio.get_running_loop().run_in_executor(_tokenizing, model.tokenizer.encode, text)
-    return model.tokenizer.encode(text)

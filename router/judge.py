@@ -2,11 +2,14 @@
 
 import asyncio
 import logging
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from router.health import Health, Role, State
+from router.roster import Roster
 from router.views import WorkerKey, WorkerView
 
 PEERS_FOR_S = 2.0
@@ -22,16 +25,25 @@ class Judge:
         """`views`: the workers as they are now."""
         self.health = Health(jitter=random.random, on_change=_log)
         self._views = views
-        self._peers: dict[tuple[WorkerKey, Role], list[WorkerKey]] = {}
+        self._peers: dict[tuple[WorkerKey, Role], Iterable[WorkerKey]] = {}
         self._peers_until = 0.0
 
-    def ejected(self, views: Iterable[WorkerView], role: Role) -> frozenset[WorkerKey]:
-        """Whom of `views` to leave out for now, in this role: of each kind at most a share, and never the last."""
-        now = _now()
+    def ejected(self, roster: Roster, role: Role) -> frozenset[WorkerKey]:
+        """Whom of `roster` to leave out for now, in this role: of each kind at most a share, and never the last."""
         if not self.health.suspects:
             return frozenset()
-        groups = _groups(views, role)
+        now = _now()
+        engines = (roster.get(address) for address, _ in self.health.suspects_of(role))
+        views = [engine.view for engine in engines if engine is not None]
+        groups = [self._with_peers(suspects, roster, role) for suspects in _groups(views, role)]
         return frozenset[WorkerKey]().union(*(self.health.ejected(role, group, now) for group in groups))
+
+    def _with_peers(self, suspects: dict[WorkerKey, WorkerView], roster: Roster, role: Role) -> list[WorkerKey]:
+        """With so many others of their kind that more would change nothing: there may be thousands, and every request asks."""
+        share = self.health.limits.max_share
+        enough = math.ceil(len(suspects) / share) + 1 if share else None
+        peers = roster.peers(next(iter(suspects.values())), prefill=role is Role.PREFILL)
+        return list(suspects | {peer.key: peer for peer in islice(peers, enough)})
 
     def chosen(self, worker: WorkerKey, role: Role) -> None:
         """A request is sent there."""
@@ -58,12 +70,12 @@ class Judge:
         return self._peers.get((worker, role), ())
 
 
-def _groups(views: Iterable[WorkerView], role: Role) -> list[list[WorkerKey]]:
+def _groups(views: Iterable[WorkerView], role: Role) -> list[dict[WorkerKey, WorkerView]]:
     """Workers that can stand in for each other."""
-    groups: dict[tuple[object, ...], list[WorkerKey]] = defaultdict(list)
+    groups: dict[tuple[object, ...], dict[WorkerKey, WorkerView]] = defaultdict(dict)
     for view in views:
         if view.decode if role is Role.DECODE else view.prefill:
-            groups[view.kind].append(view.key)
+            groups[view.kind][view.key] = view
     return list(groups.values())
 
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from protos.v1 import common_pb2
 from router import timings, worker_views
@@ -14,10 +14,11 @@ from router.changes import wait_at_most
 from router.core import Core
 from router.decisions import Decision, cached_of
 from router.decode_leg import DecodeLeg, Sink
-from router.demands import demand_of
+from router.demands import NOBODY, demand_of
 from router.health import Role
 from router.job import Job
 from router.prefill_call import PrefillTarget
+from router.roster import Roster
 from router.timings import RequestTimings
 from router.views import Mode, WorkerKey, WorkerView
 from router.worker import Dispatched, Incarnation, Worker
@@ -28,7 +29,7 @@ MIN_RETRY_GAP_S = 0.02
 ROOM_RETRY_DELAY_S = 1.0
 
 logger = logging.getLogger(__name__)
-Ejected = Callable[[Iterable[WorkerView], Role], frozenset[WorkerKey]]
+Ejected = Callable[[Roster, Role], frozenset[WorkerKey]]
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ class Placer:
         engine = roster.get(leg.worker.address)
         if engine is None or engine.view.epoch != leg.info.epoch:
             return None
-        excluded = tried | self._core.judge.ejected(roster.views(), Role.PREFILL)
-        demand = replace(self._demand(need), excluded_prefill=excluded)
+        excluded = tried | self._core.judge.ejected(roster, Role.PREFILL)
+        demand = self._demand(need, prefill=excluded)
         prefill = self._core.policy.choose_prefill(roster, engine.view, demand, time.monotonic())
         return self._prefill_target(prefill, demand)
 
@@ -106,15 +107,11 @@ class Placer:
         """One try, for a request that runs and may as well stay: None without room. Where it can, the worker that it leaves hands
         the KV over: its cache holds nearly all of it. Raises MeshError."""
         roster, ejected = self._core.fleet.roster, self._core.judge.ejected
-        demand = replace(
-            self._demand(need),
-            excluded_decode=ejected(roster.views(), Role.DECODE) | {leaving.key},
-            excluded_prefill=ejected(roster.views(), Role.PREFILL),
-        )
+        demand = self._demand(need, decode=ejected(roster, Role.DECODE) | {leaving.key}, prefill=ejected(roster, Role.PREFILL))
         choice = self._core.policy.choose(roster, demand, time.monotonic())
         if isinstance(choice, NoPlacement) or not has_room(choice.decode, demand):
             return None
-        source = worker_views.view_of(leaving.info, leaving.incarnation.load, decode=False)
+        source = worker_views.view_of(leaving.incarnation.described, leaving.incarnation.load, decode=False)
         if demand.mode is not Mode.LOCAL and compatible(source, choice.decode):
             choice = Placement(choice.decode, source, f"it leaves {source.worker_id}, which holds its KV")
         placed = await self._submit(need, choice, demand)
@@ -165,12 +162,8 @@ class Placer:
         """The best worker first, on a refusal the next best."""
         refused, errors = avoid, list[MeshError]()
         while True:
-            views = self._core.fleet.roster.views
-            demand = replace(
-                self._demand(need),
-                excluded_decode=refused | ejected(views(), Role.DECODE),
-                excluded_prefill=ejected(views(), Role.PREFILL),
-            )
+            roster = self._core.fleet.roster
+            demand = self._demand(need, decode=refused | ejected(roster, Role.DECODE), prefill=ejected(roster, Role.PREFILL))
             choice = self._choose(need, demand)
             if isinstance(choice, NoPlacement):
                 return _with_answers(choice, errors)
@@ -205,7 +198,7 @@ class Placer:
 
     async def _submit(self, need: Need, choice: Placement, demand: Demand) -> Placed | MeshError:
         """Submit where the policy said; the error when the worker refuses. What only the caller can mend is raised."""
-        decode, prefill = self._incarnation(choice.decode), self._prefill_target(choice.prefill, demand)
+        decode, prefill = self._incarnation(choice.decode), self._prefill_target(choice.prefill, demand, predicted_s(choice))
         if decode is None or (prefill is None and choice.prefill is not None):
             _give_up(prefill)
             return Unavailable("the worker has just been lost")
@@ -250,7 +243,7 @@ class Placer:
         if isinstance(error, InvalidArgument):
             raise error
 
-    def _prefill_target(self, view: WorkerView | None, demand: Demand) -> PrefillTarget | None:
+    def _prefill_target(self, view: WorkerView | None, demand: Demand, predicted_s: float | None = None) -> PrefillTarget | None:
         """The process behind a view, with this prompt counted as its load; None if it has gone since."""
         found = self._incarnation(view)
         if view is None or found is None:
@@ -258,10 +251,11 @@ class Placer:
         sent = Dispatched(1, blocks_for(demand.num_tokens, view), demand.uncached(view))
         found[0].dispatched(sent)
         self._core.judge.chosen(view.key, Role.PREFILL)
-        return PrefillTarget(*found, sent)
+        return PrefillTarget(*found, sent, predicted_s)
 
-    def _demand(self, need: Need) -> Demand:
-        return demand_of(self._core, need.job, need.emitted, need.kind)
+    def _demand(self, need: Need, *, prefill: frozenset[WorkerKey], decode: frozenset[WorkerKey] = NOBODY) -> Demand:
+        """Without these workers, by role."""
+        return demand_of(self._core, need.job, need.emitted, need.kind, excluded_decode=decode, excluded_prefill=prefill)
 
     def _incarnation(self, view: WorkerView | None) -> tuple[Worker, Incarnation] | None:
         """The living process behind a view; None if it has gone since."""
@@ -271,9 +265,18 @@ class Placer:
         return worker, worker.current
 
 
-def _nobody(views: Iterable[WorkerView], role: Role) -> frozenset[WorkerKey]:
+def _nobody(roster: Roster, role: Role) -> frozenset[WorkerKey]:
     """Is left out."""
     return frozenset()
+
+
+def predicted_s(choice: Placement) -> float | None:
+    """Seconds to the first token, as far as the prefill worker has measured its own steps: a prompt is not taken from it by a
+    guess."""
+    speed = None if choice.prefill is None else choice.prefill.latency
+    if speed is None or not speed.num_steps or choice.chosen is None or choice.chosen.prediction is None:
+        return None
+    return choice.chosen.prediction.ttft_s
 
 
 def _give_up(prefill: PrefillTarget | None) -> None:

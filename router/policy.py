@@ -9,9 +9,7 @@ The candidates are LOCAL on a decode worker, and pairs with a prefill worker tha
 each by the rankings of `router/roster.py`, and those that hold a part of the prompt already. `docs/routing.md` says more.
 """
 
-import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
@@ -31,7 +29,7 @@ from router.candidates import (
 from router.overheads import Overheads
 from router.prediction import Engine, Goals, OutputSide, Prediction, PromptSide, miss
 from router.roster import Group, Ranking, Roster
-from router.views import Mode, WorkerKey, WorkerView
+from router.views import Mode, WorkerView
 
 MISS_PENALTY_S = 10.0
 SHORTLIST, LARGE_FLEET, SHORTLIST_OF_LARGE = 4, 64, 2
@@ -79,16 +77,17 @@ class PredictPolicy:
             return nobody(roster.views(), demand)
         if not candidates:
             return self._look_everywhere(roster, demand, now) or no_partner(owner.view for owner in owners)
-        best = min(candidates, key=_order)
+        best = _least(candidates)
         return Placement(best.decode, best.prefill, "", candidates)
 
     def choose_prefill(self, roster: Roster, decode: WorkerView, demand: Demand, now: float) -> WorkerView | None:
         """The cheapest pair with this decode worker."""
         group = roster.group_of(decode)
         owner = group.engines[decode.address]
-        look = _Look(group, demand, now, self._overheads, self._count(group), group.pressure)
-        candidates = look.remote([owner], self._fillers(group, demand, [owner]))
-        return min(candidates, key=_order).prefill if candidates else None
+        count = self._count(group)
+        look = _Look(group, demand, now, self._overheads, count)
+        candidates = look.remote([owner], look.fillers([owner]))
+        return _least(candidates).prefill if candidates else None
 
     def placed(self, decode: WorkerView, prefill: WorkerView | None) -> None:
         """It remembers nothing: the views do."""
@@ -103,16 +102,16 @@ class PredictPolicy:
     def _look(self, group: Group, demand: Demand, now: float) -> tuple[list[Engine], list[Candidate]]:
         """The workers that could own the request, and the candidates among them."""
         count = self._count(group)
-        look = _Look(group, demand, now, self._overheads, count, group.pressure)
-        holders = [engine for engine in self._holders(group, demand, group.owners) if engine.view.decode]
+        look = _Look(group, demand, now, self._overheads, count)
+        holders = [engine for engine in look.holders(group.owners) if engine.view.decode]
         owners = _together(first(_engines(group, group.owners), demand, count), first(holders, demand, count))
         if demand.mode is Mode.REMOTE:
-            return owners, look.remote(owners, self._fillers(group, demand, owners))
+            return owners, look.remote(owners, look.fillers(owners))
         wholes = _together(first(_engines(group, group.wholes), demand, count), owners)
         candidates = look.local(wholes)
         long = [o for o in owners if demand.uncached(o.view) >= self._local_prefill_tokens] if demand.mode is None else []
         if long:
-            candidates += look.remote(long, self._fillers(group, demand, long))
+            candidates += look.remote(long, look.fillers(long))
         return wholes, candidates
 
     def _count(self, group: Group) -> int:
@@ -121,47 +120,53 @@ class PredictPolicy:
             return self._shortlist
         return SHORTLIST if len(group.engines) <= LARGE_FLEET else SHORTLIST_OF_LARGE
 
-    def _fillers(self, group: Group, demand: Demand, decodes: Sequence[Engine]) -> list[Engine]:
-        def fits(engine: Engine) -> bool:
-            view = engine.view
-            return can_fill(view, demand) and any(compatible(view, decode.view) for decode in decodes)
 
-        # One more than asked for: with both roles, the best of them may be the best decode worker itself.
-        best = islice(filter(fits, _engines(group, group.fillers)), self._count(group) + 1)
-        return _together(list(best), list(filter(fits, self._holders(group, demand, group.fillers))))
-
-    def _holders(self, group: Group, demand: Demand, ranking: Ranking) -> list[Engine]:
-        """Workers with the most of the prompt."""
-        cached = demand.cached_tokens
-        if not cached:
-            return []
-        if len(cached) <= MAX_HOLDERS:
-            known = (group.engines.get(address) for address, _ in cached)
-            engines = [engine for engine in known if engine is not None and engine.key in cached]
-        else:
-            engines = [engine for engine in islice(_engines(group, ranking), MAX_HOLDERS) if engine.key in cached]
-        return heapq.nlargest(self._count(group), engines, key=lambda engine: (cached[engine.key], engine.view.address))
-
-
-@dataclass(slots=True)
 class _Look:
     """One request at one group: what computing it and owning it mean, for each worker once; then pairs."""
 
-    group: Group
-    demand: Demand
-    now: float
-    overheads: Overheads
-    count: int
-    pressure: float
-    outputs: dict[WorkerKey, OutputSide] = field(default_factory=dict)
+    __slots__ = (
+        "_count", "_demand", "_expected", "_goals", "_group", "_holders", "_now", "_outputs", "_overheads", "_pressure",
+        "_prompts",
+    )  # fmt: skip
+
+    def __init__(self, group: Group, demand: Demand, now: float, overheads: Overheads, count: int) -> None:
+        self._group, self._demand, self._now, self._overheads, self._count = group, demand, now, overheads, count
+        self._pressure, self._expected = group.pressure, demand.expected_tokens
+        self._goals = Goals(demand.ttft_goal_s, demand.tpot_goal_s, demand.running_tpot_goal_s)
+        self._prompts: dict[Engine, PromptSide] = {}
+        self._outputs: dict[Engine, OutputSide] = {}
+        self._holders: list[Engine] | None = None
+
+    def holders(self, ranking: Ranking) -> list[Engine]:
+        """Workers with the most of the prompt; where there are very many of them, of those that `ranking` puts first."""
+        cached, engines = self._demand.cached_tokens, self._group.engines
+        if len(cached) > MAX_HOLDERS:
+            some = islice(_engines(self._group, ranking), MAX_HOLDERS)
+            return self._most([(cached[engine.key], engine.key[0]) for engine in some if engine.key in cached])
+        if self._holders is None:
+            known = ((tokens, engines.get(key[0]), key) for key, tokens in cached.items())
+            self._holders = self._most([(tokens, key[0]) for tokens, engine, key in known if engine and engine.key == key])
+        return self._holders
+
+    def fillers(self, decodes: Sequence[Engine]) -> list[Engine]:
+        """The best to compute the prompt for any of `decodes`, and those of the holders that can."""
+        group, demand = self._group, self._demand
+
+        def fits(engine: Engine) -> bool:
+            view = engine.view
+            return can_fill(view, demand) and _reaches(view, decodes)
+
+        # One more than asked for: with both roles, the best of them may be the best decode worker itself.
+        best = islice(filter(fits, _engines(group, group.fillers)), self._count + 1)
+        return _together(best, filter(fits, self.holders(group.fillers)))
 
     def local(self, decodes: Iterable[Engine]) -> list[Candidate]:
         """Each of them by itself."""
-        goals, expected = self._goals(), self.demand.expected_tokens
         found = []
         for engine in decodes:
-            over = self.overheads.between(None, engine.view)
-            predicted = prediction.local(self._prompt_side(engine), self._output_side(engine), over, expected, goals)
+            prompt, output = self._prompt_side(engine), self._output_side(engine)
+            over = self._overheads.between(None, engine.view)
+            predicted = prediction.local(prompt, output, over, self._expected, self._goals)
             found.append(self._candidate(engine, None, predicted))
         return found
 
@@ -169,55 +174,63 @@ class _Look:
         """Pairs of the best by what each side costs alone: together they cost little more than the sum.
 
         KV of another element type gives other tokens than decode's own: only where there is nobody else."""
-        goals, expected = self._goals(), self.demand.expected_tokens
-        prompts = [(engine, self._prompt_side(engine)) for engine in prefills]
-        prompts.sort(key=lambda pair: (_prompt_alone(pair[1], expected, goals) + pair[0].view.penalty_s, pair[0].view.address))
-        outputs = [(engine, self._output_side(engine)) for engine in decodes]
-        outputs.sort(
-            key=lambda pair: (
-                not has_room_now(pair[0], self.demand),
-                _alone(pair[1], expected, goals) + pair[0].view.penalty_s,
-                pair[0].view.address,
-            )
-        )
+        prompts, outputs = sorted(prefills, key=self._prompt_order), sorted(decodes, key=self._output_order)
         found = []
-        for decode, output in outputs[: self.count]:
-            partners = [pair for pair in prompts if compatible(pair[0].view, decode.view)]
+        for decode in outputs[: self._count]:
+            partners = [engine for engine in prompts if compatible(engine.view, decode.view)]
             kv_dtype = decode.view.layout.kv_dtype
-            same = [pair for pair in partners if pair[0].view.layout.kv_dtype == kv_dtype]
-            for engine, prompt in (same or partners)[: self.count]:
-                over = self.overheads.between(engine.view, decode.view)
-                found.append(self._candidate(decode, engine, prediction.remote(prompt, output, over, expected, goals)))
+            same = [engine for engine in partners if engine.view.layout.kv_dtype == kv_dtype]
+            for prefill in (same or partners)[: self._count]:
+                prompt, output = self._prompt_side(prefill), self._output_side(decode)
+                over = self._overheads.between(prefill.view, decode.view)
+                predicted = prediction.remote(prompt, output, over, self._expected, self._goals)
+                found.append(self._candidate(decode, prefill, predicted))
         return found
 
-    def _goals(self) -> Goals:
-        return Goals(self.demand.ttft_goal_s, self.demand.tpot_goal_s, self.demand.running_tpot_goal_s)
+    def _most(self, holders: list[tuple[int, str]]) -> list[Engine]:
+        """The first few of (tokens, address)."""
+        holders.sort(reverse=True)
+        engines = self._group.engines
+        return [engines[address] for _, address in holders[: self._count]]
+
+    def _prompt_order(self, engine: Engine) -> tuple[float, str]:
+        alone_s = _prompt_alone(self._prompt_side(engine), self._expected, self._goals)
+        return alone_s + engine.view.penalty_s, engine.view.address
+
+    def _output_order(self, engine: Engine) -> tuple[bool, float, str]:
+        alone_s = _alone(self._output_side(engine), self._expected, self._goals)
+        return not has_room_now(engine, self._demand), alone_s + engine.view.penalty_s, engine.view.address
 
     def _prompt_side(self, engine: Engine) -> PromptSide:
-        demand = self.demand
-        return engine.prompt_side(demand.num_tokens, demand.cached_tokens.get(engine.key, 0), self.now)
+        known = self._prompts.get(engine)
+        if known is None:
+            demand = self._demand
+            known = engine.prompt_side(demand.num_tokens, demand.cached_tokens.get(engine.key, 0), self._now)
+            self._prompts[engine] = known
+        return known
 
     def _output_side(self, engine: Engine) -> OutputSide:
-        known = self.outputs.get(engine.key)
-        if known is not None:
-            return known
-        demand = self.demand
-        cached = demand.cached_tokens.get(engine.key, 0)
-        output = engine.output_side(demand.num_tokens, cached, demand.num_choices, demand.expected_tokens, self.now)
-        self.outputs[engine.key] = output
-        return output
+        known = self._outputs.get(engine)
+        if known is None:
+            demand = self._demand
+            cached = demand.cached_tokens.get(engine.key, 0)
+            known = engine.output_side(demand.num_tokens, cached, demand.num_choices, demand.expected_tokens, self._now)
+            self._outputs[engine] = known
+        return known
 
     def _candidate(self, decode: Engine, prefill: Engine | None, predicted: Prediction) -> Candidate:
-        cost = cost_s(predicted, self.demand.expected_tokens, self.pressure)
-        cost += decode.view.penalty_s + (0.0 if prefill is None else prefill.view.penalty_s)
-        filler = None if prefill is None else prefill.view
-        return Candidate(decode.view, filler, cost, has_room_now(decode, self.demand), predicted)
+        cost = cost_s(predicted, self._expected, self._pressure) + decode.view.penalty_s
+        has_room = has_room_now(decode, self._demand)
+        if prefill is None:
+            return Candidate(decode.view, None, cost, has_room, predicted)
+        return Candidate(decode.view, prefill.view, cost + prefill.view.penalty_s, has_room, predicted)
 
 
 def _prompt_alone(prompt: PromptSide, expected: float, goals: Goals) -> float:
     """What computing the prompt costs, whoever owns it."""
-    step_s = prompt.step_s + prompt.own_s / max(1.0, expected)
-    misses = miss(prompt.compute_s, goals.ttft_s) + prompt.rows * miss(step_s, goals.running_tpot_s)
+    misses = miss(prompt.compute_s, goals.ttft_s)
+    if goals.running_tpot_s is not None:
+        misses += prompt.rows * miss(prompt.step_s + prompt.own_s / max(1.0, expected), goals.running_tpot_s)
     return prompt.compute_s + prompt.rows * prompt.own_s + MISS_PENALTY_S * misses
 
 
@@ -233,15 +246,25 @@ def cost_s(predicted: Prediction, expected_tokens: float, pressure: float) -> fl
     return own_s + predicted.delay_s + pressure * predicted.work_s + MISS_PENALTY_S * predicted.misses
 
 
-def _order(candidate: Candidate) -> tuple[bool, float, bool, str, str]:
-    return candidate.order
+def _least(candidates: list[Candidate]) -> Candidate:
+    """The first by `Candidate.order`."""
+    roomy = [candidate for candidate in candidates if candidate.has_room] or candidates
+    least = min([candidate.cost for candidate in roomy])
+    equals = [candidate for candidate in roomy if candidate.cost == least]
+    return equals[0] if len(equals) == 1 else min(equals, key=lambda candidate: candidate.order)
+
+
+def _reaches(prefill: WorkerView, decodes: Iterable[Engine]) -> bool:
+    for decode in decodes:  # noqa: SIM110 - it is asked for every worker that is looked at, and a generator takes twice as long
+        if compatible(prefill, decode.view):
+            return True
+    return False
 
 
 def _engines(group: Group, ranking: Ranking) -> Iterator[Engine]:
-    engines = group.engines
-    return (engines[address] for _, address in ranking.entries)
+    return map(group.engines.__getitem__, ranking.names)
 
 
-def _together(some: Sequence[Engine], more: Sequence[Engine]) -> list[Engine]:
+def _together(some: Iterable[Engine], more: Iterable[Engine]) -> list[Engine]:
     """Each once."""
-    return list({engine.key: engine for engine in (*some, *more)}.values())
+    return list(dict.fromkeys([*some, *more]))

@@ -69,53 +69,55 @@ class Engine:
     """A worker with the model of its speed: numbers that every prediction about it needs, computed once for each view.
 
     `rows` sequences get a token in every step of now, `rows_soon` with those about to decode; `step_s` is a step of the former
-    alone, `chunk` what fits into one beside them. `free_tokens` and `free_seqs` are room, `largest` what it could ever hold.
+    alone, `others_s` one of the latter, `chunk` what fits into a step beside the former. `free_tokens` and `free_seqs` are room,
+    `largest` what it could ever hold. `busy`: has it anything to do?
     """
 
     __slots__ = (
-        "chunk", "context_soon", "dispatched_s", "free_seqs", "free_tokens", "key", "largest", "model", "reported_s", "rows",
-        "rows_soon", "step_s", "view",
+        "busy", "chunk", "context_soon", "dispatched_s", "free_seqs", "free_tokens", "key", "largest", "model", "others_s",
+        "reported_s", "rows", "rows_soon", "step_s", "view",
     )  # fmt: skip
 
     def __init__(self, view: WorkerView, model: LatencyModel) -> None:
-        self.view, self.model, self.key = view, model, view.key
+        self.view, self.model, self.key = view, model, (view.address, view.epoch)
         # What ended since the report counts below zero, and is no longer in a step.
-        self.rows = max(0, view.num_decoding + min(0, view.dispatched_decodes))
-        context = max(0, view.decode_context + min(0, view.dispatched_context))
-        starting = view.num_starting + max(0, view.dispatched_decodes)
-        self.rows_soon = self.rows + starting
+        decodes, sent_context = view.dispatched_decodes, view.dispatched_context
+        rows = max(0, view.num_decoding + decodes) if decodes < 0 else view.num_decoding
+        context = max(0, view.decode_context + sent_context) if sent_context < 0 else view.decode_context
+        self.rows, self.rows_soon = rows, rows + view.num_starting + (decodes if decodes > 0 else 0)
         # Who has not started is thought to be like those that have.
-        mean = context / self.rows if self.rows else 0.0
-        self.context_soon = context + view.num_starting * mean + max(0, view.dispatched_context)
-        self.step_s = model.decode_s(self.rows, context)
-        self.chunk = max(1, (view.max_num_batched_tokens or DEFAULT_CHUNK) - self.rows)
-        self.reported_s = self._queue_s(view.num_waiting_tokens, view.num_prefilling)
-        self.dispatched_s = self._queue_s(view.dispatched_tokens, view.dispatched_seqs)
+        mean = context / rows if rows else 0.0
+        self.context_soon = context + view.num_starting * mean + (sent_context if sent_context > 0 else 0)
+        fixed_s, row_s, token_s = model.fixed_s, model.per_sequence_s, model.per_context_token_s
+        self.step_s = fixed_s + row_s * rows + token_s * context
+        self.others_s = fixed_s + row_s * self.rows_soon + token_s * self.context_soon
+        self.chunk = max(1, (view.max_num_batched_tokens or DEFAULT_CHUNK) - rows)
+        waiting, sent = view.num_waiting_tokens, view.dispatched_tokens
+        self.reported_s = self._queue_s(waiting, view.num_prefilling) if waiting else 0.0
+        self.dispatched_s = self._queue_s(sent, view.dispatched_seqs) if sent else 0.0
+        self.busy = self.rows_soon > 0 or waiting + sent > 0
         self.free_tokens = (view.num_free_blocks - view.dispatched_blocks) * view.block_size
         self.free_seqs = view.max_num_seqs - view.num_seqs - view.dispatched_seqs
         self.largest = min(view.max_context, view.num_total_blocks * view.block_size)
 
     def _queue_s(self, num_tokens: int, num_prompts: int) -> float:
         """So many prompts of equal length, together `num_tokens`."""
-        if num_tokens == 0:
-            return 0.0
         context = num_tokens * num_tokens / max(1, num_prompts) / 2
         work_s = num_tokens * self.model.per_prefill_token_s + context * self.model.per_prefill_context_s
         return work_s + self.step_s * num_tokens / self.chunk
 
     def ahead_s(self, now: float) -> float:
         """Until the prompts that are here already have been computed, with half a step that is under way."""
-        left_s = self.reported_s - max(0.0, now - self.view.figures_at) if self.reported_s else 0.0
-        return (left_s if left_s > 0 else 0.0) + self.dispatched_s + (self.step_s / 2 if self.rows else 0.0)
-
-    @property
-    def busy(self) -> bool:
-        """Has it anything to do?"""
-        return self.rows_soon > 0 or self.view.tokens_ahead > 0
+        ahead_s = self.dispatched_s + self.step_s / 2 if self.rows else self.dispatched_s
+        if not self.reported_s:
+            return ahead_s
+        age_s = now - self.view.figures_at
+        left_s = self.reported_s - age_s if age_s > 0 else self.reported_s
+        return ahead_s + left_s if left_s > 0 else ahead_s
 
     def prompt_side(self, num_tokens: int, num_cached: int, now: float) -> PromptSide:
         """Computing a prompt of which `num_cached` tokens are there."""
-        model, first = self.model, min(num_cached, num_tokens - 1)
+        model, first = self.model, num_cached if num_cached < num_tokens else num_tokens - 1
         own = num_tokens - first
         own_s = own * model.per_prefill_token_s + prefill_context(first, num_tokens) * model.per_prefill_context_s
         num_steps = -(-own // self.chunk)
@@ -129,16 +131,16 @@ class Engine:
         model = self.model
         context = num_choices * (num_tokens + expected_tokens / 2)
         row_s = num_choices * model.per_sequence_s + context * model.per_context_token_s
-        others_s = model.fixed_s + self.rows_soon * model.per_sequence_s + self.context_soon * model.per_context_token_s
-        missing = max(0.0, 1 - num_cached / num_tokens)
-        return OutputSide(others_s + row_s, row_s, self.rows_soon, self.ahead_s(now), missing)
+        missing = 1 - num_cached / num_tokens if num_cached < num_tokens else 0.0
+        return OutputSide(self.others_s + row_s, row_s, self.rows_soon, self.ahead_s(now), missing)
 
 
 def miss(value_s: float, goal_s: float | None) -> float:
     """How likely an objective is to be missed, in [0, 1]: a prediction near the goal is worth half a miss."""
     if goal_s is None:
         return 0.0
-    return min(1.0, max(0.0, (value_s / goal_s - 0.8) / 0.4))
+    share = (value_s / goal_s - 0.8) / 0.4
+    return 0.0 if share < 0 else 1.0 if share > 1 else share
 
 
 def local(prompt: PromptSide, output: OutputSide, over: Overhead, expected: float, goals: "Goals") -> Prediction:
@@ -146,8 +148,9 @@ def local(prompt: PromptSide, output: OutputSide, over: Overhead, expected: floa
     ttft_s = prompt.compute_s + over.before_s
     gaps = max(1.0, expected - 1)
     delay_s = prompt.rows * prompt.own_s + output.rows * expected * output.row_s
-    others_s = output.tpot_s + prompt.own_s / max(1.0, expected)
-    misses = miss(ttft_s, goals.ttft_s) + miss(output.tpot_s, goals.tpot_s) + output.rows * miss(others_s, goals.running_tpot_s)
+    misses = miss(ttft_s, goals.ttft_s) + miss(output.tpot_s, goals.tpot_s)
+    if goals.running_tpot_s is not None:
+        misses += output.rows * miss(output.tpot_s + prompt.own_s / max(1.0, expected), goals.running_tpot_s)
     work_s = prompt.own_s + prompt.fixed_s + expected * output.row_s
     return Prediction(ttft_s, output.tpot_s + over.after_s / gaps, delay_s, work_s, prompt.ahead_s, misses)
 
@@ -159,9 +162,11 @@ def remote(prompt: PromptSide, output: OutputSide, over: Overhead, expected: flo
     gaps = max(1.0, expected - 1)
     tpot_s = output.tpot_s + (after_s + max(0.0, output.queue_s - prompt.own_s)) / gaps
     delay_s = prompt.rows * prompt.own_s + output.rows * expected * output.row_s
-    elsewhere = prompt.rows * miss(prompt.step_s + prompt.own_s / max(1.0, expected), goals.running_tpot_s)
     misses = miss(ttft_s, goals.ttft_s) + miss(tpot_s, goals.tpot_s)
-    misses += output.rows * miss(output.tpot_s, goals.running_tpot_s) + elsewhere
+    if goals.running_tpot_s is not None:
+        elsewhere_s = prompt.step_s + prompt.own_s / max(1.0, expected)
+        misses += prompt.rows * miss(elsewhere_s, goals.running_tpot_s)
+        misses += output.rows * miss(output.tpot_s, goals.running_tpot_s)
     work_s = prompt.own_s + prompt.fixed_s + expected * output.row_s + over.before_s + after_s
     return Prediction(ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses)
 

@@ -5,7 +5,8 @@ view changes: who would own a request most cheaply, who would do all of it, who 
 """
 
 import math
-from bisect import bisect_left, insort
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 from planning.latency_model import LatencyModel
@@ -20,45 +21,87 @@ FULL_RANK_S = 1e6
 
 
 class Ranking:
-    """Names by a number, the least first."""
+    """Names by a number, the least first; equals by name.
+
+    The numbers lie side by side in an array: a search among thousands touches a few cache lines, not a few dozen objects.
+    """
 
     def __init__(self) -> None:
-        self._sorted: list[tuple[float, str]] = []
+        self._ranks = array("d")
+        self._names: list[str] = []
         self._rank: dict[str, float] = {}
 
-    def __len__(self) -> int:
-        return len(self._sorted)
-
     @property
-    def entries(self) -> Sequence[tuple[float, str]]:
-        """(number, name), the least first."""
-        return self._sorted
+    def names(self) -> Sequence[str]:
+        """The least first."""
+        return self._names
 
     def put(self, name: str, rank: float) -> None:
         """Insert, or move."""
         if self._rank.get(name) != rank:
             self.drop(name)
+            at = self._place(name, rank)
             self._rank[name] = rank
-            insort(self._sorted, (rank, name))
+            self._ranks.insert(at, rank)
+            self._names.insert(at, name)
 
     def drop(self, name: str) -> None:
         """Take out, if it is there."""
         rank = self._rank.pop(name, None)
         if rank is not None:
-            del self._sorted[bisect_left(self._sorted, (rank, name))]
+            at = self._place(name, rank)
+            del self._ranks[at], self._names[at]
+
+    def _place(self, name: str, rank: float) -> int:
+        first = bisect_left(self._ranks, rank)
+        return bisect_left(self._names, name, first, bisect_right(self._ranks, rank, first))
+
+
+SURE_STEPS = 32
+"""A worker that has done fewer is believed less than those that have: a measurement at its start may have been disturbed, and who
+is taken for slow because of it would never be asked to do a step that shows otherwise."""
+
+
+class Speeds:
+    """What workers that have done some steps say of their speed, as a mean for those that have not."""
+
+    def __init__(self) -> None:
+        self._num_told = 0
+        self._sums = [0.0] * 5
+
+    def count(self, model: LatencyModel | None, sign: int) -> None:
+        """One more says this, or with `sign` -1 does no longer."""
+        if model is None or model.num_steps < SURE_STEPS:
+            return
+        self._num_told += sign
+        sums = self._sums
+        sums[0] += sign * model.fixed_s
+        sums[1] += sign * model.per_prefill_token_s
+        sums[2] += sign * model.per_prefill_context_s
+        sums[3] += sign * model.per_sequence_s
+        sums[4] += sign * model.per_context_token_s
+
+    def believed(self, model: LatencyModel | None) -> LatencyModel:
+        """What to take for the speed of a worker that says this."""
+        if model is not None and (model.num_steps >= SURE_STEPS or self._num_told == 0):
+            return model
+        if self._num_told == 0:
+            return NEUTRAL
+        fixed_s, token_s, prefix_s, row_s, context_s = (max(0.0, total / self._num_told) for total in self._sums)
+        return LatencyModel(fixed_s, token_s, prefix_s, row_s, context_s)
 
 
 class Group:
     """Workers of one model and identity, by address."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str, identity: tuple[object, ...]) -> None:
+        self.model, self.identity = model, identity
         self.engines: dict[str, Engine] = {}
         self.owners = Ranking()
         self.wholes = Ranking()
         self.fillers = Ranking()
         self._num_busy = 0
-        self._num_told = 0
-        self._told: tuple[float, ...] = (0.0,) * 5
+        self._speeds = Speeds()
 
     @property
     def pressure(self) -> float:
@@ -67,56 +110,51 @@ class Group:
 
     def put(self, view: WorkerView) -> None:
         """Insert, or replace."""
-        self.drop(view.address)
-        self._count(view, 1)
-        engine = Engine(view, view.latency or self._average())
-        self.engines[view.address] = engine
+        before, speed = self.engines.get(view.address), view.latency
+        if before is not None:
+            self._discount(before)
+        self._speeds.count(speed, 1)
+        engine = self.engines[view.address] = Engine(view, self._speeds.believed(speed))
         self._num_busy += engine.busy
         self._rank(engine)
 
     def drop(self, address: str) -> None:
-        """Take out, if it is there. The rankings follow in `put`, if the worker comes back."""
+        """Take out, if it is there."""
         engine = self.engines.pop(address, None)
         if engine is not None:
-            self._num_busy -= engine.busy
-            self._count(engine.view, -1)
-
-    def forget(self, address: str) -> None:
-        """Take out for good."""
-        self.drop(address)
+            self._discount(engine)
         for ranking in (self.owners, self.wholes, self.fillers):
             ranking.drop(address)
 
+    def _discount(self, engine: Engine) -> None:
+        self._num_busy -= engine.busy
+        self._speeds.count(engine.view.latency, -1)
+
     def _rank(self, engine: Engine) -> None:
-        view, rows = engine.view, engine.rows
+        view, name = engine.view, engine.view.address
         prompt = engine.prompt_side(TYPICAL_PROMPT, 0, view.figures_at)
-        output = engine.output_side(TYPICAL_PROMPT, 0, 1, TYPICAL_OUTPUT, view.figures_at)
-        fill_s = view.penalty_s + prompt.compute_s + rows * prompt.own_s
-        own_s = view.penalty_s + TYPICAL_OUTPUT * (output.tpot_s + output.rows * output.row_s)
-        own_s += FULL_RANK_S if _is_full(view) else 0.0
-        _keep(self.owners, view.decode, view.address, own_s + output.queue_s)
-        _keep(self.wholes, view.decode, view.address, own_s + fill_s)
-        _keep(self.fillers, view.prefill, view.address, fill_s)
-
-    def _average(self) -> LatencyModel:
-        """Of those that say how fast they are."""
-        if self._num_told == 0:
-            return NEUTRAL
-        fixed_s, token_s, prefix_s, row_s, context_s = (max(0.0, total / self._num_told) for total in self._told)
-        return LatencyModel(fixed_s, token_s, prefix_s, row_s, context_s)
-
-    def _count(self, view: WorkerView, sign: int) -> None:
-        if view.latency is not None:
-            self._num_told += sign
-            self._told = tuple(total + sign * value for total, value in zip(self._told, _parameters(view.latency), strict=True))
+        fill_s = view.penalty_s + prompt.compute_s + prompt.rows * prompt.own_s
+        if view.prefill:
+            self.fillers.put(name, fill_s)
+        else:
+            self.fillers.drop(name)
+        if view.decode:
+            output = engine.output_side(TYPICAL_PROMPT, 0, 1, TYPICAL_OUTPUT, view.figures_at)
+            own_s = view.penalty_s + TYPICAL_OUTPUT * (output.tpot_s + output.rows * output.row_s)
+            own_s += FULL_RANK_S if engine.free_tokens <= 0 or engine.free_seqs <= 0 else 0.0
+            self.owners.put(name, own_s + output.queue_s)
+            self.wholes.put(name, own_s + fill_s)
+        else:
+            self.owners.drop(name)
+            self.wholes.drop(name)
 
 
 class Roster:
     """All groups. Pure; `Fleet` keeps it up to date."""
 
     def __init__(self, views: Iterable[WorkerView] = ()) -> None:
-        self._groups: dict[tuple[object, ...], Group] = {}
-        self._group_of: dict[str, tuple[object, ...]] = {}
+        self._groups: dict[tuple[str, tuple[object, ...]], Group] = {}
+        self._group_of: dict[str, Group] = {}
         for view in views:
             self.put(view.address, view)
 
@@ -125,13 +163,13 @@ class Roster:
 
     def put(self, address: str, view: WorkerView | None) -> None:
         """The view of the worker at `address` is this now; None: it takes no work."""
-        key = None if view is None else (view.model, view.identity)
-        before = self._group_of.pop(address, None)
-        if before is not None and before != key:
+        before = self._group_of.get(address)
+        group = None if view is None else self._group_for(view, before)
+        if before is not None and before is not group:
             self._forget(before, address)
-        if view is not None and key is not None:
-            self._group_of[address] = key
-            self._groups.setdefault(key, Group()).put(view)
+        if view is not None and group is not None:
+            self._group_of[address] = group
+            group.put(view)
 
     def views(self) -> Iterator[WorkerView]:
         """Everybody."""
@@ -139,49 +177,39 @@ class Roster:
 
     def groups(self, model: str, kind: tuple[object, ...] | None = None) -> list[Group]:
         """Those that serve `model`; with a kind, those of its identity."""
-        return [
-            group for (name, identity), group in self._groups.items() if name == model and (kind is None or identity == kind[0])
-        ]
+        return [group for group in self._groups.values() if group.model == model and (kind is None or group.identity == kind[0])]
 
     def get(self, address: str) -> Engine | None:
         """The worker there; None if it takes no work."""
-        key = self._group_of.get(address)
-        return None if key is None else self._groups[key].engines[address]
+        group = self._group_of.get(address)
+        return None if group is None else group.engines[address]
 
     def group_of(self, view: WorkerView) -> Group:
         """The group of a worker of this roster."""
         return self._groups[(view.model, view.identity)]
 
-    def _forget(self, key: tuple[object, ...], address: str) -> None:
-        group = self._groups[key]
-        group.forget(address)
+    def peers(self, view: WorkerView, *, prefill: bool) -> Iterator[WorkerView]:
+        """All of the kind of this worker of the roster that prefill, else that decode; itself included."""
+        group = self.group_of(view)
+        for address in (group.fillers if prefill else group.owners).names:
+            other = group.engines[address].view
+            if other.layout.kv_dtype == view.layout.kv_dtype:
+                yield other
+
+    def _group_for(self, view: WorkerView, before: Group | None) -> Group:
+        if before is not None and before.identity is view.identity and before.model == view.model:
+            return before  # nearly always, and there are thousands of reports in a second
+        return self._groups.setdefault((view.model, view.identity), Group(view.model, view.identity))
+
+    def _forget(self, group: Group, address: str) -> None:
+        del self._group_of[address]
+        group.drop(address)
         if not group.engines:
-            del self._groups[key]
-
-
-def _keep(ranking: Ranking, belongs: bool, name: str, rank: float) -> None:
-    if belongs:
-        ranking.put(name, rank)
-    else:
-        ranking.drop(name)
-
-
-def _is_full(view: WorkerView) -> bool:
-    """It has no place for a sequence of any length: it is looked at last."""
-    no_blocks = view.num_free_blocks <= view.dispatched_blocks
-    return no_blocks or view.num_seqs + view.dispatched_seqs >= view.max_num_seqs
-
-
-def _parameters(model: LatencyModel) -> tuple[float, ...]:
-    return (
-        model.fixed_s,
-        model.per_prefill_token_s,
-        model.per_prefill_context_s,
-        model.per_sequence_s,
-        model.per_context_token_s,
-    )
+            del self._groups[group.model, group.identity]
 
 
 def is_usable(model: LatencyModel) -> bool:
     """Numbers that a prediction can be made of: finite and not negative."""
-    return all(math.isfinite(value) and value >= 0 for value in _parameters(model))
+    steps_s = (model.fixed_s, model.per_sequence_s, model.per_context_token_s)
+    prompts_s = (model.per_prefill_token_s, model.per_prefill_context_s)
+    return min(steps_s) >= 0 and min(prompts_s) >= 0 and math.isfinite(sum(steps_s) + sum(prompts_s))

@@ -31,7 +31,7 @@ class MeshService(MeshServicer):
         return self._frontend.chat(request, context.time_remaining())
 
     async def Tokenize(self, request: mesh_pb2.TokenizeRequest, context: _ServicerContext) -> mesh_pb2.TokenizeResponse:
-        return await self._frontend.tokenize(request)
+        return await self._frontend.tokenize(request, context.time_remaining())
 
     async def ListModels(self, request: mesh_pb2.ListModelsRequest, context: _ServicerContext) -> mesh_pb2.ListModelsResponse:
         return self._frontend.models()

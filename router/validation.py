@@ -69,6 +69,16 @@ def check_prompt_length(num_tokens: int, max_context: int) -> None:
         )
 
 
+def check_can_fit(fewest_tokens: int, max_context: int) -> None:
+    """A text that has too many tokens, whatever they are, is not worth tokenizing."""
+    if fewest_tokens >= max_context:
+        refuse(
+            "prompt",
+            f"its {fewest_tokens} tokens or more leave no room in the model's context of {max_context}; at most "
+            f"{max_context - 1} do",
+        )
+
+
 def check_options(options: mesh_pb2.RequestOptions) -> None:
     """Identifiers, enumerations and lengths."""
     if options.request_id and not _REQUEST_ID.fullmatch(options.request_id):

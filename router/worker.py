@@ -1,7 +1,6 @@
 """One worker at one address: who it is, how loaded, whether it lives. Its Watch stream is the truth, not the registry."""
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -33,6 +32,10 @@ class Incarnation:
     load: worker_pb2.LoadReport
     reported_at: float
     lost: Signal = field(default_factory=Signal)
+    described: worker_views.Described = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.described = worker_views.describe(self.info)
 
 
 @dataclass(eq=False)
@@ -57,8 +60,8 @@ class Dispatched:
         return self.num_reports >= 2 or (self.arrived_at is not None and figures_at > self.arrived_at)
 
 
-def _nothing() -> None:
-    """Nobody wants to hear of what is sent."""
+def _nothing(*_: object) -> None:
+    """Nobody wants to hear of it."""
 
 
 class Worker:
@@ -75,6 +78,7 @@ class Worker:
         on_change: Callable[[], None],
         on_view: Callable[[], None],
         on_dispatch: Callable[[], None] = _nothing,
+        on_up: Callable[[Incarnation], None] = _nothing,
     ) -> None:
         self.address = address
         self.static = static
@@ -90,6 +94,7 @@ class Worker:
         self._on_change = on_change
         self._on_view = on_view
         self._on_dispatch = on_dispatch
+        self._on_up = on_up
         self._dispatched: list[Dispatched] = []
         self._told: list[Dispatched] = []
         self._foreign: list[Dispatched] = []
@@ -122,14 +127,8 @@ class Worker:
             return None
         if self._view is None:
             attached = self.link.attached and self.link.epoch == current.info.epoch
-            counted = (*self._dispatched, *self._foreign)
-            self._view = dataclasses.replace(
-                worker_views.view_of(current.info, current.load, decode=attached, reported_at=current.reported_at),
-                dispatched_seqs=sum(sent.seqs for sent in counted),
-                dispatched_blocks=sum(sent.blocks for sent in counted),
-                dispatched_tokens=sum(sent.tokens for sent in counted),
-                dispatched_decodes=sum(sent.decodes for sent in counted),
-                dispatched_context=sum(sent.context for sent in counted),
+            self._view = worker_views.view_of(
+                current.described, current.load, decode=attached, reported_at=current.reported_at, sent=self._counted()
             )
         return self._view
 
@@ -173,6 +172,12 @@ class Worker:
     def link_changed(self) -> None:
         """The DecodeLink attached or broke."""
         self._view_changed()
+
+    def _counted(self) -> worker_views.Counted:
+        if not self._dispatched and not self._foreign:
+            return worker_views.NOTHING
+        sums = [(sent.seqs, sent.blocks, sent.tokens, sent.decodes, sent.context) for sent in (*self._dispatched, *self._foreign)]
+        return worker_views.Counted(*map(sum, zip(*sums, strict=True)))
 
     def _confirm(self, contained: list[Dispatched], figures_at: float) -> None:
         for sent in contained:
@@ -244,6 +249,7 @@ class Worker:
         self._dispatched.clear()
         self._foreign.clear()
         self._told.clear()
+        self._on_up(incarnation)
 
     def _report(self, load: worker_pb2.LoadReport) -> None:
         current = self.current
@@ -251,8 +257,10 @@ class Worker:
             return
         current.load, current.reported_at = load, time.monotonic()
         figures_at = self._figures_at()
-        self._confirm([sent for sent in self._dispatched if sent.is_contained(figures_at)], figures_at)
-        self._foreign = [sent for sent in self._foreign if not sent.is_contained(figures_at)]
+        if self._dispatched:
+            self._confirm([sent for sent in self._dispatched if sent.is_contained(figures_at)], figures_at)
+        if self._foreign:
+            self._foreign = [sent for sent in self._foreign if not sent.is_contained(figures_at)]
         self._view_changed()
         if worker_pb2.ROLE_DECODE in load.roles and not self._link_started:
             self._link_started = True

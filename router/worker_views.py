@@ -1,6 +1,7 @@
 """From a worker's own messages to the value that the policy looks at."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from kvtransfer.layouts import Layout
 from planning.latency_model import LatencyModel
@@ -19,36 +20,90 @@ def kind_of(info: worker_pb2.WorkerInfo) -> tuple[object, ...]:
     return (identity_of(info.identity), info.layout.kv_dtype)
 
 
-def view_of(info: worker_pb2.WorkerInfo, load: worker_pb2.LoadReport, *, decode: bool, reported_at: float = 0.0) -> WorkerView:
-    """The view without anything dispatched. `decode`: its Attach stream is open, so it may own requests, if it has the role.
+class Described(NamedTuple):
+    """What a worker says of itself once and for all: read from its message once, not with each of its reports."""
 
-    `reported_at`: monotonic seconds of the report's arrival."""
-    latency = latency_of(load)
-    return WorkerView(
+    worker_id: str
+    address: str
+    epoch: int
+    model: str
+    identity: tuple[object, ...]
+    layout: Layout
+    transports: frozenset[str]
+    host_id: str
+    max_context: int
+    max_num_seqs: int
+    num_blocks: int
+    max_num_batched_tokens: int
+
+
+class Counted(NamedTuple):
+    """What was sent to a worker and its report may not contain: `WorkerView.dispatched_*`."""
+
+    seqs: int = 0
+    blocks: int = 0
+    tokens: int = 0
+    decodes: int = 0
+    context: int = 0
+
+
+NOTHING = Counted()
+
+
+def describe(info: worker_pb2.WorkerInfo) -> Described:
+    """The lasting part of every view of this worker."""
+    return Described(
         worker_id=info.worker_id,
         address=info.address,
         epoch=info.epoch,
         model=info.identity.model,
-        prefill=worker_pb2.ROLE_PREFILL in load.roles,
-        decode=decode and worker_pb2.ROLE_DECODE in load.roles,
         identity=_identity(identity_of(info.identity)),
         layout=_layout(Layout.of(info.layout)),
         transports=_transports(tuple(info.transports)),
         host_id=info.host_id,
-        block_size=info.layout.block_size,
         max_context=info.max_context,
-        max_num_seqs=load.max_num_seqs or info.max_num_seqs,
-        num_total_blocks=load.num_total_blocks or info.num_blocks,
-        num_free_blocks=load.num_free_blocks,
-        num_seqs=load.num_running + load.num_waiting + load.num_reserved + load.num_held,
-        num_waiting_tokens=load.num_waiting_tokens,
-        num_prefilling=load.num_prefilling,
-        num_decoding=load.num_decoding if latency is not None else load.num_running,
-        decode_context=load.decode_context if latency is not None else _used_tokens(info, load),
-        num_starting=load.num_reserved + (load.num_prefilling if latency is not None else 0),
+        max_num_seqs=info.max_num_seqs,
+        num_blocks=info.num_blocks,
         max_num_batched_tokens=info.max_num_batched_tokens,
+    )
+
+
+def view_of(
+    who: Described, load: worker_pb2.LoadReport, *, decode: bool, reported_at: float = 0.0, sent: Counted = NOTHING
+) -> WorkerView:
+    """`decode`: its Attach stream is open, so it may own requests, if it has the role. `reported_at`: monotonic seconds of the
+    report's arrival; `sent`: beside what is in it."""
+    latency, roles, num_running, num_prefilling = latency_of(load), load.roles, load.num_running, load.num_prefilling
+    return WorkerView(
+        worker_id=who.worker_id,
+        address=who.address,
+        epoch=who.epoch,
+        model=who.model,
+        prefill=worker_pb2.ROLE_PREFILL in roles,
+        decode=decode and worker_pb2.ROLE_DECODE in roles,
+        identity=who.identity,
+        layout=who.layout,
+        transports=who.transports,
+        host_id=who.host_id,
+        block_size=who.layout.block_size,
+        max_context=who.max_context,
+        max_num_seqs=load.max_num_seqs or who.max_num_seqs,
+        num_total_blocks=load.num_total_blocks or who.num_blocks,
+        num_free_blocks=load.num_free_blocks,
+        num_seqs=num_running + load.num_waiting + load.num_reserved + load.num_held,
+        num_waiting_tokens=load.num_waiting_tokens,
+        num_prefilling=num_prefilling,
+        num_decoding=load.num_decoding if latency is not None else num_running,
+        decode_context=load.decode_context if latency is not None else _used_tokens(who, load),
+        num_starting=load.num_reserved + (num_prefilling if latency is not None else 0),
+        max_num_batched_tokens=who.max_num_batched_tokens,
         latency=latency,
         figures_at=reported_at - load.age_ms / 1000,
+        dispatched_seqs=sent.seqs,
+        dispatched_blocks=sent.blocks,
+        dispatched_tokens=sent.tokens,
+        dispatched_decodes=sent.decodes,
+        dispatched_context=sent.context,
     )
 
 
@@ -70,9 +125,9 @@ def latency_of(load: worker_pb2.LoadReport) -> LatencyModel | None:
     return model if is_usable(model) else None
 
 
-def _used_tokens(info: worker_pb2.WorkerInfo, load: worker_pb2.LoadReport) -> int:
+def _used_tokens(who: Described, load: worker_pb2.LoadReport) -> int:
     """What the sequences of a worker that does not say may attend to, at most."""
-    return (load.num_total_blocks - load.num_free_blocks) * info.layout.block_size if load.num_running else 0
+    return (load.num_total_blocks - load.num_free_blocks) * who.layout.block_size if load.num_running else 0
 
 
 @lru_cache(maxsize=256)

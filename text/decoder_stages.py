@@ -217,14 +217,14 @@ def _count_leading(text: str, content: str, limit: int) -> int:
     return count
 
 
-def _byte_spelling() -> dict[str, int]:
+def byte_spelling() -> dict[str, int]:
     """GPT-2's table: printable bytes stand for themselves, the others for the characters from U+0100 on, in order."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
 
 
-BYTE_OF_CHARACTER = _byte_spelling()
+BYTE_OF_CHARACTER = byte_spelling()
 
 
 @lru_cache(maxsize=1 << 18)

@@ -12,6 +12,7 @@ import tokenizers
 from text.chat_template import ChatTemplate, Message
 from text.decoder_stages import Stage, StripStart, parse_decoder
 from text.detokenizer import PieceStream
+from text.token_bytes import TokenBytes, token_bytes
 from text.tokenizer_settings import TokenizerSettings
 
 
@@ -82,6 +83,18 @@ class Tokenizer:
         except TypeError as error:
             raise ValueError("text: is not valid Unicode (it holds half of a surrogate pair)") from error
 
+    def encode_detached(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """As `encode`, for long texts in a thread. The library's `encode` holds the interpreter's lock from beginning to end; its
+        batches let go of it, and without offsets there is little to copy and to free under the lock afterwards."""
+        try:
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError as error:
+            raise ValueError("text: is not valid Unicode (it holds half of a surrogate pair)") from error
+
+    def fewest_tokens(self, text: str) -> int:
+        """`text` has at least so many tokens: told by its bytes, without encoding it. 0 where nothing can be proved."""
+        return 0 if self._token_bytes is None else self._token_bytes.fewest_tokens(text)
+
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence. Ids outside the vocabulary have no text."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -131,6 +144,10 @@ class Tokenizer:
     def decoder_stages(self) -> list[Stage]:
         """Fresh stages of the decoder, for one stream."""
         return [make() for make in self._stage_factories]
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes | None:
+        return token_bytes(self.to_json())
 
     @cached_property
     def _template(self) -> ChatTemplate | None:

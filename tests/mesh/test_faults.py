@@ -23,6 +23,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PREFILL_POINTS = ("prefill.accepted", "prefill.computed", "push.hello", "push.part", "push.before_commit", "push.committed")
 DECODE_POINTS = ("decode.reserved", "decode.receiving", "decode.committed", "decode.running")
 LENGTH, NUM_TOKENS = 60, 20
+BY_LOAD = ("--policy=least-loaded",)
+"""Each worker gets its share, however slow it has been found to be, and no deadline is refused by prediction."""
 
 
 async def ask(client: AsyncClient, number: int, timeout: float = 60) -> list[int]:
@@ -60,7 +62,9 @@ async def until_dead(pid: int, timeout_s: float = 20) -> None:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def unwatched(tiny: Path) -> AsyncIterator[LocalMesh]:
     """Two workers of each kind; what dies stays dead until the test restarts it."""
-    config = LocalMeshConfig(model=str(tiny), num_prefill=2, num_decode=2, port=0, restart=False, num_threads=1)
+    config = LocalMeshConfig(
+        model=str(tiny), num_prefill=2, num_decode=2, port=0, restart=False, num_threads=1, router_args=BY_LOAD
+    )
     async with LocalMesh(config) as mesh:
         footprint = Footprint.of(mesh)
         yield mesh
@@ -103,7 +107,8 @@ async def test_a_worker_that_stalls_costs_a_delay(unwatched: LocalMesh, tiny: Pa
 async def slow(tiny: Path) -> AsyncIterator[LocalMesh]:
     """One worker of each kind that dwells 120 ms at every state, so that a moment in time is a state."""
     delays = ",".join(f"{point}=delay:120" for point in [*PREFILL_POINTS, *DECODE_POINTS])
-    async with LocalMesh(LocalMeshConfig(model=str(tiny), port=0, num_threads=1, env={VARIABLE: delays})) as mesh:
+    config = LocalMeshConfig(model=str(tiny), port=0, num_threads=1, env={VARIABLE: delays}, router_args=BY_LOAD)
+    async with LocalMesh(config) as mesh:
         footprint = Footprint.of(mesh)
         yield mesh
         footprint.grow(mesh)

@@ -1,10 +1,22 @@
 """When a late prompt is given to somebody else, and how often that may happen."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planning.latency_model import LatencyModel
+from protos.v1 import mesh_pb2
+from router.candidates import Candidate, Placement
 from router.hedge import HedgeBudget, HedgeLimits, Hedging, PrefillTimes
+from router.placer import predicted_s
+from router.prediction import Prediction
+from router.worker import Dispatched
+from tests.router.fleets import SPEED, worker
+from tests.router.mesh import expected, request, running_mesh
+from tests.router.test_explain import mesh_that_tells
 
 
 @given(st.lists(st.booleans(), max_size=400), st.floats(0.01, 0.5), st.integers(1, 8))
@@ -64,3 +76,36 @@ def test_a_longer_prompt_is_never_expected_sooner_for_its_length_alone(seen: lis
     shorter, longer = times.quantile(num_tokens, 0.5), times.quantile(64 * num_tokens, 0.5)
     assert (shorter is None) == (longer is None)
     assert shorter is None or longer is None or longer >= 0.5 * shorter
+
+
+@pytest.mark.parametrize(
+    ("speed", "predicted", "expected_s"),
+    [
+        (SPEED, True, 0.2),
+        (replace(SPEED, num_steps=0), True, None),  # a guess from the hardware
+        (None, True, None),
+        (SPEED, False, None),  # a policy that predicts nothing
+    ],
+)
+def test_a_prompt_is_late_by_what_was_predicted_of_measured_workers(
+    speed: LatencyModel | None, predicted: bool, expected_s: float | None
+) -> None:
+    prefill, decode, prediction = worker("p0", latency=speed), worker("d0"), Prediction(0.2, 0.01, 0.0, 0.1, 0.0, 0.0)
+    local = Candidate(decode, None, 2.0, True, prediction._replace(ttft_s=0.9))
+    remote = Candidate(decode, prefill, 1.0, True, prediction)
+    assert predicted_s(Placement(decode, prefill, "", [local, remote] if predicted else [])) == expected_s
+    assert predicted_s(Placement(decode, None, "", [local, remote])) is None
+
+
+async def test_the_prediction_hedges_where_no_prompt_has_been_seen(model_folder: Path) -> None:
+    async with running_mesh(model_folder, prefill=2, policy="predict") as mesh:
+        core = (await mesh_that_tells(mesh)).router.core
+        core.hedging.limits = HedgeLimits(min_s=0.1, unknown_s=1000.0)
+        core.fleet.workers[mesh["p1"].address].dispatched(Dispatched(tokens=10_000))  # so that p0 is asked first
+        mesh["p0"].prefill_plan = ["mute"]
+        asked = request()
+        asked.options.mode = mesh_pb2.PREFILL_MODE_REMOTE
+        answer = await mesh.generate(asked)
+        assert answer.tokens() == expected(8)
+        assert (answer.timings.prefill_worker, core.num_hedges) == ("p1", 1)
+        await mesh.until_whole()

@@ -99,7 +99,7 @@ async def test_prefill_worker_that_fails_is_left_out_until_its_probe_goes_well(m
         prefer(mesh, "p0")
         await mesh.generate(request([77] * 50))
         assert len(sick.prefills) == asked, "it is left out"
-        await eventually(lambda: not mesh.router.core.judge.ejected(mesh.router.core.fleet.views(), Role.PREFILL))
+        await eventually(lambda: not mesh.router.core.judge.ejected(mesh.router.core.fleet.roster, Role.PREFILL))
         prefer(mesh, "p0")
         await mesh.generate(request([78] * 50))
         assert len(sick.prefills) == asked + 1

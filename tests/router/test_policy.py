@@ -282,6 +282,42 @@ def test_a_shortlist_costs_little(workers: list[WorkerView], demand: Demand) -> 
         assert names(short) == names(thorough)
 
 
+changes = st.tuples(fleets(max_size=6), st.integers(0, 5), st.sampled_from([("m", "hash"), ("m", "old")]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(changes, min_size=1, max_size=6))
+def test_a_roster_ranks_as_if_it_had_seen_nothing_before(rounds: list[tuple[list[WorkerView], int, tuple[str, str]]]) -> None:
+    """Workers report again and again, change identity and roles, and go."""
+    roster, known = Roster(), dict[str, WorkerView]()
+    for views, leaves, identity in rounds:
+        for number, view in enumerate(views):
+            address = f"a{number}"
+            known[address] = replace(view, address=address, identity=identity if number % 2 else view.identity)
+            roster.put(address, known[address])
+        known.pop(f"a{leaves}", None)
+        roster.put(f"a{leaves}", None)
+        fresh = Roster(known.values())
+        assert len(roster) == len(fresh) and sorted(v.address for v in roster.views()) == sorted(known)
+        groups = {group.identity: group for group in roster.groups("m")}
+        for group in fresh.groups("m"):
+            same = groups.pop(group.identity)
+            assert same.pressure == group.pressure
+            for name in ("owners", "wholes", "fillers"):
+                assert getattr(same, name).names == getattr(group, name).names
+        assert not groups
+
+
+@pytest.mark.parametrize("num_holders", [2, 100])
+def test_holders_of_the_prompt_are_looked_at_behind_better_ranked_ones(num_holders: int) -> None:
+    """However many there are; those that only prefill, too."""
+    holders = [worker(f"p{number:03}", num_waiting_tokens=500 + number) for number in range(num_holders)]
+    cold = [worker(f"p9{number:02}") for number in range(8)] + [running(f"d{number}", 20) for number in range(4)]
+    demand = replace(DEMAND, num_tokens=4000, max_total_tokens=4100, cached_tokens={h.key: 3900 for h in holders})
+    placement = choose([*holders, *cold], demand)
+    assert placement.prefill is not None and placement.prefill.key in demand.cached_tokens
+
+
 def test_who_does_not_say_is_as_fast_as_the_others() -> None:
     roster = Roster([worker("d0", latency=None), D1])
     told = roster.get("d0")
@@ -289,3 +325,11 @@ def test_who_does_not_say_is_as_fast_as_the_others() -> None:
     roster.put("d0", worker("d0", latency=None))
     told = roster.get("d0")
     assert told is not None and told.model.per_prefill_token_s == pytest.approx(SPEED.per_prefill_token_s)
+
+
+def test_a_worker_whose_start_was_disturbed_is_believed_to_be_like_the_others() -> None:
+    disturbed = replace(SPEED, fixed_s=1.0, num_steps=3)
+    engine = Roster([worker("d0"), worker("d1", latency=disturbed)]).get("d1")
+    assert engine is not None and engine.model.fixed_s == pytest.approx(SPEED.fixed_s)
+    alone = Roster([worker("d1", latency=disturbed)]).get("d1")
+    assert alone is not None and alone.model is disturbed

@@ -1,0 +1,51 @@
+"""Whom requests leave out: as if every worker had been looked at."""
+
+from collections import defaultdict
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.layouts import Layout
+from router.health import Role
+from router.judge import Judge
+from router.roster import Roster
+from router.views import WorkerKey, WorkerView
+from tests.router.fleets import worker
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[WorkerView]:
+    views = []
+    for number in range(draw(st.integers(1, 16))):
+        view = worker(draw(st.sampled_from(["p", "d", "pd"])) + str(number), identity=("m", draw(st.sampled_from("ab"))))
+        views.append(replace(view, layout=Layout(16, draw(st.sampled_from(["float32", "bfloat16"])))))
+    return views
+
+
+def by_kind(views: list[WorkerView], role: Role) -> list[list[WorkerKey]]:
+    groups = defaultdict(list)
+    for view in views:
+        if view.decode if role is Role.DECODE else view.prefill:
+            groups[view.kind].append(view.key)
+    return list(groups.values())
+
+
+bad_ones = st.lists(st.tuples(st.integers(0, 15), st.sampled_from(Role)), max_size=12)
+
+
+@settings(deadline=None)
+@given(
+    fleets(), st.lists(st.tuples(st.integers(0, 15), st.sampled_from(Role)), max_size=12), st.sampled_from([0.0, 0.3, 0.5, 1.0])
+)
+async def test_a_few_peers_are_enough_to_know(views: list[WorkerView], bad: list[tuple[int, Role]], share: float) -> None:
+    roster = Roster(views)
+    judge = Judge(roster.views)
+    judge.health.limits = replace(judge.health.limits, max_share=share)
+    for number, role in bad:
+        for _ in range(3):
+            judge.failed(views[number % len(views)].key, role, "it broke")
+    judge.failed(("gone:1", 1), Role.PREFILL, "it was lost")
+    for role in Role:
+        everybody = (judge.health.ejected(role, group, 0.0) for group in by_kind(views, role))
+        assert judge.ejected(roster, role) == frozenset[WorkerKey]().union(*everybody)
