@@ -8,7 +8,7 @@ import enum
 from dataclasses import dataclass
 
 from router.applicant import BATCH, Applicant, Refusal
-from router.drain_rate import retry_delay_s
+from router.drain_rate import MAX_RETRY_DELAY_S, retry_delay_s
 from router.forecast import Forecast
 
 MAX_AHEAD_S = 0.25
@@ -121,6 +121,15 @@ def too_slow(applicant: Applicant, forecast: Forecast | None) -> Refusal | None:
     pace = f"an output token is predicted every {forecast.tpot_s * 1000:.1f} ms"
     words = f"{pace}, the objective (slo_tpot_ms) is {applicant.tpot_s * 1000:.1f} ms"
     return Refusal("objective", words, retry_delay_s(None))
+
+
+def never_fast_enough(applicant: Applicant, forecast: Forecast | None) -> Refusal | None:
+    """No worker would meet its objective for the pace of its output, not even an idle one: to wait is of no use."""
+    if forecast is None or applicant.tpot_s is None or forecast.idle_tpot_s is None or forecast.idle_tpot_s <= applicant.tpot_s:
+        return None
+    pace = f"the fastest worker takes {forecast.idle_tpot_s * 1000:.1f} ms for an output token with nothing else to do"
+    words = f"{pace}, the objective (slo_tpot_ms) is {applicant.tpot_s * 1000:.1f} ms"
+    return Refusal("objective", words, MAX_RETRY_DELAY_S)
 
 
 def _ttft_s(forecast: Forecast, wait_s: float | None) -> float:

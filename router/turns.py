@@ -11,7 +11,7 @@ from router.applicant import BATCH, INTERACTIVE, RANKS, STANDARD, Applicant, Ref
 from router.drain_rate import retry_delay_s
 from router.fair_queue import FairQueue
 from router.forecast import Forecast
-from router.foresight import Way, alone_s, deadline_refusal, expired, too_slow, way
+from router.foresight import Way, alone_s, deadline_refusal, expired, never_fast_enough, too_slow, way
 from router.places import AdmissionSettings, Places
 from router.waiting_room import Lane, WaitingRoom
 
@@ -70,7 +70,7 @@ class Turns:
         refusal = deadline_refusal(applicant, forecast, wait_s, now)
         if refusal is not None or not self._places.num_in_lane(applicant.lane, BATCH + 1):
             return refusal
-        return lane.outlook(applicant).refusal(applicant, forecast, wait_s, waited_s)
+        return never_fast_enough(applicant, forecast) or lane.outlook(applicant).refusal(applicant, forecast, wait_s, waited_s)
 
     def note_latest_start(self, ticket: Ticket, forecast: Forecast | None) -> None:
         """When it will be too late for it, at the latest when it has waited for MAX_WAIT_S. Without a forecast nobody is taken to

@@ -290,3 +290,13 @@ def test_a_deadline_ends_the_wait_also_without_a_forecast() -> None:
     assert admission.look(MAX_WAIT_S - 0.01) == []
     assert admission.look(MAX_WAIT_S + 0.01) == [patient]
     assert patient.refusal is not None and "longest" in patient.refusal.message
+
+
+def test_a_pace_that_even_an_idle_worker_misses_is_refused_at_once() -> None:
+    sky = Sky()
+    admission = busy_mesh(sky)
+    sky.forecast = replace(GOOD, tpot_s=0.05, idle_tpot_s=0.041)
+    answer = refused(admission, applicant(sky))
+    assert answer.reason == "objective" and "41.0 ms" in answer.message and "slo_tpot_ms" in answer.message
+    sky.forecast = replace(GOOD, tpot_s=0.05, idle_tpot_s=0.039)
+    waiting(admission, applicant(sky))
