@@ -4,12 +4,21 @@ _masks   name of a block → bit set of the slots of its holders       match() i
 _held    slot of a worker → its blocks, the oldest first             forgetting a worker touches its own blocks only
 """
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from router.views import WorkerKey
 
 EVICTED_SHARE = 16
+
+
+class Level(NamedTuple):
+    """`holders`, a bit set of slots, hold at least the first `num_blocks` blocks of a prompt."""
+
+    holders: int
+    num_blocks: int
 
 
 class BlockMap:
@@ -76,26 +85,46 @@ class BlockMap:
 
     def match(self, names: Sequence[int]) -> dict[WorkerKey, int]:
         """Number of leading blocks that each worker holds; workers with none are absent. O(blocks + workers found)."""
-        masks, matched, holders = self._masks, dict[WorkerKey, int](), -1
+        return self.workers_of(self.levels(names))
+
+    def levels(self, names: Sequence[int]) -> list[Level]:
+        """Who holds at least so many leading blocks: each level more blocks, and a part of the holders. O(blocks)."""
+        masks, found, holders = self._masks, list[Level](), -1
         for number, name in enumerate(names):
             left = holders & masks.get(name, 0)
             if left != holders:
                 if number:
-                    matched.update(dict.fromkeys(self._workers_in(holders & ~left), number))
+                    found.append(Level(holders, number))
                 holders = left
                 if not holders:
-                    return matched
+                    return found
         if names:
-            matched.update(dict.fromkeys(self._workers_in(holders), len(names)))
+            found.append(Level(holders, len(names)))
+        return found
+
+    def workers_of(self, levels: Sequence[Level]) -> dict[WorkerKey, int]:
+        """All holders, each with its number of leading blocks."""
+        matched, deeper = dict[WorkerKey, int](), 0
+        for level in reversed(levels):
+            matched.update(dict.fromkeys(self._workers_in(level.holders & ~deeper), level.num_blocks))
+            deeper = level.holders
         return matched
+
+    def depth_of(self, worker: WorkerKey, levels: Sequence[Level]) -> int:
+        """Number of leading blocks that `worker` holds."""
+        slot = self._slots.get(worker)
+        if slot is None:
+            return 0
+        above = bisect_left(levels, True, key=lambda level: not level.holders >> slot & 1)
+        return levels[above - 1].num_blocks if above else 0
 
     def _workers_in(self, mask: int) -> Iterator[WorkerKey]:
         bits = f"{mask:b}"[::-1]
         slot = bits.find("1")
         while slot >= 0:
             worker = self._workers[slot]
-            assert worker is not None, "the blocks of a forgotten worker were dropped"
-            yield worker
+            if worker is not None:  # forgotten since the levels were made
+                yield worker
             slot = bits.find("1", slot + 1)
 
     def _slot(self, worker: WorkerKey) -> int:

@@ -154,6 +154,9 @@ class Course:
         except (LegLost, MeshError) as error:
             logger.info("%s stays on %s: %s", old.wire_id, old.info.worker_id, error)
             return placed
+        except Exception:  # the present stay is well: a bug in a move must not end it
+            logger.exception("%s stays on %s: its move failed", old.wire_id, old.info.worker_id)
+            return placed
         if new is None:
             return placed
         info = new.leg.info

@@ -5,6 +5,7 @@ registry takes nobody away; a worker is forgotten when it is unregistered, not s
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -18,6 +19,8 @@ from router.worker import Incarnation, Worker
 from runtime.channel import Channels
 
 SWEEP_PERIOD_S = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 class Fleet:
@@ -111,11 +114,13 @@ class Fleet:
                         self._is_up(again.last)
 
     async def _drop(self, worker: Worker) -> None:
+        channel = self._channels.take(worker.address)  # before anything is awaited: its successor has one of its own
         del self._workers[worker.address]
         self._outdated.add(worker.address)
         self._contexts.drop(worker.address)
         await worker.stop()
-        await self._channels.forget(worker.address)
+        if channel is not None:
+            await channel.close()
 
     def _is_forgotten(self, worker: Worker, now: float) -> bool:
         if worker.static or worker.registered or worker.current is not None:
@@ -130,8 +135,11 @@ class Fleet:
     async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_PERIOD_S)
-            await self.forget_lost(time.monotonic())
-            await self.reopen_outdated(time.monotonic())
+            try:
+                await self.forget_lost(time.monotonic())
+                await self.reopen_outdated(time.monotonic())
+            except Exception:  # a bug with one worker must not keep all others for ever
+                logger.exception("sweeping lost workers failed")
 
     def _add(self, address: str, *, static: bool) -> Worker:
         worker = Worker(

@@ -222,6 +222,7 @@ class Placer:
             self._note_refusal(leg, error)
             return error
         except asyncio.CancelledError:
+            decode[0].done(sent)
             _give_up(prefill)
             leg.leave("the client left")
             raise

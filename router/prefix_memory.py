@@ -1,42 +1,50 @@
 """What this router has sent where: credited before a worker tells of it, and for good where nobody tells.
 
-Approximate, bounded. A wrong answer costs speed, never correctness.
+Approximate, bounded, forgotten with the worker. A wrong answer costs speed, never correctness.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
+from router.block_map import BlockMap
 from router.views import WorkerKey
+
+MAX_IN_FLIGHT = 100_000
+"""Pairs of a block and a worker in one generation, which is dropped in one go."""
 
 
 class PrefixMemory:
-    """An LRU of at most `max_blocks` blocks by short name, each with the workers that were sent it, and when."""
+    """Two generations of what was sent to anybody lately; apart from them what was sent to workers that do not tell."""
 
-    def __init__(self, max_blocks: int) -> None:
-        self._max_blocks = max_blocks
-        self._sent: OrderedDict[int, dict[WorkerKey, float]] = OrderedDict()
+    def __init__(self, max_blocks: int, lately_s: float) -> None:
+        """At most `max_blocks` pairs of block and worker are kept. What was sent counts as lately for `lately_s`, at most for
+        twice as long."""
+        self.kept = BlockMap(max_blocks)
+        self._max_in_flight = min(max_blocks, MAX_IN_FLIGHT)
+        self._lately_s = lately_s
+        self._young = BlockMap(self._max_in_flight)
+        self._old = BlockMap(self._max_in_flight)
+        self._young_since = float("-inf")
 
-    def __len__(self) -> int:
-        return len(self._sent)
+    def record(self, worker: WorkerKey, names: Sequence[int], now: float, *, keep: bool) -> None:
+        """`worker` computes or receives these blocks; `keep`: it will not tell of them. `now`: monotonic seconds."""
+        self._grow_old(now)
+        if keep and self.kept.is_crowded:
+            self.kept.touch(worker, names)
+        (self.kept if keep else self._young).add(worker, names)
 
-    def record(self, worker: WorkerKey, names: Sequence[int], now: float) -> None:
-        """`worker` computes or receives these blocks. Recorded last block first, so that tails age before heads."""
-        for name in reversed(names):
-            self._sent.setdefault(name, {})[worker] = now
-            self._sent.move_to_end(name)
-        while len(self._sent) > self._max_blocks:
-            self._sent.popitem(last=False)
+    def maps(self, now: float) -> Iterator[BlockMap]:
+        """Where to look a prompt up."""
+        self._grow_old(now)
+        return (blocks for blocks in (self.kept, self._young, self._old) if len(blocks))
 
-    def match(self, names: Sequence[int], valid_from: Callable[[WorkerKey], float]) -> dict[WorkerKey, int]:
-        """Number of leading blocks that each worker was sent at its `valid_from` or later; workers with none are absent."""
-        matched: dict[WorkerKey, int] = {}
-        oldest: dict[WorkerKey, float] | None = None
-        for number, name in enumerate(names, start=1):
-            sent = self._sent.get(name, {})
-            if oldest is None:
-                oldest = {worker: valid_from(worker) for worker in sent}
-            oldest = {worker: limit for worker, limit in oldest.items() if worker in sent and sent[worker] >= limit}
-            if not oldest:
-                break
-            matched.update(dict.fromkeys(oldest, number))
-        return matched
+    def forget(self, worker: WorkerKey) -> None:
+        """`worker` is gone."""
+        for blocks in (self.kept, self._young, self._old):
+            blocks.forget(worker)
+
+    def _grow_old(self, now: float) -> None:
+        if now - self._young_since < self._lately_s:
+            return
+        is_old = now - self._young_since < 2 * self._lately_s
+        self._old = self._young if is_old else BlockMap(self._max_in_flight)
+        self._young, self._young_since = BlockMap(self._max_in_flight), now

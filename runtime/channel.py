@@ -71,9 +71,13 @@ class Channels:
     def _num_changes(self) -> int:
         return 0 if self._tls is None else self._tls.num_changes()
 
+    def take(self, address: str) -> grpc.aio.Channel | None:
+        """The channel to `address`, which is the caller's to close from now on; `get` opens another one."""
+        return self._channels.pop(address, None)
+
     async def forget(self, address: str) -> None:
         """Closes the channel to `address`, if there is one; its calls end with CANCELLED."""
-        channel = self._channels.pop(address, None)
+        channel = self.take(address)
         if channel is not None:
             await channel.close()
 

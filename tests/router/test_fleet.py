@@ -6,7 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from protos.v1 import worker_pb2
+from router import fleet as fleets
 from router.decode_link import LinkSettings, is_refused
 from router.fleet import Fleet
 from router.worker import Dispatched
@@ -42,6 +45,37 @@ async def test_an_empty_registry_takes_nobody_away() -> None:
         await eventually(lambda: not fleet.views())
         await fleet.forget_lost(time.monotonic() + 100)
         assert not fleet.workers
+
+
+async def test_a_worker_that_is_registered_again_while_it_is_dropped_is_watched() -> None:
+    worker = await StubWorker("d0", (DECODE,)).start()
+    await worker.kill()
+    async with running_fleet(forget_s=0.0) as fleet:
+        fleet.on_registry([worker_pb2.WorkerInfo(address=worker.address)])
+        fleet.on_registry([])
+        dropping = asyncio.create_task(fleet.forget_lost(time.monotonic() + 100))
+        await asyncio.sleep(0)
+        assert not fleet.workers
+        assert not dropping.done()
+        fleet.on_registry([worker_pb2.WorkerInfo(address=worker.address)])
+        await dropping
+        again = await StubWorker("d0", (DECODE,), port=worker.port).start()
+        await eventually(fleet.ready)
+        await again.kill()
+
+
+async def test_sweeping_goes_on_after_an_exception(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(fleets, "SWEEP_PERIOD_S", 0.01)
+    rounds = list[float]()
+
+    async def fail(now: float) -> None:
+        rounds.append(now)
+        raise RuntimeError("broken")
+
+    async with running_fleet() as fleet:
+        fleet.forget_lost = fail  # type: ignore[method-assign]
+        await eventually(lambda: len(rounds) > 2)
+    assert "sweeping lost workers failed" in caplog.text
 
 
 async def test_a_static_peer_is_never_forgotten() -> None:

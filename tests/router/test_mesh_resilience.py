@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from protos.v1 import mesh_pb2
+from router.decode_leg import DecodeLeg
 from router.health import HealthLimits, Role, State
 from router.hedge import HedgeLimits
+from router.placer import Need, Placed, Placer
 from router.rebalance import RebalanceLimits
 from router.worker import Dispatched
 from runtime.errors import Unavailable
@@ -171,6 +173,44 @@ async def test_hand_over_that_fails_costs_nothing(model_folder: Path, what: str)
         assert answer.tokens() == expected(60, seed=0)
         assert answer.timings.num_resubmissions == 0
         await mesh.until_whole()
+
+
+async def test_move_that_meets_a_bug_ends_no_stream(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = list[Need]()
+
+    async def fail(placer: Placer, need: Need, leaving: DecodeLeg) -> Placed | None:
+        tries.append(need)
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Placer, "place_elsewhere", fail)
+    async with running_mesh(model_folder, decode=2) as mesh:
+        asking, first, _ = await started(mesh, 1)
+        first.draining = True
+        await eventually(lambda: tries)
+        first.resume.set()
+        (answer,) = await asyncio.gather(*asking)
+        assert (answer.tokens(), answer.timings.decode_worker) == (expected(60, seed=0), first.name)
+        await mesh.until_whole()
+
+
+async def test_client_that_leaves_before_its_submit_is_answered_is_no_load(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitting = asyncio.Event()
+
+    async def never(leg: DecodeLeg, *_: object) -> None:
+        submitting.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(DecodeLeg, "submit", never)
+    async with running_mesh(model_folder, prefill=0) as mesh:
+        worker = mesh.router.core.fleet.workers[mesh["d0"].address]
+        done = list[Dispatched]()
+        monkeypatch.setattr(worker, "done", done.append)
+        asking = asyncio.create_task(mesh.generate(request()))
+        await submitting.wait()
+        asking.cancel()
+        await eventually(lambda: [sent.decodes for sent in done] == [1])
 
 
 async def test_without_room_elsewhere_a_request_stays_to_its_end(model_folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from protos.v1 import common_pb2, worker_pb2
 from router import prefix_index
 from router.job import Job, scoped_salt
-from router.prefix_index import IN_FLIGHT_S, PrefixIndex
+from router.prefix_index import FRESH_S, IN_FLIGHT_S, PrefixIndex
 from router.served_model import ServedModel, load
 from router.worker import Incarnation
 from runtime.cache_root import cache_root_of
@@ -80,10 +81,48 @@ def test_what_was_sent_counts_at_once_and_lapses_where_workers_tell(model: Serve
     index.set_followed([A])
     index.remember(job, [incarnation(info_of(A)), incarnation(info_of(B))])
     assert index.cached_tokens(job) == {A: 64, B: 64}
+    clock.now += IN_FLIGHT_S - 1
+    assert index.cached_tokens(job) == {A: 64, B: 64}
     clock.now += IN_FLIGHT_S + 1
     assert index.cached_tokens(job) == {B: 64}
-    index.set_followed([])
-    assert index.cached_tokens(job) == {A: 64, B: 64}
+
+
+def test_a_worker_that_begins_to_tell_is_believed(model: ServedModel) -> None:
+    clock = Clock()
+    index, job = PrefixIndex(1000, clock), job_of(model)
+    index.set_workers([info_of(A)])
+    index.remember(job, [incarnation(info_of(A))])
+    assert index.cached_tokens(job) == {A: 64}
+    index.set_followed([A])
+    assert index.cached_tokens(job) == {}
+    index.remember(job, [incarnation(info_of(A))])
+    assert index.cached_tokens(job) == {A: 64}, "it may be on its way"
+    clock.now += 2 * IN_FLIGHT_S
+    assert index.cached_tokens(job) == {}
+
+
+def test_nothing_of_workers_that_are_gone_is_kept(model: ServedModel) -> None:
+    index, job = PrefixIndex(1000), job_of(model)
+    for epoch in range(1, 50):
+        worker = ("a:1", epoch)
+        index.set_workers([info_of(worker)])
+        index.remember(job, [incarnation(info_of(worker)), incarnation(info_of(("a:1", epoch - 1)))])
+        assert index.cached_tokens(job) == {worker: 64}
+        asyncio.run(index.forget(worker))
+    assert [len(blocks) for blocks in index._sent.maps(0.0)] == []
+
+
+def test_a_request_is_looked_up_again_only_after_a_change(model: ServedModel) -> None:
+    clock = Clock()
+    index, job, info = PrefixIndex(1000, clock), job_of(model), info_of(A)
+    index.set_workers([info])
+    index.apply(A, names_on_wire(job, info), [])
+    first = index.cached_tokens(job)
+    assert index.cached_tokens(job) is first
+    clock.now += 2 * FRESH_S
+    assert index.cached_tokens(job) is not first
+    index.apply(A, [], names_on_wire(job, info)[2:])
+    assert index.cached_tokens(job) == {A: 32}
 
 
 async def test_the_longer_of_told_and_sent_counts(model: ServedModel) -> None:
@@ -95,7 +134,7 @@ async def test_the_longer_of_told_and_sent_counts(model: ServedModel) -> None:
     await index.replace(A, names_on_wire(job, info))
     assert index.cached_tokens(job) == {A: 64}
     await index.forget(A)
-    assert index.cached_tokens(job) == {A: 32}
+    assert index.cached_tokens(job) == {}
 
 
 async def test_replacing_and_forgetting_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

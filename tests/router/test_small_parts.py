@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from protos.v1 import common_pb2, mesh_pb2
 from router import objectives
@@ -16,7 +14,6 @@ from router.changes import Changes, Signal, unless, wait_at_most
 from router.config import RouterConfig
 from router.job import scoped_salt
 from router.outbox import Outbox
-from router.prefix_memory import PrefixMemory
 from router.room_line import RoomLine
 from router.silence import SilenceClock
 from router.timings import RequestTimings, now_ns
@@ -25,45 +22,6 @@ from runtime.errors import ResourceExhausted, Unavailable
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 A, B = ("a:1", 1), ("b:1", 2)
-
-
-def always(worker: tuple[str, int]) -> float:
-    return 0.0
-
-
-def test_prefix_memory_matches_leading_blocks() -> None:
-    memory = PrefixMemory(100)
-    memory.record(A, [1, 2, 3], 0.0)
-    memory.record(B, [1, 9], 0.0)
-    assert memory.match([1, 2, 3, 4], always) == {A: 3, B: 1}
-    assert memory.match([2], always) == {A: 1}
-    assert memory.match([8, 1], always) == {}
-
-
-def test_prefix_memory_counts_from_a_moment_of_each_worker_on() -> None:
-    memory = PrefixMemory(100)
-    memory.record(A, [1, 2, 3], 5.0)
-    memory.record(B, [1, 2], 5.0)
-    memory.record(A, [1], 9.0)
-    assert memory.match([1, 2, 3], lambda worker: 6.0 if worker == A else 0.0) == {A: 1, B: 2}
-
-
-@given(st.lists(st.lists(st.integers(0, 30), max_size=12), max_size=20), st.integers(1, 8))
-def test_prefix_memory_is_bounded_and_never_invents(chains: list[list[int]], max_blocks: int) -> None:
-    memory = PrefixMemory(max_blocks)
-    for chain in chains:
-        memory.record(A, chain, 1.0)
-        assert len(memory) <= max_blocks
-        assert memory.match(chain, always).get(A, 0) <= len(chain)
-    known = {block for chain in chains for block in chain}
-    assert memory.match([99], always) == {}
-    assert all(memory.match([block], always).keys() <= {A} for block in known)
-
-
-def test_heads_of_prompts_outlive_their_tails() -> None:
-    memory = PrefixMemory(2)
-    memory.record(A, [1, 2, 3], 0.0)
-    assert memory.match([1, 2, 3], always) == {A: 2}
 
 
 def itself(span: Span) -> Span:
