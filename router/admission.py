@@ -1,7 +1,7 @@
 """Admission: who may start now, who waits, who is refused with a reason and a retry delay. Pure: no clock, no I/O, no tasks.
 
 ask ──► Ticket(admitted)                                     a place is free and the forecast is good
-    ──► Ticket(waiting) ─┬► admitted                         by `release` or `look`: by rank, then fair between tenants
+    ──► Ticket(waiting) ─┬► admitted                         by `release` or `look`: fair between tenants, then by rank
                          └► refused                          its objective can no longer be met, or it makes way for another
     ──► Refusal(reason, message, retry_delay_s)              over its rate; too late by prediction; the room is full
 
@@ -102,7 +102,7 @@ class Admission:
         lane.drain.record(lane.tick(now, is_full=self.places.is_full), applicant.cost)
         lane.patience.moved(now)
         lane.transit.leave(ticket.number)
-        lane.queues[applicant.rank].settle(applicant.tenant, used_tokens - applicant.cost)
+        lane.shares.settle(applicant.tenant, used_tokens - applicant.cost)
         self.places.release(ticket, used_tokens)
 
     def _rate_refusal(self, applicant: Applicant, limits: TenantLimits, now: float) -> Refusal | None:
@@ -131,7 +131,7 @@ class Admission:
         return self._queue(lane, applicant, limits, forecast or applicant.foresee(), tally, now)
 
     def _may_be_first(self, lane: Lane, applicant: Applicant) -> bool:
-        if self.places.is_full or lane.somebody_before(applicant.rank):
+        if self.places.is_full or not lane.shares.is_first(applicant):
             return False
         return self.places.within_limit(applicant.tenant)
 
@@ -140,7 +140,7 @@ class Admission:
     ) -> Ticket:
         ticket = Ticket(applicant, next(self._numbers), now)
         lane.transit.enter(ticket.number, 0.0 if forecast is None else alone_s(forecast), now)
-        lane.queues[applicant.rank].charge(applicant.tenant, limits.weight, applicant.cost)
+        lane.shares.charge(applicant, limits.weight)
         lane.patience.progress(now)
         self.places.open(ticket, tally)
         self.places.admit(ticket)
@@ -151,13 +151,13 @@ class Admission:
         """Reasons to refuse that cost no forecast: a flood is answered by them."""
         if not self._room.fits(applicant) and self._room.victim(applicant, limits.weight) is None:
             return self._full(lane)
-        wait_s = lane.drain.seconds_for(lane.cost_ahead(applicant, limits.weight), lane.clock.now)
+        wait_s = lane.drain.seconds_for(lane.shares.cost_ahead(applicant, limits.weight), lane.clock.now)
         return lane.outlook(applicant).unless_waiting_alone(applicant, wait_s)
 
     def _queue(
         self, lane: Lane, applicant: Applicant, limits: TenantLimits, forecast: Forecast | None, tally: Tally, now: float
     ) -> Ticket | Refusal:
-        wait_s = lane.drain.seconds_for(lane.cost_ahead(applicant, limits.weight), lane.clock.now)
+        wait_s = lane.drain.seconds_for(lane.shares.cost_ahead(applicant, limits.weight), lane.clock.now)
         refusal = self._turns.too_late(lane, applicant, forecast, wait_s or 0.0, now)
         if refusal is not None:
             return refusal
@@ -172,16 +172,19 @@ class Admission:
 
     def _make_room(self, applicant: Applicant, limits: TenantLimits) -> bool:
         """Whoever makes way for it does; False: nobody has to."""
-        while not self._room.fits(applicant):
+        if self._room.fits(applicant):
+            return True
+        while True:
             victim = self._room.victim(applicant, limits.weight)
             if victim is None:
                 return False
-            for_rank = victim.ticket.applicant.rank > applicant.rank
+            for_rank = victim.applicant.rank > applicant.rank
             whom = "requests of higher priority" if for_rank else "tenants that hold less of it"
             message = f"the queue is full, and this request makes way for {whom}; retry later"
-            delay_s = self._full_delay_s(self._room.lanes[victim.ticket.applicant.lane])
-            self._turns.refuse(victim.ticket, Refusal("priority" if for_rank else "share", message, delay_s))
-        return True
+            delay_s = self._full_delay_s(self._room.lanes[victim.applicant.lane])
+            self._turns.refuse(victim, Refusal("priority" if for_rank else "share", message, delay_s))
+            if self._room.holds(applicant):
+                return True
 
     def _full(self, lane: Lane) -> Refusal:
         message = (

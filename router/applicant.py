@@ -41,8 +41,8 @@ class Applicant:
 
     @property
     def rank(self) -> int:
-        """Its priority. A stream that was lost elsewhere continues as interactive, not before: anybody can claim to continue."""
-        return INTERACTIVE if self.started else self.priority
+        """Its priority. A stream that was lost elsewhere has no other: anybody can claim to continue."""
+        return self.priority
 
     @property
     def cost(self) -> float:

@@ -1,195 +1,176 @@
-"""A queue in which tenants share by weight: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996). Pure.
-
-Every tenant has a virtual start: the tokens that it was given, divided by its weight. The one with the earliest is served next,
-so that whoever has a backlog gets its share however many requests another one sends. Who comes back after a pause starts at the
-present virtual time: a pause earns nothing.
-"""
+"""Those of one lane and rank who wait, by tenant: the tenant that was given least for its weight is the head. Pure."""
 
 import heapq
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from router.applicant import Ticket, TicketState
 from router.foresight import Outlook
-
-MAX_IDLE_FLOWS = 1024
+from router.heaviest import Heaviest
 
 
 @dataclass(eq=False)
-class Flow:
-    """One tenant's part of the queue. `tickets` may hold some that wait no more: they are skipped."""
+class Share:
+    """One tenant's in one lane, whatever ranks it declares. `start`: the tokens that it was given, for its weight."""
 
     tenant: str
     weight: float
     start: float
+    num_waiting: int = 0
+    num_bytes: int = 0
+    load: float = 0.0  # what it holds of the room, for its weight
+    outlooks: dict[int, Outlook] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Flow:
+    """One tenant's part of a queue. `resumed`: those whose clients have tokens already. `aside`: those who wait for something of
+    their own. All three may hold some that wait no more: they are skipped."""
+
+    share: Share
     tickets: deque[Ticket] = field(default_factory=deque)
+    resumed: deque[Ticket] = field(default_factory=deque)
+    aside: deque[Ticket] = field(default_factory=deque)
     num_waiting: int = 0
     num_bytes: int = 0
     cost: float = 0.0
-    parked: bool = False  # waits for something of its own, not for its turn
-    outlook: Outlook = field(default_factory=Outlook)
-    load: float = 0.0  # what it holds of the room, for its weight
+    load: float = 0.0
+    parked: bool = False  # the whole tenant waits for something of its own
+    resumed_is_next: bool = True
 
     def head(self) -> Ticket | None:
-        """The oldest that waits."""
-        while self.tickets and self.tickets[0].state is not TicketState.WAITING:
-            self.tickets.popleft()
-        return self.tickets[0] if self.tickets else None
+        """Whose turn it is: the oldest, in turn of those who continue and of the others."""
+        for line in (self.tickets, self.resumed):
+            while line and line[0].state is not TicketState.WAITING:
+                line.popleft()
+        line = self.resumed if self.resumed and (self.resumed_is_next or not self.tickets) else self.tickets
+        return line[0] if line else None
 
     def newest(self) -> Ticket | None:
         """The latest that waits."""
-        while self.tickets and self.tickets[-1].state is not TicketState.WAITING:
-            self.tickets.pop()
-        return self.tickets[-1] if self.tickets else None
+        waiting = []
+        for line in (self.tickets, self.resumed, self.aside):
+            while line and line[-1].state is not TicketState.WAITING:
+                line.pop()
+            waiting += [line[-1]] if line else []
+        return max(waiting, key=lambda ticket: ticket.number, default=None)
+
+    def line_of(self, ticket: Ticket) -> deque[Ticket]:
+        """Where it waits for its turn."""
+        return self.resumed if ticket.applicant.started else self.tickets
+
+    def tidy(self, gone: Ticket) -> None:
+        """Not many who wait no more are kept; `gone` is about to be one of them."""
+        if not self.num_waiting:
+            for line in (self.tickets, self.resumed, self.aside):
+                line.clear()
+        elif len(self.tickets) + len(self.resumed) + len(self.aside) > 2 * self.num_waiting + 16:
+            self.tickets, self.resumed, self.aside = (
+                deque(old for old in line if old.state is TicketState.WAITING and old is not gone)
+                for line in (self.tickets, self.resumed, self.aside)
+            )
 
 
 class FairQueue:
-    """Tickets of one lane and rank. `per_request` and `per_byte`: what one takes of the room, whose whole is 1."""
+    """Tickets of one lane and rank. `load`: what so many requests and bytes are of the room, for a weight."""
 
-    def __init__(self, per_request: float, per_byte: float) -> None:
-        self._per_request = per_request
-        self._per_byte = per_byte
-        self._heaviest: list[tuple[float, int, Flow]] = []
+    def __init__(self, load: Callable[[int, int, float], float]) -> None:
+        self._load = load
         self.num_waiting = 0
-        self.num_bytes = 0
         self.cost = 0.0
-        self.weight = 0.0  # of all who wait
-        self._virtual = 0.0
+        self._heaviest: Heaviest[Flow] = Heaviest()
         self._flows: dict[str, Flow] = {}
         self._heap: list[tuple[float, int, Flow]] = []
         self._entries = 0
 
-    def load(self, num: int, num_bytes: int, weight: float) -> float:
-        """What so many requests, or so many bytes, are of the room, for their weight."""
-        return max(num * self._per_request, num_bytes * self._per_byte) / weight
-
     def heaviest(self) -> Flow | None:
-        """Of the tenant who holds most for its weight; None when nobody waits."""
-        while self._heaviest:
-            load, _, flow = self._heaviest[0]
-            if flow.num_waiting and -load == flow.load:
-                return flow
-            heapq.heappop(self._heaviest)
-            if flow.num_waiting:
-                self._weigh(flow)  # it was heavier once
-        return None
+        """Of the tenant that holds most of this queue for its weight; None when nobody waits."""
+        return self._heaviest.top()
 
-    def flow(self, tenant: str, weight: float) -> Flow:
-        """The tenant's, made if there is none; a new weight holds from here on."""
+    def flow(self, tenant: str) -> Flow | None:
+        """The tenant's, if it waits here."""
+        return self._flows.get(tenant)
+
+    def newest(self, tenant: str) -> Ticket | None:
+        """The tenant's latest that waits here."""
         flow = self._flows.get(tenant)
-        if flow is None:
-            self._forget_idle()
-            flow = self._flows[tenant] = Flow(tenant, weight, self._virtual)
-        if flow.num_waiting:
-            self.weight += weight - flow.weight
-        flow.weight = weight
-        return flow
+        return None if flow is None else flow.newest()
 
-    def outlook(self, tenant: str) -> Outlook:
-        """Whether the tenant is being refused at present; of one that is not known, not."""
-        flow = self._flows.get(tenant)
-        return Outlook() if flow is None else flow.outlook
-
-    def push(self, ticket: Ticket, weight: float) -> None:
+    def push(self, ticket: Ticket, share: Share) -> None:
         """Wait behind the tenant's own."""
-        flow = self.flow(ticket.applicant.tenant, weight)
-        flow.tickets.append(ticket)
+        flow = self._flows.get(share.tenant)
+        if flow is None:
+            flow = self._flows[share.tenant] = Flow(share)
+        flow.line_of(ticket).append(ticket)
         self._count(flow, ticket, 1)
-        if flow.num_waiting == 1:
-            self.weight += flow.weight
-            self._move(flow, max(self._virtual, flow.start))
+        self._heaviest.weigh(flow)
+        self._enter(flow)
 
     def head(self) -> Ticket | None:
-        """Whose turn it is; None when nobody waits for a turn. It stays until `remove` or `serve`."""
+        """Whose turn it is; None when nobody waits for a turn. It stays until `remove`, `set_aside` or `park`."""
         while self._heap:
             start, _, flow = self._heap[0]
-            if start == flow.start and not flow.parked and flow.num_waiting:
-                return flow.head()
+            if start == flow.share.start and not flow.parked and flow.num_waiting:
+                ticket = flow.head()
+                if ticket is not None:
+                    return ticket
             heapq.heappop(self._heap)  # the flow has another entry, or needs none
         return None
 
-    def serve(self, ticket: Ticket) -> None:
-        """It was its turn and it goes: its tenant is charged."""
-        self.charge(ticket.applicant.tenant, self._flows[ticket.applicant.tenant].weight, ticket.applicant.cost)
-        self.remove(ticket)
-
-    def remove(self, ticket: Ticket) -> None:
-        """It waits no more; the caller changes its state. What the tenant was charged stays as it is."""
+    def remove(self, ticket: Ticket, *, served: bool = False) -> None:
+        """It waits no more; the caller changes its state. `served`: it was its turn."""
         flow = self._flows[ticket.applicant.tenant]
         self._count(flow, ticket, -1)
+        if served:
+            flow.resumed_is_next = not ticket.applicant.started
+        flow.tidy(ticket)
         if not flow.num_waiting:
-            self.weight = self.weight - flow.weight if self.num_waiting else 0.0  # rounding errors are not carried along
-            flow.tickets.clear()
-        elif len(flow.tickets) > 2 * flow.num_waiting + 16:
-            flow.tickets = deque(old for old in flow.tickets if old.state is TicketState.WAITING and old is not ticket)
+            del self._flows[ticket.applicant.tenant]
 
-    def charge(self, tenant: str, weight: float, cost: float) -> None:
-        """The tenant was given `cost` tokens, also past the queue."""
-        flow = self.flow(tenant, weight)
-        begin = max(self._virtual, flow.start)
-        if not flow.parked:
-            self._virtual = self._first_start(begin)
-        self._move(flow, begin + cost / flow.weight)
-
-    def settle(self, tenant: str, extra: float) -> None:
-        """It took `extra` tokens more (negative: fewer) than it was charged."""
+    def moved(self, tenant: str) -> None:
+        """Its share starts elsewhere: its old entry in the heap is void."""
         flow = self._flows.get(tenant)
         if flow is not None:
-            self._move(flow, max(self._virtual, flow.start + extra / flow.weight))
+            self._enter(flow)
+
+    def set_aside(self, ticket: Ticket) -> None:
+        """The head waits for something of its own: the tenant's others go on."""
+        flow = self._flows[ticket.applicant.tenant]
+        flow.line_of(ticket).popleft()
+        flow.aside.append(ticket)
+
+    def bring_back(self, ticket: Ticket) -> None:
+        """Somebody set aside, who still waits, is the first of its tenant."""
+        flow = self._flows[ticket.applicant.tenant]
+        flow.aside.remove(ticket)
+        flow.line_of(ticket).appendleft(ticket)
+        self._enter(flow)
 
     def park(self, tenant: str) -> None:
         """The tenant waits for something of its own; others go on."""
-        if tenant in self._flows:
-            self._flows[tenant].parked = True
+        self._flows[tenant].parked = True
 
     def unpark(self, tenant: str) -> None:
-        """It takes part again."""
+        """It takes part again, if it still waits."""
         flow = self._flows.get(tenant)
         if flow is not None and flow.parked:
             flow.parked = False
-            self._move(flow, max(self._virtual, flow.start))
-
-    def _first_start(self, begin: float) -> float:
-        """Virtual time is the start of what is in service: it never goes back, nor beyond the earliest who waits."""
-        head = self.head()
-        if head is None:
-            return max(self._virtual, begin)
-        return max(self._virtual, min(begin, self._flows[head.applicant.tenant].start))
+            self._enter(flow)
 
     def _count(self, flow: Flow, ticket: Ticket, sign: int) -> None:
-        applicant = ticket.applicant
         for counted in (self, flow):
             counted.num_waiting += sign
-            counted.num_bytes += sign * applicant.num_bytes
-            counted.cost += sign * applicant.cost
-        flow.load = self.load(flow.num_waiting, flow.num_bytes, flow.weight)
-        if sign > 0:
-            self._weigh(flow)
+            counted.cost += sign * ticket.applicant.cost
+        flow.num_bytes += sign * ticket.applicant.num_bytes
+        flow.load = self._load(flow.num_waiting, flow.num_bytes, flow.share.weight)
 
-    def _weigh(self, flow: Flow) -> None:
-        self._entries += 1
-        heapq.heappush(self._heaviest, (-flow.load, self._entries, flow))
-        if len(self._heaviest) > 4 * self.num_waiting + 64:
-            waiting = (other for other in self._flows.values() if other.num_waiting)
-            self._heaviest = [(-other.load, number, other) for number, other in enumerate(waiting)]
-            heapq.heapify(self._heaviest)
-
-    def _move(self, flow: Flow, start: float) -> None:
-        """Its old entry in the heap is void from here on."""
-        flow.start = start
-        if flow.num_waiting and not flow.parked:
-            self._entries += 1
-            heapq.heappush(self._heap, (start, self._entries, flow))
-            if len(self._heap) > 4 * len(self._flows) + 64:
-                waiting = (other for other in self._flows.values() if other.num_waiting and not other.parked)
-                self._heap = [(other.start, number, other) for number, other in enumerate(waiting)]
-                heapq.heapify(self._heap)
-
-    def _forget_idle(self) -> None:
-        """Who waits for nothing and is not ahead of others needs no memory; beyond the bound nobody idle is remembered."""
-        if len(self._flows) < MAX_IDLE_FLOWS + self.num_waiting:
+    def _enter(self, flow: Flow) -> None:
+        if flow.parked:
             return
-        idle = [flow for flow in self._flows.values() if not flow.num_waiting]
-        passed = [flow for flow in idle if flow.start <= self._virtual]
-        for flow in passed or idle:
-            del self._flows[flow.tenant]
+        self._entries += 1
+        heapq.heappush(self._heap, (flow.share.start, self._entries, flow))
+        if len(self._heap) > 4 * len(self._flows) + 64:
+            waiting = (other for other in self._flows.values() if not other.parked)
+            self._heap = [(other.share.start, number, other) for number, other in enumerate(waiting)]
+            heapq.heapify(self._heap)

@@ -2,7 +2,7 @@
 
 import time
 
-from router.candidates import NoPlacement
+from router.candidates import Demand, NoPlacement
 from router.core import Core
 from router.demands import demand_of
 from router.forecast import Forecast
@@ -18,7 +18,8 @@ class PolicyForecaster:
     def forecast(self, job: Job) -> Forecast | None:
         """None while nothing is known: no worker that could take it, none of them says how fast it is, or a policy that predicts
         nothing."""
-        choice = self._core.policy.choose(self._core.fleet.roster, demand_of(self._core, job, job.emitted), time.monotonic())
+        demand = demand_of(self._core, job, job.emitted)
+        choice = self._core.policy.choose(self._core.fleet.roster, demand, time.monotonic())
         best = None if isinstance(choice, NoPlacement) else choice.chosen
         if best is None or best.prediction is None:
             return None
@@ -26,4 +27,14 @@ class PolicyForecaster:
         if computing.latency is None and best.decode.latency is None:
             return None
         predicted = best.prediction
-        return Forecast(predicted.ttft_s, predicted.tpot_s, best.has_room, predicted.ahead_s)
+        slow = demand.tpot_goal_s is not None and predicted.tpot_s > demand.tpot_goal_s
+        idle_tpot_s = self._idle_tpot_s(demand) if slow else None
+        return Forecast(predicted.ttft_s, predicted.tpot_s, best.has_room, predicted.ahead_s, idle_tpot_s)
+
+    def _idle_tpot_s(self, demand: Demand) -> float | None:
+        """Of the fastest worker; None as long as one of them does not say how fast it is."""
+        groups = self._core.fleet.roster.groups(demand.model, demand.kind)
+        views = [engine.view for group in groups for engine in group.engines.values() if engine.view.decode]
+        context = round(demand.num_choices * demand.num_tokens)
+        speeds = [view.latency.decode_s(demand.num_choices, context) for view in views if view.latency is not None]
+        return min(speeds) if speeds and len(speeds) == len(views) else None

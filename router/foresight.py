@@ -8,7 +8,7 @@ import enum
 from dataclasses import dataclass
 
 from router.applicant import BATCH, Applicant, Refusal
-from router.drain_rate import retry_delay_s
+from router.drain_rate import MAX_RETRY_DELAY_S, retry_delay_s
 from router.forecast import Forecast
 
 MAX_AHEAD_S = 0.25
@@ -21,6 +21,8 @@ REOPEN = 0.8
 """Once a tenant is refused, its next one is taken only with so much to spare; else the gate would flutter with each report."""
 BATCH_ROOM = 0.8
 """Batch leaves so much of the objectives of others untouched."""
+MAX_WAIT_S = 3600.0
+"""Nobody waits for longer, whatever for."""
 
 
 class Way(enum.Enum):
@@ -102,10 +104,32 @@ def deadline_refusal(applicant: Applicant, forecast: Forecast | None, wait_s: fl
 
 def expired(applicant: Applicant, waited_s: float, now: float, delay_s: float) -> Refusal:
     """It has waited until it was too late."""
-    if applicant.ttft_s is not None and (applicant.deadline is None or now - waited_s + applicant.ttft_s < applicant.deadline):
+    if waited_s >= MAX_WAIT_S:
+        return Refusal("deadline", f"it has waited {_ms(waited_s)}, the longest that anybody waits", delay_s)
+    if applicant.ttft_s is not None and (
+        applicant.deadline is None or max(now, now - waited_s + applicant.ttft_s) < applicant.deadline
+    ):
         words = f"it has waited {_ms(waited_s)} and cannot meet its objective (slo_ttft_ms) of {_ms(applicant.ttft_s)} any more"
         return Refusal("objective", words, delay_s)
     return Refusal("deadline", f"it has waited {_ms(waited_s)} and cannot meet its deadline any more", delay_s)
+
+
+def too_slow(applicant: Applicant, forecast: Forecast | None) -> Refusal | None:
+    """Its outputs' pace would miss its objective at the present load."""
+    if forecast is None or applicant.tpot_s is None or forecast.tpot_s <= applicant.tpot_s:
+        return None
+    pace = f"an output token is predicted every {forecast.tpot_s * 1000:.1f} ms"
+    words = f"{pace}, the objective (slo_tpot_ms) is {applicant.tpot_s * 1000:.1f} ms"
+    return Refusal("objective", words, retry_delay_s(None))
+
+
+def never_fast_enough(applicant: Applicant, forecast: Forecast | None) -> Refusal | None:
+    """No worker would meet its objective for the pace of its output, not even an idle one: to wait is of no use."""
+    if forecast is None or applicant.tpot_s is None or forecast.idle_tpot_s is None or forecast.idle_tpot_s <= applicant.tpot_s:
+        return None
+    pace = f"the fastest worker takes {forecast.idle_tpot_s * 1000:.1f} ms for an output token with nothing else to do"
+    words = f"{pace}, the objective (slo_tpot_ms) is {applicant.tpot_s * 1000:.1f} ms"
+    return Refusal("objective", words, MAX_RETRY_DELAY_S)
 
 
 def _ttft_s(forecast: Forecast, wait_s: float | None) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
 
 from protos.v1 import mesh_pb2
 from router import explain, status
@@ -32,6 +33,7 @@ class Frontend:
         self._objectives = objectives
         self._registry_connected = registry_connected
         self._requests: set[Request] = set()
+        self._num_streams = 0  # with those whose requests are still being made
         self.on_asked: Callable[[str, int], None] | None = None  # tenant, and tokens of prompt and output
         self._draining = False
         self._idle = asyncio.Event()
@@ -82,7 +84,7 @@ class Frontend:
     async def drain(self, grace_s: float) -> None:
         """Admit nobody; let streams finish for `grace_s` seconds, then end them so that their clients resume elsewhere."""
         self._draining = True
-        self.core.gate.close(Unavailable("this router is going; use another one"))
+        self.core.gate.close(self._going())
         for timeout_s in (grace_s, LAST_WORDS_S):
             try:
                 await asyncio.wait_for(self._idle.wait(), timeout_s)
@@ -94,17 +96,32 @@ class Frontend:
     async def _stream(
         self, making: Coroutine[object, object, Job], received_ns: int
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        timings = RequestTimings(received_ns)
         if self._draining:
             making.close()
-            raise Unavailable("this router is going; use another one")
+            raise self._going()
+        self._num_streams += 1
+        self._idle.clear()
+        try:
+            async with aclosing(self._made(making, received_ns)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            self._num_streams -= 1
+            if not self._num_streams:
+                self._idle.set()
+
+    async def _made(
+        self, making: Coroutine[object, object, Job], received_ns: int
+    ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
+        timings = RequestTimings(received_ns)
         job = await making
+        if self._draining:
+            raise self._going()
         if self.on_asked is not None:
             self.on_asked(job.tenant, len(job.prompt) + job.num_choices * job.sampling.max_tokens)
         timings.routed(timings.received_ns)
         request = Request(self.core, job, timings)
         self._requests.add(request)
-        self._idle.clear()
         messages = request.messages()
         try:
             async for message in messages:
@@ -112,5 +129,6 @@ class Frontend:
         finally:
             await messages.aclose()
             self._requests.discard(request)
-            if not self._requests:
-                self._idle.set()
+
+    def _going(self) -> Unavailable:
+        return Unavailable("this router is going; use another one")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from protos.v1 import common_pb2
 from router import timings, worker_views
+from router.applicants import num_emitted
 from router.candidates import Demand, NoPlacement, Placement, blocks_for, compatible, has_room
 from router.changes import wait_at_most
 from router.core import Core
@@ -26,8 +27,6 @@ from runtime.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
 RETRY_PERIOD_S = 0.25
 MIN_RETRY_GAP_S = 0.02
 ROOM_RETRY_DELAY_S = 1.0
-STARTED_PRIORITY = 0
-"""Requests with an output under way stand before all priorities of new ones."""
 
 logger = logging.getLogger(__name__)
 Ejected = Callable[[Roster, Role], frozenset[WorkerKey]]
@@ -69,9 +68,9 @@ class Need:
         return (self.job.model.name, self.kind, self.job.mode)
 
     @property
-    def priority(self) -> int:
-        """Place in the line for room."""
-        return STARTED_PRIORITY if self.started else self.job.priority
+    def interrupted(self) -> bool:
+        """This router has generated some of it: more than a client says to have from elsewhere."""
+        return sum(len(choice.token_ids) for choice in self.emitted) > num_emitted(self.job)
 
 
 class Placer:
@@ -87,7 +86,7 @@ class Placer:
             placed = await self._try_all(need, need.avoid)
             if isinstance(placed, Placed):
                 return placed
-        turn = line.enter(key, need.priority)
+        turn = line.enter(key, need.job.priority, need.job.tenant, interrupted=need.interrupted)
         try:
             return await self._wait_for_place(need, turn.ahead)
         finally:

@@ -13,7 +13,7 @@ from router.job import Job
 from router.learning import learn
 from router.output import Output, ResumeMismatch
 from router.timings import RequestTimings, now_ns
-from runtime.errors import InvalidArgument, MeshError
+from runtime.errors import DeadlineExceeded, InvalidArgument, MeshError
 
 # How long a complete answer waits for the rest of its timings. The report is on its way already: it takes a millisecond or two.
 SETTLE_S = 0.1
@@ -31,6 +31,8 @@ class Request:
         self._course = Course(core, job, self._book, timings, self._output.render)
         self._ticket: Ticket | None = None
         self._task: asyncio.Task[None] | None = None
+        self._submitted = False
+        self._failed = False
 
     async def messages(self) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         """`started`, deltas, `completed`. Raises MeshError. However it ends, the request's work ends with it."""
@@ -49,6 +51,9 @@ class Request:
                     yield message
             await self._settle()
             yield self._completed()
+        except MeshError as error:
+            self._failed = not isinstance(error, DeadlineExceeded)
+            raise
         finally:
             self.close()
 
@@ -72,9 +77,11 @@ class Request:
             self._core.fleet.changes.fire()  # there may be room now
 
     def _used_tokens(self) -> int:
-        """What its tenant pays for: the prompt, unless nothing came of it, and what was generated."""
+        """What its tenant pays for: what was generated, and the prompt once a worker was asked to compute it: leaving before the
+        first token gives no work away. Only what the mesh failed to answer at all is free."""
         generated = self._book.num_tokens
-        return len(self.job.prompt) + generated if generated > num_emitted(self.job) else 0
+        for_nothing = self._failed and generated <= num_emitted(self.job)
+        return len(self.job.prompt) + generated if self._submitted and not for_nothing else 0
 
     def _replay(self) -> list[mesh_pb2.GenerateResponse]:
         try:
@@ -87,7 +94,11 @@ class Request:
         began_ns = now_ns()
         ticket = self._ticket = await self._core.gate.enter(applicant_of(self._core, self.job))
         self._timings.queued(began_ns)
-        self._timings.on_submitting = lambda: self._core.gate.placed(ticket)
+        self._timings.on_submitting = lambda: self._submitting(ticket)
+
+    def _submitting(self, ticket: Ticket) -> None:
+        self._submitted = True
+        self._core.gate.placed(ticket)
 
     def _started(self) -> mesh_pb2.GenerateResponse:
         started = mesh_pb2.Started(

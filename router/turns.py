@@ -1,23 +1,29 @@
-"""Whose turn it is among those who wait: by rank, fair between tenants, when the forecast is good. Pure.
+"""Whose turn it is among those who wait: fair between tenants, by rank, when the forecast is good. Pure.
 
-A request that waits because of its own objective, its tenant's own limit or its rank (batch) is passed until the next look;
+A request that waits because of its own objective, its tenant's own limit or its rank (batch) is passed;
 one that waits because the mesh is saturated is not, or large prompts would starve behind small ones.
 """
 
 import heapq
+from collections import deque
 
-from router.applicant import BATCH, INTERACTIVE, STANDARD, Applicant, Refusal, Ticket, TicketState
+from router.applicant import BATCH, INTERACTIVE, RANKS, STANDARD, Applicant, Refusal, Ticket, TicketState
 from router.drain_rate import retry_delay_s
 from router.fair_queue import FairQueue
 from router.forecast import Forecast
-from router.foresight import Way, alone_s, deadline_refusal, expired, way
+from router.foresight import Way, alone_s, deadline_refusal, expired, never_fast_enough, too_slow, way
 from router.places import AdmissionSettings, Places
 from router.waiting_room import Lane, WaitingRoom
 
 AGED_TURN = 4
 """Of so many places one is for standard requests that have waited for too long beside interactive ones."""
 MAX_PASSED = 4
-"""How many are passed in one go, beside those whose tenant has no place: each costs a forecast."""
+"""How many of a rank are passed in one go, beside those whose tenant has no place: each costs a forecast."""
+MAX_BROUGHT_BACK = 2
+"""How many of those who wait for their own objective are asked again at each look, before others."""
+
+MAX_WAIT_S = 3600.0
+"""Nobody waits for longer, whatever it waits for."""
 
 
 class Turns:
@@ -29,15 +35,14 @@ class Turns:
         self._room = room
         self._places = places
         self._num_served = 0
-        self._passed: list[tuple[FairQueue, str]] = []
+        self._parked: list[tuple[FairQueue, str]] = []
+        self._aside: deque[tuple[FairQueue, Ticket]] = deque()
         self._expiries: list[tuple[float, int, Ticket]] = []
 
     def take(self, now: float) -> None:
         """Everybody who may go now, and those who are too late."""
         self._expire(now)
-        passed, self._passed = self._passed, []
-        for queue, tenant in passed:
-            queue.unpark(tenant)
+        self._bring_back()
         while self._room.num_queued and not self._places.is_full:
             ticket = self._first(now)
             if ticket is None:
@@ -65,19 +70,18 @@ class Turns:
         refusal = deadline_refusal(applicant, forecast, wait_s, now)
         if refusal is not None or not self._places.num_in_lane(applicant.lane, BATCH + 1):
             return refusal
-        return lane.outlook(applicant).refusal(applicant, forecast, wait_s, waited_s)
+        return never_fast_enough(applicant, forecast) or lane.outlook(applicant).refusal(applicant, forecast, wait_s, waited_s)
 
     def note_latest_start(self, ticket: Ticket, forecast: Forecast | None) -> None:
-        """When it will be too late for it. Without a forecast nobody is taken to be late."""
-        if forecast is None:
-            return
-        applicant, ends = ticket.applicant, []
-        if applicant.ttft_s is not None:
-            ends.append(ticket.arrived + applicant.ttft_s)
+        """When it will be too late for it, at the latest when it has waited for MAX_WAIT_S. Without a forecast nobody is taken to
+        miss an objective, but a deadline is a deadline."""
+        applicant, ends = ticket.applicant, [ticket.arrived + MAX_WAIT_S]
+        needed_s = 0.0 if forecast is None else alone_s(forecast)
+        if applicant.ttft_s is not None and forecast is not None:
+            ends.append(ticket.arrived + applicant.ttft_s - needed_s)
         if applicant.deadline is not None:
-            ends.append(applicant.deadline)
-        if ends:
-            heapq.heappush(self._expiries, (min(ends) - alone_s(forecast), ticket.number, ticket))
+            ends.append(applicant.deadline - needed_s)
+        heapq.heappush(self._expiries, (min(ends), ticket.number, ticket))
 
     def _expire(self, now: float) -> None:
         while self._expiries and (self._expiries[0][0] < now or self._expiries[0][2].state is not TicketState.WAITING):
@@ -91,44 +95,71 @@ class Turns:
             heapq.heapify(self._expiries)
 
     def _first(self, now: float) -> Ticket | None:
-        """Of the lane with the highest rank; among equals, of that whose latest place is longest ago."""
+        """Of the lane whose latest place is longest ago: a rank counts within its lane, but for batch."""
         lanes = [lane for lane in self._room.lanes.values() if lane.num_waiting]
-        for lane in sorted(lanes, key=lambda lane: (lane.top_rank, lane.served_at)):
-            for queue in self._in_order(lane, now):
-                ticket, is_open = self._first_of(lane, queue, now)
-                if ticket is not None:
-                    return ticket
-                if not is_open:
-                    break
+        for lane in sorted(lanes, key=lambda lane: (lane.top_rank == BATCH, lane.served_at)):
+            ticket = self._first_of(lane, now)
+            if ticket is not None:
+                return ticket
         return None
 
-    def _first_of(self, lane: Lane, queue: FairQueue, now: float) -> tuple[Ticket | None, bool]:
-        """Who of this queue may go; without one, whether lower ranks may be asked."""
-        num_passed = 0
-        while (ticket := queue.head()) is not None:
-            if self._places.within_limit(ticket.applicant.tenant):
-                forecast, waited_s = ticket.applicant.foresee(), now - ticket.arrived
-                refusal = self.too_late(lane, ticket.applicant, forecast, None, now, waited_s)
-                if refusal is not None:
-                    self.refuse(ticket, refusal)
-                    continue
-                its_way = self.way(lane, ticket.applicant, forecast, now)
-                if its_way is Way.OPEN or lane.patience.is_over(now, self._settings.hold_timeout_s):
-                    lane.transit.enter(ticket.number, 0.0 if forecast is None else alone_s(forecast), now)
-                    return ticket, True
-                num_passed += 1
-                if its_way is Way.SATURATED or num_passed > MAX_PASSED:
-                    return None, False
-            queue.park(ticket.applicant.tenant)
-            self._passed.append((queue, ticket.applicant.tenant))
-        return None, True
+    def _first_of(self, lane: Lane, now: float) -> Ticket | None:
+        """Who of this lane may go. In each queue not many are asked in vain; at the next look it goes on after them."""
+        ranks, num_passed = self._in_order(lane, now), dict.fromkeys(RANKS, 0)
+        while (queue := lane.shares.first(ranks)) is not None and (ticket := queue.head()) is not None:
+            rank = ticket.applicant.rank
+            if not self._places.within_limit(ticket.applicant.tenant):
+                self._park(queue, ticket)
+                continue
+            forecast, waited_s = ticket.applicant.foresee(), now - ticket.arrived
+            refusal = self.too_late(lane, ticket.applicant, forecast, None, now, waited_s)
+            if refusal is not None:
+                self.refuse(ticket, refusal)
+                continue
+            its_way = self.way(lane, ticket.applicant, forecast, now)
+            if its_way is Way.OPEN or lane.patience.is_over(now, self._settings.hold_timeout_s):
+                lane.transit.enter(ticket.number, 0.0 if forecast is None else alone_s(forecast), now)
+                return ticket
+            if its_way is Way.SATURATED:
+                return None
+            self._pass(queue, ticket, forecast, waited_s)
+            num_passed[rank] += 1
+            if num_passed[rank] > MAX_PASSED:
+                ranks.remove(rank)
+        return None
 
-    def _in_order(self, lane: Lane, now: float) -> list[FairQueue]:
-        ranks = [INTERACTIVE, STANDARD, BATCH]
+    def _pass(self, queue: FairQueue, ticket: Ticket, forecast: Forecast | None, waited_s: float) -> None:
+        """It waits for something of its own: for its objective only so long, and beside its tenant's others."""
+        refusal = too_slow(ticket.applicant, forecast)
+        if refusal is None:
+            self._park(queue, ticket)
+        elif waited_s >= self._settings.hold_timeout_s:
+            self.refuse(ticket, refusal)
+        else:
+            queue.set_aside(ticket)
+            self._aside.append((queue, ticket))
+
+    def _park(self, queue: FairQueue, ticket: Ticket) -> None:
+        queue.park(ticket.applicant.tenant)
+        self._parked.append((queue, ticket.applicant.tenant))
+
+    def _bring_back(self) -> None:
+        """Whole tenants, and some of those set aside, so that others are asked, too."""
+        parked, self._parked = self._parked, []
+        for queue, tenant in parked:
+            queue.unpark(tenant)
+        num = 0
+        while self._aside and num < MAX_BROUGHT_BACK:
+            queue, ticket = self._aside.popleft()
+            if ticket.state is TicketState.WAITING:
+                queue.bring_back(ticket)
+                num += 1
+
+    def _in_order(self, lane: Lane, now: float) -> list[int]:
         aged = lane.queues[STANDARD].head() if self._settings.aging_s else None
         if aged is not None and now - aged.arrived >= self._settings.aging_s and lane.num_before_aged >= AGED_TURN - 1:
-            ranks = [STANDARD, INTERACTIVE, BATCH]
-        return [lane.queues[rank] for rank in ranks if lane.queues[rank].num_waiting]
+            return [STANDARD, INTERACTIVE, BATCH]
+        return [INTERACTIVE, STANDARD, BATCH]
 
     def _admit(self, ticket: Ticket, now: float) -> None:
         lane, rank = self._room.lanes[ticket.applicant.lane], ticket.applicant.rank

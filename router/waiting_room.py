@@ -1,17 +1,17 @@
 """Where requests wait for admission: bounded by count and bytes, by rank, fair between tenants. Pure.
 
-A lower rank cannot fill the room: the last quarter is closed to batch, the last eighth to standard. In a full room whoever is
-over its share makes way: first lower ranks for higher ones, then, within a rank, the tenant that holds most for its weight. The
-newest of its requests goes.
+A lower rank cannot fill the room: the last quarter is closed to batch, the last eighth to standard. In a full room the tenant
+that holds most for its weight makes way for one that holds less, whatever ranks they declare; among equals, and within a tenant,
+lower ranks make way for higher ones. The newest request goes, of the lowest rank. Batch pushes nobody out but batch.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 from router.applicant import BATCH, INTERACTIVE, RANKS, STANDARD, Applicant, Ticket
 from router.drain_rate import BusyClock, DrainRate
-from router.fair_queue import FairQueue, Flow
+from router.fair_queue import FairQueue
 from router.foresight import Outlook
+from router.shares import Shares
 
 MAX_LANES = 64
 MAX_TRANSIT_S = 0.5
@@ -72,10 +72,10 @@ class Transit:
 
 
 class Lane:
-    """Those who wait for the same workers, by rank; and what is known of them."""
+    """Those who wait for the same workers, by tenant and rank; and what is known of them."""
 
     def __init__(self, now: float, max_queued: int, max_bytes: int) -> None:
-        self.queues = {rank: FairQueue(1 / max(1, max_queued), 1 / max_bytes) for rank in RANKS}
+        self.shares = Shares(1 / max(1, max_queued), 1 / max_bytes)
         self.drain = DrainRate()
         self.clock = BusyClock()
         self.transit = Transit()
@@ -84,9 +84,14 @@ class Lane:
         self.served_at = 0
 
     @property
+    def queues(self) -> dict[int, FairQueue]:
+        """By rank."""
+        return self.shares.queues
+
+    @property
     def num_waiting(self) -> int:
         """Of all ranks."""
-        return sum(queue.num_waiting for queue in self.queues.values())
+        return self.shares.num_waiting
 
     @property
     def cost(self) -> float:
@@ -102,31 +107,9 @@ class Lane:
         """Seconds in which somebody of this lane needed a place."""
         return self.clock.advance(now, busy=is_full or self.num_waiting > 0)
 
-    def somebody_before(self, rank: int) -> bool:
-        """Does somebody wait for a turn whom a newcomer of `rank` must not pass?"""
-        return any(self.queues[other].num_waiting and self.queues[other].head() for other in range(INTERACTIVE, rank + 1))
-
     def outlook(self, applicant: Applicant) -> Outlook:
         """Of its tenant: who floods does not close the gate to others."""
-        return self.queues[applicant.rank].outlook(applicant.tenant)
-
-    def cost_ahead(self, applicant: Applicant, weight: float) -> float:
-        """Tokens that are served before a newcomer's: of higher ranks all; of its own its tenant's backlog, and what
-        others are given meanwhile."""
-        queue = self.queues[applicant.rank]
-        flow = queue.flow(applicant.tenant, weight)
-        others = queue.weight - (flow.weight if flow.num_waiting else 0.0)
-        shared = flow.cost * (others + weight) / weight
-        return sum(self.queues[rank].cost for rank in range(INTERACTIVE, applicant.rank)) + min(queue.cost, shared)
-
-
-@dataclass(frozen=True)
-class Victim:
-    """Who is to make way: the newest request of `flow`."""
-
-    queue: FairQueue
-    flow: Flow
-    ticket: Ticket
+        return self.shares.outlook(applicant.tenant, applicant.rank)
 
 
 class WaitingRoom:
@@ -149,64 +132,80 @@ class WaitingRoom:
 
     def fits(self, applicant: Applicant) -> bool:
         """There is room without anybody making way."""
-        open_eighths = OPEN_EIGHTHS[applicant.rank]
+        return self._is_open(applicant, OPEN_EIGHTHS[applicant.rank])
+
+    def holds(self, applicant: Applicant) -> bool:
+        """There is room in the whole of it: enough for somebody for whom others have made way."""
+        return self._is_open(applicant, 8)
+
+    def _is_open(self, applicant: Applicant, open_eighths: int) -> bool:
         num_open = self.max_queued - self.max_queued * (8 - open_eighths) // 8
         bytes_open = self.max_bytes - self.max_bytes * (8 - open_eighths) // 8
         return self.num_queued < num_open and self.num_bytes + applicant.num_bytes <= bytes_open
 
-    def victim(self, applicant: Applicant, weight: float) -> Victim | None:
+    def victim(self, applicant: Applicant, weight: float) -> Ticket | None:
         """Who makes way for the newcomer; None: nobody, it is refused."""
         if applicant.num_bytes > self.max_bytes or not self.max_queued:
             return None
-        for rank in range(BATCH, applicant.rank, -1):
-            heaviest = self._heaviest(rank)
-            if heaviest is not None:
-                return heaviest
-        return self._heavier_tenant(applicant, weight)
+        return self._of_heaviest(applicant, weight) or self._of_lower_rank(applicant, weight) or self._own(applicant)
 
     def push(self, ticket: Ticket, weight: float, now: float) -> None:
         """The caller has seen to it that it fits."""
         lane = self.lane(ticket.applicant.lane, now)
         if not lane.num_waiting:
             lane.patience.progress(now)
-        self._queue_of(ticket).push(ticket, weight)
+        lane.shares.push(ticket, weight)
         self._count(ticket, 1)
 
     def serve(self, ticket: Ticket) -> None:
         """It leaves for a place."""
-        self._queue_of(ticket).serve(ticket)
+        self._shares_of(ticket).serve(ticket)
         self._count(ticket, -1)
 
     def remove(self, ticket: Ticket) -> None:
         """It leaves for nothing."""
-        self._queue_of(ticket).remove(ticket)
+        self._shares_of(ticket).remove(ticket)
         self._count(ticket, -1)
 
-    def _queue_of(self, ticket: Ticket) -> FairQueue:
-        return self.lanes[ticket.applicant.lane].queues[ticket.applicant.rank]
+    def _shares_of(self, ticket: Ticket) -> Shares:
+        return self.lanes[ticket.applicant.lane].shares
 
     def _count(self, ticket: Ticket, sign: int) -> None:
         self.num_queued += sign
         self.num_bytes += sign * ticket.applicant.num_bytes
 
-    def _heavier_tenant(self, applicant: Applicant, weight: float) -> Victim | None:
-        """Somebody of the same rank who holds more for its weight than the newcomer's tenant would."""
-        heaviest = self._heaviest(applicant.rank)
-        if heaviest is None or heaviest.flow.tenant == applicant.tenant:
-            return None
+    def _load_with(self, applicant: Applicant, weight: float) -> float:
+        """What its tenant would hold of the room."""
         lane = self.lanes.get(applicant.lane)
-        own = None if lane is None else lane.queues[applicant.rank].flow(applicant.tenant, weight)
-        num, num_bytes = (0, 0) if own is None else (own.num_waiting, own.num_bytes)
-        mine = heaviest.queue.load(num + 1, num_bytes + applicant.num_bytes, weight)
-        return heaviest if heaviest.flow.load > mine else None
+        if lane is None:
+            return max(1 / max(1, self.max_queued), applicant.num_bytes / self.max_bytes) / weight
+        share = lane.shares.share(applicant.tenant, weight)
+        return lane.shares.load(share.num_waiting + 1, share.num_bytes + applicant.num_bytes, weight)
 
-    def _heaviest(self, rank: int) -> Victim | None:
-        """Of all lanes."""
-        found: Victim | None = None
-        for lane in self.lanes.values():
-            queue = lane.queues[rank]
-            flow = queue.heaviest() if queue.num_waiting else None
-            ticket = None if flow is None else flow.newest()
-            if flow is not None and ticket is not None and (found is None or flow.load > found.flow.load):
-                found = Victim(queue, flow, ticket)
-        return found
+    def _of_heaviest(self, applicant: Applicant, weight: float) -> Ticket | None:
+        """Of another tenant, that holds more for its weight than the newcomer's would."""
+        tops = [(top.load, lane, top) for lane in self.lanes.values() if (top := lane.shares.heaviest()) is not None]
+        if not tops:
+            return None
+        load, lane, top = max(tops, key=lambda found: found[0])
+        if top.tenant == applicant.tenant or load <= self._load_with(applicant, weight):
+            return None
+        ranks = (BATCH,) if applicant.rank == BATCH else (BATCH, STANDARD, INTERACTIVE)
+        return next((ticket for rank in ranks if (ticket := lane.queues[rank].newest(top.tenant)) is not None), None)
+
+    def _of_lower_rank(self, applicant: Applicant, weight: float) -> Ticket | None:
+        """Of a tenant that holds at least as much as the newcomer's would."""
+        mine = self._load_with(applicant, weight)
+        for rank in range(BATCH, applicant.rank, -1):
+            for lane in self.lanes.values():
+                flow = lane.queues[rank].heaviest()
+                if flow is not None and flow.share.load >= mine:
+                    return flow.newest()
+        return None
+
+    def _own(self, applicant: Applicant) -> Ticket | None:
+        """Of its own tenant, of a lower rank."""
+        lane = self.lanes.get(applicant.lane)
+        ranks = range(BATCH, applicant.rank, -1) if lane is not None else ()
+        found = (lane.queues[rank].newest(applicant.tenant) for rank in ranks if lane is not None)
+        return next((ticket for ticket in found if ticket is not None), None)

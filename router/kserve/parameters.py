@@ -35,7 +35,12 @@ _CONSTRAINTS: dict[str, Read] = {
     "choice": values.alternatives,
 }
 _NESTED = ("constraint", "structured_outputs", "guided_decoding")  # objects that hold one of the four, or "json"
-_OPTIONS = ("tenant", "cache_salt")
+_OPTIONS: dict[str, Read] = {
+    "tenant": values.text,
+    "cache_salt": values.text,
+    "slo_ttft_ms": values.count,
+    "slo_tpot_ms": values.count,
+}
 _MODES = {"local": mesh_pb2.PREFILL_MODE_LOCAL, "remote": mesh_pb2.PREFILL_MODE_REMOTE}
 # Triton's: 0 is the default, 1 the highest.
 _PRIORITIES = (
@@ -86,7 +91,7 @@ class Parameters:
 
     def _take_option(self, name: str, where: str, value: Value) -> None:
         if name in _OPTIONS:
-            setattr(self.options, name, values.text(where, value))
+            setattr(self.options, name, _OPTIONS[name](where, value))
         elif name == "mode":
             self.options.mode = _MODES.get(values.text(where, value)) or refuse(where, "is neither local nor remote")
         elif name == "priority":

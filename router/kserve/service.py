@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from protos.inference import grpc_service_pb2 as pb
 from protos.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
 from protos.v1 import mesh_pb2
+from router import request_metadata
 from router.foreign import renamed
 from router.frontend import Frontend
 from router.kserve import metadata
@@ -64,6 +65,7 @@ class InferenceService(GRPCInferenceServiceServicer):
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: _ServicerContext) -> pb.ModelInferResponse:
         ask = Ask.read(request, can_stream=False)
+        request_metadata.fill(ask.message.options, context.invocation_metadata() or ())
         async with aclosing(self._responses(ask, context.time_remaining())) as responses:
             return await anext(responses)
 
@@ -73,7 +75,9 @@ class InferenceService(GRPCInferenceServiceServicer):
         wants_status = any(key == STATUS_ERRORS and value == "true" for key, value in context.invocation_metadata() or ())
 
         def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
-            return self._responses(Ask.read(request, can_stream=True), context.time_remaining())
+            ask = Ask.read(request, can_stream=True)
+            request_metadata.fill(ask.message.options, context.invocation_metadata() or ())
+            return self._responses(ask, context.time_remaining())
 
         async with aclosing(Many(answer, wants_status=wants_status).responses(request_iterator)) as responses:
             async for response in responses:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from protos.vllm import smg_common_pb2 as common_pb
 from protos.vllm import vllm_engine_pb2 as pb
 from protos.vllm.vllm_engine_pb2_grpc import VllmEngineServicer
+from router import request_metadata
 from router.foreign import renamed
 from router.frontend import Frontend
 from router.served_model import ServedModel
@@ -42,6 +43,7 @@ class VllmEngineService(VllmEngineServicer):
         self._model()
         self._last_request_at = time.time()
         message = to_mesh(request)
+        request_metadata.fill(message.options, context.invocation_metadata() or ())
         answer = Answer(request)
         with self._running.enter(request.request_id) as run:
             try:

@@ -10,10 +10,14 @@ from google.rpc import error_details_pb2, status_pb2
 
 from protos.v1 import common_pb2, mesh_pb2
 from router.forecast import Forecast
+from router.frontend import Frontend
 from router.job import Job
 from router.objectives import ModelObjective
-from runtime.errors import DETAILS_KEY, ResourceExhausted, error_from_rpc
+from router.tenant_limits import SameForAll, TenantLimits
+from runtime.errors import DETAILS_KEY, ResourceExhausted, Unavailable, error_from_rpc
+from tests.router.kserve import calls as kserve
 from tests.router.mesh import Mesh, expected, request, running_mesh
+from tests.router.vllm_engine import test_generate as engine
 from tests.support.waiting import eventually
 
 
@@ -153,3 +157,71 @@ async def test_a_flooding_tenant_does_not_keep_another_out(model_folder: Path) -
         assert all(error.retry_delay_s for error in errors)
         await running
         await mesh.until_whole()
+
+
+SAID = {"slo_ttft_ms": "600", "slo_tpot_ms": "60", "tenant": "acme", "priority": "batch"}
+
+
+def check_said(job: Job | None) -> None:
+    assert job is not None and (job.slo_ttft_ms, job.slo_tpot_ms, job.tenant) == (600, 60, "acme")
+    assert job.priority == common_pb2.PRIORITY_BATCH
+
+
+async def test_kserve_reads_metadata_and_parameters(model_folder: Path) -> None:
+    async with kserve.serving(model_folder) as (mesh, stub):
+        sky = mesh.router.core.forecaster = Sky(GOOD)
+        await stub.ModelInfer(kserve.request(), metadata=named(SAID))
+        check_said(sky.job)
+        sky.job = None
+        async for _ in stub.ModelStreamInfer(iter([kserve.request()]), metadata=named(SAID)):
+            pass
+        check_said(sky.job)
+        await stub.ModelInfer(kserve.request(slo_ttft_ms=600, slo_tpot_ms="60", tenant="acme", priority=3), metadata=named({}))
+        check_said(sky.job)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.ModelInfer(kserve.request(), metadata=named({"slo_ttft_ms": "soon"}))
+        assert error_from_rpc(raised.value).field == "x-pdmesh-slo-ttft-ms"
+
+
+async def test_vllms_engine_reads_metadata(model_folder: Path) -> None:
+    async with engine.serving(model_folder) as (mesh, stub):
+        sky = mesh.router.core.forecaster = Sky(GOOD)
+        async for _ in stub.Generate(engine.request(), metadata=named(SAID)):
+            pass
+        check_said(sky.job)
+
+
+async def test_leaving_before_the_first_token_is_not_free_once_a_worker_was_asked(model_folder: Path) -> None:
+    async with running_mesh(model_folder) as mesh:
+        places = mesh.router.core.gate.admission.places
+        places.book = SameForAll(TenantLimits(tokens_per_s=1e-6, burst_tokens=1e6))
+        mesh["d0"].pause_at = 0
+        message = request(mode=mesh_pb2.PREFILL_MODE_LOCAL)
+        call = mesh.stub.Generate(message, metadata=named({"tenant": "acme"}))
+        reading = asyncio.create_task(read_all(call))
+        await eventually(lambda: mesh["d0"].held)
+        call.cancel()
+        await asyncio.wait([reading])
+        await mesh.until_whole()
+        assert places.rates.spent["acme"] == pytest.approx(len(message.tokens.ids), abs=0.1)
+
+
+async def test_draining_waits_for_requests_that_are_being_made_and_admits_none_of_them(model_folder: Path) -> None:
+    async with running_mesh(model_folder) as mesh:
+        frontend = Frontend(mesh.router.core, (), lambda: True)
+        made = asyncio.Event()
+
+        async def making() -> Job:
+            await made.wait()
+            return Sky(GOOD).job  # type: ignore[return-value]  # nobody looks at it
+
+        stream = frontend._stream(making(), 1)
+        reading = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        draining = asyncio.create_task(frontend.drain(30.0))
+        await asyncio.sleep(0)
+        assert not draining.done()
+        made.set()
+        with pytest.raises(Unavailable):
+            await reading
+        await draining

@@ -127,6 +127,9 @@ async def test_forecast_is_what_the_policy_would_do(model_folder: Path) -> None:
         forecast = forecaster.forecast(job)
         assert forecast is not None and forecast.has_room
         assert forecast.ttft_s == pytest.approx(50e-4 + 1e-3 + 2e-3) and forecast.ahead_s == 0
+        assert forecast.idle_tpot_s is None  # nobody asks for less
+        hurried = forecaster.forecast(replace(job, slo_tpot_ms=1))
+        assert hurried is not None and hurried.idle_tpot_s == pytest.approx(1e-3 + 1e-4)
         no_model = replace(job, model=replace(job.model, name="other"))
         assert forecaster.forecast(no_model) is None
 

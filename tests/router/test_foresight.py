@@ -9,7 +9,7 @@ from router.admission import Admission
 from router.applicant import BATCH, INTERACTIVE, STANDARD, Applicant, Refusal, Ticket, TicketState
 from router.drain_rate import MAX_RETRY_DELAY_S
 from router.forecast import Forecast
-from router.foresight import MAX_AHEAD_S, Outlook, Way, way
+from router.foresight import MAX_AHEAD_S, MAX_WAIT_S, Outlook, Way, way
 from router.places import AdmissionSettings
 
 GOOD = Forecast(ttft_s=0.1, tpot_s=0.02, has_room=True)
@@ -277,3 +277,26 @@ def test_a_flood_costs_no_forecasts() -> None:
     for _ in range(100):
         refused(admission, applicant(sky, ttft_s=None))
     assert sky.num_looks == num_looks
+
+
+def test_a_deadline_ends_the_wait_also_without_a_forecast() -> None:
+    sky = Sky(None)
+    admission = busy_mesh(sky, max_inflight=1)
+    late = waiting(admission, applicant(sky, deadline=1.0))
+    patient = waiting(admission, applicant(sky))
+    assert admission.look(0.99) == []
+    assert admission.look(1.01) == [late]
+    assert late.refusal is not None and late.refusal.reason == "deadline"
+    assert admission.look(MAX_WAIT_S - 0.01) == []
+    assert admission.look(MAX_WAIT_S + 0.01) == [patient]
+    assert patient.refusal is not None and "longest" in patient.refusal.message
+
+
+def test_a_pace_that_even_an_idle_worker_misses_is_refused_at_once() -> None:
+    sky = Sky()
+    admission = busy_mesh(sky)
+    sky.forecast = replace(GOOD, tpot_s=0.05, idle_tpot_s=0.041)
+    answer = refused(admission, applicant(sky))
+    assert answer.reason == "objective" and "41.0 ms" in answer.message and "slo_tpot_ms" in answer.message
+    sky.forecast = replace(GOOD, tpot_s=0.05, idle_tpot_s=0.039)
+    waiting(admission, applicant(sky))

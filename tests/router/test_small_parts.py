@@ -84,6 +84,18 @@ def test_room_line_serves_by_priority_then_arrival() -> None:
     assert line.is_empty("m")
 
 
+def test_in_the_room_line_a_priority_passes_its_own_tenant_only_and_who_was_interrupted_everybody() -> None:
+    line = RoomLine()
+    own, other, urgent = line.enter("m", 2, "a"), line.enter("m", 2, "b"), line.enter("m", 1, "a")
+    lost = line.enter("m", 3, "c", interrupted=True)
+    order = []
+    for _ in range(4):
+        (turn,) = [turn for turn in (own, other, urgent, lost) if turn.ahead.is_set() and turn not in order]
+        order.append(turn)
+        line.leave("m", turn)
+    assert order == [lost, urgent, other, own]
+
+
 async def test_changes_are_not_missed() -> None:
     changes = Changes()
     change = changes.next
