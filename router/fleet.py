@@ -84,7 +84,7 @@ class Fleet:
 
     def ready(self) -> bool:
         """Is there a worker that can own a request? It can always prefill by itself, so a pair needs no more than that."""
-        return any(view.decode for view in self.views())
+        return self.roster.owned  # asked at every report and request, so nobody goes through all workers
 
     def max_context(self, model: str) -> int | None:
         """The largest context of any worker of `model` that is known; None without one."""

@@ -39,8 +39,6 @@ from runtime.tls import open_tls
 
 SERVICE_NAME = "pdmesh.v1.Mesh"
 BACKGROUND_GRACE_S = 3.0
-READINESS_GAP_S = 0.02
-"""Changes come with every load report and request; each look at the readiness is one at all workers."""
 YOUNG_OBJECTS = 20_000
 
 logger = logging.getLogger(__name__)
@@ -146,7 +144,6 @@ class Router:
                 logger.info("ready" if serving else "not ready: no decode worker is reachable")
                 await self.server.set_serving(serving)
             await change.wait()
-            await asyncio.sleep(READINESS_GAP_S)
 
 
 def _callers(config: RouterConfig) -> Callers:

@@ -171,6 +171,11 @@ class Roster:
             self._group_of[address] = group
             group.put(view)
 
+    @property
+    def owned(self) -> bool:
+        """Is there anybody who owns requests?"""
+        return any(group.owners.names for group in self._groups.values())
+
     def views(self) -> Iterator[WorkerView]:
         """Everybody."""
         return (engine.view for group in self._groups.values() for engine in group.engines.values())

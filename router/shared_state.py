@@ -48,6 +48,7 @@ class SharedState:
         self._tasks: list[asyncio.Task[None]] = []
         self._has_foreign = False
         self.peers = Peers(router_id, self._run, time.monotonic())
+        self.num_heard = 0
         self.num_unreadable = 0
 
     def start(self) -> None:
@@ -78,6 +79,7 @@ class SharedState:
             self.num_unreadable += 1
             logger.debug("unreadable message of a router: %s", error)
             return
+        self.num_heard += 1
         self.peers.heard(message, now)
         if message.router_id != self._router_id:
             self._count(now)
