@@ -1,4 +1,4 @@
-"""Conversations that share system prompts, on four workers whose KV pools hold only a part of them: the policy beside round-robin.
+"""Conversations that share system prompts, on four workers whose KV pools hold a part of them: the policy beside round-robin.
 
 Both meshes run throughout and are asked the same in turn, round after round with fresh words; the first seconds of a round, in
 which nobody can have anything, do not count.
@@ -24,11 +24,13 @@ from pdmesh.loadtest.workload import PlannedSession, PlannedTurn, Segment, Traff
 
 NUM_PROMPTS, PROMPT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS, TURNS = 16, 1000, 60, 24, 4
 SESSIONS_PER_S, THINK_S = 0.25, 1.0
-# Of 16 tokens: a third of the system prompts fit into one pool, and all into the four together, with the conversations on them.
+# Of 16 tokens: a third of the system prompts fit into one pool, all into the four together, with the conversations on them.
 NUM_BLOCKS = 400
 OURS, THEIRS = "predict", "round-robin"
 GOAL = 2.0
-SHAPE = replace(MESH, key="prefix", name="four workers", num_both=4, kv_memory_mb=0, worker_args=("--num-blocks", str(NUM_BLOCKS)))
+SHAPE = replace(
+    MESH, key="prefix", name="four workers", num_both=4, kv_memory_mb=0, worker_args=("--num-blocks", str(NUM_BLOCKS))
+)
 
 
 def conversations(seed: int, duration_s: float) -> Iterator[PlannedSession]:
