@@ -92,7 +92,7 @@ def any_machine(rng: random.Random) -> LatencyModel:
 
 
 def test_predicts_any_machine_through_noise_and_pauses() -> None:
-    """One step in fifty is held up for nine times as long as it takes. About one machine in twenty is met less well than others."""
+    """One step in fifty is held up for nine times as long as it takes. One machine in twenty is met less well than others."""
     rng, errors = random.Random(5), list[float]()
     for seed in range(40):
         truth = any_machine(rng)
