@@ -37,6 +37,20 @@ async def mesh(tiny: Path) -> AsyncIterator[LocalMesh]:
     footprint.assert_gone()
 
 
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def _everybody_is_back(mesh: LocalMesh) -> None:
+    """A test may end before what it killed has started again."""
+    await eventually(lambda: _has_addresses(mesh), timeout_s=60)
+    await mesh.wait_ready(60)
+
+
+def _has_addresses(mesh: LocalMesh) -> bool:
+    try:
+        return bool(mesh.router_addresses)
+    except RuntimeError:
+        return False
+
+
 def sampled(number: int, num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.8, seed=number, max_tokens=num_tokens, ignore_eos=True)
 
