@@ -29,7 +29,8 @@ MIN_PRIOR_WEIGHT = 1e-5
 CLIP_ERRORS = 4.0
 MIN_CLIP, MAX_CLIP = 0.15, 20.0
 MAX_SCALE = 20.0
-# When three quarters of the latest steps took that much longer (or less long) than the shape says, the machine has changed.
+# When three quarters of the latest steps took that much longer (or less long) than steps of their kind did before, the machine
+# has changed. Steps are compared with steps: where the shape is wrong, it is the shape that has to change.
 CHANGE = 1.3
 MIN_SECONDS = 1e-7
 _DECODE, _PREFILL = [0, 3, 4], [1, 2]  # columns
@@ -47,7 +48,7 @@ class LatencyFit:
         self._cells = WorkCells()
         self._errors = {True: RunningMedian(ERROR_STEPS), False: RunningMedian(ERROR_STEPS)}
         self._recent: dict[bool, deque[tuple[float, ...]]] = {kind: deque(maxlen=RECENT_STEPS) for kind in (True, False)}
-        self._latest: deque[tuple[float, ...]] = deque(maxlen=RECENT_STEPS)
+        self._paces: deque[float] = deque(maxlen=RECENT_STEPS)  # of the latest steps, over those of their kind
         self._num_solved_steps = 0
         self._solved_s = float("-inf")
 
@@ -59,9 +60,10 @@ class LatencyFit:
         errors = self._errors[has_prompt]
         clip = 1.0 + (min(max(CLIP_ERRORS * errors.value, MIN_CLIP), MAX_CLIP) if len(errors) >= SURE_STEPS else MAX_CLIP)
         errors.add(abs(predicted - seconds) / seconds)
-        self._cells.add(work, min(max(seconds, predicted / clip), predicted * clip))
-        self._latest.append((1.0, *work, seconds))
-        self._recent[has_prompt].append(self._latest[-1])
+        before = self._cells.add(work, min(max(seconds, predicted / clip), predicted * clip))
+        if before is not None:
+            self._paces.append(seconds / before)
+        self._recent[has_prompt].append((1.0, *work, seconds))
         self.num_steps += 1
 
     def model(self, now_s: float) -> LatencyModel:
@@ -87,15 +89,14 @@ class LatencyFit:
 
     def _followed(self, numbers: Array) -> Array:
         """When the machine has changed its speed, so has the work that has not been seen since."""
-        if len(self._latest) < RECENT_STEPS:
+        if len(self._paces) < RECENT_STEPS:
             return numbers
-        latest = np.array(self._latest)
-        ratios = np.sort(latest[:, 5] / np.maximum(latest[:, :5] @ numbers, MIN_SECONDS))
-        quarter, middle = RECENT_STEPS // 4, float(ratios[RECENT_STEPS // 2])
-        if ratios[-quarter] > 1 / CHANGE and ratios[quarter] < CHANGE:
+        paces = sorted(self._paces)
+        quarter, middle = RECENT_STEPS // 4, paces[RECENT_STEPS // 2]
+        if paces[-quarter] > 1 / CHANGE and paces[quarter] < CHANGE:
             return numbers
         self._cells.rescale(middle)
-        self._latest.clear()
+        self._paces.clear()
         return numbers * middle
 
     def _shape(self) -> Array:

@@ -14,6 +14,7 @@ from planning.least_squares import Array
 
 NUM_CELLS = 256  # the one that was not seen for longest makes room
 MEMORY_STEPS = 64  # of a cell: a step's weight in its mean has halved after about 45 more
+KNOWN_STEPS = 4  # of a kind: with fewer it is new
 SATURATION_STEPS = 8  # a mean of more steps is not worth more: what is left is not noise, but that no machine is quite linear
 HALF_LIFE_STEPS = 1500  # after so many steps elsewhere a cell counts half,
 MIN_WEIGHT = 0.02  # but never less than so much: nothing else may know of its kind of work
@@ -33,13 +34,16 @@ class WorkCells:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, work: Work, seconds: float) -> None:
+    def add(self, work: Work, seconds: float) -> float | None:
+        """Returns what steps of this kind took before, in seconds; None for a kind that is new."""
         self._step += 1
         row = self._row(_kind(work))
-        count = self._counts[row] = min(self._counts[row] + 1.0, MEMORY_STEPS)
-        mean = self._means[row]
+        mean, known = self._means[row], self._counts[row]
+        before = float(mean[_SECONDS]) if known >= KNOWN_STEPS else None
+        count = self._counts[row] = min(known + 1.0, MEMORY_STEPS)
         mean += (np.array((1.0, *work, seconds)) - mean) / count
         self._seen[row] = self._step
+        return before
 
     def rescale(self, factor: float) -> None:
         """All times as they are on a machine that needs `factor` times as long."""

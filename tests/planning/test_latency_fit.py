@@ -80,31 +80,36 @@ def test_finds_the_numbers_without_noise() -> None:
     assert model.prefill_error < 0.02
 
 
-def any_machine(rng: random.Random) -> LatencyModel:
-    """From a fast GPU to one slow core."""
-    return LatencyModel(
-        fixed_s=rng.uniform(1e-4, 5e-2),
-        per_prefill_token_s=rng.uniform(1e-6, 1e-3),
-        per_prefill_context_s=rng.uniform(1e-10, 2e-7),
-        per_sequence_s=rng.uniform(1e-6, 5e-3),
-        per_context_token_s=rng.uniform(1e-9, 2e-6),
-    )
+truths = st.builds(
+    LatencyModel,
+    st.floats(1e-4, 5e-2),
+    st.floats(1e-6, 1e-3),
+    st.floats(1e-10, 2e-7),
+    st.floats(1e-6, 5e-3),
+    st.floats(1e-9, 2e-6),
+)
 
 
-def test_predicts_any_machine_through_noise_and_pauses() -> None:
-    """One step in fifty is held up for nine times as long as it takes. One machine in twenty is met less well than others."""
-    rng, errors = random.Random(5), list[float]()
-    for seed in range(40):
-        truth = any_machine(rng)
-        machine, works = Machine(truth, seed=seed, noise=0.05), mixed(random.Random(seed))
-        for number in range(1200):
-            work = next(works)
-            machine.step(work, 9 * truth.step_s(work) if number % 50 == 49 else 0.0)
-        errors.append(statistics.median(abs(error) for error in machine.run(works, 200)))
-    errors.sort()
-    assert statistics.median(errors) < 0.03
-    assert errors[37] < 0.1
-    assert errors[-1] < 0.25
+def error_through_noise_and_pauses(truth: LatencyModel, seed: int) -> float:
+    """The median, when one step in fifty is held up for nine times as long as it takes."""
+    machine = Machine(truth, seed=seed, noise=0.05)
+    works = mixed(random.Random(seed))
+    for number in range(1200):
+        work = next(works)
+        machine.step(work, 9 * truth.step_s(work) if number % 50 == 49 else 0.0)
+    return statistics.median(abs(error) for error in machine.run(works, 200))
+
+
+@settings(max_examples=12, deadline=None)
+@given(truth=truths, seed=st.integers(0, 1000))
+def test_predicts_any_machine_through_noise_and_pauses(truth: LatencyModel, seed: int) -> None:
+    assert error_through_noise_and_pauses(truth, seed) < 0.1
+
+
+def test_a_shape_that_the_prior_has_wrong_is_no_change_of_the_machine() -> None:
+    """Its steps took longer than predicted for a while, but no longer than steps of their kind."""
+    truth = LatencyModel(0.03125, 0.000653, 1.4e-07, 0.004993, 1.189e-06)
+    assert error_through_noise_and_pauses(truth, 168) < 0.05
 
 
 @settings(max_examples=30, deadline=None)
