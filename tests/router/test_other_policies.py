@@ -9,30 +9,14 @@ from router.candidates import Demand, NoPlacement, Placement, compatible
 from router.other_policies import PreferencePolicy, preference
 from router.roster import Roster
 from router.views import Mode, WorkerView
+from tests.router import fleets
 
-BASE = WorkerView(
-    worker_id="",
-    address="",
-    epoch=1,
-    model="m",
-    prefill=False,
-    decode=False,
-    identity=("m", "hash"),
-    layout=Layout(16, "float32"),
-    transports=frozenset({"tcp", "shm"}),
-    host_id="here",
-    block_size=16,
-    max_context=2048,
-    max_num_seqs=8,
-    num_total_blocks=100,
-    num_free_blocks=100,
-    num_seqs=0,
-    num_waiting_tokens=0,
-)
+SMALL = {"max_context": 2048, "max_num_seqs": 8, "num_total_blocks": 100, "latency": None, "max_num_batched_tokens": 0}
 
 
 def worker(name: str, **fields: object) -> WorkerView:
-    return replace(BASE, worker_id=name, address=name, prefill="p" in name, decode="d" in name, **fields)  # type: ignore[arg-type]
+    """One of little room that says nothing of its speed."""
+    return fleets.worker(name, **{**SMALL, "num_free_blocks": 100, **fields})
 
 
 DEMAND = Demand(model="m", num_tokens=160, max_total_tokens=200)
