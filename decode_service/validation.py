@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decode_service.deadlines import deadline_of
 from decode_service.record import Submission
@@ -40,6 +40,7 @@ class SubmitValidator:
         if not request.HasField("request"):
             raise InvalidArgument("request", "missing")
         mode, engine_request = _MODES[request.mode], await self.translate(request.request)
+        engine_request = replace(engine_request, tpot_goal_s=request.tpot_goal_ms / 1000)
         _check_mode(mode, engine_request)
         return Submission(
             request_id=request.request_id,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from engine.allocator import BlockAllocator
 from engine.outputs import EngineStats
+from engine.pacing import Pacer
 from engine.requests import RequestTable
 from engine.scheduler import Scheduler
 from engine.sequence import Phase, Sequence
@@ -26,11 +27,14 @@ class Counters:
 class Census:
     """Looks at everything that the engine holds; a microsecond for each sequence."""
 
-    def __init__(self, counters: Counters, table: RequestTable, scheduler: Scheduler, allocator: BlockAllocator) -> None:
+    def __init__(
+        self, counters: Counters, table: RequestTable, scheduler: Scheduler, allocator: BlockAllocator, pacer: Pacer
+    ) -> None:
         self._counters = counters
         self._table = table
         self._scheduler = scheduler
         self._allocator = allocator
+        self._pacer = pacer
         self._taken_ns = 0
         self._population = (0, 0, 0)
 
@@ -44,11 +48,12 @@ class Census:
         """As of now, which is `now_ns`."""
         self._taken_ns, self._population = now_ns, self._count()
         running, waiting, pool = self._scheduler.running, self._scheduler.waiting, self._allocator.pool
-        num_decoding = decode_context = 0
+        decoding, decode_context = [], 0
         for sequence in running:
             if sequence.output and sequence.num_computed + 1 == (num_tokens := sequence.num_tokens):  # is_decoding
-                num_decoding += 1
+                decoding.append(sequence)
                 decode_context += num_tokens
+        num_decoding, pace = len(decoding), self._pacer.tightest(decoding, now_ns)
         idle = [group for group in self._table if group.phase is not Phase.ACTIVE]
         return EngineStats(
             taken_ns=now_ns,
@@ -62,6 +67,10 @@ class Census:
             num_waiting_tokens=_num_to_prefill(running) + _num_to_prefill(waiting),
             num_decoding=num_decoding,
             decode_context=decode_context,
+            pace_s=pace.pace_s
+            if pace is not None
+            else self._pacer.promised_s(s for group in self._table for s in group.sequences),
+            slack_s=0.0 if pace is None else pace.slack_s,
             num_prefilling=len(running) - num_decoding + len(waiting),
             num_steps=self._counters.num_steps,
             num_generated_tokens=self._counters.num_generated_tokens,

@@ -22,6 +22,7 @@ from engine.kernels.cpu.model import NativeModel
 from engine.kv_cache import KVPool
 from engine.memory import effective_max_context, free_memory, kv_shape
 from engine.outputs import EngineStats, StepResult
+from engine.pacing import Pacer
 from engine.progress import Progress
 from engine.request import EngineRequest
 from engine.requests import RequestTable
@@ -59,11 +60,12 @@ class Engine:
         self._runner = ModelRunner(loaded.model, self.kv.tensor, sampler, self.eos_token_ids)
         limits = self._limits()
         self._allocator = BlockAllocator(self._pool, config.block_size, hash_block, prefix_caching=config.prefix_caching)
-        self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens)
+        self.pacer = Pacer()
+        self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer)
         self._table = RequestTable(limits, self._allocator, self._scheduler)
         self._reservations = Reservations(limits, self._table, self._allocator, self._scheduler)
         counters = Counters()
-        self._census = Census(counters, self._table, self._scheduler, self._allocator)
+        self._census = Census(counters, self._table, self._scheduler, self._allocator, self.pacer)
         self._progress = Progress(self._table, self._allocator, counters, self._census)
         self.exports = KVExports(loaded.config.num_layers)
 
@@ -125,7 +127,7 @@ class Engine:
     def step(self) -> StepResult | None:
         """One step for all sequences that fit into it. None: nothing to do until another call changes that."""
         started_ns = time.monotonic_ns()
-        plan = self._scheduler.schedule()
+        plan = self._scheduler.schedule(started_ns)
         if not plan.pieces:
             self.check_integrity()
             return None

@@ -98,6 +98,8 @@ class EngineStats:
     num_prefilled_tokens: int
     num_prefix_hit_tokens: int
     num_preemptions: int
+    pace_s: float = 0.0  # of the sequence that leaves prompts least room (pacing.py), or will; 0: nobody was promised a pace
+    slack_s: float = 0.0  # of it
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ class EngineRequest:
     emitted: tuple[tuple[int, ...], ...] = ()  # () or one tuple per choice: tokens already given to the client
     finished: tuple[bool, ...] = ()  # () or one per choice: that choice needs no more tokens
     cache_root: bytes = b""  # root of the block hash chain: identity and tenant salt
+    tpot_goal_s: float = 0.0  # its tokens are wanted this far apart at most, on average; 0: nobody said
     prefill_only: bool = False  # stop after each choice's first new token and hold the blocks until release()
     grammar: Grammar | None = None  # each choice's output is one of its sentences, or the beginning of one
     # () or one per choice: of the grammar, behind `emitted`, which follows it; None for a choice that has finished. Who gives

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.allocator import BlockAllocator, BlockCopy
+from engine.pacing import Pacer
 from engine.sequence import Sequence
 
 # Of so many blocks one is kept free for growth when something new is admitted beside running sequences.
@@ -61,11 +62,12 @@ class Plan:
 class Scheduler:
     """Two lists in order of arrival: running sequences have blocks, waiting ones have none."""
 
-    def __init__(self, allocator: BlockAllocator, max_num_batched_tokens: int) -> None:
+    def __init__(self, allocator: BlockAllocator, max_num_batched_tokens: int, pacer: Pacer | None = None) -> None:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_preemptions = 0
         self._allocator = allocator
+        self._pacer = pacer or Pacer()
         self._max_num_batched_tokens = max_num_batched_tokens
 
     def run(self, sequence: Sequence) -> None:
@@ -82,15 +84,17 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
 
-    def schedule(self) -> Plan:
+    def schedule(self, now_ns: int = 0) -> Plan:
         """Decode rows first, then chunks of running sequences, then whoever waits, each in order of arrival.
 
         A plan without pieces means that nothing can be done until somebody releases blocks.
         """
         plan = Plan(self._max_num_batched_tokens)
-        for sequence in sorted(self.running, key=lambda sequence: not sequence.is_decoding):
-            if sequence not in plan.preempted:
-                self._plan_running(sequence, plan)
+        decoding = [sequence for sequence in self.running if sequence.is_decoding]
+        prompts = [sequence for sequence in self.running if not sequence.is_decoding]
+        self._plan_all(decoding, plan)
+        self._leave_pace(plan, decoding, prompts or self.waiting, now_ns)
+        self._plan_all(prompts, plan)
         if not plan.preempted or not plan.pieces:  # who was just preempted must not push out the next one
             self._plan_waiting(plan)
         return plan
@@ -104,6 +108,18 @@ class Scheduler:
     def num_owed_blocks(self) -> int:
         """Blocks that preempted sequences need to go on: they come before new reservations."""
         return sum(self._allocator.num_blocks_for(s.num_tokens) for s in self.waiting if s.was_preempted)
+
+    def _plan_all(self, sequences: list[Sequence], plan: Plan) -> None:
+        for sequence in sequences:
+            if sequence not in plan.preempted:
+                self._plan_running(sequence, plan)
+
+    def _leave_pace(self, plan: Plan, decoding: list[Sequence], prompts: list[Sequence], now_ns: int) -> None:
+        """Prompts get no more of the step than those that decode can spare."""
+        self._pacer.start(decoding, now_ns)
+        if prompts:
+            most = self._pacer.prompt_tokens(decoding, prompts[0], now_ns)
+            plan.budget = plan.budget if most is None else min(plan.budget, most)
 
     def _plan_running(self, sequence: Sequence, plan: Plan) -> None:
         num_tokens = min(sequence.num_remaining, plan.budget)

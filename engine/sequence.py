@@ -24,7 +24,7 @@ class Sequence:
 
     __slots__ = (
         "_matcher", "_num_taken", "block_hashes", "block_ids", "choices", "group", "num_cached", "num_computed", "num_published",
-        "num_to_restore", "num_unreported", "output", "was_preempted",
+        "num_to_restore", "num_unreported", "output", "paced_from_ns", "paced_from_token", "was_preempted",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, choices: tuple[int, ...], output: list[int]) -> None:
@@ -39,6 +39,8 @@ class Sequence:
         self.num_unreported = 0  # of the last tokens of the output: forced before anything was computed here
         self.num_to_restore = self.num_tokens  # first tokens that came here as they are, or were computed before a preemption
         self.was_preempted = False
+        self.paced_from_ns = 0  # when its tokens began to be due (see pacing.py), 0: not yet; and how many it had then
+        self.paced_from_token = 0
         self._matcher: Matcher | None = None  # made when it is first asked for; it has taken the first tokens of the output
         self._num_taken = 0
 

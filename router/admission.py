@@ -14,7 +14,7 @@ from router.admission_counts import Tally
 from router.applicant import Applicant, Refusal, Ticket, TicketState
 from router.drain_rate import retry_delay_s
 from router.forecast import Forecast
-from router.foresight import Way, alone_s
+from router.foresight import Way, alone_s, expected_ttft_s
 from router.places import AdmissionSettings, Places
 from router.tenant_limits import SameForAll, TenantBook, TenantLimits
 from router.turns import Turns
@@ -79,6 +79,12 @@ class Admission:
             return self.look(now)
         return self.decided()
 
+    def answered(self, ticket: Ticket, now: float) -> None:
+        """Its first token is there: says how far forecasts can be trusted."""
+        applicant, expected_s = ticket.applicant, ticket.expected_s
+        if expected_s is not None and applicant.ttft_s is not None:
+            self._room.lane(applicant.lane, now).trust.observe(expected_s, now - ticket.arrived, applicant.ttft_s)
+
     def placed(self, ticket: Ticket, now: float) -> list[Ticket]:
         """Its prompt is on its way to a worker: forecasts contain it from now on; returns as `look`."""
         self._room.lane(ticket.applicant.lane, now).transit.leave(ticket.number)
@@ -139,6 +145,7 @@ class Admission:
         self, lane: Lane, applicant: Applicant, limits: TenantLimits, forecast: Forecast | None, tally: Tally, now: float
     ) -> Ticket:
         ticket = Ticket(applicant, next(self._numbers), now)
+        ticket.expected_s = None if forecast is None else forecast.ttft_s
         lane.transit.enter(ticket.number, 0.0 if forecast is None else alone_s(forecast), now)
         lane.shares.charge(applicant, limits.weight)
         lane.patience.progress(now)
@@ -151,19 +158,20 @@ class Admission:
         """Reasons to refuse that cost no forecast: a flood is answered by them."""
         if not self._room.fits(applicant) and self._room.victim(applicant, limits.weight) is None:
             return self._full(lane)
-        wait_s = lane.drain.seconds_for(lane.shares.cost_ahead(applicant, limits.weight), lane.clock.now)
+        wait_s = lane.wait_s(lane.shares.cost_ahead(applicant, limits.weight))
         return lane.outlook(applicant).unless_waiting_alone(applicant, wait_s)
 
     def _queue(
         self, lane: Lane, applicant: Applicant, limits: TenantLimits, forecast: Forecast | None, tally: Tally, now: float
     ) -> Ticket | Refusal:
-        wait_s = lane.drain.seconds_for(lane.shares.cost_ahead(applicant, limits.weight), lane.clock.now)
+        wait_s = lane.wait_s(lane.shares.cost_ahead(applicant, limits.weight))
         refusal = self._turns.too_late(lane, applicant, forecast, wait_s or 0.0, now)
         if refusal is not None:
             return refusal
         if not self._make_room(applicant, limits):
             return self._full(lane)
         ticket = Ticket(applicant, next(self._numbers), now)
+        ticket.expected_s = None if forecast is None else expected_ttft_s(forecast, wait_s or 0.0)
         self._room.push(ticket, limits.weight, now)
         self.places.open(ticket, tally)
         self._turns.note_latest_start(ticket, forecast)

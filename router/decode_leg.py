@@ -14,6 +14,7 @@ from protos.v1 import common_pb2, decode_pb2, mesh_pb2
 from router.book import BookError, Span
 from router.changes import unless
 from router.core import Core, time_left_ms, time_left_s
+from router.demands import tpot_goal_ms
 from router.job import Job
 from router.timings import RequestTimings
 from router.views import Mode, WorkerKey
@@ -235,6 +236,7 @@ class DecodeLeg:
             time_left_ms=time_left_ms(self._job.deadline),
             identity=self.info.identity,
             epoch=self.info.epoch,
+            tpot_goal_ms=tpot_goal_ms(self._core, self._job),
         )
 
     def _submit_timeout_s(self) -> float:

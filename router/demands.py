@@ -42,6 +42,14 @@ def demand_of(
     )
 
 
+def tpot_goal_ms(core: Core, job: Job) -> int:
+    """The request's own objective, or what its model promises requests of its priority; 0: none."""
+    if job.slo_tpot_ms:
+        return job.slo_tpot_ms
+    objective = core.objectives.get(job.model.name)
+    return 0 if objective is None else objective.bounds(job.priority).tpot_ms or 0
+
+
 def _expected(core: Core, job: Job, num_emitted: int) -> float:
     expected = core.output_lengths.expected(job.model.name, job.tenant, job.sampling.max_tokens)
     return max(1.0, expected - num_emitted)

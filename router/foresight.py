@@ -10,15 +10,11 @@ from dataclasses import dataclass
 from router.applicant import BATCH, Applicant, Refusal
 from router.drain_rate import MAX_RETRY_DELAY_S, retry_delay_s
 from router.forecast import Forecast
+from router.prediction import MAX_AHEAD_S, is_saturated
+from router.trust import MIN_MARGIN
 
-MAX_AHEAD_S = 0.25
-"""Work that workers are given in advance. More waits here, where it can still be ordered by rank and tenant."""
-ALWAYS_AHEAD_S = 0.1
-"""A long prompt that would be more than that by itself is given to a worker that has no more than this to do."""
-SAFETY = 0.95
-"""A forecast is no promise: who would meet its objective only just is taken to miss it."""
-REOPEN = 0.8
-"""Once a tenant is refused, its next one is taken only with so much to spare; else the gate would flutter with each report."""
+REOPEN = 0.95
+"""Once a tenant is refused, its next one is taken only with a little to spare; else the gate would flutter with each report."""
 BATCH_ROOM = 0.8
 """Batch leaves so much of the objectives of others untouched."""
 MAX_WAIT_S = 3600.0
@@ -38,8 +34,7 @@ def way(applicant: Applicant, forecast: Forecast | None, *, others_above: bool, 
     of those who were let in and are on their way: the forecast cannot know of them."""
     if forecast is None:
         return Way.OPEN
-    ahead_s = forecast.ahead_s + transit_s
-    if not forecast.has_room or (ahead_s > ALWAYS_AHEAD_S and ahead_s + alone_s(forecast) > MAX_AHEAD_S):
+    if not forecast.has_room or is_saturated(forecast.ttft_s, forecast.ahead_s, transit_s):
         return Way.SATURATED
     if applicant.tpot_s is not None and forecast.tpot_s > applicant.tpot_s:
         return Way.OWN
@@ -67,14 +62,21 @@ class Outlook:
     refusing: bool = False
 
     def refusal(
-        self, applicant: Applicant, forecast: Forecast | None, wait_s: float | None, waited_s: float = 0.0
+        self,
+        applicant: Applicant,
+        forecast: Forecast | None,
+        wait_s: float | None,
+        waited_s: float = 0.0,
+        margin: float = MIN_MARGIN,
     ) -> Refusal | None:
-        """`wait_s`: expected in the queue, None: it would be placed now, `waited_s` it has already. None: it will be in time."""
+        """`wait_s`: expected in the queue, None: it would be placed now, `waited_s` it has already. None: it will be in time.
+
+        Who comes is taken only with `margin` times what is expected; who has waited is refused only when it is hopeless."""
         if forecast is None or applicant.ttft_s is None:
             return None
-        expected_s = waited_s + _ttft_s(forecast, wait_s)
-        ratio = expected_s / applicant.ttft_s
-        late = ratio > (REOPEN if self.refusing and not waited_s else SAFETY)
+        expected_s = waited_s + expected_ttft_s(forecast, wait_s)
+        ratio = expected_s / applicant.ttft_s if waited_s else margin * expected_s / applicant.ttft_s
+        late = ratio > (REOPEN if self.refusing and not waited_s else 1.0)
         if alone_s(forecast) <= REOPEN * applicant.ttft_s and not waited_s:
             self.refusing = late  # a prompt too long for its objective says nothing about the load
         if not late:
@@ -95,7 +97,7 @@ def deadline_refusal(applicant: Applicant, forecast: Forecast | None, wait_s: fl
     """Its first token would come after its deadline."""
     if forecast is None or applicant.deadline is None:
         return None
-    left_s, expected_s = applicant.deadline - now, _ttft_s(forecast, wait_s)
+    left_s, expected_s = applicant.deadline - now, expected_ttft_s(forecast, wait_s)
     if expected_s <= left_s:
         return None
     words = f"the first token is predicted in {_ms(expected_s)}, the deadline is in {_ms(left_s)}"
@@ -132,7 +134,7 @@ def never_fast_enough(applicant: Applicant, forecast: Forecast | None) -> Refusa
     return Refusal("objective", words, MAX_RETRY_DELAY_S)
 
 
-def _ttft_s(forecast: Forecast, wait_s: float | None) -> float:
+def expected_ttft_s(forecast: Forecast, wait_s: float | None) -> float:
     """From now. Who waits here finds workers that are busy for as long as they are ever given work in advance."""
     if wait_s is None:
         return forecast.ttft_s

@@ -13,6 +13,9 @@ def learn(core: Core, job: Job, decision: Decision | None, timings: mesh_pb2.Tim
     if decision is None or timings.num_retries or timings.num_resubmissions or job.emitted:
         return
     core.decisions.compare(decision)
+    chosen, tpot_s = decision.placement.chosen, decision.observed_tpot_s
+    if tpot_s and chosen is not None and chosen.prediction is not None:
+        core.overheads.observe_tpot(chosen.decode, chosen.prediction.steps_tpot_s, tpot_s)
     seen = _overhead(decision, timings)
     if seen is not None:
         core.overheads.observe(decision.placement.prefill, decision.placement.decode, seen)

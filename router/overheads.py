@@ -18,6 +18,8 @@ LEAST_S = 1e-3
 
 MAX_PAIRS = 4096
 
+MIN_STRETCH, MAX_STRETCH = 0.8, 4.0
+
 _Key = tuple[str | None, str]
 
 
@@ -26,11 +28,24 @@ class Overheads:
 
     def __init__(self) -> None:
         self._pairs: OrderedDict[_Key, tuple[Overhead, int]] = OrderedDict()
+        self._stretches: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def between(self, prefill: WorkerView | None, decode: WorkerView) -> Overhead:
         """Of this pair; `prefill` None: LOCAL."""
-        known = self._pairs.get(_key(prefill, decode))
-        return known[0] if known is not None else _unknown(prefill)
+        known, stretch = self._pairs.get(_key(prefill, decode)), self._stretches.get(decode.host_id)
+        over = known[0] if known is not None else _unknown(prefill)
+        return over if stretch is None else over._replace(stretch=stretch[0])
+
+    def observe_tpot(self, decode: WorkerView, steps_tpot_s: float, seen_tpot_s: float) -> None:
+        """A request on this worker got its tokens this far apart, where the steps alone would have taken `steps_tpot_s`."""
+        if steps_tpot_s <= 0:
+            return
+        known, count = self._stretches.get(decode.host_id, (1.0, 0))
+        seen = min(MAX_STRETCH, max(MIN_STRETCH, seen_tpot_s / steps_tpot_s))
+        self._stretches[decode.host_id] = (known + max(MIN_WEIGHT, 1 / (count + 2)) * (seen - known), count + 1)
+        self._stretches.move_to_end(decode.host_id)
+        if len(self._stretches) > MAX_PAIRS:
+            self._stretches.popitem(last=False)
 
     def observe(self, prefill: WorkerView | None, decode: WorkerView, seen: Overhead) -> None:
         """One request went this way."""

@@ -27,11 +27,14 @@ from router.candidates import (
     nobody,
 )
 from router.overheads import Overheads
-from router.prediction import Engine, Goals, OutputSide, Prediction, PromptSide, miss
+from router.prediction import Engine, Goals, OutputSide, Prediction, PromptSide, is_saturated, lost_s, miss, slowed_s
 from router.roster import Group, Ranking, Roster
 from router.views import Mode, WorkerView
 
 MISS_PENALTY_S = 10.0
+MISSES_MORE = 0.1
+LATER = 1.5
+"""What somebody who can begin at once may cost more than the best, who cannot: in misses, and times its TTFT."""
 SHORTLIST, LARGE_FLEET, SHORTLIST_OF_LARGE = 4, 64, 2
 """Of so many workers, the best two of a ranking differ little from the next."""
 
@@ -230,14 +233,15 @@ def _prompt_alone(prompt: PromptSide, expected: float, goals: Goals) -> float:
     """What computing the prompt costs, whoever owns it."""
     misses = miss(prompt.compute_s, goals.ttft_s)
     if goals.running_tpot_s is not None:
-        misses += prompt.rows * miss(prompt.step_s + prompt.own_s / max(1.0, expected), goals.running_tpot_s)
-    return prompt.compute_s + prompt.rows * prompt.own_s + MISS_PENALTY_S * misses
+        more_s = 0.0 if prompt.is_paced else prompt.own_s / max(1.0, expected)
+        misses += prompt.rows * miss(prompt.step_s + more_s, goals.running_tpot_s)
+    return prompt.compute_s + lost_s(prompt) + MISS_PENALTY_S * misses
 
 
 def _alone(output: OutputSide, expected: float, goals: Goals) -> float:
     """What owning the request costs, whoever computes the prompt."""
     misses = miss(output.tpot_s, goals.tpot_s) + output.rows * miss(output.tpot_s, goals.running_tpot_s)
-    return output.queue_s + expected * (output.tpot_s + output.rows * output.row_s) + MISS_PENALTY_S * misses
+    return output.queue_s + expected * output.tpot_s + slowed_s(output, expected) + MISS_PENALTY_S * misses
 
 
 def cost_s(predicted: Prediction, expected_tokens: float, pressure: float) -> float:
@@ -247,10 +251,26 @@ def cost_s(predicted: Prediction, expected_tokens: float, pressure: float) -> fl
 
 
 def _least(candidates: list[Candidate]) -> Candidate:
-    """The first by `Candidate.order`."""
+    """The first by `Candidate.order`. Where that would have to wait, and somebody else can begin without anybody's missing an
+    objective for it: the first of those, so that nobody is idle while requests wait."""
     roomy = [candidate for candidate in candidates if candidate.has_room] or candidates
-    least = min([candidate.cost for candidate in roomy])
-    equals = [candidate for candidate in roomy if candidate.cost == least]
+    best = _first(roomy)
+    if best.prediction is None or not is_saturated(best.prediction.ttft_s, best.prediction.ahead_s):
+        return best
+    free = [candidate for candidate in roomy if _is_free(candidate, best.prediction)]
+    return _first(free) if free else best
+
+
+def _is_free(candidate: Candidate, best: Prediction) -> bool:
+    mine = candidate.prediction
+    if mine is None or not mine.spares or mine.misses > best.misses + MISSES_MORE or mine.ttft_s > LATER * best.ttft_s:
+        return False
+    return not is_saturated(mine.ttft_s, mine.ahead_s)
+
+
+def _first(candidates: list[Candidate]) -> Candidate:
+    least = min([candidate.cost for candidate in candidates])
+    equals = [candidate for candidate in candidates if candidate.cost == least]
     return equals[0] if len(equals) == 1 else min(equals, key=lambda candidate: candidate.order)
 
 

@@ -5,6 +5,10 @@ A worker computes prompts in the order in which they come, in chunks that share 
     steps for t tokens = t / chunk, chunk = what a step may compute less a token for each sequence that decodes
     time for t tokens  = their work + steps · (a step in which only those sequences get their token)
 
+A worker whose sequences were promised a pace makes its steps no longer than that, once what they are ahead of it is used up:
+
+    time for t tokens >= (their work - slack · share) / (1 - share), share = a step of those sequences alone / their pace
+
 Prompts in the queue come first; what the worker has done of them since its report is estimated from the report's age.
 """
 
@@ -16,6 +20,21 @@ from router.views import WorkerView
 DEFAULT_CHUNK = 512
 """Tokens of a step where the worker does not say."""
 
+MAX_SHARE = 0.75
+"""However little sequences leave of their pace, prompts get a few tokens of every step."""
+
+PACE_TARGET = 0.8
+"""Of its TPOT objective, a request's share of steps with prompts in them: as the engine sizes them (engine/pacing.py)."""
+
+SPARED = 0.25
+"""What a second counts that a running sequence loses and can spare: it keeps its pace, and ends later."""
+
+MAX_AHEAD_S = 0.25
+"""Work that workers are given in advance. More waits at the router, where it can still be ordered by rank and tenant."""
+
+ALWAYS_AHEAD_S = 0.1
+"""A long prompt that would be more than that by itself is given to a worker that has no more than this to do."""
+
 NEUTRAL = LatencyModel(
     fixed_s=5e-3, per_prefill_token_s=2e-4, per_prefill_context_s=1e-8, per_sequence_s=3e-4, per_context_token_s=1e-7
 )
@@ -25,7 +44,8 @@ NEUTRAL = LatencyModel(
 class Prediction(NamedTuple):
     """Of one candidate. `delay_s`: what running sequences lose, summed; `work_s`: what the placement costs the fleet.
 
-    `ahead_s`: the part of `ttft_s` that other prompts take. `misses`: objectives thought to be missed, own and others'."""
+    `ahead_s`: the part of `ttft_s` that other prompts take. `misses`: objectives thought to be missed, own and others'.
+    `steps_tpot_s`: what `tpot_s` would be, were no prompt to share the steps. `spares`: no running sequence would miss a pace."""
 
     ttft_s: float
     tpot_s: float
@@ -33,17 +53,24 @@ class Prediction(NamedTuple):
     work_s: float
     ahead_s: float
     misses: float
+    steps_tpot_s: float = 0.0
+    spares: bool = True
 
 
 class Overhead(NamedTuple):
-    """Of a pair beyond the steps: `before_s` the first token (reservation, calls, return), `after_s` it, until decode goes on."""
+    """Of a pair beyond the steps: `before_s` the first token (reservation, calls, return), `after_s` it, until decode goes on.
+
+    `stretch`: TPOT as observed over what the steps alone would take: prompts that came later shared them."""
 
     before_s: float
     after_s: float
+    stretch: float = 1.0
 
 
 class PromptSide(NamedTuple):
-    """What computing the prompt on one worker means. `rows` decode there and lose `own_s` each; `fixed_s` of all its steps."""
+    """What computing the prompt on one worker means. `rows` decode there and lose `own_s` each; `fixed_s` of all its steps.
+
+    `is_paced`: those rows keep their pace, and lose only what they can spare."""
 
     ahead_s: float
     compute_s: float
@@ -51,22 +78,30 @@ class PromptSide(NamedTuple):
     rows: int
     step_s: float
     fixed_s: float
+    is_paced: bool = False
 
 
 class OutputSide(NamedTuple):
     """What owning the request means: `tpot_s` of its own, `row_s` that it adds to every step of `rows` others.
 
-    `missing`: the share of the prompt whose KV would have to come from elsewhere."""
+    `missing`: the share of the prompt whose KV would have to come from elsewhere. `alone_s`: what each of its steps takes that
+    would not be taken without it. `is_paced`: those others keep their pace."""
 
     tpot_s: float
     row_s: float
     rows: int
     queue_s: float
     missing: float = 1.0
+    alone_s: float = 0.0
+    is_paced: bool = False
 
 
 class Engine:
     """A worker with the model of its speed: numbers that every prediction about it needs, computed once for each view.
+
+    `queued_s` is the work of all prompts here. `share`: of the pace that sequences here were promised, what steps without prompts
+    take, 0 where none was promised; `share_soon` with those that begin to decode before a new prompt's turn comes, which are
+    ahead of nothing yet (`slack_s`).
 
     `rows` sequences get a token in every step of now, `rows_soon` with those about to decode; `step_s` is a step of the former
     alone, `others_s` one of the latter, `chunk` what fits into a step beside the former. `free_tokens` and `free_seqs` are room,
@@ -75,7 +110,8 @@ class Engine:
 
     __slots__ = (
         "busy", "chunk", "context_soon", "dispatched_s", "free_seqs", "free_tokens", "key", "largest", "model", "others_s",
-        "reported_s", "rows", "rows_soon", "step_s", "view",
+        "queued_s", "queued_tokens", "reported_s", "rows", "rows_soon", "share", "share_soon",
+        "slack_s", "step_s", "view",
     )  # fmt: skip
 
     def __init__(self, view: WorkerView, model: LatencyModel) -> None:
@@ -92,19 +128,34 @@ class Engine:
         self.step_s = fixed_s + row_s * rows + token_s * context
         self.others_s = fixed_s + row_s * self.rows_soon + token_s * self.context_soon
         self.chunk = max(1, (view.max_num_batched_tokens or DEFAULT_CHUNK) - rows)
+        pace_s, begins = view.pace_s, view.num_starting + decodes > 0
+        self.share = min(MAX_SHARE, self.step_s / pace_s) if rows and pace_s else 0.0
+        self.share_soon = min(MAX_SHARE, self.others_s / pace_s) if begins and pace_s else self.share
+        self.slack_s = 0.0 if begins else view.slack_s
         waiting, sent = view.num_waiting_tokens, view.dispatched_tokens
-        self.reported_s = self._queue_s(waiting, view.num_prefilling) if waiting else 0.0
-        self.dispatched_s = self._queue_s(sent, view.dispatched_seqs) if sent else 0.0
+        reported_s = self._work_s(waiting, view.num_prefilling) if waiting else 0.0
+        self.queued_s = reported_s + (self._work_s(sent, view.dispatched_seqs) if sent else 0.0)
+        self.queued_tokens = waiting + sent
+        self.reported_s = self._lasts_s(reported_s, waiting) if waiting else 0.0
+        self.dispatched_s = self._lasts_s(self.queued_s, self.queued_tokens) - self.reported_s if sent else 0.0
         self.busy = self.rows_soon > 0 or waiting + sent > 0
         self.free_tokens = (view.num_free_blocks - view.dispatched_blocks) * view.block_size
         self.free_seqs = view.max_num_seqs - view.num_seqs - view.dispatched_seqs
         self.largest = min(view.max_context, view.num_total_blocks * view.block_size)
 
-    def _queue_s(self, num_tokens: int, num_prompts: int) -> float:
+    def _work_s(self, num_tokens: int, num_prompts: int) -> float:
         """So many prompts of equal length, together `num_tokens`."""
         context = num_tokens * num_tokens / max(1, num_prompts) / 2
-        work_s = num_tokens * self.model.per_prefill_token_s + context * self.model.per_prefill_context_s
-        return work_s + self.step_s * num_tokens / self.chunk
+        return num_tokens * self.model.per_prefill_token_s + context * self.model.per_prefill_context_s
+
+    def _lasts_s(self, work_s: float, num_tokens: int) -> float:
+        """How long so much of prompts takes, with the steps in which it is done."""
+        lasts_s = work_s + self.step_s * num_tokens / self.chunk
+        return max(lasts_s, self._paced_s(work_s, self.share)) if self.share else lasts_s
+
+    def _paced_s(self, work_s: float, share: float) -> float:
+        """At least, beside sequences that keep their pace."""
+        return (work_s - self.slack_s * share) / (1 - share)
 
     def ahead_s(self, now: float) -> float:
         """Until the prompts that are here already have been computed, with half a step that is under way."""
@@ -123,8 +174,11 @@ class Engine:
         num_steps = -(-own // self.chunk)
         # With nobody beside it, a step still takes its fixed time: that is what step_s is then.
         ahead_s = self.ahead_s(now)
-        compute_s = ahead_s + own_s + num_steps * self.step_s
-        return PromptSide(ahead_s, compute_s, own_s, self.rows, self.step_s, num_steps * model.fixed_s)
+        lasts_s = own_s + num_steps * self.step_s
+        if self.share_soon:
+            lasts_s = max(lasts_s, self._paced_s(own_s, self.share_soon))
+        is_paced = self.view.pace_s > 0
+        return PromptSide(ahead_s, ahead_s + lasts_s, own_s, self.rows, self.step_s, num_steps * model.fixed_s, is_paced)
 
     def output_side(self, num_tokens: int, num_cached: int, num_choices: int, expected_tokens: float, now: float) -> OutputSide:
         """Owning `num_choices` outputs of `expected_tokens` behind a prompt of `num_tokens`, of which `num_cached` are there."""
@@ -132,7 +186,9 @@ class Engine:
         context = num_choices * (num_tokens + expected_tokens / 2)
         row_s = num_choices * model.per_sequence_s + context * model.per_context_token_s
         missing = 1 - num_cached / num_tokens if num_cached < num_tokens else 0.0
-        return OutputSide(self.others_s + row_s, row_s, self.rows_soon, self.ahead_s(now), missing)
+        # It outlives those that decode there by this share of its own steps, were all alike and somewhere on their way.
+        alone_s = model.fixed_s / (self.rows_soon + 1)
+        return OutputSide(self.others_s + row_s, row_s, self.rows_soon, self.ahead_s(now), missing, alone_s, self.view.pace_s > 0)
 
 
 def miss(value_s: float, goal_s: float | None) -> float:
@@ -143,16 +199,24 @@ def miss(value_s: float, goal_s: float | None) -> float:
     return 0.0 if share < 0 else 1.0 if share > 1 else share
 
 
+def is_saturated(ttft_s: float, ahead_s: float, transit_s: float = 0.0) -> bool:
+    """Has the worker more than enough to do? `transit_s`: of prompts on their way that no report contains."""
+    ahead_s += transit_s
+    return ahead_s > ALWAYS_AHEAD_S and max(ttft_s + transit_s, ahead_s) > MAX_AHEAD_S
+
+
 def local(prompt: PromptSide, output: OutputSide, over: Overhead, expected: float, goals: "Goals") -> Prediction:
     """Decode computes the prompt itself, and its sequences wait in every step that holds a part of it."""
     ttft_s = prompt.compute_s + over.before_s
-    gaps = max(1.0, expected - 1)
-    delay_s = prompt.rows * prompt.own_s + output.rows * expected * output.row_s
+    steps_tpot_s = output.tpot_s + over.after_s / max(1.0, expected - 1)
+    delay_s = lost_s(prompt) + slowed_s(output, expected)
     misses = miss(ttft_s, goals.ttft_s) + miss(output.tpot_s, goals.tpot_s)
     if goals.running_tpot_s is not None:
-        misses += output.rows * miss(output.tpot_s + prompt.own_s / max(1.0, expected), goals.running_tpot_s)
-    work_s = prompt.own_s + prompt.fixed_s + expected * output.row_s
-    return Prediction(ttft_s, output.tpot_s + over.after_s / gaps, delay_s, work_s, prompt.ahead_s, misses)
+        more_s = 0.0 if prompt.is_paced else prompt.own_s / max(1.0, expected)
+        misses += output.rows * miss(output.tpot_s + more_s, goals.running_tpot_s)
+    work_s = prompt.own_s + prompt.fixed_s + expected * (output.row_s + output.alone_s)
+    tpot_s = _stretched(steps_tpot_s, output.tpot_s, over.stretch, goals.tpot_s)
+    return Prediction(ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, _spares(prompt))
 
 
 def remote(prompt: PromptSide, output: OutputSide, over: Overhead, expected: float, goals: "Goals") -> Prediction:
@@ -160,15 +224,37 @@ def remote(prompt: PromptSide, output: OutputSide, over: Overhead, expected: flo
     longer than the computation slow the request's first tokens."""
     ttft_s, after_s = prompt.compute_s + over.before_s, over.after_s * output.missing
     gaps = max(1.0, expected - 1)
-    tpot_s = output.tpot_s + (after_s + max(0.0, output.queue_s - prompt.own_s)) / gaps
-    delay_s = prompt.rows * prompt.own_s + output.rows * expected * output.row_s
-    misses = miss(ttft_s, goals.ttft_s) + miss(tpot_s, goals.tpot_s)
+    steps_tpot_s = output.tpot_s + (after_s + max(0.0, output.queue_s - prompt.own_s)) / gaps
+    delay_s = lost_s(prompt) + slowed_s(output, expected)
+    tpot_s = _stretched(steps_tpot_s, output.tpot_s, over.stretch, goals.tpot_s)
+    misses = miss(ttft_s, goals.ttft_s) + miss(min(tpot_s, steps_tpot_s), goals.tpot_s)
     if goals.running_tpot_s is not None:
-        elsewhere_s = prompt.step_s + prompt.own_s / max(1.0, expected)
+        elsewhere_s = prompt.step_s + (0.0 if prompt.is_paced else prompt.own_s / max(1.0, expected))
         misses += prompt.rows * miss(elsewhere_s, goals.running_tpot_s)
         misses += output.rows * miss(output.tpot_s, goals.running_tpot_s)
-    work_s = prompt.own_s + prompt.fixed_s + expected * output.row_s + over.before_s + after_s
-    return Prediction(ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses)
+    work_s = prompt.own_s + prompt.fixed_s + expected * (output.row_s + output.alone_s) + over.before_s + after_s
+    return Prediction(ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, _spares(prompt))
+
+
+def lost_s(prompt: PromptSide) -> float:
+    """What the sequences lose that run where the prompt is computed."""
+    return prompt.rows * prompt.own_s * (SPARED if prompt.is_paced else 1.0)
+
+
+def slowed_s(output: OutputSide, expected: float) -> float:
+    """What the sequences lose beside which it decodes."""
+    return output.rows * expected * output.row_s * (SPARED if output.is_paced else 1.0)
+
+
+def _spares(prompt: PromptSide) -> bool:
+    return prompt.is_paced or not prompt.rows
+
+
+def _stretched(tpot_s: float, least_s: float, stretch: float, goal_s: float | None) -> float:
+    """With the prompts that will share its steps; of a request that is promised a pace, no more of them than leave it that.
+    `least_s`: steps without prompts."""
+    stretched_s = tpot_s * stretch
+    return stretched_s if goal_s is None else min(stretched_s, max(least_s, PACE_TARGET * goal_s))
 
 
 class Goals(NamedTuple):

@@ -96,6 +96,12 @@ class Request:
         self._timings.queued(began_ns)
         self._timings.on_submitting = lambda: self._submitting(ticket)
 
+    def _teach(self) -> None:
+        """A smooth request says whether admission's forecast was right."""
+        first_ns, parts = self._timings.first_received_ns, self._timings.parts
+        if self._ticket is not None and first_ns is not None and not (parts.num_retries or self.job.emitted):
+            self._core.gate.admission.answered(self._ticket, first_ns / 1e9)
+
     def _submitting(self, ticket: Ticket) -> None:
         self._submitted = True
         self._core.gate.placed(ticket)
@@ -111,6 +117,7 @@ class Request:
 
     def _completed(self) -> mesh_pb2.GenerateResponse:
         timings = self._timings.message()
+        self._teach()
         usage = mesh_pb2.Usage(
             prompt_tokens=len(self.job.prompt),
             completion_tokens=self._output.num_tokens,

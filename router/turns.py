@@ -70,7 +70,9 @@ class Turns:
         refusal = deadline_refusal(applicant, forecast, wait_s, now)
         if refusal is not None or not self._places.num_in_lane(applicant.lane, BATCH + 1):
             return refusal
-        return never_fast_enough(applicant, forecast) or lane.outlook(applicant).refusal(applicant, forecast, wait_s, waited_s)
+        return never_fast_enough(applicant, forecast) or lane.outlook(applicant).refusal(
+            applicant, forecast, wait_s, waited_s, lane.trust.margin
+        )
 
     def note_latest_start(self, ticket: Ticket, forecast: Forecast | None) -> None:
         """When it will be too late for it, at the latest when it has waited for MAX_WAIT_S. Without a forecast nobody is taken to
@@ -170,6 +172,7 @@ class Turns:
         self._num_served += 1
         lane.served_at = self._num_served
         lane.patience.progress(now)
+        lane.turns.record(lane.tick(now, is_full=self._places.is_full), ticket.applicant.cost)
         self._room.serve(ticket)
         self._places.admit(ticket)
         self.decided.append(ticket)

@@ -26,6 +26,7 @@ class WorkerView:
     `figures_at`: monotonic seconds at which its numbers were true; `dispatched_*` is what this router sent there since.
     `num_decoding` sequences attend to `decode_context` tokens in every step; `num_starting` are prefilled or reserved and will
     decode. `latency` is None while it does not say how fast it is; `max_num_batched_tokens` 0: it does not say that.
+    `pace_s`: the worker sizes its steps so that its sequences get tokens this often, 0: it does not; `slack_s`: they are ahead.
     `penalty_s`: seconds by which everything placed there is thought to cost more than its numbers say.
     """
 
@@ -54,6 +55,8 @@ class WorkerView:
     latency: LatencyModel | None = None
     figures_at: float = 0.0
     penalty_s: float = 0.0
+    pace_s: float = 0.0
+    slack_s: float = 0.0
     dispatched_seqs: int = 0
     dispatched_blocks: int = 0
     dispatched_tokens: int = 0

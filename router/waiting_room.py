@@ -12,6 +12,7 @@ from router.drain_rate import BusyClock, DrainRate
 from router.fair_queue import FairQueue
 from router.foresight import Outlook
 from router.shares import Shares
+from router.trust import Trust
 
 MAX_LANES = 64
 MAX_TRANSIT_S = 0.5
@@ -77,6 +78,8 @@ class Lane:
     def __init__(self, now: float, max_queued: int, max_bytes: int) -> None:
         self.shares = Shares(1 / max(1, max_queued), 1 / max_bytes)
         self.drain = DrainRate()
+        self.turns = DrainRate()
+        self.trust = Trust()
         self.clock = BusyClock()
         self.transit = Transit()
         self.patience = Patience(now)
@@ -102,6 +105,12 @@ class Lane:
     def top_rank(self) -> int:
         """The highest that waits; somebody does."""
         return next(rank for rank in RANKS if self.queues[rank].num_waiting)
+
+    def wait_s(self, cost: float) -> float | None:
+        """Until so many tokens have had their turn; None while nothing is known. Turns tell it sooner than places that come free:
+        who is let in leaves only when its answer is whole."""
+        waits_s = self.turns.seconds_for(cost, self.clock.now)
+        return self.drain.seconds_for(cost, self.clock.now) if waits_s is None else waits_s
 
     def tick(self, now: float, *, is_full: bool) -> float:
         """Seconds in which somebody of this lane needed a place."""

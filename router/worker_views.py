@@ -1,5 +1,6 @@
 """From a worker's own messages to the value that the policy looks at."""
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -98,6 +99,8 @@ def view_of(
         num_starting=load.num_reserved + (num_prefilling if latency is not None else 0),
         max_num_batched_tokens=who.max_num_batched_tokens,
         latency=latency,
+        pace_s=load.pace_s if 0 < load.pace_s < math.inf and math.isfinite(load.slack_s) else 0.0,
+        slack_s=load.slack_s if math.isfinite(load.slack_s) else 0.0,
         figures_at=reported_at - load.age_ms / 1000,
         dispatched_seqs=sent.seqs,
         dispatched_blocks=sent.blocks,

@@ -72,7 +72,7 @@ class Worker:
             lambda tenant, cache_salt: cache_root_of(identity, layout.kv_dtype, tenant=tenant, cache_salt=cache_salt),
             self._grammars,
         )
-        self.watch = StepWatch()
+        self.watch = StepWatch(engine.pacer)
         self.load = self._load_reporter()
         tls = open_tls(config.tls)
         self._sender = Sender(engine.kv, identity, layout, self.epoch, tls=tls)

@@ -8,10 +8,14 @@ from collections.abc import Callable
 from engine.engine import Engine
 from engine.hardware import measure_limits
 from engine.outputs import StepResult
+from engine.pacing import Pacer, StepCost
 from planning.latency_fit import LatencyFit
 from planning.latency_model import LatencyModel, Work
 from planning.prior import Hardware, ModelShape, prior_of
 from protos.v1 import worker_pb2
+
+TELL_STEPS = 32
+"""After so many steps the engine is told anew what they cost."""
 
 
 def prior_for(engine: Engine) -> LatencyModel:
@@ -34,24 +38,41 @@ def prior_for(engine: Engine) -> LatencyModel:
 class StepWatch:
     """Learns from steps. Steps and questions both come on the event loop; the engine thread waits for neither."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds."""
+    def __init__(self, pacer: Pacer | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`pacer` is told what steps cost, so that the engine can size them. `clock`: seconds."""
+        self._pacer = pacer
         self._clock = clock
         self._fit: LatencyFit | None = None
+        self._num_seen = 0
 
     def start_from(self, prior: LatencyModel) -> None:
         """What there is to say before the first step."""
         self._fit = LatencyFit(prior)
+        self._tell()
 
     def on_step(self, result: StepResult) -> None:
         """Learns from a step. Time between steps, idle or not, is none of a step's."""
         if self._fit is not None:
             self._fit.observe(Work(*result.work), (result.ended_ns - result.started_ns) / 1e9)
+            self._num_seen += 1
+            if self._num_seen % TELL_STEPS == 0:
+                self._tell()
 
     @property
     def model(self) -> LatencyModel | None:
         """None before `start_from`."""
         return None if self._fit is None else self._fit.model(self._clock())
+
+    def _tell(self) -> None:
+        model = self.model
+        if self._pacer is not None and model is not None:
+            self._pacer.cost = StepCost(
+                model.fixed_s,
+                model.per_prefill_token_s,
+                model.per_prefill_context_s,
+                model.per_sequence_s,
+                model.per_context_token_s,
+            )
 
 
 def latency_message(model: LatencyModel) -> worker_pb2.LatencyModel:

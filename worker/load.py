@@ -92,5 +92,7 @@ class LoadReporter:
             num_decoding=stats.num_decoding,
             decode_context=stats.decode_context,
             num_prefilling=stats.num_prefilling,
+            pace_s=stats.pace_s,
+            slack_s=stats.slack_s,
             age_ms=math.ceil(1000 * self._age_s()),
         )

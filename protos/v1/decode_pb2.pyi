@@ -60,6 +60,7 @@ class SubmitRequest(_message.Message):
     TIME_LEFT_MS_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    TPOT_GOAL_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is unique in the mesh; 1 to 64 of [A-Za-z0-9_-]."""
     router_id: _builtins.str
@@ -72,6 +73,10 @@ class SubmitRequest(_message.Message):
     """time_left_ms until the client's deadline. 0 means none."""
     epoch: _builtins.int
     """epoch that the router expects of the worker. 0 means any."""
+    tpot_goal_ms: _builtins.int
+    """tpot_goal_ms: the request's tokens are wanted this far apart at most, on average. Steps hold only so much of other prompts as
+    leaves it that. 0 means that nobody said.
+    """
     @_builtins.property
     def request(self) -> _common_pb2.TokenRequest:
         """request in token ids, with what was emitted so far."""
@@ -91,10 +96,11 @@ class SubmitRequest(_message.Message):
         time_left_ms: _builtins.int = ...,
         identity: _common_pb2.Identity | None = ...,
         epoch: _builtins.int = ...,
+        tpot_goal_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "identity", b"identity", "mode", b"mode", "request", b"request", "request_id", b"request_id", "router_id", b"router_id", "time_left_ms", b"time_left_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "identity", b"identity", "mode", b"mode", "request", b"request", "request_id", b"request_id", "router_id", b"router_id", "time_left_ms", b"time_left_ms", "tpot_goal_ms", b"tpot_goal_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

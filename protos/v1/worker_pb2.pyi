@@ -221,6 +221,8 @@ class LoadReport(_message.Message):
     DECODE_CONTEXT_FIELD_NUMBER: _builtins.int
     NUM_PREFILLING_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
+    PACE_S_FIELD_NUMBER: _builtins.int
+    SLACK_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """worker_id of the reporter."""
     epoch: _builtins.int
@@ -265,6 +267,12 @@ class LoadReport(_message.Message):
     """num_prefilling sequences whose prompt is being computed or waits for it."""
     age_ms: _builtins.int
     """age_ms of these figures when the report was sent. A report says nothing of what arrived later than that."""
+    pace_s: _builtins.float
+    """pace_s: the sequence that leaves prompts least room, or will once it decodes, gets a token so often. 0 means that nobody here
+    was promised a pace, and that steps hold as much of a prompt as fits.
+    """
+    slack_s: _builtins.float
+    """slack_s by which that sequence is ahead of its pace, or behind it (negative). 0 while none decodes."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
         """roles it has now."""
@@ -300,10 +308,12 @@ class LoadReport(_message.Message):
         decode_context: _builtins.int = ...,
         num_prefilling: _builtins.int = ...,
         age_ms: _builtins.int = ...,
+        pace_s: _builtins.float = ...,
+        slack_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latency_model", b"latency_model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "decode_context", b"decode_context", "draining", b"draining", "epoch", b"epoch", "latency_model", b"latency_model", "max_num_seqs", b"max_num_seqs", "num_cached_blocks", b"num_cached_blocks", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_handoff_failures", b"num_handoff_failures", "num_held", b"num_held", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "roles", b"roles", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "decode_context", b"decode_context", "draining", b"draining", "epoch", b"epoch", "latency_model", b"latency_model", "max_num_seqs", b"max_num_seqs", "num_cached_blocks", b"num_cached_blocks", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_handoff_failures", b"num_handoff_failures", "num_held", b"num_held", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "pace_s", b"pace_s", "roles", b"roles", "slack_s", b"slack_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,7 +28,7 @@ def result(step: int, seconds: float) -> StepResult:
 
 
 def reporter(engine: Engine, now_ns: list[int]) -> LoadReporter:
-    watch = StepWatch(lambda: now_ns[0] / 1e9)
+    watch = StepWatch(clock=lambda: now_ns[0] / 1e9)
     watch.start_from(PRIOR)
     loop = EngineLoop(engine, lambda _: None)
     gate = RoleGate(roles_of(("decode",)))
@@ -47,7 +47,7 @@ def reporter(engine: Engine, now_ns: list[int]) -> LoadReporter:
 
 def test_a_watch_says_nothing_then_the_prior_then_what_it_saw() -> None:
     now_s = [0.0]
-    watch = StepWatch(lambda: now_s[0])
+    watch = StepWatch(clock=lambda: now_s[0])
     watch.on_step(result(1, 0.5))
     assert watch.model is None
     watch.start_from(PRIOR)

@@ -1,0 +1,136 @@
+"""How much of prompts a step holds beside sequences that were promised a pace."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.allocator import BlockAllocator
+from engine.blocks import BlockPool
+from engine.pacing import LEAST_TOKENS, SPREAD, TARGET, Pacer, StepCost
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import Phase, Sequence, SequenceGroup
+from router.prediction import PACE_TARGET
+from tests.support.mock_engine import hash_block
+
+COST = StepCost(
+    fixed_s=0.008, per_prefill_token_s=0.001, per_prefill_context_s=0.0, per_sequence_s=0.002, per_context_token_s=0.0
+)
+GOAL_S = 0.05
+MS = 1_000_000
+
+
+class Machine:
+    """A scheduler whose steps take exactly what `COST` says, on a clock of its own."""
+
+    def __init__(self, cost: StepCost | None = COST, budget: int = 512) -> None:
+        self.pacer = Pacer()
+        self.pacer.cost = cost
+        allocator = BlockAllocator(BlockPool(512), 16, hash_block, prefix_caching=False)
+        self.scheduler = Scheduler(allocator, budget, self.pacer)
+        self.now_ns = 1
+        self.num_arrived = 0
+
+    def add(self, num_tokens: int, goal_s: float = 0.0) -> Sequence:
+        request = EngineRequest(
+            str(self.num_arrived), tuple(range(num_tokens)), SamplingParams(max_tokens=9999), tpot_goal_s=goal_s
+        )
+        group = SequenceGroup(request, self.num_arrived, Phase.ACTIVE)
+        self.num_arrived += 1
+        self.scheduler.wait(group.sequences[0])
+        return group.sequences[0]
+
+    def step(self, extra_ns: int = 0) -> int:
+        """Returns the prompt tokens in it."""
+        plan = self.scheduler.schedule(self.now_ns)
+        num_prompt = sum(piece.num_tokens for piece in plan.pieces if not piece.sequence.is_decoding)
+        num_rows = sum(piece.sequence.is_decoding for piece in plan.pieces)
+        self.now_ns += int(1e9 * (COST.fixed_s + 0.001 * num_prompt + 0.002 * num_rows)) + extra_ns
+        for piece in plan.pieces:
+            piece.sequence.num_computed += piece.num_tokens
+            if not piece.sequence.num_remaining:
+                piece.sequence.output.append(9)
+        return num_prompt
+
+
+def running(goal_s: float = GOAL_S, cost: StepCost | None = COST) -> tuple[Machine, Sequence]:
+    machine = Machine(cost)
+    sequence = machine.add(4, goal_s)
+    machine.step()
+    return machine, sequence
+
+
+def test_a_step_with_prompts_is_as_long_as_the_pace_allows() -> None:
+    machine, _ = running()
+    machine.add(1000)
+    assert machine.step() == pytest.approx((TARGET * GOAL_S - 0.010) / 0.001, abs=1)
+
+
+def test_the_pace_holds_over_many_prompts() -> None:
+    machine, sequence = running()
+    began_ns, had = machine.now_ns, len(sequence.output)
+    for _ in range(5):
+        machine.add(1000)
+    while machine.step() and len(sequence.output) - had < 120:
+        pass
+    assert len(sequence.output) - had == 120
+    assert (machine.now_ns - began_ns) / 1e9 / 120 == pytest.approx(TARGET * GOAL_S, rel=0.03)
+
+
+def test_slack_is_spent_bit_by_bit() -> None:
+    machine, _ = running()
+    for _ in range(20):
+        machine.step()
+    machine.add(4000)
+    chunks = [machine.step() for _ in range(40)]
+    slack_s = 20 * (TARGET * GOAL_S - 0.010)
+    assert chunks[0] == pytest.approx((TARGET * GOAL_S + slack_s / SPREAD - 0.010) / 0.001, rel=0.1)
+    assert chunks == sorted(chunks, reverse=True)
+    assert chunks[-1] == pytest.approx((TARGET * GOAL_S - 0.010) / 0.001, abs=2)
+
+
+def test_who_is_behind_catches_up_while_prompts_go_on() -> None:
+    machine, _ = running()
+    machine.add(4000)
+    machine.step(extra_ns=500 * MS)  # the machine stalled
+    assert machine.step() == LEAST_TOKENS
+    chunks = [machine.step() for _ in range(60)]
+    assert min(chunks) == LEAST_TOKENS and chunks[-1] == pytest.approx((TARGET * GOAL_S - 0.010) / 0.001, rel=0.1)
+
+
+@pytest.mark.parametrize(("goal_s", "cost"), [(0.0, COST), (GOAL_S, None)])
+def test_without_a_promise_or_a_price_steps_are_full(goal_s: float, cost: StepCost | None) -> None:
+    machine, _ = running(goal_s, cost)
+    machine.add(1000)
+    assert machine.step() == 511
+
+
+def test_the_tightest_decides_and_the_first_prompt_s_context_counts() -> None:
+    machine = Machine(COST._replace(per_prefill_context_s=1e-6))
+    for goal_s in (0.0, 0.2, 0.05):
+        machine.add(4, goal_s)
+    machine.step()
+    prompt = machine.add(2000)
+    assert machine.step() == pytest.approx((TARGET * 0.05 - 0.014) / 0.001, abs=1)
+    decoding, room_s = machine.scheduler.running[:3], TARGET * 0.05 - 0.014
+    slack_s = TARGET * 0.05 - (machine.now_ns - decoding[-1].paced_from_ns) / 1e9
+    prompt.num_computed = 1000
+    told = machine.pacer.prompt_tokens(decoding, prompt, machine.now_ns)
+    assert told == pytest.approx((room_s + slack_s / SPREAD) / (0.001 + 1e-6 * 1000), abs=1)
+
+
+def test_what_is_told_of_it() -> None:
+    machine, sequence = running()
+    pacer, decoding = machine.pacer, [sequence]
+    assert pacer.tightest(decoding, machine.now_ns) is None and pacer.promised_s(decoding) == TARGET * GOAL_S
+    for _ in range(3):
+        machine.step()
+    pace = pacer.tightest(decoding, machine.now_ns)
+    assert pace is not None and pace.pace_s == TARGET * GOAL_S
+    assert pace.slack_s == pytest.approx(3 * (TARGET * GOAL_S - 0.010))
+    assert pacer.promised_s([]) == 0
+
+
+def test_the_router_thinks_of_the_same_pace() -> None:
+    assert PACE_TARGET == TARGET

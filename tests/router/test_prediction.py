@@ -1,0 +1,113 @@
+"""What is predicted of a worker whose sequences were promised a pace, and what is learned from what came."""
+
+from dataclasses import replace
+
+import pytest
+
+from planning.latency_model import LatencyModel
+from router.overheads import MAX_STRETCH, Overheads
+from router.prediction import MAX_SHARE, PACE_TARGET, SPARED, Engine, Goals, Overhead, local
+from router.trust import MAX_MARGIN, MIN_MARGIN, Trust
+from router.views import WorkerView
+from tests.router.fleets import running, worker
+
+SPEED = LatencyModel(0.008, 0.001, 0.0, 0.002, 0.0, num_steps=1000)
+ROWS, PACE_S = 1, 0.02
+
+
+def engine(view: WorkerView) -> Engine:
+    return Engine(view, SPEED)
+
+
+def prefill_s(view: WorkerView, num_tokens: int = 400) -> float:
+    return engine(view).prompt_side(num_tokens, 0, view.figures_at).compute_s
+
+
+def paced(**fields: object) -> WorkerView:
+    return replace(running("pd0", ROWS, max_num_batched_tokens=512), pace_s=PACE_S, **fields)  # type: ignore[arg-type]
+
+
+def test_a_prompt_takes_what_the_pace_leaves() -> None:
+    """Steps of 10 ms without prompts, a pace of 20 ms: half of the time is left for 0.4 s of work."""
+    free = running("pd0", ROWS, max_num_batched_tokens=512)
+    assert prefill_s(free) == pytest.approx(0.005 + 0.4 + 0.010)
+    assert prefill_s(paced()) == pytest.approx(0.005 + 0.8)
+    assert prefill_s(paced(slack_s=0.2)) == pytest.approx(0.005 + 0.6)
+    assert prefill_s(paced(slack_s=9.0)) == prefill_s(free)  # no faster than full steps
+    assert prefill_s(paced(slack_s=-0.2)) > prefill_s(paced())
+
+
+def test_prompts_before_it_take_the_slack_and_decode_beside_it() -> None:
+    queued = paced(slack_s=0.4, num_waiting_tokens=400, num_prefilling=1, num_starting=1)
+    side = engine(queued).prompt_side(400, 0, queued.figures_at)
+    assert side.ahead_s == pytest.approx(0.005 + 0.8)
+    assert side.compute_s - side.ahead_s == pytest.approx(0.4 / (1 - 0.012 / PACE_S))
+    assert side.is_paced
+
+
+def test_a_pace_that_steps_alone_exceed_leaves_a_little() -> None:
+    tight = replace(paced(), pace_s=0.001)
+    assert prefill_s(tight) == pytest.approx(0.005 + 0.4 / (1 - MAX_SHARE))
+
+
+def test_who_keeps_a_pace_loses_what_it_can_spare() -> None:
+    over, goals = Overhead(0.0, 0.0), Goals(1.0, 0.05, 0.05)
+
+    def lost_s(view: WorkerView) -> float:
+        at = engine(view)
+        prompt, output = at.prompt_side(400, 0, 0.0), at.output_side(400, 0, 1, 64.0, 0.0)
+        predicted = local(prompt, output, over, 64.0, goals)
+        assert predicted.spares is (view.pace_s > 0)
+        return predicted.delay_s
+
+    free = running("pd0", ROWS, max_num_batched_tokens=512)
+    assert lost_s(paced()) == pytest.approx(SPARED * lost_s(free))
+
+
+@pytest.mark.parametrize(("goal_s", "tpot_s"), [(None, 0.024), (0.1, 0.024), (0.02, PACE_TARGET * 0.02), (0.001, 0.012)])
+def test_a_tpot_is_stretched_as_far_as_its_objective_allows(goal_s: float | None, tpot_s: float) -> None:
+    at = engine(running("pd0", ROWS))
+    prompt, output = at.prompt_side(400, 0, 0.0), at.output_side(400, 0, 1, 64.0, 0.0)
+    predicted = local(prompt, output, Overhead(0.0, 0.0, stretch=2.0), 64.0, Goals(None, goal_s, None))
+    assert predicted.steps_tpot_s == pytest.approx(0.012)
+    assert predicted.tpot_s == pytest.approx(tpot_s)
+
+
+def test_the_stretch_is_a_moving_mean_by_host() -> None:
+    overheads, here, there = Overheads(), worker("d0"), worker("d1", host_id="there")
+    assert overheads.between(None, here).stretch == 1.0
+    for _ in range(50):
+        overheads.observe_tpot(here, 0.010, 0.015)
+    assert overheads.between(None, here).stretch == pytest.approx(1.5, rel=0.02)
+    assert overheads.between(worker("p0"), here).stretch == overheads.between(None, here).stretch
+    assert overheads.between(None, there).stretch == 1.0
+    overheads.observe_tpot(here, 0.0, 0.015)  # says nothing
+    for _ in range(50):
+        overheads.observe_tpot(here, 0.010, 99.0)
+    assert overheads.between(None, here).stretch <= MAX_STRETCH
+
+
+def test_trust_covers_all_but_a_few() -> None:
+    trust = Trust()
+    ratios = [0.8 + 0.6 * (number * 37 % 100) / 100 for number in range(4000)]  # even, up to 1.4
+    exceeded = 0
+    for number, ratio in enumerate(ratios):
+        if number >= 1000:
+            exceeded += ratio > trust.margin
+        trust.observe(1.0, ratio, 1.5)
+    assert 1.25 < trust.margin < 1.6
+    assert exceeded / 3000 < 0.06
+
+
+def test_trust_is_bounded_and_looks_only_at_close_calls() -> None:
+    trust = Trust()
+    for _ in range(100):
+        trust.observe(0.1, 5.0, 10.0)  # far from its objective
+        trust.observe(0.0, 5.0, 10.0)
+    assert trust.margin == MIN_MARGIN
+    for _ in range(100):
+        trust.observe(1.0, 50.0, 1.0)
+    assert trust.margin == MAX_MARGIN
+    for _ in range(1000):
+        trust.observe(1.0, 0.5, 1.0)
+    assert trust.margin == MIN_MARGIN
