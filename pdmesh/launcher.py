@@ -177,19 +177,16 @@ class LocalMesh:
     async def wait_ready(self, timeout_s: float) -> None:
         """Waits until every router sees the present process of every worker alive. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
-            for address in self.router_addresses:
-                await self._wait_until_seen(address)
+            for router in self.routers:
+                while not await self._sees_all_workers(router):  # noqa: ASYNC110  # the event happens in another process
+                    await asyncio.sleep(_POLL_PERIOD_S)
 
-    async def _wait_until_seen(self, address: str) -> None:
-        async with AsyncClient(address, tls=self.tls) as client:
-            while not await self._sees_all_workers(client):  # noqa: ASYNC110  # the event happens in another process
-                await asyncio.sleep(_POLL_PERIOD_S)
-
-    async def _sees_all_workers(self, client: AsyncClient) -> bool:
+    async def _sees_all_workers(self, router: Member) -> bool:
         try:
-            status = await client.status(timeout=1.0)
             expected = {(worker.name, worker.address) for worker in self.workers}
-        except (MeshError, RuntimeError):  # the router does not answer; a worker is between two lives
+            async with AsyncClient(router.address, tls=self.tls) as client:
+                status = await client.status(timeout=1.0)
+        except (MeshError, RuntimeError):  # the router does not answer; it or a worker is between two lives
             return False
         return expected <= {(worker.info.worker_id, worker.info.address) for worker in status.workers if worker.alive}
 

@@ -17,6 +17,7 @@ _AT_LEAST_ONE = (
     "prefix_index_blocks",
     "http_max_body_bytes",
     "http_max_connections",
+    "max_streams",
     "max_streams_per_connection",
     "processes",
 )
@@ -77,12 +78,18 @@ class RouterConfig:
     )
     max_inflight: int = field(default=256, metadata={"help": "requests admitted at the same time"})
     max_queued: int = field(default=256, metadata={"help": "requests that may wait for admission; more are refused"})
+    max_streams: int = field(
+        default=16384, metadata={"help": "gRPC calls that may be open at the same time, over all connections; more are refused"}
+    )
     max_streams_per_connection: int = field(
         default=1024, metadata={"help": "calls that one gRPC connection may have at the same time; more wait at the client"}
     )
     max_connection_age_s: float = field(
         default=0.0,
         metadata={"help": "after how long a gRPC connection takes no new calls, so that clients balance anew; 0: never"},
+    )
+    max_connection_idle_s: float = field(
+        default=600.0, metadata={"help": "after how long without a call a gRPC connection is closed; 0: never"}
     )
     max_queued_bytes: int = field(
         default=64 << 20, metadata={"help": "bytes that prompts may take while they wait; more are refused"}
@@ -160,6 +167,7 @@ class RouterConfig:
             "drain_grace_s",
             "linger_s",
             "max_connection_age_s",
+            "max_connection_idle_s",
         ):
             _require(getattr(self, name) >= 0, name, "must not be negative")
         for name in _POSITIVE:

@@ -15,7 +15,7 @@ from typing import Protocol
 import grpc.aio
 
 from protos.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
-from router.silence import Watchdog
+from router.silence import Watchdog, being_cancelled
 
 MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 0.5
@@ -127,7 +127,7 @@ class DecodeLink:
             try:
                 await self._read(call, watchdog)
             except asyncio.CancelledError:
-                if not silent.is_set() or _being_cancelled():
+                if not silent.is_set() or being_cancelled():
                     raise
             finally:
                 call.cancel()
@@ -220,8 +220,3 @@ async def is_refused(address: str) -> bool:
         return False
     writer.close()
     return False
-
-
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

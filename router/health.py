@@ -54,7 +54,8 @@ class HealthLimits:
 
 @dataclass(eq=False)
 class Breaker:
-    """One worker in one role. `times` it was ejected without having been well for long in between."""
+    """One worker in one role. `times` it was ejected without having been well for long in between; `num_ejections` in all.
+    `reason` of its last change."""
 
     state: State = State.CLOSED
     errors: float = 0.0
@@ -65,6 +66,8 @@ class Breaker:
     opened_at: float = 0.0
     until: float = 0.0  # OPEN: the end of the ejection; HALF_OPEN: until when the probe is waited for
     touched_at: float = 0.0
+    num_ejections: int = 0
+    reason: str = ""
 
     def fade(self, now: float, memory_s: float) -> None:
         """What was counted weighs less with time."""
@@ -92,9 +95,13 @@ class Health:
         """Those whose breaker in this role is not CLOSED."""
         return [worker for worker, judged in self._suspects if judged is role]
 
+    def breaker(self, worker: WorkerKey, role: Role) -> Breaker | None:
+        """As of the last thing that was heard of the worker; None when nothing was, or long ago."""
+        return self._breakers.get((worker, role))
+
     def state(self, worker: WorkerKey, role: Role) -> State:
-        """As of the last thing that was heard of it; unknown workers are CLOSED."""
-        breaker = self._breakers.get((worker, role))
+        """That of its breaker; unknown workers are CLOSED."""
+        breaker = self.breaker(worker, role)
         return State.CLOSED if breaker is None else breaker.state
 
     def succeeded(self, worker: WorkerKey, role: Role, now: float) -> None:
@@ -135,8 +142,7 @@ class Health:
         if breaker is not None and breaker.state is not State.CLOSED and now >= breaker.until:
             breaker.until = now + self.limits.probe_s
             if breaker.state is State.OPEN:
-                breaker.state = State.HALF_OPEN
-                self.on_change(worker, role, State.HALF_OPEN, "one request goes there")
+                self._change(worker, role, breaker, State.HALF_OPEN, "one request goes there")
 
     def ejected(self, role: Role, peers: Sequence[WorkerKey], now: float) -> frozenset[WorkerKey]:
         """Those of `peers`, all of one kind, to be left out now: when they are too many, those that were ejected first."""
@@ -163,14 +169,19 @@ class Health:
         self._suspects.add((worker, role))
         growing_s = self.limits.ejection_s * 2.0 ** min(breaker.times, 20)
         breaker.times += 1
-        breaker.state, breaker.opened_at = State.OPEN, now
+        breaker.num_ejections += 1
+        breaker.opened_at = now
         breaker.until = now + min(growing_s, self.limits.max_ejection_s) * (1 + self.limits.jitter * self.jitter())
-        self.on_change(worker, role, State.OPEN, f"left out for {breaker.until - now:.1f} s: {reason}")
+        self._change(worker, role, breaker, State.OPEN, f"left out for {breaker.until - now:.1f} s: {reason}")
 
     def _close(self, worker: WorkerKey, role: Role, breaker: Breaker) -> None:
         self._suspects.discard((worker, role))
-        breaker.state, breaker.errors = State.CLOSED, 0.0
-        self.on_change(worker, role, State.CLOSED, "its probe went well")
+        breaker.errors = 0.0
+        self._change(worker, role, breaker, State.CLOSED, "its probe went well")
+
+    def _change(self, worker: WorkerKey, role: Role, breaker: Breaker, state: State, reason: str) -> None:
+        breaker.state, breaker.reason = state, reason
+        self.on_change(worker, role, state, reason)
 
     def _touch(self, worker: WorkerKey, role: Role, now: float) -> Breaker:
         key = (worker, role)

@@ -78,7 +78,7 @@ class Router:
             tls=tls,
             callers=_callers(config),
             interceptors=checks,
-            limits=ConnectionLimits(config.max_streams_per_connection, config.max_connection_age_s),
+            limits=_limits(config),
             share_port=config.share_ports,
         )
         self.server.register(mesh_pb2_grpc.add_MeshServicer_to_server, MeshService(self.frontend), SERVICE_NAME)
@@ -149,6 +149,15 @@ class Router:
 def _callers(config: RouterConfig) -> Callers:
     """Clients need no name of the mesh: they are not its members."""
     return "certified" if config.tls_client_auth == "require" else "any"
+
+
+def _limits(config: RouterConfig) -> ConnectionLimits:
+    return ConnectionLimits(
+        max_streams=config.max_streams_per_connection,
+        max_age_s=config.max_connection_age_s,
+        max_idle_s=config.max_connection_idle_s,
+        max_calls=config.max_streams,
+    )
 
 
 def spare_collector() -> None:

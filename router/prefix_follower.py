@@ -18,6 +18,7 @@ import grpc.aio
 from protos.v1 import worker_pb2
 from router.fleet import Fleet
 from router.prefix_index import PrefixIndex
+from router.silence import being_cancelled
 from router.views import WorkerKey
 from router.worker import Worker
 from runtime.block_stream import BlockStream, Entry, Source
@@ -130,10 +131,14 @@ class PrefixFollower:
         self._forgetting[key] = asyncio.create_task(self._forget_after(listing, key), name=f"forget blocks of {key[0]}")
 
     async def _forget_after(self, listing: asyncio.Task[None] | None, key: WorkerKey) -> None:
-        if listing is not None:
-            await asyncio.gather(listing, return_exceptions=True)
-        await self._index.forget(key)
-        del self._forgetting[key]
+        try:
+            if listing is not None:
+                await asyncio.gather(listing, return_exceptions=True)
+            await self._index.forget(key)
+        except Exception:  # a bug here costs memory, and must not keep the worker from being listed when it comes back
+            logger.exception("forgetting the blocks of %s failed", key[0])
+        finally:
+            del self._forgetting[key]
 
     def _tell_followed(self) -> None:
         self._index.set_followed(key for key, each in self._followed.items() if self._is_up and each.position is not None)
@@ -153,18 +158,27 @@ class PrefixFollower:
             await asyncio.sleep(followed.list_gap_s * random.uniform(0.5, 1.0))
             followed.list_gap_s = min(max(FIRST_LIST_GAP_S, 2 * followed.list_gap_s), MAX_LIST_GAP_S)
             try:
-                async with self._lists:
-                    sequence, names = await _all_blocks(followed)
+                await self._list_once(followed)
             except InvalidList as error:
                 logger.warning("the blocks of %s are refused: %s", followed.info.worker_id, error)
             except grpc.aio.AioRpcError as error:
                 logger.info("the blocks of %s are not known: %s", followed.info.worker_id, error.details())
                 if error.code() in _NEVER_AGAIN:
                     return
-            else:
-                await self._index.replace(followed.key, names)
-                followed.position = sequence
-                self._tell_followed()
+            except asyncio.CancelledError:
+                if being_cancelled():
+                    raise
+                logger.info("the blocks of %s are not known: its channel was closed", followed.info.worker_id)
+            except Exception:  # a bug costs what is known of this worker until the next try, and not for good
+                logger.exception("listing the blocks of %s failed", followed.info.worker_id)
+
+    async def _list_once(self, followed: Followed) -> None:
+        """Raises InvalidList, AioRpcError; CancelledError also when only the call is cancelled, as its channel closes."""
+        async with self._lists:
+            sequence, names = await _all_blocks(followed)
+        await self._index.replace(followed.key, names)
+        followed.position = sequence
+        self._tell_followed()
 
     async def _look_forever(self) -> None:
         while True:

@@ -169,6 +169,7 @@ def replica_config(config: RouterConfig, base: str, number: int) -> RouterConfig
         max_inflight=_part(config.max_inflight, config.processes, number, least=1),
         max_queued=_part(config.max_queued, config.processes, number, least=0),
         max_queued_bytes=_part(config.max_queued_bytes, config.processes, number, least=1),
+        max_streams=_part(config.max_streams, config.processes, number, least=1),
         http_max_connections=_part(config.http_max_connections, config.processes, number, least=1),
         tenants_share=config.tenants_share / config.processes,
     )

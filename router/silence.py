@@ -28,6 +28,12 @@ class SilenceClock:
         return self._silence_s >= self._timeout_s
 
 
+def being_cancelled() -> bool:
+    """Whether somebody wants the current task to end: else a CancelledError says that a call of its own was cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 class Watchdog:
     """Calls `on_silence` once, on the running event loop, when nothing was heard for `timeout_s`. Use as a context manager."""
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from protos.v1 import common_pb2, mesh_pb2, worker_pb2
 from router.admission_counts import Tally
+from router.breaker_status import BreakerStatuses
 from router.core import Core
 from router.objectives import ModelObjective
 from router.worker import Worker
@@ -26,12 +27,13 @@ def models(core: Core) -> mesh_pb2.ListModelsResponse:
 
 
 def status(core: Core, objectives: Sequence[ModelObjective], *, registry_connected: bool) -> mesh_pb2.GetStatusResponse:
-    """Workers, admission, objectives."""
+    """Workers with their breakers, admission, objectives."""
     now = time.monotonic()
+    breakers = BreakerStatuses(core.judge, core.fleet.roster, now)
     admission = core.gate.admission
     return mesh_pb2.GetStatusResponse(
         router_id=core.router_id,
-        workers=[_worker(worker, now) for worker in core.fleet.workers.values()],
+        workers=[_worker(worker, breakers, now) for worker in core.fleet.workers.values()],
         num_inflight=admission.num_inflight,
         num_queued=admission.num_queued,
         max_inflight=admission.max_inflight,
@@ -58,7 +60,7 @@ def _tally(tenant: str, priority: int, tally: Tally) -> mesh_pb2.AdmissionStatus
     )
 
 
-def _worker(worker: Worker, now: float) -> mesh_pb2.WorkerStatus:
+def _worker(worker: Worker, breakers: BreakerStatuses, now: float) -> mesh_pb2.WorkerStatus:
     """One that has never answered is shown by its address."""
     last = worker.last
     if last is None:
@@ -68,4 +70,10 @@ def _worker(worker: Worker, now: float) -> mesh_pb2.WorkerStatus:
     info.ClearField("roles")
     info.roles.extend(last.load.roles)  # they may have changed since it registered
     age_ms = min(2**32 - 1, round((now - last.reported_at) * 1000))
-    return mesh_pb2.WorkerStatus(info=info, load=last.load, alive=worker.current is not None, report_age_ms=age_ms)
+    return mesh_pb2.WorkerStatus(
+        info=info,
+        load=last.load,
+        alive=worker.current is not None,
+        report_age_ms=age_ms,
+        breakers=breakers.of((worker.address, info.epoch)),
+    )

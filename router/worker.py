@@ -12,7 +12,7 @@ from protos.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_
 from router import worker_views
 from router.changes import Signal
 from router.decode_link import DecodeLink, LinkSettings
-from router.silence import Watchdog
+from router.silence import Watchdog, being_cancelled
 from router.views import WorkerView
 
 MIN_BACKOFF_S = 0.05
@@ -223,7 +223,7 @@ class Worker:
             try:
                 await self._follow(info, call, watchdog)
             except asyncio.CancelledError:
-                if not call.cancelled() or _being_cancelled():
+                if not call.cancelled() or being_cancelled():
                     raise
             finally:
                 call.cancel()
@@ -275,8 +275,3 @@ class Worker:
             self.lost_at = time.monotonic()
             current.lost.set()
             self._on_change()
-
-
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

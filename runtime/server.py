@@ -25,6 +25,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from runtime.call_bound import CallBound
 from runtime.channel import MAX_MESSAGE_BYTES, message_size_options
 from runtime.config import ConfigError
 from runtime.health import SERVICE as HEALTH_SERVICE
@@ -36,11 +37,14 @@ from runtime.tls_peer import MemberInterceptor
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What one connection may do. `max_streams`: calls at the same time; more wait at the client. `max_age_s`: after so long it
-    takes no new calls, while those that run go on to their end; 0: never."""
+    """What one connection may do, and all together. `max_streams` of one: calls at the same time; more wait at the client.
+    `max_age_s`: after so long it takes no new calls, while those that run go on to their end; 0: never. `max_idle_s`: it is
+    closed after so long without a call; 0: never. `max_calls` of all connections: more are refused; None: no bound."""
 
     max_streams: int = 4096
     max_age_s: float = 0.0
+    max_idle_s: float = 0.0
+    max_calls: int | None = None
 
 
 DEFAULT_LIMITS = ConnectionLimits()
@@ -81,7 +85,9 @@ class GrpcServer:
         self._tls = tls
         self._callers = callers
         checks = [MemberInterceptor(tls.name)] if tls is not None and callers == "members" else []
-        chain = [ErrorInterceptor(), *checks, *interceptors]
+        self.bound = None if limits.max_calls is None else CallBound(limits.max_calls)
+        bounds = () if self.bound is None else (self.bound,)
+        chain = [ErrorInterceptor(), *bounds, *checks, *interceptors]
         self.server = grpc.aio.server(interceptors=chain, options=_options(max_message_bytes, limits, share_port=share_port))
         self._health = HealthServicer()
         self._service_names: list[str] = []
@@ -134,9 +140,9 @@ class GrpcServer:
 
 
 def _options(max_message_bytes: int, limits: ConnectionLimits, *, share_port: bool) -> list[tuple[str, int]]:
-    ages = [("grpc.max_connection_age_ms", round(limits.max_age_s * 1000))] if limits.max_age_s else []
     return [
-        *ages,
+        *_time_option("grpc.max_connection_age_ms", limits.max_age_s),
+        *_time_option("grpc.max_connection_idle_ms", limits.max_idle_s),
         *message_size_options(max_message_bytes),
         # Unless they mean to, two processes on one port would share its calls at random: a second one has to fail.
         ("grpc.so_reuseport", int(share_port)),
@@ -154,6 +160,11 @@ def _options(max_message_bytes: int, limits: ConnectionLimits, *, share_port: bo
         ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
         ("grpc.http2.bdp_probe", 0),
     ]
+
+
+def _time_option(name: str, seconds: float) -> list[tuple[str, int]]:
+    """Nothing for 0."""
+    return [(name, round(seconds * 1000))] if seconds else []
 
 
 def _joined(host: str, port: int) -> str:

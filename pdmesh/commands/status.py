@@ -67,6 +67,7 @@ def status_lines(status: mesh_pb2.GetStatusResponse, colours: Palette) -> list[s
         *_router_lines(status, colours),
         "",
         *(_worker_tables(workers, colours) if workers else [colours.warning("no worker is known")]),
+        *_breaker_lines(workers, colours),
         *_objective_lines(status.objectives),
         *_admission_lines(status.admission),
     ]
@@ -144,6 +145,29 @@ def _state(worker: mesh_pb2.WorkerStatus) -> str:
 def role_names(roles: Sequence[worker_pb2.Role.ValueType]) -> str:
     """Roles for people: "prefill,decode"."""
     return ",".join(worker_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in roles)
+
+
+def _breaker_lines(workers: Sequence[mesh_pb2.WorkerStatus], colours: Palette) -> list[str]:
+    """Nothing while this router has left nobody out."""
+    judged = [(worker, breaker) for worker in workers for breaker in worker.breakers]
+    if not judged:
+        return []
+    head, *rows = table(
+        ("WORKER", "AS", "BREAKER", "LEFT OUT", "TIMES", "WHY"), [_breaker_row(worker, each) for worker, each in judged]
+    )
+    painted = (colours.bad(row) if each.left_out else row for row, (_, each) in zip(rows, judged, strict=True))
+    return ["", colours.bold(head), *painted]
+
+
+def _breaker_row(worker: mesh_pb2.WorkerStatus, breaker: mesh_pb2.BreakerStatus) -> tuple[str, ...]:
+    return (
+        worker.info.worker_id,
+        role_names([breaker.role]),
+        mesh_pb2.BreakerState.Name(breaker.state).removeprefix("BREAKER_STATE_").lower().replace("_", "-"),
+        f"{breaker.left_ms / 1000:.1f}s" if breaker.left_out else "no",
+        str(breaker.num_ejections),
+        breaker.reason[:48],
+    )
 
 
 def _admission_lines(tallies: Sequence[mesh_pb2.AdmissionStatus]) -> list[str]:

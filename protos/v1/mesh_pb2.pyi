@@ -45,6 +45,34 @@ PREFILL_MODE_REMOTE: PrefillMode.ValueType  # 2
 """PREFILL_MODE_REMOTE: a prefill worker pushes its KV."""
 Global___PrefillMode: _TypeAlias = PrefillMode  # noqa: Y015
 
+class _BreakerState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BreakerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BreakerState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BREAKER_STATE_UNSPECIFIED: _BreakerState.ValueType  # 0
+    """BREAKER_STATE_UNSPECIFIED is never sent."""
+    BREAKER_STATE_CLOSED: _BreakerState.ValueType  # 1
+    """BREAKER_STATE_CLOSED: the worker gets its requests."""
+    BREAKER_STATE_OPEN: _BreakerState.ValueType  # 2
+    """BREAKER_STATE_OPEN: it failed, or was far slower than its peers."""
+    BREAKER_STATE_HALF_OPEN: _BreakerState.ValueType  # 3
+    """BREAKER_STATE_HALF_OPEN: its time has passed, and one request is to show whether it is well again."""
+
+class BreakerState(_BreakerState, metaclass=_BreakerStateEnumTypeWrapper):
+    """BreakerState says whether a router leaves a worker out."""
+
+BREAKER_STATE_UNSPECIFIED: BreakerState.ValueType  # 0
+"""BREAKER_STATE_UNSPECIFIED is never sent."""
+BREAKER_STATE_CLOSED: BreakerState.ValueType  # 1
+"""BREAKER_STATE_CLOSED: the worker gets its requests."""
+BREAKER_STATE_OPEN: BreakerState.ValueType  # 2
+"""BREAKER_STATE_OPEN: it failed, or was far slower than its peers."""
+BREAKER_STATE_HALF_OPEN: BreakerState.ValueType  # 3
+"""BREAKER_STATE_HALF_OPEN: its time has passed, and one request is to show whether it is well again."""
+Global___BreakerState: _TypeAlias = BreakerState  # noqa: Y015
+
 @_typing.final
 class GenerateRequest(_message.Message):
     """GenerateRequest asks for a continuation."""
@@ -889,6 +917,7 @@ class WorkerStatus(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
     REPORT_AGE_MS_FIELD_NUMBER: _builtins.int
+    BREAKERS_FIELD_NUMBER: _builtins.int
     alive: _builtins.bool
     """alive: its stream delivers."""
     report_age_ms: _builtins.int
@@ -901,6 +930,10 @@ class WorkerStatus(_message.Message):
     def load(self) -> _worker_pb2.LoadReport:
         """load that it last reported."""
 
+    @_builtins.property
+    def breakers(self) -> _containers.RepeatedCompositeFieldContainer[Global___BreakerStatus]:
+        """breakers of this worker process, one for each role in which this router has ever left it out."""
+
     def __init__(
         self,
         *,
@@ -908,14 +941,59 @@ class WorkerStatus(_message.Message):
         load: _worker_pb2.LoadReport | None = ...,
         alive: _builtins.bool = ...,
         report_age_ms: _builtins.int = ...,
+        breakers: _abc.Iterable[Global___BreakerStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "info", b"info", "load", b"load", "report_age_ms", b"report_age_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "breakers", b"breakers", "info", b"info", "load", b"load", "report_age_ms", b"report_age_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class BreakerStatus(_message.Message):
+    """BreakerStatus is what a router thinks of a worker in one role."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    LEFT_MS_FIELD_NUMBER: _builtins.int
+    NUM_EJECTIONS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    role: _worker_pb2.Role.ValueType
+    """role that is judged."""
+    state: Global___BreakerState.ValueType
+    """state of the breaker."""
+    left_out: _builtins.bool
+    """left_out: requests go elsewhere now. False with an open breaker when too many of its peers are left out already, or when
+    the next request is the probe.
+    """
+    left_ms: _builtins.int
+    """left_ms until the next request may go there as a probe; while one is under way, until it is not waited for any more."""
+    num_ejections: _builtins.int
+    """num_ejections since the worker's process started."""
+    reason: _builtins.str
+    """reason of the last change, in words."""
+    def __init__(
+        self,
+        *,
+        role: _worker_pb2.Role.ValueType = ...,
+        state: Global___BreakerState.ValueType = ...,
+        left_out: _builtins.bool = ...,
+        left_ms: _builtins.int = ...,
+        num_ejections: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["left_ms", b"left_ms", "left_out", b"left_out", "num_ejections", b"num_ejections", "reason", b"reason", "role", b"role", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BreakerStatus: _TypeAlias = BreakerStatus  # noqa: Y015
 
 @_typing.final
 class Objective(_message.Message):

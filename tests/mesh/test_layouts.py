@@ -1,5 +1,6 @@
 """Prefill and decode workers whose KV lies differently: what is converted on arrival gives the same tokens."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from benchmarks import mesh_runs
 from benchmarks.engine_runs import SAMPLED
 from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
+from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan
 from tests.mesh import oracle
 from tests.mesh.checks import Footprint, assert_whole
 
@@ -26,10 +27,9 @@ def expected(folder: Path) -> list[list[int]]:
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_other_block_sizes_give_the_same_tokens(tiny: Path, prefill: str, decode: str, transport: str) -> None:
     args = ("--transports", transport, "--max-num-batched-tokens", "64")
-    async with LocalMesh(LocalMeshConfig(model=str(tiny), port=0, num_threads=1, worker_args=args)) as mesh:
+    flags = {"prefill-0": ("--block-size", prefill), "decode-0": ("--block-size", decode)}
+    async with mesh_with(tiny, flags, args) as mesh:
         footprint = Footprint.of(mesh)
-        await restart_with(mesh, "prefill-0", "--block-size", prefill)
-        await restart_with(mesh, "decode-0", "--block-size", decode)
         for _ in range(2):  # the second time the beginnings are cached on both ends, in blocks of their own
             streams = await mesh_runs.run(mesh.router_addresses, PROMPTS, SAMPLED, NUM_TOKENS, mode="remote", together=True)
             assert mesh_runs.tokens(streams) == expected(tiny)
@@ -41,16 +41,17 @@ async def test_other_block_sizes_give_the_same_tokens(tiny: Path, prefill: str, 
 
 async def test_decode_may_keep_int8(tiny: Path) -> None:
     """The first token is that of bfloat16 KV; later ones see what int8 keeps of it."""
-    async with LocalMesh(LocalMeshConfig(model=str(tiny), port=0, num_threads=1)) as mesh:
-        await restart_with(mesh, "decode-0", "--kv-dtype", "int8", "--block-size", "32")
+    async with mesh_with(tiny, {"decode-0": ("--kv-dtype", "int8", "--block-size", "32")}) as mesh:
         streams = await mesh_runs.run(mesh.router_addresses, PROMPTS, SAMPLED, NUM_TOKENS, mode="remote", together=True)
         assert [tokens[0] for tokens in mesh_runs.tokens(streams)] == [tokens[0] for tokens in expected(tiny)]
         assert all(s.timings and s.timings.transport == "shm" for s in streams)
         await assert_whole(mesh)
 
 
-async def restart_with(mesh: LocalMesh, name: str, *flags: str) -> None:
-    member = mesh.member(name)
-    member.plan = replace(member.plan, argv=(*member.plan.argv, *flags))
-    await mesh.restart(name)
-    await mesh.wait_ready(60)
+def mesh_with(folder: Path, flags: Mapping[str, tuple[str, ...]], worker_args: tuple[str, ...] = ()) -> LocalMesh:
+    """One worker of each kind, with flags of its own."""
+
+    def adjust(plan: ProcessPlan) -> ProcessPlan:
+        return replace(plan, argv=(*plan.argv, *flags.get(plan.name, ())))
+
+    return LocalMesh(LocalMeshConfig(model=str(folder), port=0, num_threads=1, worker_args=worker_args, adjust=adjust))

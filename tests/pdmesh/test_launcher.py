@@ -136,6 +136,21 @@ async def test_mesh_starts_serves_and_leaves_nothing(stand_ins: None, tmp_path: 
     assert "worker says hello" in (tmp_path / "logs" / "decode-0.log").read_text()
 
 
+async def test_a_router_between_two_lives_is_waited_for(stand_ins: None, tmp_path: Path) -> None:
+    async with LocalMesh(config(tmp_path)) as mesh:
+        mesh.kill("router-0", signal.SIGKILL)
+        await until(lambda: not _has_address(mesh))
+        await mesh.wait_ready(20)
+        assert mesh.router_address
+
+
+def _has_address(mesh: LocalMesh) -> bool:
+    try:
+        return bool(mesh.router_address)
+    except RuntimeError:
+        return False
+
+
 async def test_dead_worker_is_reported_and_comes_back(stand_ins: None, tmp_path: Path) -> None:
     events: list[str] = []
     async with LocalMesh(config(tmp_path), on_event=events.append) as mesh:

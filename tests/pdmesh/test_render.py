@@ -101,10 +101,22 @@ def test_status_fits_a_hundred_columns() -> None:
     roles = [worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE]
     info = worker_pb2.WorkerInfo(worker_id="worker-of-a-long-name-0", epoch=(1 << 64) - 1, address="127.0.0.1:40123", roles=roles)
     load = worker_pb2.LoadReport(num_running=64, num_total_blocks=20000, num_free_blocks=12, num_generated_tokens=123456)
+    why = "left out for 60.0 s: 100% of its last requests failed, the last one so: " + 100 * "x"
+    breakers = [
+        mesh_pb2.BreakerStatus(
+            role=worker_pb2.ROLE_PREFILL,
+            state=mesh_pb2.BREAKER_STATE_OPEN,
+            left_out=True,
+            left_ms=60_000,
+            num_ejections=1234,
+            reason=why,
+        ),
+        mesh_pb2.BreakerStatus(role=worker_pb2.ROLE_DECODE, state=mesh_pb2.BREAKER_STATE_HALF_OPEN, num_ejections=1),
+    ]
     status = mesh_pb2.GetStatusResponse(
         router_id="router-1",
         max_inflight=256,
-        workers=[mesh_pb2.WorkerStatus(info=info, load=load, alive=True), mesh_pb2.WorkerStatus(info=info)],
+        workers=[mesh_pb2.WorkerStatus(info=info, load=load, alive=True, breakers=breakers), mesh_pb2.WorkerStatus(info=info)],
         objectives=[mesh_pb2.Objective(model="m", ttft_ms=300, tpot_ms=50, quantile=0.95)],
         num_token_mismatches=1,
         admission=[
@@ -124,5 +136,7 @@ def test_status_fits_a_hundred_columns() -> None:
     assert all(len(line) <= 100 for line in lines)
     assert "prefill,decode" in text and "19988/20000" in text and "ffffffff" in text and "lost" in text and "95 %" in text
     assert "(default)" in text and "interactive" in text and "12457: 12345 queue_full, 100 rate" in text
+    assert "60.0s" in text and "1234" in text and "left out for 60.0 s: 100% of" in text and "half-open" in text
+    assert "BREAKER" not in "\n".join(status_lines(mesh_pb2.GetStatusResponse(workers=[mesh_pb2.WorkerStatus(info=info)]), PLAIN))
     assert "no worker is known" in "\n".join(status_lines(mesh_pb2.GetStatusResponse(), PLAIN))
     assert role_names([worker_pb2.ROLE_DECODE]) == "decode"

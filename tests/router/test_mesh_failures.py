@@ -9,7 +9,7 @@ import pytest
 from protos.v1 import mesh_pb2
 from router.main import Router
 from router.worker import Dispatched
-from runtime.errors import FailedPrecondition, MeshError, ResourceExhausted, Unavailable
+from runtime.errors import FailedPrecondition, MeshError, ResourceExhausted, Unavailable, error_from_rpc
 from tests.router.mesh import Answer, Mesh, config_for, expected, request, running_mesh, running_router
 from tests.router.stub_workers import DECODE, PREFILL, StubWorker
 from tests.support.waiting import eventually
@@ -214,6 +214,27 @@ async def test_without_room_for_too_long_it_is_refused(model_folder: Path) -> No
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await mesh.generate(request())
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_router_with_all_its_streams_open_refuses_for_a_moment(model_folder: Path) -> None:
+    async with running_mesh(model_folder, max_streams=2) as mesh:
+        mesh["d0"].pause_at = 4
+        answering = [asyncio.create_task(mesh.generate(request(seed=seed))) for seed in range(2)]
+        await eventually(lambda: len(mesh["d0"].submits) == 2)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await mesh.generate(request())
+        error = error_from_rpc(refused.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "streams")
+        assert error.retry_delay_s
+        mesh["d0"].resume.set()
+        assert [(await answer).tokens() for answer in answering] == [expected(8, seed=seed) for seed in range(2)]
+        assert (await mesh.generate(request())).tokens() == expected(8)
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_streams", 0), ("max_streams", -1), ("max_connection_idle_s", -1.0)])
+def test_bounds_that_are_none_are_named(model_folder: Path, name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name}: must"):
+        config_for(model_folder, (), **{name: value})
 
 
 async def test_no_worker_is_unavailable(model_folder: Path) -> None:

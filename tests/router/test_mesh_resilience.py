@@ -14,7 +14,7 @@ from router.rebalance import RebalanceLimits
 from router.worker import Dispatched
 from runtime.errors import Unavailable
 from tests.router.mesh import Answer, Mesh, expected, request, running_mesh
-from tests.router.stub_workers import DECODE, StubWorker
+from tests.router.stub_workers import DECODE, PREFILL, StubWorker
 from tests.support.waiting import eventually
 
 REMOTE, LOCAL = mesh_pb2.PREFILL_MODE_REMOTE, mesh_pb2.PREFILL_MODE_LOCAL
@@ -87,6 +87,12 @@ async def test_hedge_that_comes_too_late_changes_nothing(model_folder: Path) -> 
         await mesh.until_whole()
 
 
+async def breakers_of(mesh: Mesh, name: str) -> list[mesh_pb2.BreakerStatus]:
+    """As a client is told."""
+    status = await mesh.stub.GetStatus(mesh_pb2.GetStatusRequest())
+    return [breaker for worker in status.workers if worker.info.worker_id == name for breaker in worker.breakers]
+
+
 async def test_prefill_worker_that_fails_is_left_out_until_its_probe_goes_well(model_folder: Path) -> None:
     async with running_mesh(model_folder, prefill=2) as mesh:
         health = mesh.router.core.judge.health
@@ -97,6 +103,10 @@ async def test_prefill_worker_that_fails_is_left_out_until_its_probe_goes_well(m
             prefer(mesh, "p0")
             assert (await mesh.generate(request([seed] * 50, seed=seed))).tokens() == expected(8, prompt=[seed] * 50, seed=seed)
         assert health.state(key, Role.PREFILL) is State.OPEN
+        (shown,) = await breakers_of(mesh, "p0")
+        assert (shown.role, shown.state, shown.left_out) == (PREFILL, mesh_pb2.BREAKER_STATE_OPEN, True)
+        assert 0 < shown.left_ms <= 500 and "of its last requests failed" in shown.reason
+        assert await breakers_of(mesh, "p1") == []
         asked = len(sick.prefills)
         prefer(mesh, "p0")
         await mesh.generate(request([77] * 50))
@@ -106,6 +116,11 @@ async def test_prefill_worker_that_fails_is_left_out_until_its_probe_goes_well(m
         await mesh.generate(request([78] * 50))
         assert len(sick.prefills) == asked + 1
         assert health.state(key, Role.PREFILL) is State.CLOSED
+        assert await breakers_of(mesh, "p0") == [
+            mesh_pb2.BreakerStatus(
+                role=PREFILL, state=mesh_pb2.BREAKER_STATE_CLOSED, num_ejections=1, reason="its probe went well"
+            )
+        ]
 
 
 async def test_when_nobody_else_is_left_an_ejected_worker_serves(model_folder: Path) -> None:
@@ -117,6 +132,7 @@ async def test_when_nobody_else_is_left_an_ejected_worker_serves(model_folder: P
             core.judge.failed(key, Role.DECODE, "as the test says")
         await asyncio.gather(*(mesh.generate(request(seed=seed)) for seed in range(4)))
         assert not mesh["d0"].submits
+        assert [(each.role, each.left_out) for each in await breakers_of(mesh, "d0")] == [(DECODE, True)]
         mesh["d1"].submit_errors = [Unavailable("not now")] * 2
         assert (await mesh.generate(request())).tokens() == expected(8)
         assert mesh["d0"].submits

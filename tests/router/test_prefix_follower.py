@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.v1 import worker_pb2
+from router import prefix_follower
 from router.fleet import Fleet
 from router.prefix_follower import Followed, PrefixFollower
 from router.prefix_index import PrefixIndex
@@ -147,6 +149,44 @@ async def test_a_wrong_list_is_refused_and_asked_for_again(worker: TellingWorker
         assert holds(index, worker, [])
         worker.list_epoch = None
         await eventually(lambda: holds(index, worker, NAMES))
+
+
+async def test_a_listing_that_breaks_is_logged_and_tried_again(
+    worker: TellingWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever breaks, the worker's listing does not end with it: neither a bug, nor a call that is cancelled beneath it."""
+    monkeypatch.setattr(prefix_follower, "FIRST_LIST_GAP_S", 0.01)
+    worker.blocks = NAMES
+    breaks: list[BaseException] = [RuntimeError("a bug"), asyncio.CancelledError()]
+    list_blocks = Worker.list_blocks
+
+    def broken(self: Worker, timeout_s: float) -> object:
+        if breaks:
+            raise breaks.pop(0)
+        return list_blocks(self, timeout_s)
+
+    monkeypatch.setattr(Worker, "list_blocks", broken)
+    async with following(worker, None) as index:
+        await eventually(lambda: holds(index, worker, NAMES))
+    assert "listing the blocks of d0 failed" in caplog.text
+
+
+async def test_a_worker_whose_blocks_could_not_be_forgotten_is_listed_again(
+    worker: TellingWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.blocks = NAMES
+    async with following(worker, None) as index:
+        await eventually(lambda: holds(index, worker, NAMES))
+
+        async def broken(_: object) -> None:
+            raise RuntimeError("a bug")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(index, "forget", broken)
+            worker.watch_mute = True
+            await eventually(lambda: f"forgetting the blocks of {worker.address} failed" in caplog.text)
+        worker.blocks, worker.watch_mute = NAMES[5:], False
+        await eventually(lambda: holds(index, worker, NAMES[5:]))
 
 
 async def test_redis_that_comes_back_empty(worker: TellingWorker, redis_server: EmbeddedRedis) -> None:

@@ -38,6 +38,7 @@ def test_processes_divide_the_limits(inflight: int, queued: int, num: int) -> No
     assert sum(part.max_inflight for part in parts) == max(inflight, num)
     assert sum(part.max_queued for part in parts) == queued
     assert sum(part.max_queued_bytes for part in parts) == config.max_queued_bytes
+    assert sum(part.max_streams for part in parts) == config.max_streams
     assert sum(part.http_max_connections for part in parts) == config.http_max_connections
     assert sum(part.tenants_share for part in parts) == pytest.approx(1.0)
     assert [part.router_id for part in parts] == [f"r-{number}" for number in range(num)]

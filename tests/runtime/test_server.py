@@ -12,10 +12,13 @@ from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from runtime import call_bound
 from runtime.channel import Channels, connect
 from runtime.config import ConfigError
+from runtime.errors import error_from_rpc
 from runtime.server import MAX_METADATA_BYTES, ConnectionLimits, GrpcServer
 from tests.runtime.echo import SERVICE, Behaviours, add_to_server, call, serving
+from tests.support.waiting import eventually
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -180,3 +183,93 @@ async def test_a_connection_has_a_bounded_number_of_calls() -> None:
             assert entered.locked() and not third.done()
             release.set()
             assert [await running for running in (*first, third, fourth)] == [["x"]] * 4
+
+
+def num_calls(server: GrpcServer) -> int:
+    assert server.bound is not None
+    return server.bound.num_calls
+
+
+def stream_on(channel: grpc.aio.Channel, method: str) -> grpc.aio.StreamStreamCall[bytes, bytes]:
+    """An open call; whether the server streams is its affair."""
+    opened: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(f"/{SERVICE}/{method}")
+    return opened()
+
+
+async def hold(requests: AsyncIterator[StringValue], context: object) -> AsyncIterator[StringValue]:
+    """A stream that is open for as long as its client likes."""
+    async for request in requests:
+        yield request
+
+
+async def echo(request: StringValue, context: object) -> StringValue:
+    return request
+
+
+async def test_the_calls_of_all_connections_are_bounded() -> None:
+    async with serving({"StreamStream": hold, "UnaryUnary": echo}, limits=ConnectionLimits(max_calls=3)) as (server, channel):
+        async with connect(server.address) as other:
+            held = [stream_on(each, "StreamStream") for each in (channel, other, other)]
+            for stream in held:
+                await stream.write(b"")
+                assert await stream.read() == b""
+            for refused in (channel, other):
+                with pytest.raises(grpc.aio.AioRpcError, match="RESOURCE_EXHAUSTED") as error:
+                    await call(refused, "UnaryUnary")
+                assert error_from_rpc(error.value).retry_delay_s == call_bound.RETRY_DELAY_S
+                assert await health_of(refused, SERVICE) == SERVING  # it is full, not dead
+            held[0].cancel()
+            await held[1].done_writing()
+            await eventually(lambda: num_calls(server) == 1)
+            assert await call(channel, "UnaryUnary") == ["x"]
+        await eventually(lambda: num_calls(server) == 0)  # with its connection a call has ended
+
+
+async def test_calls_that_never_send_their_request_take_places_and_are_refused_at_once() -> None:
+    async with serving({"UnaryUnary": echo, "StreamUnary": hold}, limits=ConnectionLimits(max_calls=2)) as (server, channel):
+        held = [stream_on(channel, "UnaryUnary") for _ in range(2)]
+        await eventually(lambda: num_calls(server) == 2)
+        refused = stream_on(channel, "UnaryUnary")
+        assert await asyncio.wait_for(refused.code(), 10) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for each in held:
+            each.cancel()
+        await eventually(lambda: num_calls(server) == 0)
+        assert await call(channel, "UnaryUnary") == ["x"]
+
+
+async def test_refusals_do_not_wear_the_bound_out() -> None:
+    """Neither does it let more in after a burst, nor fewer."""
+    running, release = 0, asyncio.Event()
+
+    async def wait(request: StringValue, context: object) -> StringValue:
+        nonlocal running
+        running += 1
+        await release.wait()
+        running -= 1
+        return request
+
+    async with serving({"UnaryUnary": wait}, limits=ConnectionLimits(max_calls=5)) as (server, channel):
+        for _ in range(4):
+            calls = [asyncio.create_task(call(channel, "UnaryUnary")) for _ in range(20)]
+            await eventually(lambda calls=calls: sum(each.done() for each in calls) == 15)  # type: ignore[misc]
+            assert (running, num_calls(server)) == (5, 5)
+            release.set()
+            ended = await asyncio.gather(*calls, return_exceptions=True)
+            assert sum(each == ["x"] for each in ended) == 5
+            await eventually(lambda: num_calls(server) == 0)
+            release.clear()
+
+
+async def test_a_connection_without_calls_is_closed() -> None:
+    async with serving({"UnaryUnary": echo, "StreamStream": hold}, limits=ConnectionLimits(max_idle_s=0.2)) as (server, channel):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        stream = stream_on(channel, "StreamStream")
+        await stream.write(b"")
+        assert await stream.read() == b""
+        async with asyncio.timeout(10):  # the silent one ends, however little it says
+            while await reader.read(4096):
+                pass
+        writer.close()
+        await stream.write(b"")
+        assert await stream.read() == b""  # what has a call does not
+        stream.cancel()
