@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -37,23 +37,15 @@ class Signal(asyncio.Event):
 
     def __init__(self) -> None:
         super().__init__()
-        self._callbacks: set[Callable[[], object]] = set()
+        self.callbacks: set[Callable[[], object]] = set()
+        """Who is in it is called, once, when the signal is set."""
 
     def set(self) -> None:
         """Wake who waits, call who asked for it."""
         super().set()
-        callbacks, self._callbacks = self._callbacks, set()
+        callbacks, self.callbacks = self.callbacks, set()
         for callback in callbacks:
             callback()
-
-    @contextlib.contextmanager
-    def calling(self, callback: Callable[[], object]) -> Iterator[None]:
-        """`callback` is called when the signal is set within the block."""
-        self._callbacks.add(callback)
-        try:
-            yield
-        finally:
-            self._callbacks.discard(callback)
 
 
 async def unless(signal: Signal, work: Coroutine[object, object, T]) -> T | None:
@@ -68,13 +60,18 @@ async def unless(signal: Signal, work: Coroutine[object, object, T]) -> T | None
         work.close()
         return None
     cancelled_before, cancels = task.cancelling(), list[bool]()
-    with signal.calling(lambda: cancels.append(task.cancel())):
-        try:
-            return await work
-        except asyncio.CancelledError:
-            if cancels and task.cancelling() == cancelled_before + 1:  # nobody else wants it to end
-                return None
-            raise
-        finally:
-            if cancels:
-                task.uncancel()
+
+    def give_up() -> None:
+        cancels.append(task.cancel())
+
+    signal.callbacks.add(give_up)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if cancels and task.cancelling() == cancelled_before + 1:  # nobody else wants it to end
+            return None
+        raise
+    finally:
+        signal.callbacks.discard(give_up)
+        if cancels:
+            task.uncancel()

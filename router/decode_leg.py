@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-import secrets
+import random
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -58,7 +58,7 @@ class DecodeLeg:
         self.worker = worker
         self.info = incarnation.info
         self._incarnation = incarnation
-        self.wire_id = f"{job.request_id[:51]}-{secrets.token_hex(6)}"
+        self.wire_id = f"{job.request_id[:51]}-{random.getrandbits(48):012x}"
         self.attempt = 0
         self.started = False
         self.delivered = False

@@ -27,7 +27,8 @@ class Fleet:
     """Watches workers by address."""
 
     def __init__(self, settings: LinkSettings, channels: Channels, *, report_period_ms: int, forget_s: float) -> None:
-        self.changes = Changes()
+        self.changes = Changes()  # of workers: they come, go and report
+        self.openings = Changes()  # there may be room now: the same, and whenever a request has ended
         self.on_dispatch: Callable[[], None] | None = None  # called whenever something was sent to a worker
         self._settings = settings
         self._channels = channels
@@ -168,3 +169,4 @@ class Fleet:
     def _changed(self, worker: Worker) -> None:
         worker.link_changed()
         self.changes.fire()
+        self.openings.fire()

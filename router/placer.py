@@ -126,7 +126,7 @@ class Placer:
         loop = asyncio.get_running_loop()
         began, waiting_ns = loop.time(), timings.now_ns()
         while True:
-            change = self._core.fleet.changes.next
+            change = self._core.fleet.openings.next
             if await wait_at_most(ahead, RETRY_PERIOD_S):
                 need.timings.queued(waiting_ns)  # what the tries take is route, reserve or retry time
                 placed = await self._try_all(need, frozenset())

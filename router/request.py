@@ -74,7 +74,7 @@ class Request:
             self._core.gate.leave(self._ticket, self._used_tokens())
             self._ticket = None
             self._core.num_token_mismatches += self._book.num_mismatches
-            self._core.fleet.changes.fire()  # there may be room now
+            self._core.fleet.openings.fire()
 
     def _used_tokens(self) -> int:
         """What its tenant pays for: what was generated, and the prompt once a worker was asked to compute it: leaving before the

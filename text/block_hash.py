@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 HASH_BYTES = 16
@@ -17,6 +18,7 @@ SHORT_NAME_BYTES = 8
 _TOKEN_BYTES = 4
 
 
+@lru_cache(maxsize=1024, typed=True)  # asked for with every request, of the same few identities and tenants
 def cache_root(*fields: str | int, salt: str) -> bytes:
     """The root of a chain, 16 bytes, from the fields of an identity (in a fixed order) and a tenant's salt."""
     digest = blake2b(digest_size=HASH_BYTES, person=b"pdmesh.root")
