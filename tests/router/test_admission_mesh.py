@@ -68,7 +68,7 @@ async def test_a_refusal_says_reason_numbers_and_delay(model_folder: Path) -> No
         error = await refusal(mesh, request(), slo_ttft_ms="500", priority="interactive", tenant="acme")
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         read = error_from_rpc(error)
-        assert isinstance(read, ResourceExhausted) and read.reason == "objective" and read.retry_delay_s == pytest.approx(0.4)
+        assert isinstance(read, ResourceExhausted) and read.reason == "objective" and read.retry_delay_s == pytest.approx(0.325)
         assert "800 ms" in read.message and "500 ms" in read.message
         details = dict(error.trailing_metadata() or ())
         status = status_pb2.Status.FromString(details[DETAILS_KEY])
