@@ -12,6 +12,7 @@ is measured, not predicted: a step that took longer than was thought is made up 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Sequence_
 from typing import NamedTuple
 
 from engine.sequence import Sequence
@@ -20,8 +21,13 @@ TARGET = 0.8
 """Of the objective: the rest is for what a step's time does not contain, as the hand-off and the way to the client."""
 SPREAD = 8
 """Steps over which slack is used up."""
+MAX_SHARE = 0.75
+"""Of the time, for steps without prompts: else a sequence behind its schedule would let nobody begin. But an objective that can
+still be met comes first."""
 LEAST_TOKENS = 8
-"""Of prompts, in every step: else a sequence behind its schedule would let nobody begin."""
+"""Of prompts in a step, whatever anybody was promised."""
+FORGIVEN = 32
+"""Paces that a sequence can be behind. What a machine that stalled took from it beyond that is lost, not owed by prompts."""
 
 
 class StepCost(NamedTuple):
@@ -54,15 +60,23 @@ class Pacer:
         self.cost: StepCost | None = None
 
     def start(self, decoding: Iterable[Sequence], now_ns: int) -> None:
-        """Begins the schedules of those that have none."""
+        """Begins the schedules of those that have none; forgives those that are too far behind."""
         for sequence in decoding:
-            if not sequence.paced_from_ns and sequence.group.request.tpot_goal_s:
+            goal_s = sequence.group.request.tpot_goal_s
+            if not goal_s:
+                continue
+            if not sequence.paced_from_ns:
                 sequence.paced_from_ns, sequence.paced_from_token = now_ns, len(sequence.output)
+            excess_s = -FORGIVEN * TARGET * goal_s - _pace(sequence, now_ns).slack_s
+            if excess_s > 0:
+                sequence.paced_from_ns += int(1e9 * excess_s)
 
-    def tightest(self, decoding: Iterable[Sequence], now_ns: int) -> Pace | None:
-        """None: nobody that decodes was promised anything."""
+    def tightest(self, decoding: Sequence_[Sequence], now_ns: int) -> Pace | None:
+        """None: nobody that decodes was promised anything that can be kept: an objective below a step without prompts cannot."""
+        decode_s = self._decode_s(decoding)
         paces = [_pace(sequence, now_ns) for sequence in decoding if sequence.paced_from_ns]
-        return min(paces, key=lambda pace: pace.step_s) if paces else None
+        possible = [pace for pace in paces if pace.pace_s > TARGET * decode_s]
+        return min(possible, key=lambda pace: pace.step_s) if possible else None
 
     def promised_s(self, sequences: Iterable[Sequence]) -> float:
         """The least pace that any of these has or will have; 0: none was promised one."""
@@ -74,12 +88,28 @@ class Pacer:
         cost, pace = self.cost, self.tightest(decoding, now_ns)
         if cost is None or pace is None:
             return None
+        decode_s = self._decode_s(decoding)
+        least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, pace.pace_s / TARGET - decode_s)
+        return max(LEAST_TOKENS, _fitting(cost, next_prompt, max(least_s, pace.step_s - decode_s)))
+
+    def _decode_s(self, decoding: Sequence_[Sequence]) -> float:
+        """A step of these alone; 0 while nobody knows."""
+        if self.cost is None:
+            return 0.0
         context = sum([sequence.num_tokens for sequence in decoding])
-        decode_s = cost.fixed_s + cost.per_sequence_s * len(decoding) + cost.per_context_token_s * context
-        token_s = cost.per_prefill_token_s + cost.per_prefill_context_s * next_prompt.num_computed
+        return self.cost.fixed_s + self.cost.per_sequence_s * len(decoding) + self.cost.per_context_token_s * context
+
+
+def _fitting(cost: StepCost, prompt: Sequence, room_s: float) -> int:
+    """Tokens of `prompt`, and of those behind it, that take so long. What they attend to grows with their number."""
+    num_tokens = num_behind = 0.0
+    for _ in range(2):
+        token_s = cost.per_prefill_token_s + cost.per_prefill_context_s * (prompt.num_computed + num_behind)
         if token_s <= 0:
-            return None
-        return max(LEAST_TOKENS, int((pace.step_s - decode_s) / token_s))
+            return prompt.num_remaining
+        num_tokens = room_s / token_s
+        num_behind = min(num_tokens, prompt.num_remaining) / 2
+    return int(num_tokens)
 
 
 def _pace(sequence: Sequence, now_ns: int) -> Pace:

@@ -90,8 +90,8 @@ class Scheduler:
         A plan without pieces means that nothing can be done until somebody releases blocks.
         """
         plan = Plan(self._max_num_batched_tokens)
-        decoding = [sequence for sequence in self.running if sequence.is_decoding]
-        prompts = [sequence for sequence in self.running if not sequence.is_decoding]
+        decoding = [sequence for sequence in self.running if sequence.is_going_on]
+        prompts = [sequence for sequence in self.running if not sequence.is_going_on]
         self._plan_all(decoding, plan)
         self._leave_pace(plan, decoding, prompts or self.waiting, now_ns)
         self._plan_all(prompts, plan)
@@ -142,6 +142,7 @@ class Scheduler:
         victim.num_to_restore = max(victim.num_to_restore, victim.num_computed)
         self._allocator.release(victim)
         victim.was_preempted = True
+        victim.paced_from_ns = 0  # it begins anew: those beside it owe it nothing for the time without blocks
         self.wait(victim)
         plan.withdraw(victim)
         self.num_preemptions += 1

@@ -69,6 +69,11 @@ class Sequence:
         return self.num_remaining == 1 and bool(self.output)
 
     @property
+    def is_going_on(self) -> bool:
+        """All that is missing is new output: the token that was drawn last, and those that a grammar forced behind it."""
+        return bool(self.output) and not self.num_to_prefill
+
+    @property
     def choices_to_draw(self) -> tuple[int, ...]:
         """Choices that draw a token when the last known token is computed. One with history parts first and goes on alone."""
         if len(self.choices) == 1:

@@ -83,7 +83,8 @@ class Admission:
         """Its first token is there: says how far forecasts can be trusted."""
         applicant, expected_s = ticket.applicant, ticket.expected_s
         if expected_s is not None and applicant.ttft_s is not None:
-            self._room.lane(applicant.lane, now).trust.observe(expected_s, now - ticket.arrived, applicant.ttft_s)
+            trust = self._room.lane(applicant.lane, now).trust
+            trust.observe(ticket.alone_s, expected_s, now - ticket.arrived, applicant.ttft_s, now)
 
     def placed(self, ticket: Ticket, now: float) -> list[Ticket]:
         """Its prompt is on its way to a worker: forecasts contain it from now on; returns as `look`."""
@@ -145,7 +146,7 @@ class Admission:
         self, lane: Lane, applicant: Applicant, limits: TenantLimits, forecast: Forecast | None, tally: Tally, now: float
     ) -> Ticket:
         ticket = Ticket(applicant, next(self._numbers), now)
-        ticket.expected_s = None if forecast is None else forecast.ttft_s
+        _note_expected(ticket, forecast, None)
         lane.transit.enter(ticket.number, 0.0 if forecast is None else alone_s(forecast), now)
         lane.shares.charge(applicant, limits.weight)
         lane.patience.progress(now)
@@ -171,7 +172,7 @@ class Admission:
         if not self._make_room(applicant, limits):
             return self._full(lane)
         ticket = Ticket(applicant, next(self._numbers), now)
-        ticket.expected_s = None if forecast is None else expected_ttft_s(forecast, wait_s or 0.0)
+        _note_expected(ticket, forecast, wait_s or 0.0)
         self._room.push(ticket, limits.weight, now)
         self.places.open(ticket, tally)
         self._turns.note_latest_start(ticket, forecast)
@@ -204,3 +205,8 @@ class Admission:
 
     def _full_delay_s(self, lane: Lane) -> float:
         return retry_delay_s(lane.drain.seconds_for(lane.cost, lane.clock.now))
+
+
+def _note_expected(ticket: Ticket, forecast: Forecast | None, wait_s: float | None) -> None:
+    if forecast is not None:
+        ticket.expected_s, ticket.alone_s = expected_ttft_s(forecast, wait_s), alone_s(forecast)

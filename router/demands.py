@@ -6,6 +6,7 @@ from protos.v1 import common_pb2
 from router.candidates import Demand
 from router.core import Core
 from router.job import Job
+from router.objectives import Bounds
 from router.views import Mode, WorkerKey
 
 NOBODY: frozenset[WorkerKey] = frozenset()
@@ -24,6 +25,7 @@ def demand_of(
     several_under_way = job.num_choices > 1 and bool(emitted)
     objective = core.objectives.get(job.model.name)
     num_emitted = max((len(choice.token_ids) for choice in emitted), default=0)
+    promised = Bounds(None, None) if objective is None else objective.bounds(job.priority)
     running_tpot_ms = objective.tpot_ms if objective is not None else 0
     return Demand(
         model=job.model.name,
@@ -36,8 +38,8 @@ def demand_of(
         excluded_decode=excluded_decode,
         excluded_prefill=excluded_prefill,
         expected_tokens=_expected(core, job, num_emitted),
-        ttft_goal_s=_seconds(job.slo_ttft_ms or (objective.ttft_ms if objective is not None else 0)),
-        tpot_goal_s=_seconds(job.slo_tpot_ms or running_tpot_ms),
+        ttft_goal_s=_seconds(job.slo_ttft_ms or promised.ttft_ms),
+        tpot_goal_s=_seconds(job.slo_tpot_ms or promised.tpot_ms),
         running_tpot_goal_s=_seconds(running_tpot_ms),
     )
 
@@ -55,5 +57,5 @@ def _expected(core: Core, job: Job, num_emitted: int) -> float:
     return max(1.0, expected - num_emitted)
 
 
-def _seconds(milliseconds: int) -> float | None:
+def _seconds(milliseconds: int | None) -> float | None:
     return milliseconds / 1e3 if milliseconds else None

@@ -6,7 +6,10 @@ from router.candidates import Demand, NoPlacement
 from router.core import Core
 from router.demands import demand_of
 from router.forecast import Forecast
+from router.health import Role
 from router.job import Job
+
+IDLE_FOR_S, MAX_IDLE, CONTEXT_STEP = 1.0, 256, 256
 
 
 class PolicyForecaster:
@@ -14,12 +17,21 @@ class PolicyForecaster:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._idle: dict[tuple[object, ...], float | None] = {}
+        self._idle_until = 0.0
 
     def forecast(self, job: Job) -> Forecast | None:
         """None while nothing is known: no worker that could take it, none of them says how fast it is, or a policy that predicts
         nothing."""
-        demand = demand_of(self._core, job, job.emitted)
-        choice = self._core.policy.choose(self._core.fleet.roster, demand, time.monotonic())
+        roster, judge = self._core.fleet.roster, self._core.judge
+        demand = demand_of(
+            self._core,
+            job,
+            job.emitted,
+            excluded_decode=judge.ejected(roster, Role.DECODE),
+            excluded_prefill=judge.ejected(roster, Role.PREFILL),
+        )
+        choice = self._core.policy.choose(roster, demand, time.monotonic())
         best = None if isinstance(choice, NoPlacement) else choice.chosen
         if best is None or best.prediction is None:
             return None
@@ -32,9 +44,18 @@ class PolicyForecaster:
         return Forecast(predicted.ttft_s, predicted.tpot_s, best.has_room, predicted.ahead_s, idle_tpot_s)
 
     def _idle_tpot_s(self, demand: Demand) -> float | None:
-        """Of the fastest worker; None as long as one of them does not say how fast it is."""
+        """Of the fastest worker; None as long as one of them does not say how fast it is. Remembered for IDLE_FOR_S: it takes a
+        look at all of them."""
+        now, context = time.monotonic(), round(demand.num_choices * demand.num_tokens)
+        if now >= self._idle_until or len(self._idle) > MAX_IDLE:
+            self._idle, self._idle_until = {}, now + IDLE_FOR_S
+        key = (demand.model, demand.kind, demand.num_choices, context // CONTEXT_STEP)
+        if key not in self._idle:
+            self._idle[key] = self._look_for_idle(demand, context)
+        return self._idle[key]
+
+    def _look_for_idle(self, demand: Demand, context: int) -> float | None:
         groups = self._core.fleet.roster.groups(demand.model, demand.kind)
         views = [engine.view for group in groups for engine in group.engines.values() if engine.view.decode]
-        context = round(demand.num_choices * demand.num_tokens)
         speeds = [view.latency.decode_s(demand.num_choices, context) for view in views if view.latency is not None]
         return min(speeds) if speeds and len(speeds) == len(views) else None

@@ -131,7 +131,7 @@ class Engine:
         pace_s, begins = view.pace_s, view.num_starting + decodes > 0
         self.share = min(MAX_SHARE, self.step_s / pace_s) if rows and pace_s else 0.0
         self.share_soon = min(MAX_SHARE, self.others_s / pace_s) if begins and pace_s else self.share
-        self.slack_s = 0.0 if begins else view.slack_s
+        self.slack_s = min(0.0, view.slack_s) if begins else view.slack_s
         waiting, sent = view.num_waiting_tokens, view.dispatched_tokens
         reported_s = self._work_s(waiting, view.num_prefilling) if waiting else 0.0
         self.queued_s = reported_s + (self._work_s(sent, view.dispatched_seqs) if sent else 0.0)
@@ -176,7 +176,8 @@ class Engine:
         ahead_s = self.ahead_s(now)
         lasts_s = own_s + num_steps * self.step_s
         if self.share_soon:
-            lasts_s = max(lasts_s, self._paced_s(own_s, self.share_soon))
+            paced_s = own_s / (1 - self.share_soon) if self.queued_tokens else self._paced_s(own_s, self.share_soon)
+            lasts_s = max(lasts_s, paced_s)
         is_paced = self.view.pace_s > 0
         return PromptSide(ahead_s, ahead_s + lasts_s, own_s, self.rows, self.step_s, num_steps * model.fixed_s, is_paced)
 

@@ -5,6 +5,7 @@ view changes: who would own a request most cheaply, who would do all of it, who 
 """
 
 import math
+import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +19,8 @@ TYPICAL_OUTPUT = 128.0
 """What a worker is ranked for. Requests differ, but seldom so much that the best worker is not among the first few."""
 
 FULL_RANK_S = 1e6
+MAX_PRICE_S = 1e3
+"""Of a step or a token: beyond it a worker says nothing that could be true, and sums might overflow."""
 
 
 class Ranking:
@@ -37,7 +40,8 @@ class Ranking:
         return self._names
 
     def put(self, name: str, rank: float) -> None:
-        """Insert, or move."""
+        """Insert, or move. What is no number goes last: it would put the others out of order."""
+        rank = rank if math.isfinite(rank) else sys.float_info.max
         if self._rank.get(name) != rank:
             self.drop(name)
             at = self._place(name, rank)
@@ -214,7 +218,7 @@ class Roster:
 
 
 def is_usable(model: LatencyModel) -> bool:
-    """Numbers that a prediction can be made of: finite and not negative."""
+    """Numbers that a prediction can be made of: not negative, and no more than MAX_PRICE_S."""
     steps_s = (model.fixed_s, model.per_sequence_s, model.per_context_token_s)
     prompts_s = (model.per_prefill_token_s, model.per_prefill_context_s)
-    return min(steps_s) >= 0 and min(prompts_s) >= 0 and math.isfinite(sum(steps_s) + sum(prompts_s))
+    return all(0 <= price_s <= MAX_PRICE_S for price_s in (*steps_s, *prompts_s))

@@ -71,7 +71,7 @@ class Turns:
         if refusal is not None or not self._places.num_in_lane(applicant.lane, BATCH + 1):
             return refusal
         return never_fast_enough(applicant, forecast) or lane.outlook(applicant).refusal(
-            applicant, forecast, wait_s, waited_s, lane.trust.margin
+            applicant, forecast, wait_s, waited_s, lane.trust.margin(now)
         )
 
     def note_latest_start(self, ticket: Ticket, forecast: Forecast | None) -> None:

@@ -1,6 +1,5 @@
 """From a worker's own messages to the value that the policy looks at."""
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -9,6 +8,9 @@ from planning.latency_model import LatencyModel
 from protos.v1 import common_pb2, worker_pb2
 from router.roster import is_usable
 from router.views import WorkerView
+
+MAX_PACE_S, MAX_SLACK_S = 1e4, 3600.0
+"""What a worker can truly say of the pace of its sequences; more counts as nothing said."""
 
 
 def identity_of(identity: common_pb2.Identity) -> tuple[object, ...]:
@@ -99,8 +101,8 @@ def view_of(
         num_starting=load.num_reserved + (num_prefilling if latency is not None else 0),
         max_num_batched_tokens=who.max_num_batched_tokens,
         latency=latency,
-        pace_s=load.pace_s if 0 < load.pace_s < math.inf and math.isfinite(load.slack_s) else 0.0,
-        slack_s=load.slack_s if math.isfinite(load.slack_s) else 0.0,
+        pace_s=load.pace_s if 0 < load.pace_s <= MAX_PACE_S else 0.0,
+        slack_s=load.slack_s if abs(load.slack_s) <= MAX_SLACK_S else 0.0,
         figures_at=reported_at - load.age_ms / 1000,
         dispatched_seqs=sent.seqs,
         dispatched_blocks=sent.blocks,

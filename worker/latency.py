@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -65,14 +66,17 @@ class StepWatch:
 
     def _tell(self) -> None:
         model = self.model
-        if self._pacer is not None and model is not None:
-            self._pacer.cost = StepCost(
-                model.fixed_s,
-                model.per_prefill_token_s,
-                model.per_prefill_context_s,
-                model.per_sequence_s,
-                model.per_context_token_s,
-            )
+        if self._pacer is None or model is None:
+            return
+        cost = StepCost(
+            model.fixed_s,
+            model.per_prefill_token_s,
+            model.per_prefill_context_s,
+            model.per_sequence_s,
+            model.per_context_token_s,
+        )
+        if all(map(math.isfinite, cost)):
+            self._pacer.cost = cost
 
 
 def latency_message(model: LatencyModel) -> worker_pb2.LatencyModel:

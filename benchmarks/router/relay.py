@@ -44,6 +44,7 @@ class Relay(MeshServicer):
         if self._prefill is not None:
             events = self._prefill(prefill)
             await events.read()
+            events.cancel()  # an unread call holds its stream, and a connection has so many
         for _ in range(request.sampling.max_tokens):
             yield DELTA
         yield COMPLETED

@@ -5,12 +5,20 @@ from dataclasses import replace
 import pytest
 
 from planning.latency_model import LatencyModel
+from protos.v1 import worker_pb2
+from router.candidates import Demand, Placement
 from router.overheads import MAX_STRETCH, Overheads
+from router.policy import PredictPolicy
 from router.prediction import MAX_SHARE, PACE_TARGET, SPARED, Engine, Goals, Overhead, local
-from router.trust import MAX_MARGIN, MIN_MARGIN, Trust
+from router.roster import Roster
+from router.trust import HALF_LIFE_S, MAX_MARGIN, MIN_MARGIN, STEP, Trust, safe_s
 from router.views import WorkerView
-from tests.router.fleets import running, worker
+from router.worker_views import Described, view_of
+from tests.router.fleets import BASE, running, worker
 
+DESCRIBED = Described(
+    "pd9", "pd9", 1, "m", BASE.identity, BASE.layout, BASE.transports, "here", 8192, 64, 1000, max_num_batched_tokens=512
+)
 SPEED = LatencyModel(0.008, 0.001, 0.0, 0.002, 0.0, num_steps=1000)
 ROWS, PACE_S = 1, 0.02
 
@@ -92,25 +100,55 @@ def test_the_stretch_follows_the_middle_by_host() -> None:
 
 def test_trust_covers_all_but_a_few() -> None:
     trust = Trust()
-    ratios = [0.8 + 0.6 * (number * 37 % 100) / 100 for number in range(4000)]  # even, up to 1.4
     exceeded = 0
-    for number, ratio in enumerate(ratios):
+    for number in range(4000):
+        now, ratio = number / 10, 0.8 + 1.2 * (number * 37 % 100) / 100  # even, up to 2
         if number >= 1000:
-            exceeded += ratio > trust.margin
-        trust.observe(1.0, ratio, 1.5)
-    assert 1.25 < trust.margin < 1.6
+            exceeded += safe_s(0.1, 0.9, trust.margin(now)) < 0.1 + 0.9 * ratio
+        trust.observe(0.1, 1.0, 0.1 + 0.9 * ratio, 1.5, now)
     assert exceeded / 3000 < 0.06
 
 
-def test_trust_is_bounded_and_looks_only_at_close_calls() -> None:
+def test_trust_is_bounded_fades_and_looks_only_at_close_calls() -> None:
     trust = Trust()
-    for _ in range(100):
-        trust.observe(0.1, 5.0, 10.0)  # far from its objective
-        trust.observe(0.0, 5.0, 10.0)
-    assert trust.margin == MIN_MARGIN
-    for _ in range(100):
-        trust.observe(1.0, 50.0, 1.0)
-    assert trust.margin == MAX_MARGIN
+    for now in range(100):
+        trust.observe(0.05, 0.1, 5.0, 10.0, float(now))  # far from its objective
+        trust.observe(0.0, 0.0, 5.0, 10.0, float(now))
+        trust.observe(1.0, 1.05, 5.0, 1.5, float(now))  # there was no queue
+    assert trust.margin(100.0) == MIN_MARGIN
+    for now in range(100, 200):
+        trust.observe(0.1, 1.0, 50.0, 1.0, float(now))
+    assert trust.margin(199.0) == MAX_MARGIN
+    assert trust.margin(199.0 + 10 * HALF_LIFE_S) == pytest.approx(MIN_MARGIN, abs=0.01)
     for _ in range(1000):
-        trust.observe(1.0, 0.5, 1.0)
-    assert trust.margin == MIN_MARGIN
+        trust.observe(0.1, 1.0, 0.5, 1.0, 199.0)
+    assert trust.margin(199.0) == MIN_MARGIN
+
+
+def test_a_stall_is_one_thing_to_learn_from() -> None:
+    trust = Trust()
+    for number in range(20):
+        trust.observe(0.1, 1.0, 3.0, 1.0, 100.0 + number / 1000)
+    assert trust.margin(100.0) < MIN_MARGIN + 2 * STEP
+
+
+@pytest.mark.parametrize(("slack_s", "fixed_s"), [(-1e308, 0.008), (float("nan"), 0.008), (0.0, 1e308), (0.0, float("inf"))])
+def test_absurd_numbers_of_one_worker_harm_nobody(slack_s: float, fixed_s: float) -> None:
+    said = worker_pb2.LoadReport(
+        worker_id="pd9",
+        epoch=1,
+        roles=[worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE],
+        num_free_blocks=1000,
+        num_decoding=100,
+        num_waiting_tokens=4000,
+        pace_s=0.02,
+        slack_s=slack_s,
+        latency_model=worker_pb2.LatencyModel(fixed_s=fixed_s, per_prefill_token_s=0.001, per_sequence_s=0.002, num_steps=999),
+    )
+    absurd = view_of(DESCRIBED, said, decode=True, reported_at=1.0)
+    roster = Roster([absurd, *(running(f"pd{number}", number, latency=SPEED) for number in range(3))])
+    demand = Demand("m", 400, max_total_tokens=500)
+    placed = PredictPolicy(Overheads()).choose(roster, demand, 1.0)
+    assert isinstance(placed, Placement)
+    for group in roster.groups("m"):
+        assert all(sorted(ranking.names) == sorted(group.engines) for ranking in (group.owners, group.wholes, group.fillers))
