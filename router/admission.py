@@ -84,7 +84,7 @@ class Admission:
         applicant, expected_s = ticket.applicant, ticket.expected_s
         if expected_s is not None and applicant.ttft_s is not None:
             trust = self._room.lane(applicant.lane, now).trust
-            trust.observe(ticket.alone_s, expected_s, now - ticket.arrived, applicant.ttft_s, now)
+            trust.observe(expected_s, now - ticket.arrived, applicant.ttft_s, now)
 
     def placed(self, ticket: Ticket, now: float) -> list[Ticket]:
         """Its prompt is on its way to a worker: forecasts contain it from now on; returns as `look`."""
@@ -209,4 +209,4 @@ class Admission:
 
 def _note_expected(ticket: Ticket, forecast: Forecast | None, wait_s: float | None) -> None:
     if forecast is not None:
-        ticket.expected_s, ticket.alone_s = expected_ttft_s(forecast, wait_s), alone_s(forecast)
+        ticket.expected_s = expected_ttft_s(forecast, wait_s)

@@ -78,6 +78,5 @@ class Ticket:
     arrived: float
     state: TicketState = TicketState.WAITING
     refusal: Refusal | None = None
-    expected_s: float | None = None  # until its first token, as was thought when it came; and without others' prompts
-    alone_s: float = 0.0
+    expected_s: float | None = None  # until its first token, as was thought when it came
     charged: float = field(default=0.0, repr=False)  # tokens taken from the tenant's bucket

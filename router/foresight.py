@@ -11,7 +11,7 @@ from router.applicant import BATCH, Applicant, Refusal
 from router.drain_rate import MAX_RETRY_DELAY_S, retry_delay_s
 from router.forecast import Forecast
 from router.prediction import MAX_AHEAD_S, is_saturated
-from router.trust import MIN_MARGIN, safe_s
+from router.trust import MIN_MARGIN
 
 REOPEN = 0.95
 """Once a tenant is refused, its next one is taken only with a little to spare; else the gate would flutter with each report."""
@@ -71,12 +71,11 @@ class Outlook:
     ) -> Refusal | None:
         """`wait_s`: expected in the queue, None: it would be placed now, `waited_s` it has already. None: it will be in time.
 
-        Who comes is taken only with `margin` times what others are thought to take; who has waited goes unless it is hopeless."""
+        Who comes is taken only with `margin` times what is expected; who has waited goes unless it is hopeless."""
         if forecast is None or applicant.ttft_s is None:
             return None
         expected_s = waited_s + expected_ttft_s(forecast, wait_s)
-        own_s = alone_s(forecast)
-        ratio = (expected_s if waited_s else safe_s(own_s, expected_s - own_s, margin)) / applicant.ttft_s
+        ratio = expected_s / applicant.ttft_s if waited_s else margin * expected_s / applicant.ttft_s
         late = ratio > (REOPEN if self.refusing and not waited_s else 1.0)
         if alone_s(forecast) <= REOPEN * applicant.ttft_s and not waited_s:
             self.refusing = late  # a prompt too long for its objective says nothing about the load

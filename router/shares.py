@@ -114,6 +114,11 @@ class Shares:
                 return False
         return True
 
+    def is_owed(self, tenant: str) -> bool:
+        """It was given no more than its share beside others. (Who is alone has always just been given something.)"""
+        share = self._shares.get(tenant)
+        return bool(self._shares) if share is None else share.start <= self._virtual
+
     def cost_ahead(self, applicant: Applicant, weight: float) -> float:
         """Tokens that are served before a newcomer's: of its tenant's, what is not of lower rank; and what others are given
         meanwhile, before batch all that is not batch."""

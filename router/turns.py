@@ -71,8 +71,12 @@ class Turns:
         if refusal is not None or not self._places.num_in_lane(applicant.lane, BATCH + 1):
             return refusal
         return never_fast_enough(applicant, forecast) or lane.outlook(applicant).refusal(
-            applicant, forecast, wait_s, waited_s, lane.trust.margin(now)
+            applicant, forecast, wait_s, waited_s, self._margin(lane, applicant, now)
         )
+
+    def _margin(self, lane: Lane, applicant: Applicant, now: float) -> float:
+        """Whose tenant is below its share is refused for what is expected, not for what is feared: the fear comes of others."""
+        return 1.0 if lane.shares.is_owed(applicant.tenant) else lane.trust.margin(now)
 
     def note_latest_start(self, ticket: Ticket, forecast: Forecast | None) -> None:
         """When it will be too late for it, at the latest when it has waited for MAX_WAIT_S. Without a forecast nobody is taken to

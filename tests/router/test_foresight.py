@@ -245,7 +245,7 @@ def test_refusing_needs_more_to_stop_than_to_start() -> None:
     decide: Callable[[float], bool] = lambda ttft_s: (  # noqa: E731
         outlook.refusal(PROMISED, Forecast(ttft_s, 0.02, has_room=True, ahead_s=ttft_s - 0.1), None) is not None
     )
-    assert [decide(ttft_s) for ttft_s in (0.45, 0.47, 0.45, 0.44, 0.43, 0.45)] == [False, True, True, True, False, False]
+    assert [decide(ttft_s) for ttft_s in (0.47, 0.49, 0.47, 0.455, 0.45, 0.47)] == [False, True, True, True, False, False]
 
 
 def test_a_prompt_too_long_for_its_objective_does_not_close_the_gate_to_others() -> None:
@@ -301,3 +301,13 @@ def test_a_pace_that_even_an_idle_worker_misses_is_refused_at_once() -> None:
     assert answer.reason == "objective" and "41.0 ms" in answer.message and "slo_tpot_ms" in answer.message
     sky.forecast = replace(GOOD, tpot_s=0.05, idle_tpot_s=0.039)
     waiting(admission, applicant(sky))
+
+
+def test_who_is_below_its_share_is_not_refused_for_fear_of_what_others_sent() -> None:
+    sky = Sky()
+    admission = busy_mesh(sky)
+    for _ in range(3):
+        admitted(admission, applicant(sky, ttft_s=None, tenant="flood"), 1.0)
+    sky.forecast = Forecast(ttft_s=0.49, tpot_s=0.02, has_room=True, ahead_s=0.26)
+    assert refused(admission, applicant(sky, tenant="flood"), 1.0).reason == "objective"
+    waiting(admission, applicant(sky, tenant="modest"), 1.0)
