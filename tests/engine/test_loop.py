@@ -95,10 +95,10 @@ async def test_it_wakes_from_idle_and_blocked_waiting_does_not_spin() -> None:
         num_schedules = 0
         schedule = engine._scheduler.schedule
 
-        def counting() -> object:
+        def counting(now_ns: int) -> object:
             nonlocal num_schedules
             num_schedules += 1
-            return schedule()
+            return schedule(now_ns)
 
         await loop.call(lambda engine: setattr(engine._scheduler, "schedule", counting))
         for _ in range(5):
