@@ -19,8 +19,8 @@ from benchmarks.router.windows import WARMUP_S, alone, closed_loop, load_of, war
 SHAPES = (MESH, TWO_CORES, TWO_ENGINES)
 # So many requests keep two engines busy, and few enough that their tokens still come in time.
 CONCURRENCY = 8
-# A window lasts until about so many requests were due, within bounds: so that all of them take half an hour.
-WANTED_REQUESTS, SHORTEST_S, LONGEST_S = 30, 28.0, 45.0
+# A window lasts until about so many requests were due, within bounds: so that all of them take half an hour at most.
+WANTED_REQUESTS, SHORTEST_S, LONGEST_S = 24, 22.0, 34.0
 
 
 class Mixes:
