@@ -38,6 +38,9 @@ class EngineConfig:
     )
     max_num_seqs: int = field(default=64, metadata={"help": "sequences reserved, waiting and running at once"})
     max_num_batched_tokens: int = field(default=512, metadata={"help": "token budget of one step"})
+    keep_pace: bool = field(
+        default=True, metadata={"help": "steps hold only so much of prompts as running sequences with a TPOT objective can spare"}
+    )
     max_context: int = field(default=0, metadata={"help": "longest sequence in tokens; 0: the model's"})
     prefix_caching: bool = field(default=True, metadata={"help": "share KV blocks between prompts with equal beginnings"})
     num_threads: int = field(default=0, metadata={"help": "threads that compute; 0: one for each core"})

@@ -60,7 +60,7 @@ class Engine:
         self._runner = ModelRunner(loaded.model, self.kv.tensor, sampler, self.eos_token_ids)
         limits = self._limits()
         self._allocator = BlockAllocator(self._pool, config.block_size, hash_block, prefix_caching=config.prefix_caching)
-        self.pacer = Pacer()
+        self.pacer = Pacer(is_on=config.keep_pace)
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer)
         self._table = RequestTable(limits, self._allocator, self._scheduler)
         self._reservations = Reservations(limits, self._table, self._allocator, self._scheduler)

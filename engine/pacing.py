@@ -56,14 +56,16 @@ class Pace(NamedTuple):
 class Pacer:
     """`cost` is told by whoever watches the steps; while it is None, or nobody was promised anything, steps are full."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_on: bool = True) -> None:
+        """`is_on` False: nobody is promised anything."""
+        self._is_on = is_on
         self.cost: StepCost | None = None
 
     def start(self, decoding: Iterable[Sequence], now_ns: int) -> None:
         """Begins the schedules of those that have none; forgives those that are too far behind."""
         for sequence in decoding:
             goal_s = sequence.group.request.tpot_goal_s
-            if not goal_s:
+            if not goal_s or not self._is_on:
                 continue
             if not sequence.paced_from_ns:
                 sequence.paced_from_ns, sequence.paced_from_token = now_ns, len(sequence.output)
@@ -81,7 +83,7 @@ class Pacer:
     def promised_s(self, sequences: Iterable[Sequence]) -> float:
         """The least pace that any of these has or will have; 0: none was promised one."""
         goals_s = [sequence.group.request.tpot_goal_s for sequence in sequences]
-        return TARGET * min([goal_s for goal_s in goals_s if goal_s], default=0.0)
+        return TARGET * min([goal_s for goal_s in goals_s if goal_s], default=0.0) if self._is_on else 0.0
 
     def prompt_tokens(self, decoding: list[Sequence], next_prompt: Sequence, now_ns: int) -> int | None:
         """Of prompts, the next of which is `next_prompt`, this step may hold at most so many; None: as many as fit."""

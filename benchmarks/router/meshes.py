@@ -49,10 +49,20 @@ class Shape:
 
 
 MESH = Shape("mesh", "pdmesh, two one-core workers", num_both=2)
+# What is compared with fills its steps, as chunked prefill does: nobody there knows what was promised.
+FULL_STEPS = ("--no-keep-pace",)
 TWO_CORES = Shape(
-    "two-cores", "one two-core engine, aggregated", num_both=1, policy="round-robin", mode="local", kv_memory_mb=3072
+    "two-cores",
+    "one two-core engine, aggregated",
+    num_both=1,
+    policy="round-robin",
+    mode="local",
+    kv_memory_mb=3072,
+    worker_args=FULL_STEPS,
 )
-TWO_ENGINES = Shape("two-engines", "two one-core engines, aggregated", num_both=2, policy="least-loaded", mode="local")
+TWO_ENGINES = Shape(
+    "two-engines", "two one-core engines, aggregated", num_both=2, policy="least-loaded", mode="local", worker_args=FULL_STEPS
+)
 SEPARATED = Shape("separated", "separated: one prefill worker, one decode worker", num_prefill=1, num_decode=1)
 
 

@@ -174,5 +174,13 @@ def test_what_is_told_of_it() -> None:
     assert pacer.promised_s([]) == 0
 
 
+def test_off_means_that_nobody_is_promised_anything() -> None:
+    machine, sequence = running()
+    machine.scheduler._pacer = pacer = Pacer(is_on=False)
+    pacer.cost, sequence.paced_from_ns = COST, 0
+    machine.add(1000)
+    assert machine.step() == 511 and pacer.promised_s([sequence]) == 0
+
+
 def test_the_router_thinks_of_the_same_pace() -> None:
     assert (PACE_TARGET, ROUTER_MAX_SHARE) == (TARGET, MAX_SHARE)
