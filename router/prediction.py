@@ -154,8 +154,8 @@ class Engine:
         return max(lasts_s, self._paced_s(work_s, self.share)) if self.share else lasts_s
 
     def _paced_s(self, work_s: float, share: float) -> float:
-        """At least, beside sequences that keep their pace."""
-        return (work_s - self.slack_s * share) / (1 - share)
+        """At least, beside sequences that keep their pace. However far behind they are, prompts get their part of the time."""
+        return min((work_s - self.slack_s * share) / (1 - share), work_s / (1 - MAX_SHARE))
 
     def ahead_s(self, now: float) -> float:
         """Until the prompts that are here already have been computed, with half a step that is under way."""

@@ -42,7 +42,8 @@ def test_a_prompt_takes_what_the_pace_leaves() -> None:
     assert prefill_s(paced()) == pytest.approx(0.005 + 0.8)
     assert prefill_s(paced(slack_s=0.2)) == pytest.approx(0.005 + 0.6)
     assert prefill_s(paced(slack_s=9.0)) == prefill_s(free)  # no faster than full steps
-    assert prefill_s(paced(slack_s=-0.2)) > prefill_s(paced())
+    assert prefill_s(paced(slack_s=-0.2)) == pytest.approx(0.005 + 1.0)
+    assert prefill_s(paced(slack_s=-5.0)) == pytest.approx(0.005 + 0.4 / (1 - MAX_SHARE))  # prompts get that much in any case
 
 
 def test_prompts_before_it_take_the_slack_and_decode_beside_it() -> None:
