@@ -67,9 +67,7 @@ class Census:
             num_waiting_tokens=_num_to_prefill(running) + _num_to_prefill(waiting),
             num_decoding=num_decoding,
             decode_context=decode_context,
-            pace_s=pace.pace_s
-            if pace is not None
-            else self._pacer.promised_s(s for group in self._table for s in group.sequences),
+            pace_s=self._promised_s(decoding) if pace is None else pace.pace_s,
             slack_s=0.0 if pace is None else pace.slack_s,
             num_prefilling=len(running) - num_decoding + len(waiting),
             num_steps=self._counters.num_steps,
@@ -78,6 +76,9 @@ class Census:
             num_prefix_hit_tokens=self._allocator.num_prefix_hit_tokens,
             num_preemptions=self._scheduler.num_preemptions,
         )
+
+    def _promised_s(self, decoding: list[Sequence]) -> float:
+        return self._pacer.promised_s((sequence for group in self._table for sequence in group.sequences), decoding)
 
     def _count(self) -> tuple[int, int, int]:
         return len(self._scheduler.running), len(self._scheduler.waiting), len(self._table)

@@ -80,10 +80,12 @@ class Pacer:
         possible = [pace for pace in paces if pace.pace_s > TARGET * decode_s]
         return min(possible, key=lambda pace: pace.step_s) if possible else None
 
-    def promised_s(self, sequences: Iterable[Sequence]) -> float:
-        """The least pace that any of these has or will have; 0: none was promised one."""
-        goals_s = [sequence.group.request.tpot_goal_s for sequence in sequences]
-        return TARGET * min([goal_s for goal_s in goals_s if goal_s], default=0.0) if self._is_on else 0.0
+    def promised_s(self, sequences: Iterable[Sequence], decoding: Sequence_[Sequence]) -> float:
+        """The least pace that any of these has or will have beside `decoding`; 0: none was promised one that can be kept."""
+        if not self._is_on:
+            return 0.0
+        decode_s, goals_s = self._decode_s(decoding), [sequence.group.request.tpot_goal_s for sequence in sequences]
+        return TARGET * min([goal_s for goal_s in goals_s if goal_s > decode_s], default=0.0)
 
     def prompt_tokens(self, decoding: list[Sequence], next_prompt: Sequence, now_ns: int) -> int | None:
         """Of prompts, the next of which is `next_prompt`, this step may hold at most so many; None: as many as fit."""

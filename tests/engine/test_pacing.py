@@ -132,6 +132,17 @@ def test_an_objective_that_cannot_be_met_holds_nobody_up() -> None:
     assert machine.step() == pytest.approx((TARGET * GOAL_S - 0.012) / 0.001, abs=1)
 
 
+def test_a_pace_that_cannot_be_kept_is_not_told_to_routers_either() -> None:
+    """They would think prompts slow that nobody holds up."""
+    machine = Machine()
+    hopeless = machine.add(4, 0.001)
+    machine.step()
+    machine.step()
+    assert machine.pacer.tightest([hopeless], machine.now_ns) is None
+    assert machine.pacer.promised_s([hopeless], [hopeless]) == 0
+    assert machine.pacer.promised_s([hopeless, machine.add(4, GOAL_S)], [hopeless]) == TARGET * GOAL_S
+
+
 def test_who_was_preempted_begins_anew() -> None:
     machine, sequence = running()
     assert sequence.paced_from_ns == 0
@@ -165,13 +176,13 @@ def test_the_tightest_decides_and_the_first_prompt_s_context_counts() -> None:
 def test_what_is_told_of_it() -> None:
     machine, sequence = running()
     pacer, decoding = machine.pacer, [sequence]
-    assert pacer.tightest(decoding, machine.now_ns) is None and pacer.promised_s(decoding) == TARGET * GOAL_S
+    assert pacer.tightest(decoding, machine.now_ns) is None and pacer.promised_s(decoding, []) == TARGET * GOAL_S
     for _ in range(3):
         machine.step()
     pace = pacer.tightest(decoding, machine.now_ns)
     assert pace is not None and pace.pace_s == TARGET * GOAL_S
     assert pace.slack_s == pytest.approx(3 * (TARGET * GOAL_S - 0.010))
-    assert pacer.promised_s([]) == 0
+    assert pacer.promised_s([], []) == 0
 
 
 def test_off_means_that_nobody_is_promised_anything() -> None:
@@ -179,7 +190,7 @@ def test_off_means_that_nobody_is_promised_anything() -> None:
     machine.scheduler._pacer = pacer = Pacer(is_on=False)
     pacer.cost, sequence.paced_from_ns = COST, 0
     machine.add(1000)
-    assert machine.step() == 511 and pacer.promised_s([sequence]) == 0
+    assert machine.step() == 511 and pacer.promised_s([sequence], []) == 0
 
 
 def test_the_router_thinks_of_the_same_pace() -> None:
