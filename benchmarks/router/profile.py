@@ -11,7 +11,7 @@ from benchmarks.harness import RESULTS, say
 from benchmarks.router.overhead import CLIENT, STEP_S, streams, write_model
 from benchmarks.router.processes import router, running
 
-SECONDS = 12.0
+SECONDS = 60.0
 STOP = ("--drain-grace-s", 0, "--linger-s", 0)
 
 
