@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from router.applicant import Ticket, TicketState
 from router.foresight import Outlook
 from router.heaviest import Heaviest
+from router.recent_use import Use
 
 
 @dataclass(eq=False)
@@ -21,6 +22,7 @@ class Share:
     num_bytes: int = 0
     load: float = 0.0  # what it holds of the room, for its weight
     outlooks: dict[int, Outlook] = field(default_factory=dict)
+    recent: Use = field(default_factory=Use)
 
 
 @dataclass(eq=False)

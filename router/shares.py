@@ -2,7 +2,8 @@
 
 Every tenant has a virtual start: the tokens that it was given, divided by its weight. The one with the earliest is served next,
 so that whoever has a backlog gets its share however many requests another one sends, and however important it calls them. Who
-comes back after a pause starts at the present virtual time: a pause earns nothing. Rank orders a tenant's own, and those of
+comes back after a pause starts at the present virtual time less the little that can be saved up: two requests of a modest tenant
+that come together do not wait as those of a flood. Rank orders a tenant's own, and those of
 tenants that were given equally much: as all who stay below their share were.
 """
 
@@ -12,8 +13,11 @@ from router.applicant import BATCH, INTERACTIVE, RANKS, STANDARD, Applicant, Tic
 from router.fair_queue import FairQueue, Share
 from router.foresight import Outlook
 from router.heaviest import Heaviest
+from router.recent_use import RecentUse
 
 MAX_IDLE_SHARES = 1024
+SAVED = 2048.0
+"""Tokens, for a weight of 1: who takes less than its share can be given so many at once, before others have theirs again."""
 BATCH_YIELDS = 8192.0
 """Tokens, for a weight of 1: batch lets others have so much more than its own tenant was given before its turn comes."""
 
@@ -30,6 +34,7 @@ class Shares:
         self._virtual = 0.0
         self._shares: dict[str, Share] = {}
         self._heaviest: Heaviest[Share] = Heaviest()
+        self._recent = RecentUse()
 
     def load(self, num: int, num_bytes: int, weight: float) -> float:
         """What so many requests, or so many bytes, are of the room, for their weight."""
@@ -60,7 +65,7 @@ class Shares:
         applicant, share = ticket.applicant, self.share(ticket.applicant.tenant, weight)
         if not share.num_waiting:
             self._weight += weight
-            self._move(share, max(self._virtual, share.start))
+            self._move(share, self._begin(share))
         self._count(share, applicant, 1)
         self._heaviest.weigh(share)
         self.queues[applicant.rank].push(ticket, share)
@@ -77,17 +82,18 @@ class Shares:
     def charge(self, applicant: Applicant, weight: float) -> None:
         """Its tenant was given what it costs, also past the queue."""
         share = self.share(applicant.tenant, weight)
-        begin = max(self._virtual, share.start)
+        begin = self._begin(share)
         flow = self.queues[applicant.rank].flow(applicant.tenant)
         if flow is None or not flow.parked:
             self._virtual = self._first_start(begin)
         self._move(share, begin + applicant.cost / weight)
+        self._recent.charge(share.recent, applicant.cost, weight)
 
     def settle(self, tenant: str, extra: float) -> None:
         """It took `extra` tokens more (negative: fewer) than it was charged."""
         share = self._shares.get(tenant)
         if share is not None:
-            self._move(share, max(self._virtual, share.start + extra / share.weight))
+            self._move(share, max(self._virtual - SAVED, share.start + extra / share.weight))
 
     def first(self, ranks: Sequence[int]) -> FairQueue | None:
         """Whose head is next; `ranks`: those that are asked, the first of them first among equals."""
@@ -107,17 +113,21 @@ class Shares:
         if not self.num_waiting:
             return True
         share = self._shares.get(applicant.tenant)
-        mine = self._turn(self._virtual if share is None else max(self._virtual, share.start), applicant.rank), applicant.rank
+        start = self._virtual if share is None else self._begin(share)
+        mine = self._turn(start, applicant.rank), applicant.rank, start
         for rank, queue in self.queues.items():
             head = queue.head() if queue.num_waiting else None
-            if head is not None and (self._turn(self._shares[head.applicant.tenant].start, rank), rank) <= mine:
-                return False
+            if head is not None:
+                start = self._shares[head.applicant.tenant].start
+                if (self._turn(start, rank), rank, start) <= mine:
+                    return False
         return True
 
     def is_owed(self, tenant: str) -> bool:
-        """It was given no more than its share beside others. (Who is alone has always just been given something.)"""
+        """Others were given more of late, for their weight. Its virtual start would not do: every request that it was given
+        puts that ahead for a while, and a second one that came soon would be taken for greed."""
         share = self._shares.get(tenant)
-        return bool(self._shares) if share is None else share.start <= self._virtual
+        return bool(self._shares) if share is None else self._recent.is_below(share.recent, share.weight)
 
     def cost_ahead(self, applicant: Applicant, weight: float) -> float:
         """Tokens that are served before a newcomer's: of its tenant's, what is not of lower rank; and what others are given
@@ -130,13 +140,19 @@ class Shares:
             return above + min(self.queues[BATCH].cost, flow_cost * (others_weight + weight) / weight)
         costs = {rank: self._flow_cost(applicant.tenant, rank) for rank in (INTERACTIVE, STANDARD)}
         own = sum(cost for rank, cost in costs.items() if rank <= applicant.rank)
-        return own + min(above - sum(costs.values()), own * others_weight / weight)
+        saved = max(0.0, self._virtual - self._begin(share))
+        return own + min(above - sum(costs.values()), max(0.0, own / weight - saved) * others_weight)
 
     def _flow_cost(self, tenant: str, rank: int) -> float:
         flow = self.queues[rank].flow(tenant)
         return 0.0 if flow is None else flow.cost
 
+    def _begin(self, share: Share) -> float:
+        return max(self._virtual - SAVED, share.start)
+
     def _turn(self, start: float, rank: int) -> float:
+        """All who are below their share are equal: between them rank decides, and then what they have saved up."""
+        start = max(self._virtual, start)
         return start + BATCH_YIELDS if rank == BATCH else start
 
     def _first_start(self, begin: float) -> float:

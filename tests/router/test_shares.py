@@ -11,7 +11,7 @@ from router.admission import Admission
 from router.applicant import BATCH, INTERACTIVE, STANDARD, Applicant, Ticket, TicketState
 from router.forecast import Forecast
 from router.places import AdmissionSettings
-from router.shares import BATCH_YIELDS, Shares
+from router.shares import BATCH_YIELDS, SAVED, Shares
 from tests.router.test_admission import ask, order_of
 
 STEP_S, SERVICE_S = 0.02, 1.0
@@ -157,3 +157,21 @@ def test_with_a_backlog_nobody_is_given_more_than_a_request_beyond_its_share(ask
         ticket.state = TicketState.ADMITTED
     assert shares.num_waiting == 0 and sum(given_tokens.values()) == sum(cost for _, _, cost in asks)
     assert shares.heaviest() is None
+
+
+def test_a_modest_tenant_that_sends_some_at_once_is_served_first_and_no_more_than_it_has_saved_up() -> None:
+    admission = Admission(AdmissionSettings(1, 100))
+    holder = ask(admission, tenant="modest", prompt_tokens=1)
+    for _ in range(30):
+        ask(admission, tenant="flood", prompt_tokens=500)
+    for _ in range(10):  # 5 000 tokens for the flood meanwhile
+        (holder,) = admission.release(holder, 0.0)
+    for _ in range(12):
+        ask(admission, tenant="modest", prompt_tokens=500)
+    served = []
+    for _ in range(13):
+        (holder,) = admission.release(holder, 0.0)
+        served.append(holder.applicant.tenant)
+    num_first = served.index("flood")
+    assert SAVED / 500 <= num_first <= SAVED / 500 + 2
+    assert served[num_first : num_first + 6].count("flood") == 3
