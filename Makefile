@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PROTOS := $(wildcard protos/*/*.proto)
 # One list of what is linted and typed, for people and for CI.
-CODE := pdmesh worker router prefill_service decode_service kvtransfer planning runtime engine text protos benchmarks examples tests
+CODE := pdmesh simulator worker router prefill_service decode_service autoscaler kvtransfer planning runtime engine text protos benchmarks examples tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh equality
