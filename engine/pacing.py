@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from engine.sequence import Sequence
 
-TARGET = 0.8
+TARGET = 0.9
 """Of the objective: the rest is for what a step's time does not contain, as the hand-off and the way to the client."""
 SPREAD = 8
 """Steps over which slack is used up."""

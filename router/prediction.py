@@ -21,9 +21,13 @@ DEFAULT_CHUNK = 512
 """Tokens of a step where the worker does not say."""
 
 MAX_SHARE = 0.75
-"""However little sequences leave of their pace, prompts get a few tokens of every step."""
+"""However little sequences leave of their pace, prompts get a few tokens of every step: more than that only as long as an
+objective is kept all the same."""
 
-PACE_TARGET = 0.8
+LARGEST_SHARE = 0.95
+"""What those few tokens are at the least, where steps nearly fill the objective."""
+
+PACE_TARGET = 0.9
 """Of its TPOT objective, a request's share of steps with prompts in them: as the engine sizes them (engine/pacing.py)."""
 
 SPARED = 0.25
@@ -129,8 +133,8 @@ class Engine:
         self.others_s = fixed_s + row_s * self.rows_soon + token_s * self.context_soon
         self.chunk = max(1, (view.max_num_batched_tokens or DEFAULT_CHUNK) - rows)
         pace_s, begins = view.pace_s, view.num_starting + decodes > 0
-        self.share = min(MAX_SHARE, self.step_s / pace_s) if rows and pace_s else 0.0
-        self.share_soon = min(MAX_SHARE, self.others_s / pace_s) if begins and pace_s else self.share
+        self.share = min(_most(self.step_s, pace_s), self.step_s / pace_s) if rows and pace_s else 0.0
+        self.share_soon = min(_most(self.others_s, pace_s), self.others_s / pace_s) if begins and pace_s else self.share
         self.slack_s = min(0.0, view.slack_s) if begins else view.slack_s
         waiting, sent = view.num_waiting_tokens, view.dispatched_tokens
         reported_s = self._work_s(waiting, view.num_prefilling) if waiting else 0.0
@@ -155,7 +159,7 @@ class Engine:
 
     def _paced_s(self, work_s: float, share: float) -> float:
         """At least, beside sequences that keep their pace. However far behind they are, prompts get their part of the time."""
-        return min((work_s - self.slack_s * share) / (1 - share), work_s / (1 - MAX_SHARE))
+        return min((work_s - self.slack_s * share) / (1 - share), work_s / (1 - max(MAX_SHARE, share)))
 
     def ahead_s(self, now: float) -> float:
         """Until the prompts that are here already have been computed, with half a step that is under way."""
@@ -190,6 +194,12 @@ class Engine:
         # It outlives those that decode there by this share of its own steps, were all alike and somewhere on their way.
         alone_s = model.fixed_s / (self.rows_soon + 1)
         return OutputSide(self.others_s + row_s, row_s, self.rows_soon, self.ahead_s(now), missing, alone_s, self.view.pace_s > 0)
+
+
+def _most(step_s: float, pace_s: float) -> float:
+    """Of the time, for steps without prompts, however far behind sequences are. An objective that cannot be kept holds nobody up."""
+    filled = step_s * PACE_TARGET / pace_s
+    return min(LARGEST_SHARE, filled) if MAX_SHARE < filled < 1 else MAX_SHARE
 
 
 def miss(value_s: float, goal_s: float | None) -> float:

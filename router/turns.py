@@ -75,8 +75,9 @@ class Turns:
         )
 
     def _margin(self, lane: Lane, applicant: Applicant, now: float) -> float:
-        """Whose tenant is below its share is refused for what is expected, not for what is feared: the fear comes of others."""
-        return 1.0 if lane.shares.is_owed(applicant.tenant) else lane.trust.margin(now)
+        """While nobody waits, and for whom its tenant is below its share, what is expected counts, not what is feared: in the first
+        case nobody else would take the place, in the second the fear comes of others."""
+        return lane.trust.margin(now) if lane.num_waiting and not lane.shares.is_owed(applicant.tenant) else 1.0
 
     def note_latest_start(self, ticket: Ticket, forecast: Forecast | None) -> None:
         """When it will be too late for it, at the latest when it has waited for MAX_WAIT_S. Without a forecast nobody is taken to

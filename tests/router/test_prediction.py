@@ -9,7 +9,7 @@ from protos.v1 import worker_pb2
 from router.candidates import Demand, Placement
 from router.overheads import MAX_STRETCH, Overheads
 from router.policy import PredictPolicy
-from router.prediction import MAX_SHARE, PACE_TARGET, SPARED, Engine, Goals, Overhead, local
+from router.prediction import LARGEST_SHARE, MAX_SHARE, PACE_TARGET, SPARED, Engine, Goals, Overhead, local
 from router.roster import Roster
 from router.trust import HALF_LIFE_S, MAX_MARGIN, MIN_MARGIN, STEP, Trust
 from router.views import WorkerView
@@ -57,6 +57,12 @@ def test_prompts_before_it_take_the_slack_and_decode_beside_it() -> None:
 def test_a_pace_that_steps_alone_exceed_leaves_a_little() -> None:
     tight = replace(paced(), pace_s=0.001)
     assert prefill_s(tight) == pytest.approx(0.005 + 0.4 / (1 - MAX_SHARE))
+
+
+def test_steps_that_nearly_fill_the_objective_leave_what_it_leaves() -> None:
+    """Steps of 10 ms, an objective of 12.5 ms: a fifth of the time for 0.4 s of work, as the engine sizes them."""
+    assert prefill_s(replace(paced(), pace_s=0.0125 * PACE_TARGET)) == pytest.approx(0.005 + 2.0)
+    assert prefill_s(replace(paced(), pace_s=0.01001 * PACE_TARGET)) == pytest.approx(0.005 + 0.4 / (1 - LARGEST_SHARE))
 
 
 def test_who_keeps_a_pace_loses_what_it_can_spare() -> None:
