@@ -197,7 +197,7 @@ class Engine:
 
 
 def _most(step_s: float, pace_s: float) -> float:
-    """Of the time, for steps without prompts, however far behind sequences are. An objective that cannot be kept holds nobody up."""
+    """Of the time, for steps without prompts, however far behind sequences are. What cannot be kept holds nobody up."""
     filled = step_s * PACE_TARGET / pace_s
     return min(LARGEST_SHARE, filled) if MAX_SHARE < filled < 1 else MAX_SHARE
 

@@ -71,13 +71,14 @@ class Turns:
         if refusal is not None or not self._places.num_in_lane(applicant.lane, BATCH + 1):
             return refusal
         return never_fast_enough(applicant, forecast) or lane.outlook(applicant).refusal(
-            applicant, forecast, wait_s, waited_s, self._margin(lane, applicant, now)
+            applicant, forecast, wait_s, waited_s, self._margin(lane, applicant, wait_s, now)
         )
 
-    def _margin(self, lane: Lane, applicant: Applicant, now: float) -> float:
-        """While nobody waits, and for whom its tenant is below its share, what is expected counts, not what is feared: in the first
-        case nobody else would take the place, in the second the fear comes of others."""
-        return lane.trust.margin(now) if lane.num_waiting and not lane.shares.is_owed(applicant.tenant) else 1.0
+    def _margin(self, lane: Lane, applicant: Applicant, wait_s: float | None, now: float) -> float:
+        """For whom there is a place while nobody waits, and for whom its tenant is below its share, what is expected counts, not
+        what is feared: in the first case nobody else would take the place, in the second the fear comes of others."""
+        is_contended = wait_s is not None or lane.num_waiting > 0
+        return lane.trust.margin(now) if is_contended and not lane.shares.is_owed(applicant.tenant) else 1.0
 
     def note_latest_start(self, ticket: Ticket, forecast: Forecast | None) -> None:
         """When it will be too late for it, at the latest when it has waited for MAX_WAIT_S. Without a forecast nobody is taken to
