@@ -47,7 +47,7 @@ RUN python -m engine.kernels.cpu.build --all --output /opt/pdmesh-kernels \
 
 FROM packages AS worker-cpu-build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN TORCH_INDEX=$TORCH_INDEX sh k8s/docker/install.sh /opt/pdmesh worker
+RUN sh k8s/docker/install.sh /opt/pdmesh worker
 COPY . .
 RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation .
 
