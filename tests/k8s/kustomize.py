@@ -104,7 +104,7 @@ def _set_images(manifest: Manifest, images: list[Manifest]) -> None:
 def containers_of(manifest: Manifest) -> list[Manifest]:
     """Those of its pods, the ones that come first among them; none for what has no pods."""
     pod = pod_of(manifest)
-    return [] if pod is None else [*pod.get("initContainers", ()), *pod["containers"]]
+    return [] if pod is None else [*pod.get("initContainers", ()), *pod.get("containers", ())]
 
 
 def pod_of(manifest: Manifest) -> Manifest | None:
