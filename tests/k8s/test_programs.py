@@ -20,7 +20,7 @@ from runtime.config import ConfigError
 from runtime.tls import TlsConfig
 from tests.k8s.kustomize import Manifest
 from tests.k8s.meshes import MESHES, Workload, all_containers, manifests, of_kind, workloads
-from tests.k8s.programs import OTHER_VARIABLES, class_of, config_of, environment, is_below, options
+from tests.k8s.programs import OTHER_VARIABLES, class_of, config_of, environment, is_below, options, quantity
 from worker.config import WorkerConfig
 
 OURS = [(mesh, workload, container) for mesh, workload, container in all_containers() if class_of(container) is not None]
@@ -159,8 +159,7 @@ def test_memory_for_kv_is_within_the_limit_and_threads_within_the_quota(mesh: st
             continue
         limits = container["resources"]["limits"]
         assert 1 <= config.engine.num_threads < float(limits["cpu"])
-        memory_mb = float(limits["memory"].removesuffix("Gi")) * 1024 if "Gi" in limits["memory"] else float(limits["memory"][:-2])
-        assert config.engine.kv_memory_mb + 1024 < memory_mb
+        assert (config.engine.kv_memory_mb + 1024) * 2**20 < quantity(limits["memory"])
         assert (config.engine.device == "cuda") == ("nvidia.com/gpu" in limits)
 
 
