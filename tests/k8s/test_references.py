@@ -23,7 +23,7 @@ _IDS = [f"{mesh}:{workload.name}" for mesh, workload in WORKLOADS]
 
 def _referred(workload: Workload) -> Iterator[tuple[str, str]]:
     """Kind and name of what a pod needs."""
-    yield "ServiceAccount", workload.pod.get("serviceAccountName", "default")
+    yield "ServiceAccount", workload.pod["serviceAccountName"]
     for volume in workload.pod.get("volumes", ()):
         if "secret" in volume:
             yield "Secret", volume["secret"]["secretName"]
@@ -40,8 +40,7 @@ def _referred(workload: Workload) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize(("mesh", "workload"), WORKLOADS, ids=_IDS)
 def test_everything_referred_to_is_there_or_to_be_provided(mesh: str, workload: Workload) -> None:
     there = {(kind, each["metadata"]["name"]) for kind in ("ServiceAccount", "ConfigMap") for each in of_kind(mesh, kind)}
-    missing = set(_referred(workload)) - there - PROVIDED.keys()
-    assert missing == ({("ServiceAccount", "default")} if workload.name == "pdmesh-loadtest" else set())
+    assert set(_referred(workload)) - there - PROVIDED.keys() == set()
 
 
 def test_the_page_tells_how_to_make_what_is_to_be_provided() -> None:
