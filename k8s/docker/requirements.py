@@ -1,4 +1,4 @@
-"""What pdmesh needs with some of its extras, one requirement a line: so that an image can have the packages in a layer below the code.
+"""What pdmesh needs with some of its extras, one requirement a line: an image has the packages in a layer below the code.
 
 python k8s/docker/requirements.py services,loadtest
 """

@@ -71,7 +71,7 @@ def _requirements() -> ModuleType:
 
 
 def _is_sent(path: str) -> bool:
-    """Whether a path of the repository reaches the builder: the last pattern of .dockerignore that takes it, or a folder of it, decides."""
+    """Whether a path reaches the builder: the last pattern of .dockerignore that takes it, or a folder of it, decides."""
     sent = True
     parts = path.split("/")
     for pattern in (ROOT / ".dockerignore").read_text(encoding="utf-8").split("\n"):
@@ -161,7 +161,7 @@ def test_what_is_installed_is_in_the_lock(extras: str) -> None:
     ("extras", "index", "torch"),
     [("services", "", []), ("worker", "", ["torch=="]), ("worker", "https://index", ["--index-url https://index torch=="])],
 )
-def test_the_installation_takes_torch_first_then_what_the_lock_says(extras: str, index: str, torch: list[str], tmp_path: Path) -> None:
+def test_torch_is_installed_first_then_what_the_lock_says(extras: str, index: str, torch: list[str], tmp_path: Path) -> None:
     fake = tmp_path / "bin/python"
     fake.parent.mkdir()
     fake.write_text(_FAKE_PYTHON)

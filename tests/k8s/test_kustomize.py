@@ -72,7 +72,8 @@ def test_images_stand_in_kustomizations_alone_each_with_one_tag() -> None:
             images = [container.get("image", "") for document in documents(path) for container in containers_of(document)]
             assert not [image for image in images if ":" in image], path
     assert all(len(each) == 1 and "latest" not in each for each in tags.values()), tags
-    used = {container["image"] for folder in APPLIED for manifest in render(FOLDER / folder) for container in containers_of(manifest)}
+    rendered = [manifest for folder in APPLIED for manifest in render(FOLDER / folder)]
+    used = {container["image"] for manifest in rendered for container in containers_of(manifest)}
     assert used == {f"{name}:{tag}" for name, (tag,) in tags.items()}
 
 

@@ -45,7 +45,8 @@ def _peers(mesh: str) -> list[Peer]:
 
 def _is_allowed(policies: list[Manifest], source: Peer, target: Peer, port: int, protocol: str = "TCP") -> bool:
     """The API's rules: what no policy selects is open; what one selects is shut but for what some policy opens."""
-    return _side(policies, source, target, "Egress", port, protocol) and _side(policies, target, source, "Ingress", port, protocol)
+    out = _side(policies, source, target, "Egress", port, protocol)
+    return out and _side(policies, target, source, "Ingress", port, protocol)
 
 
 def _side(policies: list[Manifest], own: Peer, other: Peer, direction: str, port: int, protocol: str) -> bool:

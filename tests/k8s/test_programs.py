@@ -12,6 +12,7 @@ import pytest
 from engine.kernels.cpu import build
 from engine.weights import hash as weights_hash
 from pdmesh.certificates import make_certificates
+from pdmesh.commands import loadtest
 from protos.v1 import decode_pb2, mesh_pb2, prefill_pb2
 from router import objectives, processes, tenants_file
 from router.config import RouterConfig
@@ -21,7 +22,7 @@ from runtime.tls import TlsConfig
 from tests.k8s.kustomize import Manifest
 from tests.k8s.meshes import MESHES, Workload, all_containers, manifests, of_kind, workloads
 from tests.k8s.programs import OTHER_VARIABLES, class_of, config_of, environment, is_below, options, quantity
-from worker.config import WorkerConfig
+from worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 
 OURS = [(mesh, workload, container) for mesh, workload, container in all_containers() if class_of(container) is not None]
 SERVERS = [(mesh, workload, container) for mesh, workload, container in OURS if workload.manifest["kind"] == "Deployment"]
@@ -46,8 +47,8 @@ def _mounts(container: Manifest) -> list[str]:
 
 def test_each_mesh_has_routers_and_both_kinds_of_workers() -> None:
     for mesh in MESHES:
-        programs = {class_of(container) for workload in workloads(mesh) for container in workload.containers}
-        assert {cls.__name__ for cls in programs if cls is not None} == {"RouterConfig", "PrefillConfig", "DecodeConfig", "Options"}
+        programs = {class_of(container) for of, _, container in OURS if of == mesh}
+        assert programs == {RouterConfig, PrefillConfig, DecodeConfig, loadtest.Options}
 
 
 @pytest.mark.parametrize(("mesh", "workload", "container"), OURS, ids=_IDS)

@@ -115,7 +115,8 @@ def test_the_autoscaler_may_scale_the_workers_and_little_else() -> None:
     rules = next(each for each in of_kind("overlays/cpu", "Role"))["rules"]
     scaled = {name for rule in rules if rule["resources"] == ["deployments/scale"] for name in rule["resourceNames"]}
     assert scaled == {"pdmesh-prefill", "pdmesh-decode"} <= {each.name for each in workloads("overlays/cpu")}
-    unnamed = {(resource, verb) for rule in rules if "resourceNames" not in rule for resource in rule["resources"] for verb in rule["verbs"]}
+    open_rules = [rule for rule in rules if "resourceNames" not in rule]
+    unnamed = {(resource, verb) for rule in open_rules for resource in rule["resources"] for verb in rule["verbs"]}
     assert unnamed == {("leases", "create"), ("events", "create"), ("events", "patch")}
     assert not [rule for rule in rules if "*" in (*rule["apiGroups"], *rule["resources"], *rule["verbs"])]
 
@@ -123,7 +124,8 @@ def test_the_autoscaler_may_scale_the_workers_and_little_else() -> None:
 def test_the_binding_joins_role_and_account() -> None:
     (binding,) = of_kind("overlays/cpu", "RoleBinding")
     roles = {each["metadata"]["name"] for each in of_kind("overlays/cpu", "Role")}
-    accounts = {("ServiceAccount", each["metadata"]["name"], each["metadata"]["namespace"]) for each in of_kind("overlays/cpu", "ServiceAccount")}
+    made = [each["metadata"] for each in of_kind("overlays/cpu", "ServiceAccount")]
+    accounts = {("ServiceAccount", each["name"], each["namespace"]) for each in made}
     assert binding["roleRef"]["name"] in roles
     assert {(each["kind"], each["name"], each["namespace"]) for each in binding["subjects"]} <= accounts
 
