@@ -6,6 +6,7 @@ What is not known here is refused: `kubectl kustomize` of 1.20 (which is kustomi
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,14 @@ MERGE_KEYS = {
 }
 
 
-def documents(path: Path) -> list[Manifest]:
-    """All documents of a file."""
+@cache
+def _parsed(path: Path) -> list[Manifest]:
     return [document for document in yaml.safe_load_all(path.read_text(encoding="utf-8")) if document]
+
+
+def documents(path: Path) -> list[Manifest]:
+    """All documents of a file, which are the caller's."""
+    return deepcopy(_parsed(path.resolve()))
 
 
 def kustomization(folder: Path) -> Manifest:
