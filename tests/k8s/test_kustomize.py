@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
 
-from tests.k8s.kustomize import FOLDER, MERGE_KEYS, Manifest, containers_of, documents, kustomization, merged, name_of, render
+from tests.k8s.kustomize import FOLDER, MERGE_KEYS, Manifest, containers_of, documents, kustomization, merged, name_of, parsed, render
 from tests.k8s.meshes import MESHES
 
 FOLDERS = sorted(path.parent for path in FOLDER.rglob("kustomization.yaml"))
@@ -89,7 +88,7 @@ def test_merging_keeps_replaces_and_takes_away() -> None:
 def test_kubectl_renders_the_same(folder: str) -> None:
     command = ["kubectl", "kustomize", str(FOLDER / folder)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    theirs = {name_of(manifest): _ordered(manifest) for manifest in yaml.safe_load_all(printed)}
+    theirs = {name_of(manifest): _ordered(manifest) for manifest in parsed(printed)}
     assert theirs == {name_of(manifest): _ordered(manifest) for manifest in render(FOLDER / folder)}
 
 
