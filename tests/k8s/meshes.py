@@ -68,7 +68,7 @@ def workloads(mesh: str) -> list[Workload]:
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     """Whether a label selector (matchLabels alone are used) takes these labels; an empty one takes all."""
     assert selector.keys() <= {"matchLabels"}, selector
-    return selector.get("matchLabels", {}).items() <= labels.items()
+    return bool(selector.get("matchLabels", {}).items() <= labels.items())
 
 
 def all_containers() -> Iterator[tuple[str, Workload, Manifest]]:

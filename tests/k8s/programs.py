@@ -83,8 +83,8 @@ def _from(source: Manifest, workload: Workload, container: Manifest) -> str:
 
 def quantity(text: str) -> float:
     """Kubernetes' 500m, 2, 1Gi as a number. Raises KeyError for another unit."""
-    number = text.rstrip("mKiMGi")
-    return float(number) * _UNITS[text[len(number) :]]
+    unit = text.lstrip("0123456789.")
+    return float(text.removesuffix(unit)) * _UNITS[unit]
 
 
 def is_below(path: str, folders: list[str]) -> bool:

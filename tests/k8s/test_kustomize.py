@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.k8s.kustomize import FOLDER, MERGE_KEYS, Manifest, containers_of, documents, kustomization, merged, name_of, parsed, render
+from tests.k8s.kustomize import (
+    FOLDER,
+    MERGE_KEYS,
+    Manifest,
+    containers_of,
+    documents,
+    kustomization,
+    merged,
+    name_of,
+    parsed,
+    render,
+)
 from tests.k8s.meshes import MESHES
 
 FOLDERS = sorted(path.parent for path in FOLDER.rglob("kustomization.yaml"))

@@ -29,9 +29,7 @@ SERVERS = [(mesh, workload, container) for mesh, workload, container in OURS if 
 _IDS = [f"{mesh}:{container['name']}" for mesh, _, container in OURS]
 _SERVER_IDS = [f"{mesh}:{container['name']}" for mesh, _, container in SERVERS]
 GRPC_SERVICES = {
-    service.full_name
-    for module in (mesh_pb2, prefill_pb2, decode_pb2)
-    for service in module.DESCRIPTOR.services_by_name.values()
+    service.full_name for module in (mesh_pb2, prefill_pb2, decode_pb2) for service in module.DESCRIPTOR.services_by_name.values()
 }
 
 
