@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -117,3 +118,14 @@ def _without_false_namespace(value: Manifest) -> Manifest:
     if value.get("kind") != "PriorityClass" or "metadata" not in value:
         return value
     return {**value, "metadata": {key: inner for key, inner in value["metadata"].items() if key != "namespace"}}
+
+
+def test_folders_and_files_that_people_are_told_to_apply_are_there() -> None:
+    root = FOLDER.parent
+    pages = [root / "docs/kubernetes.md", root / "Dockerfile", *FOLDER.rglob("*.yaml")]
+    told = [
+        command for page in pages for command in re.findall(r"apply (-[fk]) (k8s/[\w/.-]+\w)", page.read_text(encoding="utf-8"))
+    ]
+    assert len(told) > 5
+    for flag, path in told:
+        assert (root / path / "kustomization.yaml").is_file() if flag == "-k" else (root / path).is_file(), path
