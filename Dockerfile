@@ -1,0 +1,86 @@
+# Images of pdmesh. No step needs a secret; packages come from PyPI, Debian and, for torch without CUDA, from torch's own index.
+#
+#   docker build --target router -t pdmesh-router:0.1.0 .              # router, command line, load test: no torch
+#   docker build --target worker-cpu -t pdmesh-worker-cpu:0.1.0 .
+#   docker build --target worker-cuda -t pdmesh-worker-cuda:0.1.0 .
+#   docker build --target model-smollm2 -t pdmesh-model-smollm2:0.1.0 .
+#
+# Packages are pinned by requirements.lock (torch pins CUDA's itself). They are installed before the code is copied, so that
+# another version of the code is a small layer. The longer steps stand in k8s/docker/, where they run without Docker, too.
+
+ARG PYTHON=3.13
+
+FROM python:${PYTHON}-slim-bookworm AS base
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PATH=/opt/pdmesh/bin:$PATH
+# By name, too: some libraries ask who they run as. A pod's root file system is read-only, its /tmp is not.
+RUN groupadd --gid 10001 pdmesh \
+ && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin pdmesh
+
+FROM base AS packages
+WORKDIR /src
+COPY pyproject.toml requirements.lock ./
+COPY k8s/docker k8s/docker
+
+# Router, command line, load test.
+
+FROM packages AS router-build
+RUN sh k8s/docker/install.sh /opt/pdmesh services,loadtest
+COPY . .
+RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation .
+
+FROM base AS router
+COPY --from=router-build /opt/pdmesh /opt/pdmesh
+USER 10001:10001
+EXPOSE 8100 8000
+CMD ["python", "-m", "router"]
+
+# Native code for every processor of this architecture: a pod compiles nothing, and its image has no compiler.
+
+FROM packages AS kernels
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+RUN python -m pip install --no-cache-dir -c requirements.lock numpy
+COPY . .
+RUN python -m engine.kernels.cpu.build --all --output /opt/pdmesh-kernels \
+ && python -m kvtransfer.native.library --output /opt/pdmesh-kernels
+
+# Workers.
+
+FROM packages AS worker-cpu-build
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN sh k8s/docker/install.sh /opt/pdmesh worker
+COPY . .
+RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation .
+
+FROM base AS worker-cpu
+COPY --from=kernels /opt/pdmesh-kernels /opt/pdmesh-kernels
+COPY --from=worker-cpu-build /opt/pdmesh /opt/pdmesh
+ENV PDMESH_KERNELS_DIR=/opt/pdmesh-kernels PDMESH_CACHE=/var/cache/pdmesh
+USER 10001:10001
+EXPOSE 50051 50052
+CMD ["python", "-m", "worker"]
+
+FROM packages AS worker-cuda-build
+RUN sh k8s/docker/install.sh /opt/pdmesh worker
+COPY . .
+RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation .
+
+# CUDA's libraries come with torch; the driver's come from the node, through NVIDIA's container runtime.
+FROM base AS worker-cuda
+COPY --from=kernels /opt/pdmesh-kernels /opt/pdmesh-kernels
+COPY --from=worker-cuda-build /opt/pdmesh /opt/pdmesh
+ENV PDMESH_KERNELS_DIR=/opt/pdmesh-kernels PDMESH_CACHE=/var/cache/pdmesh
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 10001:10001
+EXPOSE 50051 50052
+CMD ["python", "-m", "worker"]
+
+# A model's folder as /model, to be copied by an init container. This one is SmolLM2-135M-Instruct (Apache-2.0).
+
+FROM worker-cpu-build AS model-build
+RUN python -m pip install --no-cache-dir -c requirements.lock transformers sentencepiece
+RUN PDMESH_CACHE=/cache python -m pdmesh.models fetch smollm2-135m-instruct
+
+FROM base AS model-smollm2
+COPY --from=model-build /cache/models/smollm2-135m-instruct /model
+USER 10001:10001
+CMD ["ls", "-l", "/model"]

@@ -1,0 +1,196 @@
+"""The Dockerfile: its stages hang together, ask for no secret and end as an ordinary user; its steps, run in a plain folder."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.k8s.kustomize import FOLDER
+from tests.k8s.meshes import all_containers
+
+ROOT = FOLDER.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+TARGETS = {"router", "worker-cpu", "worker-cuda", "model-smollm2"}
+_FAKE_PYTHON = """#!/bin/sh
+echo "$@" >> "$STEPS"
+case "$*" in
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  k8s/docker/requirements.py*) echo a-package ;;
+esac
+"""
+
+
+@dataclass
+class Stage:
+    """One FROM with the instructions behind it."""
+
+    name: str
+    base: str
+    steps: list[tuple[str, str]] = field(default_factory=list)
+
+    def of(self, instruction: str) -> list[str]:
+        """The arguments of all of one kind."""
+        return [argument for name, argument in self.steps if name == instruction]
+
+
+def _stages() -> dict[str, Stage]:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    lines = re.sub(r"\\\n", "", "\n".join(line for line in text.splitlines() if not line.startswith("#"))).splitlines()
+    stages: dict[str, Stage] = {}
+    current: Stage | None = None
+    for line in filter(None, lines):
+        name, _, argument = line.partition(" ")
+        if name == "FROM":
+            base, _, label = argument.partition(" AS ")
+            current = stages[label] = Stage(label, base)
+        elif current is not None:
+            current.steps.append((name, argument.strip()))
+    return stages
+
+
+STAGES = _stages()
+
+
+def _requirements() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("requirements", FOLDER / "docker/requirements.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _is_sent(path: str) -> bool:
+    """Whether a path reaches the builder: the last pattern of .dockerignore that takes it, or a folder of it, decides."""
+    sent = True
+    parts = path.split("/")
+    for pattern in (ROOT / ".dockerignore").read_text(encoding="utf-8").split("\n"):
+        if not pattern or pattern.startswith("#"):
+            continue
+        wanted = pattern.removeprefix("!").removeprefix("**/")
+        heads = parts if pattern.startswith("**/") else ["/".join(parts[: count + 1]) for count in range(len(parts))]
+        if any(fnmatch.fnmatchcase(head, wanted) and head.count("/") == wanted.count("/") for head in heads):
+            sent = pattern.startswith("!")
+    return sent
+
+
+def test_stages_and_files_that_are_named_are_there() -> None:
+    seen: set[str] = set()
+    for stage in STAGES.values():
+        assert stage.base in seen or stage.base.startswith("python:")
+        for copy in stage.of("COPY"):
+            source = re.match(r"--from=(\S+) (\S+)", copy)
+            paths = [] if source else copy.split()[:-1]
+            assert source is None or source[1] in seen
+            assert [path for path in paths if path != "." and not ((ROOT / path).exists() and _is_sent(path))] == []
+        seen.add(stage.name)
+    assert seen >= TARGETS
+
+
+def test_the_builder_is_sent_the_packages_and_nothing_else() -> None:
+    packages = {pattern.removesuffix("*") for pattern in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
+    sent = {path.name for path in ROOT.iterdir() if _is_sent(path.name)}
+    assert sent == packages | {"LICENSE", "README.md", "pyproject.toml", "requirements.lock", "k8s"}
+    assert _is_sent("engine/kernels/cpu/step.cpp") and _is_sent("k8s/docker/install.sh")
+    for path in (".git/config", "k8s/base/router.yaml", "engine/__pycache__/x.pyc", ".env", "keys.json", "tests/conftest.py"):
+        assert not _is_sent(path), path
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_images_run_as_the_user_of_the_pods(target: str) -> None:
+    assert STAGES[target].of("USER") == ["10001:10001"]
+    assert STAGES[target].steps[-1][0] == "CMD"
+    users = {workload.pod["securityContext"]["runAsUser"] for _, workload, _ in all_containers()}
+    assert users == {10001}
+    assert not STAGES[target].of("RUN"), "what is built stands in stages of its own"
+
+
+def test_no_secret_is_asked_for_and_every_package_is_pinned() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert set(re.findall(r"^ARG (\w+)", text, re.MULTILINE)) == {"PYTHON", "TORCH_INDEX"}
+    assert "--mount" not in text and "ADD " not in text
+    installs = [run for stage in STAGES.values() for run in stage.of("RUN") if "pip install" in run]
+    assert installs
+    for run in installs:
+        assert "-c requirements.lock" in run or "--no-deps --no-build-isolation ." in run
+
+
+def test_images_of_services_have_no_torch() -> None:
+    wanted = _requirements().requirements((ROOT / "pyproject.toml").read_text(encoding="utf-8"), ["services", "loadtest"])
+    names = {Requirement(each).name for each in wanted}
+    assert {"grpcio", "redis", "tokenizers", "h11"} <= names
+    assert not names & {"torch", "transformers", "safetensors"}
+    (install,) = STAGES["router-build"].of("RUN")[:1]
+    assert shlex.split(install)[-1] == "services,loadtest"
+
+
+def test_extras_of_the_project_itself_are_followed_and_unknown_ones_refused() -> None:
+    pyproject = """[project]
+dependencies = ["a"]
+[project.optional-dependencies]
+x = ["pdmesh[y, z]", "b>=1"]
+y = ["c"]
+z = ["a", "d[e]"]
+"""
+    requirements = _requirements().requirements
+    assert requirements(pyproject, ["x"]) == ["a", "c", "d[e]", "b>=1"]
+    with pytest.raises(KeyError):
+        requirements(pyproject, ["nothing"])
+
+
+@pytest.mark.parametrize("extras", ["services,loadtest", "worker"])
+def test_what_is_installed_is_in_the_lock(extras: str) -> None:
+    lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    pinned = dict(line.lower().split("==") for line in lock.splitlines() if "==" in line)
+    wanted = _requirements().requirements((ROOT / "pyproject.toml").read_text(encoding="utf-8"), extras.split(","))
+    for each in map(Requirement, [*wanted, "setuptools"]):
+        assert each.specifier.contains(pinned[each.name.lower()]), each
+
+
+@pytest.mark.parametrize(
+    ("extras", "index", "torch"),
+    [("services", "", []), ("worker", "", ["torch=="]), ("worker", "https://index", ["--index-url https://index torch=="])],
+)
+def test_torch_is_installed_first_then_what_the_lock_says(extras: str, index: str, torch: list[str], tmp_path: Path) -> None:
+    fake = tmp_path / "bin/python"
+    fake.parent.mkdir()
+    fake.write_text(_FAKE_PYTHON)
+    fake.chmod(0o755)
+    steps = tmp_path / "steps"
+    env = {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "STEPS": str(steps), "TMPDIR": str(tmp_path)}
+    command = ["sh", str(FOLDER / "docker/install.sh"), str(tmp_path / "venv"), extras]
+    subprocess.run(command, cwd=ROOT, env={**env, "TORCH_INDEX": index}, check=True, timeout=30)
+    made, *installs = steps.read_text().splitlines()
+    assert made == f"-m venv {tmp_path / 'venv'}"
+    assert [line for line in installs if "torch==" in line] == installs[: len(torch)]
+    assert all(end in line for end, line in zip(torch, installs, strict=False))
+    asked, packages = installs[len(torch) :]
+    assert asked == f"k8s/docker/requirements.py {extras}"
+    assert "-c requirements.lock setuptools -r" in packages
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("tmp.")] == []
+
+
+def test_kernels_are_built_for_all_processors_where_the_workers_look() -> None:
+    (build,) = (run for run in STAGES["kernels"].of("RUN") if "engine.kernels" in run)
+    assert "engine.kernels.cpu.build --all --output /opt/pdmesh-kernels" in build
+    assert "kvtransfer.native.library --output /opt/pdmesh-kernels" in build
+    for target in ("worker-cpu", "worker-cuda"):
+        assert "PDMESH_KERNELS_DIR=/opt/pdmesh-kernels" in " ".join(STAGES[target].of("ENV"))
+        assert "--from=kernels /opt/pdmesh-kernels /opt/pdmesh-kernels" in STAGES[target].of("COPY")
+
+
+def test_manifests_start_images_that_are_targets() -> None:
+    ours = {container["image"].partition(":")[0] for _, _, container in all_containers()}
+    ours = {name.removeprefix("pdmesh-") for name in ours if name.startswith("pdmesh-")}
+    assert ours - TARGETS == {"model-qwen3-8b"}  # an example of one that people make
+    assert ours >= TARGETS

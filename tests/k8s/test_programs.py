@@ -1,0 +1,190 @@
+"""Every flag and variable of every container is one that its program takes, and what it names is there."""
+
+from __future__ import annotations
+
+import inspect
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.kernels.cpu import build
+from engine.weights import hash as weights_hash
+from pdmesh.certificates import make_certificates
+from pdmesh.commands import loadtest
+from protos.v1 import decode_pb2, mesh_pb2, prefill_pb2
+from router import objectives, processes, tenants_file
+from router.config import RouterConfig
+from router.openai import app
+from runtime.config import ConfigError
+from runtime.tls import TlsConfig
+from tests.k8s.kustomize import Manifest
+from tests.k8s.meshes import MESHES, Workload, all_containers, manifests, of_kind, workloads
+from tests.k8s.programs import OTHER_VARIABLES, class_of, config_of, environment, is_below, options, quantity
+from worker.config import DecodeConfig, PrefillConfig, WorkerConfig
+
+OURS = [(mesh, workload, container) for mesh, workload, container in all_containers() if class_of(container) is not None]
+SERVERS = [(mesh, workload, container) for mesh, workload, container in OURS if workload.manifest["kind"] == "Deployment"]
+_IDS = [f"{mesh}:{container['name']}" for mesh, _, container in OURS]
+_SERVER_IDS = [f"{mesh}:{container['name']}" for mesh, _, container in SERVERS]
+GRPC_SERVICES = {
+    service.full_name for module in (mesh_pb2, prefill_pb2, decode_pb2) for service in module.DESCRIPTOR.services_by_name.values()
+}
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsConfig:
+    """What the Secret pdmesh-tls would hold."""
+    return make_certificates(tmp_path_factory.mktemp("tls") / "made", days=30)
+
+
+def _mounts(container: Manifest) -> list[str]:
+    return [mount["mountPath"] for mount in container.get("volumeMounts", ())]
+
+
+def test_each_mesh_has_routers_and_both_kinds_of_workers() -> None:
+    for mesh in MESHES:
+        programs = {class_of(container) for of, _, container in OURS if of == mesh}
+        assert programs == {RouterConfig, PrefillConfig, DecodeConfig, loadtest.Options}
+
+
+@pytest.mark.parametrize(("mesh", "workload", "container"), OURS, ids=_IDS)
+def test_its_program_takes_all_of_it(mesh: str, workload: Workload, container: Manifest, tls: TlsConfig) -> None:
+    config_of(workload, container, tls)
+    known = options(container)
+    names = {variable["name"] for variable in container.get("env", ())}
+    assert {name for name in names if name.startswith("PDMESH_")} <= known.keys() | OTHER_VARIABLES
+
+
+@pytest.mark.parametrize(("mesh", "workload", "container"), OURS, ids=_IDS)
+def test_nothing_is_set_twice_and_no_secret_is_a_flag(mesh: str, workload: Workload, container: Manifest) -> None:
+    """A flag wins over a variable: an overlay that sets it would change nothing."""
+    known = options(container)
+    flags = {argument.partition("=")[0] for argument in container["args"]}
+    set_twice = {option.flag for name, option in known.items() if name in environment(workload, container)} & flags
+    assert set_twice == set()
+    paths = {"--api-keys"}  # a file here, which is none
+    assert {option.flag for option in known.values() if option.secret} & flags <= paths
+
+
+def test_a_flag_that_no_program_has_is_found(tls: TlsConfig) -> None:
+    _, workload, container = SERVERS[0]
+    with pytest.raises(ConfigError, match="--drain-grace"):
+        config_of(workload, {**container, "args": ["--drain-grace=1"]}, tls)
+
+
+@pytest.mark.parametrize(("mesh", "workload", "container"), SERVERS, ids=_SERVER_IDS)
+def test_ports_and_files_are_those_of_the_program(mesh: str, workload: Workload, container: Manifest, tls: TlsConfig) -> None:
+    config = config_of(workload, container, tls)
+    ports = [port["containerPort"] for port in container["ports"]]
+    is_router = isinstance(config, RouterConfig)
+    assert ports == ([config.port, config.http_port] if is_router else [config.port, config.transfer_port])
+    read = [config.api_keys, config.tenants, config.objectives, *config.model_folders().values()] if is_router else []
+    read += [config.engine.model] if isinstance(config, WorkerConfig) else []
+    given = environment(workload, container)
+    read += [path for name, path in given.items() if name.startswith("PDMESH_TLS_") and path.startswith("/")]
+    assert [path for path in read if not is_below(path, _mounts(container))] == []
+    assert config.host == "0.0.0.0"
+    assert config.redis.startswith("redis://")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_routers_and_workers_mean_the_same_mesh_and_models(mesh: str, tls: TlsConfig) -> None:
+    configs = [config_of(workload, container, tls) for of, workload, container in SERVERS if of == mesh]
+    routers = [config for config in configs if isinstance(config, RouterConfig)]
+    workers = [config for config in configs if isinstance(config, WorkerConfig)]
+    assert len({config.mesh for config in configs}) == 1
+    assert len({config.tls.is_set for config in configs}) == 1
+    served = {(config.served_name, config.engine.model) for config in workers}
+    assert {frozenset(config.model_folders().items()) for config in routers} == {frozenset(served)}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_workers_of_a_pod_have_names_and_ports_of_their_own(mesh: str, tls: TlsConfig) -> None:
+    for workload in workloads(mesh):
+        inside = [each for each in workload.containers if class_of(each) is not None and workload.name != "pdmesh-loadtest"]
+        configs = [config_of(workload, container, tls) for container in inside]
+        workers = [config for config in configs if isinstance(config, WorkerConfig)]
+        assert len({config.worker_id for config in workers}) == len(workers)
+        assert all(config.advertise for config in workers)
+        ports = [port for config in workers for port in (config.port, config.transfer_port)]
+        assert len(set(ports)) == len(ports)
+
+
+@pytest.mark.parametrize(("mesh", "workload", "container"), SERVERS, ids=_SERVER_IDS)
+def test_a_pod_is_given_the_time_that_its_drain_takes(mesh: str, workload: Workload, container: Manifest, tls: TlsConfig) -> None:
+    config = config_of(workload, container, tls)
+    before = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])
+    assert before[0] == "sleep"
+    needed_s = float(before[1]) + config.drain_grace_s
+    needed_s += config.linger_s + processes.STOP_MARGIN_S if isinstance(config, RouterConfig) else 5.0
+    assert workload.pod["terminationGracePeriodSeconds"] > needed_s
+
+
+@pytest.mark.parametrize(("mesh", "workload", "container"), SERVERS, ids=_SERVER_IDS)
+def test_probes_ask_what_the_program_answers(mesh: str, workload: Workload, container: Manifest, tls: TlsConfig) -> None:
+    config = config_of(workload, container, tls)
+    names = {port["name"]: port["containerPort"] for port in container["ports"]}
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        probe = container[kind]
+        (way,) = probe.keys() & {"grpc", "httpGet", "tcpSocket", "exec"}
+        port = names.get(probe[way]["port"], probe[way]["port"])
+        assert port == (config.http_port if way == "httpGet" else config.port)
+        if way == "grpc":
+            assert not config.tls.is_set  # the kubelet would not get through
+            assert probe["grpc"].get("service", "pdmesh.v1.Mesh") in GRPC_SERVICES
+        if way == "httpGet":
+            assert f'"{probe[way]["path"]}"' in inspect.getsource(app.build)
+            assert (probe[way].get("scheme") == "HTTPS") == config.tls.is_set
+            assert not config.tls.is_set or config.tls_client_auth == "none"  # the kubelet shows no certificate
+    assert isinstance(config, WorkerConfig) or "grpc" not in container["livenessProbe"]  # not ready is not dead
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_router_is_ready_only_with_a_worker(mesh: str) -> None:
+    """By gRPC's health or by HTTP's /health/ready: both follow the streams to workers."""
+    for of, workload, container in SERVERS:
+        if of == mesh and workload.name == "pdmesh-router":
+            probe = container["readinessProbe"]
+            assert probe.get("grpc", {}).get("service") == "pdmesh.v1.Mesh" or probe["httpGet"]["path"] == "/health/ready"
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_memory_for_kv_is_within_the_limit_and_threads_within_the_quota(mesh: str, tls: TlsConfig) -> None:
+    for of, workload, container in SERVERS:
+        config = config_of(workload, container, tls)
+        if of != mesh or not isinstance(config, WorkerConfig):
+            continue
+        limits = container["resources"]["limits"]
+        assert 1 <= config.engine.num_threads < float(limits["cpu"])
+        assert (config.engine.kv_memory_mb + 1024) * 2**20 < quantity(limits["memory"])
+        assert (config.engine.device == "cuda") == ("nvidia.com/gpu" in limits)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_files_in_config_maps_are_good(mesh: str, tls: TlsConfig, tmp_path: Path) -> None:
+    data: dict[str, Any] = {manifest["metadata"]["name"]: manifest["data"] for manifest in of_kind(mesh, "ConfigMap")}
+    limits = tenants_file.parse(tomllib.loads(data["pdmesh-tenants"]["tenants.toml"]))
+    assert limits.limits_of("search").weight == 4.0
+    path = tmp_path / "objectives.toml"
+    path.write_text(data["pdmesh-objectives"]["objectives.toml"])
+    router = next(config_of(workload, container, tls) for of, workload, container in SERVERS if of == mesh)
+    assert isinstance(router, RouterConfig)
+    assert {goal.model for goal in objectives.load(str(path))} == router.model_folders().keys()
+
+
+def test_variables_beside_the_settings_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDMESH_CACHE", "/var/cache/pdmesh")
+    assert weights_hash.cache_folder() == Path("/var/cache/pdmesh")
+    assert '"PDMESH_KERNELS_DIR"' in inspect.getsource(build)
+    given = {name for _, workload, container in OURS for name in environment(workload, container)}
+    assert {name for name in given if not name.startswith("PDMESH_")} == {"POD_NAME"}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_load_test_aims_at_the_routers(mesh: str, tls: TlsConfig) -> None:
+    job = next(workload for workload in workloads(mesh) if workload.name == "pdmesh-loadtest")
+    host, _, port = config_of(job, job.containers[0], tls).target.partition(":")
+    services = {manifest["metadata"]["name"]: manifest["spec"] for manifest in manifests(mesh) if manifest["kind"] == "Service"}
+    assert int(port) in {each["port"] for each in services[host]["ports"]}
