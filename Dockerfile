@@ -1,7 +1,7 @@
-# Images of pdmesh. No step needs a secret; packages come from PyPI, Debian and, for torch without CUDA, from torch's own index.
+# Images of pdmesh. No step needs a secret; packages come from pip's index and Debian's; torch from the index that TORCH_INDEX names.
 #
 #   docker build --target router -t pdmesh-router:0.1.0 .              # router, command line, load test: no torch
-#   docker build --target worker-cpu -t pdmesh-worker-cpu:0.1.0 .
+#   docker build --target worker-cpu --build-arg TORCH_INDEX=… -t pdmesh-worker-cpu:0.1.0 .   # torch's index of CPU builds
 #   docker build --target worker-cuda -t pdmesh-worker-cuda:0.1.0 .
 #   docker build --target model-smollm2 -t pdmesh-model-smollm2:0.1.0 .
 #
@@ -46,7 +46,8 @@ RUN python -m engine.kernels.cpu.build --all --output /opt/pdmesh-kernels \
 # Workers.
 
 FROM packages AS worker-cpu-build
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# A package index with builds of torch for processors alone; without it torch brings CUDA along, and the image is gigabytes larger.
+ARG TORCH_INDEX=
 RUN sh k8s/docker/install.sh /opt/pdmesh worker
 COPY . .
 RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation .
