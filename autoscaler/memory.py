@@ -53,11 +53,11 @@ class PoolMemory:
         """Replicas added (`sign` 1) or taken (-1) within the period."""
         return sum(num * sign for time_s, num in self.changes if num * sign > 0 and now_s - time_s < period_s)
 
-    def idle_s(self, now_s: float, is_idle: bool) -> float:
-        """How long nobody has asked for anything."""
+    def idle_s(self, now_s: float, is_idle: bool) -> float | None:
+        """How long nobody has asked for anything; None: somebody does."""
         if not is_idle:
             self.idle_since_s = None
-            return 0.0
+            return None
         if self.idle_since_s is None:
             self.idle_since_s = now_s
         return now_s - self.idle_since_s

@@ -36,9 +36,9 @@ class Plan:
 
 
 def plan(
-    view: PoolView, size: Size, share: Callable[[int], float], memory: PoolMemory, settings: AutoscalerSettings, now_s: float, idle_s: float
+    view: PoolView, size: Size, share: Callable[[int], float], memory: PoolMemory, settings: AutoscalerSettings, now_s: float, idle_s: float | None
 ) -> Plan:
-    """`idle_s`: for how long nobody has asked for anything, nor is expected to. The memory knows already what is enough now."""
+    """`idle_s`: for how long nobody has asked for anything, nor is expected to; None: somebody does. The memory knows already what is enough now."""
     own = settings.of(view.name)
     target, reason, held = _decided(view, size, memory, settings, now_s, idle_s)
     if view.hold is not None and now_s < view.hold.until_s:
@@ -51,11 +51,11 @@ def plan(
 
 
 def _decided(
-    view: PoolView, size: Size, memory: PoolMemory, settings: AutoscalerSettings, now_s: float, idle_s: float
+    view: PoolView, size: Size, memory: PoolMemory, settings: AutoscalerSettings, now_s: float, idle_s: float | None
 ) -> tuple[int, str, str | None]:
     """Target, reason, and what held it."""
     own, num = settings.of(view.name), view.num_replicas
-    if own.allow_zero and (idle_s >= settings.zero_after_s or (num == 0 and idle_s > 0)):
+    if own.allow_zero and idle_s is not None and (num == 0 or idle_s >= settings.zero_after_s):
         return _zero(view, memory, settings, own, now_s, idle_s)
     num_stuck = sum(age_s > STUCK_STARTS * own.start_s for age_s in view.starting_ages_s)
     if size.needed > num - num_stuck:
