@@ -1,8 +1,8 @@
 """Divides GPUs between pools when there are fewer than they ask for. Pure.
 
-A request needs every pool, so the pool that bears the smallest share of the demand decides how many requests keep their objectives:
-each replica goes to that pool, until nobody wants one or it does not fit. As a share never falls with a replica more, no other division
-has a larger smallest share.
+A request needs every pool, so the pool that bears the smallest share of the demand decides how many requests keep their
+objectives: each replica goes to that pool, until nobody wants one or it does not fit. As a share never falls with a replica more,
+no other division has a larger smallest share.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ WORTH_MOVING = 0.1
 
 @dataclass(frozen=True)
 class Claim:
-    """Of one pool: `least` replicas that it keeps in any case, `least_ever` if replicas may be moved, `wanted` at most. `share`: of
-    the demand that so many replicas bear. `gpus` of each; `other_gpus`: of pods that are on their way out."""
+    """Of one pool: `least` replicas that it keeps in any case, `least_ever` if replicas may be moved, `wanted` at most. `share`:
+    of the demand that so many replicas bear. `gpus` of each; `other_gpus`: of pods that are on their way out."""
 
     name: PoolName
     least: int

@@ -1,8 +1,8 @@
 """How many requests a second each pool has to be ready for. Pure.
 
-    sure      = observed less what chance may have added to it       moves a pool up at once
-    expected  = forecast for when a pod asked for now would serve    is the floor
-    backlog   = what waits beyond the usual, over the time to be rid of it
+sure      = observed less what chance may have added to it       moves a pool up at once
+expected  = forecast for when a pod asked for now would serve    is the floor
+backlog   = what waits beyond the usual, over the time to be rid of it
 """
 
 import math
@@ -34,9 +34,7 @@ class Demand:
         return max(self.least, self.expected) + self.backlog
 
 
-def demand(
-    now_s: float, traffic: Traffic, forecaster: Forecaster, settings: AutoscalerSettings, start_s: float
-) -> Demand:
+def demand(now_s: float, traffic: Traffic, forecaster: Forecaster, settings: AutoscalerSettings, start_s: float) -> Demand:
     """`start_s`: until a pod that is asked for now serves. What is expected is the most of now and then: a pool must not
     shrink for a night that begins only after that."""
     rate = traffic.rate_per_s

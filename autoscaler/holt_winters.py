@@ -1,8 +1,8 @@
 """A series that repeats, such as a day and its night, around a level with a trend that fades. Pure.
 
-Additive Holt-Winters with a damped trend (Hyndman and Athanasopoulos, "Forecasting: Principles and Practice", 3rd edition, §8.2-8.3)
-over means of `season / NUM_BINS` each. The first whole season sets level and season; before that nothing is known of a season, and
-the latest is what is expected. What the series is off just now by is expected to fade.
+Additive Holt-Winters with a damped trend (Hyndman and Athanasopoulos, "Forecasting: Principles and Practice", 3rd edition,
+§8.2-8.3) over means of `season / NUM_BINS` each. The first whole season sets level and season; before that nothing is known of a
+season, and the latest is what is expected. What the series is off just now by is expected to fade.
 """
 
 import math
@@ -77,7 +77,7 @@ class HoltWinters:
         share = position - first
         season = (1 - share) * self._season(first) + share * self._season(first + 1)
         ahead = max(0.0, (time_s - self._time_s) / self._bin_s)
-        return self._level + self._trend * DAMPING * (1 - DAMPING**ahead) / (1 - DAMPING) + season
+        return self._level + self._trend * DAMPING * (1 - float(DAMPING**ahead)) / (1 - DAMPING) + season
 
     def _season(self, index: int) -> float:
         return self._bins[index % NUM_BINS] or 0.0

@@ -1,18 +1,18 @@
 """A series with a level and a slope, both of which wander: a Kalman filter that learns how noisy the observations are. Pure.
 
 Local linear trend (Harvey, "Forecasting, Structural Time Series Models and the Kalman Filter", 1989, §2.3). Observations may come
-at any distance. One that is out of all proportion (a burst) is no noise: the filter then forgets how sure it was of level and slope,
-follows within an observation or two, and sees the slope of a rise while it lasts. Looking ahead, the slope fades.
+at any distance. One that is out of all proportion (a burst) is no noise: the filter then forgets how sure it was of level and
+slope, follows within an observation or two, and sees the slope of a rise while it lasts. Looking ahead, the slope fades.
 """
 
 import math
 
 from autoscaler.forecast import Expected, State, number
 
-LEVEL_NOISE = 0.002  # of the level, by which it wanders in a second (its root)
-SLOPE_NOISE = 2e-5  # of the level in a second, by which the slope wanders in a second (its root)
-SURPRISE = 3.0  # standard deviations beyond which an observation tells of a change
-FADE_S = 120.0  # after which a slope counts for a third
+LEVEL_NOISE = 0.001  # of the level, by which it wanders in a second (its root)
+SLOPE_NOISE = 1e-5  # of the level in a second, by which the slope wanders in a second (its root)
+SURPRISE = 4.0  # standard deviations beyond which an observation tells of a change
+FADE_S = 90.0  # after which a slope counts for a third
 LEAST_LEVEL = 0.05
 _LEARN = 0.05  # of an observation, in the mean of noise
 _FIELDS = ("time_s", "level", "slope", "var_level", "covar", "var_slope", "noise")

@@ -1,4 +1,4 @@
-"""What the policy remembers of one pool: what it changed and when, and what would have been enough of late. Pure, saved as JSON."""
+"""What the policy remembers of one pool: what it changed, and what would have been enough of late. Pure, saved as JSON."""
 
 from collections import deque
 

@@ -36,9 +36,17 @@ class Plan:
 
 
 def plan(
-    view: PoolView, size: Size, share: Callable[[int], float], memory: PoolMemory, settings: AutoscalerSettings, now_s: float, idle_s: float | None
+    view: PoolView,
+    size: Size,
+    share: Callable[[int], float],
+    memory: PoolMemory,
+    settings: AutoscalerSettings,
+    now_s: float,
+    idle_s: float | None,
 ) -> Plan:
-    """`idle_s`: for how long nobody has asked for anything, nor is expected to; None: somebody does. The memory knows already what is enough now."""
+    """`idle_s`: for how long nobody has asked for anything, nor is expected to; None: somebody does.
+
+    The memory knows already what is enough now."""
     own = settings.of(view.name)
     target, reason, held = _decided(view, size, memory, settings, now_s, idle_s)
     if view.hold is not None and now_s < view.hold.until_s:

@@ -16,12 +16,14 @@ class PoolSettings:
     max_replicas: int = field(default=64, metadata={"help": "most replicas"})
     gpus_per_replica: int = field(default=1, metadata={"help": "GPUs (or whatever --max-gpus counts) of one replica"})
     start_s: float = field(default=60.0, metadata={"help": "from asking for a pod until it serves"})
-    allow_zero: bool = field(default=False, metadata={"help": "let an idle pool go to zero; the first request then waits --*-start-s"})
+    allow_zero: bool = field(
+        default=False, metadata={"help": "let an idle pool go to zero; the first request then waits for a start"}
+    )
 
-    def validate(self, name: str) -> None:
+    def check(self, name: str) -> None:
         """Raises ConfigError naming the field of the pool `name`."""
         if self.min_replicas < 1:
-            raise ConfigError(f"{name}_min_replicas", f"{self.min_replicas} is less than 1", "set allow_zero to let it go to zero")
+            raise ConfigError(f"{name}_min_replicas", f"{self.min_replicas} is less than 1", "allow_zero lets it go to zero")
         if self.max_replicas < self.min_replicas:
             problem = f"{self.max_replicas} is less than min_replicas, {self.min_replicas}"
             raise ConfigError(f"{name}_max_replicas", problem, "raise it, or lower min_replicas")
@@ -37,7 +39,7 @@ class AutoscalerSettings:
     prefill: PoolSettings = field(default_factory=PoolSettings)
     decode: PoolSettings = field(default_factory=PoolSettings)
     both: PoolSettings = field(default_factory=PoolSettings)
-    max_gpus: int | None = field(default=None, metadata={"help": "of all pools together, draining pods included; empty: any number"})
+    max_gpus: int | None = field(default=None, metadata={"help": "of all pools, draining pods included; empty: any number"})
     cool_down_s: float = field(
         default=120.0, metadata={"help": "how long less must have been enough, and nothing been added, before a pool shrinks"}
     )
@@ -51,13 +53,13 @@ class AutoscalerSettings:
     max_kv_occupancy: float = field(default=0.9, metadata={"help": "of the KV of workers that decode; more, and the pool grows"})
     forecast: Literal["kalman", "holt-winters", "last"] = field(default="kalman", metadata={"help": "how arrivals are foreseen"})
     season_s: float = field(default=86400.0, metadata={"help": "after which arrivals repeat, for holt-winters"})
-    forecast_sigmas: float = field(default=1.0, metadata={"help": "standard deviations of the forecast that are added to it"})
+    forecast_sigmas: float = field(default=0.5, metadata={"help": "standard deviations of the forecast that are added to it"})
     flips: bool = field(default=True, metadata={"help": "let idle workers take the other role before pods are asked for"})
 
     def validate(self) -> None:
         """Raises ConfigError."""
         for name in PoolName:
-            self.of(name).validate(name.value)
+            self.of(name).check(name.value)
         for name_, least in _LEAST.items():
             _check_number(name_, getattr(self, name_), least)
         if not 0 < self.max_kv_occupancy <= 1:

@@ -1,6 +1,7 @@
 """How many replicas of one pool a demand needs, and how many it could do with. Pure."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from autoscaler.demand import Demand
@@ -23,7 +24,12 @@ class Size:
 
 def pool_of(name: PoolName, worker: Worker, goals: Goals) -> Pool:
     """How a pool of such workers is reckoned with."""
-    return {PoolName.PREFILL: PrefillPool, PoolName.DECODE: DecodePool, PoolName.BOTH: SharedPool}[name](worker, goals)
+    kinds: dict[PoolName, Callable[[Worker, Goals], Pool]] = {
+        PoolName.PREFILL: PrefillPool,
+        PoolName.DECODE: DecodePool,
+        PoolName.BOTH: SharedPool,
+    }
+    return kinds[name](worker, goals)
 
 
 def size(view: PoolView, pool: Pool, load: Load, demand: Demand, settings: AutoscalerSettings) -> Size:
@@ -66,7 +72,9 @@ def _why(name: PoolName, goals: Goals, demand: Demand, num: int) -> str:
     """The demand, where it comes from, what it needs."""
     source = "expected" if demand.expected >= demand.least else "observed"
     backlog = f", {demand.backlog:.3g}/s of it to drain the backlog," if demand.backlog > 0 else ""
-    return f"{demand.needed:.3g} requests/s {source} ({demand.observed:.3g}/s came){backlog} need {num} for {_promise(name, goals)}"
+    return (
+        f"{demand.needed:.3g} requests/s {source} ({demand.observed:.3g}/s came){backlog} need {num} for {_promise(name, goals)}"
+    )
 
 
 def _promise(name: PoolName, goals: Goals) -> str:

@@ -32,8 +32,8 @@ class Measured:
 class Traffic:
     """What routers together see. `rate_per_s`: requests that arrived in the latest `window_s`, refused ones too, each second.
 
-    `lengths` None: nobody has come yet. `num_queued` requests wait at routers for a worker, the latest of them for `queue_wait_s`.
-    `burstiness`: the squared coefficient of variation of the gaps. `age_s`: of the oldest of these figures."""
+    `lengths` None: nobody has come yet. `num_queued` requests wait at routers for a worker, the latest of them for
+    `queue_wait_s`. `burstiness`: the squared coefficient of variation of the gaps. `age_s`: of the oldest of these figures."""
 
     rate_per_s: float
     lengths: Lengths | None
@@ -59,8 +59,8 @@ class PoolView:
     """The workers that have these roles now. `starting_ages_s`: seconds since each was asked for that does not serve yet, those
     included that nobody has created so far. `num_draining` finish what they have and take nothing new.
 
-    `latency` and `limits` are those of a typical worker; None: no worker has told yet. `kv_occupancy`: share of the pool's KV that
-    is in use. `num_borrowed` of the ready ones belong to the other pool. `age_s`: of the oldest of these figures."""
+    `latency` and `limits` are those of a typical worker; None: no worker has told yet. `kv_occupancy`: share of the pool's KV
+    that is in use. `num_borrowed` of the ready ones belong to the other pool. `age_s`: of the oldest of these figures."""
 
     name: PoolName
     num_ready: int

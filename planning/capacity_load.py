@@ -36,7 +36,7 @@ class Lengths:
         if not self.input_squared >= self.input_tokens**2 * (1 - 1e-9):
             raise ValueError(f"input_squared: {self.input_squared} is less than the square of the mean, {self.input_tokens**2}")
         if self.output_squared is not None and not self.output_squared >= self.output_tokens**2 * (1 - 1e-9):
-            raise ValueError(f"output_squared: {self.output_squared} is less than the square of the mean, {self.output_tokens**2}")
+            raise ValueError(f"output_squared: {self.output_squared} is less than the square of the mean")
         if not 0 <= self.cached_share < 1:
             raise ValueError(f"cached_share: {self.cached_share} is not in [0, 1)")
 

@@ -1,14 +1,14 @@
 """How many sequences decode at once, as they come and go by chance. Pure.
 
-A pool whose sequences share its steps evenly is a processor-sharing queue: with N of them, each gets a token every step(N / workers)
-seconds. In such a queue the long-run share of time with N sequences depends on the mean output alone, not on how outputs are spread
-(Cohen, "The multiple phase service network with generalized processor sharing", Acta Informatica, 1979; Kelly, "Reversibility and
-Stochastic Networks", 1979, §3.3):
+A pool whose sequences share its steps evenly is a processor-sharing queue: with N of them, each gets a token every step(N /
+workers) seconds. In such a queue the long-run share of time with N sequences depends on the mean output alone, not on how outputs
+are spread (Cohen, "The multiple phase service network with generalized processor sharing", Acta Informatica, 1979; Kelly,
+"Reversibility and Stochastic Networks", 1979, §3.3):
 
     p(N) = p(N - 1) · arrivals a second · tokens of an output · step(N / workers) / N
 
-With steps of one length that is Poisson, whose spread is √N: small pools need relatively more room, which is square-root staffing;
-steps that grow with the batch widen it. Arrivals that come in bursts are counted in clumps as large as their peakedness
+With steps of one length that is Poisson, whose spread is √N: small pools need relatively more room, which is square-root
+staffing; steps that grow with the batch widen it. Arrivals that come in bursts are counted in clumps as large as their peakedness
 (Hayward's approximation: Fredericks, "Congestion in blocking systems", Bell System Technical Journal, 1980).
 """
 
@@ -60,7 +60,8 @@ def concurrency(
     growth = tokens_per_s / clump * step_s(batches[1:]) / clumps[1:]
     if growth[-1] >= 1:
         return None
-    logs = np.concatenate(([0.0], np.log(growth).cumsum()))
+    with np.errstate(divide="ignore"):  # hardly any load: nobody ever meets anybody
+        logs = np.concatenate(([0.0], np.log(growth).cumsum()))
     weights = np.exp(logs - logs.max())
     # Beyond the room the pool is as fast as with all of it full: each further clump is as much rarer than the one before.
     waiting = float(weights[-1] * growth[-1] / (1 - growth[-1]))

@@ -1,4 +1,4 @@
-"""How long prompts take, over all the lengths that they have; and with a wait before, which share of them keeps its TTFT. Pure."""
+"""How long prompts take, over all their lengths; and with a wait before, which share of them keeps its TTFT. Pure."""
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -17,8 +17,8 @@ _LONGEST_S = 3600.0
 
 @dataclass(frozen=True, eq=False)
 class PromptTimes:
-    """`each` [n]: of the equally likely lengths, with nobody else's prompt in the steps; `filled_s`: the mean where others fill up
-    the last step; `work_s`: the mean without what empty steps take."""
+    """`each` [n]: of the equally likely lengths, with nobody else's prompt in the steps; `filled_s`: the mean where others fill
+    up the last step; `work_s`: the mean without what empty steps take."""
 
     each: Array
     filled_s: float

@@ -5,9 +5,9 @@
         prefill replicas = ceil(requests · input length / interval · min(1, correction) / tokens/s of an engine's prefill)
         decode replicas  = ceil(requests · output length / interval / best tokens/s whose ITL is target / correction)
 
-The number and the lengths of requests are predicted for the next interval; "constant" predicts those of the last one. Throughput is
-interpolated from a profile there; here it is the step model's, which makes the profile exact. Its load-based mode (one replica more
-or less each interval, marked experimental) and its other predictors (ARIMA, Kalman, Prophet) are not covered.
+The number and the lengths of requests are predicted for the next interval; "constant" predicts those of the last one. Throughput
+is interpolated from a profile there; here it is the step model's, which makes the profile exact. Its load-based mode (one replica
+more or less each interval, marked experimental) and its other predictors (ARIMA, Kalman, Prophet) are not covered.
 """
 
 import math

@@ -21,9 +21,9 @@ class Fixed:
 
 @dataclass(frozen=True)
 class HpaSettings:
-    """The defaults of autoscaling/v2 ("Horizontal Pod Autoscaling", kubernetes.io; API reference of HPAScalingRules): tolerance 10 %;
-    up by 100 % or 4 pods within 15 s, whichever is more, without stabilization; down by 100 % within 15 s, no further than the
-    highest recommendation of 300 s. A decision every 15 s (--horizontal-pod-autoscaler-sync-period) is the caller's."""
+    """The defaults of autoscaling/v2 ("Horizontal Pod Autoscaling", kubernetes.io; API reference of HPAScalingRules): tolerance
+    10 %; up by 100 % or 4 pods within 15 s, whichever is more, without stabilization; down by 100 % within 15 s, no further than
+    the highest recommendation of 300 s. A decision every 15 s (--horizontal-pod-autoscaler-sync-period) is the caller's."""
 
     target: float
     min_replicas: int = 1
@@ -50,8 +50,8 @@ class Hpa:
     def by_utilization(self, now_s: float, utilization: float, num_ready: int, num_starting: int) -> int:
         """Resource metric, as of CPU: `utilization` is the mean of the pods that are ready, in units of what they request.
 
-        ceil(current · value / target) over ready pods. Where that is up, pods that are not ready count as if they used nothing, and
-        where that turns the direction or falls within the tolerance, nothing changes ("Algorithm details" of that page)."""
+        ceil(current · value / target) over ready pods. Where that is up, pods that are not ready count as if they used nothing,
+        and where that turns the direction or falls within the tolerance, nothing changes ("Algorithm details" of that page)."""
         settings, current = self._settings, num_ready + num_starting
         ratio = utilization / settings.target
         if num_ready == 0 or abs(ratio - 1) <= settings.tolerance:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -48,11 +49,7 @@ def test_it_costs_far_less_than_the_fewest_that_would_always_do(scaled: Mesh) ->
 
 def test_it_does_not_turn_round_within_a_cool_down(scaled: Mesh) -> None:
     for changes in scaled.changes.values():
-        turns = [
-            later_s - earlier_s
-            for (earlier_s, before), (later_s, after) in zip(changes, changes[1:], strict=False)
-            if before * after < 0
-        ]
+        turns = [later_s - earlier_s for (earlier_s, before), (later_s, after) in pairwise(changes) if before * after < 0]
         assert min(turns, default=math.inf) >= SETTINGS.cool_down_s
 
 

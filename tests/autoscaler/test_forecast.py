@@ -130,7 +130,7 @@ def test_a_restart_changes_nothing(make: Callable[[], Forecaster], num_before: i
 def test_a_broken_state_is_refused(make: Callable[[], Forecaster]) -> None:
     forecaster = make()
     forecaster.observe(0.0, 1.0)
-    with pytest.raises(ValueError, match="^time_s: a saved state holds a number there"):
+    with pytest.raises(ValueError, match=r"^time_s: a saved state"):
         make().restore(forecaster.save() | {"time_s": "late"})
 
 
@@ -144,7 +144,9 @@ def test_time_that_goes_back_is_left_out(make: Callable[[], Forecaster]) -> None
 
 
 @settings(max_examples=50, deadline=None)
-@given(kind=st.integers(0, 2), steps=st.lists(st.tuples(st.floats(0.1, 1e5), st.floats(0, 1e4)), min_size=1, max_size=2 * NUM_BINS))
+@given(
+    kind=st.integers(0, 2), steps=st.lists(st.tuples(st.floats(0.1, 1e5), st.floats(0, 1e4)), min_size=1, max_size=2 * NUM_BINS)
+)
 def test_whatever_comes_a_forecast_is_a_number_from_zero_up(kind: int, steps: list[tuple[float, float]]) -> None:
     forecaster, time_s = MAKES[kind](), 0.0
     for after_s, value in steps:

@@ -40,7 +40,9 @@ def test_a_wrong_setting_is_named_with_what_to_do(settings: AutoscalerSettings, 
 
 
 def test_settings_are_flags() -> None:
-    settings = load(AutoscalerSettings, ["--prefill-max-replicas", "7", "--forecast", "last", "--no-flips"], {}, prog="autoscaler")
+    settings = load(
+        AutoscalerSettings, ["--prefill-max-replicas", "7", "--forecast", "last", "--no-flips"], {}, prog="autoscaler"
+    )
     assert settings == AutoscalerSettings(prefill=PoolSettings(max_replicas=7), forecast="last", flips=False)
 
 

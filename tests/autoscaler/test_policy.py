@@ -11,7 +11,20 @@ from autoscaler.settings import AutoscalerSettings, PoolSettings
 from autoscaler.views import Hold, Measured, PoolView, Snapshot
 from planning.capacity import DecodePool, PrefillPool, SharedPool, fewest
 from planning.capacity_load import Load, Worker
-from tests.autoscaler.scenes import BOTH, DECODE, GOALS, LENGTHS, LIMITS, MODEL, PREFILL, SETTINGS, policy, snapshot, traffic, view
+from tests.autoscaler.scenes import (
+    BOTH,
+    DECODE,
+    GOALS,
+    LENGTHS,
+    LIMITS,
+    MODEL,
+    PREFILL,
+    SETTINGS,
+    policy,
+    snapshot,
+    traffic,
+    view,
+)
 
 WORKER = Worker(MODEL, LIMITS)
 

