@@ -23,12 +23,13 @@ from autoscaler.demand import Demand, demand
 from autoscaler.flips import flip
 from autoscaler.forecast import Forecaster, State
 from autoscaler.forecasters import forecaster_of
+from autoscaler.lengths import SmoothedLengths
 from autoscaler.memory import PoolMemory
 from autoscaler.plan import Plan, plan
 from autoscaler.settings import AutoscalerSettings
 from autoscaler.sizing import Size, borne_share, pool_of, size, unmeasured
 from autoscaler.views import PoolName, PoolView, Snapshot
-from planning.capacity_load import Goals, Lengths, Load, Worker
+from planning.capacity_load import Goals, Load, Worker
 
 _FORMAT = 1
 Share = Callable[[int], float]
@@ -45,8 +46,8 @@ class Policy:
         self._forecaster = forecaster if forecaster is not None else forecaster_of(settings)
         self._ttft, self._tpot = Correction(), Correction()
         self._memories = {name: PoolMemory() for name in PoolName}
-        # What was last known of requests and workers still holds while nobody comes and no pod is there.
-        self._lengths: Lengths | None = None
+        self._lengths = SmoothedLengths()
+        # What was last known of workers still holds while no pod is there.
         self._workers: dict[PoolName, Worker] = {}
 
     def decide(self, snapshot: Snapshot) -> Decision:
@@ -69,6 +70,7 @@ class Policy:
             "forecast": {self._settings.forecast: self._forecaster.save()},
             "ttft": self._ttft.save(),
             "tpot": self._tpot.save(),
+            "lengths": self._lengths.save(),
             "pools": {name.value: memory.save() for name, memory in self._memories.items()},
         }
 
@@ -81,6 +83,7 @@ class Policy:
             self._forecaster.restore(_table(forecast, self._settings.forecast))
         self._ttft.restore(_table(state, "ttft"))
         self._tpot.restore(_table(state, "tpot"))
+        self._lengths.restore(_table(state, "lengths"))
         pools = _table(state, "pools")
         for name, memory in self._memories.items():
             memory.restore(_table(pools, name.value))
@@ -105,7 +108,7 @@ class Policy:
         traffic, now_s = snapshot.traffic, snapshot.now_s
         # What was counted over a window is true of its middle.
         self._forecaster.observe(now_s - traffic.age_s - traffic.window_s / 2, traffic.rate_per_s)
-        self._lengths = traffic.lengths or self._lengths
+        self._lengths.observe(now_s, traffic)
         for view in snapshot.pools:
             if view.worker is not None:
                 self._workers[view.name] = view.worker
@@ -129,19 +132,19 @@ class Policy:
         asked = demand(now_s, traffic, self._forecaster, settings, own.start_s)
         expected = self._forecaster.at(now_s + own.start_s).mean * own.start_s
         idle_s = memory.idle_s(now_s, traffic.rate_per_s == 0 and traffic.num_queued == 0 and expected < 0.5)
-        worker, lengths = self._workers.get(view.name), self._lengths
+        worker, lengths = self._workers.get(view.name), self._lengths.latest
         if worker is None or lengths is None:
             needed = unmeasured(view, own)
             plan_size, share = needed, lambda num: min(1.0, num / needed.needed)
         else:
-            load = Load(traffic.rate_per_s, lengths, traffic.burstiness)
-            plan_size, share = self._sized(view, worker, load, asked)
+            load = Load(traffic.rate_per_s, lengths, self._lengths.burstiness)
+            plan_size, share = self._sized(view, worker, load, asked, traffic.queue_wait_s if self._is_settled(snapshot) else 0.0)
         memory.remember(now_s, plan_size.enough, settings.cool_down_s, settings.step_period_s)
         return plan(view, plan_size, cache(share), memory, settings, now_s, idle_s)
 
-    def _sized(self, view: PoolView, worker: Worker, load: Load, asked: Demand) -> tuple[Size, Share]:
+    def _sized(self, view: PoolView, worker: Worker, load: Load, asked: Demand, queue_wait_s: float) -> tuple[Size, Share]:
         pool = pool_of(view.name, worker.slower(self._factor(view.name)), self._goals)
-        return size(view, pool, load, asked, self._settings), lambda num: borne_share(pool, load, asked.needed, num)
+        return size(view, pool, load, asked, queue_wait_s, self._settings), lambda num: borne_share(pool, load, asked.needed, num)
 
     def _factor(self, name: PoolName) -> float:
         """By which its steps take longer than its model says."""

@@ -10,6 +10,12 @@ from autoscaler.views import PoolName, PoolView
 from planning.capacity import DecodePool, Pool, PrefillPool, SharedPool, bearable, fewest
 from planning.capacity_load import Goals, Load, Worker
 
+WAIT_SHARE = 0.5
+"""Of a TTFT objective, that requests may wait at routers before it is more than chance."""
+
+ROOMY = 0.9
+"""Of the KV that may be in use: with less, decode keeps nobody waiting."""
+
 
 @dataclass(frozen=True)
 class Size:
@@ -32,8 +38,9 @@ def pool_of(name: PoolName, worker: Worker, goals: Goals) -> Pool:
     return kinds[name](worker, goals)
 
 
-def size(view: PoolView, pool: Pool, load: Load, demand: Demand, settings: AutoscalerSettings) -> Size:
-    """`load`: the requests that come; how many of them `demand` says."""
+def size(view: PoolView, pool: Pool, load: Load, demand: Demand, queue_wait_s: float, settings: AutoscalerSettings) -> Size:
+    """`load`: the requests that come; how many of them `demand` says. `queue_wait_s` at routers, 0 while a change may
+    still have to show in it."""
     own = settings.of(view.name)
     num = fewest(pool, load.at(demand.needed), own.max_replicas)
     enough = fewest(pool, load.at(demand.needed * (1 + settings.headroom)), own.max_replicas)
@@ -45,6 +52,9 @@ def size(view: PoolView, pool: Pool, load: Load, demand: Demand, settings: Autos
         why += f", more than {own.max_replicas} replicas bear"
     if kv > needed:
         needed, why = kv, f"{view.kv_occupancy:.0%} of the KV is in use, more than {settings.max_kv_occupancy:.0%}"
+    if needed <= view.num_replicas and _waits_for(view, pool.goals, queue_wait_s, settings.max_kv_occupancy):
+        needed = view.num_replicas + 1
+        why = f"requests wait for {queue_wait_s:.2g} s at routers, although {needed - 1} should do: one more"
     floor = max(needed, kv_enough, own.max_replicas if enough is None else enough)
     return Size(_bounded(needed, own), _bounded(floor, own), num is None or kv > own.max_replicas, why)
 
@@ -62,6 +72,16 @@ def borne_share(pool: Pool, load: Load, needed_per_s: float, num_replicas: int) 
 
 def _by_kv(view: PoolView, most: float) -> int:
     return 0 if view.name is PoolName.PREFILL else math.ceil(view.num_ready * view.kv_occupancy / most - 1e-9)
+
+
+def _waits_for(view: PoolView, goals: Goals, queue_wait_s: float, max_kv_occupancy: float) -> bool:
+    """Do requests wait for this pool, for so long that their TTFT is in danger? Whatever the model says then, it is wrong.
+
+    Without room in KV they wait for decode, else for somebody to compute their prompts."""
+    if goals.ttft_s is None or queue_wait_s <= WAIT_SHARE * goals.ttft_s:
+        return False
+    is_full = view.kv_occupancy > ROOMY * max_kv_occupancy
+    return is_full if view.name is PoolName.DECODE else not is_full
 
 
 def _bounded(num: int, settings: PoolSettings) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -11,9 +13,11 @@ from hypothesis import strategies as st
 
 from autoscaler.budget import Claim, cost, divide
 from autoscaler.correction import LEAST, MOST, Correction
+from autoscaler.lengths import SmoothedLengths
 from autoscaler.memory import PoolMemory
 from autoscaler.settings import AutoscalerSettings, PoolSettings
-from autoscaler.views import Measured
+from autoscaler.views import Measured, Traffic
+from planning.capacity_load import Lengths
 from runtime.config import ConfigError, load
 from tests.autoscaler.scenes import DECODE, PREFILL
 
@@ -69,6 +73,23 @@ def test_correction_learns_nothing_from_nothing_and_little_from_one_figure_after
     again = Correction()
     again.restore(correction.save())
     assert again.factor == correction.factor
+
+
+def test_lengths_are_smoothed_and_stay_while_nobody_comes() -> None:
+    smoothed = SmoothedLengths()
+    smoothed.observe(0.0, Traffic(0.0, None))
+    assert smoothed.latest is None and smoothed.save() == {}
+    smoothed.observe(10.0, Traffic(1.0, Lengths(100, 10_000, 10, output_squared=100)))
+    smoothed.observe(70.0, Traffic(1.0, Lengths(300, 90_000, 10, 0.5, output_squared=100), burstiness=3.0))
+    smoothed.observe(80.0, Traffic(0.0, Lengths(900, 810_000, 10)))
+    share = 1 - math.exp(-1)
+    assert smoothed.latest is not None and smoothed.latest.input_tokens == pytest.approx(100 + 200 * share)
+    assert smoothed.latest.input_squared == pytest.approx(10_000 + 80_000 * share)
+    assert smoothed.latest.cached_share == pytest.approx(0.5 * share)
+    assert smoothed.burstiness == pytest.approx(1 + 2 * share)
+    again = SmoothedLengths()
+    again.restore(json.loads(json.dumps(smoothed.save())))
+    assert again.latest == smoothed.latest and again.save() == smoothed.save()
 
 
 def test_memory_spans_the_cool_down() -> None:

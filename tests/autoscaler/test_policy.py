@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autoscaler.settings import AutoscalerSettings, PoolSettings
-from autoscaler.views import Hold, Measured, PoolView, Snapshot
+from autoscaler.views import Hold, Measured, PoolName, PoolView, Snapshot
 from planning.capacity import DecodePool, PrefillPool, SharedPool, fewest
 from planning.capacity_load import Load, Worker
 from tests.autoscaler.scenes import (
@@ -79,6 +79,21 @@ def test_a_backlog_is_drained_within_the_time_that_is_stated() -> None:
     assert (calm.replicas(PREFILL), calm.replicas(DECODE)) == need(40.0)
     assert (behind.replicas(PREFILL), behind.replicas(DECODE)) == need(60.0)
     assert "20/s of it to drain the backlog" in behind.reason
+
+
+@pytest.mark.parametrize(("occupancy", "name"), [(0.2, PREFILL), (0.85, DECODE)])
+def test_requests_that_wait_although_all_should_do_get_one_more(occupancy: float, name: PoolName) -> None:
+    """Of the pool that they wait for; and another one only when the first has had its time."""
+    scaler = policy()
+    sizes = {PREFILL: need(60.0)[0], DECODE: need(60.0)[1] + 1}
+    for now_s in range(0, 130, 10):
+        views = [view(each, num, kv_occupancy=occupancy) for each, num in sizes.items()]
+        decision = scaler.decide(snapshot(now_s, 60.0, views[0], views[1], queue_wait_s=0.4))
+        grown = {each: decision.replicas(each) - num for each, num in sizes.items()}
+        assert grown == {each: int(each is name and now_s in (0, 120)) for each in sizes}
+        sizes = {each: decision.replicas(each) for each in sizes}
+        if now_s == 0:
+            assert f"requests wait for 0.4 s at routers, although {sizes[name] - 1} should do" in decision.reason
 
 
 def test_full_kv_makes_decode_grow() -> None:
@@ -277,7 +292,7 @@ def test_a_new_leader_goes_on() -> None:
     assert new.save() == old.save()
 
 
-@pytest.mark.parametrize("field", ["format", "forecast", "ttft", "pools"])
+@pytest.mark.parametrize("field", ["format", "forecast", "ttft", "lengths", "pools"])
 def test_a_broken_state_is_refused_by_name(field: str) -> None:
     state = policy().save()
     with pytest.raises(ValueError, match=f"^{field}: "):
