@@ -9,6 +9,7 @@ from autoscaler.settings import AutoscalerSettings, PoolSettings
 from autoscaler.views import PoolName, PoolView
 from planning.capacity import DecodePool, Pool, PrefillPool, SharedPool, bearable, fewest
 from planning.capacity_load import Goals, Load, Worker
+from planning.capacity_steps import keeps_tpot
 
 WAIT_SHARE = 0.5
 """Of a TTFT objective, that requests may wait at routers before it is more than chance."""
@@ -19,12 +20,11 @@ ROOMY = 0.9
 
 @dataclass(frozen=True)
 class Size:
-    """Replicas. `needed` keeps the objectives; `enough` would with headroom; both within the pool's bounds. `is_short`: its bound
-    is below what the demand asks for. `why`: what decides `needed`, in words."""
+    """Replicas. `needed` keeps the objectives; `enough` would with headroom; both within the pool's bounds. `why`: what decides
+    `needed`, in words."""
 
     needed: int
     enough: int
-    is_short: bool
     why: str
 
 
@@ -50,19 +50,20 @@ def size(view: PoolView, pool: Pool, load: Load, demand: Demand, queue_wait_s: f
     why = _why(view.name, pool.goals, demand, needed)
     if num is None:
         why += f", more than {own.max_replicas} replicas bear"
+    why += _hopeless(view.name, pool, load)
     if kv > needed:
         needed, why = kv, f"{view.kv_occupancy:.0%} of the KV is in use, more than {settings.max_kv_occupancy:.0%}"
     if needed <= view.num_replicas and _waits_for(view, pool.goals, queue_wait_s, settings.max_kv_occupancy):
         needed = view.num_replicas + 1
         why = f"requests wait for {queue_wait_s:.2g} s at routers, although {needed - 1} should do: one more"
     floor = max(needed, kv_enough, own.max_replicas if enough is None else enough)
-    return Size(_bounded(needed, own), _bounded(floor, own), num is None or kv > own.max_replicas, why)
+    return Size(_bounded(needed, own), _bounded(floor, own), why)
 
 
 def unmeasured(view: PoolView, settings: PoolSettings) -> Size:
     """Of a pool of which no worker has told how fast it is, or which nobody has asked for anything: as it is, at least one."""
     num = _bounded(max(1, view.num_replicas), settings)
-    return Size(num, num, False, "no worker has told its speed, or no request its length, so far")
+    return Size(num, num, "no worker has told its speed, or no request its length, so far")
 
 
 def borne_share(pool: Pool, load: Load, needed_per_s: float, num_replicas: int) -> float:
@@ -95,6 +96,17 @@ def _why(name: PoolName, goals: Goals, demand: Demand, num: int) -> str:
     return (
         f"{demand.needed:.3g} requests/s {source} ({demand.observed:.3g}/s came){backlog} need {num} for {_promise(name, goals)}"
     )
+
+
+def _hopeless(name: PoolName, pool: Pool, load: Load) -> str:
+    """What no number of such workers can keep."""
+    goals, notes = pool.goals, ""
+    if name is not PoolName.PREFILL and goals.tpot_s is not None and not keeps_tpot(pool.worker, load.lengths, goals):
+        notes += f"; a lone sequence's step takes longer than {1000 * goals.tpot_s:.0f} ms: that TPOT is out of reach"
+    too_long = 1 - pool.reachable(load.lengths)
+    if goals.ttft_s is not None and too_long > 1 - goals.quantile:
+        notes += f"; {too_long:.0%} of prompts take longer than {1000 * goals.ttft_s:.0f} ms even alone"
+    return notes
 
 
 def _promise(name: PoolName, goals: Goals) -> str:

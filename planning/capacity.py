@@ -49,6 +49,10 @@ class Pool(Protocol):
     """One kind of worker with its objectives."""
 
     @property
+    def worker(self) -> Worker:
+        """A typical one."""
+
+    @property
     def goals(self) -> Goals:
         """What is promised."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -177,6 +178,14 @@ def test_bounds_are_kept_and_said() -> None:
     assert policy(settings=bounded).decide(snapshot(0, 0.0, 1, 1)).replicas(PREFILL) == 2
     lowered = policy(settings=bounded).decide(snapshot(0, 500.0, 9, 1))
     assert lowered.replicas(PREFILL) == 3 and "no more than 3 are allowed" in lowered.reason
+
+
+def test_objectives_that_no_number_keeps_ask_for_no_more_than_the_load_does() -> None:
+    """And it says so."""
+    decision = policy(goals=replace(GOALS, ttft_s=0.03, tpot_s=0.005)).decide(snapshot(0, 60.0, 1, 1))
+    assert "a lone sequence's step takes longer than 5 ms: that TPOT is out of reach" in decision.reason
+    assert re.search(r"prefill .*; \d+% of prompts take longer than 30 ms even alone; decode", decision.reason)
+    assert decision.replicas(PREFILL) <= 2 * need(60.0)[0] and decision.replicas(DECODE) <= need(60.0)[1]
 
 
 ZERO = replace(SETTINGS, prefill=PoolSettings(allow_zero=True), decode=PoolSettings(start_s=45.0))
