@@ -35,7 +35,10 @@ class HoltWinters:
         if self._time_s == -math.inf:
             self._started_s, self._level = time_s, value
         else:
+            before = self._mean(time_s)
             self._close(self._index(time_s) - self._index(self._time_s))
+            # What a bin teaches explains a part of what the series is off by: the sum of both does not jump.
+            self._off += before - self._mean(time_s)
             weight = 1 - math.exp(-(time_s - self._time_s) / OFF_S)
             error = value - self._mean(time_s)
             self._off += weight * (error - self._off)
@@ -114,4 +117,4 @@ class HoltWinters:
             filled.append(last)
         self._level = sum(filled) / NUM_BINS
         self._bins = [mean - self._level for mean in filled]
-        self._is_known, self._off, self._trend = True, 0.0, 0.0
+        self._is_known, self._trend = True, 0.0

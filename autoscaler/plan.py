@@ -46,10 +46,10 @@ def plan(
 ) -> Plan:
     """`idle_s`: for how long nobody has asked for anything, nor is expected to; None: somebody does.
 
-    The memory knows already what is enough now."""
+    The memory knows already what is enough now. A hold that is over is none: the caller has taken it off the view."""
     own = settings.of(view.name)
     target, reason, held = _decided(view, size, memory, settings, now_s, idle_s)
-    if view.hold is not None and now_s < view.hold.until_s:
+    if view.hold is not None:
         asked = f"; {target} would be right: {reason}" if target != view.num_replicas else ""
         reason = f"set by {view.hold.by}, which holds for {view.hold.until_s - now_s:.0f} s more{asked}"
         return Plan(view, size, view.num_replicas, reason, share, f"set by {view.hold.by}")

@@ -8,7 +8,8 @@ from autoscaler.forecast import Expected, LastValue
 from autoscaler.policy import Policy
 from autoscaler.settings import AutoscalerSettings
 from autoscaler.views import PoolName, PoolView, Snapshot, Traffic
-from planning.capacity_load import Goals, Lengths, Limits
+from planning.capacity import DecodePool, PrefillPool, fewest
+from planning.capacity_load import Goals, Lengths, Limits, Load, Worker
 from planning.latency_model import LatencyModel
 
 MODEL = LatencyModel(8e-3, 6e-5, 2e-9, 2e-4, 3e-8)
@@ -50,3 +51,10 @@ class Told(LastValue):
 def policy(mean: float = 0.0, settings: AutoscalerSettings = SETTINGS, goals: Goals = GOALS) -> Policy:
     """That expects so many requests a second, and no more than it observes where that is 0."""
     return Policy(settings, goals, Told(mean))
+
+
+def need(rate: float) -> tuple[int, int]:
+    """Of prefill and decode, by capacity alone."""
+    numbers = [fewest(kind(Worker(MODEL, LIMITS), GOALS), Load(rate, LENGTHS), 999) for kind in (PrefillPool, DecodePool)]
+    assert numbers[0] is not None and numbers[1] is not None
+    return numbers[0], numbers[1]

@@ -105,9 +105,7 @@ def run(worker: Worker, goals: Goals, load: Load, num_prefill: int, num_decode: 
     return all_asked[num // 10 :]
 
 
-def _wake(
-    workers: list[Stepping], idle: set[int], events: list[tuple[float, int, int]], index: int, now_s: float
-) -> None:
+def _wake(workers: list[Stepping], idle: set[int], events: list[tuple[float, int, int]], index: int, now_s: float) -> None:
     if index in idle:
         idle.discard(index)
         heapq.heappush(events, (now_s, index, index))
