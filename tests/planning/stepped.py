@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from planning.capacity_steps import MAX_SHARE, PACE_TARGET
 from planning.latency_model import Work, prefill_context
 
 
-@dataclass
+@dataclass(eq=False)
 class Asked:
     """A request on its way. `num_done` prompt tokens are computed; `left` are to come."""
 
@@ -28,15 +29,14 @@ class Asked:
         return (self.last_s - self.first_s) / max(1, self.num_out - 1)
 
 
-@dataclass
+@dataclass(eq=False)
 class Stepping:
-    """One worker. `free_s`: when its step ends."""
+    """One worker."""
 
     worker: Worker
     goals: Goals
     prompts: list[Asked] = field(default_factory=list)
     rows: list[Asked] = field(default_factory=list)
-    free_s: float = 0.0
 
     @property
     def num_waiting(self) -> int:
@@ -69,43 +69,58 @@ class Stepping:
 
 
 def run(worker: Worker, goals: Goals, load: Load, num_prefill: int, num_decode: int, num: int, seed: int = 0) -> list[Asked]:
-    """`num` requests; `num_prefill` 0: each of `num_decode` workers computes its own prompts."""
-    rng = random.Random(seed)
+    """`num` requests, the first tenth of them left out. `num_prefill` 0: the workers that decode compute the prompts too."""
     prefill = [Stepping(worker, Goals()) for _ in range(num_prefill)]
     decode = [Stepping(worker, goals) for _ in range(num_decode)]
-    workers, all_asked, now_s = [*prefill, *decode], [], 0.0
-    events: list[tuple[float, int, int]] = []  # (when, order, worker)
-    points = load.lengths.points
-    for _ in range(num):
-        now_s += rng.expovariate(load.rate_per_s)
-        out = max(1, round(rng.expovariate(1 / load.lengths.output_tokens)))
-        all_asked.append(Asked(now_s, max(1, round(rng.choice(points))), out))
-    idle = set(range(len(workers)))
-    arrivals = iter(all_asked)
-    coming = next(arrivals, None)
-    while coming is not None or events:
-        if coming is not None and (not events or coming.arrived_s <= events[0][0]):
-            taker = min(prefill or decode, key=lambda each: (each.num_waiting, len(each.rows)))
-            taker.prompts.append(coming)
-            _wake(workers, idle, events, workers.index(taker), coming.arrived_s)
-            coming = next(arrivals, None)
-            continue
-        now_s, _, index = heapq.heappop(events)
-        each = workers[index]
-        if not each.prompts and not each.rows:
-            idle.add(index)
-            continue
-        end_s, ended = each.step(now_s)
-        for asked in ended:
-            if asked.left > 0:
-                owner = min(decode, key=lambda other: len(other.rows)) if prefill else each
-                owner.rows.append(asked)
-                _wake(workers, idle, events, workers.index(owner), end_s)
-        heapq.heappush(events, (end_s, index, index))
+    mesh = Mesh(prefill, decode)
+    all_asked = _requests(random.Random(seed), load, num)
+    for asked in all_asked:
+        mesh.advance(asked.arrived_s)
+        mesh.take(asked)
+    mesh.advance(math.inf)
     return all_asked[num // 10 :]
 
 
-def _wake(workers: list[Stepping], idle: set[int], events: list[tuple[float, int, int]], index: int, now_s: float) -> None:
-    if index in idle:
-        idle.discard(index)
-        heapq.heappush(events, (now_s, index, index))
+def _requests(rng: random.Random, load: Load, num: int) -> list[Asked]:
+    now_s, asked, points = 0.0, [], load.lengths.points
+    for _ in range(num):
+        now_s += rng.expovariate(load.rate_per_s)
+        out = max(1, round(rng.expovariate(1 / load.lengths.output_tokens)))
+        asked.append(Asked(now_s, max(1, round(rng.choice(points))), out))
+    return asked
+
+
+class Mesh:
+    """Workers that step by themselves while they have anything to do. No `prefill`: those of `decode` do both."""
+
+    def __init__(self, prefill: list[Stepping], decode: list[Stepping]) -> None:
+        self._prefill, self._decode = prefill, decode
+        self._workers = [*prefill, *decode]
+        self._steps: list[tuple[float, int]] = []  # when each busy worker's step ends
+        self._idle = set(range(len(self._workers)))
+
+    def take(self, asked: Asked) -> None:
+        taker = min(self._prefill or self._decode, key=lambda each: (each.num_waiting, len(each.rows)))
+        taker.prompts.append(asked)
+        self._wake(taker, asked.arrived_s)
+
+    def advance(self, until_s: float) -> None:
+        while self._steps and self._steps[0][0] < until_s:
+            now_s, index = heapq.heappop(self._steps)
+            worker = self._workers[index]
+            if not worker.prompts and not worker.rows:
+                self._idle.add(index)
+                continue
+            end_s, ended = worker.step(now_s)
+            heapq.heappush(self._steps, (end_s, index))
+            for asked in ended:
+                if asked.left > 0:
+                    owner = min(self._decode, key=lambda other: len(other.rows)) if self._prefill else worker
+                    owner.rows.append(asked)
+                    self._wake(owner, end_s)
+
+    def _wake(self, worker: Stepping, now_s: float) -> None:
+        index = next(number for number, each in enumerate(self._workers) if each is worker)
+        if index in self._idle:
+            self._idle.discard(index)
+            heapq.heappush(self._steps, (now_s, index))
