@@ -1,0 +1,195 @@
+"""How many replicas each pool is to have, and why. Pure: a snapshot in, a decision out; the only clock is the snapshot's.
+
+One decision:
+
+1. Stale figures: everything stays, and nothing is learned. Silence is no idleness.
+2. Learn: arrivals for the forecast, observed over predicted latencies for the correction.
+3. For each pool, what the demand needs (`demand.py`, `sizing.py`); up at once, down late (`plan.py`).
+4. Idle workers of one pool take the other's role before pods are asked for (`flips.py`).
+5. Too few GPUs for all are divided by what they buy (`budget.py`).
+
+A pool never shrinks within a cool-down after it grew, but where settings are lowered. It may grow soon after it shrank: then the
+demand has risen by more than the headroom, since what was left would have borne that.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+
+from autoscaler.budget import Claim, divide
+from autoscaler.correction import Correction
+from autoscaler.decision import Decision, Flip, PoolDecision
+from autoscaler.demand import Demand, demand
+from autoscaler.flips import flip
+from autoscaler.forecast import Forecaster, State
+from autoscaler.forecasters import forecaster_of
+from autoscaler.lengths import SmoothedLengths
+from autoscaler.memory import PoolMemory
+from autoscaler.plan import Plan, plan
+from autoscaler.settings import AutoscalerSettings
+from autoscaler.sizing import Size, borne_share, pool_of, size, unmeasured
+from autoscaler.views import PoolName, PoolView, Snapshot
+from planning.capacity_load import Goals, Load, Worker
+
+_FORMAT = 1
+Share = Callable[[int], float]
+
+
+class Policy:
+    """Of one model's mesh. What it remembers can be saved, so that a new leader goes on: times are of the snapshots' clock, which
+    has to be the same for both."""
+
+    def __init__(self, settings: AutoscalerSettings, goals: Goals, forecaster: Forecaster | None = None) -> None:
+        """Raises ConfigError. `forecaster` None: the one that the settings name."""
+        settings.validate()
+        self._settings, self._goals = settings, goals
+        self._forecaster = forecaster if forecaster is not None else forecaster_of(settings)
+        self._ttft, self._tpot = Correction(), Correction()
+        self._memories = {name: PoolMemory() for name in PoolName}
+        self._lengths = SmoothedLengths()
+        # What was last known of workers still holds while no pod is there.
+        self._workers: dict[PoolName, Worker] = {}
+
+    def decide(self, snapshot: Snapshot) -> Decision:
+        """Call it every few seconds; `now_s` of the snapshots must not go back."""
+        stale = self._stale(snapshot)
+        if stale is not None:
+            return self._keep(snapshot, stale)
+        self._learn(snapshot)
+        plans = {view.name: self._plan(_without_old_hold(view, snapshot.now_s), snapshot) for view in snapshot.pools}
+        plans, flips = flip(plans, self._memories, self._settings, snapshot.now_s)
+        plans = self._within_budget(plans, flips, snapshot.now_s)
+        for name, planned in plans.items():
+            self._memories[name].changed(snapshot.now_s, planned.num_added)
+        return Decision(tuple(planned.decision for planned in plans.values()), flips)
+
+    def save(self) -> State:
+        """JSON of everything that `restore` needs."""
+        return {
+            "format": _FORMAT,
+            "forecast": {self._settings.forecast: self._forecaster.save()},
+            "ttft": self._ttft.save(),
+            "tpot": self._tpot.save(),
+            "lengths": self._lengths.save(),
+            "pools": {name.value: memory.save() for name, memory in self._memories.items()},
+        }
+
+    def restore(self, state: State) -> None:
+        """What `save` gave. A forecast of another kind than the settings' begins anew. Raises ValueError naming what is wrong."""
+        if state.get("format") != _FORMAT:
+            raise ValueError(f"format: {state.get('format')!r} is not {_FORMAT}; begin without a saved state")
+        forecast = _table(state, "forecast")
+        if self._settings.forecast in forecast:
+            self._forecaster.restore(_table(forecast, self._settings.forecast))
+        self._ttft.restore(_table(state, "ttft"))
+        self._tpot.restore(_table(state, "tpot"))
+        self._lengths.restore(_table(state, "lengths"))
+        pools = _table(state, "pools")
+        for name, memory in self._memories.items():
+            memory.restore(_table(pools, name.value))
+
+    def _stale(self, snapshot: Snapshot) -> str | None:
+        """What is too old."""
+        ages_s = {"traffic": snapshot.traffic.age_s} | {f"the {view.name} pool": view.age_s for view in snapshot.pools}
+        what, age_s = max(ages_s.items(), key=lambda item: item[1])
+        if age_s <= self._settings.stale_after_s:
+            return None
+        return f"figures of {what} are {age_s:.0f} s old, more than {self._settings.stale_after_s:g} s: nothing changes"
+
+    def _keep(self, snapshot: Snapshot, why: str) -> Decision:
+        for correction in (self._ttft, self._tpot):
+            correction.skip(snapshot.now_s)
+        for memory in self._memories.values():
+            memory.interrupt()
+        pools = [PoolDecision(view.name, view.num_replicas, view.num_replicas, why, "stale") for view in snapshot.pools]
+        return Decision(tuple(pools), held=why)
+
+    def _learn(self, snapshot: Snapshot) -> None:
+        traffic, now_s = snapshot.traffic, snapshot.now_s
+        # What was counted over a window is true of its middle.
+        self._forecaster.observe(now_s - traffic.age_s - traffic.window_s / 2, traffic.rate_per_s)
+        self._lengths.observe(now_s, traffic)
+        for view in snapshot.pools:
+            if view.worker is not None:
+                self._workers[view.name] = view.worker
+        for correction, measured in ((self._ttft, traffic.ttft), (self._tpot, traffic.tpot)):
+            if self._is_settled(snapshot):
+                correction.observe(now_s, measured)
+            else:
+                correction.skip(now_s)
+
+    def _is_settled(self, snapshot: Snapshot) -> bool:
+        """No pod comes or goes, and nothing has changed for a cool-down."""
+        return all(not view.starting_ages_s and not view.num_draining for view in snapshot.pools) and all(
+            self._memories[view.name].grew_within(snapshot.now_s, self._settings.cool_down_s) is None
+            and self._memories[view.name].shrank_within(snapshot.now_s, self._settings.cool_down_s) is None
+            for view in snapshot.pools
+        )
+
+    def _plan(self, view: PoolView, snapshot: Snapshot) -> Plan:
+        settings, traffic, now_s = self._settings, snapshot.traffic, snapshot.now_s
+        own, memory = settings.of(view.name), self._memories[view.name]
+        asked = demand(now_s, traffic, self._forecaster, settings, own.start_s)
+        expected = self._forecaster.at(now_s + own.start_s).mean * own.start_s
+        idle_s = memory.idle_s(now_s, traffic.rate_per_s == 0 and traffic.num_queued == 0 and expected < 0.5)
+        worker, lengths = self._workers.get(view.name), self._lengths.latest
+        if worker is None or lengths is None:
+            needed = unmeasured(view, own)
+            plan_size, share = needed, lambda num: min(1.0, num / needed.needed)
+        else:
+            load = Load(traffic.rate_per_s, lengths, self._lengths.burstiness)
+            plan_size, share = self._sized(view, worker, load, asked, traffic.queue_wait_s if self._is_settled(snapshot) else 0.0)
+        memory.remember(now_s, plan_size.enough, settings.cool_down_s, settings.step_period_s)
+        return plan(view, plan_size, cache(share), memory, settings, now_s, idle_s)
+
+    def _sized(self, view: PoolView, worker: Worker, load: Load, asked: Demand, queue_wait_s: float) -> tuple[Size, Share]:
+        pool = pool_of(view.name, worker.slower(self._factor(view.name)), self._goals)
+        return size(view, pool, load, asked, queue_wait_s, self._settings), lambda num: borne_share(pool, load, asked.needed, num)
+
+    def _factor(self, name: PoolName) -> float:
+        """By which its steps take longer than its model says."""
+        ttft, tpot = self._ttft.factor, self._tpot.factor
+        return {PoolName.PREFILL: ttft, PoolName.DECODE: tpot, PoolName.BOTH: max(ttft, tpot)}[name]
+
+    def _within_budget(self, plans: dict[PoolName, Plan], flips: tuple[Flip, ...], now_s: float) -> dict[PoolName, Plan]:
+        """The plans, or what of them fits."""
+        settings = self._settings
+        claims = [self._claim(planned, flips) for planned in plans.values()]
+        wanted = sum(claim.gpus * claim.wanted + claim.other_gpus for claim in claims)
+        if settings.max_gpus is None or wanted <= settings.max_gpus:
+            return plans
+        may_move = not flips and all(planned.view.hold is None for planned in plans.values()) and self._is_calm(plans, now_s)
+        given = divide(claims, settings.max_gpus, may_move=may_move)
+        return {name: self._cut(planned, given[name], wanted) for name, planned in plans.items()}
+
+    def _claim(self, planned: Plan, flips: tuple[Flip, ...]) -> Claim:
+        own, view = self._settings.of(planned.view.name), planned.view
+        taken = sum(each.num for each in flips if each.taker == view.name)
+        least = min(planned.target, view.num_replicas + taken)
+        other_gpus = view.num_draining * own.gpus_per_replica
+        least_ever = min(least, own.min_replicas)
+        return Claim(view.name, least, least_ever, planned.target, own.gpus_per_replica, other_gpus, planned.share)
+
+    def _is_calm(self, plans: Mapping[PoolName, Plan], now_s: float) -> bool:
+        """Nothing that replicas are taken from for another has grown of late."""
+        return all(self._memories[name].grew_within(now_s, self._settings.cool_down_s) is None for name in plans)
+
+    def _cut(self, planned: Plan, num: int, wanted_gpus: int) -> Plan:
+        if num == planned.target:
+            return planned
+        note = (
+            f"{planned.target} are wanted, but all pools together want {wanted_gpus} GPUs of {self._settings.max_gpus}: "
+            f"{num} here bear {planned.share(num):.0%} of the demand, which is how most of it is borne"
+        )
+        return replace(planned, target=num, reason=f"{planned.reason}; {note}", held="budget")
+
+
+def _without_old_hold(view: PoolView, now_s: float) -> PoolView:
+    return replace(view, hold=None) if view.hold is not None and now_s >= view.hold.until_s else view
+
+
+def _table(state: State, name: str) -> State:
+    table = state.get(name)
+    if not isinstance(table, dict):
+        raise ValueError(f"{name}: a saved state holds a table there, not {table!r}")
+    return table

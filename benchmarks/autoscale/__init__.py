@@ -1,0 +1,1 @@
+"""Autoscalers side by side: what others do (`rivals.py`), as they publish it."""

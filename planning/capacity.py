@@ -1,0 +1,267 @@
+"""How many workers a load needs to keep its objectives, and what so many make of it. Pure; seconds.
+
+Three kinds of pool: workers that only compute prompts, workers that only decode, and workers that do both. Each answers one
+question, "which share of the requests keeps this pool's objectives?", and everything else follows by search:
+
+- **Prompts** queue for `n` servers (`queueing.py`); the queue's wait and each prompt's own time make its TTFT. Prompts that meet
+  in a worker fill one step together, so the fuller the pool, the less each pays of what an empty step takes.
+- **Sequences** share the steps of their worker (`concurrency.py`); how many there are varies by chance.
+- **Both on one worker**: prompts lengthen the steps of sequences as far as the promised pace lets them, sequences take from
+  prompts the rest (`engine/pacing.py`).
+
+More load never keeps objectives for a larger share, and more workers never for a smaller one: so the fewest workers never fall
+as the load grows. What the longest prompts would miss on an idle worker too counts against nobody: no worker more would help.
+
+Not covered: workers of one pool that differ in speed, transfers that compute does not hide (part of `Goals.transit_s`), and
+requests of several priorities.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planning import capacity_steps as steps
+from planning.capacity_load import Goals, Lengths, Load, Worker
+from planning.concurrency import Concurrency, concurrency
+from planning.prompt_times import PromptTimes, times_alone, times_beside
+from planning.queueing import Waiting, waiting
+
+MAX_UTILIZATION = 0.9
+"""Of a pool that nothing is promised about: beyond that, queues are long and never end."""
+
+_BISECTIONS = 20
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Of a pool under a load: `attainment`, the share of requests that keep its objectives; TTFT and TPOT at the objectives'
+    quantile, None where the pool has no part in it. `utilization`: of what it could bear with queues that just do not grow."""
+
+    attainment: float
+    utilization: float
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+class Pool(Protocol):
+    """One kind of worker with its objectives."""
+
+    @property
+    def worker(self) -> Worker:
+        """A typical one."""
+
+    @property
+    def goals(self) -> Goals:
+        """What is promised."""
+
+    @property
+    def required(self) -> float:
+        """The share of requests that has to keep this pool's objectives."""
+
+    def attainment(self, load: Load, num_workers: int) -> float | None:
+        """The share of requests that keep the pool's objectives. None: so many workers cannot bear the load; queues would grow
+        without end."""
+
+    def outlook(self, load: Load, num_workers: int) -> Outlook | None:
+        """All of what is to be expected; None as above."""
+
+    def reachable(self, lengths: Lengths) -> float:
+        """The share of requests that would keep this pool's objectives with nobody beside them."""
+
+    def least(self, load: Load) -> int:
+        """Workers without which there is no use in asking: fewer cannot keep up."""
+
+
+@dataclass(frozen=True)
+class PrefillPool:
+    """Workers that compute prompts for others."""
+
+    worker: Worker
+    goals: Goals
+
+    @property
+    def required(self) -> float:
+        return self.goals.each
+
+    def least(self, load: Load) -> int:
+        return max(1, int(load.rate_per_s * times_alone(self.worker, load.lengths).filled_s))
+
+    def reachable(self, lengths: Lengths) -> float:
+        return times_alone(self.worker, lengths).within(None, self.goals)
+
+    def attainment(self, load: Load, num_workers: int) -> float | None:
+        queue = self._queue(load, num_workers)
+        return None if queue is None else queue.attainment
+
+    def outlook(self, load: Load, num_workers: int) -> Outlook | None:
+        queue = self._queue(load, num_workers)
+        return None if queue is None else Outlook(queue.attainment, queue.utilization, ttft_s=queue.ttft_s)
+
+    def _queue(self, load: Load, num_workers: int) -> "_PromptQueue | None":
+        times = times_alone(self.worker, load.lengths)
+        offered, service_s = times.offered(load.rate_per_s, num_workers)
+        wait = waiting(offered, num_workers, service_s, times.scv, load.burstiness)
+        return None if wait is None else _PromptQueue(times, wait, self.goals, offered / num_workers)
+
+
+@dataclass(frozen=True)
+class DecodePool:
+    """Workers that own requests whose prompts others compute."""
+
+    worker: Worker
+    goals: Goals
+
+    @property
+    def required(self) -> float:
+        return self.goals.each
+
+    def least(self, load: Load) -> int:
+        tokens_per_s = load.rate_per_s * load.lengths.output_tokens
+        return max(1, int(tokens_per_s / steps.decode_tokens_per_s(self.worker, load.lengths, self.goals)))
+
+    def reachable(self, lengths: Lengths) -> float:
+        return 1.0
+
+    def attainment(self, load: Load, num_workers: int) -> float | None:
+        found = self._concurrency(load, num_workers)
+        return None if found is None else found.within(steps.largest_batch(self.worker, load.lengths, self.goals))
+
+    def outlook(self, load: Load, num_workers: int) -> Outlook | None:
+        found, attainment = self._concurrency(load, num_workers), self.attainment(load, num_workers)
+        if found is None or attainment is None:
+            return None
+        tpot_s = steps.step_s(self.worker.model, found.quantile(self.goals.each), load.lengths.running_context)
+        return Outlook(attainment, found.mean_batch / steps.roomy_batch(self.worker, load.lengths), tpot_s=tpot_s)
+
+    def _concurrency(self, load: Load, num_workers: int) -> Concurrency | None:
+        lengths, room = load.lengths, steps.roomy_batch(self.worker, load.lengths)
+        tokens_per_s = load.rate_per_s * lengths.output_tokens
+        return concurrency(tokens_per_s, num_workers, room, lambda batches: self._step_s(batches, lengths), load.burstiness)
+
+    def _step_s(self, batches: NDArray[np.float64], lengths: Lengths) -> NDArray[np.float64]:
+        model = self.worker.model
+        return model.fixed_s + batches * (model.per_sequence_s + model.per_context_token_s * lengths.running_context)
+
+
+@dataclass(frozen=True)
+class SharedPool:
+    """Workers with both roles: each computes the prompts of the sequences that it decodes."""
+
+    worker: Worker
+    goals: Goals
+
+    @property
+    def required(self) -> float:
+        return self.goals.quantile
+
+    def least(self, load: Load) -> int:
+        return max(1, int(load.rate_per_s * self._work_s(load.lengths)))
+
+    def reachable(self, lengths: Lengths) -> float:
+        return times_alone(self.worker, lengths).within(None, self.goals)
+
+    def attainment(self, load: Load, num_workers: int) -> float | None:
+        both = self._both(load, num_workers)
+        return None if both is None else self._kept(load.lengths, *both)
+
+    def outlook(self, load: Load, num_workers: int) -> Outlook | None:
+        both = self._both(load, num_workers)
+        if both is None:
+            return None
+        found, queue = both
+        slowest = self._step_s(np.array([found.quantile(self.goals.each)]), load.lengths, self._prompts(load, num_workers))
+        return Outlook(self._kept(load.lengths, found, queue), queue.utilization, queue.ttft_s, float(slowest[0]))
+
+    def _kept(self, lengths: Lengths, found: Concurrency, queue: "_PromptQueue") -> float:
+        """Of both objectives, whoever misses which."""
+        batch = steps.largest_batch(self.worker, lengths, self.goals, steps.PACE_TARGET)
+        return max(0.0, found.within(batch) + queue.attainment - 1)
+
+    def _both(self, load: Load, num_workers: int) -> "tuple[Concurrency, _PromptQueue] | None":
+        """The sequences that decode, and the prompts that queue beside them."""
+        prompts = self._prompts(load, num_workers)
+        found = self._concurrency(load, num_workers, prompts) if prompts < 1 else None
+        if found is None:
+            return None
+        times = times_beside(self.worker, load.lengths, self.goals, found.mean_batch)
+        offered = load.rate_per_s * times.mean_s
+        wait = waiting(offered, num_workers, times.mean_s, times.scv, load.burstiness)
+        return None if wait is None else (found, _PromptQueue(times, wait, self.goals, offered / num_workers))
+
+    def _prompts(self, load: Load, num_workers: int) -> float:
+        """The share of the time that prompts take for themselves."""
+        return load.rate_per_s * self._work_s(load.lengths) / num_workers
+
+    def _concurrency(self, load: Load, num_workers: int, prompts: float) -> Concurrency | None:
+        lengths = load.lengths
+        return concurrency(
+            load.rate_per_s * lengths.output_tokens,
+            num_workers,
+            steps.roomy_batch(self.worker, lengths),
+            lambda batches: self._step_s(batches, lengths, prompts),
+            load.burstiness,
+        )
+
+    def _step_s(self, batches: NDArray[np.float64], lengths: Lengths, prompts: float) -> NDArray[np.float64]:
+        """With prompts that share them, `prompts` of the time; beside promised sequences no more than their pace allows."""
+        model = self.worker.model
+        alone = model.fixed_s + batches * (model.per_sequence_s + model.per_context_token_s * lengths.running_context)
+        if self.goals.tpot_s is None:
+            return alone / (1 - prompts)
+        return np.minimum(alone / (1 - prompts), np.maximum(alone / steps.MAX_SHARE, steps.PACE_TARGET * self.goals.tpot_s))
+
+    def _work_s(self, lengths: Lengths) -> float:
+        return times_alone(self.worker, lengths).work_s
+
+
+@dataclass(frozen=True, eq=False)
+class _PromptQueue:
+    """Prompts that wait for one of several workers, and then take their times."""
+
+    times: PromptTimes
+    wait: Waiting
+    goals: Goals
+    utilization: float
+
+    @property
+    def attainment(self) -> float:
+        """Where nothing is promised, a pool is to keep up, with room for what comes by chance."""
+        if self.goals.ttft_s is None:
+            return float(self.utilization <= MAX_UTILIZATION)
+        return self.times.within(self.wait, self.goals)
+
+    @property
+    def ttft_s(self) -> float:
+        """At the objectives' quantile."""
+        return self.times.quantile_s(self.wait, self.goals)
+
+
+def keeps(pool: Pool, load: Load, num_workers: int) -> bool:
+    """Do so many workers keep the objectives of as many requests as they have to, of those that could be kept at all?"""
+    if load.rate_per_s <= 0:
+        return True
+    needed = pool.reachable(load.lengths) - (1 - pool.required)
+    kept = pool.attainment(load, num_workers) if num_workers else None
+    return kept is not None and kept >= needed - 1e-9
+
+
+def fewest(pool: Pool, load: Load, most: int) -> int | None:
+    """The fewest workers that keep the objectives, 0 for no load; None: not even `most` do."""
+    if load.rate_per_s <= 0:
+        return 0
+    return next((number for number in range(pool.least(load), most + 1) if keeps(pool, load, number)), None)
+
+
+def bearable(pool: Pool, load: Load, num_workers: int) -> float:
+    """Requests a second, like those of `load`, of which so many workers still keep the objectives."""
+    if num_workers < 1:
+        return 0.0
+    low, high = 0.0, 1.0
+    while high < 1e6 and keeps(pool, load.at(high), num_workers):
+        low, high = high, 2 * high
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if keeps(pool, load.at(middle), num_workers) else (low, middle)
+    return low
