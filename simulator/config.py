@@ -14,6 +14,10 @@ from simulator.traces import READERS, Arrival, log_normal, poisson
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(x|/s)")
 _SWING = re.compile(r"([0-9]+(?:\.[0-9]+)?)@([0-9]+(?:\.[0-9]+)?)")
+_NOT_NEGATIVE = ("prefill", "decode", "both", "requests", "ttft_ms", "tpot_ms", "max_queued", "local_prefill_tokens", "until_s")
+_POSITIVE = (
+    "input_tokens", "output_tokens", "input_scale", "output_scale", "window_s", "report_period_ms", "handoff_gb_per_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class SimulatorConfig:
     scatter: float = field(default=0.8, metadata={"help": "generated arrivals: sigma of the log-normal lengths; 0: all alike"})
     input_scale: float = field(default=1.0, metadata={"help": "prompts so many times as long"})
     output_scale: float = field(default=1.0, metadata={"help": "outputs so many times as long"})
-    swing: str = field(default="", metadata={"help": "DEPTH@PERIOD: the rate swings, 0.5@86400 between half and one and a half a day"})
+    swing: str = field(default="", metadata={"help": "DEPTH@PERIOD: the rate swings; 0.5@86400: by half, once a day"})
     burst: str = field(default="", metadata={"help": "FACTOR@START: from that second on, for a minute, so many times as many"})
     prefill: int = field(default=0, metadata={"help": "workers with the prefill role"})
     decode: int = field(default=0, metadata={"help": "workers with the decode role"})
@@ -56,9 +60,9 @@ class SimulatorConfig:
     def validate(self) -> None:
         """Raises ValueError that names the field."""
         _require(self.decode + self.both >= 1, "decode", "there must be a worker that decodes; give --decode or --both")
-        for name in ("prefill", "decode", "both", "requests", "ttft_ms", "tpot_ms", "max_queued", "local_prefill_tokens", "until_s"):
+        for name in _NOT_NEGATIVE:
             _require(getattr(self, name) >= 0, name, "must not be negative")
-        for name in ("input_tokens", "output_tokens", "input_scale", "output_scale", "window_s", "report_period_ms", "handoff_gb_per_s"):
+        for name in _POSITIVE:
             _require(getattr(self, name) > 0, name, "must be positive")
         _require(bool(self.ttft_ms) == bool(self.tpot_ms), "ttft_ms", "give both objectives (--ttft-ms, --tpot-ms) or neither")
         _require(self.max_inflight >= 1 and self.routers >= 1, "max_inflight", "must be at least 1, as must --routers")

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
+from planning.latency_model import LatencyModel, prefill_context
 from simulator.sequence import Sequence
 
 
@@ -31,3 +32,10 @@ class Course:
         while num_steps and self.lasts_s(num_steps) > gone_s:
             num_steps -= 1
         return num_steps
+
+
+def prompts_s(speed: LatencyModel, pieces: list[tuple[Sequence, int]]) -> float:
+    """What chunks of prompts add to a step, before they are counted as computed."""
+    num_tokens = sum([piece[1] for piece in pieces])
+    context = sum([prefill_context(s.num_computed, s.num_computed + num) for s, num in pieces])
+    return speed.per_prefill_token_s * num_tokens + speed.per_prefill_context_s * context

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from simulator.paces import TARGET
 
 if TYPE_CHECKING:
     from simulator.worker import ModelledWorker
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since start."""
+
+    num_steps: int = 0
+    num_prefilled: int = 0
+    num_generated: int = 0
+    num_preemptions: int = 0
 
 
 class Figures(NamedTuple):

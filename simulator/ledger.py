@@ -1,4 +1,4 @@
-"""What one router knows of one worker: its latest report, and what was sent there since. The rules of `router/worker.py`. Pure."""
+"""What one router knows of one worker: its latest report, and what was sent there since. As `router/worker.py`. Pure."""
 
 from functools import lru_cache
 

@@ -1,4 +1,4 @@
-"""One simulated router's picture of the fleet, and its policy's answers: the real roster, the real policy, as old as reports are."""
+"""One simulated router's picture of the fleet, as old as reports are, and what the real policy answers to it."""
 
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from simulator.worker_spec import WorkerSpec
 IDLE_FOR_S, MAX_IDLE, CONTEXT_STEP = 1.0, 256, 256
 """As router/forecaster.py."""
 NOBODY: frozenset[WorkerKey] = frozenset()
+
 
 class Decided(NamedTuple):
     """What the policy was asked, and its answer."""
@@ -102,10 +103,6 @@ class Outlook:
             self._latest = None
 
     # What follows
-
-    def knows(self, name: str) -> bool:
-        """Has it been met, and not lost?"""
-        return name in self._ledgers
 
     def is_settled(self, name: str) -> bool:
         """Do its reports contain everything that was sent there?"""

@@ -63,6 +63,14 @@ class Paces:
         paces = [Pace(TARGET * goal_s, self._slack_s(goal_s, step, now)) for goal_s in self._keys]
         return min([pace for pace in paces if pace.pace_s > TARGET * decode_s], key=lambda pace: pace.step_s, default=None)
 
+    def prompt_tokens(self, prompt: Sequence, speed: LatencyModel, decode_s: float, step: int, now: float) -> int | None:
+        """Of prompts, the next of which is `prompt`, the next step may hold so many; None: as many as fit."""
+        pace = self.tightest(decode_s, step, now)
+        if pace is None:
+            return None
+        least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, pace.pace_s / TARGET - decode_s)
+        return max(LEAST_TOKENS, _fitting(speed, prompt, max(least_s, pace.step_s - decode_s)))
+
     def _slack_s(self, goal_s: float, step: int, now: float) -> float:
         """The least of this objective."""
         keys, pace_s = self._keys[goal_s], TARGET * goal_s
@@ -81,12 +89,6 @@ class Paces:
         sequence.pace_key = key
         self._num_pushed += 1
         heapq.heappush(self._keys.setdefault(goal_s, []), (key, self._num_pushed, sequence))
-
-
-def prompt_tokens(speed: LatencyModel, pace: Pace, decode_s: float, prompt: Sequence) -> int:
-    """Of prompts, the next of which is `prompt`, the next step may hold so many."""
-    least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, pace.pace_s / TARGET - decode_s)
-    return max(LEAST_TOKENS, _fitting(speed, prompt, max(least_s, pace.step_s - decode_s)))
 
 
 def _fitting(speed: LatencyModel, prompt: Sequence, room_s: float) -> int:

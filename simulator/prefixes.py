@@ -1,4 +1,4 @@
-"""Which worker holds which prefix, as one router knows it: what workers tell, and what was just sent. On the router's own maps."""
+"""Which worker holds which prefix, as one router knows it: what workers tell, and what was just sent. On the real maps."""
 
 from collections.abc import Mapping, Sequence
 

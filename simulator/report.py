@@ -65,7 +65,8 @@ def _windows(results: Results) -> list[str]:
     lines = ["", "from       arrived  completed  refused  met"]
     for start in range(0, len(windows), each):
         some = windows[start : start + each]
-        arrived, completed, refused = (sum(getattr(w, name) for w in some) for name in ("num_arrived", "num_completed", "num_refused"))
+        arrived, completed = sum(w.num_arrived for w in some), sum(w.num_completed for w in some)
+        refused = sum(w.num_refused for w in some)
         met = _share(sum(w.num_met for w in some), arrived)
         lines.append(f"{start * results.window_s:7.0f} s  {arrived:7d}  {completed:9d}  {refused:7d}  {met}")
     return lines

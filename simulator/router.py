@@ -124,7 +124,7 @@ class Router:
     def _no_place(self, request: Request, nothing: NoPlacement, *, is_full: bool) -> None:
         is_head = self._line.is_head(request)
         waited_s = self._events.now - request.waits_since if is_head and request.waits_since is not None else 0.0
-        settings, reason = self._settings, None
+        settings, reason = self._settings, ""
         short_s = settings.resubmit_timeout_s if request.num_resubmissions else settings.place_timeout_s
         if nothing.never:
             reason = "too_large"
@@ -132,7 +132,7 @@ class Router:
             reason = "room"
         elif not is_full and waited_s > short_s:
             reason = "no_worker"
-        if reason is not None:
+        if reason:
             if is_head:
                 self._line.left()
             self._leave(request, End.LOST if request.num_resubmissions else End.REFUSED, reason)

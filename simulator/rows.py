@@ -1,4 +1,4 @@
-"""The sequences of a worker that decode, as sums: each gets a token in every step, so many steps are as quick to count as one. Pure.
+"""The sequences of a worker that decode, as sums: each gets a token in every step, so many steps count as fast as one. Pure.
 
     context at step s      = context now + number of rows · (s - now)
     a row ends             at a step that is known when it enters: a heap
@@ -6,6 +6,7 @@
 """
 
 import heapq
+
 from simulator.sequence import Sequence
 
 
@@ -76,10 +77,6 @@ class Rows:
         while self.growth(done + 1) <= num_free:
             done += 1
         return done
-
-    def num_tokens(self, sequence: Sequence) -> int:
-        """Of a row, now: prompt and output."""
-        return sequence.num_tokens + self.step - sequence.entry_step
 
     def latest(self) -> Sequence | None:
         """The one that arrived last; None without any. Looks at all."""

@@ -18,9 +18,9 @@ class Watcher(Protocol):
 class Sequence:
     """`num_tokens` have to be computed before it draws its next token; `num_left` it is yet to draw here.
 
-    `watcher` is told of its tokens, `tag` is the caller's. `goal_s`: its TPOT objective, 0 without one. `hashes` name the prompt's full prefix blocks in order.
-    `prefill_only`: it ends with its first token, and its blocks stay until somebody lets go of them. What `KvRoom`, `Rows` and
-    `Paces` keep here is theirs.
+    `watcher` is told of its tokens, `tag` is the caller's. `goal_s`: its TPOT objective, 0 without one. `hashes` name the
+    prompt's full prefix blocks in order. `prefill_only`: it ends with its first token, and its blocks stay until somebody lets go
+    of them. What `KvRoom`, `Rows` and `Paces` keep here is theirs.
     """
 
     __slots__ = (

@@ -3,6 +3,7 @@
 
 from typing import Protocol
 
+from router.candidates import blocks_for
 from router.views import WorkerKey
 from router.worker import Dispatched
 from simulator.events import EventQueue
@@ -58,6 +59,8 @@ class Staying:
     def lost(self, name: str) -> None:
         """A worker is gone."""
         for stay in list(self._stays):
+            if stay.decode == name and stay.owned is not None and not stay.owned.num_left:
+                continue  # its last token is on its way
             if stay.decode == name:
                 self._interrupt(stay)
             elif stay.prefill == name and not stay.is_running and stay.prompt is not None:
@@ -132,8 +135,8 @@ class Staying:
             request.is_local = True
             self._events.after(self._settings.call_s, self._go_local, stay)
             return
-        blocks, cached = -(-request.num_tokens // view.block_size), self._outlook.cached_tokens(request, view.key, self._events.now)
-        stay.sent_prompt = Dispatched(1, blocks, max(1, request.num_tokens - cached))
+        cached = self._outlook.cached_tokens(request, view.key, self._events.now)
+        stay.sent_prompt = Dispatched(1, blocks_for(request.num_tokens, view), max(1, request.num_tokens - cached))
         self._outlook.dispatched(view.address, stay.sent_prompt)
         self._events.after(3 * self._settings.call_s, self._at_prefill, stay)
 

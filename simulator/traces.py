@@ -74,9 +74,8 @@ def log_normal(mean_input: float, mean_output: float, sigma: float) -> Callable[
     """Lengths with these means; `sigma` 0: all alike, 1: as scattered as people's are, or more."""
 
     def draw(rng: random.Random) -> tuple[int, int]:
-        scatter = (rng.lognormvariate(-sigma * sigma / 2, sigma) for _ in range(2))
-        num_input, num_output = (max(1, round(mean * factor)) for mean, factor in zip((mean_input, mean_output), scatter, strict=True))
-        return num_input, num_output
+        num_input, num_output = (mean * rng.lognormvariate(-sigma * sigma / 2, sigma) for mean in (mean_input, mean_output))
+        return max(1, round(num_input)), max(1, round(num_output))
 
     return draw
 
@@ -118,7 +117,8 @@ def _mooncake_row(path: str, line: int, text: str) -> Arrival:
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
-        raise TraceError(f"{path}: line {line}: column {error.colno}: is no JSON ({error.msg}); mend or remove the line") from None
+        problem = f"{path}: line {line}: column {error.colno}: is no JSON ({error.msg}); mend or remove the line"
+        raise TraceError(problem) from None
     if not isinstance(row, dict):
         raise TraceError(f"{path}: line {line}: is no JSON object; is this a trace of Mooncake's?")
     at_ms, hashes = row.get("timestamp"), row.get("hash_ids", [])

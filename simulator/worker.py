@@ -8,15 +8,13 @@ before the next row's end are one event, cut short at the end of its current ste
 """
 
 from bisect import insort
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
-from planning.latency_model import prefill_context
-from simulator.course import Course
+from simulator.course import Course, prompts_s
 from simulator.events import EventQueue
-from simulator.figures import Figures, figures_of
+from simulator.figures import Counters, Figures, figures_of
 from simulator.kv_room import KvRoom
-from simulator.paces import Paces, prompt_tokens
+from simulator.paces import Paces
 from simulator.rows import Rows
 from simulator.sequence import Sequence
 from simulator.worker_spec import WorkerSpec
@@ -25,16 +23,6 @@ BLOCKS_PER_SPARE = 64
 """Of so many blocks one is kept free for growth when something is admitted beside running sequences (engine/scheduler.py)."""
 
 Command = Callable[[float], None]
-
-
-@dataclass
-class Counters:
-    """Since start."""
-
-    num_steps: int = 0
-    num_prefilled: int = 0
-    num_generated: int = 0
-    num_preemptions: int = 0
 
 
 class ModelledWorker:
@@ -74,7 +62,7 @@ class ModelledWorker:
     def stop(self, now: float) -> None:
         """It dies: what its rows have drawn by now is counted, and nothing happens here any more."""
         if self.course is not None and not self.course.pieces:
-            self._advance(self.course.steps_by(now))
+            self._advance(min(self.course.steps_by(now), self.course.num_steps - 1))
         for sequence in list(self.rows.members):
             self.rows.leave(sequence)
         self.course, self._version, self.is_dead = None, self._version + 1, True
@@ -95,8 +83,8 @@ class ModelledWorker:
         """Blocks and a seat for a request whose prompt somebody computes; False: no room now."""
         if not self._has_seat():
             return False
-        spare = self._spare(len(self.reserved)) + sum([self.room.blocks_for(s.num_tokens) for s in self.waiting if s.was_preempted])
-        if not self.room.admit(sequence, spare):
+        owed = sum([self.room.blocks_for(other.num_tokens) for other in self.waiting if other.was_preempted])
+        if not self.room.admit(sequence, self._spare(len(self.reserved)) + owed):
             return False
         self._enter(sequence)
         self.reserved[sequence] = None
@@ -126,10 +114,11 @@ class ModelledWorker:
         return True
 
     def let_go(self, sequence: Sequence) -> None:
-        """Of a reservation, or of a prompt that was computed for somebody else: its blocks are needed no more."""
-        self.reserved.pop(sequence, None)
-        self.held.pop(sequence, None)
-        self._forget(sequence)
+        """Of a reservation, or of a prompt that was computed for somebody else: its blocks are needed no more; idempotent."""
+        for place in (self.reserved, self.held):
+            if sequence in place:
+                del place[sequence]
+                self._forget(sequence)
 
     # Steps
 
@@ -183,6 +172,8 @@ class ModelledWorker:
 
     def _advance(self, num_steps: int) -> list[Sequence]:
         """Rows: who has ended, and has given its blocks back."""
+        if num_steps > 1:
+            self.room.grow(self.rows.growth(num_steps) - self.rows.growth(1))  # the first took its blocks when it was planned
         done = self.rows.advance(num_steps)
         for sequence in done:
             self._stop_decoding(sequence)
@@ -222,11 +213,12 @@ class ModelledWorker:
         decode_s = speed.fixed_s + speed.per_sequence_s * num_rows + speed.per_context_token_s * rows.context
         pieces = self._plan_prompts(decode_s, now, admit=not (has_preempted and (num_rows or self.prompts)))
         if pieces:
-            return Course(now, 1, decode_s + self._prompts_s(pieces), pieces=pieces)
+            return Course(now, 1, decode_s + prompts_s(speed, pieces), pieces=pieces)
         if not num_rows:
             return None
         free = self.room.num_free + rows.growth(1)  # what the first of them takes is taken
-        return Course(now, rows.steps_within(free, rows.steps_to_end()), decode_s, speed.per_context_token_s * num_rows)
+        num_steps = 1 if has_preempted and self.waiting else rows.steps_within(free, rows.steps_to_end())
+        return Course(now, num_steps, decode_s, speed.per_context_token_s * num_rows)
 
     def _make_room(self) -> bool:
         """Blocks for the next token of every row, taken from those that arrived last if need be; had anybody to go?"""
@@ -261,37 +253,27 @@ class ModelledWorker:
         first = self.prompts[0] if self.prompts else self.waiting[0] if self.waiting else None
         if first is None:
             return []
-        budget = self._budget(first, decode_s, now)
-        pieces = []
-        for sequence in self.prompts:
-            if budget <= 0:
-                return pieces
+        rows, spec, pieces = self.rows, self.spec, list[tuple[Sequence, int]]()
+        budget = spec.max_num_batched_tokens - len(rows.members)
+        if rows.members and spec.keeps_pace:
+            most = self.paces.prompt_tokens(first, spec.speed, decode_s, rows.step, now)
+            budget = budget if most is None else min(budget, most)
+        for sequence in self._in_turn(admit=admit):
             num_tokens = min(sequence.num_remaining, budget)
             pieces.append((sequence, num_tokens))
             budget -= num_tokens
-        while admit and budget > 0 and self.waiting and self.room.admit(self.waiting[0], self._spare(0)):
+            if budget <= 0:
+                break
+        return pieces
+
+    def _in_turn(self, *, admit: bool) -> Iterator[Sequence]:
+        """Those that have blocks, then those that get some now."""
+        yield from list(self.prompts)
+        while admit and self.waiting and self.room.admit(self.waiting[0], self._spare(0)):
             sequence = self.waiting.pop(0)
             insort(self.prompts, sequence, key=_turn)
             self.num_to_prefill -= sequence.num_cached
-            num_tokens = min(sequence.num_remaining, budget)
-            pieces.append((sequence, num_tokens))
-            budget -= num_tokens
-        return pieces
-
-    def _budget(self, first: Sequence, decode_s: float, now: float) -> int:
-        """Of prompts, in the next step: what rows and their pace leave."""
-        rows, spec = self.rows, self.spec
-        budget = spec.max_num_batched_tokens - len(rows.members)
-        if not rows.members or not spec.keeps_pace:
-            return budget
-        pace = self.paces.tightest(decode_s, rows.step, now)
-        return budget if pace is None else min(budget, prompt_tokens(spec.speed, pace, decode_s, first))
-
-    def _prompts_s(self, pieces: list[tuple[Sequence, int]]) -> float:
-        speed = self.spec.speed
-        num_tokens = sum([piece[1] for piece in pieces])
-        context = sum([prefill_context(s.num_computed, s.num_computed + num) for s, num in pieces])
-        return speed.per_prefill_token_s * num_tokens + speed.per_prefill_context_s * context
+            yield sequence
 
     # Places
 

@@ -183,7 +183,7 @@ def test_a_prefix_is_computed_once() -> None:
 
 
 def test_what_is_cut_short_is_lost() -> None:
-    audience, mesh = Audience(), None
+    audience = Audience()
     mesh = Mesh(OPEN, audience)
     mesh.add_worker(LARGE, prefill=True, decode=True)
     mesh.run(steady(3, 0.1, num_output=1000), until_s=1.0)
@@ -248,7 +248,7 @@ def test_roles_change_while_it_works() -> None:
     assert mesh.pod_seconds()["prefill"] == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("name", ["num_routers", "policy", "report_period_s", "call_s"])
+@pytest.mark.parametrize("name", ("num_routers", "policy", "report_period_s", "call_s"))
 def test_settings_name_what_is_wrong(name: str) -> None:
     wrong: dict[str, object] = {"num_routers": 0, "policy": "best", "report_period_s": 0.0, "call_s": -1.0}
     with pytest.raises(ValueError, match=name):

@@ -163,7 +163,7 @@ def test_figures_in_the_middle_of_many_steps() -> None:
 
 def test_a_reservation_waits_for_the_end_of_the_step() -> None:
     recorder = Recorder(SMALL, [Job(0.0, 90, 2)])
-    at = []
+    at: list[float] = []
     recorder.events.at(1e-4, recorder.worker.call, at.append)
     recorder.run()
     assert at == [pytest.approx(SMALL.speed.step_s(Work(90, 90 * 91 // 2)))]
