@@ -71,7 +71,9 @@ class SimulatorConfig:
         if self.trace:
             kind, separator, path = self.trace.partition("=")
             known = ", ".join(READERS)
-            _require(bool(separator and path) and kind in READERS, "trace", f"{self.trace!r} is not KIND=PATH with one of {known}")
+            _require(
+                bool(separator and path) and kind in READERS, "trace", f"{self.trace!r} is not KIND=PATH with one of {known}"
+            )
         else:
             _require(self.rate.endswith("/s"), "rate", "generated arrivals need a rate as 50/s, or give --trace")
             _require(self.requests > 0, "requests", "generated arrivals have no end; say how many")

@@ -1,9 +1,9 @@
 """The simulated mesh: routers, workers that come, drain, change and die, and arrivals that pass through.
 
-    mesh = Mesh(MeshSettings(...), results)
-    mesh.add_worker(spec, prefill=True, decode=False)
-    mesh.every(10.0, lambda: ...)          # an autoscaler looks at `figures`, `counts`, and adds or drains
-    mesh.run(arrivals)
+mesh = Mesh(MeshSettings(...), results)
+mesh.add_worker(spec, prefill=True, decode=False)
+mesh.every(10.0, lambda: ...)          # an autoscaler looks at `figures`, `counts`, and adds or drains
+mesh.run(arrivals)
 """
 
 import random
@@ -119,6 +119,11 @@ class Mesh:
     def num_live(self) -> int:
         """Requests under way."""
         return len(self._live)
+
+    @property
+    def num_waiting(self) -> int:
+        """Of those, at routers: for admission, or for room on a worker."""
+        return sum(router.num_waiting for router in self._routers)
 
     def every(self, period_s: float, action: Callable[[], None]) -> None:
         """Call it from `period_s` on, again and again."""

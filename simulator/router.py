@@ -39,6 +39,11 @@ class Router:
         self._line = Line(events, self._try)
         self._staying = Staying(events, settings, outlook, floor, self)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests at the gate and in the line for room."""
+        return self._gate.num_waiting + len(self._line)
+
     def arrive(self, request: Request) -> None:
         """It stands at the gate now."""
         self._gate.ask(request, lambda: self._applicant(request))

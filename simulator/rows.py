@@ -1,8 +1,8 @@
 """The sequences of a worker that decode, as sums: each gets a token in every step, so many steps count as fast as one. Pure.
 
-    context at step s      = context now + number of rows · (s - now)
-    a row ends             at a step that is known when it enters: a heap
-    a row takes a block    in every `block_size`-th step: rows are counted by the remainder at which it does
+context at step s      = context now + number of rows · (s - now)
+a row ends             at a step that is known when it enters: a heap
+a row takes a block    in every `block_size`-th step: rows are counted by the remainder at which it does
 """
 
 import heapq

@@ -12,14 +12,14 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from router.applicant import STANDARD
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BLOCK_TOKENS = 512
-_EPOCH = datetime(2000, 1, 1, tzinfo=timezone.utc)
+_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 
 
 class TraceError(ValueError):
@@ -106,7 +106,7 @@ def _from_zero(path: str, rows: Iterable[Arrival]) -> Iterator[Arrival]:
 def _azure_row(path: str, line: int, row: Mapping[str, str | None]) -> Arrival:
     stamp = row["TIMESTAMP"] or ""
     try:
-        at = datetime.fromisoformat(stamp[:26]).replace(tzinfo=timezone.utc)  # stamps have seven decimals, datetime reads six
+        at = datetime.fromisoformat(stamp[:26]).replace(tzinfo=UTC)  # stamps have seven decimals, datetime reads six
     except ValueError:
         raise TraceError(f"{path}: line {line}: TIMESTAMP: {stamp!r} is no time; mend or remove the line") from None
     at_s = (at - _EPOCH) / timedelta(seconds=1)

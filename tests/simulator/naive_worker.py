@@ -121,7 +121,9 @@ class NaiveWorker:
         """A block for whoever needs one; the latest makes way."""
         before = self.num_preemptions
         while sum(self._blocks(row.num_tokens) > row.num_blocks for row in self.decoding) > self.num_free:
-            self._preempt(max([*self.decoding, *(row for row in self.prompts if not row.job.is_prefill)], key=lambda row: row.turn))
+            self._preempt(
+                max([*self.decoding, *(row for row in self.prompts if not row.job.is_prefill)], key=lambda row: row.turn)
+            )
         for row in self.decoding:
             self.num_free -= self._blocks(row.num_tokens) - row.num_blocks
             row.num_blocks = self._blocks(row.num_tokens)

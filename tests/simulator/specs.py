@@ -11,5 +11,7 @@ SPEED = LatencyModel(
     per_context_token_s=1.0519e-6,
     num_steps=1000,
 )
-SMALL = WorkerSpec(SPEED, max_num_batched_tokens=96, max_num_seqs=12, num_blocks=400, block_size=8, max_context=2048, prefix_tokens=0)
+SMALL = WorkerSpec(
+    SPEED, max_num_batched_tokens=96, max_num_seqs=12, num_blocks=400, block_size=8, max_context=2048, prefix_tokens=0
+)
 LARGE = WorkerSpec(SPEED, max_num_batched_tokens=512, max_num_seqs=64, num_blocks=8192, block_size=16, max_context=8192)

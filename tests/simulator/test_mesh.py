@@ -253,3 +253,13 @@ def test_settings_name_what_is_wrong(name: str) -> None:
     wrong: dict[str, object] = {"num_routers": 0, "policy": "best", "report_period_s": 0.0, "call_s": -1.0}
     with pytest.raises(ValueError, match=name):
         replace(OPEN, **{name: wrong[name]})  # type: ignore[arg-type]
+
+
+def test_who_waits_is_counted() -> None:
+    mesh = Mesh(MeshSettings(admission=AdmissionSettings(max_inflight=2)), Audience())
+    mesh.add_worker(LARGE, prefill=True, decode=True)
+    seen: list[int] = []
+    mesh.every(0.05, lambda: seen.append(mesh.num_waiting))
+    mesh.run(steady(10, 0.001))
+    assert max(seen) == 8
+    assert mesh.num_waiting == 0

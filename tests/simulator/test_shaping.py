@@ -53,7 +53,7 @@ def test_repeated_goes_on_where_it_ended() -> None:
     many = list(shaping.repeated(lambda: some, 8))
     assert times(many) == [0.0, 1.0, 3.0, 4.0, 5.0, 7.0, 8.0, 9.0]
     assert [arrival.hashes for arrival in many] == [(0,), (0,), (5,), (6,), (6,), (11,), (12,), (12,)]
-    assert list(shaping.repeated(lambda: [], 5)) == []
+    assert list(shaping.repeated(list, 5)) == []
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.floats(0.1, 3.0), st.integers(2, 4000))

@@ -47,9 +47,7 @@ class Recorder:
         self.last[sequence.tag] = at_s
 
     def _come(self, number: int, job: Job) -> None:
-        sequence = Sequence(
-            self, number, job.num_input, job.num_output, goal_s=job.goal_s, prefill_only=job.is_prefill
-        )
+        sequence = Sequence(self, number, job.num_input, job.num_output, goal_s=job.goal_s, prefill_only=job.is_prefill)
         self.worker.call(lambda _: self._enter(sequence))
 
     def _enter(self, sequence: Sequence) -> None:
