@@ -14,6 +14,7 @@ class EventQueue:
         self.num_done = 0
         self._heap: list[tuple[float, int, Action, tuple[object, ...]]] = []
         self._num_put = 0
+        self._is_stopped = False
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -29,16 +30,18 @@ class EventQueue:
         """As `at`, so many seconds from now."""
         self.at(self.now + delay_s, action, *arguments)
 
-    def run(self, until_s: float | None = None, is_over: Callable[[], bool] | None = None) -> None:
-        """Everything, in order: until nothing is left, what is left comes after `until_s`, or `is_over` says so after an action.
-        The clock stands at the last action, or at `until_s` if that was given and reached."""
-        heap, pop = self._heap, heapq.heappop
-        while heap:
+    def stop(self) -> None:
+        """Ends `run` after the present action."""
+        self._is_stopped = True
+
+    def run(self, until_s: float | None = None) -> None:
+        """Everything, in order: until nothing is left, what is left comes after `until_s`, or somebody says `stop`. The clock
+        stands at the last action, or at `until_s` if that was given and reached."""
+        heap, pop, self._is_stopped = self._heap, heapq.heappop, False
+        while heap and not self._is_stopped:
             if until_s is not None and heap[0][0] > until_s:
                 self.now = until_s
                 return
             self.now, _, action, arguments = pop(heap)
             self.num_done += 1
             action(*arguments)
-            if is_over is not None and is_over():
-                return

@@ -55,7 +55,7 @@ def figures_of(worker: ModelledWorker, now: float) -> Figures:
     taken_at = now if course is None else course.began_s + course.lasts_s(num_steps)
     num_rows, num_prompts, num_waiting = len(rows.members), len(worker.prompts), len(worker.waiting)
     decode_context = rows.context + num_steps * num_rows
-    grown = rows.growth(num_steps) - rows.growth(1) if num_steps > 1 else 0
+    grown = rows.growth(num_steps) - rows.next_growth if num_steps > 1 else 0
     pace_s, slack_s = _pace(worker, decode_context, num_steps, taken_at)
     return Figures(
         taken_at,

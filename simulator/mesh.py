@@ -139,7 +139,8 @@ class Mesh:
         source = iter(arrivals)
         self._is_fed = True
         self._feed(source)
-        self.events.run(until_s, is_over=self._is_over)
+        if self._is_fed:
+            self.events.run(until_s)
         for request in list(self._live):
             request.reason = "unfinished"
             self._ended(request, End.LOST)
@@ -156,9 +157,6 @@ class Mesh:
     def _router(self) -> Router:
         outlook = Outlook(self._settings, self._prefix_tokens)
         return Router(self.events, self._settings, outlook, self, self._ended)
-
-    def _is_over(self) -> bool:
-        return not self._is_fed and not self._live
 
     def _feed(self, source: Iterator[Arrival]) -> None:
         """One arrival ahead: there may be millions."""
@@ -186,6 +184,8 @@ class Mesh:
     def _ended(self, request: Request, end: End) -> None:
         del self._live[request]
         self._audience.ended(request, end, self.events.now)
+        if not self._live and not self._is_fed:
+            self.events.stop()
 
     def _ready(self, pod: Pod) -> None:
         if pod.phase is not Phase.STARTING:

@@ -63,6 +63,11 @@ class Rows:
             heapq.heappop(endings)  # it was preempted
         return endings[0][0] - self.step
 
+    @property
+    def next_growth(self) -> int:
+        """Blocks that the next step takes."""
+        return self._growing[-self.step % self._block_size]
+
     def growth(self, num_steps: int) -> int:
         """Blocks that the next so many steps take."""
         cycles, rest = divmod(num_steps, self._block_size)

@@ -5,7 +5,6 @@ Times are warped, never drawn anew: the order stays, and so does the clumping th
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from itertools import islice
 
 from simulator.traces import Arrival
@@ -20,7 +19,7 @@ def at_rate(arrivals: Iterable[Arrival], factor: float) -> Iterator[Arrival]:
 
 def warped(arrivals: Iterable[Arrival], warp: Warp) -> Iterator[Arrival]:
     """Each at `warp` of its time, which must not fall."""
-    return (replace(arrival, at_s=warp(arrival.at_s)) for arrival in arrivals)
+    return (arrival._replace(at_s=warp(arrival.at_s)) for arrival in arrivals)
 
 
 def swing(period_s: float, depth: float) -> Warp:
@@ -71,7 +70,7 @@ def repeated(again: Callable[[], Iterable[Arrival]], num_requests: int) -> Itera
             latest, count = arrival.at_s, count + 1
             largest = max(largest, *arrival.hashes) if arrival.hashes else largest
             names = tuple([name + num_names for name in arrival.hashes]) if num_names else arrival.hashes
-            yield replace(arrival, at_s=arrival.at_s + offset_s, hashes=names)
+            yield arrival._replace(at_s=arrival.at_s + offset_s, hashes=names)
         if not count:
             return
         offset_s, num_left, num_names = offset_s + latest + latest / count, num_left - count, num_names + largest + 1
@@ -86,7 +85,7 @@ def lengths(arrivals: Iterable[Arrival], *, inputs: float = 1.0, outputs: float 
             num_input = min(num_input, max_context - 1)
             num_output = min(num_output, max_context - num_input)
         kept = len(arrival.hashes) * num_input // arrival.num_input if num_input < arrival.num_input else len(arrival.hashes)
-        yield replace(arrival, num_input=num_input, num_output=num_output, hashes=arrival.hashes[:kept])
+        yield arrival._replace(num_input=num_input, num_output=num_output, hashes=arrival.hashes[:kept])
 
 
 def mean_rate(arrivals: Iterable[Arrival]) -> float:

@@ -11,9 +11,9 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 from router.applicant import STANDARD
 
@@ -26,8 +26,7 @@ class TraceError(ValueError):
     """A trace cannot be used: file, line, column, what is wrong and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """One request: simulated seconds, lengths in tokens (at least one), names of its prompt's full prefix blocks in order."""
 
     at_s: float
@@ -67,7 +66,8 @@ def poisson(rate: float, lengths: Callable[[random.Random], tuple[int, int]], se
     rng, at_s = random.Random(seed), 0.0
     while True:
         at_s += rng.expovariate(rate)
-        yield Arrival(at_s, *lengths(rng))
+        num_input, num_output = lengths(rng)
+        yield Arrival(at_s, num_input, num_output)
 
 
 def log_normal(mean_input: float, mean_output: float, sigma: float) -> Callable[[random.Random], tuple[int, int]]:
@@ -83,13 +83,11 @@ def log_normal(mean_input: float, mean_output: float, sigma: float) -> Callable[
 @contextmanager
 def _opened(path: str) -> Iterator[Iterable[str]]:
     """The file's lines. Raises TraceError if there is none."""
-    try:
-        file = Path(path).open(encoding="utf-8-sig", newline="")
-    except OSError as error:
-        problem = f"{path}: cannot be opened ({error.strerror}); give a trace's path, or a rate for generated arrivals"
-        raise TraceError(problem) from error
-    with file:
-        yield file
+    file = Path(path)
+    if not file.is_file():
+        raise TraceError(f"{path}: no such file; give a trace's path, or a rate for generated arrivals")
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        yield lines
 
 
 def _from_zero(path: str, rows: Iterable[Arrival]) -> Iterator[Arrival]:
@@ -110,7 +108,8 @@ def _azure_row(path: str, line: int, row: Mapping[str, str | None]) -> Arrival:
     except ValueError:
         raise TraceError(f"{path}: line {line}: TIMESTAMP: {stamp!r} is no time; mend or remove the line") from None
     at_s = (at - _EPOCH) / timedelta(seconds=1)
-    return Arrival(at_s, *(_count(path, line, name, row[name]) for name in AZURE_COLUMNS[1:]))
+    num_input, num_output = (_count(path, line, name, row[name]) for name in AZURE_COLUMNS[1:])
+    return Arrival(at_s, num_input, num_output)
 
 
 def _mooncake_row(path: str, line: int, text: str) -> Arrival:

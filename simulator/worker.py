@@ -173,7 +173,7 @@ class ModelledWorker:
     def _advance(self, num_steps: int) -> list[Sequence]:
         """Rows: who has ended, and has given its blocks back."""
         if num_steps > 1:
-            self.room.grow(self.rows.growth(num_steps) - self.rows.growth(1))  # the first took its blocks when it was planned
+            self.room.grow(self.rows.growth(num_steps) - self.rows.next_growth)  # the first took its blocks when it was planned
         done = self.rows.advance(num_steps)
         for sequence in done:
             self._stop_decoding(sequence)
@@ -216,17 +216,17 @@ class ModelledWorker:
             return Course(now, 1, decode_s + prompts_s(speed, pieces), pieces=pieces)
         if not num_rows:
             return None
-        free = self.room.num_free + rows.growth(1)  # what the first of them takes is taken
+        free = self.room.num_free + rows.next_growth  # what the first of them takes is taken
         num_steps = 1 if has_preempted and self.waiting else rows.steps_within(free, rows.steps_to_end())
         return Course(now, num_steps, decode_s, speed.per_context_token_s * num_rows)
 
     def _make_room(self) -> bool:
         """Blocks for the next token of every row, taken from those that arrived last if need be; had anybody to go?"""
         rows, num_preemptions = self.rows, self.counters.num_preemptions
-        while rows.members and rows.growth(1) > self.room.num_free:
+        while rows.members and rows.next_growth > self.room.num_free:
             self._preempt(self._latest())
         if rows.members:
-            self.room.grow(rows.growth(1))
+            self.room.grow(rows.next_growth)
         return self.counters.num_preemptions > num_preemptions
 
     def _latest(self) -> Sequence:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from planning.latency_model import LatencyModel
 
@@ -78,8 +79,10 @@ def spec_of(table: object) -> WorkerSpec:
     missing = [name for name in PRICES if name not in table]
     if missing:
         raise ValueError(f"{missing[0]}: is missing; give seconds")
-    speed = LatencyModel(*(_number(table, name) for name in PRICES), num_steps=KNOWN_STEPS)
-    return WorkerSpec(speed, **{name: _size(table, name) for name in sizes & set(table)})
+    fixed_s, token_s, context_s, row_s, row_context_s = (_number(table, name) for name in PRICES)
+    speed = LatencyModel(fixed_s, token_s, context_s, row_s, row_context_s, num_steps=KNOWN_STEPS)
+    given: dict[str, Any] = {name: _size(table, name) for name in sizes & set(table)}
+    return WorkerSpec(speed, **given)
 
 
 def _number(table: Mapping[str, object], name: str) -> float:

@@ -92,7 +92,7 @@ class NaiveWorker:
         decode_s = self.spec.speed.decode_s(len(self.decoding), sum(row.num_tokens for row in self.decoding))
         self._start_paces(now)
         budget = self.spec.max_num_batched_tokens - len(self.decoding)
-        first = (self.prompts or self.waiting or [None])[0]
+        first = next(iter(self.prompts or self.waiting), None)
         if first is not None:
             budget = min(budget, self._paced(first, decode_s, now, budget))
         for row in self.prompts:

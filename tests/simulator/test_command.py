@@ -81,7 +81,7 @@ def test_files_that_are_not_there(speed: str, tmp_path: Path, capsys: pytest.Cap
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2
     assert "no.json" in said[0]
-    assert "cannot be opened" in said[1]
+    assert "no such file" in said[1]
 
 
 def test_the_load_swings_and_bursts(speed: str) -> None:

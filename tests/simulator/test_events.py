@@ -36,7 +36,8 @@ def test_stops_where_it_is_told_to() -> None:
         events.at(number, seen.append, number)
     events.run(until_s=1.5)
     assert (seen, events.now) == ([0, 1], 1.5)
-    events.run(is_over=lambda: len(seen) == 3)
+    events.at(2, events.stop)
+    events.run()
     assert (seen, events.now, len(events)) == ([0, 1, 2], 2.0, 2)
 
 

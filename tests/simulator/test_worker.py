@@ -35,6 +35,9 @@ class Recorder:
         self.events.run()
         return [(self.first.get(number), self.last.get(number)) for number in range(self._num_jobs)]
 
+    def look(self) -> None:
+        self.worker.figures(self.events.now)
+
     def on_prompt(self, sequence: Sequence, at_s: float) -> None:
         assert isinstance(sequence.tag, int)
         self.first.setdefault(sequence.tag, at_s)
@@ -118,7 +121,7 @@ def test_preemption_happens() -> None:
 def test_looking_changes_nothing(jobs: list[Job], looks: list[float]) -> None:
     quiet, watched = Recorder(SMALL, jobs), Recorder(SMALL, jobs)
     for at_s in looks:
-        watched.events.at(at_s, lambda at_s: watched.worker.figures(at_s), at_s)
+        watched.events.at(at_s, watched.look)
     same(watched.run(), quiet.run(), within_s=0.0)
 
 
