@@ -40,7 +40,7 @@ def test_what_was_sent_counts_until_a_report_contains_it() -> None:
 
 def test_what_has_arrived_is_in_the_next_report() -> None:
     ledger = Ledger("w", LARGE)
-    sent = Dispatched(1, 7, 100, arrived_at=0.9)
+    sent = Dispatched(1, 7, 100, decodes=1, context=100, arrived_at=0.9)
     ledger.dispatched(sent)
     ledger.report(IDLE._replace(taken_at=0.8))
     assert not ledger.is_settled
@@ -52,6 +52,7 @@ def test_what_has_arrived_is_in_the_next_report() -> None:
     view = ledger.view()
     assert view is not None
     assert (view.dispatched_seqs, view.dispatched_blocks) == (-1, -7)
+    assert (view.dispatched_decodes, view.dispatched_context) == (-1, -100)
 
 
 def test_who_drains_is_not_seen() -> None:
