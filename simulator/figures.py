@@ -48,7 +48,9 @@ class Figures(NamedTuple):
     draining: bool = False
 
 
-def figures_of(worker: ModelledWorker, now: float) -> Figures:
+def figures_of(
+    worker: ModelledWorker, now: float, *, prefill: bool = False, decode: bool = False, draining: bool = False
+) -> Figures:
     """Steps that have ended by `now` count, what has come since the last of them does not."""
     course, rows, counters = worker.course, worker.rows, worker.counters
     num_steps = 0 if course is None or course.pieces else course.steps_by(now)
@@ -76,6 +78,9 @@ def figures_of(worker: ModelledWorker, now: float) -> Figures:
         counters.num_generated + num_steps * num_rows,
         worker.room.num_hit_tokens,
         counters.num_preemptions,
+        prefill,
+        decode,
+        draining,
     )
 
 

@@ -33,10 +33,12 @@ class Ledger:
         """What was sent has come to its end: a report may still contain it."""
         self.dispatched(Dispatched(-sent.seqs, -sent.blocks, decodes=-sent.decodes, context=-sent.context, arrived_at=now))
 
-    def done(self, sent: Dispatched) -> None:
-        """The worker has no more work with what was sent; idempotent."""
-        if sent in self._dispatched:
-            self._dispatched.remove(sent)
+    def done(self, sent: Dispatched) -> bool:
+        """The worker has no more work with what was sent; False: that was known."""
+        if sent not in self._dispatched:
+            return False
+        self._dispatched.remove(sent)
+        return True
 
     def report(self, figures: Figures) -> None:
         """This has come."""

@@ -77,8 +77,7 @@ class Outlook:
     def done(self, name: str, sent: Dispatched | None) -> None:
         """The worker has no more work with it; idempotent."""
         ledger = self._ledgers.get(name)
-        if ledger is not None and sent is not None:
-            ledger.done(sent)
+        if ledger is not None and sent is not None and ledger.done(sent):
             self._changed(name)
 
     def released(self, name: str, sent: Dispatched, now: float) -> None:

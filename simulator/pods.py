@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from simulator.figures import Figures
+from simulator.figures import Figures, figures_of
 from simulator.pools import Phase, pool_of
 from simulator.worker import ModelledWorker
 
@@ -26,7 +26,7 @@ class Pod:
     def figures(self, now: float) -> Figures:
         """What it reports at `now`."""
         is_draining = self.phase is Phase.DRAINING
-        return self.worker.figures(now)._replace(prefill=self.prefill, decode=self.decode, draining=is_draining)
+        return figures_of(self.worker, now, prefill=self.prefill, decode=self.decode, draining=is_draining)
 
     def has_news(self) -> bool:
         """Would its report differ from the one before? To be asked once for each."""

@@ -222,6 +222,7 @@ class Staying:
         if stay.prompt is not None and not stay.is_running and stay.owned is not None:  # one token: the hand-off is called off
             self._let_go(stay.prompt)
             self._let_go(stay.owned)
+        self._forget(stay)
         self._owner.finished(stay)
 
     def _interrupt(self, stay: Stay) -> None:
@@ -233,6 +234,7 @@ class Staying:
             num_drawn = request.num_output - owned.num_left
             num_drawn = max(num_drawn, request.num_emitted + stay.has_first)
             request.num_emitted = min(request.num_output - 1, max(request.num_emitted, num_drawn))
+        self._forget(stay)
         self._owner.interrupted(stay)
 
     def _prompt_is_done(self, stay: Stay) -> None:
@@ -242,6 +244,10 @@ class Staying:
     def _end(self, stay: Stay) -> None:
         stay.is_over = True
         self._stays.pop(stay, None)
+
+    def _forget(self, stay: Stay) -> None:
+        """Its sequences know it: it forgets them, so that memory is free without a search for circles."""
+        stay.owned = stay.prompt = None
 
 
 def _stay_of(sequence: Sequence) -> Stay:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from simulator.course import Course, prompts_s
 from simulator.events import EventQueue
-from simulator.figures import Counters, Figures, figures_of
+from simulator.figures import Counters
 from simulator.kv_room import KvRoom
 from simulator.paces import Paces
 from simulator.rows import Rows
@@ -66,10 +66,6 @@ class ModelledWorker:
         for sequence in list(self.rows.members):
             self.rows.leave(sequence)
         self.course, self._version, self.is_dead = None, self._version + 1, True
-
-    def figures(self, now: float) -> Figures:
-        """What it reports at `now`: as of the end of its latest step."""
-        return figures_of(self, now)
 
     @property
     def is_empty(self) -> bool:

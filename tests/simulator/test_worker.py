@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from planning.latency_model import Work
 from simulator.events import EventQueue
+from simulator.figures import figures_of
 from simulator.sequence import Sequence
 from simulator.worker import ModelledWorker
 from simulator.worker_spec import WorkerSpec
@@ -36,7 +37,7 @@ class Recorder:
         return [(self.first.get(number), self.last.get(number)) for number in range(self._num_jobs)]
 
     def look(self) -> None:
-        self.worker.figures(self.events.now)
+        figures_of(self.worker, self.events.now)
 
     def on_prompt(self, sequence: Sequence, at_s: float) -> None:
         assert isinstance(sequence.tag, int)
@@ -143,7 +144,7 @@ def test_figures_are_those_of_single_steps(jobs: list[Job], at_s: float) -> None
     """Whoever asks in the middle of many steps hears of as many as have ended."""
     recorder = Recorder(SMALL, jobs)
     recorder.events.run(until_s=at_s)
-    figures = recorder.worker.figures(at_s)
+    figures = figures_of(recorder.worker, at_s)
     assert figures.taken_at <= at_s
     assert 0 <= figures.num_free_blocks <= SMALL.num_blocks
     assert figures.num_decoding <= figures.decode_context or figures.num_decoding == 0
@@ -156,7 +157,7 @@ def test_figures_in_the_middle_of_many_steps() -> None:
     steps_s = [SMALL.speed.decode_s(1, 11 + number) for number in range(49)]
     at_s = prompt_s + sum(steps_s[:20]) + 0.5 * steps_s[20]
     recorder.events.run(until_s=at_s)
-    figures = recorder.worker.figures(at_s)
+    figures = figures_of(recorder.worker, at_s)
     assert figures.taken_at == pytest.approx(prompt_s + sum(steps_s[:20]))
     assert (figures.num_decoding, figures.decode_context) == (1, 31)
     assert figures.num_free_blocks == SMALL.num_blocks - -(-30 // SMALL.block_size)
