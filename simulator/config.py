@@ -1,0 +1,137 @@
+"""Configuration of `python -m simulator`: flags, environment and `--help` come from this dataclass."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from router.objectives import DEFAULT_QUANTILE, ModelObjective
+from router.places import AdmissionSettings
+from simulator import shaping
+from simulator.ledger import MODEL
+from simulator.settings import HandOff, MeshSettings
+from simulator.traces import READERS, Arrival, log_normal, poisson
+
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(x|/s)")
+_SWING = re.compile(r"([0-9]+(?:\.[0-9]+)?)@([0-9]+(?:\.[0-9]+)?)")
+_NOT_NEGATIVE = ("prefill", "decode", "both", "requests", "ttft_ms", "tpot_ms", "max_queued", "local_prefill_tokens", "until_s")
+_POSITIVE = (
+    "input_tokens", "output_tokens", "input_scale", "output_scale", "window_s", "report_period_ms", "handoff_gb_per_s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SimulatorConfig:
+    """Replays a trace, or generated arrivals, through a simulated mesh that decides as the real one does."""
+
+    speed: str = field(metadata={"help": "JSON file that says what a worker is: see simulator/worker_spec.py"})
+    trace: str = field(default="", metadata={"help": "KIND=PATH, of azure-conv, azure-code, mooncake; empty: generated arrivals"})
+    rate: str = field(default="1x", metadata={"help": "how fast requests come: 2x (as the trace, faster) or 50/s (on average)"})
+    requests: int = field(default=0, metadata={"help": "requests, of a trace repeated as needed; 0: those of the trace, once"})
+    input_tokens: float = field(default=1024, metadata={"help": "generated arrivals: mean length of prompts"})
+    output_tokens: float = field(default=256, metadata={"help": "generated arrivals: mean length of outputs"})
+    scatter: float = field(default=0.8, metadata={"help": "generated arrivals: sigma of the log-normal lengths; 0: all alike"})
+    input_scale: float = field(default=1.0, metadata={"help": "prompts so many times as long"})
+    output_scale: float = field(default=1.0, metadata={"help": "outputs so many times as long"})
+    swing: str = field(default="", metadata={"help": "DEPTH@PERIOD: the rate swings; 0.5@86400: by half, once a day"})
+    burst: str = field(default="", metadata={"help": "FACTOR@START: from that second on, for a minute, so many times as many"})
+    prefill: int = field(default=0, metadata={"help": "workers with the prefill role"})
+    decode: int = field(default=0, metadata={"help": "workers with the decode role"})
+    both: int = field(default=0, metadata={"help": "workers with both roles"})
+    routers: int = field(default=1, metadata={"help": "routers, to which arrivals go in turn; they do not know of each other"})
+    policy: Literal["predict", "round-robin", "least-loaded", "prefix"] = field(
+        default="predict", metadata={"help": "how workers are chosen, as the router's flag"}
+    )
+    local_prefill_tokens: int = field(default=32, metadata={"help": "as the router's flag"})
+    ttft_ms: int = field(default=0, metadata={"help": "objective for the time to the first token; 0: none"})
+    tpot_ms: int = field(default=0, metadata={"help": "objective for the time per output token; 0: none"})
+    admission: Literal["on", "off"] = field(default="on", metadata={"help": "whether routers refuse and hold back requests"})
+    max_inflight: int = field(default=256, metadata={"help": "requests admitted at the same time, of each router"})
+    max_queued: int = field(default=256, metadata={"help": "requests that may wait for admission, of each router"})
+    call_ms: float = field(default=0.5, metadata={"help": "one way between router and worker"})
+    report_period_ms: float = field(default=200, metadata={"help": "period of load reports; workers that decode report twice"})
+    handoff_ms: float = field(default=2, metadata={"help": "what a hand-off adds, whatever its size"})
+    handoff_gb_per_s: float = field(default=5, metadata={"help": "bandwidth of hand-offs, 10^9 bytes a second"})
+    window_s: float = field(default=60, metadata={"help": "length of the windows of the report"})
+    until_s: float = field(default=0, metadata={"help": "stop then; what is under way counts as lost; 0: when all have ended"})
+    seed: int = field(default=0, metadata={"help": "of generated arrivals and of the moments of reports"})
+    json: bool = field(default=False, metadata={"help": "print one JSON object instead of text"})
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field."""
+        _require(self.decode + self.both >= 1, "decode", "there must be a worker that decodes; give --decode or --both")
+        for name in _NOT_NEGATIVE:
+            _require(getattr(self, name) >= 0, name, "must not be negative")
+        for name in _POSITIVE:
+            _require(getattr(self, name) > 0, name, "must be positive")
+        _require(bool(self.ttft_ms) == bool(self.tpot_ms), "ttft_ms", "give both objectives (--ttft-ms, --tpot-ms) or neither")
+        _require(self.max_inflight >= 1 and self.routers >= 1, "max_inflight", "must be at least 1, as must --routers")
+        rate = _RATE.fullmatch(self.rate)
+        _require(rate is not None and float(rate[1]) > 0, "rate", f"{self.rate!r} is neither as 2x nor as 50/s")
+        if self.trace:
+            kind, separator, path = self.trace.partition("=")
+            known = ", ".join(READERS)
+            _require(
+                bool(separator and path) and kind in READERS, "trace", f"{self.trace!r} is not KIND=PATH with one of {known}"
+            )
+        else:
+            _require(self.rate.endswith("/s"), "rate", "generated arrivals need a rate as 50/s, or give --trace")
+            _require(self.requests > 0, "requests", "generated arrivals have no end; say how many")
+        _require(not self.swing or (_SWING.fullmatch(self.swing) is not None), "swing", f"{self.swing!r} is not DEPTH@PERIOD")
+        _require(not self.swing or (_pair(self.swing)[0] < 1 and _pair(self.swing)[1] > 0), "swing", "a depth is below 1")
+        _require(not self.burst or _SWING.fullmatch(self.burst) is not None, "burst", f"{self.burst!r} is not FACTOR@START")
+        _require(not self.burst or _pair(self.burst)[0] > 0, "burst", "a factor is more than 0")
+
+    def arrivals(self, max_context: int) -> Iterator[Arrival]:
+        """The load, lazily. Raises TraceError."""
+        arrivals = shaping.lengths(self._paced(), inputs=self.input_scale, outputs=self.output_scale, max_context=max_context)
+        if self.swing:
+            depth, period_s = _pair(self.swing)
+            arrivals = shaping.warped(arrivals, shaping.swing(period_s, depth))
+        if self.burst:
+            factor, start_s = _pair(self.burst)
+            arrivals = shaping.warped(arrivals, shaping.burst(start_s, factor))
+        return arrivals
+
+    def mesh(self) -> MeshSettings:
+        """Everything but workers and load."""
+        period_s = self.report_period_ms / 1e3
+        objective = ModelObjective(MODEL, self.ttft_ms, self.tpot_ms, DEFAULT_QUANTILE) if self.ttft_ms else None
+        admission = AdmissionSettings(max_inflight=self.max_inflight, max_queued=self.max_queued)
+        return MeshSettings(
+            num_routers=self.routers,
+            policy=self.policy,
+            local_prefill_tokens=self.local_prefill_tokens,
+            admission=admission if self.admission == "on" else None,
+            objective=objective,
+            call_s=self.call_ms / 1e3,
+            report_period_s=period_s,
+            decode_report_period_s=period_s / 2,
+            handoff=HandOff(fixed_s=self.handoff_ms / 1e3, bytes_per_s=self.handoff_gb_per_s * 1e9),
+        )
+
+    def _paced(self) -> Iterator[Arrival]:
+        """At their rate."""
+        number, is_factor = float(self.rate.rstrip("x/s")), self.rate.endswith("x")
+        if not self.trace:
+            return shaping.repeated(lambda: self._generated(number), self.requests)
+        kind, _, path = self.trace.partition("=")
+        factor = number if is_factor else number / (shaping.mean_rate(READERS[kind](path)) or number)
+
+        def again() -> Iterable[Arrival]:
+            return shaping.at_rate(READERS[kind](path), factor)
+
+        return shaping.repeated(again, self.requests) if self.requests else iter(again())
+
+    def _generated(self, rate: float) -> Iterator[Arrival]:
+        return poisson(rate, log_normal(self.input_tokens, self.output_tokens, self.scatter), self.seed)
+
+
+def _pair(text: str) -> tuple[float, float]:
+    first, _, second = text.partition("@")
+    return float(first), float(second)
+
+
+def _require(condition: bool, name: str, what: str) -> None:
+    if not condition:
+        raise ValueError(f"{name}: {what}")

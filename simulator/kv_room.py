@@ -1,0 +1,108 @@
+"""The KV blocks of a modelled worker, and the prefixes that it remembers. Pure.
+
+Blocks belong to one sequence, or hold a part of a prefix that several share. A prefix that nobody uses stays until its place is
+needed, the one that was used longest ago first. Traces name prefixes in blocks of their own size (Mooncake: 512 tokens): each of
+those takes as many of the worker's blocks as hold so many tokens.
+"""
+
+from collections.abc import Iterable
+
+from simulator.sequence import Sequence
+
+
+class KvRoom:
+    """`num_blocks` of `block_size` tokens. `prefix_tokens`: what one prefix hash stands for; 0: nothing is remembered."""
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_tokens: int = 0) -> None:
+        self.num_total, self.block_size = num_blocks, block_size
+        self.num_used = 0
+        self.num_hit_tokens = 0
+        self._prefix_tokens = prefix_tokens
+        self._per_prefix = prefix_tokens // block_size
+        self._pinned: dict[int, int] = {}  # prefix block → sequences that use it
+        self._idle: dict[int, None] = {}  # the one used longest ago first
+        self._changes: dict[int, bool] = {}  # since somebody asked: is it there?
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that a sequence could get, those of idle prefixes included."""
+        return self.num_total - self.num_used
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens`."""
+        return -(-num_tokens // self.block_size)
+
+    def admit(self, sequence: Sequence, keep_free: int) -> bool:
+        """Blocks for all its tokens, shared ones for a known prefix; False, and none, if fewer than `keep_free` stayed free."""
+        found = self._find(sequence) if sequence.hashes and self._prefix_tokens else []
+        waking = sum(name in self._idle for name in found) * self._per_prefix
+        own = self.blocks_for(sequence.num_tokens) - len(found) * self._per_prefix
+        if own + waking + keep_free > self.num_free:
+            return False
+        for name in found:
+            self._idle.pop(name, None)
+            self._pinned[name] = self._pinned.get(name, 0) + 1
+        self.num_used += own + waking
+        sequence.num_blocks, sequence.shared = own, found
+        sequence.num_computed = sequence.num_cached = len(found) * self._prefix_tokens
+        self.num_hit_tokens += sequence.num_computed
+        self._make_place()
+        return True
+
+    def grow(self, num_blocks: int) -> None:
+        """Sequences that decode take so many more; they must be free."""
+        self.num_used += num_blocks
+        self._make_place()
+
+    def publish(self, sequence: Sequence) -> None:
+        """All its tokens are computed: its prefix blocks that nobody had are to be found from now on."""
+        if not self._prefix_tokens:
+            return
+        full = min(len(sequence.hashes), sequence.num_tokens // self._prefix_tokens)
+        for name in sequence.hashes[len(sequence.shared) : full]:
+            if name not in self._pinned and name not in self._idle:
+                self._pinned[name] = 1
+                sequence.shared.append(name)
+                sequence.num_blocks -= self._per_prefix
+                self._changes[name] = True
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives back what it holds; the end of a prefix is forgotten before its beginning."""
+        self.num_used -= sequence.num_blocks
+        for name in reversed(sequence.shared):
+            users = self._pinned.pop(name) - 1
+            if users:
+                self._pinned[name] = users
+            else:
+                self._idle[name] = None
+                self.num_used -= self._per_prefix
+        sequence.num_blocks, sequence.shared = 0, []
+
+    def take_changes(self) -> tuple[list[int], list[int]]:
+        """Prefix blocks that can be found, and that can no longer, since this was last asked."""
+        if not self._changes:
+            return [], []
+        changes, self._changes = self._changes, {}
+        stored = [name for name, is_there in changes.items() if is_there]
+        return stored, [name for name, is_there in changes.items() if not is_there]
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Raises AssertionError unless all blocks belong to these, or to nobody."""
+        own = sum(sequence.num_blocks for sequence in sequences)
+        held = own + len(self._pinned) * self._per_prefix
+        assert held == self.num_used <= self.num_total, f"{held} blocks are held, {self.num_used} are counted as used"
+
+    def _find(self, sequence: Sequence) -> list[int]:
+        """Never the last token: it is what the sequence is computed for."""
+        found = []
+        for name in sequence.hashes[: (sequence.num_tokens - 1) // self._prefix_tokens]:
+            if name not in self._pinned and name not in self._idle:
+                break
+            found.append(name)
+        return found
+
+    def _make_place(self) -> None:
+        while self._idle and self.num_used + len(self._idle) * self._per_prefix > self.num_total:
+            oldest = next(iter(self._idle))
+            del self._idle[oldest]
+            self._changes[oldest] = False

@@ -1,0 +1,229 @@
+"""The simulated mesh: routers, workers that come, drain, change and die, and arrivals that pass through.
+
+mesh = Mesh(MeshSettings(...), results)
+mesh.add_worker(spec, prefill=True, decode=False)
+mesh.every(10.0, lambda: ...)          # an autoscaler looks at `figures`, `counts`, and adds or drains
+mesh.run(arrivals)
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
+
+from simulator.events import EventQueue
+from simulator.figures import Figures
+from simulator.outlook import Outlook
+from simulator.pods import Pod
+from simulator.pools import Phase, PodTime, PoolCounts, counts_of, pool_of
+from simulator.request import End, Request
+from simulator.router import Router, goals
+from simulator.settings import MeshSettings
+from simulator.traces import Arrival
+from simulator.worker import ModelledWorker
+from simulator.worker_spec import WorkerSpec
+
+
+class Audience(Protocol):
+    """Who is told of requests."""
+
+    def arrived(self, request: Request) -> None:
+        """It is at a router."""
+
+    def ended(self, request: Request, end: End, now: float) -> None:
+        """It is over; once for each."""
+
+
+class Mesh:
+    """Deterministic: equal settings, calls and arrivals give equal events. Times are simulated seconds."""
+
+    def __init__(self, settings: MeshSettings, audience: Audience, *, prefix_tokens: int = 512, seed: int = 0) -> None:
+        """`prefix_tokens`: what a prefix hash of the arrivals stands for, as in the workers' `WorkerSpec`."""
+        self.events = EventQueue()
+        self._settings, self._audience, self._prefix_tokens = settings, audience, prefix_tokens
+        self._rng = random.Random(seed)
+        self._pods: dict[str, Pod] = {}
+        self._pod_time = PodTime()
+        self._routers = [self._router() for _ in range(settings.num_routers)]
+        self._live: dict[Request, None] = {}
+        self._num_arrived = self._num_pods = 0
+        self._is_fed = False
+        self._largest = 0
+
+    # Pods
+
+    def add_worker(
+        self, spec: WorkerSpec, *, prefill: bool, decode: bool, ready_after_s: float = 0.0, name: str | None = None
+    ) -> str:
+        """A pod starts, and takes work after so many seconds; returns its name. Raises ValueError."""
+        pool = pool_of(prefill=prefill, decode=decode)
+        name = name or f"{pool}-{self._num_pods}"
+        if name in self._pods:
+            raise ValueError(f"name: {name} is taken")
+        self._num_pods += 1
+        self._largest = max(self._largest, spec.largest)
+        pod = self._pods[name] = Pod(ModelledWorker(name, spec, self.events), prefill, decode)
+        self._pod_time.come(pool, self.events.now)
+        if ready_after_s:
+            self.events.after(ready_after_s, self._ready, pod)
+        else:
+            self._ready(pod)
+        return name
+
+    def drain_worker(self, name: str) -> None:
+        """It takes no new work, finishes what it has, and goes. Raises KeyError for one that is not there."""
+        pod = self._pods[name]
+        if pod.phase is Phase.STARTING:
+            self._remove(pod)
+        else:
+            pod.phase = Phase.DRAINING
+
+    def lose_worker(self, name: str) -> None:
+        """It dies; routers notice after `loss_notice_s` and place its requests elsewhere. Raises KeyError."""
+        pod = self._pods[name]
+        pod.worker.stop(self.events.now)
+        self._remove(pod)
+
+    def set_roles(self, name: str, *, prefill: bool, decode: bool) -> None:
+        """From now on it takes this kind of work, and finishes what it has. Raises KeyError, ValueError."""
+        pod, pool = self._pods[name], pool_of(prefill=prefill, decode=decode)
+        self._pod_time.go(pod.pool, self.events.now)
+        pod.prefill, pod.decode = prefill, decode
+        pod.worker.num_changes += 1
+        self._pod_time.come(pool, self.events.now)
+
+    def counts(self) -> dict[str, PoolCounts]:
+        """Pods by pool."""
+        return counts_of((pod.pool, pod.phase) for pod in self._pods.values())
+
+    def pod_seconds(self) -> dict[str, float]:
+        """By pool, of all pods that ever were."""
+        return self._pod_time.seconds(self.events.now)
+
+    def figures(self) -> Mapping[str, Figures]:
+        """What each worker that is ready or drains says of itself now, by name."""
+        return {name: pod.figures(self.events.now) for name, pod in self._pods.items() if pod.phase is not Phase.STARTING}
+
+    def worker(self, name: str) -> ModelledWorker | None:
+        """The one of that name, if it is there and has started."""
+        pod = self._pods.get(name)
+        return None if pod is None or pod.phase is Phase.STARTING else pod.worker
+
+    def takes_work(self, name: str) -> bool:
+        """Does it live, and not drain?"""
+        pod = self._pods.get(name)
+        return pod is not None and pod.phase is Phase.READY
+
+    # Time
+
+    @property
+    def num_live(self) -> int:
+        """Requests under way."""
+        return len(self._live)
+
+    @property
+    def num_waiting(self) -> int:
+        """Of those, at routers: for admission, or for room on a worker."""
+        return sum(router.num_waiting for router in self._routers)
+
+    def every(self, period_s: float, action: Callable[[], None]) -> None:
+        """Call it from `period_s` on, again and again."""
+
+        def again() -> None:
+            action()
+            self.events.after(period_s, again)
+
+        self.events.after(period_s, again)
+
+    def run(self, arrivals: Iterable[Arrival], until_s: float | None = None) -> None:
+        """Until all arrivals have ended, or `until_s`: then those under way are lost."""
+        source = iter(arrivals)
+        self._is_fed = True
+        self._feed(source)
+        if self._is_fed:
+            self.events.run(until_s)
+        for request in list(self._live):
+            request.reason = "unfinished"
+            self._ended(request, End.LOST)
+
+    def check(self) -> None:
+        """Raises AssertionError unless nobody holds anything: nothing is under way."""
+        assert not self._live, f"{len(self._live)} requests are under way"
+        for name, pod in self._pods.items():
+            assert pod.worker.is_empty, f"{name} holds something"
+            pod.worker.room.check(())
+
+    # Inside
+
+    def _router(self) -> Router:
+        outlook = Outlook(self._settings, self._prefix_tokens)
+        return Router(self.events, self._settings, outlook, self, self._ended)
+
+    def _feed(self, source: Iterator[Arrival]) -> None:
+        """One arrival ahead: there may be millions."""
+        arrival = next(source, None)
+        if arrival is None:
+            self._is_fed = False
+        else:
+            self.events.at(max(self.events.now, arrival.at_s), self._arrive, arrival, source)
+
+    def _arrive(self, arrival: Arrival, source: Iterator[Arrival]) -> None:
+        self._feed(source)
+        request = self._request(arrival)
+        self._live[request] = None
+        self._audience.arrived(request)
+        router = self._routers[self._num_arrived % len(self._routers)]
+        self._num_arrived += 1
+        self.events.after(self._settings.router_s, router.arrive, request)
+
+    def _request(self, arrival: Arrival) -> Request:
+        """Its output is cut to what a worker can hold; a prompt that is too long is refused by the policy."""
+        ttft_s, tpot_s = goals(self._settings, arrival.priority)
+        num_output = max(1, min(arrival.num_output, self._largest - arrival.num_input))
+        return Request(self._num_arrived, arrival, arrival.num_input, num_output, ttft_s, tpot_s)
+
+    def _ended(self, request: Request, end: End) -> None:
+        del self._live[request]
+        self._audience.ended(request, end, self.events.now)
+        if not self._live and not self._is_fed:
+            self.events.stop()
+
+    def _ready(self, pod: Pod) -> None:
+        if pod.phase is not Phase.STARTING:
+            return
+        pod.phase = Phase.READY
+        for router in self._routers:
+            router.outlook.meet(pod.worker.name, pod.worker.spec)
+            self._deliver(router, pod, pod.figures(self.events.now), ([], []))
+        self.events.after(self._rng.random() * self._period_s(pod), self._report, pod)
+
+    def _report(self, pod: Pod) -> None:
+        """To all routers; not while it would say again what they know."""
+        if pod.phase is Phase.GONE:
+            return
+        if pod.phase is Phase.DRAINING and pod.worker.is_empty:
+            self._remove(pod)
+            return
+        is_news = pod.has_news()
+        routers = [router for router in self._routers if is_news or not router.outlook.is_settled(pod.worker.name)]
+        if routers:
+            figures, changes = pod.figures(self.events.now), pod.worker.room.take_changes()
+            for router in routers:
+                self.events.after(self._settings.report_delay_s, self._deliver, router, pod, figures, changes)
+        self.events.after(self._period_s(pod), self._report, pod)
+
+    def _deliver(self, router: Router, pod: Pod, figures: Figures, changes: tuple[list[int], list[int]]) -> None:
+        if pod.phase is not Phase.GONE:
+            router.outlook.report(pod.worker.name, figures)
+            router.outlook.told(pod.worker.name, *changes)
+            router.opened()
+
+    def _period_s(self, pod: Pod) -> float:
+        return self._settings.decode_report_period_s if pod.decode else self._settings.report_period_s
+
+    def _remove(self, pod: Pod) -> None:
+        self._pod_time.go(pod.pool, self.events.now)
+        was_idle, pod.phase = pod.worker.is_empty, Phase.GONE
+        del self._pods[pod.worker.name]
+        delay_s = 0.0 if was_idle else self._settings.loss_notice_s
+        for router in self._routers:
+            self.events.after(delay_s, router.lost, pod.worker.name)

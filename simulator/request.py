@@ -1,0 +1,86 @@
+"""A request of the simulated mesh, and one of its stays on workers."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from router.applicant import Ticket
+from router.candidates import Placement
+from router.views import WorkerKey
+from router.worker import Dispatched
+from simulator.sequence import Sequence
+from simulator.traces import Arrival
+
+
+class End(enum.Enum):
+    """How a request ends, each exactly once. LOST: its workers were lost too often, or the simulation ended before it did."""
+
+    COMPLETED = "completed"
+    REFUSED = "refused"
+    LOST = "lost"
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """`num_input` and `num_output` are the arrival's, cut to what workers can hold. Times are simulated seconds; goals are
+    seconds, None without one. `num_emitted` tokens came from stays that were lost."""
+
+    number: int
+    arrival: Arrival
+    num_input: int
+    num_output: int
+    ttft_goal_s: float | None = None
+    tpot_goal_s: float | None = None
+    ticket: Ticket | None = None
+    first_at: float | None = None
+    last_at: float | None = None
+    num_emitted: int = 0
+    num_resubmissions: int = 0
+    is_local: bool = True
+    reason: str = ""
+    waits_since: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """That have to be computed before the next one."""
+        return self.num_input + self.num_emitted
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From its arrival to its first token."""
+        return None if self.first_at is None else self.first_at - self.arrival.at_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of the tokens behind the first; None without any."""
+        if self.first_at is None or self.last_at is None or self.num_output < 2:
+            return None
+        return (self.last_at - self.first_at) / (self.num_output - 1)
+
+
+@dataclass(eq=False, slots=True)
+class Stay:
+    """One placement of a request: who owns it, who computes its prompt (None: the owner), what they were sent.
+
+    `refused`: who had no room before. `owned` is its reservation on decode, `prompt` what prefill computes. `tried`: prefill
+    workers that did not do it. `entered_at`: when the prompt came into the engine that computes it; `after_s`: from the first
+    token until decode goes on."""
+
+    request: Request
+    placement: Placement
+    decode: str
+    sent: Dispatched
+    decided_at: float
+    refused: frozenset[WorkerKey] = frozenset()
+    prefill: str | None = None
+    sent_prompt: Dispatched | None = None
+    owned: Sequence | None = None
+    prompt: Sequence | None = None
+    tried: frozenset[WorkerKey] = frozenset()
+    entered_at: float = 0.0
+    computed_at: float = 0.0
+    after_s: float = 0.0
+    has_first: bool = False
+    is_running: bool = False
+    is_over: bool = False

@@ -1,0 +1,187 @@
+"""One simulated router: a request from its arrival to its end, on the real admission and policy.
+
+arrive ─► gate ─► place ─► Submit to decode ─► Prefill, or LOCAL ─► first token ─► commit ─► last token
+              │        └─ no room: the line                     (staying.py)
+              └─ refused
+"""
+
+from collections.abc import Callable
+
+from router.admission import Admission
+from router.applicant import Applicant
+from router.applicants import HELD_BYTES_PER_TOKEN
+from router.candidates import NoPlacement, blocks_for
+from router.objectives import PRIORITIES, Bounds
+from router.views import WorkerKey
+from router.worker import Dispatched
+from simulator.events import EventQueue
+from simulator.gate import Gate
+from simulator.learning import learn
+from simulator.ledger import MODEL
+from simulator.line import Line
+from simulator.outlook import Decided, Outlook
+from simulator.request import End, Request, Stay
+from simulator.settings import MeshSettings
+from simulator.staying import Floor, Staying
+
+NOBODY: frozenset[WorkerKey] = frozenset()
+OnEnd = Callable[[Request, End], None]
+
+
+class Router:
+    """`floor` finds workers by name; `on_end` hears of every request that came, once."""
+
+    def __init__(self, events: EventQueue, settings: MeshSettings, outlook: Outlook, floor: Floor, on_end: OnEnd) -> None:
+        self.outlook = outlook
+        self._events, self._settings, self._on_end = events, settings, on_end
+        admission = None if settings.admission is None else Admission(settings.admission)
+        self._gate = Gate(events, admission, self._place, self._refuse)
+        self._line = Line(events, self._try)
+        self._staying = Staying(events, settings, outlook, floor, self)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests at the gate and in the line for room."""
+        return self._gate.num_waiting + len(self._line)
+
+    def arrive(self, request: Request) -> None:
+        """It stands at the gate now."""
+        self._gate.ask(request, lambda: self._applicant(request))
+
+    def opened(self) -> None:
+        """A worker has reported."""
+        self._line.opened()
+
+    def lost(self, name: str) -> None:
+        """It is noticed that a worker is gone."""
+        self.outlook.lose(name)
+        self._staying.lost(name)
+
+    # What a stay tells
+
+    def placed(self, stay: Stay) -> None:
+        """Its worker has reserved for it."""
+        if self._line.is_head(stay.request):
+            self._line.left()
+
+    def turned_down(self, stay: Stay, refused: frozenset[WorkerKey]) -> None:
+        """Its worker had no room: the next one."""
+        self._try(stay.request, refused)
+
+    def interrupted(self, stay: Stay) -> None:
+        """Its decode worker is lost: somewhere else, in front of those who have not begun."""
+        request = stay.request
+        request.num_resubmissions += 1
+        if self._line.is_head(request):  # its Submit was under way
+            self._line.failed()
+            return
+        if request.num_resubmissions > self._settings.max_resubmissions:
+            self._leave(request, End.LOST, "resubmissions")
+        elif len(self._line):
+            self._line.join_first(request)
+        else:
+            self._try(request)
+
+    def finished(self, stay: Stay) -> None:
+        """Its last token is here."""
+        request = stay.request
+        if request.num_resubmissions == 0 and not stay.tried:
+            self._gate.answered(request)
+        learn(self.outlook, stay)
+        self._leave(request, End.COMPLETED)
+        self._line.opened()
+
+    # How it gets there
+
+    def _applicant(self, request: Request) -> Applicant:
+        """As router/applicants.py."""
+        arrival = request.arrival
+        guarded = _bounds(self._settings, PRIORITIES["standard"])
+        expected = self.outlook.output_lengths.expected(MODEL, arrival.tenant, self.outlook.max_tokens(request))
+        return Applicant(
+            tenant=arrival.tenant,
+            priority=arrival.priority,
+            prompt_tokens=request.num_input,
+            output_tokens=round(expected),
+            num_bytes=HELD_BYTES_PER_TOKEN * request.num_input,
+            lane=MODEL,
+            ttft_s=request.ttft_goal_s,
+            tpot_s=request.tpot_goal_s,
+            guard_ttft_s=_seconds(guarded.ttft_ms),
+            guard_tpot_s=_seconds(guarded.tpot_ms),
+            foresee=lambda: self.outlook.forecast(request, self._events.now),
+        )
+
+    def _place(self, request: Request) -> None:
+        if len(self._line):
+            self._line.join(request)
+        else:
+            self._try(request)
+
+    def _try(self, request: Request, refused: frozenset[WorkerKey] = NOBODY) -> None:
+        """One round of the policy, of which some workers have `refused` already."""
+        decided = self.outlook.choose(request, self._events.now, refused)
+        if isinstance(decided.choice, NoPlacement):
+            self._no_place(request, decided.choice, is_full=bool(refused))
+        else:
+            self._submit(request, decided, refused)
+
+    def _no_place(self, request: Request, nothing: NoPlacement, *, is_full: bool) -> None:
+        is_head = self._line.is_head(request)
+        waited_s = self._events.now - request.waits_since if is_head and request.waits_since is not None else 0.0
+        settings, reason = self._settings, ""
+        short_s = settings.resubmit_timeout_s if request.num_resubmissions else settings.place_timeout_s
+        if nothing.never:
+            reason = "too_large"
+        elif is_full and waited_s > settings.room_timeout_s:
+            reason = "room"
+        elif not is_full and waited_s > short_s:
+            reason = "no_worker"
+        if reason:
+            if is_head:
+                self._line.left()
+            self._leave(request, End.LOST if request.num_resubmissions else End.REFUSED, reason)
+        elif is_head:
+            self._line.failed()
+        else:
+            self._line.join(request)
+
+    def _submit(self, request: Request, decided: Decided, refused: frozenset[WorkerKey]) -> None:
+        demand, placement = decided.demand, decided.choice
+        assert not isinstance(placement, NoPlacement)
+        decode, prefill = placement.decode, placement.prefill
+        uncached = 0 if prefill is not None else demand.uncached(decode)
+        num_tokens = request.num_tokens
+        sent = Dispatched(1, blocks_for(num_tokens, decode), uncached, decodes=1, context=num_tokens)
+        stay = Stay(request, placement, decode.address, sent, self._events.now, refused)
+        if prefill is not None:
+            stay.prefill = prefill.address
+            stay.sent_prompt = Dispatched(1, blocks_for(num_tokens, prefill), demand.uncached(prefill))
+        request.is_local = prefill is None
+        self.outlook.policy.placed(decode, prefill)
+        self._staying.begin(stay)
+        self._gate.placed(request)
+
+    def _refuse(self, request: Request, reason: str) -> None:
+        request.reason = reason
+        self._on_end(request, End.REFUSED)
+
+    def _leave(self, request: Request, end: End, reason: str = "") -> None:
+        used = request.num_input + request.num_output if end is End.COMPLETED else 0
+        self._gate.leave(request, used)
+        request.reason = reason
+        self._on_end(request, end)
+
+
+def _bounds(settings: MeshSettings, priority: int) -> Bounds:
+    return Bounds(None, None) if settings.objective is None else settings.objective.bounds(priority)
+
+
+def _seconds(milliseconds: int | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
+
+
+def goals(settings: MeshSettings, priority: int) -> tuple[float | None, float | None]:
+    """What a request of this priority is promised: seconds of TTFT and TPOT."""
+    bounds = _bounds(settings, priority)
+    return _seconds(bounds.ttft_ms), _seconds(bounds.tpot_ms)

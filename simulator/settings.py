@@ -1,0 +1,65 @@
+"""What a simulated mesh is set to, beside its workers. The defaults are those of the real one, or were measured on it."""
+
+from dataclasses import dataclass, field
+
+from router.objectives import ModelObjective
+from router.places import AdmissionSettings
+
+POLICIES = ("predict", "round-robin", "least-loaded", "prefix")
+
+
+@dataclass(frozen=True)
+class HandOff:
+    """What bringing KV to decode adds behind the first token: `fixed_s`, and of the transfer (`bytes_per_s`) what computing the
+    prompt did not hide: at least one of `num_parts`, in which it is sent as it is computed."""
+
+    fixed_s: float = 2e-3
+    bytes_per_s: float = 5e9
+    num_parts: int = 8
+
+    def exposed_s(self, num_bytes: float, compute_s: float) -> float:
+        """`compute_s`: the prompt's, from its first chunk to its last."""
+        transfer_s = num_bytes / self.bytes_per_s
+        return self.fixed_s + max(transfer_s - compute_s, transfer_s / self.num_parts)
+
+
+@dataclass(frozen=True)
+class MeshSettings:
+    """`call_s`: one way between router and worker. Reports come every `report_period_s`, of workers that decode every
+    `decode_report_period_s` (they report on two streams), and arrive `report_delay_s` after they were made. `admission` None:
+    everybody is let in. `objective`: what requests are promised; None: nothing. `max_tokens`: what clients ask for at most, None:
+    as much as the context holds. `router_s`: from a request's arrival to the gate (tokenizing, checks). The rest is as the
+    flags of the router of the same names."""
+
+    num_routers: int = 1
+    policy: str = "predict"
+    local_prefill_tokens: int = 32
+    admission: AdmissionSettings | None = field(default_factory=AdmissionSettings)
+    objective: ModelObjective | None = None
+    max_tokens: int | None = None
+    prefix_index_blocks: int = 1_000_000
+    room_timeout_s: float = 60.0
+    place_timeout_s: float = 5.0
+    resubmit_timeout_s: float = 30.0
+    max_resubmissions: int = 16
+    router_s: float = 1e-3
+    call_s: float = 5e-4
+    report_period_s: float = 0.2
+    decode_report_period_s: float = 0.1
+    report_delay_s: float = 2e-3
+    loss_notice_s: float = 1.0
+    handoff: HandOff = field(default_factory=HandOff)
+
+    def __post_init__(self) -> None:
+        _require(self.num_routers >= 1, "num_routers", "must be at least 1")
+        _require(self.policy in POLICIES, "policy", f"must be one of {', '.join(POLICIES)}")
+        for name in ("report_period_s", "decode_report_period_s", "room_timeout_s", "place_timeout_s", "resubmit_timeout_s"):
+            _require(getattr(self, name) > 0, name, "must be positive")
+        for name in ("router_s", "call_s", "report_delay_s", "loss_notice_s", "local_prefill_tokens", "max_resubmissions"):
+            _require(getattr(self, name) >= 0, name, "must not be negative")
+        _require(self.handoff.bytes_per_s > 0 and self.handoff.num_parts >= 1, "handoff", "must have a bandwidth and a part")
+
+
+def _require(condition: bool, name: str, what: str) -> None:
+    if not condition:
+        raise ValueError(f"{name}: {what}")

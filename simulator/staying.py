@@ -1,0 +1,255 @@
+"""What happens between one simulated router and its workers, from Submit to the last token: `router/filling.py` and
+`router/course.py` as events. A stay that is over ignores whatever still comes of it."""
+
+from typing import Protocol
+
+from router.candidates import blocks_for
+from router.views import WorkerKey
+from router.worker import Dispatched
+from simulator.events import EventQueue
+from simulator.ledger import EPOCH
+from simulator.outlook import Outlook
+from simulator.request import Stay
+from simulator.sequence import Sequence
+from simulator.settings import MeshSettings
+from simulator.worker import ModelledWorker
+
+
+class Floor(Protocol):
+    """Where workers are."""
+
+    def worker(self, name: str) -> ModelledWorker | None:
+        """The one of that name, if it lives."""
+
+    def takes_work(self, name: str) -> bool:
+        """Does it live, and not drain?"""
+
+
+class Owner(Protocol):
+    """Who placed the request."""
+
+    def placed(self, stay: Stay) -> None:
+        """Its worker has reserved for it."""
+
+    def turned_down(self, stay: Stay, refused: frozenset[WorkerKey]) -> None:
+        """Its worker did not take it; these have not."""
+
+    def interrupted(self, stay: Stay) -> None:
+        """Its decode worker is lost."""
+
+    def finished(self, stay: Stay) -> None:
+        """Its last token is here."""
+
+
+class Staying:
+    """The stays of one router's requests."""
+
+    def __init__(self, events: EventQueue, settings: MeshSettings, outlook: Outlook, floor: Floor, owner: Owner) -> None:
+        self._events, self._settings, self._outlook, self._floor, self._owner = events, settings, outlook, floor, owner
+        self._stays: dict[Stay, None] = {}
+
+    def begin(self, stay: Stay) -> None:
+        """Submit is on its way."""
+        self._stays[stay] = None
+        self._outlook.dispatched(stay.decode, stay.sent)
+        if stay.prefill is not None and stay.sent_prompt is not None:
+            self._outlook.dispatched(stay.prefill, stay.sent_prompt)
+        self._events.after(self._settings.call_s, self._at_decode, stay)
+
+    def lost(self, name: str) -> None:
+        """A worker is gone."""
+        for stay in list(self._stays):
+            if stay.decode == name and stay.owned is not None and not stay.owned.num_left:
+                continue  # its last token is on its way
+            if stay.decode == name:
+                self._interrupt(stay)
+            elif stay.prefill == name and not stay.is_running and stay.prompt is not None:
+                self._not_computed(stay, stay.prompt)
+
+    # Submit
+
+    def _at_decode(self, stay: Stay) -> None:
+        worker = self._floor.worker(stay.decode)
+        if worker is None or not self._floor.takes_work(stay.decode):
+            self._events.after(self._settings.call_s, self._answered, stay, False)
+        else:
+            worker.call(lambda at_s: self._reserve(stay, worker, at_s))
+
+    def _reserve(self, stay: Stay, worker: ModelledWorker, at_s: float) -> None:
+        if stay.is_over:
+            return
+        request = stay.request
+        num_left = request.num_output - request.num_emitted
+        goal_s = request.tpot_goal_s or 0.0
+        owned = Sequence(self, stay, request.num_tokens, num_left, goal_s=goal_s, hashes=request.arrival.hashes)
+        is_taken = worker.reserve(owned)
+        if is_taken:
+            stay.owned, stay.entered_at = owned, at_s
+            if stay.prefill is None:
+                worker.run_local(owned)
+        self._events.at(at_s + self._settings.call_s, self._answered, stay, is_taken)
+
+    def _answered(self, stay: Stay, is_taken: bool) -> None:
+        if stay.is_over:
+            return
+        if not is_taken:
+            self._end(stay)
+            self._outlook.done(stay.decode, stay.sent)
+            self._prompt_is_done(stay)
+            self._owner.turned_down(stay, stay.refused | {(stay.decode, EPOCH)})
+            return
+        stay.sent.arrived_at = self._events.now
+        self._owner.placed(stay)
+        if stay.prefill is None:
+            self._outlook.sent_prompt(stay.decode, stay.request, self._events.now)
+        else:
+            self._events.after(self._settings.call_s, self._at_prefill, stay)
+
+    # Prefill
+
+    def _at_prefill(self, stay: Stay) -> None:
+        if stay.is_over or stay.prefill is None:
+            return
+        request = stay.request
+        prompt = stay.prompt = Sequence(self, stay, request.num_tokens, 1, hashes=request.arrival.hashes, prefill_only=True)
+        worker = self._floor.worker(stay.prefill)
+        if worker is None or not self._floor.takes_work(stay.prefill):
+            self._events.after(self._settings.call_s, self._not_computed, stay, prompt)
+        else:
+            worker.call(lambda at_s: self._compute(stay, prompt, worker, at_s))
+
+    def _compute(self, stay: Stay, prompt: Sequence, worker: ModelledWorker, at_s: float) -> None:
+        stay.entered_at = at_s
+        if not worker.prefill(prompt):
+            self._events.at(at_s + self._settings.call_s, self._not_computed, stay, prompt)
+
+    def _not_computed(self, stay: Stay, prompt: Sequence) -> None:
+        """Another worker for the same reservation, or decode itself; it is told first."""
+        if stay.is_over or stay.prompt is not prompt or stay.prefill is None:
+            return
+        self._prompt_is_done(stay)
+        request, tried = stay.request, stay.tried | {(stay.prefill, EPOCH)}
+        view = self._outlook.choose_prefill(request, stay.decode, tried, self._events.now)
+        stay.tried, stay.prompt, stay.prefill = tried, None, None if view is None else view.address
+        if view is None:
+            request.is_local = True
+            self._events.after(self._settings.call_s, self._go_local, stay)
+            return
+        cached = self._outlook.cached_tokens(request, view.key, self._events.now)
+        stay.sent_prompt = Dispatched(1, blocks_for(request.num_tokens, view), max(1, request.num_tokens - cached))
+        self._outlook.dispatched(view.address, stay.sent_prompt)
+        self._events.after(3 * self._settings.call_s, self._at_prefill, stay)
+
+    def _go_local(self, stay: Stay) -> None:
+        worker, owned = self._floor.worker(stay.decode), stay.owned
+        if worker is not None and owned is not None and not stay.is_over:
+            worker.call(lambda _: worker.run_local(owned))
+
+    # Tokens: what workers tell
+
+    def on_prompt(self, sequence: Sequence, at_s: float) -> None:
+        """As `Watcher` says."""
+        stay = _stay_of(sequence)
+        if sequence.prefill_only:
+            self._computed_elsewhere(stay, sequence, at_s)
+        elif not stay.is_over:
+            stay.computed_at = at_s
+            self._events.at(at_s + self._settings.call_s, self._first, stay)
+            if not sequence.num_left:
+                self._events.at(at_s + self._settings.call_s, self._finish, stay)
+
+    def on_end(self, sequence: Sequence, at_s: float) -> None:
+        """As `Watcher` says."""
+        self._events.at(at_s + self._settings.call_s, self._finish, _stay_of(sequence))
+
+    def _computed_elsewhere(self, stay: Stay, prompt: Sequence, at_s: float) -> None:
+        request = stay.request
+        if stay.is_over or stay.prompt is not prompt or stay.owned is None:
+            self._events.at(at_s, self._let_go, prompt)
+            return
+        stay.computed_at = at_s
+        self._events.at(at_s + self._settings.call_s, self._first, stay)
+        if request.num_output - request.num_emitted == 1:
+            self._events.at(at_s + self._settings.call_s, self._finish, stay)
+            return
+        self._events.at(at_s + self._exposed_s(stay.owned, prompt, stay), self._commit, stay, prompt)
+
+    def _exposed_s(self, owned: Sequence, prompt: Sequence, stay: Stay) -> float:
+        """What bringing the part of the KV that decode lacks adds."""
+        worker = self._floor.worker(stay.prefill or "")
+        if worker is None:
+            return 0.0
+        spec = worker.spec
+        compute_s = spec.speed.prefill_s(prompt.num_cached, prompt.num_tokens, chunk=spec.max_num_batched_tokens)
+        return self._settings.handoff.exposed_s((owned.num_tokens - owned.num_cached) * spec.kv_bytes_per_token, compute_s)
+
+    def _commit(self, stay: Stay, prompt: Sequence) -> None:
+        self._let_go(prompt)
+        worker, owned = self._floor.worker(stay.decode), stay.owned
+        if stay.is_over or stay.prompt is not prompt or worker is None or owned is None:
+            return
+        stay.is_running = True
+        worker.call(lambda at_s: self._start(stay, worker, owned, at_s))
+        if stay.prefill is not None:
+            self._outlook.sent_prompt(stay.prefill, stay.request, self._events.now)
+        self._outlook.sent_prompt(stay.decode, stay.request, self._events.now)
+
+    def _start(self, stay: Stay, worker: ModelledWorker, owned: Sequence, at_s: float) -> None:
+        stay.after_s = at_s - stay.computed_at
+        worker.start(owned, owned.num_left - 1)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Whoever holds it may forget it."""
+        worker = self._floor.worker(sequence.where)
+        if worker is not None:
+            worker.call(lambda _: worker.let_go(sequence))
+
+    # Tokens: what the router sees
+
+    def _first(self, stay: Stay) -> None:
+        self._prompt_is_done(stay)
+        stay.has_first = True
+        if stay.request.first_at is None:
+            stay.request.first_at = self._events.now
+
+    def _finish(self, stay: Stay) -> None:
+        if stay.is_over:
+            return
+        now = self._events.now
+        stay.request.last_at = now
+        self._end(stay)
+        self._outlook.released(stay.decode, stay.sent, now)
+        if stay.prompt is not None and not stay.is_running and stay.owned is not None:  # one token: the hand-off is called off
+            self._let_go(stay.prompt)
+            self._let_go(stay.owned)
+        self._forget(stay)
+        self._owner.finished(stay)
+
+    def _interrupt(self, stay: Stay) -> None:
+        """What it has drawn so far is with the client."""
+        self._end(stay)
+        self._prompt_is_done(stay)
+        request, owned = stay.request, stay.owned
+        if owned is not None:
+            num_drawn = request.num_output - owned.num_left
+            num_drawn = max(num_drawn, request.num_emitted + stay.has_first)
+            request.num_emitted = min(request.num_output - 1, max(request.num_emitted, num_drawn))
+        self._forget(stay)
+        self._owner.interrupted(stay)
+
+    def _prompt_is_done(self, stay: Stay) -> None:
+        if stay.prefill is not None:
+            self._outlook.done(stay.prefill, stay.sent_prompt)
+
+    def _end(self, stay: Stay) -> None:
+        stay.is_over = True
+        self._stays.pop(stay, None)
+
+    def _forget(self, stay: Stay) -> None:
+        """Its sequences know it: it forgets them, so that memory is free without a search for circles."""
+        stay.owned = stay.prompt = None
+
+
+def _stay_of(sequence: Sequence) -> Stay:
+    assert isinstance(sequence.tag, Stay)
+    return sequence.tag

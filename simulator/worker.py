@@ -1,0 +1,298 @@
+"""A modelled worker: what `engine/scheduler.py` does with its steps, each of which takes what a latency model says.
+
+    command ─► waits for the end of the step ─► reserve, run_local, start, prefill, let_go ─► the next step
+
+A step holds one token of every row that decodes and, in order of arrival, chunks of prompts under the token budget, as much of
+them as the rows' promised pace leaves. As long as there is no prompt nothing changes but contexts: then as many steps as lie
+before the next row's end are one event, cut short at the end of its current step by whoever comes meanwhile.
+"""
+
+from bisect import insort
+from collections.abc import Callable, Iterator
+
+from simulator.course import Course, prompts_s
+from simulator.events import EventQueue
+from simulator.figures import Counters
+from simulator.kv_room import KvRoom
+from simulator.paces import Paces
+from simulator.rows import Rows
+from simulator.sequence import Sequence
+from simulator.worker_spec import WorkerSpec
+
+BLOCKS_PER_SPARE = 64
+"""Of so many blocks one is kept free for growth when something is admitted beside running sequences (engine/scheduler.py)."""
+
+Command = Callable[[float], None]
+
+
+class ModelledWorker:
+    """`name` is its address. What it is asked comes in as a command: `call` runs it between two steps, as the engine does."""
+
+    def __init__(self, name: str, spec: WorkerSpec, events: EventQueue) -> None:
+        self.name, self.spec = name, spec
+        self.counters = Counters()
+        self.is_dead = False
+        self.num_changes = 0  # of anything that its figures tell
+        self.rows, self.room = Rows(spec.block_size), KvRoom(spec.num_blocks, spec.block_size, spec.prefix_tokens)
+        self.paces = Paces()
+        self.prompts: list[Sequence] = []  # they have blocks, in order of arrival
+        self.waiting: list[Sequence] = []  # they have none
+        self.reserved: dict[Sequence, None] = {}
+        self.held: dict[Sequence, None] = {}
+        self.num_to_prefill = 0
+        self.goals: dict[float, int] = {}
+        self.course: Course | None = None
+        self._events = events
+        self._commands: list[Command] = []
+        self._version = 0
+        self._num_arrivals = 0
+
+    # What may be asked of it
+
+    def call(self, command: Command) -> None:
+        """Run it now if no step is under way, else at its end; with the time at which it runs."""
+        if self.is_dead:
+            return
+        self._commands.append(command)
+        if self.course is None:
+            self._begin(self._events.now)
+        elif len(self._commands) == 1:
+            self._cut_short(self._events.now)
+
+    def stop(self, now: float) -> None:
+        """It dies: what its rows have drawn by now is counted, and nothing happens here any more."""
+        if self.course is not None and not self.course.pieces:
+            self._advance(min(self.course.steps_by(now), self.course.num_steps - 1))
+        for sequence in list(self.rows.members):
+            self.rows.leave(sequence)
+        self.course, self._version, self.is_dead = None, self._version + 1, True
+
+    @property
+    def is_empty(self) -> bool:
+        """Nobody has anything here, or has asked for anything."""
+        holds = self.rows.members or self.prompts or self.waiting or self.reserved or self.held
+        return not (holds or self._commands)
+
+    # Commands: only to be run by `call`
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """Blocks and a seat for a request whose prompt somebody computes; False: no room now."""
+        if not self._has_seat():
+            return False
+        owed = sum([self.room.blocks_for(other.num_tokens) for other in self.waiting if other.was_preempted])
+        if not self.room.admit(sequence, self._spare(len(self.reserved)) + owed):
+            return False
+        self._enter(sequence)
+        self.reserved[sequence] = None
+        return True
+
+    def run_local(self, sequence: Sequence) -> None:
+        """Of a reservation: what it lacks is computed here."""
+        del self.reserved[sequence]
+        self.num_to_prefill += sequence.num_remaining
+        insort(self.prompts, sequence, key=_turn)
+
+    def start(self, sequence: Sequence, num_left: int) -> None:
+        """Of a reservation: its KV is here with a token that was drawn elsewhere, and it goes on; `num_left` at least 1."""
+        del self.reserved[sequence]
+        self.room.publish(sequence)
+        sequence.num_computed = sequence.num_tokens
+        sequence.num_left = num_left
+        self._decode(sequence)
+
+    def prefill(self, sequence: Sequence) -> bool:
+        """Compute a prompt for somebody else, in its turn; False: all seats are taken."""
+        if not self._has_seat():
+            return False
+        self._enter(sequence)
+        self.num_to_prefill += sequence.num_tokens
+        self.waiting.append(sequence)
+        return True
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Of a reservation, or of a prompt that was computed for somebody else: its blocks are needed no more; idempotent."""
+        for place in (self.reserved, self.held):
+            if sequence in place:
+                del place[sequence]
+                self._forget(sequence)
+
+    # Steps
+
+    def _begin(self, now: float) -> None:
+        """Run what was asked, then plan the next step, or steps."""
+        self.num_changes += 1
+        while self._commands:
+            commands, self._commands = self._commands, []
+            for command in commands:
+                command(now)
+        if self.rows.members or self.prompts or self.waiting:
+            self.course = self._plan(now)
+            if self.course is not None:
+                self._arm(now + self.course.lasts_s(self.course.num_steps))
+
+    def _arm(self, end_s: float) -> None:
+        self._version += 1
+        self._events.at(end_s, self._end, self._version)
+
+    def _cut_short(self, now: float) -> None:
+        """Somebody came: the steps end with the one that is under way."""
+        course = self.course
+        if course is None or course.num_steps == 1:
+            return
+        num_steps = min(course.num_steps, course.steps_by(now) + 1)
+        if num_steps < course.num_steps:
+            course.num_steps = num_steps
+            self._arm(max(now, course.began_s + course.lasts_s(num_steps)))
+
+    def _end(self, version: int) -> None:
+        course = self.course
+        if version != self._version or course is None:
+            return
+        now, self.course = self._events.now, None
+        self._count(course)
+        done = self._advance(course.num_steps) if self.rows.members else []
+        for sequence, num_tokens in course.pieces:
+            sequence.num_computed += num_tokens
+            if sequence.num_computed == sequence.num_tokens:
+                self._computed(sequence, now)
+        for sequence in done:
+            sequence.watcher.on_end(sequence, now)
+        self._begin(now)
+
+    def _count(self, course: Course) -> None:
+        num_prefilled = sum([num_tokens for _, num_tokens in course.pieces])
+        self.num_to_prefill -= num_prefilled
+        self.counters.num_steps += course.num_steps
+        self.counters.num_prefilled += num_prefilled
+        self.counters.num_generated += course.num_steps * len(self.rows.members)
+
+    def _advance(self, num_steps: int) -> list[Sequence]:
+        """Rows: who has ended, and has given its blocks back."""
+        if num_steps > 1:
+            self.room.grow(self.rows.growth(num_steps) - self.rows.next_growth)  # the first took its blocks when it was planned
+        done = self.rows.advance(num_steps)
+        for sequence in done:
+            self._stop_decoding(sequence)
+            self._forget(sequence)
+        return done
+
+    def _stop_decoding(self, sequence: Sequence) -> None:
+        """It has left the rows: what it holds becomes its own to give back."""
+        self.paces.leave(sequence)
+        shared = len(sequence.shared) * (self.spec.prefix_tokens // self.spec.block_size)
+        sequence.num_blocks = self.room.blocks_for(sequence.num_tokens - 1) - shared
+
+    def _computed(self, sequence: Sequence, now: float) -> None:
+        """All its tokens are: it draws the next one."""
+        self.prompts.remove(sequence)
+        self.room.publish(sequence)
+        sequence.num_left -= 1
+        self.counters.num_generated += 1
+        if sequence.prefill_only:
+            self.held[sequence] = None
+        elif sequence.num_left:
+            self._decode(sequence)
+        else:
+            self._forget(sequence)
+        sequence.watcher.on_prompt(sequence, now)
+
+    def _decode(self, sequence: Sequence) -> None:
+        sequence.num_tokens += 1
+        self.rows.enter(sequence)
+        self.paces.enter(sequence, self.rows.step, self._events.now)
+
+    def _plan(self, now: float) -> Course | None:
+        """None: nothing can be done until somebody gives blocks back."""
+        rows, speed = self.rows, self.spec.speed
+        has_preempted = self._make_room()
+        num_rows = len(rows.members)
+        decode_s = speed.fixed_s + speed.per_sequence_s * num_rows + speed.per_context_token_s * rows.context
+        pieces = self._plan_prompts(decode_s, now, admit=not (has_preempted and (num_rows or self.prompts)))
+        if pieces:
+            return Course(now, 1, decode_s + prompts_s(speed, pieces), pieces=pieces)
+        if not num_rows:
+            return None
+        free = self.room.num_free + rows.next_growth  # what the first of them takes is taken
+        num_steps = 1 if has_preempted and self.waiting else rows.steps_within(free, rows.steps_to_end())
+        return Course(now, num_steps, decode_s, speed.per_context_token_s * num_rows)
+
+    def _make_room(self) -> bool:
+        """Blocks for the next token of every row, taken from those that arrived last if need be; had anybody to go?"""
+        rows, num_preemptions = self.rows, self.counters.num_preemptions
+        while rows.members and rows.next_growth > self.room.num_free:
+            self._preempt(self._latest())
+        if rows.members:
+            self.room.grow(rows.next_growth)
+        return self.counters.num_preemptions > num_preemptions
+
+    def _latest(self) -> Sequence:
+        """Of those that run; there is a row. Never one whose KV is for somebody else."""
+        running = [self.rows.latest(), *(sequence for sequence in self.prompts if not sequence.prefill_only)]
+        return max([sequence for sequence in running if sequence is not None], key=_turn)
+
+    def _preempt(self, victim: Sequence) -> None:
+        """It gives its blocks back and waits in its turn, to compute everything anew."""
+        self.counters.num_preemptions += 1
+        if victim in self.rows.members:
+            self.rows.leave(victim)
+            self._stop_decoding(victim)
+        else:
+            self.prompts.remove(victim)
+            self.num_to_prefill -= victim.num_remaining
+        self.room.release(victim)
+        victim.num_computed, victim.was_preempted = 0, True
+        self.num_to_prefill += victim.num_tokens
+        insort(self.waiting, victim, key=_turn)
+
+    def _plan_prompts(self, decode_s: float, now: float, *, admit: bool) -> list[tuple[Sequence, int]]:
+        """Chunks for the next step, in order of arrival; whoever waits gets blocks in its turn, if `admit`."""
+        first = self.prompts[0] if self.prompts else self.waiting[0] if self.waiting else None
+        if first is None:
+            return []
+        rows, spec, pieces = self.rows, self.spec, list[tuple[Sequence, int]]()
+        budget = spec.max_num_batched_tokens - len(rows.members)
+        if rows.members and spec.keeps_pace:
+            most = self.paces.prompt_tokens(first, spec.speed, decode_s, rows.step, now)
+            budget = budget if most is None else min(budget, most)
+        for sequence in self._in_turn(admit=admit):
+            num_tokens = min(sequence.num_remaining, budget)
+            pieces.append((sequence, num_tokens))
+            budget -= num_tokens
+            if budget <= 0:
+                break
+        return pieces
+
+    def _in_turn(self, *, admit: bool) -> Iterator[Sequence]:
+        """Those that have blocks, then those that get some now."""
+        yield from list(self.prompts)
+        while admit and self.waiting and self.room.admit(self.waiting[0], self._spare(0)):
+            sequence = self.waiting.pop(0)
+            insort(self.prompts, sequence, key=_turn)
+            self.num_to_prefill -= sequence.num_cached
+            yield sequence
+
+    # Places
+
+    def _spare(self, num_reserved: int) -> int:
+        """Blocks to leave free when something is admitted, so that it does not push out at once who runs or is about to."""
+        num_running = len(self.rows.members) + len(self.prompts)
+        return min(num_running + num_reserved, max(1, self.spec.num_blocks // BLOCKS_PER_SPARE))
+
+    def _has_seat(self) -> bool:
+        num_seats = len(self.rows.members) + len(self.prompts) + len(self.waiting) + len(self.reserved)
+        return num_seats < self.spec.max_num_seqs
+
+    def _enter(self, sequence: Sequence) -> None:
+        self._num_arrivals += 1
+        sequence.turn, sequence.where = self._num_arrivals, self.name
+        self.goals[sequence.goal_s] = self.goals.get(sequence.goal_s, 0) + 1
+
+    def _forget(self, sequence: Sequence) -> None:
+        self.room.release(sequence)
+        self.goals[sequence.goal_s] -= 1
+        if not self.goals[sequence.goal_s]:
+            del self.goals[sequence.goal_s]
+
+
+def _turn(sequence: Sequence) -> int:
+    return sequence.turn

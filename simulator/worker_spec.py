@@ -1,0 +1,104 @@
+"""What a modelled worker is: how fast, how large. Read from a JSON file such as
+
+    {"fixed_s": 4e-3, "per_prefill_token_s": 5e-5, "per_prefill_context_s": 2e-9, "per_sequence_s": 1e-4,
+     "per_context_token_s": 1e-8, "max_num_batched_tokens": 2048, "max_num_seqs": 256, "num_blocks": 30000, "block_size": 16,
+     "max_context": 32768, "kv_bytes_per_token": 131072}
+
+The first five are those of `planning/latency_model.py`; the rest has defaults.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planning.latency_model import LatencyModel
+
+PRICES = ("fixed_s", "per_prefill_token_s", "per_prefill_context_s", "per_sequence_s", "per_context_token_s")
+KNOWN_STEPS = 1_000_000
+"""A modelled worker knows its speed as if it had measured it for long."""
+
+
+class SpecError(ValueError):
+    """A file does not describe a worker: file, field, what is wrong."""
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """`speed` is what steps take, and what the worker says they do. Sizes are those of the engine's flags; `keeps_pace`: steps
+    hold only so much of prompts as rows with a TPOT objective can spare. `prefix_tokens`: what a hash of the arrivals stands
+    for, 0: no prefix is remembered."""
+
+    speed: LatencyModel
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    num_blocks: int = 8192
+    block_size: int = 16
+    max_context: int = 32768
+    kv_bytes_per_token: int = 131072
+    keeps_pace: bool = True
+    prefix_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "num_blocks", "block_size", "max_context"):
+            _require(getattr(self, name) >= 1, name, "must be at least 1")
+        for name in PRICES:
+            price = getattr(self.speed, name)
+            _require(0 <= price < math.inf, name, "must be seconds, not below 0")
+        _require(self.speed.decode_s(1, 1) > 0, "fixed_s", "a step that takes no time has no order")
+        _require(self.kv_bytes_per_token >= 0, "kv_bytes_per_token", "must not be negative")
+        _require(self.max_num_seqs < self.max_num_batched_tokens, "max_num_seqs", "must be below max_num_batched_tokens")
+        _require(self.prefix_tokens >= 0, "prefix_tokens", "must not be negative")
+        _require(self.prefix_tokens % self.block_size == 0, "prefix_tokens", "must be a multiple of block_size")
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the longest sequence it could ever hold."""
+        return min(self.max_context, self.num_blocks * self.block_size)
+
+
+def read_spec(path: str) -> WorkerSpec:
+    """The worker that the JSON file at `path` describes. Raises SpecError."""
+    try:
+        return spec_of(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path}: {error}") from error
+
+
+def spec_of(table: object) -> WorkerSpec:
+    """From what stands in such a file. Raises ValueError naming the field."""
+    if not isinstance(table, dict):
+        raise ValueError("holds no table of numbers; see simulator/worker_spec.py for an example")
+    sizes = {field.name for field in dataclasses.fields(WorkerSpec)} - {"speed"}
+    unknown = sorted(set(table) - sizes - set(PRICES))
+    if unknown:
+        raise ValueError(f"{unknown[0]}: unknown field; known are {', '.join([*PRICES, *sorted(sizes)])}")
+    missing = [name for name in PRICES if name not in table]
+    if missing:
+        raise ValueError(f"{missing[0]}: is missing; give seconds")
+    fixed_s, token_s, context_s, row_s, row_context_s = (_number(table, name) for name in PRICES)
+    speed = LatencyModel(fixed_s, token_s, context_s, row_s, row_context_s, num_steps=KNOWN_STEPS)
+    given: dict[str, Any] = {name: _size(table, name) for name in sizes & set(table)}
+    return WorkerSpec(speed, **given)
+
+
+def _number(table: Mapping[str, object], name: str) -> float:
+    value = table[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name}: {value!r} is not a number of seconds")
+    return float(value)
+
+
+def _size(table: Mapping[str, object], name: str) -> int:
+    value = table[name]
+    if isinstance(value, bool) != (name == "keeps_pace") or not isinstance(value, int):
+        raise ValueError(f"{name}: {value!r} is not {'true or false' if name == 'keeps_pace' else 'a whole number'}")
+    return value
+
+
+def _require(condition: bool, name: str, what: str) -> None:
+    if not condition:
+        raise ValueError(f"{name}: {what}")

@@ -1,0 +1,88 @@
+"""What a simulated router knows: the same counting as the real one's, and the same constants as the engine's."""
+
+import pytest
+
+import engine.pacing
+import engine.scheduler
+from router.worker import Dispatched
+from simulator import paces, worker
+from simulator.figures import Figures
+from simulator.ledger import Ledger
+from simulator.outlook import Outlook
+from simulator.request import Request
+from simulator.settings import MeshSettings
+from simulator.traces import Arrival
+from tests.simulator.specs import LARGE
+
+IDLE = Figures(0.0, 0, 0, 0, 0, 8192, 8192, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, prefill=True, decode=True)
+
+
+def test_rules_are_those_of_the_engine() -> None:
+    """The simulator must not import it, so it keeps copies."""
+    for name in ("TARGET", "SPREAD", "MAX_SHARE", "LEAST_TOKENS", "FORGIVEN"):
+        assert getattr(paces, name) == getattr(engine.pacing, name)
+    assert worker.BLOCKS_PER_SPARE == engine.scheduler.BLOCKS_PER_SPARE
+
+
+def test_what_was_sent_counts_until_a_report_contains_it() -> None:
+    ledger = Ledger("w", LARGE)
+    ledger.report(IDLE)
+    sent = Dispatched(1, 7, 100, decodes=1, context=100)
+    ledger.dispatched(sent)
+    view = ledger.view()
+    assert view is not None
+    assert (view.dispatched_seqs, view.dispatched_blocks, view.dispatched_tokens, view.dispatched_context) == (1, 7, 100, 100)
+    ledger.report(IDLE._replace(taken_at=1.0))  # it may have left before
+    assert not ledger.is_settled
+    ledger.report(IDLE._replace(taken_at=1.2))
+    assert ledger.is_settled
+
+
+def test_what_has_arrived_is_in_the_next_report() -> None:
+    ledger = Ledger("w", LARGE)
+    sent = Dispatched(1, 7, 100, decodes=1, context=100, arrived_at=0.9)
+    ledger.dispatched(sent)
+    ledger.report(IDLE._replace(taken_at=0.8))
+    assert not ledger.is_settled
+    ledger.dispatched(other := Dispatched(1, 7, 100, arrived_at=0.95))
+    ledger.report(IDLE._replace(taken_at=1.0))
+    assert ledger.is_settled
+    ledger.done(other)  # once more does no harm
+    ledger.released(sent, 1.1)
+    view = ledger.view()
+    assert view is not None
+    assert (view.dispatched_seqs, view.dispatched_blocks) == (-1, -7)
+    assert (view.dispatched_decodes, view.dispatched_context) == (-1, -100)
+
+
+def test_who_drains_is_not_seen() -> None:
+    ledger = Ledger("w", LARGE)
+    assert ledger.view() is None
+    ledger.report(IDLE._replace(draining=True))
+    assert ledger.view() is None
+
+
+def test_an_answer_is_given_once_for_each_moment() -> None:
+    outlook = Outlook(MeshSettings(), 512)
+    outlook.meet("w", LARGE)
+    outlook.report("w", IDLE)
+    request = Request(0, Arrival(0.0, 100, 10), 100, 10)
+    first = outlook.choose(request, 1.0)
+    assert outlook.choose(request, 1.0) is first
+    assert outlook.choose(request, 1.1) is not first
+    again = outlook.choose(request, 1.1)
+    outlook.dispatched("w", Dispatched(1, 1, 5000))
+    assert outlook.choose(request, 1.1) is not again
+    assert outlook.demand(request, 1.0).max_total_tokens == LARGE.largest
+
+
+def test_a_forecast_is_of_the_best_placement() -> None:
+    outlook = Outlook(MeshSettings(), 512)
+    request = Request(0, Arrival(0.0, 100, 10), 100, 10)
+    assert outlook.forecast(request, 0.0) is None
+    outlook.meet("w", LARGE)
+    outlook.report("w", IDLE)
+    forecast = outlook.forecast(request, 0.5)
+    assert forecast is not None
+    assert forecast.ttft_s == pytest.approx(LARGE.speed.prefill_s(0, 100, chunk=512), abs=3e-3)
+    assert forecast.has_room

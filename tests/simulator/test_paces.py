@@ -1,0 +1,49 @@
+"""The pace of many rows at once: the tightest of all objectives, and what is forgiven."""
+
+import pytest
+
+from simulator.paces import FORGIVEN, TARGET, Paces
+from simulator.sequence import Sequence
+from tests.simulator.test_kv_room import Nobody
+
+GOAL_S = 0.01
+PACE_S = TARGET * GOAL_S
+
+
+def row(goal_s: float) -> Sequence:
+    return Sequence(Nobody(), None, 10, 10, goal_s=goal_s)
+
+
+def slack_s(paces: Paces, step: int, now: float) -> float:
+    pace = paces.tightest(1e-3, step, now)
+    assert pace is not None
+    return pace.slack_s
+
+
+def test_who_is_too_far_behind_is_forgiven_for_good() -> None:
+    paces = Paces()
+    paces.enter(row(GOAL_S), 0, 0.0)
+    assert slack_s(paces, 1, 0.005) == pytest.approx(PACE_S - 0.005)
+    assert slack_s(paces, 2, 10.0) == pytest.approx(-FORGIVEN * PACE_S)
+    assert slack_s(paces, 12, 10.0) == pytest.approx((10 - FORGIVEN) * PACE_S)
+
+
+def test_the_row_with_the_least_room_counts_until_it_leaves() -> None:
+    paces, early, late = Paces(), row(GOAL_S), row(GOAL_S)
+    paces.enter(early, 0, 0.0)
+    paces.enter(late, 10, 0.2)
+    assert slack_s(paces, 10, 0.2) == pytest.approx(10 * PACE_S - 0.2)
+    paces.leave(early)
+    assert slack_s(paces, 10, 0.2) == pytest.approx(0.0)
+    paces.leave(late)
+    assert paces.tightest(1e-3, 10, 0.2) is None
+
+
+def test_an_objective_that_no_step_keeps_does_not_count() -> None:
+    paces = Paces()
+    paces.enter(row(GOAL_S), 0, 0.0)
+    paces.enter(row(0.1), 0, 0.0)
+    tight, loose = paces.tightest(0.5 * GOAL_S, 0, 0.0), paces.tightest(1.5 * GOAL_S, 0, 0.0)
+    assert tight is not None
+    assert loose is not None
+    assert (tight.pace_s, loose.pace_s) == (PACE_S, TARGET * 0.1)
