@@ -13,7 +13,7 @@ from planning.latency_model import LatencyModel
 from simulator.sequence import Sequence
 
 # As in engine/pacing.py, where each is explained; a test compares.
-TARGET, SPREAD, MAX_SHARE, LEAST_TOKENS, FORGIVEN = 0.8, 8, 0.75, 8, 32
+TARGET, SPREAD, MAX_SHARE, LEAST_TOKENS, FORGIVEN = 0.9, 8, 0.75, 8, 32
 ROUNDING_S = 1e-9
 
 

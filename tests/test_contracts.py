@@ -5,7 +5,16 @@ import sys
 
 import pytest
 
-TORCH_FREE = ["router.main", "text.tokenizer", "text.choice_text", "pdmesh.client", "runtime.server", "runtime.registry"]
+TORCH_FREE = [
+    "router.main",
+    "simulator.__main__",
+    "autoscaler.policy",
+    "text.tokenizer",
+    "text.choice_text",
+    "pdmesh.client",
+    "runtime.server",
+    "runtime.registry",
+]
 HEAVY = ["torch", "transformers", "engine"]
 
 
