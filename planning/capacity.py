@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from planning import capacity_steps as steps
 from planning.capacity_load import Goals, Lengths, Load, Worker
 from planning.concurrency import Concurrency, concurrency
+from planning.pace_rules import MAX_SHARE, PACE_TARGET
 from planning.prompt_times import PromptTimes, times_alone, times_beside
 from planning.queueing import Waiting, waiting
 
@@ -176,7 +177,7 @@ class SharedPool:
 
     def _kept(self, lengths: Lengths, found: Concurrency, queue: "_PromptQueue") -> float:
         """Of both objectives, whoever misses which."""
-        batch = steps.largest_batch(self.worker, lengths, self.goals, steps.PACE_TARGET)
+        batch = steps.largest_batch(self.worker, lengths, self.goals, PACE_TARGET)
         return max(0.0, found.within(batch) + queue.attainment - 1)
 
     def _both(self, load: Load, num_workers: int) -> "tuple[Concurrency, _PromptQueue] | None":
@@ -210,7 +211,7 @@ class SharedPool:
         alone = model.fixed_s + batches * (model.per_sequence_s + model.per_context_token_s * lengths.running_context)
         if self.goals.tpot_s is None:
             return alone / (1 - prompts)
-        return np.minimum(alone / (1 - prompts), np.maximum(alone / steps.MAX_SHARE, steps.PACE_TARGET * self.goals.tpot_s))
+        return np.minimum(alone / (1 - prompts), np.maximum(alone / MAX_SHARE, PACE_TARGET * self.goals.tpot_s))
 
     def _work_s(self, lengths: Lengths) -> float:
         return times_alone(self.worker, lengths).work_s

@@ -3,12 +3,6 @@
 from planning.capacity_load import Goals, Lengths, Worker
 from planning.latency_model import LatencyModel
 
-PACE_TARGET = 0.8
-"""Of a TPOT objective, the steps that hold prompts may take: as the engine sizes them (engine/pacing.py)."""
-
-MAX_SHARE = 0.75
-"""Of the time, for the steps of running sequences alone; prompts get the rest in any case (engine/pacing.py)."""
-
 
 def step_s(model: LatencyModel, batch: float, context: float) -> float:
     """A step in which `batch` sequences of `context` tokens get one more."""

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from planning import capacity_steps as steps
 from planning.capacity_load import Goals, Lengths, Worker
+from planning.pace_rules import MAX_SHARE, PACE_TARGET
 from planning.queueing import Waiting
 
 Array = NDArray[np.float64]
@@ -72,7 +73,7 @@ def times_beside(worker: Worker, lengths: Lengths, goals: Goals, batch: float) -
     """Where `batch` sequences get a token in every step, and keep their pace: those steps are never shared for free."""
     tokens, work = _work(worker, lengths)
     decode_s = steps.step_s(worker.model, batch, lengths.running_context)
-    share = min(steps.MAX_SHARE, decode_s / (steps.PACE_TARGET * goals.tpot_s)) if goals.tpot_s is not None else 0.0
+    share = min(MAX_SHARE, decode_s / (PACE_TARGET * goals.tpot_s)) if goals.tpot_s is not None else 0.0
     chunk = max(1.0, worker.limits.max_num_batched_tokens - batch)
     num_steps = np.maximum(1.0, np.ceil(tokens * (1 - lengths.cached_share) / chunk))
     each = np.maximum(work + decode_s * num_steps, work / (1 - share))

@@ -15,20 +15,14 @@ Prompts in the queue come first; what the worker has done of them since its repo
 from typing import NamedTuple
 
 from planning.latency_model import LatencyModel, prefill_context
+from planning.pace_rules import MAX_SHARE, PACE_TARGET
 from router.views import WorkerView
 
 DEFAULT_CHUNK = 512
 """Tokens of a step where the worker does not say."""
 
-MAX_SHARE = 0.75
-"""However little sequences leave of their pace, prompts get a few tokens of every step: more than that only as long as an
-objective is kept all the same."""
-
 LARGEST_SHARE = 0.95
-"""What those few tokens are at the least, where steps nearly fill the objective."""
-
-PACE_TARGET = 0.9
-"""Of its TPOT objective, a request's share of steps with prompts in them: as the engine sizes them (engine/pacing.py)."""
+"""Beside steps that nearly fill the objective, prompts still get a few tokens of each."""
 
 SPARED = 0.25
 """What a second counts that a running sequence loses and can spare: it keeps its pace, and ends later."""

@@ -118,8 +118,8 @@ class Shares:
         for rank, queue in self.queues.items():
             head = queue.head() if queue.num_waiting else None
             if head is not None:
-                start = self._shares[head.applicant.tenant].start
-                if (self._turn(start, rank), rank, start) <= mine:
+                theirs = self._shares[head.applicant.tenant].start
+                if (self._turn(theirs, rank), rank, theirs) <= mine:
                     return False
         return True
 

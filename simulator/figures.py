@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from simulator.paces import TARGET
+from planning.pace_rules import PACE_TARGET
 
 if TYPE_CHECKING:
     from simulator.worker import ModelledWorker
@@ -93,4 +93,4 @@ def _pace(worker: ModelledWorker, decode_context: int, num_steps: int, at_s: flo
     pace = worker.paces.tightest(decode_s, worker.rows.step + num_steps, at_s)
     if pace is not None:
         return pace.pace_s, pace.slack_s
-    return TARGET * min([goal_s for goal_s in worker.goals if goal_s > decode_s], default=0.0), 0.0
+    return PACE_TARGET * min([goal_s for goal_s in worker.goals if goal_s > decode_s], default=0.0), 0.0

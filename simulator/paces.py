@@ -10,10 +10,9 @@ import heapq
 from typing import NamedTuple
 
 from planning.latency_model import LatencyModel
+from planning.pace_rules import FORGIVEN, LEAST_TOKENS, MAX_SHARE, PACE_TARGET, SPREAD
 from simulator.sequence import Sequence
 
-# As in engine/pacing.py, where each is explained; a test compares.
-TARGET, SPREAD, MAX_SHARE, LEAST_TOKENS, FORGIVEN = 0.9, 8, 0.75, 8, 32
 ROUNDING_S = 1e-9
 
 
@@ -42,7 +41,7 @@ class Paces:
         goal_s = sequence.goal_s
         if goal_s:
             self._num_live[goal_s] = self._num_live.get(goal_s, 0) + 1
-            self._push(goal_s, now - TARGET * goal_s * step, sequence)
+            self._push(goal_s, now - PACE_TARGET * goal_s * step, sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """It decodes no longer."""
@@ -60,20 +59,20 @@ class Paces:
     def tightest(self, decode_s: float, step: int, now: float) -> Pace | None:
         """None: nobody was promised anything that can be kept. `decode_s`: a step of the rows alone. Forgives those too far
         behind."""
-        paces = [Pace(TARGET * goal_s, self._slack_s(goal_s, step, now)) for goal_s in self._keys]
-        return min([pace for pace in paces if pace.pace_s > TARGET * decode_s], key=lambda pace: pace.step_s, default=None)
+        paces = [Pace(PACE_TARGET * goal_s, self._slack_s(goal_s, step, now)) for goal_s in self._keys]
+        return min([pace for pace in paces if pace.pace_s > PACE_TARGET * decode_s], key=lambda pace: pace.step_s, default=None)
 
     def prompt_tokens(self, prompt: Sequence, speed: LatencyModel, decode_s: float, step: int, now: float) -> int | None:
         """Of prompts, the next of which is `prompt`, the next step may hold so many; None: as many as fit."""
         pace = self.tightest(decode_s, step, now)
         if pace is None:
             return None
-        least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, pace.pace_s / TARGET - decode_s)
+        least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, pace.pace_s / PACE_TARGET - decode_s)
         return max(LEAST_TOKENS, _fitting(speed, prompt, max(least_s, pace.step_s - decode_s)))
 
     def _slack_s(self, goal_s: float, step: int, now: float) -> float:
         """The least of this objective."""
-        keys, pace_s = self._keys[goal_s], TARGET * goal_s
+        keys, pace_s = self._keys[goal_s], PACE_TARGET * goal_s
         since_s = pace_s * step - now
         while True:
             key, _, sequence = keys[0]

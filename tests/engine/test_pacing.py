@@ -11,8 +11,7 @@ from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Phase, Sequence, SequenceGroup
-from router.prediction import MAX_SHARE as ROUTER_MAX_SHARE
-from router.prediction import PACE_TARGET
+from planning import pace_rules
 from tests.support.mock_engine import hash_block
 
 COST = StepCost(
@@ -193,5 +192,6 @@ def test_off_means_that_nobody_is_promised_anything() -> None:
     assert machine.step() == 511 and pacer.promised_s([sequence], []) == 0
 
 
-def test_the_router_thinks_of_the_same_pace() -> None:
-    assert (PACE_TARGET, ROUTER_MAX_SHARE) == (TARGET, MAX_SHARE)
+def test_router_autoscaler_and_simulator_think_of_the_same_pace() -> None:
+    copies = (pace_rules.PACE_TARGET, pace_rules.SPREAD, pace_rules.MAX_SHARE, pace_rules.LEAST_TOKENS, pace_rules.FORGIVEN)
+    assert copies == (TARGET, SPREAD, MAX_SHARE, LEAST_TOKENS, FORGIVEN)

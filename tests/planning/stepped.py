@@ -8,8 +8,8 @@ import random
 from dataclasses import dataclass, field
 
 from planning.capacity_load import Goals, Load, Worker
-from planning.capacity_steps import MAX_SHARE, PACE_TARGET
 from planning.latency_model import Work, prefill_context
+from planning.pace_rules import MAX_SHARE, PACE_TARGET
 
 
 @dataclass(eq=False)

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from planning.latency_model import LatencyModel
+from planning.pace_rules import MAX_SHARE, PACE_TARGET
 from protos.v1 import worker_pb2
 from router.candidates import Demand, Placement
 from router.overheads import MAX_STRETCH, Overheads
 from router.policy import PredictPolicy
-from router.prediction import LARGEST_SHARE, MAX_SHARE, PACE_TARGET, SPARED, Engine, Goals, Overhead, local
+from router.prediction import LARGEST_SHARE, SPARED, Engine, Goals, Overhead, local
 from router.roster import Roster
 from router.trust import HALF_LIFE_S, MAX_MARGIN, MIN_MARGIN, STEP, Trust
 from router.views import WorkerView

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from planning.latency_model import Work, prefill_context
-from simulator.paces import FORGIVEN, LEAST_TOKENS, MAX_SHARE, SPREAD, TARGET
+from planning.pace_rules import FORGIVEN, LEAST_TOKENS, MAX_SHARE, PACE_TARGET, SPREAD
 from simulator.worker import BLOCKS_PER_SPARE
 from simulator.worker_spec import WorkerSpec
 
@@ -143,21 +143,23 @@ class NaiveWorker:
 
     def _slack_s(self, row: Row, now: float) -> float:
         assert row.paced_from is not None
-        return TARGET * row.job.goal_s * row.num_paced - (now - row.paced_from)
+        return PACE_TARGET * row.job.goal_s * row.num_paced - (now - row.paced_from)
 
     def _start_paces(self, now: float) -> None:
         for row in self.decoding:
             if row.job.goal_s and row.paced_from is None:
                 row.paced_from, row.num_paced = now, 0
             if row.job.goal_s and row.paced_from is not None:
-                row.paced_from += max(0.0, -FORGIVEN * TARGET * row.job.goal_s - self._slack_s(row, now))
+                row.paced_from += max(0.0, -FORGIVEN * PACE_TARGET * row.job.goal_s - self._slack_s(row, now))
 
     def _paced(self, first: Row, decode_s: float, now: float, budget: int) -> int:
         goals = [row for row in self.decoding if row.job.goal_s > decode_s]
         if not goals or not self.spec.keeps_pace:
             return budget
-        step_s, pace_s = min((TARGET * r.job.goal_s + self._slack_s(r, now) / SPREAD, TARGET * r.job.goal_s) for r in goals)
-        room_s = max(min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, pace_s / TARGET - decode_s), step_s - decode_s)
+        step_s, pace_s = min(
+            (PACE_TARGET * r.job.goal_s + self._slack_s(r, now) / SPREAD, PACE_TARGET * r.job.goal_s) for r in goals
+        )
+        room_s = max(min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, pace_s / PACE_TARGET - decode_s), step_s - decode_s)
         speed, num_tokens, behind = self.spec.speed, 0.0, 0.0
         for _ in range(2):
             num_tokens = room_s / (speed.per_prefill_token_s + speed.per_prefill_context_s * (first.num_computed + behind))

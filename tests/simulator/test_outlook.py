@@ -2,10 +2,9 @@
 
 import pytest
 
-import engine.pacing
 import engine.scheduler
 from router.worker import Dispatched
-from simulator import paces, worker
+from simulator import worker
 from simulator.figures import Figures
 from simulator.ledger import Ledger
 from simulator.outlook import Outlook
@@ -17,10 +16,8 @@ from tests.simulator.specs import LARGE
 IDLE = Figures(0.0, 0, 0, 0, 0, 8192, 8192, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, prefill=True, decode=True)
 
 
-def test_rules_are_those_of_the_engine() -> None:
-    """The simulator must not import it, so it keeps copies."""
-    for name in ("TARGET", "SPREAD", "MAX_SHARE", "LEAST_TOKENS", "FORGIVEN"):
-        assert getattr(paces, name) == getattr(engine.pacing, name)
+def test_spare_blocks_are_those_of_the_engine() -> None:
+    """The simulator must not import it, so it keeps a copy. (Those of paces: tests/engine/test_pacing.py.)"""
     assert worker.BLOCKS_PER_SPARE == engine.scheduler.BLOCKS_PER_SPARE
 
 

@@ -2,12 +2,13 @@
 
 import pytest
 
-from simulator.paces import FORGIVEN, TARGET, Paces
+from planning.pace_rules import FORGIVEN, PACE_TARGET
+from simulator.paces import Paces
 from simulator.sequence import Sequence
 from tests.simulator.test_kv_room import Nobody
 
 GOAL_S = 0.01
-PACE_S = TARGET * GOAL_S
+PACE_S = PACE_TARGET * GOAL_S
 
 
 def row(goal_s: float) -> Sequence:
@@ -46,4 +47,4 @@ def test_an_objective_that_no_step_keeps_does_not_count() -> None:
     tight, loose = paces.tightest(0.5 * GOAL_S, 0, 0.0), paces.tightest(1.5 * GOAL_S, 0, 0.0)
     assert tight is not None
     assert loose is not None
-    assert (tight.pace_s, loose.pace_s) == (PACE_S, TARGET * 0.1)
+    assert (tight.pace_s, loose.pace_s) == (PACE_S, PACE_TARGET * 0.1)
