@@ -8,8 +8,8 @@ PROTOS := $(wildcard protos/*/*.proto)
 CODE := pdmesh simulator worker router prefill_service decode_service autoscaler kvtransfer planning runtime engine text protos benchmarks examples tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh equality
-.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router stubs format clean
+.PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh test-k8s equality
+.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -61,10 +61,14 @@ stubs-fresh: $(READY)
 ONCE_MORE = $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 unit: $(READY) model kernels
-	$(BIN)/python -m pytest tests --ignore=tests/mesh || $(ONCE_MORE) tests --ignore=tests/mesh
+	$(BIN)/python -m pytest tests --ignore=tests/mesh --ignore=tests/cluster || $(ONCE_MORE) tests --ignore=tests/mesh --ignore=tests/cluster
 
 mesh: $(READY) model kernels
 	$(BIN)/python -m pytest tests/mesh || $(ONCE_MORE) tests/mesh
+
+test-k8s: $(READY) model kernels  ## the manifests and the autoscaler on a real API server, built once into the cache (not part of `make test`)
+	$(BIN)/python -m tests.cluster.build
+	$(BIN)/python -m pytest tests/cluster
 
 equality: $(READY) model kernels  ## all prompts, every way through the mesh, against transformers and one engine (slow)
 	$(BIN)/python -m benchmarks.equality
@@ -101,6 +105,9 @@ bench-soak: $(READY) model kernels  ## an hour of mixed traffic over all protoco
 
 bench-router: $(READY) model kernels  ## policy, peers, interference, overhead, predictions, overload, a killed router, prefixes (an hour and a half)
 	$(BIN)/python -m benchmarks.router $(ARGS)
+
+bench-autoscale: $(READY) model kernels  ## the autoscaler against an oracle and others on public traces (TRACES=folder), the simulator against a real mesh
+	$(BIN)/python -m benchmarks.autoscale $(if $(TRACES),--traces $(TRACES)) $(ARGS)
 
 bench-capacity: $(READY) model kernels  ## which rate mesh, one engine, vLLM and SMG + vLLM bear (half an hour; goes on where it was stopped)
 	$(BIN)/python -m benchmarks.capacity $(ARGS)
