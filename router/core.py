@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from planning.objectives import ModelObjective
 from router.admission import Admission
 from router.background import Background
 from router.config import RouterConfig
@@ -15,7 +16,6 @@ from router.gate import Gate
 from router.hedge import HedgeLimits, Hedging
 from router.judge import Judge
 from router.migration import Movable
-from router.objectives import ModelObjective
 from router.other_policies import PreferencePolicy, preference
 from router.output_lengths import OutputLengths
 from router.overheads import Overheads

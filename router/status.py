@@ -3,11 +3,11 @@
 import time
 from collections.abc import Sequence
 
+from planning.objectives import ModelObjective
 from protos.v1 import common_pb2, mesh_pb2, worker_pb2
 from router.admission_counts import Tally
 from router.breaker_status import BreakerStatuses
 from router.core import Core
-from router.objectives import ModelObjective
 from router.traffic_status import traffic_status
 from router.worker import Worker
 
