@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
@@ -38,6 +39,15 @@ class FlipFailed(Exception):
     """A worker did not take other roles. Says which, and why."""
 
 
+@dataclass(frozen=True)
+class Flipped:
+    """`pools` as they are then, who has changed sides, and why not all have."""
+
+    pools: Pools
+    workers: tuple[str, ...]
+    problem: str | None = None
+
+
 class RoleChanger:
     """On one event loop. Close it after use: drains that are under way go on without it."""
 
@@ -46,15 +56,18 @@ class RoleChanger:
         self._drain_timeout_s, self._tls = drain_timeout_s, tls
         self._draining: set[asyncio.Task[None]] = set()
 
-    async def flip(self, flip: Flip, pools: Pools) -> tuple[Pools, list[SeenWorker]]:
-        """The pools as they are then, and who has changed sides. Raises FlipFailed when not all have."""
-        chosen = idlest(pools.here(flip.giver), flip.taker, flip.num)
-        for worker in chosen:
-            await self._change(worker, flip.taker)
-            pools = pools.moved(worker, flip.taker)
-        if len(chosen) < flip.num:
-            raise FlipFailed(f"only {len(chosen)} of {flip.num} workers of {flip.giver} are there to become {flip.taker}")
-        return pools, chosen
+    async def flip(self, flip: Flip, pools: Pools) -> Flipped:
+        """The idlest first. Raises nothing: what went wrong stands in the result."""
+        chosen, changed = idlest(pools.here(flip.giver), flip.taker, flip.num), []
+        try:
+            for worker in chosen:
+                await self._change(worker, flip.taker)
+                pools = pools.moved(worker, flip.taker)
+                changed.append(worker.worker_id)
+        except FlipFailed as error:
+            return Flipped(pools, tuple(changed), str(error))
+        few = f"only {len(chosen)} of {flip.num} workers of {flip.giver} are there to become {flip.taker}"
+        return Flipped(pools, tuple(changed), few if len(chosen) < flip.num else None)
 
     async def close(self) -> None:
         """Waits for nobody."""
@@ -79,7 +92,7 @@ class RoleChanger:
         channel = connect(worker.address, tls=self._tls)
         try:
             control: worker_pb2_grpc.WorkerControlAsyncStub = worker_pb2_grpc.WorkerControlStub(channel)
-            info = await control.GetInfo(worker_pb2.GetInfoRequest(), timeout=CALL_TIMEOUT_S)
+            info = await control.GetInfo(worker_pb2.GetInfoRequest(), timeout=CALL_TIMEOUT_S / 2)
             if info.epoch != worker.epoch:
                 raise FlipFailed(f"{worker.worker_id} has just restarted")
             await control.SetRoles(request, timeout=self._drain_timeout_s + CALL_TIMEOUT_S)

@@ -13,7 +13,7 @@ class Starts:
 
     def __init__(self, patience_s: float) -> None:
         """`patience_s`: after which a start has failed."""
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self._since_s: deque[float] = deque()
         self._num_asked = self._num_serving = 0
         self._gave_up_s: float | None = None  # when the first was given up of those that are awaited still
@@ -40,13 +40,13 @@ class Starts:
 
     def num_failed(self, now_s: float) -> int:
         """Those that have been awaited for too long."""
-        return sum(age_s > self._patience_s for age_s in self.ages_s(now_s))
+        return sum(age_s > self.patience_s for age_s in self.ages_s(now_s))
 
     def is_hopeless(self, now_s: float) -> bool:
         """Whether one has failed that was asked for after another had: more of the same will not help."""
         gave_up_s = self._gave_up_s
         return gave_up_s is not None and any(
-            since_s >= gave_up_s and now_s - since_s > self._patience_s for since_s in self._since_s
+            since_s >= gave_up_s and now_s - since_s > self.patience_s for since_s in self._since_s
         )
 
     def _is_late(self, now_s: float) -> bool:
