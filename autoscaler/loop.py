@@ -84,6 +84,11 @@ class Loop:
         """What was done, and why."""
         return self._parts.history
 
+    @property
+    def clock(self) -> Callable[[], float]:
+        """By which decisions are dated."""
+        return self._parts.clock
+
     async def run(self) -> None:
         """Until cancelled. A round that fails is logged, and the next one tries again."""
         while True:

@@ -29,9 +29,9 @@ from tests.mesh import oracle
 from tests.mesh.checks import Footprint, assert_whole
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-PROMPT, NUM_TOKENS = 40, 150
-OPTIONS = AutoscaleOptions(autoscale=True, max_workers=3, ttft_ms=1000, tpot_ms=100, cool_down_s=3.0, stale_after_s=3.0)
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]  # starts take many times as long on a machine that is busy
+PROMPT, NUM_TOKENS = 40, 120
+OPTIONS = AutoscaleOptions(autoscale=True, max_workers=3, ttft_ms=5000, tpot_ms=200, cool_down_s=3.0, stale_after_s=3.0)
 FEW = ("--max-num-seqs=2",)
 """Sequences of a worker, so that a load that two cores bear needs several."""
 
@@ -74,11 +74,17 @@ class Load:
 
 @asynccontextmanager
 async def scaled_mesh(
-    tiny: Path, folder: Path, options: AutoscaleOptions = OPTIONS, say: Callable[[str], None] = print, **fields: object
+    tiny: Path,
+    folder: Path,
+    options: AutoscaleOptions = OPTIONS,
+    say: Callable[[str], None] = print,
+    *,
+    separated: bool = False,
+    adjust: Callable[[ProcessPlan], ProcessPlan] | None = None,
 ) -> AsyncIterator[tuple[LocalMesh, Loop]]:
     """As `pdmesh up --autoscale` has it; all processes are gone afterwards."""
-    base = LocalMeshConfig(model=str(tiny), port=0, num_threads=1, log_dir=str(folder), worker_args=FEW)
-    config = options.prepared(replace(base, **fields))  # type: ignore[arg-type]
+    base = LocalMeshConfig(model=str(tiny), port=0, num_threads=1, log_dir=str(folder), worker_args=FEW, adjust=adjust)
+    config = options.prepared(base if separated else replace(base, num_prefill=0, num_decode=0, num_both=1))
     path = options.objectives_file(config, folder)
     config = replace(config, router_args=("--objectives", str(path)))
     async with LocalMesh(config, on_event=print) as mesh:
@@ -98,16 +104,13 @@ def texts(loop: Loop, kind: str) -> list[str]:
     return [entry.text for entry in loop.history.entries if entry.kind == kind]
 
 
-BOTH = {"num_prefill": 0, "num_decode": 0, "num_both": 1}
-
-
 async def test_it_grows_under_load_and_shrinks_after(tiny: Path, tmp_path: Path) -> None:
-    async with scaled_mesh(tiny, tmp_path, **BOTH) as (mesh, loop):
+    async with scaled_mesh(tiny, tmp_path) as (mesh, loop):
         async with Load(mesh, rate_per_s=8.0).running() as load:
-            await eventually(lambda: len(workers(mesh)) >= 2, timeout_s=40)
+            await eventually(lambda: len(workers(mesh)) >= 2, timeout_s=90)
             answered = load.num_answered
-            await eventually(lambda: load.num_answered > answered + 20, timeout_s=20)
-        await eventually(lambda: len(mesh.workers) == 1, timeout_s=40)
+            await eventually(lambda: load.num_answered > answered + 20, timeout_s=60)
+        await eventually(lambda: len(mesh.workers) == 1, timeout_s=90)
         await assert_whole(mesh)
         assert len(texts(loop, "scale")) >= 2 and not texts(loop, "failed")
     entries = read_entries(tmp_path / DECISIONS_FILE)
@@ -118,24 +121,29 @@ async def test_it_grows_under_load_and_shrinks_after(tiny: Path, tmp_path: Path)
 
 async def test_outages_hold_and_serve(tiny: Path, tmp_path: Path) -> None:
     """A router that hangs, then one that is killed, then no Redis: nothing changes, and what can be served is."""
-    async with scaled_mesh(tiny, tmp_path) as (mesh, loop):
+    async with scaled_mesh(tiny, tmp_path, separated=True) as (mesh, loop):
         before = {worker.name: worker.pid for worker in mesh.workers}
         await eventually(lambda: loop.latest is not None)
         mesh.kill("router-0", signal.SIGSTOP)
         await eventually(lambda: any("nothing changes" in text and "does not answer" in text for text in texts(loop, "hold")))
         mesh.kill("router-0", signal.SIGCONT)
         await eventually(lambda: len(texts(loop, "resume")) == 1)
+        pid = mesh.pids["router-0"]
         mesh.kill("router-0", signal.SIGKILL)
-        await eventually(lambda: len(texts(loop, "hold")) == 2, timeout_s=30)
-        await eventually(lambda: len(texts(loop, "resume")) == 2, timeout_s=40)
+        await eventually(lambda: mesh.pids.get("router-0", pid) != pid, timeout_s=30)
+        await mesh.wait_ready(30)
+        now_s = loop.latest[1] if loop.latest is not None else 0.0
+        await eventually(lambda: loop.latest is not None and loop.latest[1] > now_s and loop.latest[0].held is None, timeout_s=30)
+        num_held = len(texts(loop, "hold"))
+        assert len(texts(loop, "resume")) == num_held, "whoever is back is heard"
         assert mesh.redis_pid is not None
         os.kill(mesh.redis_pid, signal.SIGSTOP)
-        await eventually(lambda: "an outage of the registry" in texts(loop, "hold")[-1], timeout_s=30)
+        await eventually(lambda: "an outage of the registry" in (texts(loop, "hold") or [""])[-1], timeout_s=30)
         async with Load(mesh, rate_per_s=4.0).running() as load:
             await eventually(lambda: load.num_answered >= 4, timeout_s=30)
-        assert len(texts(loop, "resume")) == 2, "it holds for as long as there is no registry"
+        assert len(texts(loop, "resume")) == num_held, "it holds for as long as there is no registry"
         os.kill(mesh.redis_pid, signal.SIGCONT)
-        await eventually(lambda: len(texts(loop, "resume")) == 3, timeout_s=30)
+        await eventually(lambda: len(texts(loop, "resume")) == num_held + 1, timeout_s=30)
         assert not texts(loop, "scale") and not texts(loop, "flip")
         assert {worker.name: worker.pid for worker in mesh.workers} == before
 
@@ -146,7 +154,7 @@ async def test_starts_that_fail_are_told_and_not_repeated_without_end(tiny: Path
 
     events: list[str] = []
     options = replace(OPTIONS, min_workers=2)
-    async with scaled_mesh(tiny, tmp_path, options, events.append, adjust=broken, **BOTH) as (mesh, loop):
+    async with scaled_mesh(tiny, tmp_path, options, events.append, adjust=broken) as (mesh, loop):
         await eventually(lambda: any("worker-1 ended with code 2" in text for text in events), timeout_s=40)
         await eventually(lambda: any("both does not grow: worker-1" in text for text in texts(loop, "failed")), timeout_s=20)
         began = time.monotonic()
