@@ -1,9 +1,9 @@
 """`pdmesh up --autoscale` on this machine: real workers start, drain, stop and change roles under a ramp and bursts.
 
-One prefill and one decode worker to begin with. The rate rises to three times what one decode worker bears, falls, comes back as
-a burst, and ends with a burst of long prompts that hardly decode: then idle decode workers are lent. Workers take few sequences at
-once, so that a load that a laptop bears needs several of them; what is measured is that nobody's request fails while they come
-and go, and what the decisions were.
+One prefill and one decode worker to begin with. The rate rises to more than one decode worker bears; then long prompts come that
+hardly decode, for which idle decode workers can be lent; it is quiet; then a burst comes out of nothing. Workers take few sequences
+at once, so that a load that a laptop bears needs several of them. What is measured is that nobody's request fails while they come
+and go, how many kept their objectives, and what was decided.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from pdmesh.loadtest.stats import Window, summarise
 from pdmesh.loadtest.workload import PlannedSession, PlannedTurn, Segment, TrafficClass
 
 SCALING = AutoscaleOptions(
-    autoscale=True, max_workers=4, ttft_ms=3000, tpot_ms=150, quantile=0.9, cool_down_s=12.0, stale_after_s=8.0
+    autoscale=True, max_workers=4, ttft_ms=5000, tpot_ms=150, quantile=0.9, cool_down_s=12.0, stale_after_s=8.0
 )
-MAX_SEQS = 4
+MAX_SEQS = 3
 SEED = 7
 SAMPLE_S = 1.0
 SETTLE_S = 45.0
@@ -51,8 +51,8 @@ class Stretch:
     output_tokens: int = 48
 
 
-RAMP = (Stretch(15, 0.5, 0.5), Stretch(45, 0.5, 3.0), Stretch(25, 3.0, 3.0), Stretch(25, 0.5, 0.5))
-BURSTS = (Stretch(15, 3.5, 3.5), Stretch(25, 0.4, 0.4), Stretch(25, 1.6, 1.6, 700, 4), Stretch(20, 0.4, 0.4))
+RAMP = (Stretch(12, 0.4, 0.4), Stretch(45, 0.4, 1.8), Stretch(25, 1.8, 1.8))
+BURSTS = (Stretch(25, 0.9, 0.9, 500, 4), Stretch(30, 0.3, 0.3), Stretch(12, 1.8, 1.8), Stretch(25, 0.3, 0.3))
 QUICK = (Stretch(5, 0.5, 1.0), Stretch(5, 1.0, 1.0))
 
 
