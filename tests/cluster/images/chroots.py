@@ -72,7 +72,7 @@ def _mount(arguments: list[str], target: Path, done: list[Path]) -> None:
     done.append(target)
 
 
-def inside(root: Path, layer: Layer, command: Sequence[str], extra: Mapping[str, str] = {}, user: str | None = None) -> list[str]:  # noqa: B006
+def inside(root: Path, layer: Layer, command: Sequence[str], extra: Mapping[str, str] = {}, user: str | None = None) -> list[str]:
     """A command line that runs `command` in there, as `user` or the stage's."""
     variables = [f"{name}={value}" for name, value in {**_pip(), **layer.env, **extra}.items()]
     chroot = ["chroot", f"--userspec={user or layer.user}", str(root), "env", "-i", *variables]
