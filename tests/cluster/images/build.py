@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.cluster.images.chroots import Layer, debian, mounted, run
+from tests.cluster.images.chroots import Layer, debian, mounted, remove, run
 from tests.k8s.dockerfile import ROOT, Stage, is_sent, stages
 
 RELEASE = "bookworm"  # of the image that FROM names
@@ -44,7 +44,7 @@ class Builder:
         layer = self._start(stage)
         mark, key = layer.folder / "key", self._key(stage, layer, sources)
         if not mark.exists() or mark.read_text() != key:
-            shutil.rmtree(layer.folder, ignore_errors=True)
+            remove(layer.folder)
             layer.upper.mkdir(parents=True)
             self._carry_out(stage, layer, with_files=True)
             mark.write_text(key)
@@ -72,7 +72,7 @@ class Builder:
                 else:
                     _setting(name, text, layer)
         for bind in binds:  # an empty folder where it was
-            shutil.rmtree(layer.upper / str(bind).lstrip("/"), ignore_errors=True)
+            remove(layer.upper / str(bind).lstrip("/"))
 
     def _step(self, name: str, text: str, layer: Layer, root: Path, arguments: dict[str, str], *, with_files: bool) -> None:
         if name == "WORKDIR":
