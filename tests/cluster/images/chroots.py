@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 RUN_TIMEOUT_S = 1800.0
 # What this machine needs to reach package indexes; a builder elsewhere has its own.
@@ -67,8 +68,9 @@ def remove(folder: Path) -> None:
 
 
 @contextmanager
-def mounted(layer: Layer, binds: Sequence[Path] = ()) -> Iterator[Path]:
-    """Its root, with /proc, a few devices and `binds`, which cannot be written to."""
+def mounted(layer: Layer, binds: Mapping[Path, str] = MappingProxyType({})) -> Iterator[Path]:
+    """Its root, with /proc, a few devices and `binds` (folders of this machine, by where they are there), which cannot be
+    written to."""
     for name in ("upper", "work", "root"):
         (layer.folder / name).mkdir(parents=True, exist_ok=True)
     lower = ":".join(str(each) for each in layer.below)
@@ -82,8 +84,8 @@ def mounted(layer: Layer, binds: Sequence[Path] = ()) -> Iterator[Path]:
         for name in _DEVICES:
             (layer.root / "dev" / name).touch()
             _mount(["--bind", f"/dev/{name}", str(layer.root / "dev" / name)], layer.root / "dev" / name, done)
-        for bind in binds:
-            target = layer.root / str(bind).lstrip("/")
+        for bind, place in binds.items():
+            target = layer.root / place.lstrip("/")
             target.mkdir(parents=True, exist_ok=True)
             _mount(["-o", "bind,ro", str(bind), str(target)], target, done)
         yield layer.root
