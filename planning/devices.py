@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from planning.prior import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY
@@ -36,7 +36,7 @@ class Device:
     what the engine calls cuda."""
 
     name: str
-    operations_per_s: Mapping[str, float]
+    operations_per_s: Mapping[str, float] = field(hash=False)
     bytes_per_s: float
     memory_bytes: float
     link_bytes_per_s: float = 0.0
@@ -85,27 +85,27 @@ def device_of(name: str, table: object) -> Device:
     """From what stands in such a file. Raises ValueError naming the field."""
     if not isinstance(table, dict):
         raise ValueError("holds no table; planning/devices.py has an example")
-    known = {field.name for field in dataclasses.fields(Device)} - {"name"}
+    known = {each.name for each in dataclasses.fields(Device)} - {"name"}
     unknown = sorted(set(table) - known)
     if unknown:
         raise ValueError(f"{unknown[0]}: unknown field; known are {', '.join(sorted(known))}")
-    missing = [field for field in ("operations_per_s", "bytes_per_s", "memory_bytes") if field not in table]
+    missing = [name for name in ("operations_per_s", "bytes_per_s", "memory_bytes") if name not in table]
     if missing:
         raise ValueError(f"{missing[0]}: is missing")
     operations = table["operations_per_s"]
     if not isinstance(operations, dict):
         raise ValueError('operations_per_s: must be a table by numbers, such as {"bfloat16": 9.9e14}')
     numbers = {**{f"operations_per_s.{key}": value for key, value in operations.items()}, **_plain(table)}
-    for field, value in numbers.items():
+    for name_, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{field}: {value!r} is not a number")
+            raise ValueError(f"{name_}: {value!r} is not a number")
     if not isinstance(table.get("is_gpu", True), bool):
         raise ValueError(f"is_gpu: {table['is_gpu']!r} is not true or false")
-    return Device(name, **{field: table[field] for field in known & set(table)})
+    return Device(name, **{each: table[each] for each in known & set(table)})
 
 
 def _plain(table: Mapping[str, object]) -> dict[str, object]:
-    return {field: table[field] for field in (*_COUNTS, *_SHARES) if field in table}
+    return {name: table[name] for name in (*_COUNTS, *_SHARES) if name in table}
 
 
 def _require(condition: bool, name: str, value: float, what: str) -> None:
