@@ -73,8 +73,8 @@ class Tried:
 
 @dataclass(frozen=True)
 class Plan:
-    """`chosen` and all others bore the load with headroom; `expected` is the chosen one's with the load as it is. `fewer`: the best
-    with one worker less, None if there is none. `best`: of each kind of mesh the cheapest that does, None where none was found.
+    """`chosen` and all others bore the load with headroom; `expected`: the chosen one with the load as it is. `fewer`: the best
+    with a worker less, None if there is none. `best`: of each kind of mesh the cheapest that does, None where none was found.
     `seen`: every mesh that was simulated to the end."""
 
     task: Task
