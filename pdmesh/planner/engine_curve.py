@@ -12,7 +12,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -31,13 +31,15 @@ from worker.latency import prior_for
 
 WARM_UP_STEPS = 20
 LEAST_STEPS = 100
-CONCURRENCY = (1, 4, 16, 2, 32, 8, 64)
-"""One after the other, each for its part of the time; no more than the engine takes."""
-ARRIVALS = 0.2
-"""Of a new prompt before a step, while there is room."""
-LONGEST_PROMPT, LONGEST_OUTPUT = 2048, 256
+PHASES = ((1, 64), (1, 1024), (2, 256), (4, 64), (4, 1024), (8, 128), (16, 64), (16, 512), (32, 64), (64, 64))
+"""Sequences at once, and tokens of their prompts at most; each for its part of the time."""
+PROMPT_SHARE = 0.4
+"""Of a phase, for the prompts of its sequences: on a slow machine they are shorter, or nothing would be seen of decoding."""
+OUTPUT_TOKENS = (24, 96)
 _HELD = 1e-6
 """Weight of the prior, for what no step has shown."""
+_CLIP = 1.5
+"""What a step may take over what the first fit says: more is because of something else on the machine."""
 
 Step = tuple[Work, float]
 
@@ -50,7 +52,7 @@ def main() -> int:
         engine = Engine(EngineConfig(model=str(folder), prefix_caching=False, **asked["engine"]), hash_block=hash_block)
         say(f"measuring steps of {engine.numeric_mode} for {asked['seconds']:.0f} s")
         prior = prior_for(engine)
-        steps = list(_steps(engine, asked["seconds"]))[WARM_UP_STEPS:]
+        steps = list(_steps(engine, asked["seconds"], prior.per_prefill_token_s))[WARM_UP_STEPS:]
     except Exception as error:  # noqa: BLE001  # whatever it is, the one who started this process is to read it in a line
         say(str(error))
         return 1
@@ -63,8 +65,14 @@ def main() -> int:
     return 0
 
 
-def fitted(prior: LatencyModel, steps: list[Step]) -> LatencyModel:
-    """The five numbers with the least relative error over all kinds of steps, however often each came."""
+def fitted(prior: LatencyModel, steps: Sequence[Step]) -> LatencyModel:
+    """The five numbers with the least relative error over all kinds of steps, however often each came. Twice: the second time
+    steps that were held up by something else count for less."""
+    first = _solved(prior, steps)
+    return _solved(prior, [(work, min(seconds, _CLIP * first.step_s(work))) for work, seconds in steps])
+
+
+def _solved(prior: LatencyModel, steps: Sequence[Step]) -> LatencyModel:
     cells = WorkCells()
     for work, seconds in steps:
         cells.add(work, seconds)
@@ -83,28 +91,38 @@ def say(text: str) -> None:
     print(f"pdmesh plan: {text}", file=sys.stderr, flush=True)
 
 
-def _steps(engine: Engine, seconds: float) -> Iterator[Step]:
-    """Of a load that grows and shrinks."""
-    rng, number, began_s = random.Random(1), 0, time.monotonic()
-    while (share := (time.monotonic() - began_s) / seconds) < 1:
+def _steps(engine: Engine, seconds: float, token_s: float) -> Iterator[Step]:
+    """One phase after the other. `token_s`: of a prompt's token, about."""
+    rng, phase_s = random.Random(1), seconds / len(PHASES)
+    for phase, (wanted, longest) in enumerate(PHASES):
+        num_seqs = min(wanted, engine.config.max_num_seqs)
+        length = max(8, min(longest, int(PROMPT_SHARE * phase_s / num_seqs / token_s)))
+        yield from _phase(engine, rng, f"plan{phase}-", num_seqs, length, time.monotonic() + phase_s)
+
+
+def _phase(engine: Engine, rng: random.Random, name: str, num_seqs: int, length: int, until_s: float) -> Iterator[Step]:
+    """So many sequences at once; whoever ends is followed by another. In the end all go."""
+    number = 0
+    while time.monotonic() < until_s:
         stats = engine.stats()
-        wanted = min(CONCURRENCY[int(share * len(CONCURRENCY))], engine.config.max_num_seqs)
-        if stats.num_running + stats.num_waiting < wanted and (stats.num_running == 0 or rng.random() < ARRIVALS):
+        if stats.num_running + stats.num_waiting < num_seqs:
+            engine.add(_request(engine, rng, f"{name}{number}", length))
             number += 1
-            engine.add(_request(engine, rng, number))
         result = engine.step()
         if result is not None:
             yield Work(*result.work), (result.ended_ns - result.started_ns) / 1e9
+    for each in range(number):
+        engine.release(f"{name}{each}")
 
 
-def _request(engine: Engine, rng: random.Random, number: int) -> EngineRequest:
-    """Lengths are spread evenly over their logarithm."""
+def _request(engine: Engine, rng: random.Random, name: str, length: int) -> EngineRequest:
+    """Of half the length, to the whole."""
     most = effective_max_context(engine.config, engine.model_config)
-    length = int(min(LONGEST_PROMPT, most // 2) ** rng.uniform(0.35, 1))
-    max_tokens = min(int(LONGEST_OUTPUT ** rng.uniform(0.5, 1)), most - length)
+    length = min(rng.randint((length + 1) // 2, length), most // 2)
+    max_tokens = min(rng.randint(*OUTPUT_TOKENS), most - length)
     prompt = tuple(rng.randrange(engine.model_config.vocab_size) for _ in range(length))
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    return EngineRequest(request_id=f"plan{number}", prompt=prompt, sampling=sampling)
+    return EngineRequest(request_id=name, prompt=prompt, sampling=sampling)
 
 
 def _errors(model: LatencyModel, steps: list[Step]) -> str:
