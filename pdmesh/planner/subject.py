@@ -41,8 +41,9 @@ class Subject:
     @property
     def title(self) -> str:
         """Model and device in a line."""
-        size = f" ({_billions(self.decoder.num_parameters)} parameters, {self.weights})" if self.decoder is not None else ""
-        return f"{self.model}{size} on {self.device.name if self.device is not None else f'workers as measured in {self.speed}'}"
+        if self.device is None or self.decoder is None:
+            return f"{self.model} on workers as measured in {self.speed}"
+        return f"{self.model} ({_billions(self.decoder.num_parameters)} parameters, {self.weights}) on {self.device.name}"
 
     @property
     def unit(self) -> str:
@@ -54,7 +55,7 @@ class Subject:
         """Where the speed comes from."""
         device = self.device
         if device is None:
-            return f"speed: measured, {self.speed}"
+            return f"speed: measured ({self.speed})"
         shares = f"{device.compute_share:.0%} of the operations and {device.memory_share:.0%} of the bandwidth"
         return f"speed: {device.source}; of that {shares}"
 

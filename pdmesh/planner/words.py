@@ -32,8 +32,8 @@ def decode_limit(plan: Plan) -> str:
     limit = _BY[max(parts, key=lambda name: parts[name])]
     if kv_share > KV_FULL:
         limit = "room for KV"
-    took_ms = 1e3 * sum(parts.values())
-    return f"a step of {batch:.0f} sequences takes {took_ms:.1f} ms ({shares}); KV {kv_share:.0%} full: {limit} limits it"
+    took_ms, rows = 1e3 * sum(parts.values()), f"{batch:.0f} sequence{'s' if round(batch) > 1 else ''}"
+    return f"a step of {rows} takes {took_ms:.1f} ms ({shares}); KV {kv_share:.0%} full: {limit} limits it"
 
 
 def prefill_limit(plan: Plan) -> str:
