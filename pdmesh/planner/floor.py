@@ -65,8 +65,12 @@ def why_impossible(floor: Floor, settings: MeshSettings, quantile: float) -> str
 
 
 def closest(kinds: Sequence[WorkerKind], traffic: Traffic, settings: MeshSettings, quantile: float) -> Floor:
-    """Of the kind that comes closest to the objectives."""
-    floors = [floor_of(kind, traffic, settings, quantile) for kind in kinds]
+    """Of the first kind that keeps the objectives; of the one that comes closest, where none does."""
+    floors = []
+    for kind in kinds:
+        floors.append(floor_of(kind, traffic, settings, quantile))
+        if floors[-1].attainable >= quantile:
+            break
     return max(floors, key=lambda floor: (floor.attainable, -floor.ttft_s, -floor.tpot_s))
 
 

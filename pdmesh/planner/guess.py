@@ -20,6 +20,7 @@ class Guesser:
     load: Load
     goals: Goals
     _rates: dict[tuple[Pool, int], float] = field(default_factory=dict)
+    _sizes: dict[Pool, int] = field(default_factory=dict)
 
     def size(self, shape: Shape) -> Size:
         """Workers that should do; as many as are planned for at most, where none would."""
@@ -46,7 +47,9 @@ class Guesser:
         return self._rates[pool, num]
 
     def _fewest(self, pool: Pool) -> int:
-        return fewest(pool, self.load, MOST_WORKERS) or MOST_WORKERS
+        if pool not in self._sizes:
+            self._sizes[pool] = fewest(pool, self.load, MOST_WORKERS) or MOST_WORKERS
+        return self._sizes[pool]
 
     def _pools(self, shape: Shape) -> tuple[PrefillPool | None, Pool]:
         if shape.prefill is None:
