@@ -48,6 +48,7 @@ _EXTRAS = {
     "tokenizers": "services",
     "grpc_health": "services",
     "uvicorn": "services",
+    "numpy": "services",
     "torch": "worker",
     "transformers": "local",
     "h11": "loadtest",

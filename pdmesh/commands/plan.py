@@ -20,12 +20,11 @@ from pdmesh.planner.plan import EFFORTS, NoPlan, Plan, Task, goals_of, make_plan
 from pdmesh.planner.subject import Money, Subject
 from pdmesh.planner.traffic import Traffic, traffic_of
 from pdmesh.render import palette
-from planning.devices import Device, DeviceError, find_device
+from planning.devices import Device, find_device
 from planning.roofline import Roofline
-from planning.roofline_model import Decoder, ShapeError, read_decoder
+from planning.roofline_model import Decoder, read_decoder
 from simulator.config import SimulatorConfig
-from simulator.traces import TraceError
-from simulator.worker_spec import SpecError, WorkerSpec, read_spec
+from simulator.worker_spec import WorkerSpec, read_spec
 
 EXIT_NO_PLAN, EXIT_USAGE = 1, 2
 _GPU_KV_SHARE, _CPU_KV_SHARE = 0.85, 0.3
@@ -63,6 +62,8 @@ def run(options: Options) -> int:
     """0: there is a plan; 1: nothing keeps the objectives; 2: wrong use."""
     try:
         workers = _workers(options)
+        if options.output.overlay:
+            _base(options, workers)  # before the search: afterwards its result would be lost
         config = options.load.simulated(
             options.promise.ttft_ms,
             options.promise.tpot_ms,
@@ -79,16 +80,7 @@ def run(options: Options) -> int:
     except NoPlan as error:
         print(f"pdmesh plan: {error}", file=sys.stderr)
         return EXIT_NO_PLAN
-    except (
-        DeviceError,
-        ShapeError,
-        SpecError,
-        TraceError,
-        MeasureError,
-        models.ModelError,
-        overlay.OverlayError,
-        ValueError,
-    ) as error:
+    except (MeasureError, models.ModelError, overlay.OverlayError, ValueError) as error:
         print(f"pdmesh plan: {error}", file=sys.stderr)
         return EXIT_USAGE
     return 0
@@ -96,15 +88,16 @@ def run(options: Options) -> int:
 
 def _workers(options: Options) -> _Workers:
     machine = options.machine
-    if machine.measure:
-        measured = measure(_engine(options.model, machine), machine.measure_s, _speed_file(machine))
-        _note(f"written: {measured.written}, to be given as --speed")
-        return _Workers(_decoder(options.model), spec=measured.spec, speed=str(measured.written))
-    if machine.speed:
-        decoder = _decoder(options.model) if options.output.overlay else None
-        return _Workers(decoder, spec=read_spec(machine.speed), speed=machine.speed)
-    decoder = _decoder(options.model)
-    return _Workers(decoder, roofline=_roofline(machine, decoder))
+    if machine.device:
+        decoder = _decoder(options.model)
+        return _Workers(decoder, roofline=_roofline(machine, decoder))
+    # A measured worker's shapes matter for the memory in manifests alone.
+    shapes = _decoder(options.model) if options.output.overlay else None
+    if not machine.measure:
+        return _Workers(shapes, spec=read_spec(machine.speed), speed=machine.speed)
+    measured = measure(_engine(options.model, machine), machine.measure_s, _speed_file(machine))
+    _note(f"written: {measured.written}, to be given as --speed")
+    return _Workers(shapes, spec=measured.spec, speed=str(measured.written))
 
 
 def _engine(model: str, machine: Machine) -> dict[str, str | int]:
@@ -165,8 +158,12 @@ def _traffic(config: SimulatorConfig, max_context: int) -> tuple[Traffic, list[s
 def _task(options: Options, workers: _Workers, config: SimulatorConfig, traffic: Traffic) -> tuple[Task, list[str]]:
     promise, machine = options.promise, options.machine
     settings = config.mesh()
+    assert settings.objective is not None
+    settings = replace(settings, objective=replace(settings.objective, quantile=promise.quantile))
     goals = goals_of(promise.ttft_ms, promise.tpot_ms, promise.quantile, settings)
-    degrees = (1,) if promise.deployable and not machine.tensor_parallel else machine.tensor_parallel
+    if promise.deployable and set(machine.tensor_parallel) - {1}:
+        raise ValueError("tensor_parallel: a model is not spread over several devices yet; give 1, or no --deployable")
+    degrees = (1,) if promise.deployable else machine.tensor_parallel
     limitation = Limitation(degrees, machine.max_num_seqs, machine.max_num_batched_tokens)
     kinds: list[WorkerKind]
     notes: list[str] = []
@@ -187,11 +184,13 @@ def _task(options: Options, workers: _Workers, config: SimulatorConfig, traffic:
 def _meshes(promise: Promise, workers: _Workers) -> tuple[str, ...]:
     """Raises ValueError for one that is not deployable."""
     asked = (AGGREGATED, SEPARATED) if promise.mesh == "any" else (promise.mesh,)
-    if promise.deployable and workers.device is not None and workers.device.is_gpu:
-        if promise.mesh == SEPARATED:
-            raise ValueError("mesh: KV on a GPU is not handed off yet; give aggregated, or no --deployable")
-        return (AGGREGATED,)
-    return asked
+    if not promise.deployable or workers.roofline is None or not workers.roofline.device.is_gpu:
+        return asked
+    if promise.mesh == SEPARATED:
+        raise ValueError("mesh: KV on a GPU is not handed off yet; give aggregated, or no --deployable")
+    if workers.roofline.weights != "bfloat16":
+        raise ValueError("quantization: the engine computes such weights on the CPU alone; give none, or no --deployable")
+    return (AGGREGATED,)
 
 
 def _kv_share(options: Options, workers: _Workers) -> float:
@@ -230,12 +229,17 @@ def _show(options: Options, workers: _Workers, plan: Plan, subject: Subject) -> 
         Path(output.report).write_text(report_html.page(plan, subject), encoding="utf-8")
         _note(f"written: {output.report}")
     if output.overlay:
-        is_gpu = subject.device is not None and subject.device.is_gpu
-        base = overlay.base_of(output.overlay_base, is_gpu=is_gpu)
-        name = overlay.served_name(output.model_name, subject.model, is_gpu=is_gpu, has_base=bool(output.overlay_base))
+        base, name = _base(options, workers)
         served = overlay.Served(name, options.machine.threads, _kv_share(options, workers))
         for path in overlay.write(Path(output.overlay), base, plan, subject, served):
             _note(f"written: {path}")
+
+
+def _base(options: Options, workers: _Workers) -> tuple[Path, str]:
+    """The overlay to build on, and the model's name there. Raises OverlayError."""
+    output, is_gpu = options.output, workers.device is not None and workers.device.is_gpu
+    base = overlay.base_of(output.overlay_base, is_gpu=is_gpu)
+    return base, overlay.served_name(output.model_name, _name(options.model), is_gpu=is_gpu, has_base=bool(output.overlay_base))
 
 
 def _note(text: str) -> None:

@@ -98,6 +98,8 @@ def test_what_does_not_run_is_said(model: str, capsys: pytest.CaptureFixture[str
         (["--device", "l40s", "--tensor-parallel", "3", *LOAD], 2, "tensor_parallel: 3 does not divide the model's 8 KV heads"),
         (["--device", "l4", "--tensor-parallel", "1", "--max-context", "100000", *LOAD], 1, "l4: KV for"),
         (["--device", "l40s", "--mesh", "separated", "--deployable", *LOAD], 2, "mesh: KV on a GPU is not handed off yet"),
+        (["--device", "l40s", "--quantization", "int8", "--deployable", *LOAD], 2, "quantization: the engine computes such"),
+        (["--device", "epyc-2-cores", "--overlay", "x", *LOAD], 2, "k8s/overlays/cpu serves smollm2 from an image"),
         (["--device", "epyc-2-cores", *LOAD], 1, "no number of workers keeps TTFT 400 ms and TPOT 20 ms for 95 %"),
         (["--device", "l40s", "--trace", "azure-conv=/no/such/file"], 2, "/no/such/file: no such file"),
         (["--speed", "/no/such.json", *LOAD], 2, "/no/such.json: "),
@@ -158,10 +160,11 @@ def test_it_plans_without_torch(speed: str) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100, capture_output=True)
 
 
+@pytest.mark.timeout(300)
 def test_a_real_engine_is_measured_and_planned_with(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In a process of its own, on a tiny model."""
     folder, written = make_tiny_model(tmp_path / "tiny"), tmp_path / "speed.json"
-    flags = ["--measure", "--measure-s", "6", "--threads", "1", "--speed", str(written), "--max-num-seqs", "8"]
+    flags = ["--measure", "--measure-s", "5", "--threads", "1", "--speed", str(written), "--max-num-seqs", "8"]
     load = ["--rate", "2/s", "--requests", "60", "--input-tokens", "40", "--output-tokens", "10", "--effort", "quick"]
     assert cli.run(["plan", str(folder), *flags, *load, "--slo-ttft", "5s", "--slo-tpot", "2s"]) == 0
     shown = capfd.readouterr()
