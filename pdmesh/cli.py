@@ -37,6 +37,7 @@ COMMANDS = {
     "keys": "make, list and revoke the API keys that routers ask for",
     "tls": "make certificates, so that a mesh encrypts and lets nobody else in",
     "doctor": "check what this machine has and lacks",
+    "plan": "say what a deployment takes: how many workers of which kind keep the objectives under a load",
     "demo": "start a mesh, ask a question, show where the time went, stop",
 }
 # Words behind a command that make another one of it, each with options of its own; "run" is the command itself.
@@ -47,6 +48,7 @@ _EXTRAS = {
     "tokenizers": "services",
     "grpc_health": "services",
     "uvicorn": "services",
+    "numpy": "services",
     "torch": "worker",
     "transformers": "local",
     "h11": "loadtest",

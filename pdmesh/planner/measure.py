@@ -1,0 +1,60 @@
+"""Measures how fast a worker is on this machine, in a process of its own: this one never loads torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pdmesh
+from simulator.worker_spec import WorkerSpec, spec_of
+
+START_S = 600.0
+"""To load the model and to compile kernels, beside measuring."""
+
+
+class MeasureError(Exception):
+    """Nothing was measured: why."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`written`: the JSON file, which `--speed` takes."""
+
+    spec: WorkerSpec
+    written: Path
+
+
+def measure(engine: dict[str, str | int], seconds: float, written: Path) -> Measured:
+    """`engine`: fields of EngineConfig. What it says while it runs goes to standard error. Raises MeasureError."""
+    asked = json.dumps({"engine": engine, "seconds": seconds})
+    root = str(Path(pdmesh.__file__).resolve().parents[1])
+    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
+    command = [sys.executable, "-m", "pdmesh.planner.engine_curve", asked]
+    try:
+        ended = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+            timeout=seconds + START_S,
+            check=False,
+            text=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise MeasureError(
+            f"measure: no answer within {seconds + START_S:.0f} s; is this machine busy with something else?"
+        ) from None
+    if ended.returncode:
+        raise MeasureError("measure: the engine could not be measured; what it said stands above")
+    try:
+        table = json.loads(ended.stdout.splitlines()[-1])
+        spec = spec_of(table)
+        written.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    except (IndexError, ValueError) as error:
+        raise MeasureError(f"measure: the engine's steps make no model: {error}; measure for longer (--measure-s)") from error
+    except OSError as error:
+        raise MeasureError(f"speed: {written}: {error.strerror}; give a file in a folder that is there") from error
+    return Measured(spec, written)

@@ -1,0 +1,220 @@
+"""A plan as an overlay for kustomize, on one of the overlays that are there. Pure but for finding and writing files.
+
+Only what the chosen mesh decides stands in it: replicas, limits of batches, KV, objectives, what routers let in. The rest is the
+base's.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pdmesh
+from pdmesh.model_catalogue import DEFAULT_MODEL
+from pdmesh.planner import words
+from pdmesh.planner.meshes import WorkerKind
+from pdmesh.planner.plan import Plan
+from pdmesh.planner.subject import Subject
+from pdmesh.planner.trial import max_inflight
+
+HEADER = "# Written by `pdmesh plan`"
+CPU_MODEL = "smollm2"
+"""What the image of k8s/overlays/cpu serves, and nothing else."""
+_BESIDE_MB = 1536
+"""Memory of a worker besides weights and KV."""
+_OVERHEAD_CORES = 1
+
+
+class OverlayError(Exception):
+    """It cannot be written: why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model as the manifests know it: `name`, in the folder /models/NAME of the workers. `threads` of each worker on the CPU,
+    0: as the base has it. `kv_share`: of the memory of a GPU."""
+
+    name: str
+    threads: int
+    kv_share: float
+
+
+def base_of(folder: str, *, is_gpu: bool) -> Path:
+    """The overlay to build on: the one that was given, or the repository's. Raises OverlayError."""
+    name = "gpu" if is_gpu else "cpu"
+    source = Path(pdmesh.__file__).resolve().parents[1] / "k8s" / "overlays" / name
+    candidates = [Path(folder)] if folder else [Path("k8s/overlays") / name, source]
+    found = next((path for path in candidates if (path / "kustomization.yaml").is_file()), None)
+    if found is None:
+        raise OverlayError(
+            f"overlay_base: {candidates[0]} holds no kustomization.yaml; give a folder such as k8s/overlays/{name}"
+        )
+    return found
+
+
+def served_name(asked: str, model: str, *, is_gpu: bool, has_base: bool) -> str:
+    """What the manifests call the model. Raises OverlayError for one that the CPU overlay has not."""
+    if is_gpu or has_base:
+        return asked or model
+    if (asked or model) not in (CPU_MODEL, DEFAULT_MODEL):
+        raise OverlayError(
+            f"overlay_base: k8s/overlays/cpu serves {CPU_MODEL} from an image and nothing else; give an overlay that has {model}"
+        )
+    return CPU_MODEL
+
+
+def write(folder: Path, base: Path, plan: Plan, subject: Subject, served: Served) -> list[Path]:
+    """The files that were written. Raises OverlayError."""
+    files = contents(os.path.relpath(base, folder), plan, subject, served)
+    old = folder / "kustomization.yaml"
+    try:
+        if old.exists() and not old.read_text(encoding="utf-8").startswith(HEADER):
+            raise OverlayError(f"overlay: {old} was not written by pdmesh plan; give another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OverlayError(f"overlay: {error.filename}: {error.strerror}; give a folder that can be written") from error
+    return [folder / name for name in files]
+
+
+def contents(base: str, plan: Plan, subject: Subject, served: Served) -> dict[str, str]:
+    """Text by name of the file; `base` as seen from there. Raises OverlayError for a mesh that pdmesh does not run."""
+    problem = words.why_not_deployable(plan.chosen.point, subject.device, subject.weights)
+    if problem is not None:
+        raise OverlayError(
+            f"overlay: the chosen mesh does not run today: {problem}; give --deployable, which plans with what does"
+        )
+    patches = {
+        "workers.yaml": "---\n".join(_workers(plan, subject, served)),
+        "router.yaml": _router(plan, served),
+        "objectives.yaml": _objectives(plan, served),
+    }
+    return {"kustomization.yaml": _kustomization(base, plan, subject, list(patches)), **patches}
+
+
+def _kustomization(base: str, plan: Plan, subject: Subject, patches: list[str]) -> str:
+    goal, point = plan.task.settings.objective, plan.chosen.point
+    assert goal is not None
+    listed = "\n".join(f"  - {name}" for name in patches)
+    return f"""{HEADER}: {subject.title}
+# {traffic_line(plan, subject)}
+# TTFT {goal.ttft_ms} ms and TPOT {goal.tpot_ms} ms for {plan.task.quantile:g} of them
+# {point.name} {point.shape.mesh}, {point.cost} {subject.unit}
+apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+namespace: pdmesh
+bases:
+  - {base}
+patchesStrategicMerge:
+{listed}
+"""
+
+
+def traffic_line(plan: Plan, subject: Subject) -> str:
+    """What the plan is for."""
+    traffic = plan.task.traffic
+    return f"{len(traffic.arrivals)} requests, {subject.load}, {traffic.rate_per_s:.3g}/s and {plan.task.headroom:.0%} more"
+
+
+def _workers(plan: Plan, subject: Subject, served: Served) -> list[str]:
+    shape, size = plan.chosen.point.shape, plan.chosen.point.size
+    decode = _worker("decode", size.num_decode, shape.decode, subject, served)
+    # A pool without workers keeps its settings: somebody may scale it up.
+    prefill = _worker("prefill", size.num_prefill, shape.prefill or shape.decode, subject, served)
+    return [decode, prefill]
+
+
+def _worker(pool: str, replicas: int, kind: WorkerKind, subject: Subject, served: Served) -> str:
+    settings = {
+        "PDMESH_MODEL": f"/models/{served.name}",
+        "PDMESH_MODEL_NAME": served.name,
+        "PDMESH_MAX_NUM_SEQS": str(kind.spec.max_num_seqs),
+        "PDMESH_MAX_NUM_BATCHED_TOKENS": str(kind.spec.max_num_batched_tokens),
+        **_memory(kind, subject, served),
+    }
+    env = "\n".join(f'            - name: {name}\n              value: "{value}"' for name, value in settings.items())
+    return f"""apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: pdmesh-{pool}
+spec:
+  replicas: {replicas}
+  template:
+    spec:
+      containers:
+        - name: {pool}
+          env:
+{env}
+{_resources(kind, subject, served)}"""
+
+
+def _memory(kind: WorkerKind, subject: Subject, served: Served) -> dict[str, str]:
+    """On a GPU the share of its memory that was planned with; else so many MiB."""
+    if subject.device is not None and subject.device.is_gpu:
+        return {"PDMESH_KV_MEMORY_SHARE": f"{served.kv_share:g}"}
+    return {"PDMESH_KV_MEMORY_MB": str(_kv_mb(kind))}
+
+
+def _resources(kind: WorkerKind, subject: Subject, served: Served) -> str:
+    """Of a worker on the CPU what was planned with; a GPU is one, which the base says."""
+    if subject.device is not None and subject.device.is_gpu:
+        return ""
+    memory = f"{_kv_mb(kind) + _held_mb(subject) + _BESIDE_MB}Mi"
+    cores = {"requests": served.threads, "limits": served.threads + _OVERHEAD_CORES}
+    lines = ["          resources:"]
+    for group, num in cores.items():
+        lines.append(f"            {group}:")
+        lines += [f'              cpu: "{num}"'] if served.threads else []
+        lines.append(f"              memory: {memory}")
+    return "\n".join(lines) + "\n"
+
+
+def _kv_mb(kind: WorkerKind) -> int:
+    return max(1, kind.kv_tokens * kind.spec.kv_bytes_per_token // 2**20)
+
+
+def _held_mb(subject: Subject) -> int:
+    """Weights, twice while they are loaded: as they are in the file, and as they are computed with."""
+    if subject.decoder is None:
+        raise OverlayError("overlay: needs --model, to know how much memory a worker takes")
+    return 2 * subject.decoder.num_parameters * 2 // 2**20
+
+
+def _router(plan: Plan, served: Served) -> str:
+    num = max_inflight(plan.chosen.point)
+    return f"""apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: pdmesh-router
+spec:
+  template:
+    spec:
+      containers:
+        - name: router
+          env:
+            - name: PDMESH_MODELS
+              value: {served.name}=/models/{served.name}
+            # For each router all of it: they do not know of each other's requests.
+            - name: PDMESH_MAX_INFLIGHT
+              value: "{num}"
+            - name: PDMESH_MAX_QUEUED
+              value: "{num}"
+"""
+
+
+def _objectives(plan: Plan, served: Served) -> str:
+    goal = plan.task.settings.objective
+    assert goal is not None
+    return f"""apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: pdmesh-objectives
+data:
+  objectives.toml: |
+    ["{served.name}"]
+    ttft_ms = {goal.ttft_ms}
+    tpot_ms = {goal.tpot_ms}
+    quantile = {plan.task.quantile}
+"""

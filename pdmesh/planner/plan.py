@@ -1,0 +1,189 @@
+"""A plan: the cheapest mesh, what it is expected to do, and what a device less or another kind of mesh would. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdmesh.planner.floor import closest, why_impossible
+from pdmesh.planner.guess import Guesser, shapes_of
+from pdmesh.planner.meshes import AGGREGATED, SEPARATED, Point, Shape, Size, WorkerKind
+from pdmesh.planner.search import SCREEN_REQUESTS, Judge, Search
+from pdmesh.planner.traffic import Traffic
+from pdmesh.planner.trial import Outcome, simulate
+from planning.capacity_load import Goals
+from simulator.settings import MeshSettings
+
+Say = Callable[[str], None]
+OVER_GUESS, SPARE_DEVICES = 4, 8
+"""Without a budget, as many times the devices that arithmetic asks for, and some more, are looked at."""
+
+
+class NoPlan(Exception):
+    """Nothing keeps the objectives: why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """`shapes` of each kind of mesh that are searched, `splits` that are tried at one cost, requests that may be simulated before
+    the search ends, and `around`: costs, over the chosen one, that are looked at for the picture."""
+
+    shapes: int
+    splits: int
+    max_requests: int
+    around: tuple[float, ...]
+
+
+EFFORTS = {
+    "quick": Effort(1, 2, 50_000, ()),
+    "normal": Effort(2, 3, 100_000, (0.5,)),
+    "thorough": Effort(5, 12, 600_000, (0.4, 0.6, 0.8, 1.25, 1.5)),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be planned. `headroom`: the share by which the load may be higher. `meshes`: AGGREGATED, SEPARATED or both.
+    `max_cost`: devices; 0: as many as it takes. `settings` hold the objective."""
+
+    traffic: Traffic
+    kinds: tuple[WorkerKind, ...]
+    settings: MeshSettings
+    quantile: float
+    headroom: float
+    meshes: tuple[str, ...]
+    max_cost: int
+    effort: Effort
+
+    @property
+    def goals(self) -> Goals:
+        """As capacity arithmetic knows them."""
+        goal = self.settings.objective
+        assert goal is not None
+        return goals_of(goal.ttft_ms, goal.tpot_ms, self.quantile, self.settings)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A mesh and what came of the load that was planned for."""
+
+    point: Point
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`chosen` and all others bore the load with headroom; `expected`: the chosen one with the load as it is. `fewer`: the best
+    with a worker less, None if there is none. `best`: of each kind of mesh the cheapest that does, None where none was found.
+    `seen`: every mesh that was simulated to the end."""
+
+    task: Task
+    chosen: Tried
+    expected: Outcome
+    fewer: Tried | None
+    best: dict[str, Tried | None]
+    seen: tuple[Tried, ...]
+    num_runs: int
+    num_requests: int
+    is_spent: bool
+
+
+def goals_of(ttft_ms: int, tpot_ms: int, quantile: float, settings: MeshSettings) -> Goals:
+    """`settings`: where time passes besides in workers."""
+    return Goals(ttft_ms / 1e3, tpot_ms / 1e3, quantile, transit_s=settings.router_s + 2 * settings.call_s)
+
+
+def make_plan(task: Task, say: Say = lambda _: None) -> Plan:
+    """`say` hears how it goes. Raises NoPlan."""
+    floor = closest(task.kinds, task.traffic, task.settings, task.quantile)
+    if floor.attainable < task.quantile:
+        raise NoPlan(why_impossible(floor, task.settings, task.quantile) + "; relax an objective, or choose a faster device")
+    planner = _Planner(task, say)
+    best = {mesh: planner.cheapest(mesh) for mesh in task.meshes}
+    found = [tried for tried in best.values() if tried is not None]
+    if not found:
+        raise NoPlan(planner.why_none())
+    chosen = min(found, key=lambda tried: (tried.point.cost, -tried.outcome.attainment))
+    return planner.finish(chosen, best)
+
+
+class _Planner:
+    """One search under way."""
+
+    def __init__(self, task: Task, say: Say) -> None:
+        self._task, self._say = task, say
+        load = task.traffic.faster(1 + task.headroom)
+        self._judge = Judge(load, task.settings, task.quantile, task.effort.max_requests)
+        self._guesser = Guesser(load.busiest(SCREEN_REQUESTS).load, task.goals)
+        self._search = Search(self._judge, self._guesser, task.effort.splits)
+        shapes = shapes_of(task.kinds, aggregated=AGGREGATED in task.meshes, separated=SEPARATED in task.meshes)
+        ranked = self._guesser.ranked(shapes)
+        self._shapes = {mesh: [shape for shape in ranked if shape.mesh == mesh] for mesh in task.meshes}
+        self._max_cost = task.max_cost or self._enough(ranked[0])
+
+    def cheapest(self, mesh: str) -> Tried | None:
+        """Of one kind of mesh."""
+        point = self._search.cheapest(self._shapes[mesh][: self._task.effort.shapes], self._max_cost)
+        named = "none" if point is None else f"{point.cost} devices: {point.name}"
+        self._say(f"{mesh}: {named} ({self._judge.num_runs} simulations of {self._judge.num_requests} requests so far)")
+        return None if point is None else self._tried(point)
+
+    def why_none(self) -> str:
+        """In words."""
+        if self._search.is_spent:
+            return "the search ended before it found a mesh that keeps the objectives; give a higher --effort"
+        tried = [self._tried(self._largest(shapes[0])) for shapes in self._shapes.values() if shapes]
+        best = max(tried, key=lambda each: each.outcome.attainment)
+        return (
+            f"no mesh of at most {self._max_cost} devices keeps the objectives; the best, {best.point.name}, does for "
+            f"{best.outcome.attainment:.2%}; raise --gpus or relax an objective"
+        )
+
+    def finish(self, chosen: Tried, best: dict[str, Tried | None]) -> Plan:
+        """What is to be known beside it."""
+        task, judge = self._task, self._judge
+        expected = chosen.outcome
+        if task.headroom:
+            self._say("the chosen mesh under the load as it is")
+            found = simulate(chosen.point, task.traffic.arrivals, task.settings)
+            assert found is not None
+            expected = found
+        self._say("what a worker less would do, and meshes around it")
+        fewer = [self._tried(Point(chosen.point.shape, size)) for size in _one_less(chosen.point)]
+        for mesh, tried in best.items():
+            self._look_around(tried.point if tried else self._largest(self._shapes[mesh][0]), chosen.point.cost)
+        return Plan(
+            task,
+            chosen,
+            expected,
+            max(fewer, key=lambda each: each.outcome.attainment, default=None),
+            best,
+            tuple(Tried(point, outcome) for point, outcome in judge.outcomes.items()),
+            judge.num_runs,
+            judge.num_requests,
+            self._search.is_spent,
+        )
+
+    def _look_around(self, point: Point, cost: int) -> None:
+        """The same shape for other numbers of devices."""
+        costs = {round(share * cost) for share in self._task.effort.around} | {point.cost - 1, point.cost + 1}
+        for each in sorted(costs):
+            if point.shape.least_cost <= each <= self._max_cost:
+                self._tried(Point(point.shape, self._search.sizes(point.shape, each)[0]))
+
+    def _largest(self, shape: Shape) -> Point:
+        """That is allowed."""
+        return Point(shape, self._search.sizes(shape, max(shape.least_cost, self._max_cost))[0])
+
+    def _enough(self, shape: Shape) -> int:
+        return OVER_GUESS * shape.cost(self._guesser.size(shape)) + SPARE_DEVICES
+
+    def _tried(self, point: Point) -> Tried:
+        return Tried(point, self._judge.outcome(point))
+
+
+def _one_less(point: Point) -> list[Size]:
+    """One worker of either pool, where there are more."""
+    prefill, decode = point.size.num_prefill, point.size.num_decode
+    sizes = [Size(prefill - 1, decode)] if prefill > 1 else []
+    return [*sizes, Size(prefill, decode - 1)] if decode > 1 else sizes

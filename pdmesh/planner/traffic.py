@@ -1,0 +1,110 @@
+"""The load that is planned for: a trace as a list, and what capacity arithmetic needs to know of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from planning.capacity_load import Lengths, Load
+from simulator import shaping
+from simulator.traces import BLOCK_TOKENS, Arrival
+
+MAX_BURSTINESS = 25.0
+"""More than that is not chance but a rate that changes, which simulation sees and arithmetic cannot."""
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Arrivals in the order of their time, at least two, not all at once."""
+
+    arrivals: tuple[Arrival, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.arrivals) < 2 or self.duration_s <= 0:
+            raise ValueError("requests: a load needs at least two requests at different times")
+
+    @property
+    def duration_s(self) -> float:
+        """From the first to the last."""
+        return self.arrivals[-1].at_s - self.arrivals[0].at_s
+
+    @property
+    def rate_per_s(self) -> float:
+        """On average."""
+        return (len(self.arrivals) - 1) / self.duration_s
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output."""
+        return max(arrival.num_input + arrival.num_output for arrival in self.arrivals)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all requests."""
+        return sum(arrival.num_output for arrival in self.arrivals)
+
+    def faster(self, factor: float) -> Traffic:
+        """`factor` times as many in a second."""
+        return Traffic(tuple(shaping.at_rate(self.arrivals, factor)))
+
+    def busiest(self, num: int) -> Traffic:
+        """Of so many requests in a row, those with the most tokens a second; all, if there are no more."""
+        if num >= len(self.arrivals):
+            return self
+        sums = [0]
+        for arrival in self.arrivals:
+            sums.append(sums[-1] + arrival.num_input + arrival.num_output)
+        last = len(self.arrivals) - num
+
+        def density(first: int) -> float:
+            span_s = self.arrivals[first + num - 1].at_s - self.arrivals[first].at_s
+            return (sums[first + num] - sums[first]) / max(span_s, 1e-9)
+
+        first = max(range(last + 1), key=density)
+        start_s = self.arrivals[first].at_s
+        return Traffic(tuple(arrival._replace(at_s=arrival.at_s - start_s) for arrival in self.arrivals[first : first + num]))
+
+    @cached_property
+    def uncached(self) -> tuple[int, ...]:
+        """Tokens of each prompt that nobody computed before, with a cache that forgets nothing; at least one."""
+        seen: set[int] = set()
+        return tuple(_uncached(arrival, seen) for arrival in self.arrivals)
+
+    @cached_property
+    def load(self) -> Load:
+        """Its moments."""
+        inputs, outputs = [a.num_input for a in self.arrivals], [a.num_output for a in self.arrivals]
+        num, total = len(self.arrivals), sum(inputs)
+        cached_share = max(0.0, 1 - sum(self.uncached) / total) if total else 0.0
+        lengths = Lengths(
+            total / num,
+            sum(value * value for value in inputs) / num,
+            sum(outputs) / num,
+            cached_share=min(0.95, cached_share),
+            output_squared=sum(value * value for value in outputs) / num,
+        )
+        return Load(self.rate_per_s, lengths, self._burstiness())
+
+    def _burstiness(self) -> float:
+        """The squared coefficient of variation of the gaps."""
+        times = [arrival.at_s for arrival in self.arrivals]
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        mean = sum(gaps) / len(gaps)
+        return min(MAX_BURSTINESS, sum((gap - mean) ** 2 for gap in gaps) / len(gaps) / mean**2)
+
+
+def traffic_of(arrivals: Iterable[Arrival]) -> Traffic:
+    """All of them. Raises ValueError, and what reading them raises."""
+    return Traffic(tuple(arrivals))
+
+
+def _uncached(arrival: Arrival, seen: set[int]) -> int:
+    num_known = 0
+    for name in arrival.hashes:
+        if name not in seen:
+            break
+        num_known += 1
+    seen.update(arrival.hashes)
+    return max(1, arrival.num_input - num_known * BLOCK_TOKENS)

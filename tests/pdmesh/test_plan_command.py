@@ -1,0 +1,184 @@
+"""`pdmesh plan`: what it prints and writes, what it refuses in one line, and that it never loads torch itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from pdmesh import cli
+from pdmesh.planner.durations import milliseconds
+from simulator.worker_spec import read_spec
+from tests.support.tiny_models import make_tiny_model
+
+SPEED = {
+    "fixed_s": 4e-3, "per_prefill_token_s": 1e-4, "per_prefill_context_s": 2e-8, "per_sequence_s": 2e-4,
+    "per_context_token_s": 1e-6, "max_num_batched_tokens": 512, "max_num_seqs": 64,
+}  # fmt: skip
+CONFIG = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "vocab_size": 128256, "max_position_embeddings": 8192,
+}  # fmt: skip
+LOAD = ["--rate", "9/s", "--requests", "200", "--input-tokens", "200", "--output-tokens", "40", "--effort", "quick"]
+PROMISE = ["--slo-ttft", "400ms", "--slo-tpot", "0.02s", "--quantile", "0.95"]
+
+
+@pytest.fixture
+def speed(tmp_path: Path) -> str:
+    path = tmp_path / "speed.json"
+    path.write_text(json.dumps(SPEED))
+    return str(path)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "llama3-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return str(folder / "config.json")
+
+
+def test_a_plan_of_a_measured_worker(speed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "plan.html"
+    assert cli.run(["plan", "--speed", speed, *LOAD, *PROMISE, "--price", "1.5", "--report", str(report)]) == 0
+    shown = capsys.readouterr()
+    assert "chosen: " in shown.out
+    assert " aggregated: " in shown.out
+    assert "1.50" in shown.out
+    assert "TTFT <= 400 ms and TPOT <= 20 ms for 95 % of requests; 10% headroom" in shown.out
+    assert f"written: {report}" in shown.err
+    page = report.read_text(encoding="utf-8")
+    assert "http" not in page  # nothing else is needed to see it
+    drawings = [part.partition("</svg>")[0] + "</svg>" for part in page.split("<svg")[1:]]
+    assert len(drawings) == 3
+    for drawing in drawings:
+        ElementTree.fromstring("<svg" + drawing)
+
+
+def test_a_plan_on_a_device_as_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--device", "l40s", "--tensor-parallel", "1,2", "--max-num-seqs", "64", "--max-num-batched-tokens", "2048"]
+    assert cli.run(["plan", model, *flags, *LOAD, "--slo-ttft", "300ms", "--slo-tpot", "50ms", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "llama3-8b"
+    assert found["objectives"] == {"ttft_ms": 300, "tpot_ms": 50, "quantile": 0.99}
+    assert found["chosen"]["planned"]["attainment"] >= 0.99
+    assert found["chosen"]["devices"] == min(seen["devices"] for seen in found["seen"] if seen["attainment"] >= 0.99)
+    assert found["chosen"]["decode"]["max_num_seqs"] == 64
+
+
+def test_an_overlay_of_what_runs(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--device", "l40s", "--deployable", "--max-num-seqs", "64", "--overlay", str(tmp_path / "made")]
+    assert cli.run(["plan", model, *flags, *LOAD, "--slo-ttft", "300ms", "--slo-tpot", "50ms"]) == 0
+    shown = capsys.readouterr()
+    assert "separated" not in shown.out
+    assert "tp2" not in shown.out
+    assert {path.name for path in (tmp_path / "made").iterdir()} == {
+        "kustomization.yaml", "workers.yaml", "router.yaml", "objectives.yaml"
+    }  # fmt: skip
+    assert "value: /models/llama3-8b" in (tmp_path / "made/workers.yaml").read_text().replace('"', "")
+
+
+def test_what_does_not_run_is_said(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--device", "l40s", "--mesh", "separated", "--tensor-parallel", "1", "--max-num-seqs", "64"]
+    assert cli.run(["plan", model, *flags, *LOAD, "--slo-ttft", "300ms", "--slo-tpot", "50ms"]) == 0
+    assert "pdmesh does not run the chosen mesh today: KV on a GPU is not handed off yet" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.run(["plan", "--device", "l40s", *LOAD, "--slo-ttft", "0.3", "--slo-tpot", "50ms"])
+    assert "--slo-ttft: '0.3' is no duration; give one such as 200ms or 0.2s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (["--device", "h100", *LOAD], 2, "'h100' is not known; give one of h100-sxm, "),
+        (["--device", "l40s", "--tensor-parallel", "3", *LOAD], 2, "tensor_parallel: 3 does not divide the model's 8 KV heads"),
+        (["--device", "l4", "--tensor-parallel", "1", "--max-context", "100000", *LOAD], 1, "l4: KV for"),
+        (["--device", "l40s", "--mesh", "separated", "--deployable", *LOAD], 2, "mesh: KV on a GPU is not handed off yet"),
+        (["--device", "l40s", "--quantization", "int8", "--deployable", *LOAD], 2, "quantization: the engine computes such"),
+        (["--device", "epyc-2-cores", "--overlay", "x", *LOAD], 2, "k8s/overlays/cpu serves smollm2 from an image"),
+        (["--device", "epyc-2-cores", *LOAD], 1, "no number of workers keeps TTFT 400 ms and TPOT 20 ms for 95 %"),
+        (["--device", "l40s", "--trace", "azure-conv=/no/such/file"], 2, "/no/such/file: no such file"),
+        (["--speed", "/no/such.json", *LOAD], 2, "/no/such.json: "),
+    ],
+)
+def test_nonsense_is_named(flags: list[str], code: int, said: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "l4" in flags:
+        Path(model).write_text(json.dumps({**CONFIG, "num_hidden_layers": 40, "max_position_embeddings": 200_000}))
+        flags = [*flags, "--input-tokens", "90000"]
+    assert cli.run(["plan", model, *flags, *PROMISE]) == code
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if said in line]
+    assert line.startswith("pdmesh plan: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (LOAD, "--device: say how fast workers are"),
+        (["--device", "l4", "--speed", "x.json", *LOAD], "--device: excludes a measured speed"),
+        (["--device", "l4"], "--rate: say how many requests come"),
+        (["--device", "l4", "--rate", "fast"], "--rate: 'fast' is neither"),
+        (["--device", "l4", *LOAD, "--quantile", "1"], "--quantile: must be a share"),
+        (["--device", "l4", *LOAD, "--effort", "none"], "--effort: 'none' is not known"),
+        (["--device", "l4", *LOAD, "--report", "/no/such/folder/x.html"], "--report: /no/such/folder/x.html cannot be written"),
+        (["--device", "l4", *LOAD, "--headroom", "-1"], "--headroom: must be"),
+    ],
+)
+def test_wrong_flags_are_named(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.run(["plan", *PROMISE, *flags])
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.run(["plan", "--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(flag in shown for flag in ("--device", "--slo-ttft", "--trace", "--overlay", "--measure"))
+
+
+@pytest.mark.parametrize(("text", "expected"), [("200ms", 200), ("0.2s", 200), ("1.5 s", 1500), ("1ms", 1), ("12.0ms", 12)])
+def test_durations(text: str, expected: int) -> None:
+    assert milliseconds("slo_ttft", text) == expected
+
+
+@pytest.mark.parametrize("text", ["200", "ms", "-5ms", "0ms", "0.5ms", "1m", "1e3ms", ""])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^slo_ttft: "):
+        milliseconds("slo_ttft", text)
+
+
+def test_it_plans_without_torch(speed: str) -> None:
+    argv = ["plan", "--speed", speed, *LOAD, *PROMISE, "--json"]
+    ends = "sys.exit(code or 'torch' in sys.modules or 'engine' in sys.modules)"
+    program = f"import sys; from pdmesh import cli; code = cli.run({argv!r}); {ends}"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100, capture_output=True)
+
+
+@pytest.mark.timeout(300)
+def test_a_real_engine_is_measured_and_planned_with(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In a process of its own, on a tiny model."""
+    folder, written = make_tiny_model(tmp_path / "tiny"), tmp_path / "speed.json"
+    flags = ["--measure", "--measure-s", "5", "--threads", "1", "--speed", str(written), "--max-num-seqs", "8"]
+    load = ["--rate", "2/s", "--requests", "60", "--input-tokens", "40", "--output-tokens", "10", "--effort", "quick"]
+    assert cli.run(["plan", str(folder), *flags, *load, "--slo-ttft", "5s", "--slo-tpot", "2s"]) == 0
+    shown = capfd.readouterr()
+    assert "measuring steps of int8-" in shown.err
+    assert "steps that only decode are off by" in shown.err
+    spec = read_spec(str(written))
+    assert spec.max_num_seqs == 8
+    assert 0 < spec.speed.decode_s(1, 40) < 2
+    assert 0 < spec.speed.prefill_s(0, 40, chunk=512) < 5
+    assert "chosen: 1 aggregated" in shown.out
+
+
+def test_an_engine_that_cannot_be_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", str(tmp_path / "nothing"), "--measure", *LOAD, *PROMISE]) == 2
+    said = capfd.readouterr().err
+    assert "is neither a known name" in said
+    assert "measure: the engine could not be measured; what it said stands above" in said
