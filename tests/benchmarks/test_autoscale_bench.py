@@ -1,0 +1,44 @@
+"""`python -m benchmarks.autoscale`: its parts by name, its traces by folder, coroutines or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.autoscale import __main__ as bench
+from benchmarks.autoscale.options import Options
+from benchmarks.harness import Figure
+
+FIGURE = Figure("a", 1.0, "times", "lower")
+
+
+def test_parts_keep_their_order_and_unknown_ones_are_named() -> None:
+    assert bench.parts_of("") == list(bench.PARTS)
+    assert bench.parts_of("speed,simulated") == ["simulated", "speed"]
+    with pytest.raises(ValueError, match="only: there is no part 'nothing'; there are simulated"):
+        bench.parts_of("speed,nothing")
+
+
+def test_a_folder_of_traces_has_to_be_there(tmp_path: Path) -> None:
+    assert bench.traces_of("") is None
+    assert bench.traces_of(str(tmp_path)) == tmp_path
+    with pytest.raises(ValueError, match="traces: .*nowhere is no folder"):
+        bench.traces_of(str(tmp_path / "nowhere"))
+
+
+def test_parts_are_coroutines_or_not_and_one_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def later(options: Options) -> list[Figure]:
+        return [FIGURE]
+
+    def fails(options: Options) -> list[Figure]:
+        raise RuntimeError("no luck")
+
+    parts = {"now": lambda options: [FIGURE], "later": later, "fails": fails}
+    monkeypatch.setattr(bench.importlib, "import_module", lambda name: SimpleNamespace(figures=parts[name.rpartition(".")[2]]))
+    told: list[str] = []
+    monkeypatch.setattr(bench, "save", lambda part, figures: told.append(part))
+    assert bench.run(["fails", "now", "later"], Options()) == {"fails": "RuntimeError: no luck"}
+    assert told == ["now", "later"]
+    assert bench.run(["now"], Options(quick=True)) == {} and told == ["now", "later"]
