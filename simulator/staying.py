@@ -9,7 +9,7 @@ from router.worker import Dispatched
 from simulator.events import EventQueue
 from simulator.ledger import EPOCH
 from simulator.outlook import Outlook
-from simulator.request import Stay
+from simulator.request import Stay, Trail
 from simulator.sequence import Sequence
 from simulator.settings import MeshSettings
 from simulator.worker import ModelledWorker
@@ -98,7 +98,7 @@ class Staying:
             self._prompt_is_done(stay)
             self._owner.turned_down(stay, stay.refused | {(stay.decode, EPOCH)})
             return
-        stay.sent.arrived_at = self._events.now
+        stay.sent.arrived_at = stay.placed_at = self._events.now
         self._owner.placed(stay)
         if stay.prefill is None:
             self._outlook.sent_prompt(stay.decode, stay.request, self._events.now)
@@ -153,7 +153,7 @@ class Staying:
         if sequence.prefill_only:
             self._computed_elsewhere(stay, sequence, at_s)
         elif not stay.is_over:
-            stay.computed_at = at_s
+            stay.computed_at, stay.compute_s = at_s, sequence.compute_s
             self._events.at(at_s + self._settings.call_s, self._first, stay)
             if not sequence.num_left:
                 self._events.at(at_s + self._settings.call_s, self._finish, stay)
@@ -167,7 +167,7 @@ class Staying:
         if stay.is_over or stay.prompt is not prompt or stay.owned is None:
             self._events.at(at_s, self._let_go, prompt)
             return
-        stay.computed_at = at_s
+        stay.computed_at, stay.compute_s = at_s, prompt.compute_s
         self._events.at(at_s + self._settings.call_s, self._first, stay)
         if request.num_output - request.num_emitted == 1:
             self._events.at(at_s + self._settings.call_s, self._finish, stay)
@@ -217,6 +217,7 @@ class Staying:
             return
         now = self._events.now
         stay.request.last_at = now
+        stay.request.trail = Trail(stay.decided_at, stay.placed_at, stay.computed_at, stay.compute_s, stay.after_s)
         self._end(stay)
         self._outlook.released(stay.decode, stay.sent, now)
         if stay.prompt is not None and not stay.is_running and stay.owned is not None:  # one token: the hand-off is called off

@@ -153,6 +153,7 @@ class ModelledWorker:
         done = self._advance(course.num_steps) if self.rows.members else []
         for sequence, num_tokens in course.pieces:
             sequence.num_computed += num_tokens
+            sequence.compute_s += now - course.began_s
             if sequence.num_computed == sequence.num_tokens:
                 self._computed(sequence, now)
         for sequence in done:
