@@ -24,8 +24,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "compute_s", "end_step", "entry_step", "goal_s", "hashes", "num_blocks", "num_cached", "num_computed", "num_left", "num_tokens",
-        "pace_key", "prefill_only", "shared", "tag", "turn", "was_preempted", "watcher", "where",
+        "compute_s", "end_step", "entry_step", "goal_s", "hashes", "num_blocks", "num_cached", "num_computed", "num_left",
+        "num_tokens", "pace_key", "prefill_only", "shared", "tag", "turn", "was_preempted", "watcher", "where",
     )  # fmt: skip
 
     def __init__(

@@ -46,6 +46,7 @@ class Staying:
 
     def __init__(self, events: EventQueue, settings: MeshSettings, outlook: Outlook, floor: Floor, owner: Owner) -> None:
         self._events, self._settings, self._outlook, self._floor, self._owner = events, settings, outlook, floor, owner
+        self._token_s = settings.call_s if settings.token_s is None else settings.token_s
         self._stays: dict[Stay, None] = {}
 
     def begin(self, stay: Stay) -> None:
@@ -154,13 +155,13 @@ class Staying:
             self._computed_elsewhere(stay, sequence, at_s)
         elif not stay.is_over:
             stay.computed_at, stay.compute_s = at_s, sequence.compute_s
-            self._events.at(at_s + self._settings.call_s, self._first, stay)
+            self._events.at(at_s + self._token_s, self._first, stay)
             if not sequence.num_left:
-                self._events.at(at_s + self._settings.call_s, self._finish, stay)
+                self._events.at(at_s + self._token_s, self._finish, stay)
 
     def on_end(self, sequence: Sequence, at_s: float) -> None:
         """As `Watcher` says."""
-        self._events.at(at_s + self._settings.call_s, self._finish, _stay_of(sequence))
+        self._events.at(at_s + self._token_s, self._finish, _stay_of(sequence))
 
     def _computed_elsewhere(self, stay: Stay, prompt: Sequence, at_s: float) -> None:
         request = stay.request
@@ -168,9 +169,9 @@ class Staying:
             self._events.at(at_s, self._let_go, prompt)
             return
         stay.computed_at, stay.compute_s = at_s, prompt.compute_s
-        self._events.at(at_s + self._settings.call_s, self._first, stay)
+        self._events.at(at_s + self._token_s, self._first, stay)
         if request.num_output - request.num_emitted == 1:
-            self._events.at(at_s + self._settings.call_s, self._finish, stay)
+            self._events.at(at_s + self._token_s, self._finish, stay)
             return
         self._events.at(at_s + self._exposed_s(stay.owned, prompt, stay), self._commit, stay, prompt)
 

@@ -1,6 +1,6 @@
 """The simulator against a real mesh: the same requests at the same times, TTFT and TPOT side by side.
 
-Real processes on this machine's cores, the routers, the load and Redis beside the engines. First some requests that calibrate what the
+Real processes on this machine's cores, router, load and Redis beside the engines. First some requests that calibrate what the
 simulator cannot know (`fidelity_calibration.py`); then a slice of the trace, twice: how far apart two equal runs are is as near
 as any simulation can be expected to come. Workers are simulated as they reported themselves to be. Observations are kept:
 `python -m benchmarks.autoscale.fidelity` simulates them again, and shows where the time went.
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.autoscale import fidelity_real
+from benchmarks.autoscale.fidelity_calibration import Calibration, calibrated
 from benchmarks.autoscale.fidelity_runs import Run, arrivals_of
 from benchmarks.autoscale.fidelity_sim import objective, simulated
 from benchmarks.autoscale.fidelity_table import QUANTITIES, apart, lines, value
@@ -29,11 +30,14 @@ SHAPES = (SEPARATED, MESH)
 LOAD = 0.6
 """Of the capacity."""
 CONCURRENCY = 8
-CALIBRATION_S, COUNTED_S, WARMUP_S = 30.0, 60.0, 8.0
-STARTS = (2000, 8000)
-"""Rows of the trace: of the calibration, and of what is compared."""
+WARMUP_S = 8.0
+CALIBRATION_ROW, ROW = 2000, 8000
+"""Of the trace, from which on is asked."""
+LOADED, COMPARED = "loaded", ("first", "second")
+RUNS = ((LOADED, CALIBRATION_ROW, 30.0), (COMPARED[0], ROW, 60.0), (COMPARED[1], ROW, 60.0))
+"""Name, row, and seconds that count."""
+ALONE = ("local", "remote")
 SEEDS = range(8)
-RUNS = ("first", "second")
 
 
 async def observe(shape: Shape, options: Options, kept: Kept) -> None:
@@ -41,38 +45,49 @@ async def observe(shape: Shape, options: Options, kept: Kept) -> None:
     async with fidelity_real.started(shape, options) as system:
         rate = LOAD * await _capacity(system, options)
         say(f"{shape.name}: {rate:.3g} requests/s")
-        kept.put(f"{shape.key}-alone", (await fidelity_real.run(system, _alone(), 0.0, 700, options)).to_keep())
-        for number, name in enumerate(("calibration", *RUNS), 1):
-            seconds = options.pick(CALIBRATION_S if name == "calibration" else COUNTED_S, 4.0) + options.pick(WARMUP_S, 1.0)
-            arrivals = arrivals_of(options.traces, STARTS[number > 1], rate, seconds, STARTS[number > 1])
-            run = await fidelity_real.run(system, arrivals, options.pick(WARMUP_S, 1.0), 700 + number, options)
+        for seed, mode in enumerate(ALONE, 697):
+            run = await fidelity_real.run(system, _alone(), 0.0, seed, options, mode)
+            kept.put(f"{shape.key}-{mode}", run.to_keep())
+        for seed, (name, start, counted_s) in enumerate(RUNS, 701):
+            warmup_s = options.pick(WARMUP_S, 1.0)
+            arrivals = arrivals_of(options.traces, start, rate, options.pick(counted_s, 6.0) + warmup_s, seed=start)
+            run = await fidelity_real.run(system, arrivals, warmup_s, seed, options)
             kept.put(f"{shape.key}-{name}", run.to_keep())
 
 
 def _alone() -> list[Arrival]:
     """Nobody meets another."""
-    return [Arrival(1.5 * number, num_input, 40) for number, num_input in enumerate((16, 64, 64, 128, 64, 16, 128, 64))]
+    return [Arrival(1.0 * number, num_input, 24) for number, num_input in enumerate((16, 64, 48, 96, 64))]
 
 
 async def _capacity(system: Running, options: Options) -> float:
     """Requests a second that keep it busy, once it is warm."""
-    some = arrivals_of(options.traces, STARTS[0], 1.0, 64.0, STARTS[0])
+    some = arrivals_of(options.traces, CALIBRATION_ROW, 1.0, 64.0, CALIBRATION_ROW)
     lengths = [(one.num_input, one.num_output) for one in some]
     await fidelity_real.capacity(system, lengths, CONCURRENCY, options.pick(5.0, 2.0), seed=698)
     return await fidelity_real.capacity(system, lengths, CONCURRENCY, options.pick(9.0, 2.0), seed=699)
 
 
-def settings() -> MeshSettings:
-    """As the real mesh's."""
+def settings(measured: Calibration) -> MeshSettings:
+    """As the real mesh's. Clients ask for as many tokens as they get."""
     return MeshSettings(
-        admission=AdmissionSettings(), objective=objective(fidelity_real.TTFT_MS, fidelity_real.TPOT_MS), max_tokens=1
+        admission=AdmissionSettings(),
+        objective=objective(fidelity_real.TTFT_MS, fidelity_real.TPOT_MS),
+        max_tokens=1,
+        router_s=measured.router_s,
+        call_s=measured.call_s,
+        token_s=measured.token_s,
+        handoff=measured.handoff,
     )
 
 
 def compared(shape: Shape, kept: Kept) -> list[Figure]:
     """Of one mesh's kept runs."""
-    real = [Run.of(kept.get(f"{shape.key}-{name}")) for name in RUNS]
-    ours = [one for run in real for one in simulated(run, settings(), SEEDS)]
+    runs = {name: Run.of(kept.get(f"{shape.key}-{name}")) for name in (*ALONE, LOADED, *COMPARED)}
+    measured = calibrated(*(runs[name] for name in (*ALONE, LOADED)))
+    real = [runs[name] for name in COMPARED]
+    ours = [one for run in real for one in simulated(run, settings(measured), measured, SEEDS)]
+    say(f"{shape.name}: {measured}")
     say("\n".join([f"{shape.name}:", *lines(real, ours)]))
     listed = []
     for what in QUANTITIES:

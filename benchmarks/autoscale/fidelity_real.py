@@ -93,7 +93,8 @@ async def started(shape: Shape, options: Options) -> AsyncIterator[Running]:
     folder = options.folder / "fidelity"
     objectives = _objectives(folder)
     shaped = replace(shape, router_args=("--objectives", str(objectives), *shape.router_args))
-    config = replace(shaped.config(router_options.Options(options.model, options.quick)), adjust=lambda plan: _logged(plan, folder))
+    config = shaped.config(router_options.Options(options.model, options.quick))
+    config = replace(config, adjust=lambda plan: _logged(plan, folder))
     say(f"{shape.name}: starting")
     async with LocalMesh(config, on_event=say) as mesh, asking(mesh) as target:
         yield Running(shaped, mesh, target)
@@ -136,12 +137,14 @@ async def capacity(system: Running, lengths: Sequence[tuple[int, int]], concurre
     return sum(counts) / (time.monotonic() - began_s)
 
 
-async def run(system: Running, arrivals: Sequence[Arrival], warmup_s: float, seed: int, options: Options) -> Run:
-    """Asks them, an open loop, and waits for all. `seed`: of the prompts' contents, which no run may share with another."""
-    target = GrpcTarget(",".join(system.mesh.router_addresses), GrpcSettings(send_objectives=False))
+async def run(system: Running, arrivals: Sequence[Arrival], warmup_s: float, seed: int, options: Options, mode: str = "") -> Run:
+    """Asks them, an open loop, and waits for all. `seed`: of the prompts' contents, which no run may share with another. `mode`:
+    forced on every request; empty: the policy chooses."""
+    target = GrpcTarget(",".join(system.mesh.router_addresses), GrpcSettings(send_objectives=False, mode=mode))
+    asking_for = RunSettings(request_id_prefix=f"run-{seed}", seed=seed)
     looking = asyncio.create_task(_look(system.mesh.router_address, warmup_s, arrivals[-1].at_s))
     try:
-        log = await Runner(target, RunSettings(request_id_prefix=f"run-{seed}", seed=seed)).run(map(_session, enumerate(arrivals)))
+        log = await Runner(target, asking_for).run(map(_session, enumerate(arrivals)))
         seen = _run(arrivals, log.records, warmup_s, await looking)
         return replace(seen, workers=[_with_steps(worker, log.started_at, warmup_s, options) for worker in seen.workers])
     finally:

@@ -11,7 +11,7 @@ from typing import Any
 from planning.latency_model import LatencyModel
 from simulator import shaping
 from simulator.traces import Arrival, log_normal, poisson, read_azure
-from simulator.worker_spec import PRICES, WorkerSpec
+from simulator.worker_spec import KNOWN_STEPS, PRICES, WorkerSpec
 
 TRACE = "AzureLLMInferenceTrace_conv.csv"
 INPUT_SCALE, OUTPUT_SCALE = 0.05, 0.25
@@ -50,7 +50,7 @@ class Passage:
 @dataclass(frozen=True)
 class SeenWorker:
     """A worker: its roles and sizes, and each latency model that it reported while requests were counted, as the five prices of
-    `PRICES` and the errors with and without prompts."""
+    `PRICES`, the errors with and without prompts and the steps it was fitted to. `steps`: see `logged_worker.py`."""
 
     name: str
     prefill: bool
@@ -59,16 +59,18 @@ class SeenWorker:
     models: Sequence[Sequence[float]]
     steps: Sequence[Sequence[float]] = ()
 
-    def spec(self) -> WorkerSpec:
-        """As the simulator takes it: as fast as it said on average. Contents of prompts are never repeated: nothing is cached."""
+    def spec(self, **habits: float) -> WorkerSpec:
+        """As the simulator takes it: as fast as it said on average. Contents of prompts are never repeated: nothing is cached.
+        `habits`: what workers do not tell."""
         prices = [sum(column) / len(self.models) for column in zip(*self.models, strict=True)][: len(PRICES)]
-        return WorkerSpec(LatencyModel(*prices, num_steps=1_000_000), **self.sizes, prefix_tokens=0)
+        given: dict[str, Any] = {**self.sizes, **habits}
+        return WorkerSpec(LatencyModel(*prices, num_steps=KNOWN_STEPS), **given, prefix_tokens=0)
 
 
 @dataclass(frozen=True)
 class Run:
-    """`arrivals`: everything that was asked (seconds, input, output tokens). Those from `from_s` on count: they are in `passages`,
-    or were refused. What came before warmed up routers and workers."""
+    """`arrivals`: everything that was asked (seconds, input, output tokens). Those from `from_s` on count: they are in
+    `passages`, or were refused. What came before warmed up routers and workers."""
 
     arrivals: Sequence[tuple[float, int, int]]
     from_s: float

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from benchmarks.autoscale.fidelity_calibration import Calibration
 from benchmarks.autoscale.fidelity_runs import Passage, Run
 from router.objectives import ModelObjective
 from simulator.ledger import MODEL
@@ -37,9 +38,9 @@ class Audience:
             self.passages.append(_passage(request, self.router_s))
 
 
-def simulated(run: Run, settings: MeshSettings, seeds: Sequence[int]) -> list[Run]:
+def simulated(run: Run, settings: MeshSettings, measured: Calibration, seeds: Iterable[int]) -> list[Run]:
     """The run's arrivals on its workers, as they said they were; once for each seed, which draws what is left to chance."""
-    return [_simulated(run, settings, seed) for seed in seeds]
+    return [_simulated(run, settings, measured, seed) for seed in seeds]
 
 
 def objective(ttft_ms: int, tpot_ms: int) -> ModelObjective:
@@ -47,11 +48,12 @@ def objective(ttft_ms: int, tpot_ms: int) -> ModelObjective:
     return ModelObjective(MODEL, ttft_ms, tpot_ms, 0.99)
 
 
-def _simulated(run: Run, settings: MeshSettings, seed: int) -> Run:
+def _simulated(run: Run, settings: MeshSettings, measured: Calibration, seed: int) -> Run:
     audience = Audience(run.from_s, settings.router_s)
     mesh = Mesh(settings, audience, prefix_tokens=0, seed=seed)
     for worker in run.workers:
-        mesh.add_worker(worker.spec(), prefill=worker.prefill, decode=worker.decode, name=worker.name)
+        spec = worker.spec(between_s=measured.between_s, noise=measured.noise, noise_lasts_s=measured.noise_lasts_s)
+        mesh.add_worker(spec, prefill=worker.prefill, decode=worker.decode, name=worker.name)
     mesh.run(Arrival(*one) for one in run.arrivals)
     return Run(run.arrivals, run.from_s, audience.passages, audience.num_refused)
 

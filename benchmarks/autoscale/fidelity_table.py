@@ -56,7 +56,8 @@ def lines(real: Sequence[Run], simulated: Sequence[Run]) -> list[str]:
 
 def _three(runs: Sequence[Run], part: str) -> str:
     values = sorted(one.parts.get(part, 0.0) for one in _passages(runs))
-    return "".join(f"{1e3 * number:9.2f}" for number in (sum(values) / len(values), quantile(values, 0.5), quantile(values, 0.99)))
+    three = (sum(values) / len(values), quantile(values, 0.5), quantile(values, 0.99))
+    return "".join(f"{1e3 * seconds:9.2f}" for seconds in three)
 
 
 def _local(runs: Sequence[Run]) -> float:

@@ -1,4 +1,4 @@
-"""A worker that also writes down what its steps took: `python -m benchmarks.autoscale.logged_worker FILE ARGUMENTS OF THE WORKER`.
+"""A worker that also writes down what its steps took: `python -m benchmarks.autoscale.logged_worker FILE ARGUMENTS OF A WORKER`.
 
 A line for each step: when it began and ended (monotonic seconds), then the four counts of its work. Steps reach the event loop
 after the engine has gone on: writing them makes none of them longer.
