@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from simulator.course import Course, StepTimes, prompts_s
 from simulator.events import EventQueue
-from simulator.figures import Counters
+from simulator.figures import Census, Counters, census_of
 from simulator.kv_room import KvRoom
 from simulator.paces import Paces
 from simulator.rows import Rows
@@ -45,6 +45,7 @@ class ModelledWorker:
         self.num_to_prefill = 0
         self.goals: dict[float, int] = {}
         self.course: Course | None = None
+        self.before: Census | None = None  # what it held when it was last asked for something, before its present steps
         self._times = StepTimes(spec.between_s, spec.noise, spec.noise_lasts_s, f"{seed}/{name}")
         self._events = events
         self._commands: list[Command] = []
@@ -124,6 +125,7 @@ class ModelledWorker:
     def _begin(self, now: float) -> None:
         """Run what was asked, then plan the next step, or steps."""
         self.num_changes += 1
+        self.before = census_of(self) if self._commands else None
         while self._commands:
             commands, self._commands = self._commands, []
             for command in commands:

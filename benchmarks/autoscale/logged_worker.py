@@ -16,21 +16,15 @@ from worker.latency import StepWatch
 from worker.main import main
 
 Step = tuple[float, ...]
-FLUSH_STEPS = 50
 
 
 def logged(on_step: Callable[[StepWatch, StepResult], None], into: TextIO) -> Callable[[StepWatch, StepResult], None]:
     """`on_step` of a StepWatch, with a line for each step."""
-    num_steps = 0
 
     def on_logged(watch: StepWatch, result: StepResult) -> None:
-        nonlocal num_steps
         on_step(watch, result)
         work = " ".join(map(str, result.work))
         into.write(f"{result.started_ns / 1e9:.6f} {result.ended_ns / 1e9:.6f} {work}\n")
-        num_steps += 1
-        if num_steps % FLUSH_STEPS == 0:
-            into.flush()
 
     return on_logged
 
@@ -42,6 +36,6 @@ def read_steps(path: Path, from_s: float, until_s: float) -> list[Step]:
 
 
 if __name__ == "__main__":
-    with Path(sys.argv.pop(1)).open("w") as _file:
+    with Path(sys.argv.pop(1)).open("w", buffering=1) as _file:
         setattr(StepWatch, "on_step", logged(StepWatch.on_step, _file))  # noqa: B010  mypy knows no method that changes
         main()
