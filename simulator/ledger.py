@@ -67,7 +67,7 @@ class Ledger:
             identity=IDENTITY,
             layout=self._layout,
             transports=TRANSPORTS,
-            host_id=self.name,
+            host_id=spec.host or self.name,
             block_size=spec.block_size,
             max_context=spec.max_context,
             max_num_seqs=spec.max_num_seqs,

@@ -34,7 +34,8 @@ class WorkerSpec:
     hold only so much of prompts as rows with a TPOT objective can spare. `prefix_tokens`: what a hash of the arrivals stands
     for, 0: no prefix is remembered. `between_s` pass between one step and the next, which the worker does not count as any
     step's. `noise`: how much single steps vary, as the standard deviation of the logarithm; what makes them lasts for
-    `noise_lasts_s` (simulator/course.py)."""
+    `noise_lasts_s` (simulator/course.py). `host`: what routers learn of one worker, they expect of the others there; empty: each
+    has a machine of its own."""
 
     speed: LatencyModel
     max_num_batched_tokens: int = 512
@@ -48,6 +49,7 @@ class WorkerSpec:
     between_s: float = 0.0
     noise: float = 0.0
     noise_lasts_s: float = 0.2
+    host: str = ""
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "num_blocks", "block_size", "max_context"):
@@ -82,7 +84,7 @@ def spec_of(table: object) -> WorkerSpec:
     """From what stands in such a file. Raises ValueError naming the field."""
     if not isinstance(table, dict):
         raise ValueError("holds no table of numbers; see simulator/worker_spec.py for an example")
-    sizes = {field.name for field in dataclasses.fields(WorkerSpec)} - {"speed", *HABITS}
+    sizes = {field.name for field in dataclasses.fields(WorkerSpec)} - {"speed", "host", *HABITS}
     unknown = sorted(set(table) - sizes - {*PRICES, *HABITS})
     if unknown:
         raise ValueError(f"{unknown[0]}: unknown field; known are {', '.join([*PRICES, *HABITS, *sorted(sizes)])}")

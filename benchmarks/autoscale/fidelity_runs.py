@@ -64,7 +64,7 @@ class SeenWorker:
         `habits`: what workers do not tell."""
         prices = [sum(column) / len(self.models) for column in zip(*self.models, strict=True)][: len(PRICES)]
         given: dict[str, Any] = {**self.sizes, **habits}
-        return WorkerSpec(LatencyModel(*prices, num_steps=KNOWN_STEPS), **given, prefix_tokens=0)
+        return WorkerSpec(LatencyModel(*prices, num_steps=KNOWN_STEPS), **given, prefix_tokens=0, host="this machine")
 
 
 @dataclass(frozen=True)
