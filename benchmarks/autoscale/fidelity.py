@@ -3,7 +3,7 @@
 Real processes on this machine's cores, router, load and Redis beside the engines. First some requests that calibrate what the
 simulator cannot know (`fidelity_calibration.py`); then a slice of the trace, twice: how far apart two equal runs are is as near
 as any simulation can be expected to come. Workers are simulated as they reported themselves to be. Observations are kept:
-`python -m benchmarks.autoscale.fidelity` simulates them again, and shows where the time went.
+`python -m benchmarks.autoscale.fidelity [separated] [mesh]` simulates them again, and shows where the time went.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.autoscale import fidelity_real
 from benchmarks.autoscale.fidelity_calibration import Calibration, calibrated
-from benchmarks.autoscale.fidelity_runs import Run, arrivals_of
+from benchmarks.autoscale.fidelity_runs import INPUT_SCALE, OUTPUT_SCALE, Run, arrivals_of
 from benchmarks.autoscale.fidelity_sim import objective, simulated
 from benchmarks.autoscale.fidelity_table import QUANTITIES, apart, lines, value
 from benchmarks.autoscale.options import Options
@@ -83,7 +83,7 @@ def settings(measured: Calibration) -> MeshSettings:
 
 def compared(shape: Shape, kept: Kept) -> list[Figure]:
     """Of one mesh's kept runs."""
-    runs = {name: Run.of(kept.get(f"{shape.key}-{name}")) for name in (*ALONE, LOADED, *COMPARED)}
+    runs = {name: _kept(shape, name, kept) for name in (*ALONE, LOADED, *COMPARED)}
     measured = calibrated(*(runs[name] for name in (*ALONE, LOADED)))
     real = [runs[name] for name in COMPARED]
     ours = [one for run in real for one in simulated(run, settings(measured), measured, SEEDS)]
@@ -101,22 +101,39 @@ def compared(shape: Shape, kept: Kept) -> list[Figure]:
     return listed
 
 
+def _kept(shape: Shape, name: str, kept: Kept) -> Run:
+    """Raises ValueError for one that is not there."""
+    found = kept.get(f"{shape.key}-{name}")
+    if found is None:
+        raise ValueError(f"{shape.name}: the {name} run was not observed; name {shape.key} on the command line")
+    return Run.of(found)
+
+
 async def figures(options: Options) -> list[Figure]:
-    """Of all meshes."""
+    """Of all meshes. What was observed before an interruption, or by `main`, is not observed again."""
     kept = Kept(options.folder / "fidelity")
+    if options.quick:
+        kept.forget()
     for shape in SHAPES:
-        await observe(shape, options, kept)
-    return [figure for shape in SHAPES for figure in compared(shape, kept)]
+        if kept.get(f"{shape.key}-{COMPARED[-1]}") is None:
+            await observe(shape, options, kept)
+        else:
+            say(f"{shape.name}: as it was observed before")
+    listed = [figure for shape in SHAPES for figure in compared(shape, kept)]
+    kept.forget()
+    return [*listed, Figure("lengths of the trace: prompts, outputs", f"x {INPUT_SCALE:g}, x {OUTPUT_SCALE:g}", "scale", "lower")]
 
 
 def main() -> None:
-    """Shows what is kept, after observing the meshes that are named."""
-    options = Options(traces=Path(folder) if (folder := os.environ.get("PDMESH_TRACES")) else None)
+    """Observes the meshes that are named, and shows where the time went in all that are kept."""
+    folder = os.environ.get("PDMESH_TRACES")
+    options = Options(traces=Path(folder) if folder else None)
     kept = Kept(options.folder / "fidelity")
     for shape in SHAPES:
         if shape.key in sys.argv[1:]:
             asyncio.run(observe(shape, options, kept))
-        compared(shape, kept)
+        if kept.get(f"{shape.key}-{COMPARED[-1]}") is not None:
+            compared(shape, kept)
 
 
 if __name__ == "__main__":
