@@ -60,7 +60,7 @@ class Dispatched:
         return self.num_reports >= 2 or (self.arrived_at is not None and figures_at > self.arrived_at)
 
     def ended(self, now: float) -> "Dispatched":
-        """What takes it back, from `now` (monotonic seconds) on: a report may still contain it. Prompt tokens are `done` before."""
+        """What takes it back from `now` (monotonic seconds) on; a report may still contain it. Its prompt is `done` by then."""
         return Dispatched(-self.seqs, -self.blocks, decodes=-self.decodes, context=-self.context, arrived_at=now)
 
 
