@@ -203,5 +203,4 @@ def _passage(record: Record) -> Passage:
         tpot_s=record.tpot_s or 0.0,
         is_local="→" not in record.workers,
         parts=parts,
-        times=[round(at_s, 5) for at_s in record.token_times],
     )

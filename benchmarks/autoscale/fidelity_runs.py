@@ -11,7 +11,7 @@ from typing import Any
 from planning.latency_model import LatencyModel
 from simulator import shaping
 from simulator.traces import Arrival, log_normal, poisson, read_azure
-from simulator.worker_spec import KNOWN_STEPS, PRICES, WorkerSpec
+from simulator.worker_spec import KNOWN_STEPS, WorkerSpec
 
 TRACE = "AzureLLMInferenceTrace_conv.csv"
 INPUT_SCALE, OUTPUT_SCALE = 0.05, 0.25
@@ -44,13 +44,12 @@ class Passage:
     tpot_s: float
     is_local: bool
     parts: Mapping[str, float] = field(default_factory=dict)
-    times: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
 class SeenWorker:
-    """A worker: its roles and sizes, and each latency model that it reported while requests were counted, as the five prices of
-    `PRICES`, the errors with and without prompts and the steps it was fitted to. `steps`: see `logged_worker.py`."""
+    """A worker: its roles and sizes, and each latency model that it reported while requests were counted, as the five prices
+    of `simulator.worker_spec.PRICES`, the errors with and without prompts and the steps it was fitted to. `steps`: see `logged_worker.py`."""
 
     name: str
     prefill: bool
@@ -62,9 +61,12 @@ class SeenWorker:
     def spec(self, **habits: float) -> WorkerSpec:
         """As the simulator takes it: as fast as it said on average. Contents of prompts are never repeated: nothing is cached.
         `habits`: what workers do not tell."""
-        prices = [sum(column) / len(self.models) for column in zip(*self.models, strict=True)][: len(PRICES)]
+        fixed_s, token_s, context_s, row_s, row_context_s, *_ = (
+            sum(of) / len(self.models) for of in zip(*self.models, strict=True)
+        )
+        speed = LatencyModel(fixed_s, token_s, context_s, row_s, row_context_s, num_steps=KNOWN_STEPS)
         given: dict[str, Any] = {**self.sizes, **habits}
-        return WorkerSpec(LatencyModel(*prices, num_steps=KNOWN_STEPS), **given, prefix_tokens=0, host="this machine")
+        return WorkerSpec(speed, **given, prefix_tokens=0, host="this machine")
 
 
 @dataclass(frozen=True)
