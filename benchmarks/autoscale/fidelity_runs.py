@@ -48,8 +48,9 @@ class Passage:
 
 @dataclass(frozen=True)
 class SeenWorker:
-    """A worker: its roles and sizes, and each latency model that it reported while requests were counted, as the five prices
-    of `simulator.worker_spec.PRICES`, the errors with and without prompts and the steps it was fitted to. `steps`: see `logged_worker.py`."""
+    """A worker: its roles and sizes, and each latency model that it reported while requests were counted: the five prices of
+    `simulator.worker_spec.PRICES`, the errors with and without prompts, and the steps it was fitted to. `steps`: see
+    `logged_worker.py`."""
 
     name: str
     prefill: bool
