@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import grpc.aio
@@ -58,6 +58,22 @@ class Dispatched:
         does: the first may have left before."""
         self.num_reports += 1
         return self.num_reports >= 2 or (self.arrived_at is not None and figures_at > self.arrived_at)
+
+    def ended(self, now: float) -> "Dispatched":
+        """What takes it back from `now` (monotonic seconds) on; a report may still contain it. Its prompt is `done` by then."""
+        return Dispatched(-self.seqs, -self.blocks, decodes=-self.decodes, context=-self.context, arrived_at=now)
+
+
+def counted(dispatched: Iterable[Dispatched]) -> worker_views.Counted:
+    """All of it together."""
+    seqs = blocks = tokens = decodes = context = 0
+    for sent in dispatched:
+        seqs += sent.seqs
+        blocks += sent.blocks
+        tokens += sent.tokens
+        decodes += sent.decodes
+        context += sent.context
+    return worker_views.Counted(seqs, blocks, tokens, decodes, context)
 
 
 def _nothing(*_: object) -> None:
@@ -155,7 +171,7 @@ class Worker:
 
     def released(self, sent: Dispatched, now: float) -> None:
         """What was sent has come to its end here, at `now` (monotonic seconds): a report may still contain it."""
-        self.dispatched(Dispatched(-sent.seqs, -sent.blocks, decodes=-sent.decodes, context=-sent.context, arrived_at=now))
+        self.dispatched(sent.ended(now))
 
     def done(self, sent: Dispatched) -> None:
         """The worker has no more work with what was sent, as its answer says; idempotent."""
@@ -176,8 +192,7 @@ class Worker:
     def _counted(self) -> worker_views.Counted:
         if not self._dispatched and not self._foreign:
             return worker_views.NOTHING
-        sums = [(sent.seqs, sent.blocks, sent.tokens, sent.decodes, sent.context) for sent in (*self._dispatched, *self._foreign)]
-        return worker_views.Counted(*map(sum, zip(*sums, strict=True)))
+        return counted((*self._dispatched, *self._foreign))
 
     def _confirm(self, contained: list[Dispatched], figures_at: float) -> None:
         for sent in contained:

@@ -1,10 +1,14 @@
 """The steps that a modelled worker has under way: one, or many of which each only takes a little longer than the last. Pure."""
 
 import math
+import random
 from dataclasses import dataclass, field
 
 from planning.latency_model import LatencyModel, prefill_context
 from simulator.sequence import Sequence
+
+SHORT = 1e-3
+"""Below that, the formula loses its digits, and its value is 1."""
 
 
 @dataclass(slots=True)
@@ -32,6 +36,33 @@ class Course:
         while num_steps and self.lasts_s(num_steps) > gone_s:
             num_steps -= 1
         return num_steps
+
+
+class StepTimes:
+    """What steps take beyond their work: `between_s` until the next one begins, and what else the machine does, which makes steps
+    longer or shorter and lasts for a while.
+
+    Factors are log-normal around a mean of 1; `noise` is the standard deviation of one step's logarithm. Disturbances of
+    `lasts_s` (the time constant of an Ornstein-Uhlenbeck process) outlast a step and not a thousand, so what many steps take
+    together varies less: 2/x · (1 - (1 - e^-x)/x) of the variance is left, x = time / lasts_s.
+    """
+
+    def __init__(self, between_s: float, noise: float, lasts_s: float, seed: str) -> None:
+        self._between_s, self._noise, self._lasts_s = between_s, noise, lasts_s
+        self._rng = random.Random(seed)
+
+    def apply(self, course: Course) -> None:
+        """To all of its steps alike."""
+        if self._noise:
+            factor = self._factor(course.lasts_s(course.num_steps) / self._lasts_s)
+            course.first_s *= factor
+            course.more_s *= factor
+        course.first_s += self._between_s
+
+    def _factor(self, x: float) -> float:
+        left = 2 / x * (1 - (1 - math.exp(-x)) / x) if x > SHORT else 1.0
+        spread = self._noise * math.sqrt(left)
+        return math.exp(self._rng.gauss(-spread * spread / 2, spread))
 
 
 def prompts_s(speed: LatencyModel, pieces: list[tuple[Sequence, int]]) -> float:

@@ -21,6 +21,19 @@ class Counters:
     num_preemptions: int = 0
 
 
+class Census(NamedTuple):
+    """What a worker holds at one moment."""
+
+    num_decoding: int
+    num_prefilling: int
+    num_waiting: int
+    num_reserved: int
+    num_held: int
+    num_free_blocks: int
+    num_waiting_tokens: int
+    decode_context: int
+
+
 class Figures(NamedTuple):
     """As of `taken_at` (simulated seconds), the end of its latest step. Those that count tokens, steps and preemptions do so
     from its start on; the rest is as `protos/v1/worker.proto` says of the same names."""
@@ -48,34 +61,50 @@ class Figures(NamedTuple):
     draining: bool = False
 
 
+def census_of(worker: ModelledWorker) -> Census:
+    """As it is."""
+    num_waiting, rows = len(worker.waiting), worker.rows
+    return Census(
+        len(rows.members),
+        len(worker.prompts) + num_waiting,
+        num_waiting,
+        len(worker.reserved),
+        len(worker.held),
+        worker.room.num_free,
+        worker.num_to_prefill,
+        rows.context,
+    )
+
+
 def figures_of(
     worker: ModelledWorker, now: float, *, prefill: bool = False, decode: bool = False, draining: bool = False
 ) -> Figures:
-    """Steps that have ended by `now` count, what has come since the last of them does not."""
+    """Steps that have ended by `now` count, what has come since the last of them does not: the engine counts at the end of a
+    step, then hears what it is asked. So nobody is told of a prompt before the end of the first step that holds some of it."""
     course, rows, counters = worker.course, worker.rows, worker.counters
     num_steps = 0 if course is None or course.pieces else course.steps_by(now)
     taken_at = now if course is None else course.began_s + course.lasts_s(num_steps)
-    num_rows, num_prompts, num_waiting = len(rows.members), len(worker.prompts), len(worker.waiting)
-    decode_context = rows.context + num_steps * num_rows
+    census = worker.before if course is not None and not num_steps and worker.before is not None else census_of(worker)
+    decode_context = census.decode_context + num_steps * census.num_decoding
     grown = rows.growth(num_steps) - rows.next_growth if num_steps > 1 else 0
     pace_s, slack_s = _pace(worker, decode_context, num_steps, taken_at)
     return Figures(
         taken_at,
-        num_rows + num_prompts,
-        num_waiting,
-        len(worker.reserved),
-        len(worker.held),
-        worker.room.num_free - grown,
+        census.num_decoding + census.num_prefilling - census.num_waiting,
+        census.num_waiting,
+        census.num_reserved,
+        census.num_held,
+        census.num_free_blocks - grown,
         worker.spec.num_blocks,
-        worker.num_to_prefill,
-        num_prompts + num_waiting,
-        num_rows,
+        census.num_waiting_tokens,
+        census.num_prefilling,
+        census.num_decoding,
         decode_context,
         pace_s,
         slack_s,
         counters.num_steps + num_steps,
         counters.num_prefilled,
-        counters.num_generated + num_steps * num_rows,
+        counters.num_generated + num_steps * census.num_decoding,
         worker.room.num_hit_tokens,
         counters.num_preemptions,
         prefill,

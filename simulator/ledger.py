@@ -4,8 +4,8 @@ from functools import lru_cache
 
 from kvtransfer.layouts import Layout
 from router.views import WorkerKey, WorkerView
-from router.worker import Dispatched
-from router.worker_views import NOTHING, Counted
+from router.worker import Dispatched, counted
+from router.worker_views import NOTHING
 from simulator.figures import Figures
 from simulator.worker_spec import WorkerSpec
 
@@ -31,7 +31,7 @@ class Ledger:
 
     def released(self, sent: Dispatched, now: float) -> None:
         """What was sent has come to its end: a report may still contain it."""
-        self.dispatched(Dispatched(-sent.seqs, -sent.blocks, decodes=-sent.decodes, context=-sent.context, arrived_at=now))
+        self.dispatched(sent.ended(now))
 
     def done(self, sent: Dispatched) -> bool:
         """The worker has no more work with what was sent; False: that was known."""
@@ -56,7 +56,7 @@ class Ledger:
         figures, spec = self.figures, self.spec
         if figures is None or figures.draining:
             return None
-        sent = self._counted()
+        sent = counted(self._dispatched) if self._dispatched else NOTHING
         return WorkerView(
             worker_id=self.name,
             address=self.name,
@@ -67,7 +67,7 @@ class Ledger:
             identity=IDENTITY,
             layout=self._layout,
             transports=TRANSPORTS,
-            host_id=self.name,
+            host_id=spec.host or self.name,
             block_size=spec.block_size,
             max_context=spec.max_context,
             max_num_seqs=spec.max_num_seqs,
@@ -90,18 +90,6 @@ class Ledger:
             dispatched_decodes=sent.decodes,
             dispatched_context=sent.context,
         )
-
-    def _counted(self) -> Counted:
-        if not self._dispatched:
-            return NOTHING
-        seqs = blocks = tokens = decodes = context = 0
-        for sent in self._dispatched:
-            seqs += sent.seqs
-            blocks += sent.blocks
-            tokens += sent.tokens
-            decodes += sent.decodes
-            context += sent.context
-        return Counted(seqs, blocks, tokens, decodes, context)
 
 
 @lru_cache(maxsize=64)

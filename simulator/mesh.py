@@ -40,7 +40,7 @@ class Mesh:
         """`prefix_tokens`: what a prefix hash of the arrivals stands for, as in the workers' `WorkerSpec`."""
         self.events = EventQueue()
         self._settings, self._audience, self._prefix_tokens = settings, audience, prefix_tokens
-        self._rng = random.Random(seed)
+        self._rng, self._seed = random.Random(seed), seed
         self._pods: dict[str, Pod] = {}
         self._pod_time = PodTime()
         self._routers = [self._router() for _ in range(settings.num_routers)]
@@ -61,7 +61,7 @@ class Mesh:
             raise ValueError(f"name: {name} is taken")
         self._num_pods += 1
         self._largest = max(self._largest, spec.largest)
-        pod = self._pods[name] = Pod(ModelledWorker(name, spec, self.events), prefill, decode)
+        pod = self._pods[name] = Pod(ModelledWorker(name, spec, self.events, self._seed), prefill, decode)
         self._pod_time.come(pool, self.events.now)
         if ready_after_s:
             self.events.after(ready_after_s, self._ready, pod)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from router.applicant import Ticket
 from router.candidates import Placement
@@ -19,6 +20,17 @@ class End(enum.Enum):
     COMPLETED = "completed"
     REFUSED = "refused"
     LOST = "lost"
+
+
+class Trail(NamedTuple):
+    """Where the time of a request went, on the last of its stays: `decided_at` a placement, `placed_at` reserved there,
+    `computed_at` the prompt after steps of `compute_s` in all, `after_s` later decode had it."""
+
+    decided_at: float
+    placed_at: float
+    computed_at: float
+    compute_s: float
+    after_s: float
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +52,7 @@ class Request:
     is_local: bool = True
     reason: str = ""
     waits_since: float | None = None
+    trail: Trail | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -79,7 +92,9 @@ class Stay:
     prompt: Sequence | None = None
     tried: frozenset[WorkerKey] = frozenset()
     entered_at: float = 0.0
+    placed_at: float = 0.0
     computed_at: float = 0.0
+    compute_s: float = 0.0
     after_s: float = 0.0
     has_first: bool = False
     is_running: bool = False

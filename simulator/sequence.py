@@ -24,8 +24,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "end_step", "entry_step", "goal_s", "hashes", "num_blocks", "num_cached", "num_computed", "num_left", "num_tokens",
-        "pace_key", "prefill_only", "shared", "tag", "turn", "was_preempted", "watcher", "where",
+        "compute_s", "end_step", "entry_step", "goal_s", "hashes", "num_blocks", "num_cached", "num_computed", "num_left",
+        "num_tokens", "pace_key", "prefill_only", "shared", "tag", "turn", "was_preempted", "watcher", "where",
     )  # fmt: skip
 
     def __init__(
@@ -45,6 +45,7 @@ class Sequence:
         self.where = ""  # the worker that it is on
         self.turn = 0  # its place in the order of arrival
         self.num_computed = self.num_cached = 0
+        self.compute_s = 0.0  # of steps that held some of its prompt
         self.num_blocks = 0  # of its own
         self.shared: list[int] = []  # prefix blocks that it has pinned
         self.entry_step = 0

@@ -25,11 +25,11 @@ class HandOff:
 
 @dataclass(frozen=True)
 class MeshSettings:
-    """`call_s`: one way between router and worker. Reports come every `report_period_s`, of workers that decode every
-    `decode_report_period_s` (they report on two streams), and arrive `report_delay_s` after they were made. `admission` None:
-    everybody is let in. `objective`: what requests are promised; None: nothing. `max_tokens`: what clients ask for at most, None:
-    as much as the context holds. `router_s`: from a request's arrival to the gate (tokenizing, checks). The rest is as the
-    flags of the router of the same names."""
+    """`call_s`: one way between router and worker; `token_s`: from the end of a step to the client, None: `call_s`. Reports come
+    every `report_period_s`, of workers that decode every `decode_report_period_s` (they report on two streams), and arrive
+    `report_delay_s` after they were made. `admission` None: everybody is let in. `objective`: what requests are promised; None:
+    nothing. `max_tokens`: what clients ask for at most, None: as much as the context holds. `router_s`: from a request's arrival
+    to the gate (tokenizing, checks). The rest is as the flags of the router of the same names."""
 
     num_routers: int = 1
     policy: str = "predict"
@@ -44,6 +44,7 @@ class MeshSettings:
     max_resubmissions: int = 16
     router_s: float = 1e-3
     call_s: float = 5e-4
+    token_s: float | None = None
     report_period_s: float = 0.2
     decode_report_period_s: float = 0.1
     report_delay_s: float = 2e-3
@@ -57,6 +58,7 @@ class MeshSettings:
             _require(getattr(self, name) > 0, name, "must be positive")
         for name in ("router_s", "call_s", "report_delay_s", "loss_notice_s", "local_prefill_tokens", "max_resubmissions"):
             _require(getattr(self, name) >= 0, name, "must not be negative")
+        _require(self.token_s is None or self.token_s >= 0, "token_s", "must not be negative")
         _require(self.handoff.bytes_per_s > 0 and self.handoff.num_parts >= 1, "handoff", "must have a bandwidth and a part")
 
 

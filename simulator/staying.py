@@ -9,7 +9,7 @@ from router.worker import Dispatched
 from simulator.events import EventQueue
 from simulator.ledger import EPOCH
 from simulator.outlook import Outlook
-from simulator.request import Stay
+from simulator.request import Stay, Trail
 from simulator.sequence import Sequence
 from simulator.settings import MeshSettings
 from simulator.worker import ModelledWorker
@@ -46,6 +46,7 @@ class Staying:
 
     def __init__(self, events: EventQueue, settings: MeshSettings, outlook: Outlook, floor: Floor, owner: Owner) -> None:
         self._events, self._settings, self._outlook, self._floor, self._owner = events, settings, outlook, floor, owner
+        self._token_s = settings.call_s if settings.token_s is None else settings.token_s
         self._stays: dict[Stay, None] = {}
 
     def begin(self, stay: Stay) -> None:
@@ -98,7 +99,7 @@ class Staying:
             self._prompt_is_done(stay)
             self._owner.turned_down(stay, stay.refused | {(stay.decode, EPOCH)})
             return
-        stay.sent.arrived_at = self._events.now
+        stay.sent.arrived_at = stay.placed_at = self._events.now
         self._owner.placed(stay)
         if stay.prefill is None:
             self._outlook.sent_prompt(stay.decode, stay.request, self._events.now)
@@ -153,24 +154,24 @@ class Staying:
         if sequence.prefill_only:
             self._computed_elsewhere(stay, sequence, at_s)
         elif not stay.is_over:
-            stay.computed_at = at_s
-            self._events.at(at_s + self._settings.call_s, self._first, stay)
+            stay.computed_at, stay.compute_s = at_s, sequence.compute_s
+            self._events.at(at_s + self._token_s, self._first, stay)
             if not sequence.num_left:
-                self._events.at(at_s + self._settings.call_s, self._finish, stay)
+                self._events.at(at_s + self._token_s, self._finish, stay)
 
     def on_end(self, sequence: Sequence, at_s: float) -> None:
         """As `Watcher` says."""
-        self._events.at(at_s + self._settings.call_s, self._finish, _stay_of(sequence))
+        self._events.at(at_s + self._token_s, self._finish, _stay_of(sequence))
 
     def _computed_elsewhere(self, stay: Stay, prompt: Sequence, at_s: float) -> None:
         request = stay.request
         if stay.is_over or stay.prompt is not prompt or stay.owned is None:
             self._events.at(at_s, self._let_go, prompt)
             return
-        stay.computed_at = at_s
-        self._events.at(at_s + self._settings.call_s, self._first, stay)
+        stay.computed_at, stay.compute_s = at_s, prompt.compute_s
+        self._events.at(at_s + self._token_s, self._first, stay)
         if request.num_output - request.num_emitted == 1:
-            self._events.at(at_s + self._settings.call_s, self._finish, stay)
+            self._events.at(at_s + self._token_s, self._finish, stay)
             return
         self._events.at(at_s + self._exposed_s(stay.owned, prompt, stay), self._commit, stay, prompt)
 
@@ -217,6 +218,7 @@ class Staying:
             return
         now = self._events.now
         stay.request.last_at = now
+        stay.request.trail = Trail(stay.decided_at, stay.placed_at, stay.computed_at, stay.compute_s, stay.after_s)
         self._end(stay)
         self._outlook.released(stay.decode, stay.sent, now)
         if stay.prompt is not None and not stay.is_running and stay.owned is not None:  # one token: the hand-off is called off

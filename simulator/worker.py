@@ -9,10 +9,11 @@ before the next row's end are one event, cut short at the end of its current ste
 
 from bisect import insort
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 
-from simulator.course import Course, prompts_s
+from simulator.course import Course, StepTimes, prompts_s
 from simulator.events import EventQueue
-from simulator.figures import Counters
+from simulator.figures import Census, Counters, census_of
 from simulator.kv_room import KvRoom
 from simulator.paces import Paces
 from simulator.rows import Rows
@@ -23,12 +24,14 @@ BLOCKS_PER_SPARE = 64
 """Of so many blocks one is kept free for growth when something is admitted beside running sequences (engine/scheduler.py)."""
 
 Command = Callable[[float], None]
+_turn: Callable[[Sequence], int] = attrgetter("turn")
 
 
 class ModelledWorker:
-    """`name` is its address. What it is asked comes in as a command: `call` runs it between two steps, as the engine does."""
+    """`name` is its address; `seed` draws the noise of `spec`. What it is asked comes in as a command: `call` runs it between two
+    steps, as the engine does."""
 
-    def __init__(self, name: str, spec: WorkerSpec, events: EventQueue) -> None:
+    def __init__(self, name: str, spec: WorkerSpec, events: EventQueue, seed: int = 0) -> None:
         self.name, self.spec = name, spec
         self.counters = Counters()
         self.is_dead = False
@@ -42,6 +45,8 @@ class ModelledWorker:
         self.num_to_prefill = 0
         self.goals: dict[float, int] = {}
         self.course: Course | None = None
+        self.before: Census | None = None  # what it held when it was last asked for something, before its present steps
+        self._times = StepTimes(spec.between_s, spec.noise, spec.noise_lasts_s, f"{seed}/{name}")
         self._events = events
         self._commands: list[Command] = []
         self._version = 0
@@ -70,8 +75,7 @@ class ModelledWorker:
     @property
     def is_empty(self) -> bool:
         """Nobody has anything here, or has asked for anything."""
-        holds = self.rows.members or self.prompts or self.waiting or self.reserved or self.held
-        return not (holds or self._commands)
+        return not (self.rows.members or self.prompts or self.waiting or self.reserved or self.held or self._commands)
 
     # Commands: only to be run by `call`
 
@@ -121,6 +125,7 @@ class ModelledWorker:
     def _begin(self, now: float) -> None:
         """Run what was asked, then plan the next step, or steps."""
         self.num_changes += 1
+        self.before = census_of(self) if self._commands else None
         while self._commands:
             commands, self._commands = self._commands, []
             for command in commands:
@@ -128,6 +133,7 @@ class ModelledWorker:
         if self.rows.members or self.prompts or self.waiting:
             self.course = self._plan(now)
             if self.course is not None:
+                self._times.apply(self.course)
                 self._arm(now + self.course.lasts_s(self.course.num_steps))
 
     def _arm(self, end_s: float) -> None:
@@ -153,6 +159,7 @@ class ModelledWorker:
         done = self._advance(course.num_steps) if self.rows.members else []
         for sequence, num_tokens in course.pieces:
             sequence.num_computed += num_tokens
+            sequence.compute_s += now - course.began_s
             if sequence.num_computed == sequence.num_tokens:
                 self._computed(sequence, now)
         for sequence in done:
@@ -292,7 +299,3 @@ class ModelledWorker:
         self.goals[sequence.goal_s] -= 1
         if not self.goals[sequence.goal_s]:
             del self.goals[sequence.goal_s]
-
-
-def _turn(sequence: Sequence) -> int:
-    return sequence.turn

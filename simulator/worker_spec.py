@@ -18,6 +18,8 @@ from typing import Any
 from planning.latency_model import LatencyModel
 
 PRICES = ("fixed_s", "per_prefill_token_s", "per_prefill_context_s", "per_sequence_s", "per_context_token_s")
+HABITS = ("between_s", "noise", "noise_lasts_s")
+"""What workers do not tell, and a step log does."""
 KNOWN_STEPS = 1_000_000
 """A modelled worker knows its speed as if it had measured it for long."""
 
@@ -30,7 +32,10 @@ class SpecError(ValueError):
 class WorkerSpec:
     """`speed` is what steps take, and what the worker says they do. Sizes are those of the engine's flags; `keeps_pace`: steps
     hold only so much of prompts as rows with a TPOT objective can spare. `prefix_tokens`: what a hash of the arrivals stands
-    for, 0: no prefix is remembered."""
+    for, 0: no prefix is remembered. `between_s` pass between one step and the next, which the worker does not count as any
+    step's. `noise`: how much single steps vary, as the standard deviation of the logarithm; what makes them lasts for
+    `noise_lasts_s` (simulator/course.py). `host`: what routers learn of one worker, they expect of the others there; empty: each
+    has a machine of its own."""
 
     speed: LatencyModel
     max_num_batched_tokens: int = 512
@@ -41,6 +46,10 @@ class WorkerSpec:
     kv_bytes_per_token: int = 131072
     keeps_pace: bool = True
     prefix_tokens: int = 512
+    between_s: float = 0.0
+    noise: float = 0.0
+    noise_lasts_s: float = 0.2
+    host: str = ""
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "num_blocks", "block_size", "max_context"):
@@ -49,6 +58,9 @@ class WorkerSpec:
             price = getattr(self.speed, name)
             _require(0 <= price < math.inf, name, "must be seconds, not below 0")
         _require(self.speed.decode_s(1, 1) > 0, "fixed_s", "a step that takes no time has no order")
+        for name in ("between_s", "noise"):
+            _require(0 <= getattr(self, name) < math.inf, name, "must not be negative")
+        _require(0 < self.noise_lasts_s < math.inf, "noise_lasts_s", "must be seconds, more than 0")
         _require(self.kv_bytes_per_token >= 0, "kv_bytes_per_token", "must not be negative")
         _require(self.max_num_seqs < self.max_num_batched_tokens, "max_num_seqs", "must be below max_num_batched_tokens")
         _require(self.prefix_tokens >= 0, "prefix_tokens", "must not be negative")
@@ -72,23 +84,24 @@ def spec_of(table: object) -> WorkerSpec:
     """From what stands in such a file. Raises ValueError naming the field."""
     if not isinstance(table, dict):
         raise ValueError("holds no table of numbers; see simulator/worker_spec.py for an example")
-    sizes = {field.name for field in dataclasses.fields(WorkerSpec)} - {"speed"}
-    unknown = sorted(set(table) - sizes - set(PRICES))
+    sizes = {field.name for field in dataclasses.fields(WorkerSpec)} - {"speed", "host", *HABITS}
+    unknown = sorted(set(table) - sizes - {*PRICES, *HABITS})
     if unknown:
-        raise ValueError(f"{unknown[0]}: unknown field; known are {', '.join([*PRICES, *sorted(sizes)])}")
+        raise ValueError(f"{unknown[0]}: unknown field; known are {', '.join([*PRICES, *HABITS, *sorted(sizes)])}")
     missing = [name for name in PRICES if name not in table]
     if missing:
         raise ValueError(f"{missing[0]}: is missing; give seconds")
     fixed_s, token_s, context_s, row_s, row_context_s = (_number(table, name) for name in PRICES)
     speed = LatencyModel(fixed_s, token_s, context_s, row_s, row_context_s, num_steps=KNOWN_STEPS)
     given: dict[str, Any] = {name: _size(table, name) for name in sizes & set(table)}
+    given |= {name: _number(table, name) for name in HABITS if name in table}
     return WorkerSpec(speed, **given)
 
 
 def _number(table: Mapping[str, object], name: str) -> float:
     value = table[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name}: {value!r} is not a number of seconds")
+        raise ValueError(f"{name}: {value!r} is not a number{'' if name == 'noise' else ' of seconds'}")
     return float(value)
 
 

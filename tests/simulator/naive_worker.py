@@ -62,7 +62,7 @@ class NaiveWorker:
                 assert coming, "it stands still"
                 now = max(now, coming[0].job.at_s)
             else:
-                now += lasts_s
+                now += lasts_s + self.spec.between_s
                 self._finish(now)
         return [(row.first_at, row.last_at) for row in rows]
 

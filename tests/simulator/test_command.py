@@ -102,6 +102,9 @@ def test_the_load_swings_and_bursts(speed: str) -> None:
         ({"num_blocks": 1.5}, "num_blocks: 1.5 is not a whole number"),
         ({"blocks": 5}, "blocks: unknown field"),
         ({"max_num_seqs": 2048}, "max_num_seqs: must be below max_num_batched_tokens"),
+        ({"noise": "much"}, "noise: 'much' is not a number"),
+        ({"between_s": -0.001}, "between_s: must not be negative"),
+        ({"noise_lasts_s": 0}, "noise_lasts_s: must be seconds, more than 0"),
         ({"prefix_tokens": 100}, "prefix_tokens: must be a multiple of block_size"),
     ],
 )

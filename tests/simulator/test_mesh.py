@@ -250,9 +250,9 @@ def test_roles_change_while_it_works() -> None:
     assert mesh.pod_seconds()["prefill"] == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("name", ("num_routers", "policy", "report_period_s", "call_s"))
+@pytest.mark.parametrize("name", ("num_routers", "policy", "report_period_s", "call_s", "token_s"))
 def test_settings_name_what_is_wrong(name: str) -> None:
-    wrong: dict[str, object] = {"num_routers": 0, "policy": "best", "report_period_s": 0.0, "call_s": -1.0}
+    wrong: dict[str, object] = {"num_routers": 0, "policy": "best", "report_period_s": 0.0, "call_s": -1.0, "token_s": -1.0}
     with pytest.raises(ValueError, match=name):
         replace(OPEN, **{name: wrong[name]})  # type: ignore[arg-type]
 

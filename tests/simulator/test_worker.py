@@ -95,6 +95,12 @@ def test_times_are_those_of_single_steps(jobs: list[Job]) -> None:
     assert recorder.worker.counters.num_steps == naive.num_steps
 
 
+@given(loads())
+def test_what_passes_between_steps_is_added_to_each(jobs: list[Job]) -> None:
+    spec = replace(SMALL, between_s=1.3e-3)
+    same(Recorder(spec, jobs).run(), NaiveWorker(spec).run(jobs))
+
+
 @given(loads(goals=(0.0, 0.0055, 0.0065, 0.009, 0.02), max_gap_s=0.03, max_input=400))
 @settings(max_examples=200)
 def test_paces_are_those_of_single_rows(jobs: list[Job]) -> None:
@@ -163,6 +169,24 @@ def test_figures_in_the_middle_of_many_steps() -> None:
     assert figures.num_free_blocks == SMALL.num_blocks - -(-30 // SMALL.block_size)
     assert figures.num_steps == 21
     assert figures.num_generated_tokens == 21
+
+
+def test_nobody_is_told_of_a_prompt_before_the_end_of_its_first_step() -> None:
+    """The engine counts at the end of a step, and hears what it is asked behind that."""
+    recorder = Recorder(SMALL, [Job(0.0, 200, 4)])
+    step_s = SMALL.speed.step_s(Work(96, 96 * 97 // 2))
+    recorder.events.run(until_s=step_s / 2)
+    early = figures_of(recorder.worker, step_s / 2)
+    assert (early.taken_at, early.num_waiting_tokens, early.num_prefilling, early.num_free_blocks) == (
+        0.0,
+        0,
+        0,
+        SMALL.num_blocks,
+    )
+    recorder.events.run(until_s=1.5 * step_s)
+    late = figures_of(recorder.worker, 1.5 * step_s)
+    assert late.taken_at == pytest.approx(step_s)
+    assert (late.num_waiting_tokens, late.num_prefilling) == (104, 1)
 
 
 def test_a_reservation_waits_for_the_end_of_the_step() -> None:
