@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from router.applicant import Ticket
 from router.candidates import Placement
+from router.prediction import Prediction
 from router.views import WorkerKey
 from router.worker import Dispatched
 from simulator.sequence import Sequence
@@ -40,6 +41,9 @@ class Request:
     is_local: bool = True
     reason: str = ""
     waits_since: float | None = None
+    decided_at: float | None = None
+    prediction: Prediction | None = None
+    num_cached: int = 0
 
     @property
     def num_tokens(self) -> int:
