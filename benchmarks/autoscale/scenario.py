@@ -72,9 +72,9 @@ class Scenario:
     rate_per_s: float
     num_requests: int
     objective: ModelObjective
-    day_s: float = 3000.0
+    day_s: float = 2400.0
     depth: float = 0.5
-    burst_s: float = 1700.0
+    burst_s: float = 1400.0
     burst_length_s: float = 300.0
     factor: float = 3.0
     seed: int = 0
@@ -137,9 +137,9 @@ def objective(ttft_ms: int, tpot_ms: int, quantile: float = 0.98) -> ModelObject
 
 
 SCENARIOS = (
-    Scenario("azure-conv", L4, 16.0, 56_000, objective(2500, 110)),
-    Scenario("azure-code", L4, 12.0, 42_000, objective(5000, 110)),
-    Scenario("mooncake", H200, 7.0, 24_500, objective(30_000, 100)),
+    Scenario("azure-conv", L4, 10.0, 28_000, objective(2500, 110)),
+    Scenario("azure-code", L4, 8.0, 22_000, objective(5000, 110)),
+    Scenario("mooncake", H200, 5.0, 14_000, objective(30_000, 100)),
 )
 
 
