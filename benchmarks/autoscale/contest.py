@@ -24,7 +24,7 @@ WINDOW_S = 60.0
 COOL_DOWN_S = AutoscalerSettings().cool_down_s
 
 UTILIZATION = 0.8
-"""What autoscaling/v2 takes where no metric is given (API reference of HorizontalPodAutoscalerSpec: 80 % average CPU utilization)."""
+"""What autoscaling/v2 takes where no metric is given (API reference of HorizontalPodAutoscalerSpec: 80 % of CPU)."""
 QUEUED = 5.0
 """Requests that wait for each replica: the threshold of the vLLM production stack's guide to autoscaling with KEDA."""
 HPA_SYNC_S = 15.0

@@ -110,9 +110,9 @@ def search(loads: dict[PoolName, list[float]], evaluate: Evaluate, attainment: f
 
 
 def _by_shape(loads: dict[PoolName, list[float]], evaluate: Evaluate, attainment: float) -> Found:
-    low, high, found, num_runs = 0.6, 1.6, None, 0
-    for _ in range(BISECTIONS + 4):
-        share = (low + high) / 2
+    low, high, found, num_runs = 0.6, 6.0, None, 0
+    for _ in range(2 * BISECTIONS):
+        share = math.sqrt(low * high)
         schedule = shaped(loads, dict.fromkeys(POOLS, share))
         outcome, num_runs = evaluate(schedule), num_runs + 1
         if outcome.attainment >= attainment:

@@ -1,5 +1,5 @@
-"""The loads that autoscalers are compared on: public traces at a rate that keeps tens of workers busy, with a day and its night and
-a threefold burst that comes within a minute; and the machines that serve them, from their published numbers.
+"""The loads that autoscalers are compared on: public traces at a rate that keeps tens of workers busy, with a day and its night
+and a threefold burst that comes within a minute; and the machines that serve them, from their published numbers.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from simulator.settings import HandOff, MeshSettings
 from simulator.traces import READERS, Arrival, log_normal, poisson
 from simulator.worker_spec import KNOWN_STEPS, WorkerSpec
 
-L4 = WorkerSpec(
-    LatencyModel(0.067, 2.95e-4, 9.7e-9, 5e-5, 2.73e-7, num_steps=KNOWN_STEPS),
+FOUR_L4 = WorkerSpec(
+    LatencyModel(0.0735, 7.2e-4, 1.35e-8, 1e-4, 1.7e-7, num_steps=KNOWN_STEPS),
     max_num_batched_tokens=2048,
     max_num_seqs=128,
-    num_blocks=4500,
+    num_blocks=4600,
     max_context=32768,
-    kv_bytes_per_token=65536,
+    kv_bytes_per_token=163_840,
 )
-"""Llama 3.1 8B in bfloat16 with KV in FP8 on one NVIDIA L4 (300 GB/s, 121 TFLOPS dense, 24 GB). A step reads 16.1 GB of weights at
-80 % of the bandwidth, a prompt token computes 2 · 8.03e9 operations at 45 % of the peak, a token of context is 64 KiB of KV, of
-which 4.7 GB fit."""
+"""Llama 3.3 70B with weights in INT8 and KV in FP8 on four NVIDIA L4 (each 300 GB/s, 121 TFLOPS dense in bfloat16, 24 GB), split
+four ways: a step reads 70.6 GB at 80 % of the bandwidth, a prompt token computes 2 · 70e9 operations at 40 % of the peak, a token
+of context is 160 KiB of KV, of which 12 GB fit."""
 
 H200 = WorkerSpec(
     LatencyModel(0.0184, 1.42e-4, 5.3e-9, 5e-5, 4.3e-8, num_steps=KNOWN_STEPS),
@@ -41,8 +41,8 @@ H200 = WorkerSpec(
     max_context=131_072,
     kv_bytes_per_token=163_840,
 )
-"""Llama 3.3 70B in FP8, KV too, on one NVIDIA H200 (4.8 TB/s, 1979 TFLOPS dense in FP8, 141 GB): 70.6 GB of weights at 80 % of the
-bandwidth, a prompt token at 50 % of the peak (attention in bfloat16), 160 KiB of KV for each token, of which 54 GB fit."""
+"""Llama 3.3 70B in FP8, KV too, on one NVIDIA H200 (4.8 TB/s, 1979 TFLOPS dense in FP8, 141 GB): 70.6 GB of weights at 80 % of
+the bandwidth, a prompt token at 50 % of the peak (attention in bfloat16), 160 KiB of KV for each token, of which 54 GB fit."""
 
 PUBLISHED = {
     "azure-conv": (
@@ -64,8 +64,8 @@ RISE_S = 60.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """`rate_per_s` on average, without the burst; `day_s` and `depth` of the swing; from `burst_s` on the rate rises within a minute
-    to `factor` of what it would be, stays so for `burst_length_s`, and falls within a minute. `seed` of what is drawn."""
+    """`rate_per_s` on average, without the burst; `day_s` and `depth` of the swing; from `burst_s` on the rate rises within a
+    minute to `factor` of what it would be, stays so for `burst_length_s`, and falls within a minute. `seed` of what is drawn."""
 
     name: str
     spec: WorkerSpec
@@ -137,8 +137,8 @@ def objective(ttft_ms: int, tpot_ms: int, quantile: float = 0.98) -> ModelObject
 
 
 SCENARIOS = (
-    Scenario("azure-conv", L4, 10.0, 28_000, objective(2500, 110)),
-    Scenario("azure-code", L4, 8.0, 22_000, objective(5000, 110)),
+    Scenario("azure-conv", FOUR_L4, 12.0, 34_000, objective(6000, 120)),
+    Scenario("azure-code", FOUR_L4, 8.0, 22_000, objective(12_000, 120)),
     Scenario("mooncake", H200, 5.0, 14_000, objective(30_000, 100)),
 )
 
