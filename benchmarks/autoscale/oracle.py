@@ -3,7 +3,8 @@
 Its schedule says for each minute how many workers of each pool serve, and pods are asked for a start ahead. The search:
 
 1. Shape: what the requests of each minute ask of a pool, from the trace. The least multiple of it that keeps the share, by
-   bisection over runs of the whole load; then the same with more of one pool and less of the other.
+   bisection over runs of the whole load; then the same with less of one pool; and the pools of the very autoscaler that it is
+   compared with, as that kept the share.
 2. Exchange: stretches of a few minutes each get a worker less (every other stretch in one run, as they hardly touch each other),
    which shows what each costs in requests and saves in pod-seconds. Those that save most for what they cost go together, as many
    as the share allows. Repeated.
@@ -98,9 +99,21 @@ class Found:
     num_runs: int = 0
 
 
-def search(loads: dict[PoolName, list[float]], evaluate: Evaluate, attainment: float) -> Found:
-    """The cheapest schedule found with at least this attainment."""
-    found = _by_shape(loads, evaluate, attainment)
+def served(outcome: Outcome) -> Schedule:
+    """What somebody's pools were in each minute, at most."""
+    rows: Schedule = {pool: [1] * len(outcome.windows) for pool in POOLS}
+    for moment in outcome.moments:
+        minute = int(moment.at_s / WINDOW_S)
+        for pool, (ready, _, _) in moment.pods.items():
+            if minute < len(rows[pool]):
+                rows[pool][minute] = max(rows[pool][minute], ready)
+    return rows
+
+
+def search(loads: dict[PoolName, list[float]], known: Schedule, evaluate: Evaluate, attainment: float) -> Found:
+    """The cheapest schedule found with at least this attainment. `known`: one that is thought to have it, to begin with where the
+    demand's shape leads to a dearer one."""
+    found = _by_shape(loads, known, evaluate, attainment)
     for _ in range(ROUNDS):
         before = found.outcome.pod_seconds
         _exchange(found, evaluate, attainment)
@@ -109,27 +122,17 @@ def search(loads: dict[PoolName, list[float]], evaluate: Evaluate, attainment: f
     return found
 
 
-def _by_shape(loads: dict[PoolName, list[float]], evaluate: Evaluate, attainment: float) -> Found:
-    low, high, found, num_runs = 0.6, 6.0, None, 0
-    for _ in range(2 * BISECTIONS):
-        share = math.sqrt(low * high)
-        schedule = shaped(loads, dict.fromkeys(POOLS, share))
-        outcome, num_runs = evaluate(schedule), num_runs + 1
-        if outcome.attainment >= attainment:
-            high = share
-            found = _cheaper(found, schedule, outcome)
-        else:
-            low = share
-        if found is not None and num_runs > BISECTIONS:
-            break
-    assert found is not None, "not even the largest schedule keeps the share"
-    for prefill, decode in ((0.9, 1.05), (1.05, 0.9), (0.95, 1.0), (1.0, 0.95), (1.0, 0.85)):
+def _by_shape(loads: dict[PoolName, list[float]], known: Schedule, evaluate: Evaluate, attainment: float) -> Found:
+    found = Found(known, evaluate(known), 1)
+    low, high = 0.6, max(1.0, cost(known) / cost(shaped(loads, dict.fromkeys(POOLS, 1.0))))
+    for _ in range(BISECTIONS):
+        share = (low + high) / 2
+        outcome = _tried(found, shaped(loads, dict.fromkeys(POOLS, share)), evaluate, attainment)
+        low, high = (low, share) if outcome.attainment >= attainment else (share, high)
+    for prefill, decode in ((0.93, 1.0), (1.0, 0.9), (1.05, 0.8)):
         schedule = shaped(loads, {PoolName.PREFILL: high * prefill, PoolName.DECODE: high * decode})
         if cost(schedule) < cost(found.schedule):
-            outcome, num_runs = evaluate(schedule), num_runs + 1
-            if outcome.attainment >= attainment:
-                found = _cheaper(found, schedule, outcome)
-    found.num_runs = num_runs
+            _tried(found, schedule, evaluate, attainment)
     return found
 
 
@@ -159,7 +162,8 @@ def _tried(found: Found, schedule: Schedule, evaluate: Evaluate, attainment: flo
     """Its outcome; kept if it is the best."""
     outcome = evaluate(schedule)
     found.num_runs += 1
-    if outcome.attainment >= attainment and outcome.pod_seconds < found.outcome.pod_seconds:
+    is_cheaper = outcome.pod_seconds < found.outcome.pod_seconds or found.outcome.attainment < attainment
+    if outcome.attainment >= attainment and is_cheaper:
         found.schedule, found.outcome = schedule, outcome
     return outcome
 
@@ -178,12 +182,6 @@ def _more_missed(before: list[int], after: list[int], first: int) -> float:
     """In the stretch, and as long behind it as what it lacks shows."""
     minutes = range(first, min(len(before), len(after), first + STRETCH + SPILL))
     return max(0, sum(after[minute] - before[minute] for minute in minutes))
-
-
-def _cheaper(found: Found | None, schedule: Schedule, outcome: Outcome) -> Found:
-    if found is not None and found.outcome.pod_seconds <= outcome.pod_seconds:
-        return found
-    return Found(schedule, outcome)
 
 
 def _mean(values: list[int]) -> float:
