@@ -34,9 +34,10 @@ class Overheads:
 
     def between(self, prefill: WorkerView | None, decode: WorkerView) -> Overhead:
         """Of this pair; `prefill` None: LOCAL."""
-        known, stretch = self._pairs.get(_key(prefill, decode)), self._stretches.get(decode.host_id)
+        host = decode.host_id
+        known, stretch = self._pairs.get((None if prefill is None else prefill.host_id, host)), self._stretches.get(host)
         over = known[0] if known is not None else _unknown(prefill)
-        return over if stretch is None else over._replace(stretch=stretch)
+        return over if stretch is None else Overhead(over.before_s, over.after_s, stretch)
 
     def observe_tpot(self, decode: WorkerView, steps_tpot_s: float, seen_tpot_s: float) -> None:
         """A request on this worker got its tokens this far apart, where the steps alone would have taken `steps_tpot_s`."""

@@ -170,7 +170,7 @@ class _Look:
             prompt, output = self._prompt_side(engine), self._output_side(engine)
             over = self._overheads.between(None, engine.view)
             predicted = prediction.local(prompt, output, over, self._expected, self._goals)
-            found.append(self._candidate(engine, None, predicted))
+            found.append(self._candidate(engine, predicted))
         return found
 
     def remote(self, decodes: Iterable[Engine], prefills: Iterable[Engine]) -> list[Candidate]:
@@ -178,17 +178,23 @@ class _Look:
 
         KV of another element type gives other tokens than decode's own: only where there is nobody else."""
         prompts, outputs = sorted(prefills, key=self._prompt_order), sorted(decodes, key=self._output_order)
-        found = []
+        found, goals, gaps = list[Candidate](), self._goals, max(1.0, self._expected - 1)
+        parts = {engine: prediction.prompt_part(self._prompt_side(engine), self._expected, goals) for engine in prompts}
         for decode in outputs[: self._count]:
-            partners = [engine for engine in prompts if compatible(engine.view, decode.view)]
-            kv_dtype = decode.view.layout.kv_dtype
-            same = [engine for engine in partners if engine.view.layout.kv_dtype == kv_dtype]
-            for prefill in (same or partners)[: self._count]:
-                prompt, output = self._prompt_side(prefill), self._output_side(decode)
-                over = self._overheads.between(prefill.view, decode.view)
-                predicted = prediction.remote(prompt, output, over, self._expected, self._goals)
-                found.append(self._candidate(decode, prefill, predicted))
+            has_room, view = has_room_now(decode, self._demand), decode.view
+            output = prediction.output_part(self._output_side(decode), self._expected, goals)
+            for prefill in self._partners(prompts, view):
+                over = self._overheads.between(prefill.view, view)
+                predicted = prediction.paired(parts[prefill], output, over, gaps, goals)
+                cost = cost_s(predicted, self._expected, self._pressure) + view.penalty_s + prefill.view.penalty_s
+                found.append(Candidate(view, prefill.view, cost, has_room, predicted))
         return found
+
+    def _partners(self, prompts: Sequence[Engine], decode: WorkerView) -> list[Engine]:
+        partners = [engine for engine in prompts if compatible(engine.view, decode)]
+        kv_dtype = decode.layout.kv_dtype
+        same = [engine for engine in partners if engine.view.layout.kv_dtype == kv_dtype]
+        return (same or partners)[: self._count]
 
     def _most(self, holders: list[tuple[int, str]]) -> list[Engine]:
         """The first few of (tokens, address)."""
@@ -221,12 +227,10 @@ class _Look:
             self._outputs[engine] = known
         return known
 
-    def _candidate(self, decode: Engine, prefill: Engine | None, predicted: Prediction) -> Candidate:
+    def _candidate(self, decode: Engine, predicted: Prediction) -> Candidate:
+        """LOCAL."""
         cost = cost_s(predicted, self._expected, self._pressure) + decode.view.penalty_s
-        has_room = has_room_now(decode, self._demand)
-        if prefill is None:
-            return Candidate(decode.view, None, cost, has_room, predicted)
-        return Candidate(decode.view, prefill.view, cost + prefill.view.penalty_s, has_room, predicted)
+        return Candidate(decode.view, None, cost, has_room_now(decode, self._demand), predicted)
 
 
 def _prompt_alone(prompt: PromptSide, expected: float, goals: Goals) -> float:

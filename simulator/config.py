@@ -2,22 +2,30 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from autoscaler.settings import AutoscalerSettings
+from autoscaler.views import PoolName
 from planning.objectives import DEFAULT_QUANTILE, ModelObjective
 from router.places import AdmissionSettings
 from simulator import shaping
+from simulator.autoscaling import AutoscaledSettings
 from simulator.ledger import MODEL
 from simulator.settings import HandOff, MeshSettings
 from simulator.traces import READERS, Arrival, log_normal, poisson
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(x|/s)")
 _SWING = re.compile(r"([0-9]+(?:\.[0-9]+)?)@([0-9]+(?:\.[0-9]+)?)")
-_NOT_NEGATIVE = ("prefill", "decode", "both", "requests", "ttft_ms", "tpot_ms", "max_queued", "local_prefill_tokens", "until_s")
-_POSITIVE = (
-    "input_tokens", "output_tokens", "input_scale", "output_scale", "window_s", "report_period_ms", "handoff_gb_per_s",
+_NOT_NEGATIVE = (
+    "prefill", "decode", "both", "requests", "ttft_ms", "tpot_ms", "max_queued", "local_prefill_tokens", "until_s", "pod_start_s",
 )  # fmt: skip
+_POSITIVE = (
+    "scale_period_s", "input_tokens", "output_tokens", "input_scale", "output_scale", "window_s", "report_period_ms",
+    "handoff_gb_per_s",
+)  # fmt: skip
+_POOLS = "needs a pool of each role (--prefill and --decode), or workers with both (--both), to begin with"
+WINDOW_S = AutoscaledSettings().window_s
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,13 @@ class SimulatorConfig:
     report_period_ms: float = field(default=200, metadata={"help": "period of load reports; workers that decode report twice"})
     handoff_ms: float = field(default=2, metadata={"help": "what a hand-off adds, whatever its size"})
     handoff_gb_per_s: float = field(default=5, metadata={"help": "bandwidth of hand-offs, 10^9 bytes a second"})
+    autoscale: Literal["on", "off"] = field(
+        default="off", metadata={"help": "whether the autoscaler's policy changes the pools; the counts are those of the start"}
+    )
+    pod_start_s: float = field(default=60, metadata={"help": "autoscaling: from asking for a pod until it serves"})
+    scale_period_s: float = field(default=5, metadata={"help": "autoscaling: between decisions"})
+    scaler: AutoscalerSettings = field(default_factory=AutoscalerSettings)
+    report: str = field(default="", metadata={"help": "autoscaling: HTML file to write that shows pools, load and decisions"})
     window_s: float = field(default=60, metadata={"help": "length of the windows of the report"})
     until_s: float = field(default=0, metadata={"help": "stop then; what is under way counts as lost; 0: when all have ended"})
     seed: int = field(default=0, metadata={"help": "of generated arrivals and of the moments of reports"})
@@ -66,6 +81,8 @@ class SimulatorConfig:
             _require(getattr(self, name) > 0, name, "must be positive")
         _require(bool(self.ttft_ms) == bool(self.tpot_ms), "ttft_ms", "give both objectives (--ttft-ms, --tpot-ms) or neither")
         _require(self.max_inflight >= 1 and self.routers >= 1, "max_inflight", "must be at least 1, as must --routers")
+        if self.autoscale == "on":
+            self._check_autoscaling()
         rate = _RATE.fullmatch(self.rate)
         _require(rate is not None and float(rate[1]) > 0, "rate", f"{self.rate!r} is neither as 2x nor as 50/s")
         if self.trace:
@@ -81,6 +98,25 @@ class SimulatorConfig:
         _require(not self.swing or (_pair(self.swing)[0] < 1 and _pair(self.swing)[1] > 0), "swing", "a depth is below 1")
         _require(not self.burst or _SWING.fullmatch(self.burst) is not None, "burst", f"{self.burst!r} is not FACTOR@START")
         _require(not self.burst or _pair(self.burst)[0] > 0, "burst", "a factor is more than 0")
+
+    def _check_autoscaling(self) -> None:
+        self.scaler.validate()
+        _require(bool(self.ttft_ms), "autoscale", "needs objectives: give --ttft-ms and --tpot-ms")
+        is_separated = bool(self.prefill and self.decode and not self.both)
+        _require(is_separated or bool(self.both and not (self.prefill or self.decode)), "autoscale", _POOLS)
+        _require(self.scale_period_s <= WINDOW_S, "scale_period_s", f"must be at most {WINDOW_S:g}")
+
+    @property
+    def pools(self) -> dict[PoolName, int]:
+        """Workers at the start, of the pools that there are."""
+        counts = {PoolName.PREFILL: self.prefill, PoolName.DECODE: self.decode, PoolName.BOTH: self.both}
+        return {pool: count for pool, count in counts.items() if count}
+
+    def autoscaling(self) -> tuple[AutoscaledSettings, AutoscalerSettings]:
+        """How often it looks and how fast pods start; what the policy is set to, with that start."""
+        prefill, decode, both = (replace(self.scaler.of(pool), start_s=self.pod_start_s) for pool in PoolName)
+        own = replace(self.scaler, prefill=prefill, decode=decode, both=both)
+        return AutoscaledSettings(self.pod_start_s, self.scale_period_s), own
 
     def arrivals(self, max_context: int) -> Iterator[Arrival]:
         """The load, lazily. Raises TraceError."""

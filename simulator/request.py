@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from router.applicant import Ticket
 from router.candidates import Placement
+from router.prediction import Prediction
 from router.views import WorkerKey
 from router.worker import Dispatched
 from simulator.sequence import Sequence
@@ -53,6 +54,9 @@ class Request:
     reason: str = ""
     waits_since: float | None = None
     trail: Trail | None = None
+    decided_at: float | None = None
+    prediction: Prediction | None = None
+    num_cached: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -158,6 +158,8 @@ class Router:
             stay.prefill = prefill.address
             stay.sent_prompt = Dispatched(1, blocks_for(num_tokens, prefill), demand.uncached(prefill))
         request.is_local = prefill is None
+        request.decided_at = self._events.now
+        request.prediction = None if placement.chosen is None else placement.chosen.prediction
         self.outlook.policy.placed(decode, prefill)
         self._staying.begin(stay)
         self._gate.placed(request)

@@ -151,6 +151,7 @@ class Staying:
     def on_prompt(self, sequence: Sequence, at_s: float) -> None:
         """As `Watcher` says."""
         stay = _stay_of(sequence)
+        stay.request.num_cached = sequence.num_cached
         if sequence.prefill_only:
             self._computed_elsewhere(stay, sequence, at_s)
         elif not stay.is_over:

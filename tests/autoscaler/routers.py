@@ -55,7 +55,11 @@ class ToldRouter(mesh_pb2_grpc.MeshServicer):
 def told_router(epoch: int = 1, *workers: mesh_pb2.WorkerStatus, **fields: object) -> ToldRouter:
     """That serves "m" and has counted nothing yet."""
     told = mesh_pb2.GetStatusResponse(
-        router_id="r", epoch=epoch, workers=workers, registry_connected=True, traffic=[mesh_pb2.TrafficStatus(model="m", up_ms=10**6)]
+        router_id="r",
+        epoch=epoch,
+        workers=workers,
+        registry_connected=True,
+        traffic=[mesh_pb2.TrafficStatus(model="m", up_ms=10**6)],
     )
     return ToldRouter(told, **fields)  # type: ignore[arg-type]
 
@@ -106,5 +110,3 @@ async def serving_worker(name: str, **fields: object) -> AsyncIterator[tuple[Tol
         yield told, status
     finally:
         await server.stop(None)
-
-

@@ -24,7 +24,7 @@ def test_parts_keep_their_order_and_unknown_ones_are_named() -> None:
 def test_a_folder_of_traces_has_to_be_there(tmp_path: Path) -> None:
     assert bench.traces_of("") is None
     assert bench.traces_of(str(tmp_path)) == tmp_path
-    with pytest.raises(ValueError, match="traces: .*nowhere is no folder"):
+    with pytest.raises(ValueError, match=r"traces: .*nowhere is no folder"):
         bench.traces_of(str(tmp_path / "nowhere"))
 
 
@@ -36,7 +36,7 @@ def test_parts_are_coroutines_or_not_and_one_that_fails_costs_no_other(monkeypat
         raise RuntimeError("no luck")
 
     parts = {"now": lambda options: [FIGURE], "later": later, "fails": fails}
-    monkeypatch.setattr(bench.importlib, "import_module", lambda name: SimpleNamespace(figures=parts[name.rpartition(".")[2]]))
+    monkeypatch.setattr("importlib.import_module", lambda name: SimpleNamespace(figures=parts[name.rpartition(".")[2]]))
     told: list[str] = []
     monkeypatch.setattr(bench, "save", lambda part, figures: told.append(part))
     assert bench.run(["fails", "now", "later"], Options()) == {"fails": "RuntimeError: no luck"}

@@ -1,5 +1,6 @@
 """What is predicted of a worker whose sequences were promised a pace, and what is learned from what came."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,18 @@ from protos.v1 import worker_pb2
 from router.candidates import Demand, Placement
 from router.overheads import MAX_STRETCH, Overheads
 from router.policy import PredictPolicy
-from router.prediction import LARGEST_SHARE, SPARED, Engine, Goals, Overhead, local
+from router.prediction import (
+    LARGEST_SHARE,
+    SPARED,
+    Engine,
+    Goals,
+    Overhead,
+    local,
+    output_part,
+    paired,
+    prompt_part,
+    remote,
+)
 from router.roster import Roster
 from router.trust import HALF_LIFE_S, MAX_MARGIN, MIN_MARGIN, STEP, Trust
 from router.views import WorkerView
@@ -158,3 +170,21 @@ def test_absurd_numbers_of_one_worker_harm_nobody(slack_s: float, fixed_s: float
     assert isinstance(placed, Placement)
     for group in roster.groups("m"):
         assert all(sorted(ranking.names) == sorted(group.engines) for ranking in (group.owners, group.wholes, group.fillers))
+
+
+def test_pairs_are_predicted_bit_for_bit_as_one_by_one() -> None:
+    """What is computed once for each side changes no bit of what is compared."""
+    draw = random.Random(7)
+    for _ in range(300):
+        rows = draw.randrange(30)
+        pace_s = draw.choice([0.0, 0.02, 0.1])
+        prefill = engine(running("p0", rows, num_waiting_tokens=draw.randrange(3000), num_prefilling=2, pace_s=pace_s))
+        decode = engine(
+            running("d0", draw.randrange(30), num_waiting_tokens=draw.randrange(900), num_prefilling=1, pace_s=pace_s)
+        )
+        goals = Goals(draw.choice([None, 0.5]), draw.choice([None, 0.03]), draw.choice([None, 0.03]))
+        expected, over = draw.uniform(1.0, 300.0), Overhead(draw.random() / 50, draw.random() / 50, draw.uniform(0.8, 2.0))
+        prompt = prefill.prompt_side(900, draw.randrange(900), 0.3)
+        output = decode.output_side(900, draw.randrange(900), 1, expected, 0.3)
+        parts = prompt_part(prompt, expected, goals), output_part(output, expected, goals)
+        assert paired(*parts, over, max(1.0, expected - 1), goals) == remote(prompt, output, over, expected, goals)

@@ -1,0 +1,188 @@
+"""An autoscaler that knows the future: the fewest pod-seconds that keep as large a share of the objectives, found by search.
+
+Its schedule says for each minute how many workers of each pool serve, and pods are asked for a start ahead. The search:
+
+1. Shape: what the requests of each minute ask of a pool, from the trace. The least multiple of it that keeps the share, by
+   bisection over runs of the whole load; then the same with less of one pool; and the pools of the very autoscaler that it is
+   compared with, as that kept the share.
+2. Exchange: stretches of a few minutes each get a worker less (every other stretch in one run, as they hardly touch each other),
+   which shows what each costs in requests and saves in pod-seconds. Those that save most for what they cost go together, as many
+   as the share allows. Repeated.
+
+The runs are those of the same simulator, router and admission. It is a bound found by search, not a proof of the least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autoscaler.views import PoolName
+from benchmarks.autoscale.contest import POOLS, WINDOW_S, Outcome, worker_of
+from benchmarks.autoscale.scenario import Scenario
+from planning import capacity_steps as steps
+from planning.capacity_load import Lengths
+from simulator.autoscaling import Seen, Wanted, goals_of
+from simulator.traces import Arrival
+
+Schedule = dict[PoolName, list[int]]
+Evaluate = Callable[[Schedule], Outcome]
+
+STRETCH = 4
+"""Minutes of a stretch."""
+SPILL = 2
+"""Minutes behind a stretch in which what it lacks still shows."""
+BISECTIONS = 4
+ROUNDS = 2
+
+
+class Scheduled:
+    """Asks for each pod a start before the minute in which it is to serve, and gives it back at the end of that."""
+
+    def __init__(self, schedule: Schedule, start_s: float = 60.0) -> None:
+        self._schedule, self._start_s = schedule, start_s
+
+    def decide(self, seen: Seen) -> Wanted:
+        """By the clock alone."""
+        now_s = seen.snapshot.now_s
+        return Wanted({pool: max(at(row, now_s), at(row, now_s + self._start_s)) for pool, row in self._schedule.items()})
+
+
+def at(row: list[int], now_s: float) -> int:
+    """Of the minute; the last one stays."""
+    return row[min(len(row) - 1, int((now_s + 1e-6) / WINDOW_S))]
+
+
+def cost(schedule: Schedule) -> float:
+    """Pod-seconds, with those of starts."""
+    return sum(WINDOW_S * max(now, then) for row in schedule.values() for now, then in zip(row, [*row[1:], row[-1]], strict=True))
+
+
+def demands(scenario: Scenario, arrivals: list[Arrival]) -> dict[PoolName, list[float]]:
+    """Workers' worth of work by the minute of arrival, without a queue: prompts in seconds, outputs in steps of the largest batch
+    that keeps the objective."""
+    num = int(arrivals[-1].at_s / WINDOW_S) + 1
+    prompts, outputs = [0.0] * num, [0.0] * num
+    speed, spec = scenario.spec.speed, scenario.spec
+    inputs = [arrival.num_input for arrival in arrivals]
+    drawn = [arrival.num_output for arrival in arrivals]
+    lengths = Lengths(_mean(inputs), _mean([x * x for x in inputs]), _mean(drawn), output_squared=_mean([x * x for x in drawn]))
+    tokens_per_s = steps.decode_tokens_per_s(worker_of(spec), lengths, goals_of(scenario.objective))
+    for arrival in arrivals:
+        minute = int(arrival.at_s / WINDOW_S)
+        prompts[minute] += speed.prefill_s(0, arrival.num_input, chunk=spec.max_num_batched_tokens) / WINDOW_S
+        outputs[minute] += arrival.num_output / tokens_per_s / WINDOW_S
+    return {PoolName.PREFILL: prompts, PoolName.DECODE: outputs}
+
+
+def shaped(loads: dict[PoolName, list[float]], shares: dict[PoolName, float]) -> Schedule:
+    """So many times the demand, with some room for chance; without valleys of a minute, which save nothing."""
+    return {
+        pool: filled([max(1, math.ceil(shares[pool] * (load + 0.3 * math.sqrt(load)))) for load in row])
+        for pool, row in loads.items()
+    }
+
+
+def filled(row: list[int]) -> list[int]:
+    """A pod that is missing for a minute has to be asked for in that very minute."""
+    inner = [max(now, min(before, then)) for before, now, then in zip(row, row[1:], row[2:], strict=False)]
+    return [row[0], *inner, row[-1]] if len(row) > 1 else row
+
+
+@dataclass
+class Found:
+    """The cheapest so far that keeps the share."""
+
+    schedule: Schedule
+    outcome: Outcome
+    num_runs: int = 0
+
+
+def served(outcome: Outcome) -> Schedule:
+    """What somebody's pools were in each minute, at most."""
+    rows: Schedule = {pool: [1] * len(outcome.windows) for pool in POOLS}
+    for moment in outcome.moments:
+        minute = int(moment.at_s / WINDOW_S)
+        for pool, (ready, _, _) in moment.pods.items():
+            if minute < len(rows[pool]):
+                rows[pool][minute] = max(rows[pool][minute], ready)
+    return rows
+
+
+def search(loads: dict[PoolName, list[float]], known: Schedule, evaluate: Evaluate, attainment: float) -> Found:
+    """The cheapest schedule found with at least this attainment. `known`: one that is thought to have it, to begin with where the
+    demand's shape leads to a dearer one."""
+    found = _by_shape(loads, known, evaluate, attainment)
+    for _ in range(ROUNDS):
+        before = found.outcome.pod_seconds
+        _exchange(found, evaluate, attainment)
+        if found.outcome.pod_seconds > 0.995 * before:
+            break
+    return found
+
+
+def _by_shape(loads: dict[PoolName, list[float]], known: Schedule, evaluate: Evaluate, attainment: float) -> Found:
+    found = Found(known, evaluate(known), 1)
+    low, high = 0.6, max(1.0, cost(known) / cost(shaped(loads, dict.fromkeys(POOLS, 1.0))))
+    for _ in range(BISECTIONS):
+        share = (low + high) / 2
+        outcome = _tried(found, shaped(loads, dict.fromkeys(POOLS, share)), evaluate, attainment)
+        low, high = (low, share) if outcome.attainment >= attainment else (share, high)
+    for prefill, decode in ((0.93, 1.0), (1.0, 0.9), (1.05, 0.8)):
+        schedule = shaped(loads, {PoolName.PREFILL: high * prefill, PoolName.DECODE: high * decode})
+        if cost(schedule) < cost(found.schedule):
+            _tried(found, schedule, evaluate, attainment)
+    return found
+
+
+def _exchange(found: Found, evaluate: Evaluate, attainment: float) -> None:
+    offers = list[tuple[float, PoolName, int]]()
+    misses, schedule = found.outcome.misses, found.schedule
+    for pool in POOLS:
+        for parity in (0, 1):
+            stretches = list(range(parity * STRETCH, len(schedule[pool]), 2 * STRETCH))
+            lowered = _lowered(schedule, [(pool, first) for first in stretches])
+            outcome = _tried(found, lowered, evaluate, attainment)
+            for first in stretches:
+                saved = cost(schedule) - cost(_lowered(schedule, [(pool, first)]))
+                if saved > 0:
+                    offers.append((_more_missed(misses, outcome.misses, first) / saved, pool, first))
+    offers.sort()
+    low, high = 0, len(offers)
+    for _ in range(BISECTIONS):
+        if low >= high:
+            break
+        num = (low + high + 1) // 2
+        outcome = _tried(found, _lowered(schedule, [(pool, first) for _, pool, first in offers[:num]]), evaluate, attainment)
+        low, high = (num, high) if outcome.attainment >= attainment else (low, num - 1)
+
+
+def _tried(found: Found, schedule: Schedule, evaluate: Evaluate, attainment: float) -> Outcome:
+    """Its outcome; kept if it is the best."""
+    outcome = evaluate(schedule)
+    found.num_runs += 1
+    is_cheaper = outcome.pod_seconds < found.outcome.pod_seconds or found.outcome.attainment < attainment
+    if outcome.attainment >= attainment and is_cheaper:
+        found.schedule, found.outcome = schedule, outcome
+    return outcome
+
+
+def _lowered(schedule: Schedule, stretches: list[tuple[PoolName, int]]) -> Schedule:
+    """A worker less in each."""
+    lowered = {pool: list(row) for pool, row in schedule.items()}
+    for pool, first in stretches:
+        row = lowered[pool]
+        for minute in range(first, min(len(row), first + STRETCH)):
+            row[minute] = max(1, row[minute] - 1)
+    return {pool: filled(row) for pool, row in lowered.items()}
+
+
+def _more_missed(before: list[int], after: list[int], first: int) -> float:
+    """In the stretch, and as long behind it as what it lacks shows."""
+    minutes = range(first, min(len(before), len(after), first + STRETCH + SPILL))
+    return max(0, sum(after[minute] - before[minute] for minute in minutes))
+
+
+def _mean(values: list[int]) -> float:
+    return sum(values) / len(values)
