@@ -1,0 +1,322 @@
+"""Builds a real Kubernetes control plane, once, into the user's cache, from Debian's own packages and without root.
+
+    $XDG_CACHE_HOME/pdmesh/kubernetes-1.20.2/bin/     etcd, kube-apiserver, kube-controller-manager, kube-scheduler, kubectl
+                                        .../work/     what it is built in; kept when a build is cut off, removed at its end
+
+Debian 12 (bookworm) has the source with everything that it needs (package `kubernetes`), a Go that compiles it (`golang-1.19`)
+and etcd ready-made. They are unpacked, not installed. What is done is not done again: a step leaves its result by one rename.
+
+    python -m tests.cluster.build [--folder FOLDER]          takes some minutes of two cores; prints the folder of the programs
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+VERSION = "1.20.2"
+RELEASE = "bookworm"
+DEBIAN = "http://deb.debian.org/debian"
+KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
+SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
+PROGRAMS = ("etcd", *SERVERS)
+NEEDED_TOOLS = ("apt-get", "dpkg-deb", "dpkg-source")
+NEEDED_SPACE_MB = 4000
+_MODULE = "k8s.io/kubernetes"
+_OPENAPI = "pkg/generated/openapi"
+_GO_DEBS = ("golang-1.19-go", "golang-1.19-src")
+
+
+class BuildFailed(RuntimeError):
+    """Something is missing or a step failed. The message says what, and what to do."""
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where things are."""
+
+    root: Path
+
+    @property
+    def programs(self) -> Path:
+        """The finished programs."""
+        return self.root / "bin"
+
+    @property
+    def work(self) -> Path:
+        """Packages, sources, Go and its cache."""
+        return self.root / "work"
+
+    @property
+    def source(self) -> Path:
+        """Kubernetes' source tree, where Go in GOPATH mode looks for it."""
+        return self.work / "gopath/src" / _MODULE
+
+    @property
+    def go(self) -> Path:
+        """Go's own tree."""
+        return self.work / "golang/usr/lib/go-1.19"
+
+    def is_complete(self) -> bool:
+        """Whether all programs are there."""
+        return all(os.access(self.programs / name, os.X_OK) for name in PROGRAMS)
+
+
+def default_cache() -> Cache:
+    """Of this user."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Cache(Path(base).expanduser() / "pdmesh" / f"kubernetes-{VERSION}")
+
+
+def build(cache: Cache) -> Path:
+    """The folder with all programs; builds what is missing. Raises BuildFailed."""
+    if cache.is_complete():
+        return cache.programs
+    _check_machine(cache)
+    with _locked(cache.root):
+        if not cache.is_complete():
+            _build_all(cache)
+    return cache.programs
+
+
+def _build_all(cache: Cache) -> None:
+    cache.programs.mkdir(parents=True, exist_ok=True)
+    apt = Apt(cache.work / "apt")
+    _unpack_etcd(cache, apt)
+    _unpack_go(cache, apt)
+    _unpack_source(cache, apt)
+    _generate_openapi(cache)
+    for name in SERVERS:
+        _compile(cache, name)
+    shutil.rmtree(cache.work)
+
+
+def _check_machine(cache: Cache) -> None:
+    """Raises BuildFailed naming what this machine lacks."""
+    if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
+        raise BuildFailed(f"Debian's packages are for Linux on x86_64 or aarch64; this is {sys.platform} on {os.uname().machine}")
+    if missing := [tool for tool in NEEDED_TOOLS if shutil.which(tool) is None]:
+        raise BuildFailed(f"missing: {', '.join(missing)} (Debian packages apt, dpkg, dpkg-dev); the build fetches from Debian")
+    if not Path(KEYRING).exists():
+        raise BuildFailed(f"missing: {KEYRING} (Debian package debian-archive-keyring), which vouches for what is fetched")
+    cache.root.mkdir(parents=True, exist_ok=True)
+    if (free_mb := shutil.disk_usage(cache.root).free >> 20) < NEEDED_SPACE_MB:
+        raise BuildFailed(
+            f"{cache.root} has {free_mb} MB free; the build needs {NEEDED_SPACE_MB} MB, most of it for its duration"
+        )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One build at a time; who comes second waits and finds it done."""
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class Apt:
+    """apt with lists and a configuration of its own: needs no root, no deb-src line, and changes nothing of the system's."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._options = (
+            f"Dir::State={folder}/state",
+            "Dir::State::status=/var/lib/dpkg/status",
+            f"Dir::Cache={folder}/cache",
+            f"Dir::Etc::sourcelist={folder}/sources.list",
+            "Dir::Etc::sourceparts=-",
+            "APT::Sandbox::User=",
+            "APT::Get::Only-Source=true",
+            f"APT::Default-Release={RELEASE}",
+        )
+        self._ready = False
+
+    def packages(self, *names: str) -> list[Path]:
+        """Fetches binary packages; the .deb files."""
+        self._run("download", *names)
+        return [next(self._folder.glob(f"{name}_*.deb")) for name in names]
+
+    def source(self, name: str) -> Path:
+        """Fetches a source package; its .dsc file."""
+        self._run("source", "--download-only", name)
+        return next(self._folder.glob(f"{name}_*.dsc"))
+
+    def _run(self, *command: str) -> None:
+        if not self._ready:
+            self._set_up()
+        _run(["apt-get", "-qq", *self._flags(), *command], cwd=self._folder)
+
+    def _set_up(self) -> None:
+        for folder in ("state/lists/partial", "cache/archives/partial"):
+            (self._folder / folder).mkdir(parents=True, exist_ok=True)
+        line = f"[signed-by={KEYRING}] {_mirror()} {RELEASE} main"
+        (self._folder / "sources.list").write_text(f"deb {line}\ndeb-src {line}\n", encoding="utf-8")
+        _say("fetching Debian's lists of packages")
+        _run(["apt-get", "-qq", *self._flags(), "update"])
+        self._ready = True
+
+    def _flags(self) -> list[str]:
+        return [flag for option in self._options for flag in ("-o", option)]
+
+
+def _mirror() -> str:
+    """Where this system itself fetches Debian from, if it does."""
+    command = ["apt-get", "indextargets", "--format", "$(ORIGIN)|$(CODENAME)|$(REPO_URI)"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    own = [line.split("|")[2] for line in lines if line.startswith(f"Debian|{RELEASE}|")]
+    return own[0] if own else DEBIAN
+
+
+def _unpack_etcd(cache: Cache, apt: Apt) -> None:
+    if (cache.programs / "etcd").exists():
+        return
+    _say("fetching etcd")
+    unpacked = _unpack_debs(apt.packages("etcd-server"), cache.work / "etcd")
+    _install(unpacked / "usr/bin/etcd", cache.programs / "etcd")
+
+
+def _unpack_go(cache: Cache, apt: Apt) -> None:
+    if cache.go.exists():
+        return
+    _say("fetching Go 1.19")
+    _unpack_debs(apt.packages(*_GO_DEBS), cache.work / "golang")
+
+
+def _unpack_debs(debs: Sequence[Path], target: Path) -> Path:
+    """Unpacks packages together; the folder appears when it is whole."""
+    partial = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for deb in debs:
+        _run(["dpkg-deb", "-x", str(deb), str(partial)])
+    partial.rename(target)
+    return target
+
+
+def _unpack_source(cache: Cache, apt: Apt) -> None:
+    if cache.source.exists():
+        return
+    _say("fetching Kubernetes' source")
+    partial = cache.work / "source.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    _run(["dpkg-source", "--extract", "--no-check", str(apt.source("kubernetes")), str(partial)])
+    # Links to the system's folders, for a Debian build; ours has all that is needed in vendor/.
+    _link_staging(partial)
+    cache.source.parent.mkdir(parents=True, exist_ok=True)
+    partial.rename(cache.source)
+
+
+def _link_staging(source: Path) -> None:
+    """vendor/k8s.io/NAME leads to staging/src/k8s.io/NAME, as in the project's own tree."""
+    for folder in (source / "staging/src/k8s.io").iterdir():
+        link = source / "vendor/k8s.io" / folder.name
+        if folder.is_dir() and not link.exists():
+            link.symlink_to(Path("../../staging/src/k8s.io") / folder.name)
+
+
+def _generate_openapi(cache: Cache) -> None:
+    """The one file that the source package lacks: what `make generated_files` would write for the API server."""
+    target = cache.source / _OPENAPI / "zz_generated.openapi.go"
+    if target.exists():
+        return
+    _say("generating the API's schema")
+    generator = cache.work / "openapi-gen"
+    _go(cache, "build", "-o", str(generator), "./vendor/k8s.io/kube-openapi/cmd/openapi-gen")
+    inputs = ",".join(_tagged_packages(cache.source))
+    flags = ["-O", "zz_generated.openapi.partial", "-p", f"{_MODULE}/{_OPENAPI}", "-r", str(cache.work / "violations")]
+    header = cache.work / "header.txt"
+    header.write_text("", encoding="utf-8")
+    _run([str(generator), "-h", str(header), "-i", inputs, *flags], cwd=cache.source, env=_go_environment(cache))
+    target.with_name("zz_generated.openapi.partial.go").rename(target)
+
+
+def _tagged_packages(source: Path) -> list[str]:
+    """Import paths of all packages that ask for a schema."""
+    found = set()
+    for root in ("pkg", "staging/src/k8s.io"):
+        for path in (source / root).rglob("*.go"):
+            if "+k8s:openapi-gen=true" in path.read_text(encoding="utf-8", errors="replace"):
+                found.add(path.parent.relative_to(source).as_posix())
+    paths = {
+        path.replace("staging/src/", f"{_MODULE}/vendor/") if path.startswith("staging") else f"{_MODULE}/{path}"
+        for path in found
+    }
+    return sorted(path for path in paths if "/testdata" not in path and "code-generator" not in path)
+
+
+def _compile(cache: Cache, name: str) -> None:
+    target = cache.programs / name
+    if target.exists():
+        return
+    _say(f"compiling {name}")
+    started = time.monotonic()
+    stamp = " ".join(
+        f"-X k8s.io/{where}.{setting}" for where in ("component-base/version", "client-go/pkg/version") for setting in _STAMP
+    )
+    built = cache.work / name
+    _go(cache, "build", "-trimpath", "-ldflags", f"-s -w {stamp}", "-o", str(built), f"./cmd/{name}")
+    _install(built, target)
+    _say(f"compiled {name} in {time.monotonic() - started:.0f} s")
+
+
+_STAMP = (f"gitVersion=v{VERSION}", "gitMajor=1", "gitMinor=20", "gitTreeState=clean")
+
+
+def _install(built: Path, target: Path) -> None:
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.copy2(built, partial)
+    partial.chmod(0o755)
+    partial.rename(target)
+
+
+def _go(cache: Cache, *arguments: str) -> None:
+    _run([str(cache.go / "bin/go"), *arguments], cwd=cache.source, env=_go_environment(cache))
+
+
+def _go_environment(cache: Cache) -> dict[str, str]:
+    return {
+        "GOROOT": str(cache.go),
+        "GOPATH": str(cache.work / "gopath"),
+        "GOCACHE": str(cache.work / "gocache"),
+        "GOTMPDIR": str(cache.work),
+        "GO111MODULE": "off",
+        "CGO_ENABLED": "0",
+        "GOFLAGS": "",
+        "PATH": f"{cache.go / 'bin'}:{os.environ.get('PATH', '')}",
+    }
+
+
+def _run(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> None:
+    """Raises BuildFailed with the end of what the command said."""
+    done = subprocess.run(command, cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        raise BuildFailed(f"{Path(command[0]).name} {command[1]} failed with exit code {done.returncode}:\n{tail}")
+
+
+def _say(text: str) -> None:
+    print(f"==> {text}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.cluster.build", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--folder", type=Path, help="of the cache; default: the user's")
+    folder = parser.parse_args().folder
+    try:
+        print(build(Cache(folder.resolve()) if folder else default_cache()))
+    except BuildFailed as error:
+        raise SystemExit(f"no control plane: {error}") from None
+
+
+if __name__ == "__main__":
+    main()
