@@ -1,8 +1,8 @@
 """A whole cluster on this machine, in a network of its own: control plane, node agent, images, Secrets.
 
-    with Cluster(programs, folder, model) as cluster:
-        cluster.apply(render(FOLDER / "overlays/cpu"))
-        cluster.wait_rolled_out("pdmesh-router")
+with Cluster(programs, folder, model) as cluster:
+    cluster.apply(render(FOLDER / "overlays/cpu"))
+    cluster.wait_rolled_out("pdmesh-router")
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def cluster() -> Iterator[Cluster]:
     programs = build.build(build.default_cache())
     folder = Path(tempfile.mkdtemp(prefix="pdmesh-cluster-"))
     network.enter(folder)
-    footprint = Footprint()
+    footprint = Footprint(folder)
     try:
         with Cluster(programs, folder, model) as cluster:
             yield cluster

@@ -48,12 +48,8 @@ def _taken_grpc_probes(pod: Manifest) -> Iterator[tuple[str, Manifest]]:
 
 def definitions(manifests: Iterable[Manifest]) -> list[Manifest]:
     """CustomResourceDefinitions of the other projects' kinds among them."""
-    found = {(manifest["apiVersion"], manifest["kind"]) for manifest in manifests}
-    return [
-        _definition(*version.split("/"), kind)
-        for version, kind in sorted(found)
-        if kind in _FOREIGN.get(version.partition("/")[0], ())
-    ]
+    found = {(manifest["apiVersion"].rpartition("/"), manifest["kind"]) for manifest in manifests}
+    return [_definition(group, version, kind) for (group, _, version), kind in sorted(found) if kind in _FOREIGN.get(group, ())]
 
 
 def _definition(group: str, version: str, kind: str) -> Manifest:

@@ -20,6 +20,7 @@ from tests.cluster.agent.images import CHECKOUT, Image, needed_folders
 from tests.cluster.agent.probes import Probe, probes_of
 from tests.cluster.agent.sandbox import Sandbox
 from tests.cluster.agent.volumes import expanded, mounts
+from tests.cluster.leftovers import MARK
 
 FIRST_BACKOFF_S = 2.0
 MAX_BACKOFF_S = 60.0
@@ -119,7 +120,7 @@ class Container:
 
     def _specification(self, layer: Path) -> Object:
         around, image = self._around, self._around.image
-        environment = {**image.environment, **around.environment}
+        environment = {**image.environment, **around.environment, MARK: os.environ.get(MARK, "")}
         words = [*(self.spec.get("command") or ()), *(self.spec.get("args") or ())]
         bound = [{"source": str(path), "target": target, "read_only": True} for target, path in image.folders.items()]
         own = {"source": str(around.resolv_conf), "target": os.path.realpath("/etc/resolv.conf"), "read_only": True}
