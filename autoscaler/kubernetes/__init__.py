@@ -1,0 +1,1 @@
+"""Replicas from Kubernetes: scale subresources, one leader by a Lease, Events that say why, and metrics for HPA and KEDA."""

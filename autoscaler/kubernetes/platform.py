@@ -1,0 +1,177 @@
+"""Replicas of Deployments. One round of the loop, as it comes here:
+
+1. `leads`: the Lease, renewed in the background (`elector.py`).
+2. `observe`: each Deployment is read. Replicas that we have not asked for were set by a person and stay (`ledger.py`).
+3. `scale`: what is to be asked for is noted (`state.py`), then the scale subresource is patched, provided that the Deployment is
+   still as it was read: a change that nobody here has seen is never overwritten. An Event says why.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from autoscaler.decision import PoolDecision
+from autoscaler.forecast import State
+from autoscaler.kubernetes import ledger
+from autoscaler.kubernetes.api import Api, ApiError, ConflictError, MissingError, open_api
+from autoscaler.kubernetes.elector import Elector
+from autoscaler.kubernetes.events import Events, Subject
+from autoscaler.kubernetes.ledger import Entry, Held, Seen
+from autoscaler.kubernetes.settings import KubernetesSettings
+from autoscaler.kubernetes.state import StateStore
+from autoscaler.platform import Asked, Platform, PlatformError
+from autoscaler.views import Hold, PoolName
+
+MAX_TRIES = 3
+"""Of one change; a Deployment whose pods come and go changes often, without anybody's doing."""
+_ASKED, _POLICY = "asked.json", "policy.json"
+
+logger = logging.getLogger(__name__)
+
+
+def open_platform(settings: KubernetesSettings) -> Platform:
+    """Sends nothing yet. Raises ConfigError."""
+    namespace = settings.own_namespace()
+    return KubernetesPlatform(open_api(settings), namespace, settings)
+
+
+class KubernetesPlatform:
+    """As `autoscaler.platform.Platform` says. `wall` is the time that all machines share, in seconds since 1970."""
+
+    def __init__(self, api: Api, namespace: str, settings: KubernetesSettings, wall: Callable[[], float] = time.time) -> None:
+        self._api = api
+        self._deployments = f"/apis/apps/v1/namespaces/{namespace}/deployments"
+        self._settings = settings
+        self._wall = wall
+        self._elector = Elector(api, namespace, settings)
+        self._state = StateStore(api, namespace, settings.state, lambda: self._elector.leads)
+        self._events = Events(api, namespace, self._elector.identity)
+        self._seen: dict[PoolName, Seen] = {}
+        self._entries: dict[PoolName, Entry] = {}
+        self._term = -1
+        self._saved: object = None
+        self._closed = False
+
+    async def leads(self, now_s: float) -> bool:
+        return await self._elector.ask()
+
+    async def observe(self, now_s: float) -> Mapping[PoolName, Asked]:
+        await self._begin_term()
+        pools = list(self._settings.deployments)
+        await asyncio.gather(*(self._look(name) for name in pools))
+        if self._elector.leads:
+            await self._save_entries()
+        return {name: self._asked(name, now_s) for name in pools}
+
+    async def scale(self, decision: PoolDecision, replicas: int, now_s: float) -> None:
+        name = decision.name
+        if name not in self._seen:
+            raise PlatformError(f"{name}: its Deployment has not been read yet; observe comes first")
+        for _ in range(MAX_TRIES):
+            before = self._seen[name].replicas
+            if before == replicas:
+                return
+            if await self._set(name, replicas):
+                await self._tell(name, before, replicas, decision.reason)
+                return
+            await self._look_again(name)
+        raise PlatformError(
+            f"{name}: the Deployment {self._seen[name].name} changes all the time; asked for again in the next round"
+        )
+
+    async def load(self) -> State | None:
+        saved = await self._state.load(_POLICY)
+        return saved if isinstance(saved, dict) else None
+
+    async def save(self, state: State) -> None:
+        await self._state.save(_POLICY, state)
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            await self._elector.close()
+            self._api.close()
+
+    async def _begin_term(self) -> None:
+        """What a former leader has asked for, if this process has just begun to lead, or has not looked yet."""
+        term = self._elector.term
+        if term == self._term:
+            return
+        saved = await self._state.load(_ASKED)
+        found = {name: ledger.entry_of(saved.get(name.value)) for name in PoolName} if isinstance(saved, dict) else {}
+        self._entries = {name: entry for name, entry in found.items() if entry is not None}
+        self._saved, self._term = saved, term
+
+    async def _look(self, name: PoolName) -> None:
+        """Reads one Deployment and says whose its replicas are."""
+        deployment = self._settings.deployments[name]
+        try:
+            seen = ledger.seen_of(await self._api.get(f"{self._deployments}/{deployment}"))
+        except MissingError as error:
+            remedy = f"make it, or name another one with --…-{name}-deployment"
+            raise ApiError(f"{name}: Deployment {deployment}", f"does not exist; {remedy}", error.status) from None
+        before = self._entries.get(name)
+        self._seen[name], self._entries[name] = seen, ledger.looked(before, seen, self._wall())
+        if before is not None and self._entries[name].changed_s not in (None, before.changed_s):
+            await self._tell_honoured(name)
+        held = self._held(name)
+        if held is not None and held.mistake:
+            await self._events.tell(self._subject(name), "BadAnnotation", f"Nothing changes: {held.mistake}", kind="Warning")
+
+    async def _look_again(self, name: PoolName) -> None:
+        """After a conflict. Raises PlatformError where it is a person's doing."""
+        before = self._seen[name]
+        await self._look(name)
+        if self._seen[name].replicas != before.replicas or self._held(name) is not None:
+            await self._save_entries()
+            raise PlatformError(f"{name}: somebody has changed the Deployment {before.name} just now; nothing was overwritten")
+
+    async def _set(self, name: PoolName, replicas: int) -> bool:
+        """Whether it was done; not if the Deployment has changed in any way since it was read. Raises PlatformError."""
+        seen, held = self._seen[name], self._held(name)
+        if held is not None:
+            raise PlatformError(f"{name}: the Deployment {seen.name} is not scaled: {held.by} holds it")
+        self._entries[name] = self._entries[name].asking(replicas)
+        await self._save_entries()
+        self._check_lead()
+        body = {"metadata": {"resourceVersion": seen.version}, "spec": {"replicas": replicas}}
+        try:
+            scale = await self._api.patch(f"{self._deployments}/{seen.name}/scale", body)
+        except ConflictError:
+            return False
+        self._seen[name] = replace(seen, replicas=replicas, version=str(scale["metadata"]["resourceVersion"]))
+        return True
+
+    async def _save_entries(self) -> None:
+        entries = {name.value: entry.save() for name, entry in self._entries.items()}
+        if entries != self._saved:
+            await self._state.save(_ASKED, entries)
+            self._saved = entries
+
+    def _check_lead(self) -> None:
+        if not self._elector.leads:
+            raise PlatformError("this process does not lead any more, and leaves the Deployments to the one that does")
+
+    def _held(self, name: PoolName) -> Held | None:
+        return ledger.hold(self._entries[name], self._seen[name], self._wall(), self._settings.manual_hold_s)
+
+    def _asked(self, name: PoolName, now_s: float) -> Asked:
+        held = self._held(name)
+        return Asked(self._seen[name].replicas, Hold(held.by, now_s + held.left_s) if held is not None else None)
+
+    def _subject(self, name: PoolName) -> Subject:
+        return Subject("apps/v1", "Deployment", self._seen[name].name, self._seen[name].uid)
+
+    async def _tell(self, name: PoolName, before: int, replicas: int, reason: str) -> None:
+        logger.info("%s: %d -> %d replicas: %s", name, before, replicas, reason)
+        what = "ScaledUp" if replicas > before else "ScaledDown"
+        await self._events.tell(self._subject(name), what, f"{before} → {replicas} replicas: {reason}")
+
+    async def _tell_honoured(self, name: PoolName) -> None:
+        seen, entry, held_s = self._seen[name], self._entries[name], self._settings.manual_hold_s
+        note = f"{seen.replicas} replicas were set by {entry.changed_by}; they stay for {held_s:g} s"
+        logger.info("%s: %s", name, note)
+        if self._elector.leads and held_s > 0:
+            await self._events.tell(self._subject(name), "ManualChange", note, action="Hold")

@@ -1,0 +1,90 @@
+"""What the autoscaler has to know about its cluster: flags, environment and `--help` come from here. Durations in seconds."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autoscaler.views import PoolName
+from runtime.config import ConfigError
+
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+MIN_REQUEST_S = 0.1
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+@dataclass(frozen=True)
+class KubernetesSettings:
+    """Where the Deployments are, who leads, and for how long a person's change stays."""
+
+    namespace: str = field(default="", metadata={"help": "of the Deployments; empty: that of this pod"})
+    kubeconfig: str = field(default="", metadata={"help": "file that says how to reach the API server; empty: as a pod does"})
+    context: str = field(default="", metadata={"help": "of the kubeconfig; empty: its current one"})
+    prefill_deployment: str = field(default="pdmesh-prefill", metadata={"help": "Deployment of prefill workers"})
+    decode_deployment: str = field(default="pdmesh-decode", metadata={"help": "Deployment of decode workers"})
+    both_deployment: str = field(
+        default="", metadata={"help": "Deployment of workers with both roles, in place of the other two; empty: there is none"}
+    )
+    manual_hold_s: float = field(
+        default=1800.0, metadata={"help": "how long replicas stay that somebody else has set; 0: they do not stay at all"}
+    )
+    request_timeout_s: float = field(default=4.0, metadata={"help": "for one request to the API server"})
+    lease: str = field(default="pdmesh-autoscaler", metadata={"help": "Lease that the leader holds"})
+    state: str = field(default="pdmesh-autoscaler-state", metadata={"help": "ConfigMap in which a leader leaves what it knows"})
+    identity: str = field(default="", metadata={"help": "of this process among candidates; empty: host name and a random part"})
+    lease_duration_s: int = field(default=15, metadata={"help": "after which a leader that is silent is no leader"})
+    renew_deadline_s: float = field(default=10.0, metadata={"help": "after which a leader that cannot renew steps down"})
+    retry_period_s: float = field(default=2.0, metadata={"help": "between two attempts to lead or to go on leading"})
+
+    def validate(self) -> None:
+        """Raises ConfigError."""
+        for name in ("prefill_deployment", "decode_deployment", "both_deployment", "lease", "state"):
+            self._check_name(name)
+        if self.namespace and not _LABEL.fullmatch(self.namespace):
+            raise ConfigError("namespace", f"{self.namespace!r} is not a namespace's name", "use a-z, 0-9 and -")
+        if len(self.identity) > 128:
+            raise ConfigError("identity", f"has {len(self.identity)} characters", "an Event takes 128")
+        if self.manual_hold_s < 0:
+            raise ConfigError("manual_hold_s", f"{self.manual_hold_s:g} is less than 0", "0 turns it off")
+        if self.request_timeout_s < MIN_REQUEST_S:
+            problem = f"{self.request_timeout_s:g} is less than {MIN_REQUEST_S:g}"
+            raise ConfigError("request_timeout_s", problem, "give the API server a few seconds")
+        self._check_lease()
+
+    def _check_name(self, name: str) -> None:
+        value = getattr(self, name)
+        if not value and name not in ("both_deployment", "prefill_deployment", "decode_deployment"):
+            raise ConfigError(name, "is empty", "give it a name")
+        if value and not _NAME.fullmatch(value):
+            raise ConfigError(name, f"{value!r} is no name of an object", "use a-z, 0-9, - and .")
+        if not value and not self.both_deployment and name != "both_deployment":
+            raise ConfigError(name, "is empty", "name the Deployment, or --…-both-deployment in place of the two")
+
+    def _check_lease(self) -> None:
+        """A leader is silent before others may think so, and what it has sent by then has arrived or failed."""
+        if self.retry_period_s < MIN_REQUEST_S:
+            raise ConfigError(
+                "retry_period_s", f"{self.retry_period_s:g} is less than {MIN_REQUEST_S:g}", "two seconds are usual"
+            )
+        if self.renew_deadline_s <= self.retry_period_s:
+            problem = f"{self.renew_deadline_s:g} is no more than retry_period_s, {self.retry_period_s:g}"
+            raise ConfigError("renew_deadline_s", problem, "leave time for several attempts")
+        if self.lease_duration_s < self.renew_deadline_s + self.request_timeout_s:
+            problem = f"{self.lease_duration_s} is less than renew_deadline_s and request_timeout_s together"
+            raise ConfigError("lease_duration_s", problem, "else another may lead while a last request is under way")
+
+    @property
+    def deployments(self) -> dict[PoolName, str]:
+        """The Deployment of each pool."""
+        if self.both_deployment:
+            return {PoolName.BOTH: self.both_deployment}
+        return {PoolName.PREFILL: self.prefill_deployment, PoolName.DECODE: self.decode_deployment}
+
+    def own_namespace(self) -> str:
+        """The one that was given, else the pod's. Raises ConfigError where there is neither."""
+        if self.namespace:
+            return self.namespace
+        try:
+            return NAMESPACE_FILE.read_text(encoding="utf-8").strip()
+        except OSError:
+            raise ConfigError("namespace", "is empty, and this is no pod with an account", "name the namespace") from None

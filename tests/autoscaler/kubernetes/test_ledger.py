@@ -1,0 +1,121 @@
+"""Whose replicas a Deployment has, and how long a person's stay."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from autoscaler.kubernetes import times
+from autoscaler.kubernetes.ledger import AUTOSCALE, HOLD_UNTIL, Entry, Held, Seen, entry_of, hold, looked, seen_of
+from autoscaler.platform import PlatformError
+
+NOW_S, FOR_S = 1_800_000_000.0, 600.0
+
+
+def _seen(replicas: int = 2, /, uid: str = "u", set_by: str = "kubectl", **annotations: str) -> Seen:
+    names = {"autoscale": AUTOSCALE, "hold_until": HOLD_UNTIL}
+    return Seen("pdmesh-decode", uid, "7", replicas, {names[key]: value for key, value in annotations.items()}, set_by)
+
+
+def _held(entry: Entry, seen: Seen, wall_s: float = NOW_S) -> Held | None:
+    return hold(entry, seen, wall_s, FOR_S)
+
+
+def test_what_is_seen_first_is_taken_as_it_is() -> None:
+    entry = looked(None, _seen(5), NOW_S)
+    assert entry == Entry("u", (5,))
+    assert _held(entry, _seen(5)) is None
+
+
+def test_another_number_is_a_persons_and_stays_for_a_while() -> None:
+    entry = looked(Entry("u", (2,)), _seen(5), NOW_S)
+    assert entry == Entry("u", (5,), NOW_S, "kubectl")
+    assert _held(entry, _seen(5), NOW_S + 200) == Held("kubectl", 400.0)
+    assert _held(entry, _seen(5), NOW_S + 600) is None
+    assert looked(entry, _seen(5), NOW_S + 300) == entry  # seen again: the time goes on from the change
+    again = looked(entry, _seen(6), NOW_S + 300)
+    assert _held(again, _seen(6), NOW_S + 300) == Held("kubectl", 600.0)
+
+
+def test_nobody_known_is_somebody() -> None:
+    assert looked(Entry("u", (2,)), _seen(5, set_by=""), NOW_S).changed_by == "somebody"
+
+
+def test_a_request_that_nobody_answered_may_have_arrived_or_not() -> None:
+    entry = Entry("u", (2,)).asking(6)
+    assert entry.ours == (6, 2)
+    assert looked(entry, _seen(2), NOW_S) == entry
+    assert looked(entry, _seen(6), NOW_S).ours == (6,)
+    assert looked(entry, _seen(4), NOW_S).changed_by == "kubectl"
+    assert entry.asking(2).ours == (2, 6)
+    many = Entry("u", (1,))
+    for replicas in range(2, 9):
+        many = many.asking(replicas)
+    assert many.ours == (8, 7, 6, 5)
+
+
+def test_a_deployment_that_was_made_anew_is_new() -> None:
+    assert looked(Entry("u", (2,), NOW_S, "kubectl"), _seen(5, uid="v"), NOW_S) == Entry("v", (5,))
+
+
+@pytest.mark.parametrize("period_s", [0.0, 600.0])
+def test_an_annotation_forbids_while_it_stands(period_s: float) -> None:
+    seen = _seen(autoscale="off")
+    held = hold(Entry("u", (2,)), seen, NOW_S, period_s)
+    assert held is not None and held.by == "the annotation pdmesh.io/autoscale" and held.left_s >= 60
+    assert hold(Entry("u", (2,)), _seen(autoscale="on"), NOW_S, period_s) is None
+
+
+def test_an_annotation_says_until_when() -> None:
+    seen = _seen(hold_until=times.time(NOW_S + 100))
+    assert _held(Entry("u", (2,)), seen) == Held("the annotation pdmesh.io/hold-until", 100.0)
+    assert _held(Entry("u", (2,)), seen, NOW_S + 100) is None
+
+
+def test_a_newer_annotation_shortens_and_lengthens_what_a_change_does_an_older_one_does_not() -> None:
+    changed = Entry("u", (5,), NOW_S, "kubectl")
+    given_back = _seen(5, hold_until=times.time(NOW_S + 10))
+    assert _held(changed, given_back, NOW_S + 20) is None
+    longer = _seen(5, hold_until=times.time(NOW_S + 7200))
+    held = _held(changed, longer, NOW_S + 3600)
+    assert held is not None and held.left_s == 3600
+    last_weeks = _seen(5, hold_until=times.time(NOW_S - 7 * 86400))
+    assert _held(changed, last_weeks, NOW_S + 20) == Held("kubectl", 580.0)
+
+
+@pytest.mark.parametrize(
+    ("annotations", "told"),
+    [
+        ({"autoscale": "No"}, "pdmesh.io/autoscale: 'No' is neither on nor off"),
+        ({"hold_until": "tomorrow"}, "pdmesh.io/hold-until: 'tomorrow' is no time"),
+        ({"hold_until": "2027-01-01T00:00:00"}, "has no time zone; end it with Z"),
+    ],
+)
+def test_an_annotation_that_nobody_understands_holds_and_says_so(annotations: dict[str, str], told: str) -> None:
+    held = _held(Entry("u", (2,)), _seen(2, **annotations))
+    assert held is not None and told in held.mistake
+
+
+def test_entries_are_saved_as_json_and_anything_else_is_as_if_never_seen() -> None:
+    for entry in (Entry("u", (2, 3)), Entry("u", (2,), NOW_S, "kubectl")):
+        assert entry_of(json.loads(json.dumps(entry.save()))) == entry
+    for saved in (None, 3, {}, {**Entry("u", (2,)).save(), "ours": []}, {**Entry("u", (2,)).save(), "ours": ["2"]}):
+        assert entry_of(saved) is None
+
+
+def test_a_deployment_of_the_api() -> None:
+    metadata = {"name": "d", "uid": "u", "resourceVersion": "9", "annotations": {"a": "b"}}
+    managed = [
+        {"manager": "kubectl-client-side-apply", "fieldsV1": {"f:spec": {"f:template": {}}}},
+        {"manager": "kubectl", "subresource": "scale", "fieldsV1": {"f:spec": {"f:replicas": {}}}},
+    ]
+    seen = seen_of({"metadata": metadata | {"managedFields": managed}, "spec": {"replicas": 0}})
+    assert seen == Seen("d", "u", "9", 0, {"a": "b"}, "kubectl")
+    with pytest.raises(PlatformError, match="is none"):
+        seen_of({"metadata": metadata})
+
+
+def test_times_are_those_of_kubernetes() -> None:
+    assert times.micro_time(NOW_S) == "2027-01-15T08:00:00.000000Z"
+    assert times.parse("2027-01-15T09:00:00+01:00") == NOW_S == times.parse(times.time(NOW_S))
