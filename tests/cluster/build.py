@@ -259,15 +259,14 @@ def _compile(cache: Cache, name: str) -> None:
         return
     _say(f"compiling {name}")
     started = time.monotonic()
-    stamp = " ".join(
-        f"-X k8s.io/{where}.{setting}" for where in ("component-base/version", "client-go/pkg/version") for setting in _STAMP
-    )
+    stamp = " ".join(f"-X {_VERSIONS}.{setting}" for setting in _STAMP)
     built = cache.work / name
     _go(cache, "build", "-trimpath", "-ldflags", f"-s -w {stamp}", "-o", str(built), f"./cmd/{name}")
     _install(built, target)
     _say(f"compiled {name} in {time.monotonic() - started:.0f} s")
 
 
+_VERSIONS = f"{_MODULE}/vendor/k8s.io/component-base/version"
 _STAMP = (f"gitVersion=v{VERSION}", "gitMajor=1", "gitMinor=20", "gitTreeState=clean")
 
 

@@ -113,7 +113,8 @@ class Cluster:
             self.plane.kubectl("apply", "-f", "-", stdin=text_of(first))
         if made := [item["metadata"]["name"] for item in first if item["kind"] == "CustomResourceDefinition"]:
             self.plane.kubectl("wait", "--for=condition=established", "--timeout=30s", *(f"crd/{name}" for name in made))
-        return self.plane.kubectl("apply", "-f", "-", stdin=text_of(item for item in objects if item not in first))
+        rest = [item for item in objects if item not in first]
+        return self.plane.kubectl("apply", "-f", "-", stdin=text_of(rest)) if rest else ""
 
     def make_secrets(self) -> str:
         """Those that the manifests ask for, as docs/kubernetes.md says; a client's API key."""

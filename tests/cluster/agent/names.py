@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import struct
 from collections.abc import Callable
+from typing import cast
 
 from tests.cluster import network
 from tests.cluster.agent.api import Key, Object
@@ -27,8 +28,7 @@ class NameServer(asyncio.DatagramProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio's."""
-        assert isinstance(transport, asyncio.DatagramTransport)
-        self._transport = transport
+        self._transport = cast(asyncio.DatagramTransport, transport)
 
     def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
         """asyncio's. What is no question stays without answer."""
