@@ -34,6 +34,10 @@ NEEDED_SPACE_MB = 4000
 _MODULE = "k8s.io/kubernetes"
 _OPENAPI = "pkg/generated/openapi"
 _GO_DEBS = ("golang-1.19-go", "golang-1.19-src")
+# The one library of the source that is older than this Go: with the copy in vendor/, walking over a map writes where it should
+# not, and the server falls at the first custom resource.
+_REFLECT = "github.com/modern-go/reflect2"
+_REFLECT_DEB = "golang-github-modern-go-reflect2-dev"
 
 
 class BuildFailed(RuntimeError):
@@ -193,6 +197,7 @@ def _unpack_go(cache: Cache, apt: Apt) -> None:
 
 def _unpack_debs(debs: Sequence[Path], target: Path) -> Path:
     """Unpacks packages together; the folder appears when it is whole."""
+    shutil.rmtree(target, ignore_errors=True)
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -211,6 +216,7 @@ def _unpack_source(cache: Cache, apt: Apt) -> None:
     _run(["dpkg-source", "--extract", "--no-check", str(apt.source("kubernetes")), str(partial)])
     # Links to the system's folders, for a Debian build; ours has all that is needed in vendor/.
     _link_staging(partial)
+    _replace_reflection(partial, _unpack_debs(apt.packages(_REFLECT_DEB), cache.work / "reflect2"))
     cache.source.parent.mkdir(parents=True, exist_ok=True)
     partial.rename(cache.source)
 
@@ -221,6 +227,15 @@ def _link_staging(source: Path) -> None:
         link = source / "vendor/k8s.io" / folder.name
         if folder.is_dir() and not link.exists():
             link.symlink_to(Path("../../staging/src/k8s.io") / folder.name)
+
+
+def _replace_reflection(source: Path, package: Path) -> None:
+    target = source / "vendor" / _REFLECT
+    for old in target.glob("*.go"):
+        old.unlink()
+    for new in (package / "usr/share/gocode/src" / _REFLECT).iterdir():
+        if new.is_file():
+            shutil.copy2(new, target / new.name)
 
 
 def _generate_openapi(cache: Cache) -> None:

@@ -8,8 +8,10 @@ with Cluster(programs, folder, model) as cluster:
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -143,9 +145,18 @@ class Cluster:
         """Names of those that are ready and not ending."""
         return [pod["metadata"]["name"] for pod in self.pods(name) if is_ready(pod)]
 
+    def waiting(self, name: str) -> set[str]:
+        """Why containers of a Deployment's pods wait."""
+        statuses = [status for pod in self.pods(name) for status in pod["status"].get("containerStatuses", ())]
+        return {status["state"]["waiting"]["reason"] for status in statuses if "waiting" in status["state"]}
+
     def scale(self, name: str, replicas: int) -> None:
         """What a person does."""
         self.plane.kubectl("-n", NAMESPACE, "scale", f"deployment/{name}", f"--replicas={replicas}")
+
+    def replicas(self, name: str) -> int:
+        """That a Deployment is to have."""
+        return int(self.deployment(name)["spec"]["replicas"])
 
     def wait_rolled_out(self, name: str, timeout_s: float = 180) -> None:
         """`kubectl rollout status`. Raises RuntimeError with the pods' states and logs."""
@@ -170,6 +181,11 @@ class Cluster:
             tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
             lines.append("\n".join((f"--- {log.parent.name}/{log.name}", *tail)))
         return "\n".join(lines)
+
+    def kill(self, pod: str, container: str) -> None:
+        """SIGKILL to a container's first program, as when memory runs out."""
+        (path,) = (self._folder / "pods").glob(f"*_{pod}_*/{container}.pid")
+        os.kill(int(path.read_text(encoding="ascii")), signal.SIGKILL)
 
     def logs(self, pod: str, container: str) -> str:
         """What a container has said so far."""

@@ -39,11 +39,13 @@ class Load:
     """A few clients, each with one request at a time. They find the routers by their Service's name and, unless
     told otherwise, try nothing again: what fails is seen."""
 
-    def __init__(self, api_key: str, *, clients: int = 2, pause_s: float = _PAUSE_S, resume_s: float = 0.0) -> None:
-        """`resume_s`: how long to look for another router when one goes."""
+    def __init__(
+        self, api_key: str, *, clients: int = 2, pause_s: float = _PAUSE_S, resume_s: float = 0.0, retry_overload: bool = False
+    ) -> None:
+        """`resume_s`: how long to look for another router when one goes. `retry_overload`: who is told to come later, does."""
         self._api_key = api_key
         self._pause_s = pause_s
-        self._resume_s = resume_s
+        self._resume_s, self._retry_overload = resume_s, retry_overload
         self._numbers = itertools.count()
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._run, name=f"load {index}") for index in range(clients)]
@@ -79,7 +81,9 @@ class Load:
         return f"{len(self.outcomes)} requests, on {dict(workers)}"
 
     def _run(self) -> None:
-        with Client(ROUTER, api_key=self._api_key, resume_timeout_s=self._resume_s) as client:
+        with Client(
+            ROUTER, api_key=self._api_key, resume_timeout_s=self._resume_s, retry_overload=self._retry_overload
+        ) as client:
             while not self._stopping.wait(self._pause_s):
                 self.outcomes.append(self._ask(client, next(self._numbers)))
 

@@ -69,3 +69,20 @@ def test_a_router_is_replaced_without_a_failed_request(mesh: Cluster, api_key: s
         load.wait_for_answers(4)
     load.assert_none_failed(at_least=12)
     assert before not in mesh.ready_pods("pdmesh-router")
+
+
+def test_a_rollout_that_cannot_start_takes_nothing_away(mesh: Cluster, api_key: str) -> None:
+    before = mesh.ready_pods("pdmesh-decode")
+    with Load(api_key) as load:
+        mesh.plane.kubectl("-n", "pdmesh", "set", "env", "deployment/pdmesh-decode", "PDMESH_KV_MEMORY_MB=-1")
+        mesh.wait_for(lambda: "CrashLoopBackOff" in mesh.waiting("pdmesh-decode"), "the new pod to fail again and again")
+        assert mesh.ready_pods("pdmesh-decode") == before
+        mesh.plane.kubectl("-n", "pdmesh", "rollout", "undo", "deployment/pdmesh-decode")
+        mesh.wait_rolled_out("pdmesh-decode")
+        mesh.plane.kubectl("-n", "pdmesh", "set", "image", "deployment/pdmesh-decode", "decode=pdmesh-worker-cpu:0.0.0")
+        mesh.wait_for(lambda: "ImagePullBackOff" in mesh.waiting("pdmesh-decode"), "the new pod to find no image")
+        assert mesh.ready_pods("pdmesh-decode") == before
+        mesh.plane.kubectl("-n", "pdmesh", "rollout", "undo", "deployment/pdmesh-decode")
+        mesh.wait_rolled_out("pdmesh-decode")
+        load.wait_for_answers(2)
+    load.assert_none_failed(at_least=6)

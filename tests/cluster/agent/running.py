@@ -83,6 +83,7 @@ class Container:
 
     async def _once(self) -> int:
         self._process = await self._start()
+        (self._around.folder / f"{self.spec['name']}.pid").write_text(str(self._process.pid), encoding="ascii")
         self.state.waiting, self.state.exit_code, self.state.running_since = None, None, now()
         probing = asyncio.create_task(self._probe(self._process))
         self._on_change()

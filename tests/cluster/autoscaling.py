@@ -1,0 +1,101 @@
+"""The autoscaler in the cluster: deployed from its manifests, quicker than for production; who leads, what it did and why."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.cluster import NAMESPACE, Cluster
+from tests.k8s.kustomize import FOLDER, Manifest, containers_of, documents, render
+
+NAME = "pdmesh-autoscaler"
+DECODE, PREFILL = "pdmesh-decode", "pdmesh-prefill"
+WORKER_SETTINGS = {"PDMESH_MAX_NUM_SEQS": "2"}
+"""So few sequences at once that a load that this machine bears needs several decode workers."""
+COOL_DOWN_S = 8
+START_S = 6
+SETTINGS = {
+    "PDMESH_PERIOD_S": "1",
+    "PDMESH_WINDOW_S": "6",
+    "PDMESH_COOL_DOWN_S": str(COOL_DOWN_S),
+    "PDMESH_STALE_AFTER_S": "8",
+    "PDMESH_DRAIN_S": "20",
+    "PDMESH_FLIPS": "false",
+    "PDMESH_DECODE_START_S": str(START_S),
+    "PDMESH_DECODE_MAX_REPLICAS": "3",
+    "PDMESH_PREFILL_MAX_REPLICAS": "1",
+    "PDMESH_KUBERNETES_LEASE_DURATION_S": "8",
+    "PDMESH_KUBERNETES_RENEW_DEADLINE_S": "4",
+    "PDMESH_KUBERNETES_RETRY_PERIOD_S": "1",
+    "PDMESH_KUBERNETES_REQUEST_TIMEOUT_S": "3",
+}
+
+
+@dataclass(frozen=True)
+class Autoscaler:
+    """As people see it: by the API."""
+
+    cluster: Cluster
+
+    def deploy(self, api_key: str) -> None:
+        """Applied and ready; somebody leads."""
+        plane = self.cluster.plane
+        plane.kubectl("-n", NAMESPACE, "create", "secret", "generic", NAME, f"--from-literal=key={api_key}")
+        self.cluster.apply([tuned(manifest) for manifest in manifests()])
+        settings = [f"{name}={value}" for name, value in WORKER_SETTINGS.items()]
+        plane.kubectl("-n", NAMESPACE, "set", "env", f"deployment/{DECODE}", *settings)
+        for name in (DECODE, NAME):
+            self.cluster.wait_rolled_out(name)
+        self.cluster.wait_for(lambda: self.leader() in self.cluster.ready_pods(NAME), "a leader")
+
+    def leader(self) -> str | None:
+        """The pod that holds the Lease; None: nobody does."""
+        leases = self.cluster.plane.get("-n", NAMESPACE, "leases")["items"]
+        holders = [lease["spec"].get("holderIdentity") or "" for lease in leases if lease["metadata"]["name"] == NAME]
+        return holders[0].rpartition("_")[0] or holders[0] if holders and holders[0] else None
+
+    def renewed(self) -> str:
+        """When the Lease was renewed last, as the API writes times."""
+        return str(self.cluster.plane.get("-n", NAMESPACE, "lease", NAME)["spec"]["renewTime"])
+
+    def events(self, deployment: str) -> list[tuple[str, str]]:
+        """Reason and note of what was done to a Deployment by the autoscaler, oldest first."""
+        found = self.cluster.plane.get("-n", NAMESPACE, "events.v1.events.k8s.io")["items"]
+        ours = [
+            event for event in found if event["regarding"].get("name") == deployment and "deployment-controller" not in _by(event)
+        ]
+        return [(event["reason"], event.get("note", "")) for event in sorted(ours, key=_time)]
+
+    def logs(self) -> str:
+        """What all candidates have said."""
+        return "".join(self.cluster.logs(pod["metadata"]["name"], "autoscaler") for pod in self.cluster.pods(NAME))
+
+
+def manifests() -> list[Manifest]:
+    """The component's, and its Deployment."""
+    return [*render(FOLDER / "components/autoscaler"), *documents(Path(__file__).with_name("autoscaling.yaml"))]
+
+
+def tuned(manifest: Manifest) -> Manifest:
+    """With the settings above in its container."""
+    for container in containers_of(manifest):
+        kept = [entry for entry in container.get("env", ()) if entry["name"] not in SETTINGS]
+        container["env"] = [*kept, *({"name": name, "value": value} for name, value in SETTINGS.items())]
+    return manifest
+
+
+def secret_of(cluster: Cluster, name: str) -> Manifest:
+    """A Secret as it can be made again."""
+    found = cluster.plane.get("-n", NAMESPACE, "secret", name)
+    metadata = {"name": name, "namespace": NAMESPACE}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": found["data"], "type": found["type"]}
+
+
+def _by(event: Any) -> str:
+    return json.dumps([event.get("reportingController"), event.get("deprecatedSource")])
+
+
+def _time(event: Any) -> str:
+    return str(event.get("eventTime") or event["metadata"]["creationTimestamp"])
