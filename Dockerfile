@@ -1,9 +1,12 @@
 # Images of pdmesh. No step needs a secret; packages come from pip's index and Debian's; torch from the index that TORCH_INDEX names.
 #
 #   docker build --target router -t pdmesh-router:0.1.0 .              # router, command line, load test: no torch
+#   docker build --target autoscaler -t pdmesh-autoscaler:0.1.0 .      # with the Kubernetes client: no torch
 #   docker build --target worker-cpu --build-arg TORCH_INDEX=… -t pdmesh-worker-cpu:0.1.0 .   # torch's index of CPU builds
 #   docker build --target worker-cuda -t pdmesh-worker-cuda:0.1.0 .
 #   docker build --target model-smollm2 -t pdmesh-model-smollm2:0.1.0 .
+#
+# tests/cluster/images carries out these steps in plain folders and starts what they make, where there is no Docker.
 #
 # Packages are pinned by requirements.lock (torch pins CUDA's itself). They are installed before the code is copied, so that
 # another version of the code is a small layer. The longer steps stand in k8s/docker/, where they run without Docker, too.
@@ -33,6 +36,19 @@ COPY --from=router-build /opt/pdmesh /opt/pdmesh
 USER 10001:10001
 EXPOSE 8100 8000
 CMD ["python", "-m", "router"]
+
+# Autoscaler.
+
+FROM packages AS autoscaler-build
+RUN sh k8s/docker/install.sh /opt/pdmesh autoscaler
+COPY . .
+RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation .
+
+FROM base AS autoscaler
+COPY --from=autoscaler-build /opt/pdmesh /opt/pdmesh
+USER 10001:10001
+EXPOSE 50061
+CMD ["python", "-m", "autoscaler"]
 
 # Native code for every processor of this architecture: a pod compiles nothing, and its image has no compiler.
 

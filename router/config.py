@@ -20,6 +20,7 @@ _AT_LEAST_ONE = (
     "max_streams",
     "max_streams_per_connection",
     "processes",
+    "sharers",
 )
 _POSITIVE = (
     "stream_timeout_s",
@@ -67,6 +68,9 @@ class RouterConfig:
     )
     share_ports: bool = field(
         default=False, metadata={"help": "let other routers of this user listen on the same ports (SO_REUSEPORT)"}
+    )
+    sharers: int = field(
+        default=1, metadata={"help": "router processes that share these ports, this one included; set for those of --processes"}
     )
     objectives: str = field(default="", metadata={"help": "TOML or JSON file with objectives per model"})
     tenants: str = field(

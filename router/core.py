@@ -1,9 +1,11 @@
 """What all requests of one router share."""
 
 import asyncio
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from planning.objectives import ModelObjective
 from router.admission import Admission
 from router.background import Background
 from router.config import RouterConfig
@@ -14,7 +16,6 @@ from router.gate import Gate
 from router.hedge import HedgeLimits, Hedging
 from router.judge import Judge
 from router.migration import Movable
-from router.objectives import ModelObjective
 from router.other_policies import PreferencePolicy, preference
 from router.output_lengths import OutputLengths
 from router.overheads import Overheads
@@ -24,12 +25,15 @@ from router.prefix_index import PrefixIndex
 from router.room_line import RoomLine
 from router.served_model import ServedModel
 from router.tenant_limits import TenantBook
+from router.traffic import Traffic
+from runtime.identity import new_epoch
 
 
 @dataclass(eq=False)
 class Core:
-    """The parts of a router process. `movers` are the requests that have a decode worker now. Without a `forecaster` admission
-    goes by count. `num_token_mismatches` counts repeated indexes whose token differed: not 0 is a bug."""
+    """The parts of a router process, whose `epoch` tells it from others of its id. `movers` are the requests that have a decode
+    worker now. Without a `forecaster` admission goes by count. `num_token_mismatches` counts repeated indexes whose token
+    differed: not 0 is a bug."""
 
     config: RouterConfig
     router_id: str
@@ -46,7 +50,9 @@ class Core:
     room: RoomLine = field(default_factory=RoomLine)
     background: Background = field(default_factory=Background)
     movers: set[Movable] = field(default_factory=set)
+    epoch: int = field(default_factory=new_epoch)
     judge: Judge = field(init=False)
+    traffic: Traffic = field(init=False)
     hedging: Hedging = field(init=False)
     num_token_mismatches: int = 0
     num_hedges: int = 0
@@ -54,6 +60,7 @@ class Core:
 
     def __post_init__(self) -> None:
         self.judge = Judge(self.fleet.views)
+        self.traffic = Traffic(self.models, time.monotonic())
         self.hedging = Hedging(HedgeLimits(share=self.config.hedge_share))
 
     @classmethod

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from planning.objectives import Bounds
 from protos.v1 import common_pb2
 from router.candidates import Demand
 from router.core import Core
 from router.job import Job
-from router.objectives import Bounds
 from router.views import Mode, WorkerKey
 
 NOBODY: frozenset[WorkerKey] = frozenset()

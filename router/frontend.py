@@ -11,12 +11,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 
+from planning.objectives import ModelObjective
 from protos.v1 import mesh_pb2
 from router import explain, status
 from router.core import Core
 from router.job import Job
 from router.jobs import Jobs
-from router.objectives import ModelObjective
 from router.request import Request
 from router.timings import RequestTimings, now_ns
 from runtime.errors import InvalidArgument, Unavailable

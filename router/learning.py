@@ -4,7 +4,8 @@ from protos.v1 import mesh_pb2
 from router.core import Core
 from router.decisions import Decision
 from router.job import Job
-from router.prediction import Overhead
+from router.prediction import Overhead, Prediction
+from router.traffic import ModelTraffic
 
 
 def learn(core: Core, job: Job, decision: Decision | None, timings: mesh_pb2.Timings, num_tokens: int) -> None:
@@ -14,11 +15,21 @@ def learn(core: Core, job: Job, decision: Decision | None, timings: mesh_pb2.Tim
         return
     core.decisions.compare(decision)
     chosen, tpot_s = decision.placement.chosen, decision.observed_tpot_s
-    if tpot_s and chosen is not None and chosen.prediction is not None:
-        core.overheads.observe_tpot(chosen.decode, chosen.prediction.steps_tpot_s, tpot_s)
+    if chosen is not None and chosen.prediction is not None:
+        _count(core.traffic.of(job.model.name), decision, chosen.prediction)
+        if tpot_s:
+            core.overheads.observe_tpot(chosen.decode, chosen.prediction.steps_tpot_s, tpot_s)
     seen = _overhead(decision, timings)
     if seen is not None:
         core.overheads.observe(decision.placement.prefill, decision.placement.decode, seen)
+
+
+def _count(traffic: ModelTraffic, decision: Decision, predicted: Prediction) -> None:
+    """What came beside what had been predicted, for the autoscaler."""
+    if decision.observed_ttft_s is not None:
+        traffic.ttft.add(decision.observed_ttft_s, predicted.ttft_s)
+    if decision.observed_tpot_s is not None:
+        traffic.tpot.add(decision.observed_tpot_s, predicted.tpot_s)
 
 
 def _overhead(decision: Decision, timings: mesh_pb2.Timings) -> Overhead | None:

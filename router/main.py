@@ -7,10 +7,11 @@ import os
 import secrets
 import sys
 
+from planning import objectives
 from protos.inference import grpc_service_pb2_grpc
 from protos.v1 import mesh_pb2_grpc
 from protos.vllm import vllm_engine_pb2_grpc
-from router import key_store, objectives, processes, served_model
+from router import key_store, processes, served_model
 from router.callers import KeyInterceptor
 from router.config import RouterConfig
 from router.core import Core

@@ -163,6 +163,7 @@ def replica_config(config: RouterConfig, base: str, number: int) -> RouterConfig
         config,
         processes=1,
         share_ports=True,
+        sharers=config.processes,
         exit_with_parent=True,
         heartbeat_on_stdout=True,
         router_id=f"{base}-{number}",

@@ -1,9 +1,10 @@
 """One request from admission to completion: what the client's stream is made of."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 
-from protos.v1 import mesh_pb2
+from protos.v1 import common_pb2, mesh_pb2
 from router.applicant import Ticket
 from router.applicants import applicant_of, num_emitted
 from router.book import Book
@@ -13,7 +14,8 @@ from router.job import Job
 from router.learning import learn
 from router.output import Output, ResumeMismatch
 from router.timings import RequestTimings, now_ns
-from runtime.errors import DeadlineExceeded, InvalidArgument, MeshError
+from router.traffic import Visit
+from runtime.errors import DeadlineExceeded, InvalidArgument, MeshError, ResourceExhausted
 
 # How long a complete answer waits for the rest of its timings. The report is on its way already: it takes a millisecond or two.
 SETTLE_S = 0.1
@@ -30,6 +32,7 @@ class Request:
         self._output = Output(job, self._book)
         self._course = Course(core, job, self._book, timings, self._output.render)
         self._ticket: Ticket | None = None
+        self._visit: Visit | None = None
         self._task: asyncio.Task[None] | None = None
         self._submitted = False
         self._failed = False
@@ -38,6 +41,7 @@ class Request:
         """`started`, deltas, `completed`. Raises MeshError. However it ends, the request's work ends with it."""
         try:
             ended = self._replay()
+            self._arrive()
             await self._admit()
             self._task = self._core.background.spawn(self._course.run(), f"request {self.job.request_id}")
             yield self._started()
@@ -53,6 +57,8 @@ class Request:
             yield self._completed()
         except MeshError as error:
             self._failed = not isinstance(error, DeadlineExceeded)
+            if self._visit is not None and not self._submitted and isinstance(error, ResourceExhausted):
+                self._visit.refused()
             raise
         finally:
             self.close()
@@ -70,6 +76,8 @@ class Request:
         """Give place and workers back. The workers are told in the background."""
         if self._task is not None and not self._course.is_winding_up:
             self._task.cancel()
+        if self._visit is not None:
+            self._visit.ended(self._book.num_tokens - num_emitted(self.job), self._timings.parts.prefill_cached_tokens)
         if self._ticket is not None:
             self._core.gate.leave(self._ticket, self._used_tokens())
             self._ticket = None
@@ -90,6 +98,10 @@ class Request:
             field = f"resume.emitted[{error.choice}].token_ids"
             raise InvalidArgument(field, f"{field}: {error}; send what was received, no more") from error
 
+    def _arrive(self) -> None:
+        is_batch = self.job.priority == common_pb2.PRIORITY_BATCH
+        self._visit = self._core.traffic.of(self.job.model.name).arrive(len(self.job.prompt), time.monotonic(), is_batch=is_batch)
+
     async def _admit(self) -> None:
         began_ns = now_ns()
         ticket = self._ticket = await self._core.gate.enter(applicant_of(self._core, self.job))
@@ -104,6 +116,8 @@ class Request:
 
     def _submitting(self, ticket: Ticket) -> None:
         self._submitted = True
+        if self._visit is not None:
+            self._visit.placed()
         self._core.gate.placed(ticket)
 
     def _started(self) -> mesh_pb2.GenerateResponse:

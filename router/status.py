@@ -3,11 +3,12 @@
 import time
 from collections.abc import Sequence
 
+from planning.objectives import ModelObjective
 from protos.v1 import common_pb2, mesh_pb2, worker_pb2
 from router.admission_counts import Tally
 from router.breaker_status import BreakerStatuses
 from router.core import Core
-from router.objectives import ModelObjective
+from router.traffic_status import traffic_status
 from router.worker import Worker
 
 
@@ -27,7 +28,7 @@ def models(core: Core) -> mesh_pb2.ListModelsResponse:
 
 
 def status(core: Core, objectives: Sequence[ModelObjective], *, registry_connected: bool) -> mesh_pb2.GetStatusResponse:
-    """Workers with their breakers, admission, objectives."""
+    """Workers with their breakers, admission, objectives, traffic."""
     now = time.monotonic()
     breakers = BreakerStatuses(core.judge, core.fleet.roster, now)
     admission = core.gate.admission
@@ -46,6 +47,9 @@ def status(core: Core, objectives: Sequence[ModelObjective], *, registry_connect
         admission=[_tally(*key, tally) for key, tally in sorted(admission.places.counts.tallies.items())],
         num_token_mismatches=core.num_token_mismatches,
         prediction=core.decisions.status(),
+        traffic=traffic_status(core.traffic, now),
+        epoch=core.epoch,
+        num_processes=core.config.sharers,
     )
 
 

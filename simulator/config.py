@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from router.objectives import DEFAULT_QUANTILE, ModelObjective
+from planning.objectives import DEFAULT_QUANTILE, ModelObjective
 from router.places import AdmissionSettings
 from simulator import shaping
 from simulator.ledger import MODEL

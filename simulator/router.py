@@ -7,11 +7,11 @@ arrive ─► gate ─► place ─► Submit to decode ─► Prefill, or LOCAL
 
 from collections.abc import Callable
 
+from planning.objectives import PRIORITIES, Bounds
 from router.admission import Admission
 from router.applicant import Applicant
 from router.applicants import HELD_BYTES_PER_TOKEN
 from router.candidates import NoPlacement, blocks_for
-from router.objectives import PRIORITIES, Bounds
 from router.views import WorkerKey
 from router.worker import Dispatched
 from simulator.events import EventQueue

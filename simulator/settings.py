@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from router.objectives import ModelObjective
+from planning.objectives import ModelObjective
 from router.places import AdmissionSettings
 
 POLICIES = ("predict", "round-robin", "least-loaded", "prefix")

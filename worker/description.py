@@ -59,6 +59,7 @@ class Description:
             epoch=self.epoch,
             address=self.address,
             roles=self.gate.roles,
+            home_roles=self.gate.home_roles,
             identity=self.identity,
             layout=self.layout,
             transports=self.transports,

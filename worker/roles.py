@@ -17,12 +17,17 @@ class RoleGate:
     """Roles are a set that can change while the worker runs; a worker that drains takes no new work at all."""
 
     def __init__(self, roles: Iterable[Role]) -> None:
-        self._roles = frozenset(roles)
+        self._roles = self._home_roles = frozenset(roles)
         self.draining = False
 
     @property
     def roles(self) -> list[Role]:
         return sorted(self._roles)
+
+    @property
+    def home_roles(self) -> list[Role]:
+        """Those that it was started with."""
+        return sorted(self._home_roles)
 
     def set(self, roles: Iterable[Role]) -> None:
         self._roles = check_roles(roles)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from router import objectives as router_objectives
+from planning import objectives as planned_objectives
 
 DEFAULT_QUANTILE = 0.9
 
@@ -58,7 +58,7 @@ class ObjectiveBook:
 def from_file(path: str, model: str) -> Objectives:
     """The objectives of `model` (or of the only one) in the file that the router reads. Raises ConfigError; ValueError if the
     file says nothing of the model."""
-    known = {objective.model: objective for objective in router_objectives.load(path)}
+    known = {objective.model: objective for objective in planned_objectives.load(path)}
     chosen = next(iter(known.values())) if len(known) == 1 and not model else known.get(model)
     if chosen is None:
         raise ValueError(f"objectives: {path} says nothing of model {model!r}; it names {', '.join(known) or 'none'}")

@@ -752,6 +752,9 @@ class GetStatusResponse(_message.Message):
     NUM_TOKEN_MISMATCHES_FIELD_NUMBER: _builtins.int
     ADMISSION_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
+    TRAFFIC_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_PROCESSES_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """router_id of the answering router."""
     num_inflight: _builtins.int
@@ -766,6 +769,10 @@ class GetStatusResponse(_message.Message):
     """registry_connected says whether Redis answers."""
     num_token_mismatches: _builtins.int
     """num_token_mismatches counts repeated indexes whose token differed; anything but 0 is a bug."""
+    epoch: _builtins.int
+    """epoch of this router process: 64 random bits, compared for equality only. Whatever is counted begins anew with another one."""
+    num_processes: _builtins.int
+    """num_processes that share this router's port. Each answers for itself, and a connection reaches one of them. 0 means 1."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """workers known, alive or lately lost."""
@@ -782,6 +789,10 @@ class GetStatusResponse(_message.Message):
     def prediction(self) -> Global___PredictionStatus:
         """prediction error of this router's policy over the latest requests."""
 
+    @_builtins.property
+    def traffic(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrafficStatus]:
+        """traffic of each model since this router process started, for those who want rates over all routers."""
+
     def __init__(
         self,
         *,
@@ -796,14 +807,155 @@ class GetStatusResponse(_message.Message):
         num_token_mismatches: _builtins.int = ...,
         admission: _abc.Iterable[Global___AdmissionStatus] | None = ...,
         prediction: Global___PredictionStatus | None = ...,
+        traffic: _abc.Iterable[Global___TrafficStatus] | None = ...,
+        epoch: _builtins.int = ...,
+        num_processes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prediction", b"prediction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "max_inflight", b"max_inflight", "max_queued", b"max_queued", "num_inflight", b"num_inflight", "num_queued", b"num_queued", "num_token_mismatches", b"num_token_mismatches", "objectives", b"objectives", "prediction", b"prediction", "registry_connected", b"registry_connected", "router_id", b"router_id", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "epoch", b"epoch", "max_inflight", b"max_inflight", "max_queued", b"max_queued", "num_inflight", b"num_inflight", "num_processes", b"num_processes", "num_queued", b"num_queued", "num_token_mismatches", b"num_token_mismatches", "objectives", b"objectives", "prediction", b"prediction", "registry_connected", b"registry_connected", "router_id", b"router_id", "traffic", b"traffic", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class TrafficStatus(_message.Message):
+    """TrafficStatus counts one model's requests at one router process since it started. All but the two figures of the queue only
+    grow: the difference of two answers of the same epoch is what happened between them, and sums over routers are the mesh's.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    UP_MS_FIELD_NUMBER: _builtins.int
+    NUM_ARRIVED_FIELD_NUMBER: _builtins.int
+    INPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    INPUT_SQUARED_FIELD_NUMBER: _builtins.int
+    NUM_GAPS_FIELD_NUMBER: _builtins.int
+    GAPS_S_FIELD_NUMBER: _builtins.int
+    GAPS_SQUARED_FIELD_NUMBER: _builtins.int
+    NUM_ANSWERED_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_SQUARED_FIELD_NUMBER: _builtins.int
+    ANSWERED_INPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_QUEUED_FIELD_NUMBER: _builtins.int
+    QUEUE_WAIT_MS_FIELD_NUMBER: _builtins.int
+    NUM_REFUSED_FIELD_NUMBER: _builtins.int
+    TTFT_OBSERVED_FIELD_NUMBER: _builtins.int
+    TTFT_PREDICTED_FIELD_NUMBER: _builtins.int
+    TPOT_OBSERVED_FIELD_NUMBER: _builtins.int
+    TPOT_PREDICTED_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model that was asked for."""
+    up_ms: _builtins.int
+    """up_ms since the counting began, by the router's own clock."""
+    num_arrived: _builtins.int
+    """num_arrived requests that were well formed, those included that were refused."""
+    input_tokens: _builtins.float
+    """input_tokens of them."""
+    input_squared: _builtins.float
+    """input_squared is the sum of the squares of their input tokens."""
+    num_gaps: _builtins.int
+    """num_gaps between arrivals here."""
+    gaps_s: _builtins.float
+    """gaps_s is the sum of those gaps."""
+    gaps_squared: _builtins.float
+    """gaps_squared is the sum of their squares, in seconds squared."""
+    num_answered: _builtins.int
+    """num_answered requests that have got a token and have ended, however they did."""
+    output_tokens: _builtins.float
+    """output_tokens of those, of all choices."""
+    output_squared: _builtins.float
+    """output_squared is the sum of the squares of their output tokens."""
+    answered_input_tokens: _builtins.float
+    """answered_input_tokens of those."""
+    cached_tokens: _builtins.float
+    """cached_tokens of their input that whoever computed it had in its prefix cache."""
+    num_queued: _builtins.int
+    """num_queued requests that wait here for a worker now."""
+    queue_wait_ms: _builtins.int
+    """queue_wait_ms for which the first of them has waited, those of PRIORITY_BATCH left out: nobody promised them anything."""
+    num_refused: _builtins.int
+    """num_refused of the arrived requests."""
+    @_builtins.property
+    def ttft_observed(self) -> Global___DurationHistogram:
+        """ttft_observed from the decision of the policy to the first token, of requests that went smoothly."""
+
+    @_builtins.property
+    def ttft_predicted(self) -> Global___DurationHistogram:
+        """ttft_predicted by that decision, of the same requests."""
+
+    @_builtins.property
+    def tpot_observed(self) -> Global___DurationHistogram:
+        """tpot_observed of those of them that had a second token."""
+
+    @_builtins.property
+    def tpot_predicted(self) -> Global___DurationHistogram:
+        """tpot_predicted by the decision, of the same requests."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        up_ms: _builtins.int = ...,
+        num_arrived: _builtins.int = ...,
+        input_tokens: _builtins.float = ...,
+        input_squared: _builtins.float = ...,
+        num_gaps: _builtins.int = ...,
+        gaps_s: _builtins.float = ...,
+        gaps_squared: _builtins.float = ...,
+        num_answered: _builtins.int = ...,
+        output_tokens: _builtins.float = ...,
+        output_squared: _builtins.float = ...,
+        answered_input_tokens: _builtins.float = ...,
+        cached_tokens: _builtins.float = ...,
+        num_queued: _builtins.int = ...,
+        queue_wait_ms: _builtins.int = ...,
+        num_refused: _builtins.int = ...,
+        ttft_observed: Global___DurationHistogram | None = ...,
+        ttft_predicted: Global___DurationHistogram | None = ...,
+        tpot_observed: Global___DurationHistogram | None = ...,
+        tpot_predicted: Global___DurationHistogram | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tpot_observed", b"tpot_observed", "tpot_predicted", b"tpot_predicted", "ttft_observed", b"ttft_observed", "ttft_predicted", b"ttft_predicted"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_input_tokens", b"answered_input_tokens", "cached_tokens", b"cached_tokens", "gaps_s", b"gaps_s", "gaps_squared", b"gaps_squared", "input_squared", b"input_squared", "input_tokens", b"input_tokens", "model", b"model", "num_answered", b"num_answered", "num_arrived", b"num_arrived", "num_gaps", b"num_gaps", "num_queued", b"num_queued", "num_refused", b"num_refused", "output_squared", b"output_squared", "output_tokens", b"output_tokens", "queue_wait_ms", b"queue_wait_ms", "tpot_observed", b"tpot_observed", "tpot_predicted", b"tpot_predicted", "ttft_observed", b"ttft_observed", "ttft_predicted", b"ttft_predicted", "up_ms", b"up_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrafficStatus: _TypeAlias = TrafficStatus  # noqa: Y015
+
+@_typing.final
+class DurationHistogram(_message.Message):
+    """DurationHistogram counts durations by size. Two of them are added, and subtracted, class by class."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    """first is the number of the class that counts begins with. Class k holds durations from 10 us * 1.05^k up to the next class;
+    class 0 also shorter ones. There are 400 classes, and the last also holds longer ones.
+    """
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """counts of that class and of those that follow; classes that are left out hold nothing."""
+
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "first", b"first"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DurationHistogram: _TypeAlias = DurationHistogram  # noqa: Y015
 
 @_typing.final
 class AdmissionStatus(_message.Message):

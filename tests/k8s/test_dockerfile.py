@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.util
 import os
 import re
 import shlex
 import subprocess
 import tomllib
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
 
+from tests.k8s.dockerfile import ROOT, is_sent, stages
 from tests.k8s.kustomize import FOLDER
 from tests.k8s.meshes import all_containers
 
-ROOT = FOLDER.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-TARGETS = {"router", "worker-cpu", "worker-cuda", "model-smollm2"}
+TARGETS = {"router", "autoscaler", "worker-cpu", "worker-cuda", "model-smollm2"}
 _FAKE_PYTHON = """#!/bin/sh
 echo "$@" >> "$STEPS"
 case "$*" in
@@ -31,35 +29,7 @@ esac
 """
 
 
-@dataclass
-class Stage:
-    """One FROM with the instructions behind it."""
-
-    name: str
-    base: str
-    steps: list[tuple[str, str]] = field(default_factory=list)
-
-    def of(self, instruction: str) -> list[str]:
-        """The arguments of all of one kind."""
-        return [argument for name, argument in self.steps if name == instruction]
-
-
-def _stages() -> dict[str, Stage]:
-    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    lines = re.sub(r"\\\n", "", "\n".join(line for line in text.splitlines() if not line.startswith("#"))).splitlines()
-    stages: dict[str, Stage] = {}
-    current: Stage | None = None
-    for line in filter(None, lines):
-        name, _, argument = line.partition(" ")
-        if name == "FROM":
-            base, _, label = argument.partition(" AS ")
-            current = stages[label] = Stage(label, base)
-        elif current is not None:
-            current.steps.append((name, argument.strip()))
-    return stages
-
-
-STAGES = _stages()
+STAGES = stages()
 
 
 def _requirements() -> ModuleType:
@@ -70,20 +40,6 @@ def _requirements() -> ModuleType:
     return module
 
 
-def _is_sent(path: str) -> bool:
-    """Whether a path reaches the builder: the last pattern of .dockerignore that takes it, or a folder of it, decides."""
-    sent = True
-    parts = path.split("/")
-    for pattern in (ROOT / ".dockerignore").read_text(encoding="utf-8").split("\n"):
-        if not pattern or pattern.startswith("#"):
-            continue
-        wanted = pattern.removeprefix("!").removeprefix("**/")
-        heads = parts if pattern.startswith("**/") else ["/".join(parts[: count + 1]) for count in range(len(parts))]
-        if any(fnmatch.fnmatchcase(head, wanted) and head.count("/") == wanted.count("/") for head in heads):
-            sent = pattern.startswith("!")
-    return sent
-
-
 def test_stages_and_files_that_are_named_are_there() -> None:
     seen: set[str] = set()
     for stage in STAGES.values():
@@ -92,18 +48,18 @@ def test_stages_and_files_that_are_named_are_there() -> None:
             source = re.match(r"--from=(\S+) (\S+)", copy)
             paths = [] if source else copy.split()[:-1]
             assert source is None or source[1] in seen
-            assert [path for path in paths if path != "." and not ((ROOT / path).exists() and _is_sent(path))] == []
+            assert [path for path in paths if path != "." and not ((ROOT / path).exists() and is_sent(path))] == []
         seen.add(stage.name)
     assert seen >= TARGETS
 
 
-def test_the_builder_is_sent_the_packages_and_nothing_else() -> None:
+def test_the_builderis_sent_the_packages_and_nothing_else() -> None:
     packages = {pattern.removesuffix("*") for pattern in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
-    sent = {path.name for path in ROOT.iterdir() if _is_sent(path.name)}
+    sent = {path.name for path in ROOT.iterdir() if is_sent(path.name)}
     assert sent == packages | {"LICENSE", "README.md", "pyproject.toml", "requirements.lock", "k8s"}
-    assert _is_sent("engine/kernels/cpu/step.cpp") and _is_sent("k8s/docker/install.sh")
+    assert is_sent("engine/kernels/cpu/step.cpp") and is_sent("k8s/docker/install.sh")
     for path in (".git/config", "k8s/base/router.yaml", "engine/__pycache__/x.pyc", ".env", "keys.json", "tests/conftest.py"):
-        assert not _is_sent(path), path
+        assert not is_sent(path), path
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))

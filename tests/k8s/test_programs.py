@@ -13,8 +13,9 @@ from engine.kernels.cpu import build
 from engine.weights import hash as weights_hash
 from pdmesh.certificates import make_certificates
 from pdmesh.commands import loadtest
+from planning import objectives
 from protos.v1 import decode_pb2, mesh_pb2, prefill_pb2
-from router import objectives, processes, tenants_file
+from router import processes, tenants_file
 from router.config import RouterConfig
 from router.openai import app
 from runtime.config import ConfigError

@@ -8,11 +8,11 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
+from planning.objectives import ModelObjective
 from protos.v1 import common_pb2, mesh_pb2
 from router.forecast import Forecast
 from router.frontend import Frontend
 from router.job import Job
-from router.objectives import ModelObjective
 from router.tenant_limits import SameForAll, TenantLimits
 from runtime.errors import DETAILS_KEY, ResourceExhausted, Unavailable, error_from_rpc
 from tests.router.kserve import calls as kserve

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from planning import objectives
 from protos.v1 import common_pb2, mesh_pb2
-from router import objectives
 from router.book import Span
 from router.changes import Changes, Signal, unless, wait_at_most
 from router.config import RouterConfig

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planning.latency_model import Work
-from router.objectives import ModelObjective
+from planning.objectives import ModelObjective
 from router.places import AdmissionSettings
 from simulator.ledger import MODEL
 from simulator.mesh import Mesh

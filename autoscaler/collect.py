@@ -1,0 +1,195 @@
+"""Asks every router what it knows, and makes figures of all answers together.
+
+Addresses are names that are resolved anew each time, so a headless Service stands for all of its routers. A router that does not
+answer keeps its place until its address is listed no more: figures grow old meanwhile, and whoever decides holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from autoscaler.collect_counts import Rounds, counts_of
+from autoscaler.collect_routers import Routers
+from autoscaler.collect_traffic import traffic_of
+from autoscaler.collect_workers import SeenWorker, workers_of
+from autoscaler.views import Traffic
+from protos.v1 import mesh_pb2, mesh_pb2_grpc
+from runtime.channel import Channels, connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from autoscaler.collect_counts import Key
+    from runtime.tls import Tls
+
+ASK_TIMEOUT_S = 2.0
+MAX_TRIES = 4
+"""For each process behind one address: the kernel deals connections out at random."""
+
+logger = logging.getLogger(__name__)
+
+
+class Collector:
+    """Of one model's mesh. Call `look` regularly; the rest says what is known since. On one event loop."""
+
+    def __init__(self, routers: Sequence[str], model: str, *, window_s: float, tls: Tls | None = None, api_key: str = "") -> None:
+        """`routers` as host:port; `window_s`: over how long rates are taken."""
+        self._targets, self._model, self._window_s, self._tls = tuple(routers), model, window_s, tls
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self._channels, self._opened = Channels(tls=tls), set[str]()
+        self._routers, self._rounds = Routers(), Rounds(2 * window_s)
+        self._resolved: dict[str, tuple[str, ...]] = {}
+        self._answers: dict[Key, mesh_pb2.GetStatusResponse] = {}  # of the latest look that anybody answered
+        self._waiting: dict[Key, mesh_pb2.TrafficStatus] = {}
+        self._had_registry: set[Key] = set()
+        self.heard_s: float | None = None  # when somebody answered last
+        self.workers: tuple[SeenWorker, ...] = ()
+        self.problems: dict[str, str] = {}  # by address, or by name that was not resolved
+
+    async def look(self, now_s: float) -> None:
+        """Asks all routers. Raises nothing: what went wrong stands in `problems`."""
+        self.problems.clear()
+        addresses = await self._resolve()
+        self._drop(self._routers.listed(addresses))
+        await self._close_unused(set(addresses))
+        answers: dict[Key, mesh_pb2.GetStatusResponse] = {}
+        for found in await asyncio.gather(*(self._ask(address, now_s) for address in addresses)):
+            answers |= found
+        if answers:
+            self._answers, self.heard_s = answers, now_s
+            self.workers = tuple(workers_of(((now_s, answer) for answer in answers.values()), self._model))
+        for address in self._routers.unknown():
+            self.problems.setdefault(address, f"not all router processes at {address} have answered yet")
+        if not self.problems:
+            self._rounds.close(now_s)
+
+    def traffic(self, now_s: float, quantile: float) -> Traffic | None:
+        """Over the latest window; None before all routers have answered twice."""
+        oldest_s = self._rounds.oldest_s
+        age_s = max(0.0, now_s - oldest_s) if oldest_s is not None else 0.0
+        if self._rounds.rounds:
+            age_s = max(age_s, now_s - self._rounds.rounds[-1].at_s)
+        return traffic_of(self._rounds.rounds, self._waiting.values(), self._window_s, quantile, age_s)
+
+    @property
+    def lost_registry(self) -> bool:
+        """Whether a router has lost the registry that it had: nobody finds workers that start now."""
+        return any(key in self._had_registry and not answer.registry_connected for key, answer in self._answers.items())
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._channels.close()
+
+    async def _resolve(self) -> list[str]:
+        """Addresses of all targets; of one that cannot be resolved, those that it had: an outage makes nobody go."""
+        found = await asyncio.gather(*(self._addresses(target) for target in self._targets))
+        return list(dict.fromkeys(address for addresses in found for address in addresses))
+
+    async def _addresses(self, target: str) -> tuple[str, ...]:
+        host, _, port = target.rpartition(":")
+        if _is_address(host):
+            return (target,)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                infos = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+            self._resolved[target] = tuple(sorted({_joined(host, port) for host in _hosts(infos)}))
+        except (OSError, TimeoutError) as error:
+            self.problems[target] = f"{host} cannot be resolved: {error or 'no answer'}"
+        return self._resolved.get(target, ())
+
+    def _drop(self, gone: set[Key]) -> None:
+        self._rounds.forget(gone)
+        for key in gone:
+            self._waiting.pop(key, None)
+            self._had_registry.discard(key)
+
+    async def _close_unused(self, addresses: set[str]) -> None:
+        """Also channels that keep a certificate which has been replaced."""
+        for address in [each for each in self._opened if each not in addresses or self._channels.is_outdated(each)]:
+            self._opened.discard(address)
+            await self._channels.forget(address)
+
+    async def _ask(self, address: str, now_s: float) -> dict[Key, mesh_pb2.GetStatusResponse]:
+        """All processes there, as far as they can be reached."""
+        answers: dict[Key, mesh_pb2.GetStatusResponse] = {}
+        self._opened.add(address)
+        try:
+            answer = await self._status(self._channels.get(address))
+            await self._heard(address, answer, answers, now_s)
+            for _ in range(MAX_TRIES * answer.num_processes if answer.num_processes > 1 else 0):
+                if not self._routers.num_missing(address, now_s):
+                    break
+                async with _connection(address, self._tls) as channel:
+                    await self._heard(address, await self._status(channel), answers, now_s)
+        except grpc.aio.AioRpcError as error:
+            self.problems[address] = _problem(address, error)
+        except ValueError as error:
+            self.problems[address] = f"router {address}: {error}"
+        return answers
+
+    async def _status(self, channel: grpc.aio.Channel) -> mesh_pb2.GetStatusResponse:
+        stub: mesh_pb2_grpc.MeshAsyncStub = mesh_pb2_grpc.MeshStub(channel)
+        return await stub.GetStatus(mesh_pb2.GetStatusRequest(), timeout=ASK_TIMEOUT_S, metadata=self._metadata)
+
+    async def _heard(
+        self, address: str, answer: mesh_pb2.GetStatusResponse, answers: dict[Key, mesh_pb2.GetStatusResponse], now_s: float
+    ) -> None:
+        """Raises ValueError for an answer that says nothing of the model's traffic."""
+        told = next((each for each in answer.traffic if each.model == self._model), None)
+        if told is None:
+            known = ", ".join(each.model for each in answer.traffic) or "none"
+            raise ValueError(f"tells nothing of the traffic of model {self._model!r}; it tells of {known}")
+        key: Key = answer.epoch or answer.router_id
+        counts = counts_of(told)
+        self._drop(self._routers.heard(address, key, answer.num_processes, now_s))
+        self._rounds.heard(key, counts, now_s)
+        self._waiting[key] = told
+        if answer.registry_connected:
+            self._had_registry.add(key)
+        answers[key] = answer
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _hosts(infos: Sequence[tuple[socket.AddressFamily, int, int, str, tuple[str | int | bytes, ...]]]) -> list[str]:
+    """Addresses of one family: a host that has both is one host."""
+    families = [info[0] for info in infos]
+    family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+    return [str(info[4][0]) for info in infos if info[0] is family]
+
+
+def _joined(host: str, port: str) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@asynccontextmanager
+async def _connection(address: str, tls: Tls | None) -> AsyncIterator[grpc.aio.Channel]:
+    """A new one, which reaches any of the processes there."""
+    channel = connect(address, tls=tls)
+    try:
+        yield channel
+    finally:
+        await channel.close()
+
+
+def _problem(address: str, error: grpc.aio.AioRpcError) -> str:
+    code = error.code()
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return f"router {address} does not let us in: {error.details()}; give an --api-key of an admin"
+    return f"router {address} does not answer: {code.name}, {(error.details() or 'without a reason')[:200]}"

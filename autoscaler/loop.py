@@ -1,0 +1,219 @@
+"""The loop: observe → collect → decide → act, every few seconds.
+
+    Platform.observe   what was asked for          ┐
+    Collector.look     who serves, what comes      ├─► Snapshot ─► Policy.decide ─► flips: SetRoles on idle workers
+    Starts             who is on the way           ┘                                the rest: Platform.scale
+
+Whatever fails holds: nothing changes until the next round, which tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from autoscaler.collect import Collector
+from autoscaler.collect_pools import Pools
+from autoscaler.decision import Decision
+from autoscaler.forecast import State
+from autoscaler.loop_history import History
+from autoscaler.loop_restraint import restrained, with_hold
+from autoscaler.plan import STUCK_STARTS
+from autoscaler.platform import Asked, Platform, PlatformError
+from autoscaler.policy import Policy
+from autoscaler.roles import RoleChanger
+from autoscaler.settings import AutoscalerSettings
+from autoscaler.starts import Starts
+from autoscaler.views import PoolName, Snapshot
+
+_FORMAT = 1
+Listener = Callable[[Decision, float], None]
+
+logger = logging.getLogger(__name__)
+
+
+class Clock:
+    """Seconds of the wall when it was made, and steady from then on: they never go back, and mean the same to the next leader."""
+
+    def __init__(self) -> None:
+        self._offset_s = time.time() - time.monotonic()
+
+    def __call__(self) -> float:
+        return self._offset_s + time.monotonic()
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """`period_s` of rounds; state is saved every `save_s` and after each change."""
+
+    period_s: float = 2.0
+    save_s: float = 15.0
+    quantile: float = 0.99
+
+
+@dataclass
+class Parts:
+    """What the loop runs with. `on_decision` hears of each decision, also of one that changes nothing, with its time."""
+
+    policy: Policy
+    collector: Collector
+    platform: Platform
+    roles: RoleChanger
+    scaling: AutoscalerSettings
+    history: History = field(default_factory=History)
+    on_decision: list[Listener] = field(default_factory=list)
+    clock: Callable[[], float] = field(default_factory=Clock)
+
+
+class Loop:
+    """Owns the rounds. `latest`: the last decision and its time; None before the first, and while others lead."""
+
+    def __init__(self, parts: Parts, settings: LoopSettings) -> None:
+        self.latest: tuple[Decision, float] | None = None
+        self._parts, self._settings = parts, settings
+        self._starts = {name: Starts(STUCK_STARTS * parts.scaling.of(name).start_s) for name in PoolName}
+        self._leads = False
+        self._saved_s = float("-inf")
+
+    async def run(self) -> None:
+        """Until cancelled. A round that fails is logged, and the next one tries again."""
+        while True:
+            began = time.monotonic()
+            try:
+                await self.round()
+            except Exception:  # a bug with one round's figures must not end all rounds
+                logger.exception("a round failed; everything stays as it is until the next one")
+            await asyncio.sleep(max(0.05, self._settings.period_s - (time.monotonic() - began)))
+
+    async def round(self) -> Decision | None:
+        """One. Returns what was decided, None where nothing could be."""
+        parts, now_s = self._parts, self._parts.clock()
+        try:
+            await parts.collector.look(now_s)
+            if not await self._take_lead(now_s):
+                return None
+            asked = await parts.platform.observe(now_s)
+            decision = await self._decide_and_act(asked, now_s)
+            await self._save(now_s, changed=decision is not None and any(pool.replicas != pool.before for pool in decision.pools))
+            parts.history.stands(now_s, "failed", None, {})
+        except PlatformError as error:
+            parts.history.stands(now_s, "failed", str(error), {})
+            return None
+        return decision
+
+    async def close(self) -> None:
+        """Saves what was learned and gives up the lead. The replicas stay."""
+        try:
+            if self._leads:
+                await self._save(self._parts.clock(), changed=True)
+        except PlatformError as error:
+            logger.warning("what was learned is not saved: %s", error)
+        await self._parts.roles.close()
+        await self._parts.collector.close()
+        await self._parts.platform.close()
+
+    async def _take_lead(self, now_s: float) -> bool:
+        """Goes on where the leader before has ended. Raises PlatformError."""
+        leads = await self._parts.platform.leads(now_s)
+        if leads and not self._leads:
+            self._restore(await self._parts.platform.load())
+        if not leads:
+            self.latest = None
+        self._leads = leads
+        return leads
+
+    def _restore(self, state: State | None) -> None:
+        try:
+            if state is not None:
+                self._parts.policy.restore(_policy_state(state))
+        except ValueError as error:
+            logger.warning("what was saved cannot be used, learning begins anew: %s", error)
+
+    async def _save(self, now_s: float, *, changed: bool) -> None:
+        if changed or now_s - self._saved_s >= self._settings.save_s:
+            await self._parts.platform.save({"format": _FORMAT, "policy": self._parts.policy.save()})
+            self._saved_s = now_s
+
+    async def _decide_and_act(self, asked: Mapping[PoolName, Asked], now_s: float) -> Decision | None:
+        parts = self._parts
+        pools = Pools(asked, parts.collector.workers)
+        traffic = parts.collector.traffic(now_s, self._settings.quantile)
+        heard_s = parts.collector.heard_s
+        if traffic is None or heard_s is None:
+            parts.history.stands(now_s, "hold", self._unheard(), _replicas(asked))
+            return None
+        pools.follow(self._starts, now_s)
+        views = pools.views(self._starts, now_s, heard_s)
+        if parts.collector.lost_registry:
+            views = with_hold(views, "an outage of the registry (Redis)", now_s + 2 * self._settings.period_s)
+        decision = restrained(parts.policy.decide(Snapshot(now_s, traffic, views)), self._hopeless(now_s))
+        self._tell(decision, now_s)
+        if decision.held is None:
+            await self._act(decision, pools, now_s)
+        return decision
+
+    def _tell(self, decision: Decision, now_s: float) -> None:
+        self.latest = (decision, now_s)
+        held = [f"{pool.name}: {pool.reason}" for pool in decision.pools if _is_outage(pool.held)]
+        problems = "; ".join(self._parts.collector.problems.values())
+        why = decision.held or "; ".join(held) or None
+        text = f"{why} ({problems})" if why is not None and problems else why
+        self._parts.history.stands(now_s, "hold", text, {pool.name.value: pool.before for pool in decision.pools})
+        for listener in self._parts.on_decision:
+            listener(decision, now_s)
+
+    async def _act(self, decision: Decision, pools: Pools, now_s: float) -> None:
+        """Flips first: who is lent or given back changes how many of its own a pool needs. Raises PlatformError."""
+        history, wanted = self._parts.history, {pool.name: pool.replicas for pool in decision.pools}
+        for flip in decision.flips:
+            done = await self._parts.roles.flip(flip, pools)
+            pools, num_missing = done.pools, flip.num - len(done.workers)
+            wanted[flip.giver] += num_missing
+            wanted[flip.taker] -= num_missing
+            if done.workers:
+                text = f"{flip} ({', '.join(done.workers)}): {_reason(decision, flip.taker)}"
+                history.changed(now_s, "flip", text, {name.value: num for name, num in wanted.items()})
+            if done.problem is not None:
+                history.stands(now_s, "failed", done.problem, {})
+        for pool in decision.pools:
+            own = pools.num_own(pool.name, wanted[pool.name])
+            if own != pools.asked[pool.name].replicas:
+                await self._parts.platform.scale(pool, own, now_s)
+                history.changed(now_s, "scale", str(pool), {name.value: num for name, num in wanted.items()})
+
+    def _hopeless(self, now_s: float) -> dict[PoolName, str]:
+        """Pools that are not to grow, and why."""
+        return {
+            name: f"{starts.num_failed(now_s)} replicas have not started within {starts.patience_s:.0f} s, also of those that "
+            "were asked for in place of others: no more are asked for until one comes"
+            for name, starts in self._starts.items()
+            if starts.is_hopeless(now_s)
+        }
+
+    def _unheard(self) -> str:
+        problems = "; ".join(self._parts.collector.problems.values())
+        return f"not all routers have been heard yet{f': {problems}' if problems else ''}"
+
+
+def _reason(decision: Decision, name: PoolName) -> str:
+    return next(pool.reason for pool in decision.pools if pool.name is name)
+
+
+def _is_outage(held: str | None) -> bool:
+    """Holds that are worth a line of their own; a cool-down is none."""
+    return held is not None and held not in ("cool-down", "step", "budget") and not held.startswith(("step of", "grew"))
+
+
+def _replicas(asked: Mapping[PoolName, Asked]) -> dict[str, int]:
+    return {name.value: each.replicas for name, each in asked.items()}
+
+
+def _policy_state(state: State) -> State:
+    """Raises ValueError."""
+    policy = state.get("policy")
+    if state.get("format") != _FORMAT or not isinstance(policy, dict):
+        raise ValueError(f"format: {state.get('format')!r} is not {_FORMAT}")
+    return policy

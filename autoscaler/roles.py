@@ -1,0 +1,108 @@
+"""Gives workers other roles while they run: what they do in the role that they lose is finished or moves elsewhere.
+
+flip ──► the idlest workers of the giver ──► SetRoles on each ──► they take work of the other kind at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from autoscaler.collect_pools import Pools, idlest
+from autoscaler.views import PoolName
+from protos.v1 import worker_pb2, worker_pb2_grpc
+from runtime.channel import connect
+
+if TYPE_CHECKING:
+    from autoscaler.collect_workers import SeenWorker
+    from autoscaler.decision import Flip
+    from runtime.tls import Tls
+
+ROLES: Mapping[PoolName, tuple[worker_pb2.Role.ValueType, ...]] = {
+    PoolName.PREFILL: (worker_pb2.ROLE_PREFILL,),
+    PoolName.DECODE: (worker_pb2.ROLE_DECODE,),
+    PoolName.BOTH: (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE),
+}
+CALL_TIMEOUT_S = 2.0
+"""How long a round waits for a change; one that drains for longer has its new roles all the same."""
+
+logger = logging.getLogger(__name__)
+
+
+class FlipFailed(Exception):
+    """A worker did not take other roles. Says which, and why."""
+
+
+@dataclass(frozen=True)
+class Flipped:
+    """`pools` as they are then, who has changed sides, and why not all have."""
+
+    pools: Pools
+    workers: tuple[str, ...]
+    problem: str | None = None
+
+
+class RoleChanger:
+    """On one event loop. Close it after use: drains that are under way go on without it."""
+
+    def __init__(self, *, drain_timeout_s: float, tls: Tls | None = None) -> None:
+        """`drain_timeout_s`: after which a worker gives up what it does in a role that it has lost; routers go on elsewhere."""
+        self._drain_timeout_s, self._tls = drain_timeout_s, tls
+        self._draining: set[asyncio.Task[None]] = set()
+
+    async def flip(self, flip: Flip, pools: Pools) -> Flipped:
+        """The idlest first. Raises nothing: what went wrong stands in the result."""
+        chosen, changed = idlest(pools.here(flip.giver), flip.taker, flip.num), []
+        try:
+            for worker in chosen:
+                await self._change(worker, flip.taker)
+                pools = pools.moved(worker, flip.taker)
+                changed.append(worker.worker_id)
+        except FlipFailed as error:
+            return Flipped(pools, tuple(changed), str(error))
+        few = f"only {len(chosen)} of {flip.num} workers of {flip.giver} are there to become {flip.taker}"
+        return Flipped(pools, tuple(changed), few if len(chosen) < flip.num else None)
+
+    async def close(self) -> None:
+        """Waits for nobody."""
+        for task in self._draining:
+            task.cancel()
+        await asyncio.gather(*self._draining, return_exceptions=True)
+
+    async def _change(self, worker: SeenWorker, pool: PoolName) -> None:
+        """Returns when it has the roles and nothing else to do, or CALL_TIMEOUT_S later: it has them at once."""
+        task = asyncio.create_task(self._call(worker, pool), name=f"roles of {worker.worker_id}")
+        self._draining.add(task)
+        task.add_done_callback(self._draining.discard)
+        await asyncio.wait([task], timeout=CALL_TIMEOUT_S)
+        if task.done():
+            task.result()
+        else:
+            logger.info("%s becomes %s and still finishes what it has", worker.worker_id, pool)
+            task.add_done_callback(_report)
+
+    async def _call(self, worker: SeenWorker, pool: PoolName) -> None:
+        request = worker_pb2.SetRolesRequest(roles=ROLES[pool], drain_timeout_ms=max(1, round(self._drain_timeout_s * 1000)))
+        channel = connect(worker.address, tls=self._tls)
+        try:
+            control: worker_pb2_grpc.WorkerControlAsyncStub = worker_pb2_grpc.WorkerControlStub(channel)
+            info = await control.GetInfo(worker_pb2.GetInfoRequest(), timeout=CALL_TIMEOUT_S / 2)
+            if info.epoch != worker.epoch:
+                raise FlipFailed(f"{worker.worker_id} has just restarted")
+            await control.SetRoles(request, timeout=self._drain_timeout_s + CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            problem = f"{error.code().name}, {error.details() or 'without a reason'}"
+            raise FlipFailed(f"{worker.worker_id} at {worker.address} did not become {pool}: {problem}") from error
+        finally:
+            await channel.close()
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.warning("%s", error)

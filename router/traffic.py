@@ -1,0 +1,123 @@
+"""Counts what comes in, for who decides how many workers there are to be: sums that only grow, since the counting began. Pure.
+
+arrive ──► Visit ─┬► placed ──► ended       it got a worker, and tokens
+                  └► refused ─► ended       or neither
+
+The difference of two looks is what happened between them, however many look and how often.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from planning.durations import class_of
+
+
+@dataclass(eq=False)
+class Sums:
+    """Of one kind of figure: how many, their sum, and the sum of their squares."""
+
+    count: int = 0
+    total: float = 0.0
+    squared: float = 0.0
+
+    def add(self, value: float) -> None:
+        """One more."""
+        self.count += 1
+        self.total += value
+        self.squared += value * value
+
+
+@dataclass(eq=False)
+class Durations:
+    """What was observed and what had been predicted of the same requests: counts by class (`planning/durations.py`)."""
+
+    observed: Counter[int] = field(default_factory=Counter)
+    predicted: Counter[int] = field(default_factory=Counter)
+
+    def add(self, observed_s: float, predicted_s: float) -> None:
+        """One request's."""
+        self.observed[class_of(observed_s)] += 1
+        self.predicted[class_of(predicted_s)] += 1
+
+
+@dataclass(eq=False)
+class ModelTraffic:
+    """Of one model. `inputs` of all that came, `gaps` between them in seconds, `outputs` of those that got a token and have
+    ended, `answered_inputs` and `cached_tokens` of the same. `began` and all other times: one monotonic clock's, in seconds."""
+
+    began: float
+    inputs: Sums = field(default_factory=Sums)
+    gaps: Sums = field(default_factory=Sums)
+    outputs: Sums = field(default_factory=Sums)
+    answered_inputs: float = 0.0
+    cached_tokens: float = 0.0
+    num_refused: int = 0
+    ttft: Durations = field(default_factory=Durations)
+    tpot: Durations = field(default_factory=Durations)
+    _latest: float | None = None
+    _promised: "dict[Visit, float]" = field(default_factory=dict)
+    _batch: "dict[Visit, float]" = field(default_factory=dict)
+
+    def arrive(self, num_tokens: int, now: float, *, is_batch: bool = False) -> "Visit":
+        """A request with a prompt of so many tokens; it waits from now on. `is_batch`: nobody promised it anything."""
+        self.inputs.add(num_tokens)
+        if self._latest is not None:
+            self.gaps.add(max(0.0, now - self._latest))
+        self._latest = now
+        visit = Visit(self, num_tokens)
+        (self._batch if is_batch else self._promised)[visit] = now
+        return visit
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for a worker."""
+        return len(self._promised) + len(self._batch)
+
+    def queue_wait_s(self, now: float) -> float:
+        """For how long the first of those has waited that were promised something."""
+        return max(0.0, now - next(iter(self._promised.values()), now))
+
+    def stop_waiting(self, visit: "Visit") -> None:
+        """Idempotent."""
+        self._promised.pop(visit, None)
+        self._batch.pop(visit, None)
+
+
+class Visit:
+    """One request, from its arrival to its end."""
+
+    __slots__ = ("_ended", "_num_tokens", "_traffic")
+
+    def __init__(self, traffic: ModelTraffic, num_tokens: int) -> None:
+        self._traffic, self._num_tokens, self._ended = traffic, num_tokens, False
+
+    def placed(self) -> None:
+        """It waits no more: a worker is being asked."""
+        self._traffic.stop_waiting(self)
+
+    def refused(self) -> None:
+        """There was no room for it."""
+        self._traffic.num_refused += 1
+
+    def ended(self, num_output_tokens: int, num_cached_tokens: int) -> None:
+        """However it did; idempotent. `num_cached_tokens` of its prompt were not computed."""
+        if self._ended:
+            return
+        self._ended = True
+        self._traffic.stop_waiting(self)
+        if num_output_tokens > 0:
+            self._traffic.outputs.add(num_output_tokens)
+            self._traffic.answered_inputs += self._num_tokens
+            self._traffic.cached_tokens += min(num_cached_tokens, self._num_tokens)
+
+
+class Traffic:
+    """Of all models that a router serves."""
+
+    def __init__(self, models: Iterable[str], now: float) -> None:
+        self.models = {model: ModelTraffic(now) for model in models}
+
+    def of(self, model: str) -> ModelTraffic:
+        """One model's. Raises KeyError for one that is not served."""
+        return self.models[model]
