@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tests.cluster.cluster import NAMESPACE, Cluster
-from tests.k8s.kustomize import FOLDER, Manifest, containers_of, documents, render
+from tests.k8s.kustomize import FOLDER, Manifest, containers_of, name_of, render
 
 NAME = "pdmesh-autoscaler"
+SWITCH = "pdmesh.io/autoscale"
 DECODE, PREFILL = "pdmesh-decode", "pdmesh-prefill"
 WORKER_SETTINGS = {"PDMESH_MAX_NUM_SEQS": "2"}
 """So few sequences at once that a load that this machine bears needs several decode workers."""
@@ -39,16 +39,15 @@ class Autoscaler:
 
     cluster: Cluster
 
-    def deploy(self, api_key: str) -> None:
-        """Applied and ready; somebody leads."""
+    def begin(self) -> None:
+        """The pools are left to it, and its decode workers are small; somebody leads."""
         plane = self.cluster.plane
-        plane.kubectl("-n", NAMESPACE, "create", "secret", "generic", NAME, f"--from-literal=key={api_key}")
-        self.cluster.apply([tuned(manifest) for manifest in manifests()])
         settings = [f"{name}={value}" for name, value in WORKER_SETTINGS.items()]
         plane.kubectl("-n", NAMESPACE, "set", "env", f"deployment/{DECODE}", *settings)
         for name in (DECODE, NAME):
             self.cluster.wait_rolled_out(name)
         self.cluster.wait_for(lambda: self.leader() in self.cluster.ready_pods(NAME), "a leader")
+        plane.kubectl("-n", NAMESPACE, "annotate", "deployment", DECODE, PREFILL, f"{SWITCH}-")
 
     def leader(self) -> str | None:
         """The pod that holds the Lease; None: nobody does."""
@@ -73,13 +72,15 @@ class Autoscaler:
         return "".join(self.cluster.logs(pod["metadata"]["name"], "autoscaler") for pod in self.cluster.pods(NAME))
 
 
-def manifests() -> list[Manifest]:
-    """The component's, and its Deployment."""
-    return [*render(FOLDER / "components/autoscaler"), *documents(Path(__file__).with_name("autoscaling.yaml"))]
+def cpu_mesh() -> list[Manifest]:
+    """The cpu overlay with the settings above in the autoscaler."""
+    return [
+        _tuned(manifest) if name_of(manifest) == ("Deployment", NAME) else manifest
+        for manifest in render(FOLDER / "overlays/cpu")
+    ]
 
 
-def tuned(manifest: Manifest) -> Manifest:
-    """With the settings above in its container."""
+def _tuned(manifest: Manifest) -> Manifest:
     for container in containers_of(manifest):
         kept = [entry for entry in container.get("env", ()) if entry["name"] not in SETTINGS]
         container["env"] = [*kept, *({"name": name, "value": value} for name, value in SETTINGS.items())]

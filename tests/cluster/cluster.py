@@ -127,7 +127,9 @@ class Cluster:
         command = [sys.executable, "-m", "pdmesh", "keys", "new", "test", "--admin", "--tenant=search", f"--api-keys={keys}"]
         made = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
         self._secret("pdmesh-api-keys", f"--from-file=keys.json={keys}")
-        return made.stdout.strip().splitlines()[-1].split()[-1]
+        key = made.stdout.strip().splitlines()[-1].split()[-1]
+        self._secret("pdmesh-autoscaler", f"--from-literal=key={key}")
+        return key
 
     def _secret(self, name: str, *content: str) -> None:
         self.plane.kubectl("-n", NAMESPACE, "create", "secret", "generic", name, *content)

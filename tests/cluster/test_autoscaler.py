@@ -16,10 +16,10 @@ BURST = 6
 
 
 @pytest.fixture(scope="module")
-def autoscaler(mesh: Cluster, api_key: str) -> Autoscaler:
+def autoscaler(mesh: Cluster) -> Autoscaler:
     """Two candidates, one of which leads."""
     autoscaler = Autoscaler(mesh)
-    autoscaler.deploy(api_key)
+    autoscaler.begin()
     return autoscaler
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.autoscaling import cpu_mesh
 from tests.cluster.cluster import Cluster
 from tests.cluster.overlay import definitions, mapped, text_of
 from tests.k8s.kustomize import FOLDER, Manifest, parsed, render
@@ -30,7 +31,7 @@ def test_the_server_takes_every_overlay_and_gives_it_back_whole(cluster: Cluster
 
 
 def test_what_was_applied_reads_back_whole(mesh: Cluster) -> None:
-    for manifest in render(FOLDER / "overlays/cpu"):
+    for manifest in cpu_mesh():
         wanted = mapped(manifest)
         namespace = ("-n", wanted["metadata"]["namespace"]) if "namespace" in wanted["metadata"] else ()
         group, _, version = wanted["apiVersion"].rpartition("/")
@@ -39,7 +40,7 @@ def test_what_was_applied_reads_back_whole(mesh: Cluster) -> None:
 
 
 def test_applying_again_changes_nothing(mesh: Cluster) -> None:
-    said = mesh.apply(render(FOLDER / "overlays/cpu"))
+    said = mesh.apply(cpu_mesh())
     assert {line.rsplit(" ", 1)[1] for line in said.strip().splitlines()} == {"unchanged"}, said
 
 
