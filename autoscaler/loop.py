@@ -24,7 +24,7 @@ from autoscaler.loop_restraint import restrained, with_hold
 from autoscaler.plan import STUCK_STARTS
 from autoscaler.platform import Asked, Platform, PlatformError
 from autoscaler.policy import Policy
-from autoscaler.roles import RoleChanger
+from autoscaler.roles import Roles
 from autoscaler.settings import AutoscalerSettings
 from autoscaler.starts import Starts
 from autoscaler.views import PoolName, Snapshot
@@ -61,7 +61,7 @@ class Parts:
     policy: Policy
     collector: Collector
     platform: Platform
-    roles: RoleChanger
+    roles: Roles
     scaling: AutoscalerSettings
     history: History = field(default_factory=History)
     on_decision: list[Listener] = field(default_factory=list)
@@ -75,8 +75,14 @@ class Loop:
         self.latest: tuple[Decision, float] | None = None
         self._parts, self._settings = parts, settings
         self._starts = {name: Starts(STUCK_STARTS * parts.scaling.of(name).start_s) for name in PoolName}
+        self.ended_at = time.monotonic()  # of the latest round that came to its end, whatever it decided
         self._leads = False
         self._saved_s = float("-inf")
+
+    @property
+    def history(self) -> History:
+        """What was done, and why."""
+        return self._parts.history
 
     async def run(self) -> None:
         """Until cancelled. A round that fails is logged, and the next one tries again."""
@@ -84,6 +90,7 @@ class Loop:
             began = time.monotonic()
             try:
                 await self.round()
+                self.ended_at = time.monotonic()
             except Exception:  # a bug with one round's figures must not end all rounds
                 logger.exception("a round failed; everything stays as it is until the next one")
             await asyncio.sleep(max(0.05, self._settings.period_s - (time.monotonic() - began)))
@@ -98,9 +105,8 @@ class Loop:
             asked = await parts.platform.observe(now_s)
             decision = await self._decide_and_act(asked, now_s)
             await self._save(now_s, changed=decision is not None and any(pool.replicas != pool.before for pool in decision.pools))
-            parts.history.stands(now_s, "failed", None, {})
         except PlatformError as error:
-            parts.history.stands(now_s, "failed", str(error), {})
+            parts.history.stands(now_s, "failed", self._with_problems(str(error)), {})
             return None
         return decision
 
@@ -143,7 +149,8 @@ class Loop:
         traffic = parts.collector.traffic(now_s, self._settings.quantile)
         heard_s = parts.collector.heard_s
         if traffic is None or heard_s is None:
-            parts.history.stands(now_s, "hold", self._unheard(), _replicas(asked))
+            unheard = self._with_problems("not all routers have been heard") if parts.collector.problems else None
+            parts.history.stands(now_s, "hold", unheard, _replicas(asked))
             return None
         pools.follow(self._starts, now_s)
         views = pools.views(self._starts, now_s, heard_s)
@@ -151,22 +158,23 @@ class Loop:
             views = with_hold(views, "an outage of the registry (Redis)", now_s + 2 * self._settings.period_s)
         decision = restrained(parts.policy.decide(Snapshot(now_s, traffic, views)), self._hopeless(now_s))
         self._tell(decision, now_s)
-        if decision.held is None:
-            await self._act(decision, pools, now_s)
+        problem = await self._act(decision, pools, now_s) if decision.held is None else None
+        parts.history.stands(now_s, "failed", problem, {})
         return decision
 
     def _tell(self, decision: Decision, now_s: float) -> None:
         self.latest = (decision, now_s)
         held = [f"{pool.name}: {pool.reason}" for pool in decision.pools if _is_outage(pool.held)]
-        problems = "; ".join(self._parts.collector.problems.values())
-        why = decision.held or "; ".join(held) or None
-        text = f"{why} ({problems})" if why is not None and problems else why
+        why = decision.held or "; ".join(held)
+        text = self._with_problems(why) if why else None
         self._parts.history.stands(now_s, "hold", text, {pool.name.value: pool.before for pool in decision.pools})
         for listener in self._parts.on_decision:
             listener(decision, now_s)
 
-    async def _act(self, decision: Decision, pools: Pools, now_s: float) -> None:
-        """Flips first: who is lent or given back changes how many of its own a pool needs. Raises PlatformError."""
+    async def _act(self, decision: Decision, pools: Pools, now_s: float) -> str | None:
+        """Flips first: who is lent or given back changes how many of its own a pool needs. Returns what went wrong with them.
+        Raises PlatformError."""
+        problem = None
         history, wanted = self._parts.history, {pool.name: pool.replicas for pool in decision.pools}
         for flip in decision.flips:
             done = await self._parts.roles.flip(flip, pools)
@@ -176,13 +184,13 @@ class Loop:
             if done.workers:
                 text = f"{flip} ({', '.join(done.workers)}): {_reason(decision, flip.taker)}"
                 history.changed(now_s, "flip", text, {name.value: num for name, num in wanted.items()})
-            if done.problem is not None:
-                history.stands(now_s, "failed", done.problem, {})
+            problem = problem or done.problem
         for pool in decision.pools:
             own = pools.num_own(pool.name, wanted[pool.name])
             if own != pools.asked[pool.name].replicas:
                 await self._parts.platform.scale(pool, own, now_s)
                 history.changed(now_s, "scale", str(pool), {name.value: num for name, num in wanted.items()})
+        return problem
 
     def _hopeless(self, now_s: float) -> dict[PoolName, str]:
         """Pools that are not to grow, and why."""
@@ -193,9 +201,9 @@ class Loop:
             if starts.is_hopeless(now_s)
         }
 
-    def _unheard(self) -> str:
+    def _with_problems(self, text: str) -> str:
         problems = "; ".join(self._parts.collector.problems.values())
-        return f"not all routers have been heard yet{f': {problems}' if problems else ''}"
+        return f"{text} ({problems})" if problems else text
 
 
 def _reason(decision: Decision, name: PoolName) -> str:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 import grpc.aio
@@ -46,6 +46,18 @@ class Flipped:
     pools: Pools
     workers: tuple[str, ...]
     problem: str | None = None
+
+
+class Roles(Protocol):
+    """Who gives workers other roles."""
+
+    async def flip(self, flip: Flip, pools: Pools) -> Flipped:
+        """Raises nothing."""
+        ...
+
+    async def close(self) -> None:
+        """Idempotent."""
+        ...
 
 
 class RoleChanger:

@@ -11,8 +11,10 @@ lives as long as the mesh, as the main thread does.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,6 +34,7 @@ from pdmesh.launcher_plan import (
     router_plans,
     usable_cores,
     with_port,
+    worker_plan,
     worker_plans,
 )
 from pdmesh.launcher_redis import RedisMember, require_redis
@@ -111,6 +114,39 @@ class LocalMesh:
     async def restart(self, name: str) -> None:
         """Ends a router or worker in order and starts it again; returns when it is ready."""
         await self.member(name).restart(self.config.stop_grace_s)
+
+    async def add_worker(self, prefix: str) -> Member:
+        """One more, called `prefix` and the first number that is free; "prefill", "decode" or "worker" (both roles). Returns when
+        it is ready; routers find it by themselves. Raises StartFailed; nothing is left of it then."""
+        names = {member.name for member in self._members}
+        name = next(name for number in itertools.count() if (name := f"{prefix}-{number}") not in names)
+        member = self._member(worker_plan(self.config, name, self.redis_url, usable_cores()))
+        self.workers = (*self.workers, member)
+        try:
+            await member.start()
+        except BaseException:
+            await self._end(member, 0.0)
+            raise
+        self._on_event(f"{name} is ready after {member.start_s:.1f} s (pid {member.pid}, {member.address})")
+        return member
+
+    async def remove_worker(self, name: str) -> None:
+        """Ends a worker for good: it takes nothing new, finishes what it has or hands it over, and is gone when this returns.
+        Raises KeyError that lists the names."""
+        member, began = self.member(name), time.monotonic()
+        await self._end(member, (self.config.drain_grace_s or 0.0) + self.config.stop_grace_s)
+        self._on_event(f"{name} has finished what it had and is gone, {time.monotonic() - began:.1f} s after it was told")
+
+    async def _end(self, member: Member, grace_s: float) -> None:
+        """A caller that is cancelled waits for the end all the same."""
+        ending = asyncio.ensure_future(member.stop(grace_s))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await ending
+            raise
+        finally:
+            self.workers = tuple(worker for worker in self.workers if worker is not member)
 
     async def start(self) -> None:
         """Starts everything and waits until the routers see all workers. Raises StartFailed with the end of the culprit's

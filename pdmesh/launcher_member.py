@@ -44,6 +44,7 @@ class Member:
         self.plan = plan
         self.log_path = log_dir / f"{plan.name}.log"
         self.num_restarts = 0
+        self.start_s = 0.0  # that the latest start took
         self._on_event = on_event
         self._restart = restart
         self._start_timeout_s = start_timeout_s
@@ -64,6 +65,11 @@ class Member:
     def running(self) -> bool:
         """Whether its process lives now."""
         return self._process is not None and self._process.running
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it has ended and nobody will start it again."""
+        return self._watch is not None and self._watch.done() and not self.running
 
     @property
     def pid(self) -> int:
@@ -114,6 +120,7 @@ class Member:
         self._process = ManagedProcess(self.name, self.plan.argv, env=self.plan.env, on_line=self._log)
         self._started_at = time.monotonic()
         await self._process.start(self._start_timeout_s, on_progress)
+        self.start_s = time.monotonic() - self._started_at
 
     async def _supervise(self) -> None:
         while True:

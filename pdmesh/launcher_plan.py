@@ -15,6 +15,7 @@ from runtime.config import to_env
 from runtime.tls import TlsConfig
 
 EMBEDDED_REDIS = "embedded"
+ROLES_OF_PREFIX = {"prefill": ("prefill",), "decode": ("decode",), "worker": ("prefill", "decode")}
 # What routers and workers import: the client alone is installed without them.
 _PACKAGES = (
     "grpc_health", "grpc_reflection", "redis", "tokenizers", "jinja2", "starlette", "uvicorn", "torch", "safetensors", "numpy",
@@ -40,6 +41,8 @@ class LocalMeshConfig:
     mesh: str = "default"
     num_threads: int = 0  # of each worker; 0: the cores divided by the workers
     bind_cpus: bool = False  # each worker's engine to cores of its own, where there are enough: see `cpu_sets`
+    max_workers: int = 0  # that there may be one day: cores and memory are shared out among so many; 0: those of the beginning
+    drain_grace_s: float | None = None  # for a worker that goes to finish what it has; None: half of stop_grace_s
     restart: bool = True  # processes that die are started again
     start_timeout_s: float = 180.0
     stop_grace_s: float = 3.0  # for each of: routers, workers
@@ -61,11 +64,18 @@ class LocalMeshConfig:
         """All workers, whatever their roles."""
         return self.num_prefill + self.num_decode + self.num_both
 
+    @property
+    def num_sharing(self) -> int:
+        """Workers among which cores and memory are shared out."""
+        return max(1, self.num_workers, self.max_workers)
+
     def validate(self) -> None:
         """Raises ValueError that names the field."""
-        for name in ("num_prefill", "num_decode", "num_both", "num_threads"):
+        for name in ("num_prefill", "num_decode", "num_both", "num_threads", "max_workers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: must not be negative")
+        if self.bind_cpus and self.max_workers:
+            raise ValueError("bind_cpus: excludes max_workers, as nobody knows how many will share the cores")
         if self.num_decode + self.num_both < 1:
             raise ValueError("num_decode: a mesh needs a worker that decodes; give at least 1")
         if self.num_routers < 1:
@@ -91,12 +101,22 @@ class ProcessPlan:
 
 def worker_plans(config: LocalMeshConfig, redis_url: str, cores: Sequence[int]) -> list[ProcessPlan]:
     """One plan for each worker: prefill-0 …, decode-0 …, worker-0 … (both roles). `cores`: those that they may use."""
-    threads = config.num_threads or max(1, len(cores) // max(1, config.num_workers))
-    groups = (("prefill", ("prefill",), config.num_prefill), ("decode", ("decode",), config.num_decode))
-    both = ("worker", ("prefill", "decode"), config.num_both)
-    named = [(f"{prefix}-{index}", roles) for prefix, roles, count in (*groups, both) for index in range(count)]
+    threads = num_threads(config, cores)
+    counts = {"prefill": config.num_prefill, "decode": config.num_decode, "worker": config.num_both}
+    named = [(f"{prefix}-{index}", roles) for prefix, roles in ROLES_OF_PREFIX.items() for index in range(counts[prefix])]
     sets = cpu_sets(config, cores) or [()] * len(named)
     return [_worker(config, name, roles, redis_url, threads, cpus) for (name, roles), cpus in zip(named, sets, strict=True)]
+
+
+def worker_plan(config: LocalMeshConfig, name: str, redis_url: str, cores: Sequence[int]) -> ProcessPlan:
+    """That of one more; its name begins with its roles, as those of `worker_plans` do."""
+    roles = ROLES_OF_PREFIX[name.rpartition("-")[0]]
+    return _worker(config, name, roles, redis_url, num_threads(config, cores), ())
+
+
+def num_threads(config: LocalMeshConfig, cores: Sequence[int]) -> int:
+    """Of each worker."""
+    return config.num_threads or max(1, len(cores) // config.num_sharing)
 
 
 def cpu_sets(config: LocalMeshConfig, cores: Sequence[int]) -> list[tuple[int, ...]]:
@@ -123,8 +143,8 @@ def _worker(
         "--num-threads": str(threads),
         **({"--cpus": ",".join(map(str, cpus))} if cpus else {}),
         # They share the machine's memory: each takes its part, and together they leave as much as two with the default.
-        "--kv-memory-share": f"{min(0.3, 0.6 / max(1, config.num_workers)):.4g}",
-        "--drain-grace-s": str(config.stop_grace_s / 2),
+        "--kv-memory-share": f"{min(0.3, 0.6 / config.num_sharing):.4g}",
+        "--drain-grace-s": str(config.stop_grace_s / 2 if config.drain_grace_s is None else config.drain_grace_s),
     }
     # Idle threads that spin would take the cores from the other workers' threads.
     openmp = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}

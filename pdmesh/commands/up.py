@@ -6,18 +6,23 @@ import asyncio
 import os
 import signal
 import sys
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from pdmesh import models
 from pdmesh.client_channel import DEFAULT_ADDRESS
 from pdmesh.commands.tls import exports
+from pdmesh.commands.up_autoscale import AutoscaleOptions, local_loop, scaled
 from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_plan import EMBEDDED_REDIS, LocalMeshConfig, check_packages
 from pdmesh.render import palette
 from pdmesh.render_mesh import process_table
 from runtime.child import StartFailed
+from runtime.config import ConfigError
 from runtime.tls import TlsConfig
 
 
@@ -45,6 +50,7 @@ class Options:
     certificates: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
     log_dir: str = field(default="", metadata={"help": "folder for the logs of the processes; empty: a new temporary one"})
     start_timeout_s: float = field(default=180.0, metadata={"help": "how long the processes may take to get ready"})
+    scaling: AutoscaleOptions = field(default_factory=AutoscaleOptions, metadata={"flatten": True})
     worker_args: tuple[str, ...] = field(default=(), metadata={"help": "more flags for each worker, such as --max-num-seqs=32"})
     router_args: tuple[str, ...] = field(default=(), metadata={"help": "more flags for each router, such as --max-queued=16"})
 
@@ -63,6 +69,8 @@ class Options:
             raise ValueError("port: must be between 0 and 65535")
         if self.http_port is not None and not 0 <= self.http_port <= 65535:
             raise ValueError("http_port: must be between 0 and 65535")
+        if self.scaling.autoscale:
+            self.scaling.prepared(_mesh_config(self, Path("model")))
         if self.tls and self.certificates.is_set:
             raise ValueError("tls: makes certificates, and others are given; leave out one of them")
 
@@ -72,13 +80,25 @@ def run(options: Options) -> int:
     try:
         check_packages()
         folder = models.ensure_model(options.model)
-        return asyncio.run(_serve(_config(options, folder)))
-    except (models.ModelError, StartFailed) as error:
+        return asyncio.run(_serve(_config(options, folder), options.scaling))
+    except (models.ModelError, StartFailed, ConfigError) as error:
         print(f"pdmesh up: {error}", file=sys.stderr)
         return 1
 
 
 def _config(options: Options, folder: Path) -> LocalMeshConfig:
+    """Routers are told the objectives, too: they refuse what would miss them."""
+    config = _mesh_config(options, folder)
+    if options.scaling.autoscale:
+        config = options.scaling.prepared(config)
+        config = replace(config, log_dir=config.log_dir or tempfile.mkdtemp(prefix="pdmesh-logs-"))
+    if options.scaling.autoscale or options.scaling.objectives:
+        path = options.scaling.objectives_file(config, Path(config.log_dir))
+        config = replace(config, router_args=("--objectives", str(path), *config.router_args))
+    return config
+
+
+def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
     return LocalMeshConfig(
         model=str(folder),
         model_name=models.model_name(options.model),
@@ -107,7 +127,7 @@ def _processes(number: int) -> tuple[str, ...]:
     return () if number == 1 else ("--processes", str(number))
 
 
-async def _serve(config: LocalMeshConfig) -> int:
+async def _serve(config: LocalMeshConfig, scaling: AutoscaleOptions) -> int:
     stop = asyncio.Event()
     starting = asyncio.current_task()
     loop = asyncio.get_running_loop()
@@ -127,13 +147,25 @@ async def _serve(config: LocalMeshConfig) -> int:
     try:
         async with mesh:
             print(_summary(mesh), flush=True)
-            await stop.wait()
+            async with _scaled(mesh, scaling):
+                await stop.wait()
             _say("stopping (Ctrl-C again: at once)")
     except asyncio.CancelledError:
         _say("stopped before it was ready")
         return 130
     _say("stopped")
     return 0
+
+
+@asynccontextmanager
+async def _scaled(mesh: LocalMesh, scaling: AutoscaleOptions) -> AsyncIterator[None]:
+    """With --autoscale, workers come and go inside. Raises ConfigError."""
+    if not scaling.autoscale:
+        yield
+        return
+    path = scaling.objectives_file(mesh.config, mesh.log_dir)
+    async with scaled(local_loop(mesh, scaling, path, _say)):
+        yield
 
 
 def _summary(mesh: LocalMesh) -> str:

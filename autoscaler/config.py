@@ -1,0 +1,84 @@
+"""Configuration of an autoscaler process: flags, environment and `--help` come from this dataclass."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from autoscaler.kubernetes.settings import KubernetesSettings
+from autoscaler.settings import AutoscalerSettings
+from planning import objectives
+from planning.capacity_load import Goals
+from planning.objectives import ModelObjective
+from runtime.config import ConfigError
+from runtime.tls import TlsConfig
+
+_TARGET = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]+):[0-9]{1,5}")
+
+
+@dataclass(frozen=True)
+class AutoscalerConfig:
+    """Keeps a model's objectives with as few workers as that takes: python -m autoscaler --routers … --objectives FILE."""
+
+    routers: tuple[str, ...] = field(
+        default=(), metadata={"help": "routers, host:port, comma separated; a name stands for all the addresses that it has"}
+    )
+    objectives: str = field(
+        default="", metadata={"help": "TOML or JSON file with objectives per model, the one that routers read"}
+    )
+    model: str = field(default="", metadata={"help": "model whose workers these are; empty: the only one in --objectives"})
+    platform: Literal["dry-run", "kubernetes"] = field(
+        default="dry-run", metadata={"help": "who starts and stops workers; dry-run: nobody, it is only said"}
+    )
+    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on, for health"})
+    port: int = field(default=50061, metadata={"help": "port to listen on; 0 picks a free one"})
+    period_s: float = field(default=2.0, metadata={"help": "between two decisions"})
+    window_s: float = field(default=15.0, metadata={"help": "over which rates and latencies are taken"})
+    transit_ms: float = field(default=10.0, metadata={"help": "part of TTFT outside the workers: router, reservation, way back"})
+    role_drain_s: float = field(
+        default=30.0, metadata={"help": "how long a worker that takes another role may finish what it had in the former"}
+    )
+    api_key: str = field(default="", metadata={"help": "key of an admin, for routers that ask for one", "secret": True})
+    tls: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
+    scaling: AutoscalerSettings = field(default_factory=AutoscalerSettings, metadata={"flatten": True})
+    kubernetes: KubernetesSettings = field(default_factory=KubernetesSettings)
+    exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
+
+    def validate(self) -> None:
+        """Raises ConfigError."""
+        if not self.routers:
+            raise ConfigError("routers", "is empty", "name at least one, such as pdmesh-router:8100")
+        for target in self.routers:
+            if not _TARGET.fullmatch(target):
+                raise ConfigError("routers", f"{target!r} is not host:port")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError("port", f"{self.port} is no port", "give 0 to 65535")
+        for name, least in (("period_s", 0.1), ("window_s", 1.0), ("transit_ms", 0.0), ("role_drain_s", 0.1)):
+            if not getattr(self, name) >= least:
+                raise ConfigError(name, f"{getattr(self, name):g} is less than {least:g}", f"give {least:g} or more")
+        if self.window_s < 2 * self.period_s:
+            raise ConfigError("window_s", f"{self.window_s:g} is less than two periods of {self.period_s:g}", "raise it")
+        if self.scaling.stale_after_s < 2 * self.period_s:
+            problem = f"{self.scaling.stale_after_s:g} is less than two periods of {self.period_s:g}"
+            raise ConfigError("scaling.stale_after_s", problem, "figures are never younger: raise it")
+        if not self.objectives:
+            raise ConfigError("objectives", "is empty", "give the file with what the model promises")
+        if not self.api_key.isascii() or not self.api_key.isprintable() or " " in self.api_key:
+            raise ConfigError("api_key", "holds characters that no key has", "give it as `pdmesh keys new` has shown it")
+
+
+def objective_of(path: str, model: str) -> ModelObjective:
+    """That of `model`, or of the only one. Raises ConfigError."""
+    known = {objective.model: objective for objective in objectives.load(path)}
+    if not model and len(known) == 1:
+        return next(iter(known.values()))
+    if model not in known:
+        problem = f"{path} says nothing of {model!r}" if model else f"{path} names {len(known)} models"
+        raise ConfigError("--model", problem, f"give one of {', '.join(sorted(known)) or '(none)'}")
+    return known[model]
+
+
+def goals_of(objective: ModelObjective, transit_ms: float) -> Goals:
+    """As capacity is reckoned. Raises ConfigError for a quantile that it is not made for."""
+    if objective.quantile < 0.5:
+        raise ConfigError("--objectives", f"{objective.model}.quantile: {objective.quantile:g} is less than a half", "raise it")
+    return Goals(objective.ttft_ms / 1000, objective.tpot_ms / 1000, objective.quantile, transit_ms / 1000)

@@ -1,0 +1,67 @@
+"""Replicas that nobody starts or stops: a dry run prints what it would ask for, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from autoscaler.collect_pools import Pools
+from autoscaler.collect_workers import SeenWorker
+from autoscaler.decision import Flip, PoolDecision
+from autoscaler.forecast import State
+from autoscaler.platform import Asked, PlatformError
+from autoscaler.roles import Flipped
+from autoscaler.views import AGGREGATED, SEPARATED, PoolName
+
+
+class DryRunRoles:
+    """As `autoscaler.roles.Roles` says. Nobody changes roles."""
+
+    def __init__(self, say: Callable[[str], None] = print) -> None:
+        self._say = say
+        self._said = ""
+
+    async def flip(self, flip: Flip, pools: Pools) -> Flipped:
+        """Says it once, until something else is right."""
+        if self._said != str(flip):
+            self._said = str(flip)
+            self._say(f"would change roles: {flip}")
+        return Flipped(pools, ())
+
+    async def close(self) -> None:
+        pass
+
+
+class DryRunPlatform:
+    """As `autoscaler.platform.Platform` says. What is there counts as asked for; nothing that is asked for comes."""
+
+    def __init__(self, workers: Callable[[], Collection[SeenWorker]], say: Callable[[str], None] = print) -> None:
+        """`workers`: those that routers hear now."""
+        self._workers, self._say = workers, say
+        self._said: dict[PoolName, int] = {}
+
+    async def leads(self, now_s: float) -> bool:
+        """Whoever only prints stands in nobody's way."""
+        return True
+
+    async def observe(self, now_s: float) -> Mapping[PoolName, Asked]:
+        """Raises PlatformError while there is nobody to be counted."""
+        homes = [worker.home for worker in self._workers() if worker.serves]
+        if not homes:
+            raise PlatformError("no router has told of a worker of this model so far; see that some run")
+        pools = AGGREGATED if set(homes) == AGGREGATED else SEPARATED
+        return {name: Asked(homes.count(name)) for name in PoolName if name in pools}
+
+    async def scale(self, decision: PoolDecision, replicas: int, now_s: float) -> None:
+        """Says it once, until something else is right."""
+        if self._said.get(decision.name) != replicas:
+            self._said[decision.name] = replicas
+            self._say(f"would ask for {replicas} of {decision.name}. {decision}")
+
+    async def load(self) -> State | None:
+        return None
+
+    async def save(self, state: State) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass

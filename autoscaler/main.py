@@ -1,0 +1,88 @@
+"""The autoscaler process: wires the parts together, runs the loop, says whether it is well."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from autoscaler.collect import Collector
+from autoscaler.config import AutoscalerConfig, goals_of, objective_of
+from autoscaler.dry_run import DryRunPlatform, DryRunRoles
+from autoscaler.loop import Loop, LoopSettings, Parts
+from autoscaler.policy import Policy
+from autoscaler.roles import RoleChanger
+from runtime import config as configuration
+from runtime import log, process
+from runtime.server import GrpcServer
+from runtime.tls import open_tls
+
+if TYPE_CHECKING:
+    from autoscaler.platform import Platform
+
+SICK_PERIODS = 10
+"""So many periods without a round that ended: the process is not well."""
+
+logger = logging.getLogger(__name__)
+
+
+def open_loop(config: AutoscalerConfig) -> Loop:
+    """Starts nothing yet. Raises ConfigError."""
+    objective = objective_of(config.objectives, config.model)
+    goals, tls = goals_of(objective, config.transit_ms), open_tls(config.tls)
+    collector = Collector(config.routers, objective.model, window_s=config.window_s, tls=tls, api_key=config.api_key)
+    parts = Parts(
+        policy=Policy(config.scaling, goals),
+        collector=collector,
+        platform=_platform(config, collector),
+        roles=DryRunRoles(_say) if config.platform == "dry-run" else RoleChanger(drain_timeout_s=config.role_drain_s, tls=tls),
+        scaling=config.scaling,
+    )
+    return Loop(parts, LoopSettings(period_s=config.period_s, quantile=goals.quantile))
+
+
+def _platform(config: AutoscalerConfig, collector: Collector) -> Platform:
+    if config.platform == "dry-run":
+        return DryRunPlatform(lambda: collector.workers, _say)
+    from autoscaler.kubernetes.platform import open_platform  # a dry run needs no Kubernetes client
+
+    return open_platform(config.kubernetes)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+async def serve(config: AutoscalerConfig, life: process.Lifecycle) -> None:
+    """Rounds until the process is to stop."""
+    loop = open_loop(config)
+    server = GrpcServer(config.host, config.port, tls=open_tls(config.tls), callers="any")
+    port = await server.start()
+    rounds = asyncio.create_task(loop.run(), name="rounds")
+    wellness = asyncio.create_task(_follow(loop, server, config.period_s), name="health")
+    try:
+        life.ready(f"{config.host}:{port}")
+        await life.wait_for_stop()
+    finally:
+        for task in (rounds, wellness):
+            task.cancel()
+        await asyncio.gather(rounds, wellness, return_exceptions=True)
+        await loop.close()
+        await server.drain(0.5)
+
+
+async def _follow(loop: Loop, server: GrpcServer, period_s: float) -> None:
+    """Serving as long as rounds come to an end, whatever they decide: whoever holds is well."""
+    while True:
+        await server.set_serving(time.monotonic() - loop.ended_at < SICK_PERIODS * period_s)
+        await asyncio.sleep(period_s / 2)
+
+
+def main() -> None:
+    """`python -m autoscaler`."""
+    config = configuration.load(AutoscalerConfig, None, os.environ, prog="autoscaler")
+    log.configure("autoscaler")
+    sys.exit(process.run(lambda life: serve(config, life), exit_with_parent=config.exit_with_parent))

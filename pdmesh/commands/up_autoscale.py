@@ -1,0 +1,142 @@
+"""`pdmesh up --autoscale`: keeps the objectives with as few worker processes as that takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoscaler.collect import Collector
+from autoscaler.config import goals_of, objective_of
+from autoscaler.loop import Loop, LoopSettings, Parts
+from autoscaler.loop_history import Entry, History, append_to
+from autoscaler.policy import Policy
+from autoscaler.roles import RoleChanger
+from autoscaler.settings import AutoscalerSettings, PoolSettings
+from pdmesh.launcher import LocalMesh
+from pdmesh.launcher_plan import LocalMeshConfig, usable_cores
+from pdmesh.launcher_scale import LocalPlatform
+from runtime.tls import open_tls
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+DECISIONS_FILE = "decisions.jsonl"
+OBJECTIVES_FILE = "objectives.toml"
+PERIOD_S, WINDOW_S = 1.0, 10.0
+START_MARGIN = 1.5
+"""A worker that starts beside others that compute takes longer than the first ones did."""
+
+
+@dataclass(frozen=True)
+class AutoscaleOptions:
+    """What `pdmesh up` is told about scaling."""
+
+    autoscale: bool = field(default=False, metadata={"help": "start and stop workers as the load wants it"})
+    max_workers: int = field(default=0, metadata={"help": "with --autoscale: most workers of all kinds; 0: two for each core"})
+    min_workers: int = field(default=1, metadata={"help": "with --autoscale: fewest workers of each kind"})
+    objectives: str = field(default="", metadata={"help": "TOML or JSON file with what models promise; empty: the next three"})
+    ttft_ms: int = field(default=1000, metadata={"help": "with --autoscale: time to the first token that is promised"})
+    tpot_ms: int = field(default=100, metadata={"help": "with --autoscale: time per further token that is promised"})
+    quantile: float = field(default=0.9, metadata={"help": "with --autoscale: share of requests that are to keep both"})
+    cool_down_s: float = field(
+        default=20.0, metadata={"help": "with --autoscale: how long fewer must have been enough before workers go"}
+    )
+    stale_after_s: float = field(
+        default=8.0, metadata={"help": "with --autoscale: after how long without news of all routers nothing changes any more"}
+    )
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field."""
+        for name, least in (
+            ("max_workers", 0),
+            ("min_workers", 1),
+            ("ttft_ms", 1),
+            ("tpot_ms", 1),
+            ("cool_down_s", 1.0),
+            ("stale_after_s", 2.0),
+        ):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name}: {getattr(self, name):g} is less than {least:g}")
+        if not 0.5 <= self.quantile < 1:
+            raise ValueError(f"quantile: {self.quantile:g} is not in [0.5, 1)")
+
+    def prepared(self, config: LocalMeshConfig) -> LocalMeshConfig:
+        """The configuration of a mesh that this can scale. Raises ValueError that names the field."""
+        if config.num_both and config.num_prefill + config.num_decode:
+            raise ValueError("both: --autoscale keeps workers with both roles, or prefill and decode workers, not all three")
+        if not config.num_both and not config.num_prefill:
+            raise ValueError("prefill: --autoscale needs at least one to begin with, or only --both")
+        most = self.max_workers or 2 * len(usable_cores())
+        most = max(most, config.num_workers) if not self.max_workers else most
+        if most < config.num_workers:
+            raise ValueError(f"max_workers: {most} is less than the {config.num_workers} to begin with")
+        if most < self.min_workers * (1 if config.num_both else 2):
+            raise ValueError(f"min_workers: {self.min_workers} of each kind are more than max_workers, {most}")
+        return replace(config, max_workers=most, drain_grace_s=30.0)
+
+    def scaling(self, config: LocalMeshConfig, start_s: float) -> AutoscalerSettings:
+        """For a mesh whose workers take so long to start."""
+        pool = PoolSettings(
+            min_replicas=self.min_workers, max_replicas=config.max_workers, start_s=max(1.0, START_MARGIN * start_s)
+        )
+        return AutoscalerSettings(
+            prefill=pool,
+            decode=pool,
+            both=pool,
+            max_gpus=config.max_workers,
+            cool_down_s=self.cool_down_s,
+            zero_after_s=max(600.0, self.cool_down_s),
+            stale_after_s=self.stale_after_s,
+            drain_s=max(10.0, self.cool_down_s),
+            step_period_s=2 * PERIOD_S,
+        )
+
+    def objectives_file(self, config: LocalMeshConfig, folder: Path) -> Path:
+        """The one that was given, or one in `folder` that says the same as the flags. Raises OSError."""
+        if self.objectives:
+            return Path(self.objectives)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / OBJECTIVES_FILE
+        bounds = f"ttft_ms = {self.ttft_ms}\ntpot_ms = {self.tpot_ms}\nquantile = {self.quantile}\n"
+        path.write_text(f'["{config.name_of_model}"]\n{bounds}', encoding="utf-8")
+        return path
+
+
+def local_loop(
+    mesh: LocalMesh, options: AutoscaleOptions, objectives: Path, say: Callable[[str], None], settings: LoopSettings | None = None
+) -> Loop:
+    """For a mesh that is ready; its decisions are said, and written beside the logs. Raises ConfigError."""
+    objective = objective_of(str(objectives), mesh.config.name_of_model)
+    goals, tls = goals_of(objective, transit_ms=10.0), open_tls(mesh.tls)
+    scaling = options.scaling(mesh.config, max(worker.start_s for worker in mesh.workers))
+    write = append_to(mesh.log_dir / DECISIONS_FILE)
+
+    def tell(entry: Entry) -> None:
+        say(f"{entry.kind}: {entry.text}")
+        write(entry)
+
+    parts = Parts(
+        policy=Policy(scaling, goals),
+        collector=Collector(mesh.router_addresses, objective.model, window_s=WINDOW_S, tls=tls),
+        platform=LocalPlatform(mesh, say),
+        roles=RoleChanger(drain_timeout_s=30.0, tls=tls),
+        scaling=scaling,
+        history=History(tell),
+    )
+    return Loop(parts, settings or LoopSettings(period_s=PERIOD_S, quantile=goals.quantile))
+
+
+@asynccontextmanager
+async def scaled(loop: Loop) -> AsyncIterator[Loop]:
+    """Runs it; at the end nobody starts or drains any more."""
+    rounds = asyncio.create_task(loop.run(), name="autoscaler")
+    try:
+        yield loop
+    finally:
+        rounds.cancel()
+        await asyncio.gather(rounds, return_exceptions=True)
+        await loop.close()

@@ -1,0 +1,179 @@
+"""`pdmesh up --autoscale` with real processes: workers come and go with the load, nobody notices, and outages change nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autoscaler.collect import Collector
+from autoscaler.collect_pools import Pools
+from autoscaler.decision import Flip
+from autoscaler.loop import Loop
+from autoscaler.loop_history import read_entries
+from autoscaler.platform import Asked
+from autoscaler.roles import RoleChanger
+from autoscaler.views import PoolName
+from pdmesh.client import AsyncClient
+from pdmesh.commands.up_autoscale import DECISIONS_FILE, AutoscaleOptions, local_loop, scaled
+from pdmesh.launcher import LocalMesh
+from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan
+from tests.mesh import oracle
+from tests.mesh.checks import Footprint, assert_whole
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.asyncio
+PROMPT, NUM_TOKENS = 40, 150
+OPTIONS = AutoscaleOptions(autoscale=True, max_workers=3, ttft_ms=1000, tpot_ms=100, cool_down_s=3.0, stale_after_s=3.0)
+FEW = ("--max-num-seqs=2",)
+"""Sequences of a worker, so that a load that two cores bear needs several."""
+
+
+class Load:
+    """Requests at a steady rate, each of which has to be answered whole."""
+
+    def __init__(self, mesh: LocalMesh, rate_per_s: float) -> None:
+        self._mesh, self._rate_per_s = mesh, rate_per_s
+        self._stopped = asyncio.Event()
+        self.num_answered = 0
+        self.failures: list[str] = []
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Load]:
+        """While inside; ends when all that was asked is answered."""
+        async with AsyncClient(self._mesh.router_addresses, retry_overload=True) as client, asyncio.TaskGroup() as group:
+            group.create_task(self._ask_all(client, group))
+            try:
+                yield self
+            finally:
+                self._stopped.set()
+        assert not self.failures
+
+    async def _ask_all(self, client: AsyncClient, group: asyncio.TaskGroup) -> None:
+        for number in range(10_000):
+            if self._stopped.is_set():
+                break
+            group.create_task(self._ask(client, oracle.prompt_of(number, PROMPT)))
+            await asyncio.sleep(1 / self._rate_per_s)
+
+    async def _ask(self, client: AsyncClient, prompt: list[int]) -> None:
+        try:
+            answer = await client.generate(prompt, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, timeout=60)
+            assert len(answer.token_ids) == NUM_TOKENS
+            self.num_answered += 1
+        except Exception as error:  # noqa: BLE001  whatever a client sees is a failure
+            self.failures.append(repr(error))
+
+
+@asynccontextmanager
+async def scaled_mesh(
+    tiny: Path, folder: Path, options: AutoscaleOptions = OPTIONS, say: Callable[[str], None] = print, **fields: object
+) -> AsyncIterator[tuple[LocalMesh, Loop]]:
+    """As `pdmesh up --autoscale` has it; all processes are gone afterwards."""
+    base = LocalMeshConfig(model=str(tiny), port=0, num_threads=1, log_dir=str(folder), worker_args=FEW)
+    config = options.prepared(replace(base, **fields))  # type: ignore[arg-type]
+    path = options.objectives_file(config, folder)
+    config = replace(config, router_args=("--objectives", str(path)))
+    async with LocalMesh(config, on_event=print) as mesh:
+        footprint = Footprint.of(mesh)
+        async with scaled(local_loop(mesh, options, path, say)) as loop:
+            yield mesh, loop
+        footprint.grow(mesh)
+    footprint.assert_gone()
+
+
+def workers(mesh: LocalMesh) -> set[str]:
+    """Those that are ready."""
+    return {worker.name for worker in mesh.workers if worker.running and worker.start_s}
+
+
+def texts(loop: Loop, kind: str) -> list[str]:
+    return [entry.text for entry in loop.history.entries if entry.kind == kind]
+
+
+BOTH = {"num_prefill": 0, "num_decode": 0, "num_both": 1}
+
+
+async def test_it_grows_under_load_and_shrinks_after(tiny: Path, tmp_path: Path) -> None:
+    async with scaled_mesh(tiny, tmp_path, **BOTH) as (mesh, loop):
+        async with Load(mesh, rate_per_s=8.0).running() as load:
+            await eventually(lambda: len(workers(mesh)) >= 2, timeout_s=40)
+            answered = load.num_answered
+            await eventually(lambda: load.num_answered > answered + 20, timeout_s=20)
+        await eventually(lambda: len(mesh.workers) == 1, timeout_s=40)
+        await assert_whole(mesh)
+        assert len(texts(loop, "scale")) >= 2 and not texts(loop, "failed")
+    entries = read_entries(tmp_path / DECISIONS_FILE)
+    assert [entry.text for entry in entries] == [entry.text for entry in loop.history.entries]
+    grown = next(entry for entry in entries if entry.kind == "scale")
+    assert "both 1 → " in grown.text and "requests/s" in grown.text and grown.replicas["both"] >= 2
+
+
+async def test_outages_hold_and_serve(tiny: Path, tmp_path: Path) -> None:
+    """A router that hangs, then one that is killed, then no Redis: nothing changes, and what can be served is."""
+    async with scaled_mesh(tiny, tmp_path) as (mesh, loop):
+        before = {worker.name: worker.pid for worker in mesh.workers}
+        await eventually(lambda: loop.latest is not None)
+        mesh.kill("router-0", signal.SIGSTOP)
+        await eventually(lambda: any("nothing changes" in text and "does not answer" in text for text in texts(loop, "hold")))
+        mesh.kill("router-0", signal.SIGCONT)
+        await eventually(lambda: len(texts(loop, "resume")) == 1)
+        mesh.kill("router-0", signal.SIGKILL)
+        await eventually(lambda: len(texts(loop, "hold")) == 2, timeout_s=30)
+        await eventually(lambda: len(texts(loop, "resume")) == 2, timeout_s=40)
+        assert mesh.redis_pid is not None
+        os.kill(mesh.redis_pid, signal.SIGSTOP)
+        await eventually(lambda: "an outage of the registry" in texts(loop, "hold")[-1], timeout_s=30)
+        async with Load(mesh, rate_per_s=4.0).running() as load:
+            await eventually(lambda: load.num_answered >= 4, timeout_s=30)
+        assert len(texts(loop, "resume")) == 2, "it holds for as long as there is no registry"
+        os.kill(mesh.redis_pid, signal.SIGCONT)
+        await eventually(lambda: len(texts(loop, "resume")) == 3, timeout_s=30)
+        assert not texts(loop, "scale") and not texts(loop, "flip")
+        assert {worker.name: worker.pid for worker in mesh.workers} == before
+
+
+async def test_starts_that_fail_are_told_and_not_repeated_without_end(tiny: Path, tmp_path: Path) -> None:
+    def broken(plan: ProcessPlan) -> ProcessPlan:
+        return replace(plan, argv=(*plan.argv, "--no-such-flag")) if plan.name == "worker-1" else plan
+
+    events: list[str] = []
+    options = replace(OPTIONS, min_workers=2)
+    async with scaled_mesh(tiny, tmp_path, options, events.append, adjust=broken, **BOTH) as (mesh, loop):
+        await eventually(lambda: any("worker-1 ended with code 2" in text for text in events), timeout_s=40)
+        await eventually(lambda: any("both does not grow: worker-1" in text for text in texts(loop, "failed")), timeout_s=20)
+        began = time.monotonic()
+        async with Load(mesh, rate_per_s=2.0).running() as load:
+            await asyncio.sleep(4.0)
+        num_tries = sum("worker-1 ended" in text for text in events)
+        assert num_tries <= 2 + (time.monotonic() - began) / 2, "each failure doubles the time until the next try"
+        assert workers(mesh) == {"worker-0"} and load.num_answered
+
+
+async def test_roles_change_within_a_second(tiny: Path, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    """An idle worker takes the other role, serves in it, and gives it back; nobody who is served meanwhile notices."""
+    config = LocalMeshConfig(model=str(tiny), port=0, num_threads=1, num_decode=2, log_dir=str(tmp_path))
+    async with LocalMesh(config) as mesh, Load(mesh, rate_per_s=4.0).running():
+        collector, changer = Collector(mesh.router_addresses, "tiny", window_s=2.0), RoleChanger(drain_timeout_s=5.0)
+        for giver, taker in ((PoolName.DECODE, PoolName.PREFILL), (PoolName.PREFILL, PoolName.DECODE)):
+            await collector.look(time.monotonic())
+            pools = Pools({PoolName.PREFILL: Asked(1), PoolName.DECODE: Asked(2)}, collector.workers)
+            began = time.monotonic()
+            done = await changer.flip(Flip(giver, taker, 1), pools)
+            assert done.problem is None and len(done.workers) == 1
+            while next(worker for worker in collector.workers if worker.worker_id in done.workers).pool is not taker:
+                await collector.look(time.monotonic())
+            record_property(f"{giver}_to_{taker}_s", round(time.monotonic() - began, 3))
+            print(f"{done.workers[0]} is known to be {taker} after {time.monotonic() - began:.3f} s")
+            assert done.workers[0].startswith("decode"), "the one that was lent is the one that comes back"
+            moved = next(worker for worker in collector.workers if worker.worker_id in done.workers)
+            assert moved.home is PoolName.DECODE and moved.is_lent == (taker is PoolName.PREFILL)
+        await changer.close()
+        await collector.close()
