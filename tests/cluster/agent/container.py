@@ -53,7 +53,8 @@ def _make_root(layer: Path, spec: dict[str, Any]) -> str:
 
 
 def _bind(root: Path, source: str, target: str, read_only: bool) -> None:
-    path = Path(f"{root}{target}")
+    # The same links stand in the root as here; followed from here they would lead out of it.
+    path = Path(f"{root}{os.path.realpath(target)}")
     if Path(source).is_dir():
         path.mkdir(parents=True, exist_ok=True)
     else:
