@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from pdmesh.client import Client, Generation
+from pdmesh.client_types import GenerateOptions
 from pdmesh.errors import MeshError
 from tests.cluster.cluster import ROUTER
 
@@ -23,6 +24,7 @@ _LENGTHS = (8, 16, 8, 60)
 """Tokens of one request after another: with the long ones a worker that drains has something to hand over."""
 _PROMPT = "The history of the city begins with a small harbour, in which ships of many countries met, and"
 _PAUSE_S = 0.1
+_PATIENT_MS = 60_000
 _TIMEOUT_S = 90.0
 
 
@@ -40,12 +42,13 @@ class Load:
     told otherwise, try nothing again: what fails is seen."""
 
     def __init__(
-        self, api_key: str, *, clients: int = 2, pause_s: float = _PAUSE_S, resume_s: float = 0.0, retry_overload: bool = False
+        self, api_key: str, *, clients: int = 2, pause_s: float = _PAUSE_S, resume_s: float = 0.0, patient: bool = True
     ) -> None:
-        """`resume_s`: how long to look for another router when one goes. `retry_overload`: who is told to come later, does."""
+        """`resume_s`: how long to look for another router when one goes. `patient`: each asks for
+        no more than an answer; otherwise for what the mesh promises, and comes later when told to."""
         self._api_key = api_key
         self._pause_s = pause_s
-        self._resume_s, self._retry_overload = resume_s, retry_overload
+        self._resume_s, self._patient = resume_s, patient
         self._numbers = itertools.count()
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._run, name=f"load {index}") for index in range(clients)]
@@ -81,18 +84,15 @@ class Load:
         return f"{len(self.outcomes)} requests, on {dict(workers)}"
 
     def _run(self) -> None:
-        with Client(
-            ROUTER, api_key=self._api_key, resume_timeout_s=self._resume_s, retry_overload=self._retry_overload
-        ) as client:
+        with Client(ROUTER, api_key=self._api_key, resume_timeout_s=self._resume_s, retry_overload=not self._patient) as client:
             while not self._stopping.wait(self._pause_s):
                 self.outcomes.append(self._ask(client, next(self._numbers)))
 
     def _ask(self, client: Client, number: int) -> Outcome:
         wanted = _LENGTHS[number % len(_LENGTHS)]
+        objective: GenerateOptions = {"slo_ttft_ms": _PATIENT_MS, "slo_tpot_ms": _PATIENT_MS} if self._patient else {}
         try:
-            answer = client.generate(
-                f"{number}. {_PROMPT}", max_tokens=wanted, ignore_eos=True, timeout=_TIMEOUT_S, request_id=f"load-{number}"
-            )
+            answer = client.generate(f"{number}. {_PROMPT}", max_tokens=wanted, ignore_eos=True, timeout=_TIMEOUT_S, **objective)
         except MeshError as error:
             return Outcome(f"{type(error).__name__}: {error}")
         return _checked(answer, wanted)

@@ -34,7 +34,7 @@ def test_a_burst_scales_up_and_its_end_scales_down_without_a_failed_request(auto
     cluster = autoscaler.cluster
     (first,) = cluster.ready_pods(DECODE)
     with Load(api_key, pause_s=0.5) as light:
-        with Load(api_key, clients=BURST, retry_overload=True) as burst:
+        with Load(api_key, clients=BURST, patient=False) as burst:
             cluster.wait_for(lambda: cluster.replicas(DECODE) > 1, "more replicas")
             cluster.wait_for(lambda: len(cluster.ready_pods(DECODE)) > 1, "a new pod to be ready", timeout_s=120)
             cluster.wait_for(lambda: {o.decode_worker for o in burst.outcomes} - {first, ""}, "a new pod to serve")
@@ -95,7 +95,7 @@ def test_without_an_api_server_it_serves_on_and_scales_nothing(autoscaler: Autos
         cluster.wait_for(lambda: autoscaler.renewed() > before and autoscaler.leader(), "a leader again")
         load.wait_for_answers(4)
     load.assert_none_failed(at_least=16)
-    with Load(api_key, clients=BURST, retry_overload=True) as burst:
+    with Load(api_key, clients=BURST, patient=False) as burst:
         cluster.wait_for(lambda: cluster.replicas(DECODE) > 1, "it to act again", timeout_s=90)
     burst.assert_none_failed()
 
@@ -105,7 +105,7 @@ def test_pods_that_do_not_start_are_not_asked_for_without_end(autoscaler: Autosc
     secret = secret_of(cluster, "pdmesh-redis")
     cluster.plane.kubectl("-n", NAMESPACE, "delete", "secret", "pdmesh-redis")
     try:
-        with Load(api_key, clients=BURST, retry_overload=True) as load:
+        with Load(api_key, clients=BURST, patient=False) as load:
             cluster.wait_for(lambda: "CreateContainerConfigError" in cluster.waiting(DECODE), "a start that fails", timeout_s=90)
             cluster.wait_for(
                 lambda: "failed starts" in autoscaler.logs() or "have not started" in autoscaler.logs(), "a hold", 120
