@@ -90,9 +90,11 @@ class Load:
 
     def _ask(self, client: Client, number: int) -> Outcome:
         wanted = _LENGTHS[number % len(_LENGTHS)]
-        objective: GenerateOptions = {"slo_ttft_ms": _PATIENT_MS, "slo_tpot_ms": _PATIENT_MS} if self._patient else {}
+        options: GenerateOptions = {"max_tokens": wanted, "ignore_eos": True}
+        if self._patient:
+            options |= {"slo_ttft_ms": _PATIENT_MS, "slo_tpot_ms": _PATIENT_MS}
         try:
-            answer = client.generate(f"{number}. {_PROMPT}", max_tokens=wanted, ignore_eos=True, timeout=_TIMEOUT_S, **objective)
+            answer = client.generate(f"{number}. {_PROMPT}", timeout=_TIMEOUT_S, **options)
         except MeshError as error:
             return Outcome(f"{type(error).__name__}: {error}")
         return _checked(answer, wanted)
