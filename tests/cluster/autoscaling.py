@@ -12,6 +12,12 @@ from tests.k8s.kustomize import FOLDER, Manifest, containers_of, name_of, render
 NAME = "pdmesh-autoscaler"
 SWITCH = "pdmesh.io/autoscale"
 DECODE, PREFILL = "pdmesh-decode", "pdmesh-prefill"
+OBJECTIVES = """[smollm2]
+ttft_ms = 1500
+tpot_ms = 400
+quantile = 0.9
+"""
+"""Of two processors that everything shares: what they keep with some of the workers, and not with one."""
 WORKER_SETTINGS = {"PDMESH_MAX_NUM_SEQS": "2"}
 """So few sequences at once that a load that this machine bears needs several decode workers."""
 COOL_DOWN_S = 8
@@ -73,18 +79,17 @@ class Autoscaler:
 
 
 def cpu_mesh() -> list[Manifest]:
-    """The cpu overlay with the settings above in the autoscaler."""
-    return [
-        _tuned(manifest) if name_of(manifest) == ("Deployment", NAME) else manifest
-        for manifest in render(FOLDER / "overlays/cpu")
-    ]
+    """The cpu overlay with the settings above in the autoscaler, and objectives for two processors that all of it shares."""
+    found = {name_of(manifest): manifest for manifest in render(FOLDER / "overlays/cpu")}
+    _tuned(found["Deployment", NAME])
+    found["ConfigMap", "pdmesh-objectives"]["data"] = {"objectives.toml": OBJECTIVES}
+    return list(found.values())
 
 
-def _tuned(manifest: Manifest) -> Manifest:
+def _tuned(manifest: Manifest) -> None:
     for container in containers_of(manifest):
         kept = [entry for entry in container.get("env", ()) if entry["name"] not in SETTINGS]
         container["env"] = [*kept, *({"name": name, "value": value} for name, value in SETTINGS.items())]
-    return manifest
 
 
 def secret_of(cluster: Cluster, name: str) -> Manifest:

@@ -10,6 +10,7 @@ import os
 import subprocess
 
 NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
+NEW_NAME = 0x04000000  # CLONE_NEWUTS
 NEW_NETWORK = 0x40000000
 _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x40000
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -33,7 +33,7 @@ def quiet(autoscaler: Autoscaler) -> None:
 def test_a_burst_scales_up_and_its_end_scales_down_without_a_failed_request(autoscaler: Autoscaler, api_key: str) -> None:
     cluster = autoscaler.cluster
     (first,) = cluster.ready_pods(DECODE)
-    with Load(api_key, pause_s=0.5) as light:
+    with Load(api_key, clients=1, pause_s=1.0) as light:
         with Load(api_key, clients=BURST, patient=False) as burst:
             cluster.wait_for(lambda: cluster.replicas(DECODE) > 1, "more replicas")
             cluster.wait_for(lambda: len(cluster.ready_pods(DECODE)) > 1, "a new pod to be ready", timeout_s=120)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.namespaces import bind, join_network, mount, private_mounts
+from tests.cluster.namespaces import NEW_NAME, bind, join_network, mount, private_mounts, unshare
 
 _SYSTEM_FOLDERS = ("/proc", "/sys", "/dev")
 
@@ -24,6 +25,8 @@ def main(specification: str) -> None:
     spec = json.loads(Path(specification).read_text(encoding="utf-8"))
     join_network(spec["sandbox"])
     private_mounts()
+    unshare(NEW_NAME)
+    socket.sethostname(spec["hostname"])
     root = _make_root(Path(spec["layer"]), spec)
     os.chroot(root)
     os.chdir(spec["working_folder"])

@@ -127,6 +127,7 @@ class Container:
         own = {"source": str(around.resolv_conf), "target": os.path.realpath("/etc/resolv.conf"), "read_only": True}
         return {
             "sandbox": around.sandbox.pid,
+            "hostname": around.pod["metadata"]["name"],
             "layer": str(layer),
             "mounts": [*bound, *mounts(self.spec, around.volumes), own],
             "host": [{"source": path, "target": path, "read_only": True} for path in needed_folders()],
@@ -179,7 +180,7 @@ class Container:
         """A command in the running container; its exit code, 1 when none runs."""
         if self._process is None or self._process.returncode is not None:
             return 1
-        inside = ["nsenter", f"--target={self._process.pid}", "--mount", "--net", "--root", "--wd", *command]
+        inside = ["nsenter", f"--target={self._process.pid}", "--mount", "--net", "--uts", "--root", "--wd", *command]
         environment = {**self._around.image.environment, **self._around.environment}
         # nsenter itself is looked for outside.
         full = {"PATH": os.environ["PATH"], **environment}
