@@ -30,7 +30,7 @@ SETTINGS = {
     "PDMESH_DRAIN_S": "20",
     "PDMESH_FLIPS": "false",
     "PDMESH_DECODE_START_S": str(START_S),
-    "PDMESH_DECODE_MAX_REPLICAS": "3",
+    "PDMESH_DECODE_MAX_REPLICAS": "4",
     "PDMESH_PREFILL_MAX_REPLICAS": "1",
     "PDMESH_KUBERNETES_LEASE_DURATION_S": "8",
     "PDMESH_KUBERNETES_RENEW_DEADLINE_S": "4",
@@ -74,8 +74,12 @@ class Autoscaler:
         return [(event["reason"], event.get("note", "")) for event in sorted(ours, key=_time)]
 
     def logs(self) -> str:
-        """What all candidates have said."""
-        return "".join(self.cluster.logs(pod["metadata"]["name"], "autoscaler") for pod in self.cluster.pods(NAME))
+        """What all candidates have said so far, those that are gone among them. Asks nobody."""
+        return self.cluster.logs(f"{NAME}-*", "autoscaler")
+
+    def num_changes(self) -> int:
+        """How often it has set replicas. Asks nobody."""
+        return self.logs().count(" scale: ")
 
 
 def cpu_mesh() -> list[Manifest]:

@@ -15,18 +15,16 @@ import argparse
 import fcntl
 import os
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.cluster.debian import KEYRING, Apt, BuildFailed, run, say, unpacked
+
 VERSION = "1.20.2"
-RELEASE = "bookworm"
-DEBIAN = "http://deb.debian.org/debian"
-KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
 PROGRAMS = ("etcd", *SERVERS)
 NEEDED_TOOLS = ("apt-get", "dpkg-deb", "dpkg-source")
@@ -38,10 +36,6 @@ _GO_DEBS = ("golang-1.19-go", "golang-1.19-src")
 # not, and the server falls at the first custom resource.
 _REFLECT = "github.com/modern-go/reflect2"
 _REFLECT_DEB = "golang-github-modern-go-reflect2-dev"
-
-
-class BuildFailed(RuntimeError):
-    """Something is missing or a step failed. The message says what, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -127,96 +121,31 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-class Apt:
-    """apt with lists and a configuration of its own: needs no root, no deb-src line, and changes nothing of the system's."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._options = (
-            f"Dir::State={folder}/state",
-            "Dir::State::status=/var/lib/dpkg/status",
-            f"Dir::Cache={folder}/cache",
-            f"Dir::Etc::sourcelist={folder}/sources.list",
-            "Dir::Etc::sourceparts=-",
-            "APT::Sandbox::User=",
-            "APT::Get::Only-Source=true",
-            f"APT::Default-Release={RELEASE}",
-        )
-        self._ready = False
-
-    def packages(self, *names: str) -> list[Path]:
-        """Fetches binary packages; the .deb files."""
-        self._run("download", *names)
-        return [next(self._folder.glob(f"{name}_*.deb")) for name in names]
-
-    def source(self, name: str) -> Path:
-        """Fetches a source package; its .dsc file."""
-        self._run("source", "--download-only", name)
-        return next(self._folder.glob(f"{name}_*.dsc"))
-
-    def _run(self, *command: str) -> None:
-        if not self._ready:
-            self._set_up()
-        _run(["apt-get", "-qq", *self._flags(), *command], cwd=self._folder)
-
-    def _set_up(self) -> None:
-        for folder in ("state/lists/partial", "cache/archives/partial"):
-            (self._folder / folder).mkdir(parents=True, exist_ok=True)
-        line = f"[signed-by={KEYRING}] {_mirror()} {RELEASE} main"
-        (self._folder / "sources.list").write_text(f"deb {line}\ndeb-src {line}\n", encoding="utf-8")
-        _say("fetching Debian's lists of packages")
-        _run(["apt-get", "-qq", *self._flags(), "update"])
-        self._ready = True
-
-    def _flags(self) -> list[str]:
-        return [flag for option in self._options for flag in ("-o", option)]
-
-
-def _mirror() -> str:
-    """Where this system itself fetches Debian from, if it does."""
-    command = ["apt-get", "indextargets", "--format", "$(ORIGIN)|$(CODENAME)|$(REPO_URI)"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-    own = [line.split("|")[2] for line in lines if line.startswith(f"Debian|{RELEASE}|")]
-    return own[0] if own else DEBIAN
-
-
 def _unpack_etcd(cache: Cache, apt: Apt) -> None:
     if (cache.programs / "etcd").exists():
         return
-    _say("fetching etcd")
-    unpacked = _unpack_debs(apt.packages("etcd-server"), cache.work / "etcd")
-    _install(unpacked / "usr/bin/etcd", cache.programs / "etcd")
+    say("fetching etcd")
+    files = unpacked(apt.packages("etcd-server"), cache.work / "etcd")
+    _install(files / "usr/bin/etcd", cache.programs / "etcd")
 
 
 def _unpack_go(cache: Cache, apt: Apt) -> None:
     if cache.go.exists():
         return
-    _say("fetching Go 1.19")
-    _unpack_debs(apt.packages(*_GO_DEBS), cache.work / "golang")
-
-
-def _unpack_debs(debs: Sequence[Path], target: Path) -> Path:
-    """Unpacks packages together; the folder appears when it is whole."""
-    shutil.rmtree(target, ignore_errors=True)
-    partial = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for deb in debs:
-        _run(["dpkg-deb", "-x", str(deb), str(partial)])
-    partial.rename(target)
-    return target
+    say("fetching Go 1.19")
+    unpacked(apt.packages(*_GO_DEBS), cache.work / "golang")
 
 
 def _unpack_source(cache: Cache, apt: Apt) -> None:
     if cache.source.exists():
         return
-    _say("fetching Kubernetes' source")
+    say("fetching Kubernetes' source")
     partial = cache.work / "source.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    _run(["dpkg-source", "--extract", "--no-check", str(apt.source("kubernetes")), str(partial)])
+    run(["dpkg-source", "--extract", "--no-check", str(apt.source("kubernetes")), str(partial)])
     # Links to the system's folders, for a Debian build; ours has all that is needed in vendor/.
     _link_staging(partial)
-    _replace_reflection(partial, _unpack_debs(apt.packages(_REFLECT_DEB), cache.work / "reflect2"))
+    _replace_reflection(partial, unpacked(apt.packages(_REFLECT_DEB), cache.work / "reflect2"))
     cache.source.parent.mkdir(parents=True, exist_ok=True)
     partial.rename(cache.source)
 
@@ -243,14 +172,14 @@ def _generate_openapi(cache: Cache) -> None:
     target = cache.source / _OPENAPI / "zz_generated.openapi.go"
     if target.exists():
         return
-    _say("generating the API's schema")
+    say("generating the API's schema")
     generator = cache.work / "openapi-gen"
     _go(cache, "build", "-o", str(generator), "./vendor/k8s.io/kube-openapi/cmd/openapi-gen")
     inputs = ",".join(_tagged_packages(cache.source))
     flags = ["-O", "zz_generated.openapi.partial", "-p", f"{_MODULE}/{_OPENAPI}", "-r", str(cache.work / "violations")]
     header = cache.work / "header.txt"
     header.write_text("", encoding="utf-8")
-    _run([str(generator), "-h", str(header), "-i", inputs, *flags], cwd=cache.source, env=_go_environment(cache))
+    run([str(generator), "-h", str(header), "-i", inputs, *flags], cwd=cache.source, env=_go_environment(cache))
     target.with_name("zz_generated.openapi.partial.go").rename(target)
 
 
@@ -272,13 +201,13 @@ def _compile(cache: Cache, name: str) -> None:
     target = cache.programs / name
     if target.exists():
         return
-    _say(f"compiling {name}")
+    say(f"compiling {name}")
     started = time.monotonic()
     stamp = " ".join(f"-X {_VERSIONS}.{setting}" for setting in _STAMP)
     built = cache.work / name
     _go(cache, "build", "-trimpath", "-ldflags", f"-s -w {stamp}", "-o", str(built), f"./cmd/{name}")
     _install(built, target)
-    _say(f"compiled {name} in {time.monotonic() - started:.0f} s")
+    say(f"compiled {name} in {time.monotonic() - started:.0f} s")
 
 
 _VERSIONS = f"{_MODULE}/vendor/k8s.io/component-base/version"
@@ -293,7 +222,7 @@ def _install(built: Path, target: Path) -> None:
 
 
 def _go(cache: Cache, *arguments: str) -> None:
-    _run([str(cache.go / "bin/go"), *arguments], cwd=cache.source, env=_go_environment(cache))
+    run([str(cache.go / "bin/go"), *arguments], cwd=cache.source, env=_go_environment(cache))
 
 
 def _go_environment(cache: Cache) -> dict[str, str]:
@@ -307,18 +236,6 @@ def _go_environment(cache: Cache) -> dict[str, str]:
         "GOFLAGS": "",
         "PATH": f"{cache.go / 'bin'}:{os.environ.get('PATH', '')}",
     }
-
-
-def _run(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> None:
-    """Raises BuildFailed with the end of what the command said."""
-    done = subprocess.run(command, cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        raise BuildFailed(f"{Path(command[0]).name} {command[1]} failed with exit code {done.returncode}:\n{tail}")
-
-
-def _say(text: str) -> None:
-    print(f"==> {text}", file=sys.stderr, flush=True)
 
 
 def main() -> None:

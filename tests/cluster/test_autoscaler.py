@@ -13,6 +13,8 @@ from tests.cluster.load import Load
 
 BURST = 6
 """Clients that ask all the time: three times what one worker takes at once."""
+OUTAGE_S = 10
+"""Longer than a leader goes on leading without an answer."""
 
 
 @pytest.fixture(scope="module")
@@ -78,20 +80,21 @@ def test_what_a_person_sets_stays(autoscaler: Autoscaler) -> None:
 def test_without_an_api_server_it_serves_on_and_scales_nothing(autoscaler: Autoscaler, api_key: str, kind: str) -> None:
     cluster, plane = autoscaler.cluster, autoscaler.cluster.plane
     before = autoscaler.renewed()
-    with Load(api_key, pause_s=0.3) as load:
+    with Load(api_key, clients=1, pause_s=0.3) as load:
         load.wait_for_answers(2)
+        changes = autoscaler.num_changes()
         if kind == "stopped":
             plane.signal("kube-apiserver", signal.SIGSTOP)
         else:
             plane.end("kube-apiserver", signal.SIGKILL)
         load.wait_for_answers(10)
-        time.sleep(10)
+        time.sleep(OUTAGE_S)
+        assert autoscaler.num_changes() == changes
         if kind == "stopped":
             plane.signal("kube-apiserver", signal.SIGCONT)
         else:
             plane.start("kube-apiserver")
         plane.wait_ready()
-        assert cluster.replicas(DECODE) == 1
         cluster.wait_for(lambda: autoscaler.renewed() > before and autoscaler.leader(), "a leader again")
         load.wait_for_answers(4)
     load.assert_none_failed(at_least=16)
@@ -107,12 +110,10 @@ def test_pods_that_do_not_start_are_not_asked_for_without_end(autoscaler: Autosc
     try:
         with Load(api_key, clients=BURST, patient=False) as load:
             cluster.wait_for(lambda: "CreateContainerConfigError" in cluster.waiting(DECODE), "a start that fails", timeout_s=90)
-            cluster.wait_for(
-                lambda: "failed starts" in autoscaler.logs() or "have not started" in autoscaler.logs(), "a hold", 120
-            )
+            cluster.wait_for(lambda: "have not started" in autoscaler.logs(), "a hold", 120)
             held = cluster.replicas(DECODE)
             time.sleep(START_S)
-            assert cluster.replicas(DECODE) == held <= 3
+            assert cluster.replicas(DECODE) == held
             cluster.apply([secret])
             cluster.wait_for(lambda: len(cluster.ready_pods(DECODE)) > 1, "them to start after all", timeout_s=120)
     finally:
