@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.k8s.kustomize import FOLDER, Manifest, containers_of, pod_of, render
 
-BESIDE = ("components/autoscaler", "components/telemetry", "loadtest")
+BESIDE = ("components/service-monitor", "loadtest")
 MESHES = {
     **{f"overlays/{name}": (f"overlays/{name}", *BESIDE) for name in ("cpu", "gpu", "gpu-image", "gpu-several", "tls")},
     "overlays/cpu/green": ("overlays/cpu", "overlays/cpu/green", *BESIDE),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autoscaler.config import AutoscalerConfig
 from pdmesh.arguments import with_flags
 from pdmesh.commands import loadtest
 from router.config import RouterConfig
@@ -23,6 +24,7 @@ PROGRAMS: Mapping[tuple[str, ...], type] = {
     ("python", "-m", "worker"): WorkerConfig,
     ("python", "-m", "prefill_service"): PrefillConfig,
     ("python", "-m", "decode_service"): DecodeConfig,
+    ("python", "-m", "autoscaler"): AutoscalerConfig,
     ("pdmesh", "loadtest"): loadtest.Options,
 }
 # Read by packages themselves; a test asks them.
@@ -30,6 +32,7 @@ OTHER_VARIABLES = {"PDMESH_CACHE", "PDMESH_KERNELS_DIR"}
 SECRETS = {
     ("pdmesh-redis", "url"): "redis://:password@pdmesh-redis:6379/0",
     ("pdmesh-loadtest", "key"): "key",
+    ("pdmesh-autoscaler", "key"): "key",
 }
 _REFERENCE = re.compile(r"\$\(([A-Za-z_]+)\)")
 _UNITS = {"m": 1e-3, "": 1.0, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
@@ -72,6 +75,8 @@ def _from(source: Manifest, workload: Workload, container: Manifest) -> str:
             return SECRETS[name, key]
         case {"fieldRef": {"fieldPath": "metadata.name"}}:
             return f"{workload.name}-0123456789-abcde"
+        case {"fieldRef": {"fieldPath": "metadata.namespace"}}:
+            return "pdmesh"
         case {"fieldRef": {"fieldPath": "status.podIP"}}:
             return "10.0.0.7"
         case {"resourceFieldRef": {"containerName": name, "resource": resource}}:

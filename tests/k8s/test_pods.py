@@ -13,7 +13,7 @@ _IDS = [f"{mesh}:{workload.name}:{container['name']}" for mesh, workload, contai
 WORKLOADS = [(mesh, workload) for mesh in MESHES for workload in workloads(mesh)]
 _WORKLOAD_IDS = [f"{mesh}:{workload.name}" for mesh, workload in WORKLOADS]
 # Where a program writes, by what it runs; a Python program, temporary files at least.
-WRITTEN = {"router": {"/tmp"}, "prefill_service": {"/tmp"}, "decode_service": {"/tmp"}, "redis-server": {"/data"}}
+WRITTEN = {"router": {"/tmp"}, "autoscaler": {"/tmp"}, "prefill_service": {"/tmp"}, "decode_service": {"/tmp"}, "redis-server": {"/data"}}
 
 
 @pytest.mark.parametrize(("mesh", "workload"), WORKLOADS, ids=_WORKLOAD_IDS)
@@ -23,7 +23,7 @@ def test_pods_are_restricted(mesh: str, workload: Workload) -> None:
     assert context["runAsNonRoot"] is True
     assert context["runAsUser"] >= 10_000 and context["runAsGroup"] >= 10_000
     assert context["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert workload.pod["automountServiceAccountToken"] is False
+    assert workload.pod["automountServiceAccountToken"] is (workload.name == "pdmesh-autoscaler")
     assert not workload.pod.keys() & {"hostNetwork", "hostPID", "hostIPC", "nodeName", "shareProcessNamespace"}
 
 

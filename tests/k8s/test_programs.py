@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from autoscaler.config import AutoscalerConfig
 from engine.kernels.cpu import build
 from engine.weights import hash as weights_hash
 from pdmesh.certificates import make_certificates
@@ -26,7 +27,12 @@ from tests.k8s.programs import OTHER_VARIABLES, class_of, config_of, environment
 from worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 
 OURS = [(mesh, workload, container) for mesh, workload, container in all_containers() if class_of(container) is not None]
-SERVERS = [(mesh, workload, container) for mesh, workload, container in OURS if workload.manifest["kind"] == "Deployment"]
+# Routers and workers; test_autoscaler.py is about the third.
+SERVERS = [
+    (mesh, workload, container)
+    for mesh, workload, container in OURS
+    if workload.manifest["kind"] == "Deployment" and class_of(container) is not AutoscalerConfig
+]
 _IDS = [f"{mesh}:{container['name']}" for mesh, _, container in OURS]
 _SERVER_IDS = [f"{mesh}:{container['name']}" for mesh, _, container in SERVERS]
 GRPC_SERVICES = {
@@ -47,7 +53,7 @@ def _mounts(container: Manifest) -> list[str]:
 def test_each_mesh_has_routers_and_both_kinds_of_workers() -> None:
     for mesh in MESHES:
         programs = {class_of(container) for of, _, container in OURS if of == mesh}
-        assert programs == {RouterConfig, PrefillConfig, DecodeConfig, loadtest.Options}
+        assert programs == {RouterConfig, AutoscalerConfig, PrefillConfig, DecodeConfig, loadtest.Options}
 
 
 @pytest.mark.parametrize(("mesh", "workload", "container"), OURS, ids=_IDS)

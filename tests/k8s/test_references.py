@@ -14,6 +14,7 @@ PROVIDED = {
     ("Secret", "pdmesh-redis"): {"url", "redis.conf"},
     ("Secret", "pdmesh-api-keys"): {"keys.json"},
     ("Secret", "pdmesh-loadtest"): {"key"},
+    ("Secret", "pdmesh-autoscaler"): {"key"},
     ("Secret", "pdmesh-tls"): {"tls.crt", "tls.key", "ca.crt"},
     ("PersistentVolumeClaim", "pdmesh-models"): set(),
 }
@@ -96,7 +97,8 @@ def test_budgets_keep_all_but_one_of_what_serves(mesh: str) -> None:
     budgets = of_kind(mesh, "PodDisruptionBudget")
     for workload in workloads(mesh):
         chosen = [each for each in budgets if selects(each["spec"]["selector"], workload.labels)]
-        assert len(chosen) == workload.name.startswith(("pdmesh-router", "pdmesh-prefill", "pdmesh-decode"))
+        serves = ("pdmesh-router", "pdmesh-prefill", "pdmesh-decode", "pdmesh-autoscaler")
+        assert len(chosen) == workload.name.startswith(serves)
         assert all(each["spec"]["maxUnavailable"] == 1 for each in chosen)
 
 
@@ -117,7 +119,9 @@ def test_the_autoscaler_may_scale_the_workers_and_little_else() -> None:
     assert scaled == {"pdmesh-prefill", "pdmesh-decode"} <= {each.name for each in workloads("overlays/cpu")}
     open_rules = [rule for rule in rules if "resourceNames" not in rule]
     unnamed = {(resource, verb) for rule in open_rules for resource in rule["resources"] for verb in rule["verbs"]}
-    assert unnamed == {("leases", "create"), ("events", "create"), ("events", "patch")}
+    assert unnamed == {("leases", "create"), ("configmaps", "create"), ("events", "create")}
+    whole = [rule["verbs"] for rule in rules if rule["resources"] == ["deployments"]]
+    assert whole == [["get"]]  # who may patch a Deployment may run anything
     assert not [rule for rule in rules if "*" in (*rule["apiGroups"], *rule["resources"], *rule["verbs"])]
 
 

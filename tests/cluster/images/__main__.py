@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from tests.cluster.images import chroots
 from tests.cluster.images.build import Builder
 from tests.cluster.images.programs import HELPS, seen, together
 
@@ -20,6 +21,7 @@ def main() -> int:
     parser.add_argument("--torch-index", default="", help="as the build argument TORCH_INDEX")
     parser.add_argument("--model", type=Path, help="a model's folder: the programs are started with it and asked something")
     options = parser.parse_args()
+    chroots.enter()
     builder = Builder(options.cache.resolve(), options.bind, {"TORCH_INDEX": options.torch_index})
     is_well = True
     for target in options.targets:

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.cluster.images.chroots import Layer, debian, mounted, run
+from tests.cluster.images.chroots import Layer, debian, mounted, remove, run
 from tests.k8s.dockerfile import ROOT, Stage, is_sent, stages
 
 RELEASE = "bookworm"  # of the image that FROM names
@@ -23,7 +23,7 @@ class Builder:
 
     def __init__(self, folder: Path, binds: Sequence[Path], arguments: Mapping[str, str]) -> None:
         self._folder = folder
-        self._binds = binds
+        self._binds = {bind: str(bind) for bind in binds}
         self._arguments = arguments
         self._stages = stages()
         self._done: dict[str, Layer] = {}
@@ -44,7 +44,7 @@ class Builder:
         layer = self._start(stage)
         mark, key = layer.folder / "key", self._key(stage, layer, sources)
         if not mark.exists() or mark.read_text() != key:
-            shutil.rmtree(layer.folder, ignore_errors=True)
+            remove(layer.folder)
             layer.upper.mkdir(parents=True)
             self._carry_out(stage, layer, with_files=True)
             mark.write_text(key)
@@ -61,7 +61,7 @@ class Builder:
 
     def _carry_out(self, stage: Stage, layer: Layer, *, with_files: bool) -> None:
         arguments: dict[str, str] = {}
-        binds = self._binds if with_files else ()
+        binds = self._binds if with_files else {}
         with mounted(layer, binds) as root:
             for name, text in stage.steps:
                 if name == "ARG":
@@ -71,8 +71,8 @@ class Builder:
                     self._step(name, text, layer, root, arguments, with_files=with_files)
                 else:
                     _setting(name, text, layer)
-        for bind in binds:  # an empty folder where it was
-            shutil.rmtree(layer.upper / str(bind).lstrip("/"), ignore_errors=True)
+        for place in binds.values():  # an empty folder where it was
+            remove(layer.upper / place.lstrip("/"))
 
     def _step(self, name: str, text: str, layer: Layer, root: Path, arguments: dict[str, str], *, with_files: bool) -> None:
         if name == "WORKDIR":

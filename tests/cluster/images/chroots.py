@@ -1,18 +1,25 @@
-"""Folders that are file systems of their own: layers by overlayfs, and commands inside them."""
+"""Folders that are file systems of their own: layers by overlayfs, and commands inside them.
+
+All mounts are made in a mount namespace of this process (`enter`): they end with it, however it ends, and nobody else sees them.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 RUN_TIMEOUT_S = 1800.0
 # What this machine needs to reach package indexes; a builder elsewhere has its own.
 _HOST_FILES = ("/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_INSIDE = "PDMESH_TEST_MOUNTS"
 _SIZES = "find . -xdev -type f -printf '%s\\n'"
 
 
@@ -43,9 +50,27 @@ class Layer:
         return sum(map(int, printed.split()))
 
 
+def enter() -> None:
+    """Goes on in a mount namespace of its own. Raises PermissionError where this is not root."""
+    if os.geteuid() != 0:
+        raise PermissionError("chroot and mount need root")
+    if os.environ.get(_INSIDE) != str(os.getpid()):
+        os.environ[_INSIDE] = str(os.getpid())  # which stays the same through exec
+        os.execvp("unshare", ["unshare", "--mount", "--propagation=private", sys.executable, *sys.orig_argv[1:]])
+
+
+def remove(folder: Path) -> None:
+    """Takes a folder away. Raises RuntimeError where something is mounted in it: that would be emptied along with it."""
+    mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    if any(Path(each).is_relative_to(folder) for each in mounts):
+        raise RuntimeError(f"{folder}: something is mounted there; take it away by umount")
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 @contextmanager
-def mounted(layer: Layer, binds: Sequence[Path] = ()) -> Iterator[Path]:
-    """Its root, with /proc, /dev and `binds` in it."""
+def mounted(layer: Layer, binds: Mapping[Path, str] = MappingProxyType({})) -> Iterator[Path]:
+    """Its root, with /proc, a few devices and `binds` (folders of this machine, by where they are there), which cannot be
+    written to."""
     for name in ("upper", "work", "root"):
         (layer.folder / name).mkdir(parents=True, exist_ok=True)
     lower = ":".join(str(each) for each in layer.below)
@@ -54,21 +79,23 @@ def mounted(layer: Layer, binds: Sequence[Path] = ()) -> Iterator[Path]:
     try:
         _mount(["-t", "overlay", "overlay", "-o", options, str(layer.root)], layer.root, done)
         _mount(["-t", "proc", "proc", str(layer.root / "proc")], layer.root / "proc", done)
-        _mount(["--rbind", "/dev", str(layer.root / "dev")], layer.root / "dev", done)
-        for bind in binds:
-            target = layer.root / str(bind).lstrip("/")
+        _mount(["-t", "tmpfs", "tmpfs", str(layer.root / "dev")], layer.root / "dev", done)
+        (layer.root / "dev/shm").mkdir(mode=0o1777)
+        for name in _DEVICES:
+            (layer.root / "dev" / name).touch()
+            _mount(["--bind", f"/dev/{name}", str(layer.root / "dev" / name)], layer.root / "dev" / name, done)
+        for bind, place in binds.items():
+            target = layer.root / place.lstrip("/")
             target.mkdir(parents=True, exist_ok=True)
-            _mount(["--bind", str(bind), str(target)], target, done)
+            _mount(["-o", "bind,ro", str(bind), str(target)], target, done)
         yield layer.root
     finally:
         for each in reversed(done):
-            subprocess.run(["umount", "--recursive", "--lazy", str(each)], check=False)
+            subprocess.run(["umount", "--lazy", str(each)], check=False)
 
 
 def _mount(arguments: list[str], target: Path, done: list[Path]) -> None:
     subprocess.run(["mount", *arguments], check=True)
-    if "--rbind" in arguments:  # else taking it away would take the machine's own away
-        subprocess.run(["mount", "--make-rslave", str(target)], check=True)
     done.append(target)
 
 
@@ -91,7 +118,7 @@ def debian(folder: Path, release: str) -> Path:
     """A Debian with Python that stands for the image python:…-slim; made once. Raises CalledProcessError."""
     root = folder / f"debian-{release}"
     if not (root / ".made").exists():
-        shutil.rmtree(root, ignore_errors=True)
+        remove(root)
         packages = "python3,python3-venv,python3-pip,ca-certificates"
         subprocess.run(["debootstrap", "--variant=minbase", f"--include={packages}", release, str(root)], check=True)
         for mark in root.glob("usr/lib/python3*/EXTERNALLY-MANAGED"):  # Debian's, which that image does not have

@@ -26,6 +26,7 @@ HELPS: dict[str, tuple[list[str], ...]] = {
 }
 _IS_SMALL = "import importlib.util as u, os; print(u.find_spec('torch') is None and os.getuid() == 10001)"
 START_S = 120.0
+_MODEL = "/models/m"
 
 
 def seen(target: str, layer: Layer) -> dict[str, object]:
@@ -48,10 +49,10 @@ def together(builder: Builder, model: Path) -> dict[str, object]:
     ports = [_free_port() for _ in range(4)]
     with ExitStack() as stack:
         started = _Started(stack, builder, model)
-        started.start("worker-cpu", "worker", f"--model={model}", "--model-name=m", f"--port={ports[0]}", "--kv-memory-mb=256")
+        started.start("worker-cpu", "worker", f"--model={_MODEL}", "--model-name=m", f"--port={ports[0]}", "--kv-memory-mb=256")
         started.wait_serving(ports[0])
         started.start(
-            "router", "router", f"--models=m={model}", f"--workers=127.0.0.1:{ports[0]}", f"--port={ports[1]}",
+            "router", "router", f"--models=m={_MODEL}", f"--workers=127.0.0.1:{ports[0]}", f"--port={ports[1]}",
             f"--http-port={ports[2]}",
         )  # fmt: skip
         answer = started.ask(
@@ -80,7 +81,7 @@ class _Started:
     def start(self, target: str, *arguments: str) -> None:
         """`python -m arguments…` in an image."""
         layer = self._builder.build(target)
-        root = self._stack.enter_context(mounted(layer, [self._model]))
+        root = self._stack.enter_context(mounted(layer, {self._model: _MODEL}))
         process = subprocess.Popen(inside(root, layer, ["python", "-m", *arguments]), stdout=subprocess.DEVNULL)
         self._processes.append((target, process))
         self._stack.callback(_end, process)
