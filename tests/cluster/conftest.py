@@ -18,14 +18,17 @@ from tests.cluster.leftovers import Footprint
 from tests.k8s.kustomize import FOLDER, render
 
 _MODEL = "smollm2-135m-instruct"
+_ORDER = ("test_manifests", "test_mesh", "test_autoscaler", "test_hpa")
 MESH = ("pdmesh-redis", "pdmesh-prefill", "pdmesh-decode", "pdmesh-router")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A rollout takes its minute."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.timeout(420))
+    """A rollout takes its minute. What changes the mesh for good comes late."""
+    ours = [item for item in items if item.path.parent == Path(__file__).parent]
+    for item in ours:
+        item.add_marker(pytest.mark.timeout(420))
+    others = [item for item in items if item not in ours]
+    items[:] = [*others, *sorted(ours, key=lambda item: _ORDER.index(item.path.stem))]
 
 
 @pytest.fixture(scope="session")

@@ -61,19 +61,22 @@ def test_the_lease_moves_when_the_leader_is_killed(autoscaler: Autoscaler, api_k
     assert cluster.replicas(DECODE) == 1
 
 
-def test_what_a_person_sets_stays(autoscaler: Autoscaler) -> None:
+def test_what_a_person_sets_stays(autoscaler: Autoscaler, api_key: str) -> None:
     cluster = autoscaler.cluster
-    cluster.scale(DECODE, 2)
-    cluster.wait_for(lambda: len(cluster.ready_pods(DECODE)) == 2, "the second worker")
-    ends = time.monotonic() + 2 * COOL_DOWN_S
-    while time.monotonic() < ends:
-        assert cluster.replicas(DECODE) == 2
-        time.sleep(0.5)
-    assert "ManualChange" in [reason for reason, _ in autoscaler.events(DECODE)]
-    # Until the person says that it need not stay any longer.
-    cluster.plane.kubectl("-n", NAMESPACE, "annotate", f"deployment/{DECODE}", f"pdmesh.io/hold-until={_now()}")
-    cluster.wait_for(lambda: cluster.replicas(DECODE) == 1, "the autoscaler to take over")
-    cluster.plane.kubectl("-n", NAMESPACE, "annotate", f"deployment/{DECODE}", "pdmesh.io/hold-until-")
+    with Load(api_key, clients=1, pause_s=1.0) as load:
+        load.wait_for_answers(2)
+        cluster.scale(DECODE, 2)
+        cluster.wait_for(lambda: len(cluster.ready_pods(DECODE)) == 2, "the second worker")
+        ends = time.monotonic() + 2 * COOL_DOWN_S
+        while time.monotonic() < ends:
+            assert cluster.replicas(DECODE) == 2
+            time.sleep(0.5)
+        assert "ManualChange" in [reason for reason, _ in autoscaler.events(DECODE)]
+        # Until the person says that it need not stay any longer.
+        cluster.plane.kubectl("-n", NAMESPACE, "annotate", f"deployment/{DECODE}", f"pdmesh.io/hold-until={_now()}")
+        cluster.wait_for(lambda: cluster.replicas(DECODE) == 1, "the autoscaler to take over", timeout_s=120)
+        cluster.plane.kubectl("-n", NAMESPACE, "annotate", f"deployment/{DECODE}", "pdmesh.io/hold-until-")
+    load.assert_none_failed(at_least=10)
 
 
 @pytest.mark.parametrize("kind", ["stopped", "killed"])
