@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from autoscaler.kubernetes.metrics_settings import MetricsSettings
 from autoscaler.kubernetes.settings import KubernetesSettings
 from autoscaler.settings import AutoscalerSettings
 from planning import objectives
@@ -41,6 +42,7 @@ class AutoscalerConfig:
     tls: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
     scaling: AutoscalerSettings = field(default_factory=AutoscalerSettings, metadata={"flatten": True})
     kubernetes: KubernetesSettings = field(default_factory=KubernetesSettings)
+    external_metrics: MetricsSettings = field(default_factory=MetricsSettings)
     exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
 
     def validate(self) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from autoscaler.collect import Collector
 from autoscaler.config import AutoscalerConfig, goals_of, objective_of
 from autoscaler.dry_run import DryRunPlatform, DryRunRoles
-from autoscaler.loop import Loop, LoopSettings, Parts
+from autoscaler.loop import Listener, Loop, LoopSettings, Parts
 from autoscaler.policy import Policy
 from autoscaler.roles import RoleChanger
 from runtime import config as configuration
@@ -21,6 +21,7 @@ from runtime.server import GrpcServer
 from runtime.tls import open_tls
 
 if TYPE_CHECKING:
+    from autoscaler.kubernetes.metrics_server import MetricsServer
     from autoscaler.platform import Platform
 
 SICK_PERIODS = 10
@@ -29,8 +30,8 @@ SICK_PERIODS = 10
 logger = logging.getLogger(__name__)
 
 
-def open_loop(config: AutoscalerConfig) -> Loop:
-    """Starts nothing yet. Raises ConfigError."""
+def open_loop(config: AutoscalerConfig, *listeners: Listener) -> Loop:
+    """Starts nothing yet; `listeners` will hear of each decision. Raises ConfigError."""
     objective = objective_of(config.objectives, config.model)
     goals, tls = goals_of(objective, config.transit_ms), open_tls(config.tls)
     collector = Collector(config.routers, objective.model, window_s=config.window_s, tls=tls, api_key=config.api_key)
@@ -40,6 +41,7 @@ def open_loop(config: AutoscalerConfig) -> Loop:
         platform=_platform(config, collector),
         roles=DryRunRoles(_say) if config.platform == "dry-run" else RoleChanger(drain_timeout_s=config.role_drain_s, tls=tls),
         scaling=config.scaling,
+        on_decision=list(listeners),
     )
     return Loop(parts, LoopSettings(period_s=config.period_s, quantile=goals.quantile))
 
@@ -52,13 +54,26 @@ def _platform(config: AutoscalerConfig, collector: Collector) -> Platform:
     return open_platform(config.kubernetes)
 
 
+async def _open_metrics(config: AutoscalerConfig) -> MetricsServer | None:
+    """For who scales by HPA or KEDA. Raises ConfigError, PlatformError."""
+    if not config.external_metrics.is_set:
+        return None
+    from autoscaler.kubernetes.metrics_server import MetricsServer  # nor does it listen for anybody
+
+    model = objective_of(config.objectives, config.model).model
+    server = MetricsServer(config.external_metrics, config.kubernetes, config.host, model)
+    await server.start()
+    return server
+
+
 def _say(text: str) -> None:
     print(text, flush=True)
 
 
 async def serve(config: AutoscalerConfig, life: process.Lifecycle) -> None:
     """Rounds until the process is to stop."""
-    loop = open_loop(config)
+    metrics = await _open_metrics(config)
+    loop = open_loop(config, *([metrics.on_decision] if metrics is not None else []))
     server = GrpcServer(config.host, config.port, tls=open_tls(config.tls), callers="any")
     port = await server.start()
     rounds = asyncio.create_task(loop.run(), name="rounds")
@@ -71,6 +86,8 @@ async def serve(config: AutoscalerConfig, life: process.Lifecycle) -> None:
             task.cancel()
         await asyncio.gather(rounds, wellness, return_exceptions=True)
         await loop.close()
+        if metrics is not None:
+            await metrics.close()
         await server.drain(0.5)
 
 

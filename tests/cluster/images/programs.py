@@ -58,7 +58,8 @@ def together(builder: Builder, model: Path) -> dict[str, object]:
         answer = started.ask(
             f"http://127.0.0.1:{ports[2]}/v1/completions", {"model": "m", "prompt": "One, two,", "max_tokens": 8}
         )
-        objectives = builder.build("autoscaler").root / "tmp/objectives.toml"
+        objectives = builder.build("autoscaler").upper / "tmp/objectives.toml"
+        objectives.parent.mkdir(mode=0o1777, exist_ok=True)
         objectives.write_text("[m]\nttft_ms = 1000\ntpot_ms = 100\nquantile = 0.99\n")
         started.start(
             "autoscaler",
