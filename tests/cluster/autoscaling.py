@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,18 +83,18 @@ class Autoscaler:
         return self.logs().count(" scale: ")
 
 
-def cpu_mesh() -> list[Manifest]:
-    """The cpu overlay with the settings above in the autoscaler, and objectives for two processors that all of it shares."""
-    found = {name_of(manifest): manifest for manifest in render(FOLDER / "overlays/cpu")}
-    _tuned(found["Deployment", NAME])
+def tuned(folder: str = "overlays/cpu") -> list[Manifest]:
+    """A mesh with the settings above in the autoscaler, and objectives for two processors that all of it shares."""
+    found = {name_of(manifest): manifest for manifest in render(FOLDER / folder)}
+    _set(found["Deployment", NAME], SETTINGS)
     found["ConfigMap", "pdmesh-objectives"]["data"] = {"objectives.toml": OBJECTIVES}
     return list(found.values())
 
 
-def _tuned(manifest: Manifest) -> None:
+def _set(manifest: Manifest, settings: Mapping[str, str]) -> None:
     for container in containers_of(manifest):
-        kept = [entry for entry in container.get("env", ()) if entry["name"] not in SETTINGS]
-        container["env"] = [*kept, *({"name": name, "value": value} for name, value in SETTINGS.items())]
+        kept = [entry for entry in container.get("env", ()) if entry["name"] not in settings]
+        container["env"] = [*kept, *({"name": name, "value": value} for name, value in settings.items())]
 
 
 def secret_of(cluster: Cluster, name: str) -> Manifest:

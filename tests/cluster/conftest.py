@@ -12,7 +12,7 @@ import pytest
 
 from engine.weights.hash import cache_folder
 from tests.cluster import build, network
-from tests.cluster.autoscaling import DECODE, PREFILL, SWITCH, cpu_mesh
+from tests.cluster.autoscaling import DECODE, PREFILL, SWITCH, tuned
 from tests.cluster.cluster import NAMESPACE, Cluster
 from tests.cluster.leftovers import Footprint
 from tests.k8s.kustomize import FOLDER, render
@@ -59,7 +59,7 @@ def api_key(cluster: Cluster) -> str:
 @pytest.fixture(scope="session")
 def mesh(cluster: Cluster, api_key: str) -> Cluster:
     """The cpu overlay, rolled out. Until a test gives it the pools, the autoscaler keeps away, as a person would ask it to."""
-    cluster.apply(cpu_mesh())
+    cluster.apply(tuned())
     cluster.plane.kubectl("-n", NAMESPACE, "annotate", "deployment", DECODE, PREFILL, f"{SWITCH}=off")
     for name in MESH:
         cluster.wait_rolled_out(name)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.autoscaling import cpu_mesh
+from tests.cluster.autoscaling import tuned
 from tests.cluster.cluster import NAMESPACE, Cluster
 from tests.cluster.overlay import definitions, mapped, text_of
 from tests.k8s.kustomize import FOLDER, Manifest, parsed, render
@@ -31,7 +31,7 @@ def test_the_server_takes_every_overlay_and_gives_it_back_whole(cluster: Cluster
 
 
 def test_what_was_applied_reads_back_whole(mesh: Cluster) -> None:
-    wanted = [mapped(manifest) for manifest in cpu_mesh()]
+    wanted = [mapped(manifest) for manifest in tuned()]
     (read,) = parsed(mesh.plane.kubectl("get", "-f", "-", "-o", "json", stdin=text_of(wanted)))
     found = {_name(item): item for item in read["items"]}
     for item in wanted:
@@ -40,7 +40,7 @@ def test_what_was_applied_reads_back_whole(mesh: Cluster) -> None:
 
 def test_applying_again_changes_nothing(mesh: Cluster) -> None:
     before = _generations(mesh)
-    mesh.apply(cpu_mesh())
+    mesh.apply(tuned())
     assert _generations(mesh) == before
 
 
