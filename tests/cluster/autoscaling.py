@@ -1,0 +1,112 @@
+"""The autoscaler in the cluster: deployed from its manifests, quicker than for production; who leads, what it did and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.cluster.cluster import NAMESPACE, Cluster
+from tests.k8s.kustomize import FOLDER, Manifest, containers_of, name_of, render
+
+NAME = "pdmesh-autoscaler"
+SWITCH = "pdmesh.io/autoscale"
+DECODE, PREFILL = "pdmesh-decode", "pdmesh-prefill"
+OBJECTIVES = """[smollm2]
+ttft_ms = 1500
+tpot_ms = 400
+quantile = 0.9
+"""
+"""Of two processors that everything shares: what they keep with some of the workers, and not with one."""
+WORKER_SETTINGS = {"PDMESH_MAX_NUM_SEQS": "2"}
+"""So few sequences at once that a load that this machine bears needs several decode workers."""
+COOL_DOWN_S = 8
+START_S = 6
+SETTINGS = {
+    "PDMESH_PERIOD_S": "1",
+    "PDMESH_WINDOW_S": "6",
+    "PDMESH_COOL_DOWN_S": str(COOL_DOWN_S),
+    "PDMESH_STALE_AFTER_S": "8",
+    "PDMESH_DRAIN_S": "20",
+    "PDMESH_FLIPS": "false",
+    "PDMESH_DECODE_START_S": str(START_S),
+    "PDMESH_DECODE_MAX_REPLICAS": "4",
+    "PDMESH_PREFILL_MAX_REPLICAS": "1",
+    "PDMESH_KUBERNETES_LEASE_DURATION_S": "8",
+    "PDMESH_KUBERNETES_RENEW_DEADLINE_S": "4",
+    "PDMESH_KUBERNETES_RETRY_PERIOD_S": "1",
+    "PDMESH_KUBERNETES_REQUEST_TIMEOUT_S": "3",
+}
+
+
+@dataclass(frozen=True)
+class Autoscaler:
+    """As people see it: by the API."""
+
+    cluster: Cluster
+
+    def begin(self) -> None:
+        """The pools are left to it, and its decode workers are small; somebody leads."""
+        plane = self.cluster.plane
+        settings = [f"{name}={value}" for name, value in WORKER_SETTINGS.items()]
+        plane.kubectl("-n", NAMESPACE, "set", "env", f"deployment/{DECODE}", *settings)
+        for name in (DECODE, NAME):
+            self.cluster.wait_rolled_out(name)
+        self.cluster.wait_for(lambda: self.leader() in self.cluster.ready_pods(NAME), "a leader")
+        plane.kubectl("-n", NAMESPACE, "annotate", "deployment", DECODE, PREFILL, f"{SWITCH}-")
+
+    def leader(self) -> str | None:
+        """The pod that holds the Lease; None: nobody does."""
+        leases = self.cluster.plane.get("-n", NAMESPACE, "leases")["items"]
+        holders = [lease["spec"].get("holderIdentity") or "" for lease in leases if lease["metadata"]["name"] == NAME]
+        return holders[0].rpartition("_")[0] or holders[0] if holders and holders[0] else None
+
+    def renewed(self) -> str:
+        """When the Lease was renewed last, as the API writes times."""
+        return str(self.cluster.plane.get("-n", NAMESPACE, "lease", NAME)["spec"]["renewTime"])
+
+    def events(self, deployment: str) -> list[tuple[str, str]]:
+        """Reason and note of what was done to a Deployment by the autoscaler, oldest first."""
+        found = self.cluster.plane.get("-n", NAMESPACE, "events.v1.events.k8s.io")["items"]
+        ours = [
+            event for event in found if event["regarding"].get("name") == deployment and "deployment-controller" not in _by(event)
+        ]
+        return [(event["reason"], event.get("note", "")) for event in sorted(ours, key=_time)]
+
+    def logs(self) -> str:
+        """What all candidates have said so far, those that are gone among them. Asks nobody."""
+        return self.cluster.logs(f"{NAME}-*", "autoscaler")
+
+    def num_changes(self) -> int:
+        """How often it has set replicas. Asks nobody."""
+        return self.logs().count(" scale: ")
+
+
+def tuned(folder: str = "overlays/cpu") -> list[Manifest]:
+    """A mesh with the settings above in the autoscaler, and objectives for two processors that all of it shares."""
+    found = {name_of(manifest): manifest for manifest in render(FOLDER / folder)}
+    _set(found["Deployment", NAME], SETTINGS)
+    found["ConfigMap", "pdmesh-objectives"]["data"] = {"objectives.toml": OBJECTIVES}
+    return list(found.values())
+
+
+def _set(manifest: Manifest, settings: Mapping[str, str]) -> None:
+    for container in containers_of(manifest):
+        kept = [entry for entry in container.get("env", ()) if entry["name"] not in settings]
+        container["env"] = [*kept, *({"name": name, "value": value} for name, value in settings.items())]
+
+
+def secret_of(cluster: Cluster, name: str) -> Manifest:
+    """A Secret as it can be made again."""
+    found = cluster.plane.get("-n", NAMESPACE, "secret", name)
+    metadata = {"name": name, "namespace": NAMESPACE}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": found["data"], "type": found["type"]}
+
+
+def _by(event: Any) -> str:
+    return json.dumps([event.get("reportingController"), event.get("deprecatedSource")])
+
+
+def _time(event: Any) -> str:
+    return str(event.get("eventTime") or event["metadata"]["creationTimestamp"])

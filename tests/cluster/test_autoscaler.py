@@ -1,0 +1,128 @@
+"""The autoscaler scales real Deployments, and nobody notices; it gives way to people, outages and failures."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.cluster.autoscaling import COOL_DOWN_S, DECODE, NAME, START_S, Autoscaler, secret_of
+from tests.cluster.cluster import NAMESPACE, Cluster
+from tests.cluster.load import Load
+
+BURST = 6
+"""Clients that ask all the time: three times what one worker takes at once."""
+OUTAGE_S = 10
+"""Longer than a leader goes on leading without an answer."""
+
+
+@pytest.fixture(scope="module")
+def autoscaler(mesh: Cluster) -> Autoscaler:
+    """Two candidates, one of which leads."""
+    autoscaler = Autoscaler(mesh)
+    autoscaler.begin()
+    return autoscaler
+
+
+@pytest.fixture(autouse=True)
+def quiet(autoscaler: Autoscaler) -> None:
+    """Each test begins with one decode worker, as nobody asks for anything."""
+    cluster = autoscaler.cluster
+    cluster.wait_for(lambda: len(cluster.pods(DECODE)) == 1 == cluster.replicas(DECODE), "one decode worker", timeout_s=150)
+
+
+def test_a_burst_scales_up_and_its_end_scales_down_without_a_failed_request(autoscaler: Autoscaler, api_key: str) -> None:
+    cluster = autoscaler.cluster
+    (first,) = cluster.ready_pods(DECODE)
+    with Load(api_key, clients=1, pause_s=1.0) as light:
+        with Load(api_key, clients=BURST, patient=False) as burst:
+            cluster.wait_for(lambda: cluster.replicas(DECODE) > 1, "more replicas")
+            cluster.wait_for(lambda: len(cluster.ready_pods(DECODE)) > 1, "a new pod to be ready", timeout_s=120)
+            cluster.wait_for(lambda: {o.decode_worker for o in burst.outcomes} - {first, ""}, "a new pod to serve")
+        cluster.wait_for(lambda: cluster.replicas(DECODE) == 1, "fewer replicas", timeout_s=120)
+        cluster.wait_for(lambda: len(cluster.pods(DECODE)) == 1, "the others to drain and go", timeout_s=120)
+        light.wait_for_answers(2)
+    burst.assert_none_failed(at_least=10)
+    light.assert_none_failed(at_least=5)
+    reasons = [reason for reason, note in autoscaler.events(DECODE) if "requests/s" in note or "enough" in note]
+    assert {"ScaledUp", "ScaledDown"} <= set(reasons), autoscaler.events(DECODE)
+
+
+def test_the_lease_moves_when_the_leader_is_killed(autoscaler: Autoscaler, api_key: str) -> None:
+    cluster = autoscaler.cluster
+    leader = autoscaler.leader()
+    assert leader is not None
+    with Load(api_key, clients=1, pause_s=0.5) as load:
+        cluster.kill(leader, "autoscaler")
+        cluster.wait_for(lambda: autoscaler.leader() not in (leader, None), "another leader")
+        cluster.wait_for(lambda: len(cluster.ready_pods(NAME)) == 2, "the killed one to be back")
+    load.assert_none_failed()
+    assert cluster.replicas(DECODE) == 1
+
+
+def test_what_a_person_sets_stays(autoscaler: Autoscaler, api_key: str) -> None:
+    cluster = autoscaler.cluster
+    with Load(api_key, clients=1, pause_s=1.0) as load:
+        load.wait_for_answers(2)
+        cluster.scale(DECODE, 2)
+        cluster.wait_for(lambda: len(cluster.ready_pods(DECODE)) == 2, "the second worker")
+        ends = time.monotonic() + 2 * COOL_DOWN_S
+        while time.monotonic() < ends:
+            assert cluster.replicas(DECODE) == 2
+            time.sleep(0.5)
+        assert "ManualChange" in [reason for reason, _ in autoscaler.events(DECODE)]
+        # Until the person says that it need not stay any longer.
+        cluster.plane.kubectl("-n", NAMESPACE, "annotate", f"deployment/{DECODE}", f"pdmesh.io/hold-until={_now()}")
+        cluster.wait_for(lambda: cluster.replicas(DECODE) == 1, "the autoscaler to take over", timeout_s=120)
+        cluster.plane.kubectl("-n", NAMESPACE, "annotate", f"deployment/{DECODE}", "pdmesh.io/hold-until-")
+    load.assert_none_failed(at_least=10)
+
+
+@pytest.mark.parametrize("kind", ["stopped", "killed"])
+def test_without_an_api_server_it_serves_on_and_scales_nothing(autoscaler: Autoscaler, api_key: str, kind: str) -> None:
+    cluster, plane = autoscaler.cluster, autoscaler.cluster.plane
+    before = autoscaler.renewed()
+    with Load(api_key, clients=1, pause_s=0.3) as load:
+        load.wait_for_answers(2)
+        changes = autoscaler.num_changes()
+        if kind == "stopped":
+            plane.signal("kube-apiserver", signal.SIGSTOP)
+        else:
+            plane.end("kube-apiserver", signal.SIGKILL)
+        load.wait_for_answers(10)
+        time.sleep(OUTAGE_S)
+        assert autoscaler.num_changes() == changes
+        if kind == "stopped":
+            plane.signal("kube-apiserver", signal.SIGCONT)
+        else:
+            plane.start("kube-apiserver")
+        plane.wait_ready()
+        cluster.wait_for(lambda: autoscaler.renewed() > before and autoscaler.leader(), "a leader again")
+        load.wait_for_answers(4)
+    load.assert_none_failed(at_least=16)
+    with Load(api_key, clients=BURST, patient=False) as burst:
+        cluster.wait_for(lambda: cluster.replicas(DECODE) > 1, "it to act again", timeout_s=90)
+    burst.assert_none_failed()
+
+
+def test_pods_that_do_not_start_are_not_asked_for_without_end(autoscaler: Autoscaler, api_key: str) -> None:
+    cluster = autoscaler.cluster
+    secret = secret_of(cluster, "pdmesh-redis")
+    cluster.plane.kubectl("-n", NAMESPACE, "delete", "secret", "pdmesh-redis")
+    try:
+        with Load(api_key, clients=BURST, patient=False) as load:
+            cluster.wait_for(lambda: "CreateContainerConfigError" in cluster.waiting(DECODE), "a start that fails", timeout_s=90)
+            cluster.wait_for(lambda: "have not started" in autoscaler.logs(), "a hold", 120)
+            held = cluster.replicas(DECODE)
+            time.sleep(START_S)
+            assert cluster.replicas(DECODE) == held
+            cluster.apply([secret])
+            cluster.wait_for(lambda: len(cluster.ready_pods(DECODE)) > 1, "them to start after all", timeout_s=120)
+    finally:
+        cluster.apply([secret])
+    load.assert_none_failed(at_least=10)
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

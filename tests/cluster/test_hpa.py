@@ -1,0 +1,41 @@
+"""HPA sets what the autoscaler's policy wants, by way of the external-metrics API."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.autoscaling import DECODE, Autoscaler
+from tests.cluster.cluster import Cluster
+from tests.cluster.external_metrics import METRIC, Adapter
+from tests.cluster.load import Load
+
+
+@pytest.fixture(scope="module")
+def adapter(mesh: Cluster) -> Adapter:
+    """Asked by the API server; an HPA follows it."""
+    Autoscaler(mesh).begin()
+    adapter = Adapter(mesh)
+    adapter.begin()
+    return adapter
+
+
+def test_the_api_server_answers_with_what_is_wanted(adapter: Adapter) -> None:
+    adapter.cluster.wait_for(lambda: adapter.wanted("decode"), "a decision")
+    (value,) = adapter.wanted("decode")
+    assert value["metricName"] == METRIC and int(value["value"]) >= 1
+    assert value["metricLabels"] == {"pool": "decode", "model": "smollm2"}
+
+
+def test_hpa_scales_with_a_burst_and_without_a_failed_request(adapter: Adapter, api_key: str) -> None:
+    cluster = adapter.cluster
+    cluster.wait_for(lambda: len(cluster.pods(DECODE)) == 1, "one decode worker", timeout_s=150)
+    (first,) = cluster.ready_pods(DECODE)
+    with Load(api_key, clients=1, pause_s=1.0) as light:
+        with Load(api_key, clients=6, patient=False) as burst:
+            cluster.wait_for(lambda: cluster.replicas(DECODE) > 1, "more replicas", timeout_s=90)
+            cluster.wait_for(lambda: {o.decode_worker for o in burst.outcomes} - {first, ""}, "a new pod to serve", timeout_s=120)
+        cluster.wait_for(lambda: cluster.replicas(DECODE) == 1, "fewer replicas", timeout_s=150)
+        cluster.wait_for(lambda: len(cluster.pods(DECODE)) == 1, "the others to drain and go", timeout_s=120)
+        light.wait_for_answers(2)
+    burst.assert_none_failed(at_least=10)
+    light.assert_none_failed(at_least=5)
