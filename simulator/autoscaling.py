@@ -12,7 +12,7 @@ from autoscaler.policy import Policy
 from autoscaler.settings import AutoscalerSettings
 from autoscaler.views import PoolName, PoolView, Snapshot
 from planning.capacity_load import Goals, Limits
-from router.objectives import ModelObjective
+from planning.objectives import ModelObjective
 from simulator.autoscaling_watch import Totals, Watch
 from simulator.figures import Figures
 from simulator.mesh import Audience, Mesh

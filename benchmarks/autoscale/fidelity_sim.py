@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.autoscale.fidelity_calibration import Calibration
 from benchmarks.autoscale.fidelity_runs import Passage, Run
-from router.objectives import ModelObjective
+from planning.objectives import ModelObjective
 from simulator.ledger import MODEL
 from simulator.mesh import Mesh
 from simulator.request import End, Request

@@ -13,7 +13,7 @@ from pathlib import Path
 from autoscaler.views import PoolName
 from benchmarks.harness import say
 from planning.latency_model import LatencyModel
-from router.objectives import ModelObjective
+from planning.objectives import ModelObjective
 from router.places import AdmissionSettings
 from simulator import shaping
 from simulator.ledger import MODEL

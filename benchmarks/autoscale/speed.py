@@ -11,7 +11,7 @@ from autoscaler.views import PoolName
 from benchmarks.autoscale.options import Options
 from benchmarks.harness import Figure, say
 from planning.latency_model import LatencyModel
-from router.objectives import ModelObjective
+from planning.objectives import ModelObjective
 from router.places import AdmissionSettings
 from simulator.autoscaling import Autoscaled, OwnScaler, goals_of
 from simulator.ledger import MODEL

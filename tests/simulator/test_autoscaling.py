@@ -9,7 +9,7 @@ import pytest
 
 from autoscaler.settings import AutoscalerSettings
 from autoscaler.views import PoolName
-from router.objectives import ModelObjective
+from planning.objectives import ModelObjective
 from simulator.autoscaling import (
     Autoscaled,
     AutoscaledSettings,
