@@ -25,6 +25,9 @@ class ToldRouter(mesh_pb2_grpc.MeshServicer):
     num_asked: int = 0
     address: str = ""
 
+    # Nobody asks for these here.
+    Generate = Chat = Tokenize = ListModels = Explain = None  # type: ignore[assignment]
+
     async def GetStatus(
         self, request: mesh_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> mesh_pb2.GetStatusResponse:
@@ -55,7 +58,11 @@ class ToldRouter(mesh_pb2_grpc.MeshServicer):
 def told_router(epoch: int = 1, *workers: mesh_pb2.WorkerStatus, **fields: object) -> ToldRouter:
     """That serves "m" and has counted nothing yet."""
     told = mesh_pb2.GetStatusResponse(
-        router_id="r", epoch=epoch, workers=workers, registry_connected=True, traffic=[mesh_pb2.TrafficStatus(model="m", up_ms=10**6)]
+        router_id="r",
+        epoch=epoch,
+        workers=workers,
+        registry_connected=True,
+        traffic=[mesh_pb2.TrafficStatus(model="m", up_ms=10**6)],
     )
     return ToldRouter(told, **fields)  # type: ignore[arg-type]
 
@@ -84,6 +91,9 @@ class ToldWorker(worker_pb2_grpc.WorkerControlServicer):
     info: worker_pb2.WorkerInfo
     asked: list[worker_pb2.SetRolesRequest] = field(default_factory=list)
 
+    # Nobody asks for these here.
+    Watch = ListBlocks = None  # type: ignore[assignment]
+
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: object) -> worker_pb2.WorkerInfo:
         return self.info
 
@@ -106,5 +116,3 @@ async def serving_worker(name: str, **fields: object) -> AsyncIterator[tuple[Tol
         yield told, status
     finally:
         await server.stop(None)
-
-

@@ -306,7 +306,7 @@ def test_settings_name_what_is_wrong(tmp_path: Path) -> None:
         ({"api_key": "a b"}, "api_key"),
     ):
         with pytest.raises(ConfigError, match=f"^{field}: "):
-            dataclasses.replace(good, **changes).validate()  # type: ignore[arg-type]
+            dataclasses.replace(good, **changes).validate()
     path = tmp_path / "objectives.toml"
     path.write_text("[a]\nttft_ms = 500\ntpot_ms = 40\nquantile = 0.3\n[b]\nttft_ms = 500\ntpot_ms = 40\n")
     with pytest.raises(ConfigError, match="names 2 models; give one of a, b"):
