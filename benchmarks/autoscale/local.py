@@ -1,9 +1,9 @@
 """`pdmesh up --autoscale` on this machine: real workers start, drain, stop and change roles under a ramp and bursts.
 
 One prefill and one decode worker to begin with. The rate rises to more than one decode worker bears; then long prompts come that
-hardly decode, for which idle decode workers can be lent; it is quiet; then a burst comes out of nothing. Workers take few sequences
-at once, so that a load that a laptop bears needs several of them. What is measured is that nobody's request fails while they come
-and go, how many kept their objectives, and what was decided.
+hardly decode, for which idle decode workers can be lent; it is quiet; then a burst comes out of nothing. Workers take few
+sequences at once, so that a load that a laptop bears needs several of them. What is measured is that nobody's request fails while
+they come and go, how many kept their objectives, and what was decided.
 """
 
 from __future__ import annotations

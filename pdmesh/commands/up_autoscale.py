@@ -93,6 +93,8 @@ class AutoscaleOptions:
             stale_after_s=self.stale_after_s,
             drain_s=max(10.0, self.cool_down_s),
             step_period_s=2 * PERIOD_S,
+            # A worker serves within seconds: what comes now says more of then than a trend does.
+            forecast="last",
         )
 
     def objectives_file(self, config: LocalMeshConfig, folder: Path) -> Path:

@@ -25,6 +25,9 @@ class ToldRouter(mesh_pb2_grpc.MeshServicer):
     num_asked: int = 0
     address: str = ""
 
+    # Nobody asks for these here.
+    Generate = Chat = Tokenize = ListModels = Explain = None  # type: ignore[assignment]
+
     async def GetStatus(
         self, request: mesh_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> mesh_pb2.GetStatusResponse:
@@ -87,6 +90,9 @@ class ToldWorker(worker_pb2_grpc.WorkerControlServicer):
 
     info: worker_pb2.WorkerInfo
     asked: list[worker_pb2.SetRolesRequest] = field(default_factory=list)
+
+    # Nobody asks for these here.
+    Watch = ListBlocks = None  # type: ignore[assignment]
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: object) -> worker_pb2.WorkerInfo:
         return self.info
