@@ -13,7 +13,13 @@ _IDS = [f"{mesh}:{workload.name}:{container['name']}" for mesh, workload, contai
 WORKLOADS = [(mesh, workload) for mesh in MESHES for workload in workloads(mesh)]
 _WORKLOAD_IDS = [f"{mesh}:{workload.name}" for mesh, workload in WORKLOADS]
 # Where a program writes, by what it runs; a Python program, temporary files at least.
-WRITTEN = {"router": {"/tmp"}, "autoscaler": {"/tmp"}, "prefill_service": {"/tmp"}, "decode_service": {"/tmp"}, "redis-server": {"/data"}}
+WRITTEN = {
+    "router": {"/tmp"},
+    "autoscaler": {"/tmp"},
+    "prefill_service": {"/tmp"},
+    "decode_service": {"/tmp"},
+    "redis-server": {"/data"},
+}
 
 
 @pytest.mark.parametrize(("mesh", "workload"), WORKLOADS, ids=_WORKLOAD_IDS)
