@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.k8s.kustomize import (
-    FOLDER,
     CLUSTER_KINDS,
+    FOLDER,
     MERGE_KEYS,
     Manifest,
     containers_of,
