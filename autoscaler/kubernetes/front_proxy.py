@@ -1,7 +1,7 @@
 """Who may ask for external metrics: the API server alone, which shows a certificate of a CA that is made for that.
 
-It says who that CA is in the ConfigMap extension-apiserver-authentication of kube-system. It has asked for itself whether the user
-may read the metric; there is no second question here.
+It says who that CA is in the ConfigMap extension-apiserver-authentication of kube-system. Whether the user may read the metric,
+it has asked itself; there is no second question here.
 """
 
 import json

@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 Manifest = dict[str, Any]
 FOLDER = Path(__file__).parents[2] / "k8s"
 KNOWN = {"apiVersion", "kind", "namespace", "nameSuffix", "bases", "resources", "patchesStrategicMerge", "images"}
-CLUSTER_KINDS = {"Namespace", "PriorityClass"}
+CLUSTER_KINDS = {"Namespace", "PriorityClass", "APIService"}
 # By which field the API has elements of a list merge; all other lists are replaced as a whole.
 MERGE_KEYS = {
     "containers": "name",
@@ -23,6 +23,7 @@ MERGE_KEYS = {
     "env": "name",
     "volumes": "name",
     "volumeMounts": "mountPath",
+    "ports": "containerPort",  # of a container; those of a Service have others, and nobody patches them
 }
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # many times as fast, where it is there
@@ -80,12 +81,17 @@ def merged(original: Any, patch: Any, field: str = "") -> Any:
             if value is not None:
                 result[key] = merged(original.get(key), value, key)
         return result
-    if isinstance(original, list) and field in MERGE_KEYS:
+    if isinstance(original, list) and is_merged(field, original):
         key = MERGE_KEYS[field]
         by_key = {element[key]: element for element in original}
         by_key.update({element[key]: merged(by_key.get(element[key]), element) for element in patch})
         return list(by_key.values())
     return _without_nulls(patch)
+
+
+def is_merged(field: str, elements: list[Any]) -> bool:
+    """Whether the elements of a list merge by a key of theirs."""
+    return field in MERGE_KEYS and all(isinstance(each, dict) and MERGE_KEYS[field] in each for each in elements)
 
 
 def _without_nulls(value: Any) -> Any:

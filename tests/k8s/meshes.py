@@ -15,6 +15,8 @@ MESHES = {
     "overlays/cpu/green": ("overlays/cpu", "overlays/cpu/green", *BESIDE),
 }
 """The folders that are applied together, by the one that they are about."""
+EXAMPLES = ("examples/hpa", "examples/keda")
+"""Each stands for itself: overlays/cpu, scaled by somebody else."""
 
 
 @dataclass(frozen=True)

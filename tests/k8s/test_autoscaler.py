@@ -8,15 +8,17 @@ import pytest
 
 from autoscaler.config import AutoscalerConfig, goals_of, objective_of
 from autoscaler.decision import PoolDecision
+from autoscaler.kubernetes import external_metrics
 from autoscaler.kubernetes.api import open_api
 from autoscaler.kubernetes.platform import KubernetesPlatform
 from autoscaler.kubernetes.settings import KubernetesSettings
+from autoscaler.kubernetes.wanted import METRIC
 from autoscaler.views import PoolName
 from pdmesh.certificates import make_certificates
 from runtime.tls import TlsConfig
 from tests.autoscaler.kubernetes.api_server import ApiServer, api_server
-from tests.k8s.kustomize import Manifest
-from tests.k8s.meshes import MESHES, Workload, of_kind, workloads
+from tests.k8s.kustomize import FOLDER, Manifest, name_of, render
+from tests.k8s.meshes import EXAMPLES, MESHES, Workload, of_kind, workloads
 from tests.k8s.programs import class_of, config_of, is_below
 
 SCALED = [mesh for mesh in MESHES if not mesh.startswith("overlays/gpu")]
@@ -87,12 +89,6 @@ def test_on_gpus_it_only_watches(tls: TlsConfig) -> None:
         assert _own(mesh, tls)[2].platform == "dry-run"
 
 
-def test_every_replica_that_it_may_ask_for_fits_what_is_said_of_prices_and_limits(tls: TlsConfig) -> None:
-    for mesh in SCALED:
-        _, _, config = _own(mesh, tls)
-        assert config.scaling.prefill.max_replicas <= 8 and config.scaling.decode.max_replicas <= 8
-
-
 def test_every_pod_with_an_autoscaler_is_known_here() -> None:
     for mesh in MESHES:
         programs = [each for workload in workloads(mesh) for each in workload.containers]
@@ -137,3 +133,52 @@ def _right(method: str, path: str) -> tuple[str, str, str, str]:
     name, _, part = name.partition("/")
     verb = {"GET": "get", "POST": "create", "PATCH": "patch"}[method]
     return (parts[1] if parts[0] == "apis" else "", f"{resource}/{part}" if part else resource, name, verb)
+
+
+def _example(folder: str, tls: TlsConfig) -> tuple[dict[tuple[str, str], Manifest], AutoscalerConfig, Manifest]:
+    found = {name_of(manifest): manifest for manifest in render(FOLDER / folder)}
+    workload = Workload(found["Deployment", "pdmesh-autoscaler"])
+    (container,) = workload.containers
+    config = config_of(workload, container, tls)
+    assert isinstance(config, AutoscalerConfig)
+    return found, config, container
+
+
+@pytest.mark.parametrize("folder", EXAMPLES)
+def test_where_others_scale_it_watches_and_shows_what_it_wants(folder: str, tls: TlsConfig) -> None:
+    found, config, container = _example(folder, tls)
+    assert config.platform == "dry-run" and not config.scaling.flips and config.external_metrics.is_set
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert set(ports.values()) == {config.port, config.external_metrics.port, config.external_metrics.json_port} - {None}
+    shown = "pdmesh-wanted" if "keda" in folder else "pdmesh-external-metrics"
+    service = found["Service", shown]["spec"]
+    assert [ports[port["targetPort"]] for port in service["ports"]] == [list(ports.values())[-1]]
+    opened = found["NetworkPolicy", shown]["spec"]["ingress"]
+    assert [port["port"] for rule in opened for port in rule["ports"]] == [list(ports.values())[-1]]
+
+
+def test_the_hpas_ask_for_what_is_served(tls: TlsConfig) -> None:
+    found, config, container = _example("examples/hpa", tls)
+    service = found["APIService", f"v1beta1.{external_metrics.GROUP}"]["spec"]
+    assert (service["group"], service["version"]) == (external_metrics.GROUP, external_metrics.VERSION)
+    assert ("Service", service["service"]["name"]) in found
+    for pool in ("prefill", "decode"):
+        spec = found["HorizontalPodAutoscaler", f"pdmesh-{pool}"]["spec"]
+        (metric,) = (each["external"] for each in spec["metrics"])
+        assert metric["metric"] == {"name": METRIC, "selector": {"matchLabels": {"pool": pool}}}
+        assert metric["target"] == {"type": "AverageValue", "averageValue": "1"}
+        assert ("Deployment", spec["scaleTargetRef"]["name"]) in found
+        assert spec["maxReplicas"] == getattr(config.scaling, pool).max_replicas
+    mounted = [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert is_below(config.external_metrics.cert, mounted) and is_below(config.external_metrics.key, mounted)
+
+
+def test_keda_asks_for_what_is_served(tls: TlsConfig) -> None:
+    found, config, _ = _example("examples/keda", tls)
+    for pool in ("prefill", "decode"):
+        spec = found["ScaledObject", f"pdmesh-{pool}"]["spec"]
+        (trigger,) = spec["triggers"]
+        port = config.external_metrics.json_port
+        assert trigger["metadata"]["url"] == f"http://pdmesh-wanted.pdmesh.svc:{port}/wanted/{pool}"
+        assert (trigger["metadata"]["valueLocation"], trigger["metadata"]["targetValue"]) == ("replicas", "1")
+        assert ("Deployment", spec["scaleTargetRef"]["name"]) in found

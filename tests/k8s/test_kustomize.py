@@ -11,21 +11,23 @@ from typing import Any
 import pytest
 
 from tests.k8s.kustomize import (
+    CLUSTER_KINDS,
     FOLDER,
     MERGE_KEYS,
     Manifest,
     containers_of,
     documents,
+    is_merged,
     kustomization,
     merged,
     name_of,
     parsed,
     render,
 )
-from tests.k8s.meshes import MESHES
+from tests.k8s.meshes import EXAMPLES, MESHES
 
 FOLDERS = sorted(path.parent for path in FOLDER.rglob("kustomization.yaml"))
-APPLIED = sorted({folder for folders in MESHES.values() for folder in folders})
+APPLIED = sorted({folder for folders in (*MESHES.values(), EXAMPLES) for folder in folders})
 
 
 def _shown(folder: Path) -> str:
@@ -64,8 +66,10 @@ def test_names_are_unique_and_every_object_has_its_namespace(folder: str) -> Non
     found = render(FOLDER / folder)
     assert len({name_of(manifest) for manifest in found}) == len(found)
     for manifest in found:
-        is_global = manifest["kind"] in ("Namespace", "PriorityClass")
-        assert manifest["metadata"].get("namespace") == (None if is_global else "pdmesh"), name_of(manifest)
+        # Who may read the CA of the API server's extensions, is said where that stands.
+        is_elsewhere = name_of(manifest) == ("RoleBinding", "pdmesh-external-metrics")
+        expected = "kube-system" if is_elsewhere else None if manifest["kind"] in CLUSTER_KINDS else "pdmesh"
+        assert manifest["metadata"].get("namespace") == expected, name_of(manifest)
 
 
 def test_what_stands_together_does_not_overwrite_each_other() -> None:
@@ -108,7 +112,7 @@ def _ordered(value: Any, field: str = "") -> Any:
     """Lists that merge in the order of their keys. Of what has no namespace, one that an old kubectl has set is dropped."""
     if isinstance(value, list):
         elements = [_ordered(element) for element in value]
-        return sorted(elements, key=lambda element: element[MERGE_KEYS[field]]) if field in MERGE_KEYS else elements
+        return sorted(elements, key=lambda element: element[MERGE_KEYS[field]]) if is_merged(field, elements) else elements
     if not isinstance(value, dict):
         return value
     return {key: _ordered(inner, key) for key, inner in _without_false_namespace(value).items()}

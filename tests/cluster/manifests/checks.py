@@ -12,7 +12,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from tests.k8s.kustomize import FOLDER, render
-from tests.k8s.meshes import MESHES
+from tests.k8s.meshes import EXAMPLES, MESHES
 
 KUBERNETES_VALIDATE, CHECKOV = "kubernetes-validate==1.37.0", "checkov==3.3.30"
 # Of operators that bring their schemas with them: Kubernetes' own know nothing of them.
@@ -24,7 +24,7 @@ Found = dict[str, Any]
 def rendered(folder: Path) -> list[Path]:
     """A file for each folder that people apply."""
     made = []
-    for name in sorted({each for folders in MESHES.values() for each in folders}):
+    for name in sorted({each for folders in (*MESHES.values(), EXAMPLES) for each in folders}):
         path = folder / f"{name.replace('/', '_')}.yaml"
         path.write_text(yaml.safe_dump_all(render(FOLDER / name)))
         made.append(path)

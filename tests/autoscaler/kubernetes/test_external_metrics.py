@@ -1,0 +1,163 @@
+"""The external metrics over real TLS, as an API server asks; and as KEDA does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoscaler.decision import Decision, PoolDecision
+from autoscaler.kubernetes import front_proxy, selector
+from autoscaler.kubernetes.metrics_server import MetricsServer
+from autoscaler.kubernetes.metrics_settings import MetricsSettings
+from autoscaler.kubernetes.settings import KubernetesSettings
+from autoscaler.kubernetes.wanted import Wanted
+from autoscaler.views import PoolName
+from pdmesh.certificates import make_certificates
+from runtime.config import ConfigError
+from tests.autoscaler.kubernetes.api_server import ApiServer
+
+BASE = "/apis/external.metrics.k8s.io/v1beta1"
+METRIC = f"{BASE}/namespaces/mesh/pdmesh_wanted_replicas"
+DECISION = Decision((PoolDecision(PoolName.PREFILL, 1, 2, "x"), PoolDecision(PoolName.DECODE, 1, 5, "x")))
+
+
+class _Asked:
+    """A server with certificates of a CA of its own, which the cluster names as that of its API server."""
+
+    def __init__(self, server: ApiServer, folder: Path, max_age_s: float = 30.0, names: str = '["pdmesh"]') -> None:
+        self._tls = make_certificates(folder / "tls", days=30)
+        data = {"requestheader-client-ca-file": Path(self._tls.tls_ca).read_text(), "requestheader-allowed-names": names}
+        server.put(front_proxy.CONFIG_MAP, {"metadata": {"name": "extension-apiserver-authentication"}, "data": data})
+        settings = MetricsSettings(port=0, cert=self._tls.tls_cert, key=self._tls.tls_key, json_port=0, max_age_s=max_age_s)
+        settings.validate()
+        cluster = KubernetesSettings(namespace="mesh", kubeconfig=server.kubeconfig(folder))
+        self.server = MetricsServer(settings, cluster, "127.0.0.1", "smollm2")
+
+    async def get(self, path: str, *, shows_certificate: bool = True) -> tuple[int, Any]:
+        """Status and JSON."""
+        context = ssl.create_default_context(cafile=self._tls.tls_ca)
+        context.check_hostname = False
+        if shows_certificate:
+            context.load_cert_chain(self._tls.tls_cert, self._tls.tls_key)
+        return await _get(f"https://127.0.0.1:{self.server.ports['kubernetes']}{path}", context)
+
+    async def get_json(self, path: str) -> tuple[int, Any]:
+        """As KEDA."""
+        return await _get(f"http://127.0.0.1:{self.server.ports['json']}{path}", None)
+
+
+async def _get(url: str, context: ssl.SSLContext | None) -> tuple[int, Any]:
+    def ask() -> tuple[int, Any]:
+        try:
+            with urllib.request.urlopen(url, timeout=5, context=context) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    return await asyncio.to_thread(ask)
+
+
+async def test_hpa_is_told_what_the_policy_wants(server: ApiServer, tmp_path: Path) -> None:
+    asked = _Asked(server, tmp_path)
+    await asked.server.start()
+    try:
+        status, resources = await asked.get(BASE)
+        assert status == 200 and resources["resources"][0]["name"] == "pdmesh_wanted_replicas"
+        assert (await asked.get("/apis/external.metrics.k8s.io"))[1]["preferredVersion"]["version"] == "v1beta1"
+        asked.server.on_decision(DECISION, 0.0)
+        status, found = await asked.get(f"{METRIC}?labelSelector=pool%3Ddecode")
+        assert status == 200 and found["kind"] == "ExternalMetricValueList"
+        (item,) = found["items"]
+        assert (item["value"], item["metricLabels"]) == ("5", {"pool": "decode", "model": "smollm2"})
+        assert len((await asked.get(METRIC))[1]["items"]) == 2
+        assert await asked.get_json("/wanted/decode") == (200, {"pool": "decode", "model": "smollm2", "replicas": 5})
+    finally:
+        await asked.server.close()
+
+
+async def test_what_is_wrong_is_a_status(server: ApiServer, tmp_path: Path) -> None:
+    asked = _Asked(server, tmp_path)
+    await asked.server.start()
+    try:
+        for path, code, told in (
+            (METRIC, 503, "no decision is fresh"),
+            (f"{BASE}/namespaces/mesh/other", 404, "there is pdmesh_wanted_replicas"),
+            (f"{BASE}/namespaces/theirs/pdmesh_wanted_replicas", 404, "only of mesh"),
+            (f"{METRIC}?labelSelector=a%20b", 400, "cannot be read"),
+            ("/nowhere", 404, "Not Found"),
+        ):
+            status, found = await asked.get(path)
+            assert (status, found["kind"], found["status"], found["code"]) == (code, "Status", "Failure", code)
+            assert told in found["message"]
+        asked.server.on_decision(DECISION, 0.0)
+        assert (await asked.get_json("/wanted/both"))[0] == 404
+    finally:
+        await asked.server.close()
+
+
+async def test_a_decision_that_is_old_or_knows_nothing_is_not_shown(server: ApiServer, tmp_path: Path) -> None:
+    asked = _Asked(server, tmp_path, max_age_s=0.3)
+    await asked.server.start()
+    try:
+        asked.server.on_decision(DECISION, 0.0)
+        assert (await asked.get(METRIC))[0] == 200
+        await asyncio.sleep(0.35)
+        asked.server.on_decision(Decision(DECISION.pools, held="figures are old"), 0.0)
+        assert (await asked.get(METRIC))[0] == 503
+        assert (await asked.get_json("/wanted/decode"))[0] == 503
+    finally:
+        await asked.server.close()
+
+
+@pytest.mark.parametrize(("names", "shows"), [('["pdmesh"]', False), ('["front-proxy-client"]', True)])
+async def test_nobody_but_the_api_server_is_answered(server: ApiServer, tmp_path: Path, names: str, shows: bool) -> None:
+    asked = _Asked(server, tmp_path, names=names)
+    await asked.server.start()
+    try:
+        with pytest.raises(OSError):
+            await asked.get(BASE, shows_certificate=shows)
+    finally:
+        await asked.server.close()
+
+
+def test_selectors_are_kubernetes_own() -> None:
+    labels = {"pool": "decode", "model": "m"}
+    for text in (
+        "",
+        "pool=decode",
+        "pool==decode,model=m",
+        "pool!=prefill",
+        "pool in (decode, both)",
+        "pool",
+        "!tier",
+        "a notin (b)",
+    ):
+        assert selector.parse(text)(labels), text
+    for text in ("pool=prefill", "pool in (a,b),model=m", "!pool", "tier", "pool notin (decode)", "pool=decode,x=y"):
+        assert not selector.parse(text)(labels), text
+    for text in ("a b", "=x", "pool in decode", "a=b c"):
+        with pytest.raises(ValueError, match="labelSelector"):
+            selector.parse(text)
+
+
+def test_a_hold_keeps_nothing_fresh() -> None:
+    wanted = Wanted(10.0)
+    wanted.decided(DECISION, 0.0, 0.0)
+    wanted.decided(Decision(DECISION.pools, held="stale"), 9.0, 9.0)
+    assert len(wanted.fresh(10.0)) == 2 and wanted.fresh(10.1) == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [({"port": 1}, "cert"), ({"port": 70000, "cert": "a", "key": "b"}, "port"), ({"max_age_s": 0.0}, "max_age_s")],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        MetricsSettings(**settings).validate()
