@@ -23,6 +23,7 @@ WORKER_SETTINGS = {"PDMESH_MAX_NUM_SEQS": "2"}
 """So few sequences at once that a load that this machine bears needs several decode workers."""
 COOL_DOWN_S = 8
 START_S = 6
+MAX_DECODE = 4
 SETTINGS = {
     "PDMESH_PERIOD_S": "1",
     "PDMESH_WINDOW_S": "6",
@@ -31,7 +32,7 @@ SETTINGS = {
     "PDMESH_DRAIN_S": "20",
     "PDMESH_FLIPS": "false",
     "PDMESH_DECODE_START_S": str(START_S),
-    "PDMESH_DECODE_MAX_REPLICAS": "4",
+    "PDMESH_DECODE_MAX_REPLICAS": str(MAX_DECODE),
     "PDMESH_PREFILL_MAX_REPLICAS": "1",
     "PDMESH_KUBERNETES_LEASE_DURATION_S": "8",
     "PDMESH_KUBERNETES_RENEW_DEADLINE_S": "4",

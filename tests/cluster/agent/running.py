@@ -173,8 +173,9 @@ class Container:
     def _end(self, process: asyncio.subprocess.Process, probe: str) -> None:
         with self._log.open("a", encoding="utf-8") as log:
             log.write(f"agent: the {probe} probe failed; the container is ended\n")
+        # Not by asyncio's `kill`: it may reap a child that has just died, and the exit code is lost.
         with contextlib.suppress(ProcessLookupError):
-            process.kill()
+            os.kill(process.pid, signal.SIGKILL)
 
     async def execute(self, command: list[str]) -> int:
         """A command in the running container; its exit code, 1 when none runs."""
@@ -190,7 +191,7 @@ class Container:
             return await process.wait()
         except asyncio.CancelledError:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
+                os.kill(process.pid, signal.SIGKILL)
             raise
 
     async def stop(self, deadline: float) -> None:
@@ -203,7 +204,7 @@ class Container:
             async with asyncio.timeout_at(deadline):
                 await self._before_stop()
                 with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGTERM)
+                    os.kill(process.pid, signal.SIGTERM)
                 await process.wait()
         self._kill_group()
 

@@ -48,7 +48,7 @@ class Sandbox:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
-            self._holder.kill()
+            os.kill(self._holder.pid, signal.SIGKILL)
         await self._holder.wait()
         self._holder = None
 
