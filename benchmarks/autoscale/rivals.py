@@ -75,6 +75,8 @@ class Hpa:
         """Bounds, stabilization, policies."""
         settings = self._settings
         wanted = min(settings.max_replicas, max(settings.min_replicas, wanted))
+        if not self._recommended:  # what there is when it begins counts as recommended (recordInitialRecommendation)
+            self._recommended.append((now_s, current))
         self._recommended.append((now_s, wanted))
         while self._recommended[0][0] <= now_s - settings.down_stabilization_s:
             self._recommended.popleft()
