@@ -17,10 +17,10 @@ from pdmesh.planner.meshes import AGGREGATED, SEPARATED
 from pdmesh.planner.overlay import HEADER, OverlayError, Served
 from pdmesh.planner.plan import EFFORTS, Plan, goals_of, make_plan
 from pdmesh.planner.subject import Subject
+from planning import objectives
 from planning.devices import DEVICES
 from planning.roofline import Roofline
 from planning.roofline_model import Decoder
-from router import objectives
 from router.config import RouterConfig
 from runtime.tls import TlsConfig
 from tests.k8s.kustomize import FOLDER, Manifest, name_of, render
