@@ -4,8 +4,8 @@ Who comes, came for the oldest request. One that has been awaited for too long h
 asks for another); when such another has failed as well, asking for more has not helped, and the pool is not to grow until
 somebody comes.
 
-A pool may shrink and grow again more often than a failed start takes to be known as one. So a start that was withdrawn and is asked
-for again soon goes on where it was: withdrawing it has made nobody come.
+A pool may shrink and grow again before a failed start is known as one. So a start that was withdrawn and is asked for again soon
+goes on where it was: withdrawing it has made nobody come.
 """
 
 from collections import deque
