@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from autoscaler.settings import AutoscalerSettings, PoolSettings
-from autoscaler.speed import Speed
 from autoscaler.views import Hold, Measured, PoolName, PoolView, Snapshot
 from planning.capacity import SharedPool, fewest
 from planning.capacity_load import Load, Worker
@@ -245,18 +244,6 @@ def test_a_worker_that_looks_slow_for_a_moment_moves_nothing() -> None:
     for now_s in range(200, 300, 5):
         decision = scaler.decide(snapshot(now_s, 60.0, view(PREFILL, prefill, latency=slow), view(DECODE, decode, latency=slow)))
     assert decision.replicas(DECODE) > decode, "one that is slow for longer is slow"
-
-
-def test_speeds_that_were_measured_count_before_those_that_are_guessed() -> None:
-    speed = Speed()
-    assert speed.latest is None
-    for now_s in range(0, 50, 10):
-        speed.observe(now_s, Worker(MODEL, LIMITS))
-    measured = Worker(replace(MODEL, fixed_s=0.1, num_steps=3), replace(LIMITS, kv_tokens=99))
-    speed.observe(50, measured)
-    assert speed.latest == measured
-    speed.observe(200, None)
-    assert speed.latest == measured, "what was last known holds while nobody is there"
 
 
 def test_workers_with_both_roles_are_one_pool() -> None:
