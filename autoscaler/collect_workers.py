@@ -1,22 +1,18 @@
 """Which workers are there, from what all routers tell of them. Pure."""
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from statistics import median_low
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
+from autoscaler.speed import middle, typical_speed
 from autoscaler.views import PoolName
 from planning.capacity_load import Limits
-from planning.latency_model import LatencyModel, Work, prefill_context
+from planning.latency_model import LatencyModel
 from protos.v1 import mesh_pb2, worker_pb2
 
-T = TypeVar("T")
 WorkerKey: TypeAlias = tuple[str, int]
 """Address and epoch."""
-
-USUAL = Work(prefill_tokens=512, prefill_context=prefill_context(0, 512), num_decoding=8, decode_context=8 * 512)
-"""A step by which workers' speeds are compared."""
 
 _POOL_OF_ROLES = {
     frozenset({worker_pb2.ROLE_PREFILL}): PoolName.PREFILL,
@@ -74,22 +70,14 @@ def workers_of(answers: Iterable[tuple[float, mesh_pb2.GetStatusResponse]], mode
 def typical(workers: Collection[SeenWorker]) -> tuple[LatencyModel | None, Limits | None]:
     """Speed and limits of the one in the middle; those that have measured count before those that only guess."""
     told = [worker.latency for worker in workers if worker.latency is not None]
-    measured = [latency for latency in told if latency.num_steps]
     limits = [worker.limits for worker in workers if worker.limits is not None]
-    return _middle(measured or told, lambda latency: latency.step_s(USUAL)), _middle(limits, lambda limit: limit.kv_tokens)
+    return typical_speed(told), middle(limits, lambda limit: limit.kv_tokens)
 
 
 def kv_occupancy(workers: Collection[SeenWorker]) -> float:
     """Of all of them together; 0 without any."""
     blocks = sum(worker.total_blocks for worker in workers)
     return sum(worker.used_blocks for worker in workers) / blocks if blocks else 0.0
-
-
-def _middle(values: Collection[T], measure: Callable[[T], float]) -> T | None:
-    if not values:
-        return None
-    middle = median_low([measure(value) for value in values])
-    return next(value for value in values if measure(value) == middle)
 
 
 def _seen(told: mesh_pb2.WorkerStatus, heard_s: float) -> SeenWorker | None:

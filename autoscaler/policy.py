@@ -27,7 +27,8 @@ from autoscaler.lengths import SmoothedLengths
 from autoscaler.memory import PoolMemory
 from autoscaler.plan import Plan, plan
 from autoscaler.settings import AutoscalerSettings
-from autoscaler.sizing import Size, borne_share, pool_of, size, unmeasured
+from autoscaler.sizing import Size, borne_share, pool_of, size, unasked, unmeasured
+from autoscaler.speed import Speed
 from autoscaler.views import PoolName, PoolView, Snapshot
 from planning.capacity_load import Goals, Load, Worker
 
@@ -47,8 +48,7 @@ class Policy:
         self._ttft, self._tpot = Correction(), Correction()
         self._memories = {name: PoolMemory() for name in PoolName}
         self._lengths = SmoothedLengths()
-        # What was last known of workers still holds while no pod is there.
-        self._workers: dict[PoolName, Worker] = {}
+        self._speeds = {name: Speed() for name in PoolName}
 
     def decide(self, snapshot: Snapshot) -> Decision:
         """Call it every few seconds; `now_s` of the snapshots must not go back."""
@@ -110,8 +110,7 @@ class Policy:
         self._forecaster.observe(now_s - traffic.age_s - traffic.window_s / 2, traffic.rate_per_s)
         self._lengths.observe(now_s, traffic)
         for view in snapshot.pools:
-            if view.worker is not None:
-                self._workers[view.name] = view.worker
+            self._speeds[view.name].observe(now_s, view.worker)
         for correction, measured in ((self._ttft, traffic.ttft), (self._tpot, traffic.tpot)):
             if self._is_settled(snapshot):
                 correction.observe(now_s, measured)
@@ -132,9 +131,9 @@ class Policy:
         asked = demand(now_s, traffic, self._forecaster, settings, own.start_s)
         expected = self._forecaster.at(now_s + own.start_s).mean * own.start_s
         idle_s = memory.idle_s(now_s, traffic.rate_per_s == 0 and traffic.num_queued == 0 and expected < 0.5)
-        worker, lengths = self._workers.get(view.name), self._lengths.latest
+        worker, lengths = self._speeds[view.name].latest, self._lengths.latest
         if worker is None or lengths is None:
-            needed = unmeasured(view, own)
+            needed = unasked(own) if worker is not None and idle_s is not None else unmeasured(view, own)
             plan_size, share = needed, lambda num: min(1.0, num / needed.needed)
         else:
             load = Load(traffic.rate_per_s, lengths, self._lengths.burstiness)

@@ -66,6 +66,12 @@ def unmeasured(view: PoolView, settings: PoolSettings) -> Size:
     return Size(num, num, "no worker has told its speed, or no request its length, so far")
 
 
+def unasked(settings: PoolSettings) -> Size:
+    """Of a pool that nobody has asked for anything ever, nor does now."""
+    num = _bounded(1, settings)
+    return Size(num, num, "nobody has asked for anything so far")
+
+
 def borne_share(pool: Pool, load: Load, needed_per_s: float, num_replicas: int) -> float:
     """The share of the demand that so many replicas serve within the objectives."""
     return 1.0 if needed_per_s <= 0 else min(1.0, bearable(pool, load, num_replicas) / needed_per_s)

@@ -211,6 +211,41 @@ def test_a_mesh_that_has_told_nothing_stays_as_it_is() -> None:
     assert "no worker has told its speed, or no request its length" in decision.reason
 
 
+def test_a_mesh_that_nobody_has_ever_asked_goes_down_to_its_least() -> None:
+    """Once routers have said so for a cool-down: stale figures, or workers of whom nothing is known, are no idleness."""
+    scaler, least = policy(settings=replace(SETTINGS, both=PoolSettings(min_replicas=2))), 2
+    unasked, unknown = traffic(0.0, lengths=None), PoolView(BOTH, 4)
+    for now_s in range(0, 240, 10):
+        silent = replace(unasked, age_s=60.0) if now_s == 100 else unasked
+        decision = scaler.decide(Snapshot(now_s, silent, (view(BOTH, 4),)))
+        assert decision.replicas(BOTH) == (4 if now_s < 230 else least), now_s
+    assert "2 have been enough for 120 s" in decision.reason and "nobody has asked for anything so far" in decision.reason
+    untold = policy()
+    assert all(untold.decide(Snapshot(now_s, unasked, (unknown,))).replicas(BOTH) == 4 for now_s in range(0, 400, 10))
+
+
+def test_requests_that_nobody_has_answered_yet_are_no_idleness() -> None:
+    scaler = policy()
+    for now_s in range(0, 400, 10):
+        asked = traffic(0.1 if now_s == 110 else 0.0, lengths=None, num_queued=int(now_s >= 110))
+        assert scaler.decide(Snapshot(now_s, asked, (view(BOTH, 4),))).replicas(BOTH) == 4
+
+
+def test_a_worker_that_looks_slow_for_a_moment_moves_nothing() -> None:
+    """Every fourth report says that steps take twelve times as long."""
+    prefill, decode = need(60.0)
+    slow = replace(MODEL, fixed_s=12 * MODEL.fixed_s, num_steps=9)
+    scaler = policy()
+    for now_s in range(0, 200, 5):
+        latency = slow if now_s % 20 == 10 else replace(MODEL, num_steps=9)
+        pools = (view(PREFILL, prefill, latency=latency), view(DECODE, decode, latency=latency))
+        decision = scaler.decide(snapshot(now_s, 60.0, *pools))
+        assert (decision.replicas(PREFILL), decision.replicas(DECODE)) == (prefill, decode)
+    for now_s in range(200, 300, 5):
+        decision = scaler.decide(snapshot(now_s, 60.0, view(PREFILL, prefill, latency=slow), view(DECODE, decode, latency=slow)))
+    assert decision.replicas(DECODE) > decode, "one that is slow for longer is slow"
+
+
 def test_workers_with_both_roles_are_one_pool() -> None:
     decision = policy().decide(Snapshot(0, traffic(60.0), (view(BOTH, 1),)))
     assert decision.replicas(BOTH) == fewest(SharedPool(WORKER, GOALS), Load(60.0, LENGTHS), 999)

@@ -29,7 +29,7 @@ from tests.mesh import oracle
 from tests.mesh.checks import Footprint, assert_whole
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]  # starts take many times as long on a machine that is busy
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]  # starts take many times as long on a machine that is busy
 PROMPT, NUM_TOKENS = 40, 120
 OPTIONS = AutoscaleOptions(autoscale=True, max_workers=3, ttft_ms=5000, tpot_ms=200, cool_down_s=3.0, stale_after_s=3.0)
 FEW = ("--max-num-seqs=2",)
@@ -107,10 +107,10 @@ def texts(loop: Loop, kind: str) -> list[str]:
 async def test_it_grows_under_load_and_shrinks_after(tiny: Path, tmp_path: Path) -> None:
     async with scaled_mesh(tiny, tmp_path) as (mesh, loop):
         async with Load(mesh, rate_per_s=8.0).running() as load:
-            await eventually(lambda: len(workers(mesh)) >= 2, timeout_s=90)
+            await eventually(lambda: len(workers(mesh)) >= 2, timeout_s=60)
             answered = load.num_answered
-            await eventually(lambda: load.num_answered > answered + 20, timeout_s=60)
-        await eventually(lambda: len(mesh.workers) == 1, timeout_s=90)
+            await eventually(lambda: load.num_answered > answered + 8, timeout_s=40)
+        await eventually(lambda: len(mesh.workers) == 1, timeout_s=60)
         await assert_whole(mesh)
         assert len(texts(loop, "scale")) >= 2 and not texts(loop, "failed")
     entries = read_entries(tmp_path / DECISIONS_FILE)
@@ -155,11 +155,11 @@ async def test_starts_that_fail_are_told_and_not_repeated_without_end(tiny: Path
     events: list[str] = []
     options = replace(OPTIONS, min_workers=2)
     async with scaled_mesh(tiny, tmp_path, options, events.append, adjust=broken) as (mesh, loop):
+        began = time.monotonic()
         await eventually(lambda: any("worker-1 ended with code 2" in text for text in events), timeout_s=40)
         await eventually(lambda: any("both does not grow: worker-1" in text for text in texts(loop, "failed")), timeout_s=20)
-        began = time.monotonic()
         async with Load(mesh, rate_per_s=2.0).running() as load:
-            await asyncio.sleep(4.0)
+            await eventually(lambda: load.num_answered >= 4, timeout_s=40)
         num_tries = sum("worker-1 ended" in text for text in events)
         assert num_tries <= 2 + (time.monotonic() - began) / 2, "each failure doubles the time until the next try"
         assert workers(mesh) == {"worker-0"} and load.num_answered
