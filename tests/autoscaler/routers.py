@@ -64,7 +64,7 @@ def told_router(epoch: int = 1, *workers: mesh_pb2.WorkerStatus, **fields: objec
         registry_connected=True,
         traffic=[mesh_pb2.TrafficStatus(model="m", up_ms=10**6)],
     )
-    return ToldRouter(told, **fields)  # type: ignore[abstract, arg-type]
+    return ToldRouter(told, **fields)  # type: ignore[arg-type]
 
 
 @asynccontextmanager
@@ -107,7 +107,7 @@ class ToldWorker(worker_pb2_grpc.WorkerControlServicer):
 async def serving_worker(name: str, **fields: object) -> AsyncIterator[tuple[ToldWorker, mesh_pb2.WorkerStatus]]:
     """A decode worker, and what routers tell of it."""
     status = worker(name, (ROLE_DECODE,), **fields)  # type: ignore[arg-type]
-    told = ToldWorker(status.info)  # type: ignore[abstract]
+    told = ToldWorker(status.info)
     server = grpc.aio.server()
     worker_pb2_grpc.add_WorkerControlServicer_to_server(told, server)
     status.info.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
