@@ -77,6 +77,13 @@ def looked(entry: Entry | None, seen: Seen, wall_s: float) -> Entry:
     return after
 
 
+def has_ended(before: Entry, after: Entry, wall_s: float, manual_hold_s: float) -> bool:
+    """Whether a person has cut a hold short between two looks, not only tidied up after one."""
+    if before.changed_s is None or after.changed_s is not None:
+        return False
+    return wall_s < before.changed_s + manual_hold_s or orders.read(before.said).forbids(wall_s)
+
+
 def _changed_by(entry: Entry, seen: Seen) -> str:
     """Nobody by name where the API names whoever it named before the change, or us: it has not noted this one."""
     is_noted = seen.owner.manager not in ("", MANAGER) and seen.owner != entry.owner

@@ -115,7 +115,7 @@ class KubernetesPlatform:
             raise ApiError(f"{name}: Deployment {deployment}", f"does not exist; {remedy}", error.status) from None
         before = self._entries.get(name)
         self._seen[name], self._entries[name] = seen, ledger.looked(before, seen, self._wall())
-        if before is not None and self._entries[name].changed_s != before.changed_s:
+        if before is not None:
             await self._tell_change(name, before)
         held = self._held(name)
         if held is not None and held.mistake:
@@ -171,14 +171,16 @@ class KubernetesPlatform:
         await self._events.tell(self._subject(name), what, f"{before} → {replicas} replicas: {reason}")
 
     async def _tell_change(self, name: PoolName, before: Entry) -> None:
-        """Of a person's mind."""
+        """If a person has changed the replicas, or his mind about them."""
         seen, entry, held_s = self._seen[name], self._entries[name], self._settings.manual_hold_s
-        if entry.changed_s is not None:
+        if entry.changed_s not in (None, before.changed_s):
             reason, action = "ManualChange", "Hold"
             note = f"{seen.replicas} replicas were set by {entry.changed_by}; they stay for {held_s:g} s"
-        else:
+        elif ledger.has_ended(before, entry, self._wall(), held_s):
             reason, action = "HoldEnded", "Scale"
-            note = f"the {seen.replicas} replicas that were set by {before.changed_by} stay no longer: an annotation says so"
+            note = f"the {seen.replicas} replicas that were set by {before.changed_by} stay no longer: an annotation was changed"
+        else:
+            return
         logger.info("%s: %s", name, note)
         if self._elector.leads and held_s > 0:
             await self._events.tell(self._subject(name), reason, note, action=action)

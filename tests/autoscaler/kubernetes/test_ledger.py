@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from autoscaler.kubernetes import times
 from autoscaler.kubernetes.deployment import Owner, Seen, seen_of
-from autoscaler.kubernetes.ledger import ARRIVES_S, SOMEBODY, Entry, Held, entry_of, hold, looked
+from autoscaler.kubernetes.ledger import ARRIVES_S, SOMEBODY, Entry, Held, entry_of, has_ended, hold, looked
 from autoscaler.kubernetes.orders import AUTOSCALE, HOLD_UNTIL
 from autoscaler.platform import PlatformError
 
@@ -130,6 +131,16 @@ def test_an_old_annotation_that_is_tidied_up_ends_nothing_nor_does_one_that_has_
         assert _held(entry, _seen(5, **standing), NOW_S) == Held("kubectl", 600.0)
         if "hold_until" in standing:
             assert _held(looked(entry, _seen(5), NOW_S + 60), _seen(5), NOW_S + 60) == Held("kubectl", 540.0)
+
+
+def test_tidying_up_after_a_hold_is_not_its_end() -> None:
+    standing = replace(CHANGED, said={AUTOSCALE: "on"})
+    for passed_s, is_told in ((60.0, True), (700.0, False)):
+        after = looked(standing, _seen(5, hold_until=PAST), NOW_S + passed_s)
+        assert after.changed_s is None
+        assert has_ended(standing, after, NOW_S + passed_s, FOR_S) == is_told
+    longer = replace(CHANGED, said={HOLD_UNTIL: LATER})
+    assert has_ended(longer, looked(longer, _seen(5), NOW_S + 700), NOW_S + 700, FOR_S)
 
 
 def test_a_change_after_the_end_of_a_hold_is_a_new_one() -> None:
