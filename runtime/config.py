@@ -12,6 +12,7 @@
 `port` is `--port` and PDMESH_PORT; a flag wins over the environment, that over the default. Fields of a nested dataclass
 carry the outer field's name as prefix (`--engine-max-num-seqs`) unless its metadata say `flatten`. Booleans are `--x` and
 `--no-x`. Field types: see `runtime.config_values`. Metadata: `help`, `flatten`, `secret` (what is given is never shown).
+A secret may also stand in a file, as Kubernetes mounts it: PDMESH_REDIS_URL_FILE names it; PDMESH_REDIS_URL wins over it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import difflib
 import sys
 import typing
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from runtime import config_values
@@ -29,6 +31,7 @@ from runtime.config_options import Option, nested_class, options_of
 
 T = TypeVar("T")
 ENV_PREFIX = "PDMESH_"
+FILE_SUFFIX = "_FILE"
 EXIT_USAGE = 2
 
 
@@ -56,6 +59,7 @@ def parse(cls: type[T], argv: Sequence[str], env: Mapping[str, str], *, prog: st
     """A validated `cls` from flags > environment > defaults. Raises ConfigError naming flag, variable or field; SystemExit(0)
     on --help."""
     options = options_of(cls, env_prefix)
+    env = {**env, **_secrets_in_files(options, env)}
     flags = _read_flags(cls, options, argv, prog)
     sources = {option.path: _source(option, flags, env) for option in options}
     values = {option.path: _value(option, sources[option.path], flags, env) for option in options}
@@ -99,7 +103,9 @@ def _read_flags(cls: type, options: Sequence[Option], argv: Sequence[str], prog:
     """Text (bool for switches) by dotted field for the flags that were given."""
     parser = _Parser(prog=prog, description=_summary(cls), allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for option in options:
-        help_ = f"{option.help} ({option.default_text if option.required else 'default: ' + option.default_text}; {option.env})"
+        default = option.default_text if option.required else f"default: {option.default_text}"
+        file = f", or a file that holds it: {option.env}{FILE_SUFFIX}" if option.secret else ""
+        help_ = f"{option.help} ({default}; {option.env}{file})"
         help_ = help_.strip().replace("%", "%%")
         if option.type_ is bool:
             parser.add_argument(option.flag, dest=option.field, action=argparse.BooleanOptionalAction, help=help_)
@@ -109,6 +115,20 @@ def _read_flags(cls: type, options: Sequence[Option], argv: Sequence[str], prog:
     if unknown:
         raise _unknown_flag(unknown[0], options, prog)
     return vars(known)
+
+
+def _secrets_in_files(options: Sequence[Option], env: Mapping[str, str]) -> dict[str, str]:
+    """By variable, without the end of the last line, which editors add."""
+    found = {}
+    for option in options:
+        name = option.env + FILE_SUFFIX
+        if option.secret and option.env not in env and env.get(name):
+            try:
+                found[option.env] = Path(env[name]).read_text(encoding="utf-8").rstrip("\r\n")
+            except (OSError, UnicodeDecodeError) as error:
+                problem = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+                raise ConfigError(name, f"{env[name]}: {problem}", f"name a file that can be read, or set {option.env}") from None
+    return found
 
 
 def _unknown_flag(argument: str, options: Sequence[Option], prog: str) -> ConfigError:

@@ -5,7 +5,6 @@ it has asked itself; there is no second question here.
 """
 
 import json
-import ssl
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +27,6 @@ class Callers:
             return False
         names = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
         return not self.names or any(name in self.names for name in names)
-
-    def context(self, cert: str, key: str) -> ssl.SSLContext:
-        """For the port: no handshake without a certificate of the CA. Raises OSError (ssl.SSLError) for bad files."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(cert, key)
-        context.load_verify_locations(cadata=self.ca)
-        context.verify_mode = ssl.CERT_REQUIRED
-        return context
 
 
 async def read(api: Api) -> Callers:

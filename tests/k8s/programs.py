@@ -12,7 +12,7 @@ from autoscaler.config import AutoscalerConfig
 from pdmesh.arguments import with_flags
 from pdmesh.commands import loadtest
 from router.config import RouterConfig
-from runtime.config import ENV_PREFIX, parse
+from runtime.config import ENV_PREFIX, FILE_SUFFIX, parse
 from runtime.config_options import Option, options_of
 from runtime.tls import TlsConfig
 from tests.k8s.kustomize import Manifest
@@ -57,6 +57,10 @@ def config_of(workload: Workload, container: Manifest, tls: TlsConfig) -> Any:
     values = environment(workload, container)
     files = {"PDMESH_TLS_CERT": tls.tls_cert, "PDMESH_TLS_KEY": tls.tls_key, "PDMESH_TLS_CA": tls.tls_ca}
     values.update({name: path for name, path in files.items() if name in values})
+    for name in [name for name in values if name.endswith(FILE_SUFFIX)]:
+        path = Path(tls.tls_cert).with_name(name)
+        path.write_text(_mounted(values[name], workload, container) + "\n")
+        values[name] = str(path)
     return parse(cls, with_flags(cls, container["args"]), values, prog="test")
 
 
@@ -67,6 +71,14 @@ def environment(workload: Workload, container: Manifest) -> dict[str, str]:
         text = variable["value"] if "value" in variable else _from(variable["valueFrom"], workload, container)
         values[variable["name"]] = _REFERENCE.sub(lambda match: values[match[1]], text)
     return values
+
+
+def _mounted(path: str, workload: Workload, container: Manifest) -> str:
+    """What a file of a Secret holds. Raises StopIteration, KeyError where no such file is mounted."""
+    mount = next(each for each in container["volumeMounts"] if each["mountPath"] == str(Path(path).parent))
+    secret = next(each for each in workload.pod["volumes"] if each["name"] == mount["name"])["secret"]
+    key = next(item["key"] for item in secret["items"] if item["path"] == Path(path).name)
+    return SECRETS[secret["secretName"], key]
 
 
 def _from(source: Manifest, workload: Workload, container: Manifest) -> str:

@@ -19,7 +19,7 @@ from protos.v1 import decode_pb2, mesh_pb2, prefill_pb2
 from router import processes, tenants_file
 from router.config import RouterConfig
 from router.openai import app
-from runtime.config import ConfigError
+from runtime.config import FILE_SUFFIX, ConfigError
 from runtime.tls import TlsConfig
 from tests.k8s.kustomize import Manifest
 from tests.k8s.meshes import MESHES, Workload, all_containers, manifests, of_kind, workloads
@@ -61,7 +61,16 @@ def test_its_program_takes_all_of_it(mesh: str, workload: Workload, container: M
     config_of(workload, container, tls)
     known = options(container)
     names = {variable["name"] for variable in container.get("env", ())}
-    assert {name for name in names if name.startswith("PDMESH_")} <= known.keys() | OTHER_VARIABLES
+    files = {f"{name}{FILE_SUFFIX}" for name, option in known.items() if option.secret}
+    assert {name for name in names if name.startswith("PDMESH_")} <= known.keys() | files | OTHER_VARIABLES
+
+
+@pytest.mark.parametrize(("mesh", "workload", "container"), OURS, ids=_IDS)
+def test_secrets_are_files_but_for_the_one_that_may_be_missing(mesh: str, workload: Workload, container: Manifest) -> None:
+    given = [
+        each["valueFrom"]["secretKeyRef"] for each in container.get("env", ()) if "secretKeyRef" in each.get("valueFrom", {})
+    ]
+    assert [each["name"] for each in given if not each.get("optional")] == []
 
 
 @pytest.mark.parametrize(("mesh", "workload", "container"), OURS, ids=_IDS)

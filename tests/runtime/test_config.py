@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -127,6 +128,26 @@ def test_help_shows_flag_variable_default_and_meaning(capsys: pytest.CaptureFixt
     assert "Settings of a test, 100% of them." in text
     assert "--max-num-seqs integer sequences at once (default: 8; PDMESH_MAX_NUM_SEQS)" in text
     assert "which model (required; PDMESH_MODEL)" in text
+
+
+def test_a_secret_may_stand_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "url"
+    path.write_text("redis://:p@h:1/0\n")
+    env = {"PDMESH_MODEL": "m", "PDMESH_REDIS_URL_FILE": str(path)}
+    assert parse(Settings, [], env, prog="t").redis_url == "redis://:p@h:1/0"
+    assert parse(Settings, [], env | {"PDMESH_REDIS_URL": "r"}, prog="t").redis_url == "r"
+    assert parse(Settings, ["--redis-url=f"], env, prog="t").redis_url == "f"
+    assert parse(Settings, [], {"PDMESH_MODEL": "m", "PDMESH_REDIS_URL_FILE": ""}, prog="t").redis_url == ""
+    with pytest.raises(ConfigError, match="--model: is required"):  # no secret
+        parse(Settings, [], {"PDMESH_MODEL_FILE": str(path)}, prog="t")
+    path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"PDMESH_REDIS_URL_FILE: .*url: is not UTF-8"):
+        parse(Settings, [], env, prog="t")
+    path.unlink()
+    with pytest.raises(
+        ConfigError, match=r"PDMESH_REDIS_URL_FILE: .*url: No such file.*; name a file .* or set PDMESH_REDIS_URL"
+    ):
+        parse(Settings, [], env, prog="t")
 
 
 def test_secrets_are_not_shown() -> None:

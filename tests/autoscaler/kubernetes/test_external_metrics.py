@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import ssl
 import urllib.error
 import urllib.request
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from autoscaler.decision import Decision, PoolDecision
-from autoscaler.kubernetes import front_proxy, selector
+from autoscaler.kubernetes import front_proxy, metrics_server, selector
 from autoscaler.kubernetes.metrics_server import MetricsServer
 from autoscaler.kubernetes.metrics_settings import MetricsSettings
 from autoscaler.kubernetes.settings import KubernetesSettings
@@ -125,6 +126,72 @@ async def test_nobody_but_the_api_server_is_answered(server: ApiServer, tmp_path
             await asked.get(BASE, shows_certificate=shows)
     finally:
         await asked.server.close()
+
+
+@pytest.mark.parametrize("trouble", ["refused", "outage", "no CA", "CA that is none"])
+async def test_until_the_cluster_says_who_may_ask_nobody_may_and_the_rest_goes_on(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: str
+) -> None:
+    monkeypatch.setattr(metrics_server, "RETRY_S", 0.1)
+    asked = _Asked(server, tmp_path)
+    named = server.objects[front_proxy.CONFIG_MAP]
+    match trouble:
+        case "refused":
+            server.refuse[f"GET {front_proxy.CONFIG_MAP}"] = 403
+        case "outage":
+            server.stop()
+        case "no CA":
+            server.put(front_proxy.CONFIG_MAP, named | {"data": {}})
+        case _:
+            server.put(front_proxy.CONFIG_MAP, named | {"data": {"requestheader-client-ca-file": "none"}})
+    await asked.server.start()
+    try:
+        asked.server.on_decision(DECISION, 0.0)
+        assert (await asked.get_json("/wanted/decode"))[0] == 200
+        with pytest.raises(OSError):
+            await asked.get(METRIC)
+        await asyncio.sleep(0.3)
+        assert sum("stays closed" in message for message in caplog.messages) == 1
+        server.refuse.clear()
+        server.put(front_proxy.CONFIG_MAP, named)
+        if trouble == "outage":
+            server.start()
+        assert await _soon(asked) == 200
+        with pytest.raises(OSError):
+            await asked.get(METRIC, shows_certificate=False)
+    finally:
+        await asked.server.close()
+
+
+async def _soon(asked: _Asked) -> int:
+    """Status of the metric, once the port is open."""
+    for _ in range(100):
+        try:
+            return (await asked.get(METRIC))[0]
+        except OSError:
+            await asyncio.sleep(0.05)
+    return 0
+
+
+async def test_closing_before_the_port_was_opened_frees_it(server: ApiServer, tmp_path: Path) -> None:
+    asked = _Asked(server, tmp_path)
+    server.stop()
+    await asked.server.start()
+    await asked.server.close()
+    with socket.socket() as again:
+        again.bind(("127.0.0.1", asked.server.ports["kubernetes"]))
+
+
+@pytest.mark.parametrize(("name", "told"), [("client_ca", "client_ca"), ("cert", "cert")])
+async def test_files_that_cannot_be_used_are_named_at_the_start(tmp_path: Path, name: str, told: str) -> None:
+    tls = make_certificates(tmp_path / "tls", days=30)
+    bad = tmp_path / "bad.pem"
+    bad.write_text("none")
+    files: dict[str, Any] = {"cert": tls.tls_cert, "key": tls.tls_key, "client_ca": tls.tls_ca} | {name: str(bad)}
+    made = MetricsServer(MetricsSettings(port=0, **files), KubernetesSettings(namespace="mesh"), "127.0.0.1", "m")
+    with pytest.raises(ConfigError, match=told):
+        await made.start()
+    await made.close()
 
 
 def test_selectors_are_kubernetes_own() -> None:
