@@ -13,14 +13,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoscaler.collect import Collector
 from autoscaler.collect_pools import Pools
 from autoscaler.decision import Decision
 from autoscaler.forecast import State
-from autoscaler.loop_history import History
-from autoscaler.loop_restraint import restrained, with_hold
+from autoscaler.loop_history import Held, History, held_of
+from autoscaler.loop_restraint import FailedStarts, restrained, with_hold
 from autoscaler.plan import STUCK_STARTS
 from autoscaler.platform import Asked, Platform, PlatformError
 from autoscaler.policy import Policy
@@ -111,7 +111,7 @@ class Loop:
             decision = await self._decide_and_act(asked, now_s)
             await self._save(now_s, changed=decision is not None and any(pool.replicas != pool.before for pool in decision.pools))
         except PlatformError as error:
-            parts.history.stands(now_s, "failed", self._with_problems(str(error)), {})
+            parts.history.failed(now_s, self._with_problems(str(error)))
             return None
         return decision
 
@@ -154,25 +154,27 @@ class Loop:
         traffic = parts.collector.traffic(now_s, self._settings.quantile)
         heard_s = parts.collector.heard_s
         if traffic is None or heard_s is None:
-            unheard = self._with_problems("not all routers have been heard") if parts.collector.problems else None
-            parts.history.stands(now_s, "hold", unheard, _replicas(asked))
+            unheard = (
+                Held("unheard", self._with_problems("not all routers have been heard")) if parts.collector.problems else None
+            )
+            parts.history.held(now_s, unheard, _replicas(asked))
             return None
         pools.follow(self._starts, now_s)
         views = pools.views(self._starts, now_s, heard_s)
         if parts.collector.lost_registry:
             views = with_hold(views, "an outage of the registry (Redis)", now_s + 2 * self._settings.period_s)
-        decision = restrained(parts.policy.decide(Snapshot(now_s, traffic, views)), self._hopeless(now_s))
+        decision = restrained(parts.policy.decide(Snapshot(now_s, traffic, views)), self._hopeless())
         self._tell(decision, now_s)
         problem = await self._act(decision, pools, now_s) if decision.held is None else None
-        parts.history.stands(now_s, "failed", problem, {})
+        parts.history.failed(now_s, problem)
         return decision
 
     def _tell(self, decision: Decision, now_s: float) -> None:
         self.latest = (decision, now_s)
-        held = [f"{pool.name}: {pool.reason}" for pool in decision.pools if _is_outage(pool.held)]
-        why = decision.held or "; ".join(held)
-        text = self._with_problems(why) if why else None
-        self._parts.history.stands(now_s, "hold", text, {pool.name.value: pool.before for pool in decision.pools})
+        held = held_of(decision)
+        if held is not None:
+            held = replace(held, text=self._with_problems(held.text))
+        self._parts.history.held(now_s, held, {pool.name.value: pool.before for pool in decision.pools})
         for listener in self._parts.on_decision:
             listener(decision, now_s)
 
@@ -197,13 +199,16 @@ class Loop:
                 history.changed(now_s, "scale", str(pool), {name.value: num for name, num in wanted.items()})
         return problem
 
-    def _hopeless(self, now_s: float) -> dict[PoolName, str]:
+    def _hopeless(self) -> dict[PoolName, FailedStarts]:
         """Pools that are not to grow, and why."""
         return {
-            name: f"{starts.num_failed(now_s)} replicas have not started within {starts.patience_s:.0f} s, also of those that "
-            "were asked for in place of others: no more are asked for until one comes"
+            name: FailedStarts(
+                starts.num_serving,
+                f"replicas have not started within {starts.patience_s:.0f} s, also of those that were asked for in place of "
+                "others: no more are asked for until one comes",
+            )
             for name, starts in self._starts.items()
-            if starts.is_hopeless(now_s)
+            if starts.is_hopeless
         }
 
     def _with_problems(self, text: str) -> str:
@@ -213,11 +218,6 @@ class Loop:
 
 def _reason(decision: Decision, name: PoolName) -> str:
     return next(pool.reason for pool in decision.pools if pool.name is name)
-
-
-def _is_outage(held: str | None) -> bool:
-    """Holds that are worth a line of their own; a cool-down is none."""
-    return held is not None and held not in ("cool-down", "step", "budget") and not held.startswith(("step of", "grew"))
 
 
 def _replicas(asked: Mapping[PoolName, Asked]) -> dict[str, int]:

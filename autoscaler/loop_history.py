@@ -9,8 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from autoscaler.decision import Decision
+
 _FIGURES = re.compile(r"[\d.,]+")
 MAX_ENTRIES = 1000
+REPEAT_S = 60.0
+"""After which something that lasts is said again, if its words have changed."""
 Kind: TypeAlias = Literal["scale", "flip", "hold", "resume", "failed"]
 
 logger = logging.getLogger("autoscaler")
@@ -27,27 +31,62 @@ class Entry:
     replicas: dict[str, int]
 
 
+@dataclass(frozen=True)
+class Held:
+    """That nothing may change. `what` holds it, which stays the same while `text` tells of other figures each time."""
+
+    what: str
+    text: str
+
+
+def held_of(decision: Decision) -> Held | None:
+    """What is worth a line of its own of it; a cool-down is not."""
+    pools = [pool for pool in decision.pools if _is_outage(pool.held)]
+    if decision.held is not None:
+        return Held("stale", decision.held)
+    what = "; ".join(f"{pool.name}: {pool.held}" for pool in pools)
+    return Held(what, "; ".join(f"{pool.name}: {pool.reason}" for pool in pools)) if pools else None
+
+
+def _is_outage(held: str | None) -> bool:
+    return held is not None and held not in ("cool-down", "step", "budget") and not held.startswith(("step of", "grew"))
+
+
 class History:
     """The latest entries; each is logged, and told to whoever listens."""
 
     def __init__(self, on_entry: Callable[[Entry], None] | None = None) -> None:
         self.entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
         self._on_entry = on_entry
-        self._standing: dict[Kind, str] = {}
+        self._said: Held | None = None  # of what holds now
+        self._said_s = self._failed_s = float("-inf")  # when it was said
+        self._failure = self._failing = ""  # what was said last; what fails now
 
     def changed(self, at_s: float, kind: Kind, text: str, replicas: dict[str, int]) -> None:
         """Something was done."""
         self._add(Entry(at_s, kind, text, replicas))
 
-    def stands(self, at_s: float, kind: Literal["hold", "failed"], text: str | None, replicas: dict[str, int]) -> None:
-        """What is the case for now, None: nothing is. Said once for as long as it lasts, whatever its figures become."""
-        before = self._standing.get(kind, "")
-        now = "" if text is None else _FIGURES.sub("#", text)
-        self._standing[kind] = now
-        if text is not None and now != before:
-            self._add(Entry(at_s, kind, text, replicas))
-        elif text is None and before and kind == "hold":
-            self._add(Entry(at_s, "resume", "what was held may change again", replicas))
+    def held(self, at_s: float, held: Held | None, replicas: dict[str, int]) -> None:
+        """What keeps everything as it is, None: nothing does. Said when it begins, when it ends, and rarely between."""
+        before = self._said
+        if held is None:
+            self._said = None
+            if before is not None:
+                self._add(Entry(at_s, "resume", "what was held may change again", replicas))
+        elif before is None or before.what != held.what or self._is_news(at_s, before.text, held.text):
+            self._said, self._said_s = held, at_s
+            self._add(Entry(at_s, "hold", held.text, replicas))
+
+    def failed(self, at_s: float, problem: str | None) -> None:
+        """What was tried in vain, None: nothing was. Said when it begins; what fails, is not tried and fails again, rarely."""
+        words = "" if problem is None else _words(problem)
+        begins, self._failing = words != self._failing, words
+        if problem is not None and begins and (words != self._failure or at_s - self._failed_s >= REPEAT_S):
+            self._failure, self._failed_s = words, at_s
+            self._add(Entry(at_s, "failed", problem, {}))
+
+    def _is_news(self, at_s: float, before: str, now: str) -> bool:
+        return at_s - self._said_s >= REPEAT_S and _words(before) != _words(now)
 
     def _add(self, entry: Entry) -> None:
         self.entries.append(entry)
@@ -55,6 +94,11 @@ class History:
         logger.log(level, "%s: %s", entry.kind, entry.text)
         if self._on_entry is not None:
             self._on_entry(entry)
+
+
+def _words(text: str) -> str:
+    """Without its figures."""
+    return _FIGURES.sub("#", text)
 
 
 def append_to(path: Path) -> Callable[[Entry], None]:

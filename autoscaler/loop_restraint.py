@@ -1,7 +1,7 @@
 """What the loop knows besides the figures, put into views and decisions. Pure."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autoscaler.decision import Decision, Flip, PoolDecision
 from autoscaler.views import Hold, PoolName, PoolView
@@ -12,15 +12,37 @@ def with_hold(views: Iterable[PoolView], by: str, until_s: float) -> tuple[PoolV
     return tuple(view if view.hold is not None else replace(view, hold=Hold(by, until_s)) for view in views)
 
 
-def restrained(decision: Decision, hopeless: Mapping[PoolName, str]) -> Decision:
+@dataclass(frozen=True)
+class FailedStarts:
+    """Of one pool: `num_serving` replicas are there, and why no more are asked for."""
+
+    num_serving: int
+    why: str
+
+
+def restrained(decision: Decision, hopeless: Mapping[PoolName, FailedStarts]) -> Decision:
     """Without the growth of pools whose replicas do not start. Flips need no start, and stay."""
-    pools = tuple(_restrained(pool, decision.flips, hopeless.get(pool.name)) for pool in decision.pools)
+    flipped = {name for flip in decision.flips for name in (flip.giver, flip.taker)}
+    pools = tuple(
+        _restrained(pool, decision.flips, failed, is_flipped=pool.name in flipped)
+        if (failed := hopeless.get(pool.name)) is not None
+        else pool
+        for pool in decision.pools
+    )
     return replace(decision, pools=pools)
 
 
-def _restrained(pool: PoolDecision, flips: Iterable[Flip], why: str | None) -> PoolDecision:
-    taken = sum(flip.num for flip in flips if flip.taker is pool.name)
-    most = pool.before + taken
-    if why is None or pool.replicas <= most:
+def _restrained(pool: PoolDecision, flips: Iterable[Flip], failed: FailedStarts, *, is_flipped: bool) -> PoolDecision:
+    most = pool.before + sum(flip.num for flip in flips if flip.taker is pool.name)
+    if is_flipped and pool.replicas <= most:
         return pool
-    return replace(pool, replicas=most, reason=f"{pool.reason}; but {why}", held="failed starts")
+    replicas = min(most, _kept(pool, failed))
+    if replicas < pool.before:
+        return replace(pool, replicas=replicas)
+    return replace(pool, replicas=replicas, reason=f"{pool.reason}; but {failed.why}", held="failed starts")
+
+
+def _kept(pool: PoolDecision, failed: FailedStarts) -> int:
+    """Of those that are awaited in vain one stays, unless fewer than those who serve would do: by the one it shows when starts
+    succeed again, and the pool does not swing with each wish for one more that nobody will fulfil."""
+    return pool.replicas if pool.replicas < failed.num_serving else max(pool.replicas, failed.num_serving + 1)

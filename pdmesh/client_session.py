@@ -18,6 +18,7 @@ from pdmesh.errors import Internal
 from protos.v1 import mesh_pb2
 
 _MAX_REQUEST_ID = 64
+_MAX_UINT32 = 2**32 - 1
 
 
 class StreamSession:
@@ -41,13 +42,15 @@ class StreamSession:
         """The router that served the stream is gone."""
         self._num_losses += 1
 
-    def request(self) -> mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest:
-        """The request to send now: as given at first, behind what was received later."""
-        if self._num_losses == 0:
+    def request(self, attempt: int) -> mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest:
+        """The request to send now, after it was sent `attempt` times: as given at first, behind what was received later."""
+        if attempt == 0:
             return self._request
         request = type(self._request)()
         request.CopyFrom(self._request)  # type: ignore[arg-type]  # the same type on both sides
-        request.options.request_id = self._next_request_id()
+        request.options.attempt = min(request.options.attempt + attempt, _MAX_UINT32)
+        if self._num_losses:
+            request.options.request_id = self._next_request_id()
         if self._started is not None:
             request.resume.seed = self._started.seed
             request.resume.emitted.extend(

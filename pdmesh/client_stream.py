@@ -45,10 +45,13 @@ class _Attempts:
         self.session = StreamSession(request)
         self._retrier = retrier
         self._preference = preference
+        self._num_calls = 0
 
     def next_call(self) -> tuple[int, Request, float | None]:
         """Index of the router to ask, what to ask, and the seconds that it has."""
-        return self._retrier.address, self.session.request(), self._retrier.time_left(time.monotonic())
+        request = self.session.request(self._num_calls)
+        self._num_calls += 1
+        return self._retrier.address, request, self._retrier.time_left(time.monotonic())
 
     def accept(self, response: mesh_pb2.GenerateResponse) -> Event | None:
         self._retrier.progressed(time.monotonic())

@@ -71,6 +71,7 @@ class GenerateOptions(TypedDict, total=False):
     slo_tpot_ms: int
     mode: PrefillMode | str
     cache_salt: str
+    attempt: int  # how often the caller has sent this request before; the client adds its own attempts
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ class Job:
 
     `sampling` is what workers get: seed, max_tokens and n are set; stop strings are the router's and stand in `stop` instead.
     `emitted` is empty, or holds one entry for each choice in order. `deadline` is monotonic seconds, None without one.
-    `slo_ttft_ms` and `slo_tpot_ms` are its own objectives; 0: those of its model and priority.
+    `slo_ttft_ms` and `slo_tpot_ms` are its own objectives; 0: those of its model and priority. `attempt`: how often it was sent
+    before.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class Job:
     deadline: float | None = None
     slo_ttft_ms: int = 0
     slo_tpot_ms: int = 0
+    attempt: int = 0
     _names: dict[tuple[bytes, int], list[int]] = field(default_factory=dict, repr=False)
 
     @property

@@ -125,6 +125,7 @@ class Jobs:
             deadline=rest.deadline,
             slo_ttft_ms=options.slo_ttft_ms,
             slo_tpot_ms=options.slo_tpot_ms,
+            attempt=options.attempt,
         )
 
 

@@ -99,8 +99,10 @@ class Request:
             raise InvalidArgument(field, f"{field}: {error}; send what was received, no more") from error
 
     def _arrive(self) -> None:
-        is_batch = self.job.priority == common_pb2.PRIORITY_BATCH
-        self._visit = self._core.traffic.of(self.job.model.name).arrive(len(self.job.prompt), time.monotonic(), is_batch=is_batch)
+        job = self.job
+        self._visit = self._core.traffic.of(job.model.name).arrive(
+            len(job.prompt), time.monotonic(), is_batch=job.priority == common_pb2.PRIORITY_BATCH, is_new=job.attempt == 0
+        )
 
     async def _admit(self) -> None:
         began_ns = now_ns()

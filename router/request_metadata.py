@@ -7,8 +7,11 @@ from protos.v1 import common_pb2, mesh_pb2
 from router.validation import refuse
 
 SLO_TTFT, SLO_TPOT = "x-pdmesh-slo-ttft-ms", "x-pdmesh-slo-tpot-ms"
+RETRIES = ("grpc-previous-rpc-attempts", "x-stainless-retry-count")
+"""What gRPC itself and OpenAI's clients say of how often they have tried before."""
+
 PRIORITY, TENANT = "x-pdmesh-priority", "x-pdmesh-tenant"
-MAX_MS = 2**32 - 1
+MAX_MS = MAX_ATTEMPT = 2**32 - 1
 
 _PRIORITIES = {
     "interactive": common_pb2.PRIORITY_INTERACTIVE,
@@ -23,7 +26,7 @@ def fill(options: mesh_pb2.RequestOptions, metadata: Iterable[tuple[str, str | b
     the field wins."""
     for key, value in metadata:
         name = key.lower()
-        if not name.startswith("x-pdmesh-") or not isinstance(value, str):
+        if not isinstance(value, str):
             continue
         if name == SLO_TTFT:
             options.slo_ttft_ms = options.slo_ttft_ms or _milliseconds(name, value)
@@ -33,11 +36,19 @@ def fill(options: mesh_pb2.RequestOptions, metadata: Iterable[tuple[str, str | b
             options.priority = options.priority or _priority(value)
         elif name == TENANT:
             options.tenant = options.tenant or value
+        elif name in RETRIES:
+            options.attempt = options.attempt or _attempt(name, value)
 
 
 def _milliseconds(name: str, value: str) -> int:
     if not _DIGITS.fullmatch(value) or not 1 <= int(value) <= MAX_MS:
         refuse(name, f"{value[:40]!r} is not a number of milliseconds from 1 to {MAX_MS}")
+    return int(value)
+
+
+def _attempt(name: str, value: str) -> int:
+    if not _DIGITS.fullmatch(value) or int(value) > MAX_ATTEMPT:
+        refuse(name, f"{value[:40]!r} is not a number of attempts from 0 to {MAX_ATTEMPT}")
     return int(value)
 
 

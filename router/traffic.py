@@ -43,8 +43,9 @@ class Durations:
 
 @dataclass(eq=False)
 class ModelTraffic:
-    """Of one model. `inputs` of all that came, `gaps` between them in seconds, `outputs` of those that got a token and have
-    ended, `answered_inputs` and `cached_tokens` of the same. `began` and all other times: one monotonic clock's, in seconds."""
+    """Of one model. `inputs` of all that came, each once however often it was tried, `gaps` between them in seconds, `outputs` of
+    those that got a token and have ended, `answered_inputs` and `cached_tokens` of the same. `began` and all other times: one
+    monotonic clock's, in seconds."""
 
     began: float
     inputs: Sums = field(default_factory=Sums)
@@ -59,15 +60,20 @@ class ModelTraffic:
     _promised: "dict[Visit, float]" = field(default_factory=dict)
     _batch: "dict[Visit, float]" = field(default_factory=dict)
 
-    def arrive(self, num_tokens: int, now: float, *, is_batch: bool = False) -> "Visit":
-        """A request with a prompt of so many tokens; it waits from now on. `is_batch`: nobody promised it anything."""
+    def arrive(self, num_tokens: int, now: float, *, is_batch: bool = False, is_new: bool = True) -> "Visit":
+        """A request with a prompt of so many tokens; it waits from now on. `is_batch`: nobody promised it anything. `is_new`: it
+        has not come before; whoever was refused and tries again asks for no more than before."""
+        if is_new:
+            self._count(num_tokens, now)
+        visit = Visit(self, num_tokens)
+        (self._batch if is_batch else self._promised)[visit] = now
+        return visit
+
+    def _count(self, num_tokens: int, now: float) -> None:
         self.inputs.add(num_tokens)
         if self._latest is not None:
             self.gaps.add(max(0.0, now - self._latest))
         self._latest = now
-        visit = Visit(self, num_tokens)
-        (self._batch if is_batch else self._promised)[visit] = now
-        return visit
 
     @property
     def num_queued(self) -> int:

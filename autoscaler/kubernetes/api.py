@@ -15,6 +15,7 @@ import urllib3
 from kubernetes import client, config
 from kubernetes.client.exceptions import OpenApiException
 
+from autoscaler.kubernetes.deployment import MANAGER
 from autoscaler.kubernetes.settings import KubernetesSettings
 from autoscaler.platform import PlatformError
 from runtime.config import ConfigError
@@ -95,7 +96,7 @@ class Api:
         if body is not None:
             headers["Content-Type"] = MERGE_PATCH if method == "PATCH" else "application/json"
         # The manager is how others see who has set a field.
-        query = [] if method == "GET" else [("fieldManager", "pdmesh-autoscaler")]
+        query = [] if method == "GET" else [("fieldManager", MANAGER)]
         request = self._client.param_serialize(
             method, path, query_params=query, header_params=headers, body=body, auth_settings=["BearerToken"]
         )

@@ -16,9 +16,10 @@ from autoscaler.decision import PoolDecision
 from autoscaler.forecast import State
 from autoscaler.kubernetes import ledger
 from autoscaler.kubernetes.api import Api, ApiError, ConflictError, MissingError, open_api
+from autoscaler.kubernetes.deployment import Seen, seen_of
 from autoscaler.kubernetes.elector import Elector
 from autoscaler.kubernetes.events import Events, Subject
-from autoscaler.kubernetes.ledger import Entry, Held, Seen
+from autoscaler.kubernetes.ledger import Entry, Held
 from autoscaler.kubernetes.settings import KubernetesSettings
 from autoscaler.kubernetes.state import StateStore
 from autoscaler.platform import Asked, Platform, PlatformError
@@ -108,14 +109,14 @@ class KubernetesPlatform:
         """Reads one Deployment and says whose its replicas are."""
         deployment = self._settings.deployments[name]
         try:
-            seen = ledger.seen_of(await self._api.get(f"{self._deployments}/{deployment}"))
+            seen = seen_of(await self._api.get(f"{self._deployments}/{deployment}"))
         except MissingError as error:
             remedy = f"make it, or name another one with --…-{name}-deployment"
             raise ApiError(f"{name}: Deployment {deployment}", f"does not exist; {remedy}", error.status) from None
         before = self._entries.get(name)
         self._seen[name], self._entries[name] = seen, ledger.looked(before, seen, self._wall())
-        if before is not None and self._entries[name].changed_s not in (None, before.changed_s):
-            await self._tell_honoured(name)
+        if before is not None and self._entries[name].changed_s != before.changed_s:
+            await self._tell_change(name, before)
         held = self._held(name)
         if held is not None and held.mistake:
             await self._events.tell(self._subject(name), "BadAnnotation", f"Nothing changes: {held.mistake}", kind="Warning")
@@ -133,7 +134,7 @@ class KubernetesPlatform:
         seen, held = self._seen[name], self._held(name)
         if held is not None:
             raise PlatformError(f"{name}: the Deployment {seen.name} is not scaled: {held.by} holds it")
-        self._entries[name] = self._entries[name].asking(replicas)
+        self._entries[name] = self._entries[name].asking(replicas, self._wall())
         await self._save_entries()
         self._check_lead()
         body = {"metadata": {"resourceVersion": seen.version}, "spec": {"replicas": replicas}}
@@ -169,9 +170,15 @@ class KubernetesPlatform:
         what = "ScaledUp" if replicas > before else "ScaledDown"
         await self._events.tell(self._subject(name), what, f"{before} → {replicas} replicas: {reason}")
 
-    async def _tell_honoured(self, name: PoolName) -> None:
+    async def _tell_change(self, name: PoolName, before: Entry) -> None:
+        """Of a person's mind."""
         seen, entry, held_s = self._seen[name], self._entries[name], self._settings.manual_hold_s
-        note = f"{seen.replicas} replicas were set by {entry.changed_by}; they stay for {held_s:g} s"
+        if entry.changed_s is not None:
+            reason, action = "ManualChange", "Hold"
+            note = f"{seen.replicas} replicas were set by {entry.changed_by}; they stay for {held_s:g} s"
+        else:
+            reason, action = "HoldEnded", "Scale"
+            note = f"the {seen.replicas} replicas that were set by {before.changed_by} stay no longer: an annotation says so"
         logger.info("%s: %s", name, note)
         if self._elector.leads and held_s > 0:
-            await self._events.tell(self._subject(name), "ManualChange", note, action="Hold")
+            await self._events.tell(self._subject(name), reason, note, action=action)

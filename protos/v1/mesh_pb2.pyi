@@ -234,6 +234,7 @@ class RequestOptions(_message.Message):
     SLO_TPOT_MS_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id for logs and traces; 1 to 64 of [A-Za-z0-9_-]. Empty means that the router makes one."""
     tenant: _builtins.str
@@ -248,6 +249,10 @@ class RequestOptions(_message.Message):
     """mode forces separation or local prefill, for tests and measurements. Unspecified means that the router chooses."""
     cache_salt: _builtins.str
     """cache_salt keeps prefix caches apart. Empty means shared within the tenant."""
+    attempt: _builtins.int
+    """attempt says how often this request was sent before, for instance until it was not refused: what is tried again is no new
+    demand. 0 means that it is new, or that gRPC's own count of its retries holds.
+    """
     def __init__(
         self,
         *,
@@ -258,10 +263,11 @@ class RequestOptions(_message.Message):
         slo_tpot_ms: _builtins.int = ...,
         mode: Global___PrefillMode.ValueType = ...,
         cache_salt: _builtins.str = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "mode", b"mode", "priority", b"priority", "request_id", b"request_id", "slo_tpot_ms", b"slo_tpot_ms", "slo_ttft_ms", b"slo_ttft_ms", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "mode", b"mode", "priority", b"priority", "request_id", b"request_id", "slo_tpot_ms", b"slo_tpot_ms", "slo_ttft_ms", b"slo_ttft_ms", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -852,7 +858,7 @@ class TrafficStatus(_message.Message):
     up_ms: _builtins.int
     """up_ms since the counting began, by the router's own clock."""
     num_arrived: _builtins.int
-    """num_arrived requests that were well formed, those included that were refused."""
+    """num_arrived requests that were well formed, those included that were refused. One that is tried again arrives once."""
     input_tokens: _builtins.float
     """input_tokens of them."""
     input_squared: _builtins.float
@@ -878,7 +884,7 @@ class TrafficStatus(_message.Message):
     queue_wait_ms: _builtins.int
     """queue_wait_ms for which the first of them has waited, those of PRIORITY_BATCH left out: nobody promised them anything."""
     num_refused: _builtins.int
-    """num_refused of the arrived requests."""
+    """num_refused requests, each as often as it was."""
     @_builtins.property
     def ttft_observed(self) -> Global___DurationHistogram:
         """ttft_observed from the decision of the policy to the first token, of requests that went smoothly."""

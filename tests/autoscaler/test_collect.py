@@ -250,34 +250,3 @@ def test_what_does_not_change_is_not_asked_for_anew(prefill: int, decode: int, t
     for view in seen.views(tracked, 10.0, 10.0):
         if not any(seen.num_leaving(name) for name in (PREFILL, DECODE)):
             assert seen.num_own(view.name, view.num_replicas) == seen.asked[view.name].replicas
-
-
-def test_starts_are_awaited_given_up_and_forgotten() -> None:
-    pool = Starts(60.0)
-    pool.update(0.0, 3, 1)
-    assert pool.ages_s(5.0) == (5.0, 5.0)
-    pool.update(10.0, 3, 2)
-    assert pool.ages_s(10.0) == (10.0,)
-    pool.update(70.0, 4, 2)
-    assert pool.ages_s(70.0) == (70.0, 0.0) and pool.num_failed(70.0) == 1 and not pool.is_hopeless(70.0)
-    pool.update(131.0, 4, 2)
-    assert pool.num_failed(131.0) == 2 and pool.is_hopeless(131.0), "the one in its place has not come either"
-    pool.update(132.0, 4, 3)
-    assert not pool.is_hopeless(132.0), "somebody has come"
-    pool.update(133.0, 3, 3)
-    assert pool.ages_s(133.0) == ()
-
-
-def test_who_is_asked_for_no_more_was_asked_for_last() -> None:
-    pool = Starts(60.0)
-    pool.update(0.0, 2, 1)
-    pool.update(30.0, 3, 1)
-    pool.update(40.0, 2, 1)
-    assert pool.ages_s(40.0) == (40.0,)
-
-
-def test_one_that_dies_is_one_that_starts() -> None:
-    pool = Starts(60.0)
-    pool.update(0.0, 2, 2)
-    pool.update(5.0, 2, 1)
-    assert pool.ages_s(8.0) == (3.0,)

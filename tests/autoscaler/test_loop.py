@@ -15,8 +15,8 @@ from autoscaler.decision import Decision, Flip, PoolDecision
 from autoscaler.dry_run import DryRunPlatform, DryRunRoles
 from autoscaler.forecast import State
 from autoscaler.loop import Loop, LoopSettings, Parts
-from autoscaler.loop_history import Entry, History, append_to, read_entries
-from autoscaler.loop_restraint import restrained
+from autoscaler.loop_history import Entry, Held, History, append_to, read_entries
+from autoscaler.loop_restraint import FailedStarts, restrained
 from autoscaler.platform import Asked, PlatformError
 from autoscaler.policy import Policy
 from autoscaler.roles import RoleChanger
@@ -272,25 +272,50 @@ async def test_a_dry_run_says_what_it_would_do_and_does_nothing() -> None:
 
 def test_pools_whose_replicas_do_not_start_do_not_grow() -> None:
     decision = Decision((PoolDecision(PREFILL, 2, 2, "enough"), PoolDecision(DECODE, 2, 5, "more come")))
-    kept = restrained(decision, {DECODE: "2 have not started"})
+    kept = restrained(decision, {DECODE: FailedStarts(2, "2 have not started")})
     assert kept.replicas(DECODE) == 2 and "more come; but 2 have not started" in kept.reason
     assert restrained(decision, {}) == decision
-    shrinking = Decision((PoolDecision(DECODE, 5, 2, "fewer come"),))
-    assert restrained(shrinking, {DECODE: "2 have not started"}) == shrinking
+    shrinking = Decision((PoolDecision(DECODE, 5, 1, "fewer come"),))
+    assert restrained(shrinking, {DECODE: FailedStarts(2, "2 have not started")}) == shrinking
     lending = Decision((PoolDecision(PREFILL, 1, 2, "more come"),), (Flip(DECODE, PREFILL, 1),))
-    assert restrained(lending, {PREFILL: "1 has not started"}) == lending, "who changes roles need not start"
+    assert restrained(lending, {PREFILL: FailedStarts(1, "1 has not started")}) == lending, "who changes roles need not start"
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     history = History(append_to(tmp_path / "decisions.jsonl"))
     history.changed(1.0, "scale", "decode 1 → 2: more", {"decode": 2})
-    history.stands(2.0, "hold", "figures are 7 s old", {})
-    history.stands(3.0, "hold", "figures are 9 s old", {})
-    history.stands(4.0, "hold", None, {})
+    history.held(2.0, Held("stale", "figures are 7 s old"), {})
+    history.held(3.0, Held("stale", "figures are 9 s old"), {})
+    history.held(4.0, None, {})
     kinds = ["scale", "hold", "resume"]
     assert [entry.kind for entry in history.entries] == kinds
     assert read_entries(tmp_path / "decisions.jsonl") == list(history.entries)
     assert read_entries(tmp_path / "decisions.jsonl")[0] == Entry(1.0, "scale", "decode 1 → 2: more", {"decode": 2})
+
+
+def test_a_hold_is_said_when_it_begins_and_ends_however_it_is_worded() -> None:
+    history = History()
+    for now_s, what, text in (
+        (0.0, "failed starts", "4 need 2, 1/s of it to drain the backlog"),
+        (2.0, "failed starts", "4 need 2"),
+        (30.0, "failed starts", "5 need 3, 2/s of it to drain the backlog"),
+        (62.0, "failed starts", "5 need 3"),
+        (64.0, "failed starts", "5 need 3, 2/s of it to drain the backlog"),
+        (130.0, "failed starts", "6 need 3"),
+        (140.0, "stale", "figures are 9 s old"),
+        (150.0, "", ""),
+        (152.0, "", ""),
+    ):
+        history.held(now_s, Held(what, text) if what else None, {})
+    said = [(entry.at_s, entry.kind) for entry in history.entries]
+    assert said == [(0.0, "hold"), (62.0, "hold"), (140.0, "hold"), (150.0, "resume")]
+
+
+def test_a_failure_is_said_once_and_rarely_again() -> None:
+    history = History()
+    for now_s in range(0, 200, 2):
+        history.failed(now_s, f"no quota; the next try is {now_s} s away" if now_s < 40 or now_s % 4 else None)
+    assert [entry.at_s for entry in history.entries] == [0.0, 62.0, 122.0, 182.0]
 
 
 def test_settings_name_what_is_wrong(tmp_path: Path) -> None:

@@ -201,7 +201,13 @@ async def test_overload_is_waited_out_when_asked(routers: Routers, collect: Coll
     began = time.monotonic()
     check_whole(await collect([router.address], retry_overload=True))
     assert time.monotonic() - began >= 0.2
-    assert len(router.script.requests) == 3
+    assert [request.options.attempt for request in router.script.requests] == [0, 1, 2], "what is tried again says so"
+
+
+async def test_a_caller_that_tries_again_itself_is_believed(routers: Routers, collect: Collect) -> None:
+    router = await routers(Script(failure=errors.Overloaded("full", retry_delay_s=0.01)))
+    check_whole(await collect([router.address], retry_overload=True, attempt=3))
+    assert [request.options.attempt for request in router.script.requests] == [3, 4]
 
 
 async def test_a_refused_resume_is_waited_out(routers: Routers, collect: Collect) -> None:

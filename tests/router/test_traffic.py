@@ -9,13 +9,18 @@ import grpc
 import grpc.aio
 import pytest
 
+from pdmesh.client import AsyncClient
 from planning.durations import class_of
-from protos.v1 import common_pb2, mesh_pb2
+from protos import service_config
+from protos.v1 import common_pb2, mesh_pb2, mesh_pb2_grpc
+from router import request_metadata
 from router.config import RouterConfig
 from router.processes import replica_config
 from router.traffic import ModelTraffic, Traffic
 from router.traffic_status import traffic_status
+from runtime.errors import InvalidArgument
 from tests.router.mesh import Mesh, request, running_mesh
+from tests.router.test_admission_mesh import read_all
 from tests.support.waiting import eventually
 
 
@@ -55,6 +60,18 @@ def test_an_answer_counts_once() -> None:
         visit.ended(7, 99)
     assert (traffic.outputs.count, traffic.outputs.total, traffic.outputs.squared) == (1, 7.0, 49.0)
     assert (traffic.answered_inputs, traffic.cached_tokens) == (10.0, 10.0), "no more can be cached than there is"
+
+
+def test_what_is_tried_again_waits_and_arrives_no_more() -> None:
+    traffic = ModelTraffic(began=0.0)
+    traffic.arrive(10, 1.0).refused()
+    again = traffic.arrive(10, 2.0, is_new=False)
+    assert traffic.inputs.count == 1 and traffic.gaps.count == 0 and traffic.num_queued == 2
+    again.placed()
+    again.ended(7, 0)
+    assert traffic.outputs.count == 1 and traffic.answered_inputs == 10.0, "its answer is one"
+    traffic.arrive(20, 4.0)
+    assert (traffic.inputs.count, traffic.gaps.total) == (2, 3.0), "the gap is one between requests that were new"
 
 
 def test_the_message_says_all_of_it() -> None:
@@ -108,6 +125,46 @@ async def test_those_who_wait_and_those_who_are_refused(model_folder: Path) -> N
         await mesh.until_whole()
         told = await counted(mesh)
         assert (told.num_queued, told.num_answered, told.output_tokens) == (0, 2, 21.0)
+
+
+async def test_what_a_client_tries_again_arrives_once(model_folder: Path) -> None:
+    """Ours, any gRPC client under our service config, and OpenAI's, whose headers come the same way."""
+    async with running_mesh(model_folder, max_inflight=1, max_queued=1) as mesh:
+        mesh["d0"].pause_at = 2
+        running = asyncio.create_task(mesh.generate(request(max_tokens=20)))
+        await eventually(lambda: mesh.router.core.gate.admission.num_inflight == 1)
+        waiting = asyncio.create_task(mesh.generate(request(max_tokens=1)))
+        await eventually(lambda: mesh.router.core.gate.admission.num_queued == 1)
+        address = mesh.router.server.address
+        async with AsyncClient([address], retry_overload=True) as ours:
+            first = asyncio.create_task(ours.generate(list(range(64, 80)), max_tokens=1))
+            await eventually(lambda: mesh.router.core.traffic.of("tiny").num_refused >= 2, timeout_s=20)
+            assert (await counted(mesh)).num_arrived == 3
+            async with grpc.aio.insecure_channel(address, options=service_config.channel_options()) as channel:
+                stub: mesh_pb2_grpc.MeshAsyncStub = mesh_pb2_grpc.MeshStub(channel)
+                num_refused = mesh.router.core.traffic.of("tiny").num_refused
+                second = asyncio.create_task(read_all(stub.Generate(request(max_tokens=1), timeout=30)))
+                await eventually(lambda: mesh.router.core.traffic.of("tiny").num_refused >= num_refused + 3, timeout_s=20)
+                assert (await counted(mesh)).num_arrived == 4
+                mesh["d0"].pause_at = None
+                mesh["d0"].resume.set()
+                await asyncio.gather(running, waiting, first, second)
+
+
+@pytest.mark.parametrize(("name", "value"), [("x-stainless-retry-count", "soon"), ("x-stainless-retry-count", "-1")])
+def test_attempts_are_numbers(name: str, value: str) -> None:
+    with pytest.raises(InvalidArgument, match="is not a number of attempts") as raised:
+        request_metadata.fill(mesh_pb2.RequestOptions(), [(name, value)])
+    assert raised.value.field == name
+
+
+def test_the_field_wins_over_the_count_of_a_library() -> None:
+    options = mesh_pb2.RequestOptions(attempt=5)
+    request_metadata.fill(options, [("X-Stainless-Retry-Count", "2")])
+    assert options.attempt == 5
+    options = mesh_pb2.RequestOptions()
+    request_metadata.fill(options, [("grpc-previous-rpc-attempts", "2")])
+    assert options.attempt == 2
 
 
 async def test_batch_is_counted_and_its_wait_is_not(model_folder: Path) -> None:

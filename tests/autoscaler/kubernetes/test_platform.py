@@ -111,6 +111,31 @@ async def test_annotations_hold_one_pool_and_not_the_other(candidate: Open, serv
     assert len(warnings) == 1 and "neither on nor off" in warnings[0]["note"]
 
 
+async def test_a_hold_that_a_person_has_ended_is_over_for_the_next_leader_too(candidate: Open, server: ApiServer) -> None:
+    first = await _leading(candidate)
+    server.person_scales("pdmesh-decode", 9)
+    server.annotate("pdmesh-prefill", autoscale="off")
+    server.annotate("pdmesh-decode", hold_until="2030-01-01T00:00:00Z")
+    assert (await first.observe(NOW_S))[DECODE].hold is not None
+    await first.close()
+    server.annotate("pdmesh-decode", hold_until=None)  # while nobody leads
+    second = await _leading(candidate)
+    assert (await second.observe(NOW_S))[DECODE] == Asked(9)
+    await second.scale(_decision(5), 5, NOW_S)
+    assert server.replicas("pdmesh-decode") == 5
+    assert [each["reason"] for each in server.events()] == ["ManualChange", "HoldEnded", "ScaledDown"]
+
+
+async def test_on_a_server_that_does_not_note_scaling_nobody_is_named(candidate: Open, server: ApiServer) -> None:
+    applied = [{"manager": "kubectl-client-side-apply", "time": "t", "fieldsV1": {"f:spec": {"f:replicas": {}}}}]
+    path = f"{DEPLOYMENTS}/pdmesh-decode"
+    server.put(path, server.objects[path] | {"metadata": server.objects[path]["metadata"] | {"managedFields": applied}})
+    platform = await _leading(candidate)
+    server.put(path, server.objects[path] | {"spec": {"replicas": 9}})
+    hold = (await platform.observe(NOW_S))[DECODE].hold
+    assert hold is not None and hold.by == "somebody (kubectl scale or another client)"
+
+
 async def test_a_persons_change_is_honoured_by_the_next_leader(candidate: Open, server: ApiServer, wall: Wall) -> None:
     first = await _leading(candidate)
     await first.scale(_decision(5), 5, NOW_S)
