@@ -34,6 +34,8 @@ USERS = {
 }
 START_TIMEOUT_S = 90.0
 _POLL_PERIOD_S = 0.2
+# On by itself since 1.21: without it the server drops a Job's ttlSecondsAfterFinished.
+_GATES = "TTLAfterFinished=true"
 
 
 class ControlPlane:
@@ -221,6 +223,7 @@ class ControlPlane:
                 "proxy-client-key-file": str(self._folder / "front.key"),
                 # Aggregated servers are called at their pods' addresses, as where the API server has no proxy beside it.
                 "enable-aggregator-routing": "true",
+                "feature-gates": _GATES,
             }
         )
 
@@ -239,6 +242,7 @@ class ControlPlane:
                 "horizontal-pod-autoscaler-downscale-stabilization": "10s",
                 "concurrent-gc-syncs": "5",
                 "port": "0",
+                "feature-gates": _GATES,
             }
         )
 

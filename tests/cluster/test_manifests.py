@@ -10,15 +10,17 @@ from tests.cluster.autoscaling import tuned
 from tests.cluster.cluster import NAMESPACE, Cluster
 from tests.cluster.overlay import definitions, mapped, text_of
 from tests.k8s.kustomize import FOLDER, Manifest, parsed, render
-from tests.k8s.meshes import MESHES
+from tests.k8s.meshes import EXAMPLES, MESHES
 from tests.k8s.programs import quantity
 
 _QUANTITIES = ("cpu", "memory", "sizeLimit", "storage")
+_APPLIED = {**MESHES, **{name: (name,) for name in EXAMPLES}}
+"""The folders that people apply together, by the one that they are about."""
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", _APPLIED)
 def test_the_server_takes_every_overlay_and_gives_it_back_whole(cluster: Cluster, api_key: str, mesh: str) -> None:
-    objects = [mapped(manifest) for folder in MESHES[mesh] for manifest in render(FOLDER / folder)]
+    objects = [mapped(manifest) for folder in _APPLIED[mesh] for manifest in render(FOLDER / folder)]
     cluster.apply(item for item in objects if item["kind"] == "Namespace")
     if needed := definitions(objects):
         cluster.plane.kubectl("apply", "-f", "-", stdin=text_of(needed))
