@@ -16,9 +16,11 @@ from router.views import Mode, WorkerKey, WorkerView
 _REACH_EVERYWHERE = frozenset({"nixl", "tcp", "grpc"})
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Demand:
     """What a request needs. `cached_tokens` by worker; `kind` pins the kind of worker that the request started on.
+
+    Nobody changes one: it is not frozen because that takes three times as long to make, and each decision makes one.
 
     `expected_tokens` it is thought to generate for each choice; the goals are seconds, None without
     an objective: its own, and the TPOT of what runs beside it.
@@ -82,8 +84,11 @@ class Placement:
     @property
     def chosen(self) -> Candidate | None:
         """The candidate that was taken; None under policies that keep none."""
-        mine = (c for c in self.candidates if c.decode is self.decode and c.prefill is self.prefill)
-        return next(mine, None)
+        decode, prefill = self.decode, self.prefill
+        for candidate in self.candidates:
+            if candidate.decode is decode and candidate.prefill is prefill:
+                return candidate
+        return None
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,18 @@ class Overheads:
     def __init__(self) -> None:
         self._pairs: OrderedDict[_Key, tuple[Overhead, int]] = OrderedDict()
         self._stretches: OrderedDict[str, float] = OrderedDict()
+        self._answers: dict[str, dict[str | None, Overhead]] = {}  # by decode's host, then prefill's
 
     def between(self, prefill: WorkerView | None, decode: WorkerView) -> Overhead:
         """Of this pair; `prefill` None: LOCAL."""
-        host = decode.host_id
-        known, stretch = self._pairs.get((None if prefill is None else prefill.host_id, host)), self._stretches.get(host)
-        over = known[0] if known is not None else _unknown(prefill)
-        return over if stretch is None else Overhead(over.before_s, over.after_s, stretch)
+        host, other = decode.host_id, None if prefill is None else prefill.host_id
+        answers = self._answers.get(host)
+        if answers is None:
+            answers = self._new_answers(host)
+        answer = answers.get(other)
+        if answer is None:
+            answer = answers[other] = self._look_up(other, host)
+        return answer
 
     def observe_tpot(self, decode: WorkerView, steps_tpot_s: float, seen_tpot_s: float) -> None:
         """A request on this worker got its tokens this far apart, where the steps alone would have taken `steps_tpot_s`."""
@@ -47,26 +52,43 @@ class Overheads:
         stretch = known + min(STRETCH_STEP, max(-STRETCH_STEP, seen - known))
         self._stretches[decode.host_id] = min(MAX_STRETCH, max(MIN_STRETCH, stretch))
         self._stretches.move_to_end(decode.host_id)
+        self._answers.pop(decode.host_id, None)
         if len(self._stretches) > MAX_PAIRS:
-            self._stretches.popitem(last=False)
+            host, _ = self._stretches.popitem(last=False)
+            self._answers.pop(host, None)
 
     def observe(self, prefill: WorkerView | None, decode: WorkerView, seen: Overhead) -> None:
         """One request went this way."""
         key = _key(prefill, decode)
-        known, count = self._pairs.get(key, (_unknown(prefill), 0))
+        known, count = self._pairs.get(key, (_unknown(key[0]), 0))
         weight = max(MIN_WEIGHT, 1 / (count + 1))
         before_s, after_s = _moved(known.before_s, seen.before_s, weight), _moved(known.after_s, seen.after_s, weight)
         self._pairs[key] = (Overhead(before_s, after_s), count + 1)
         self._pairs.move_to_end(key)
+        self._answers.pop(key[1], None)
         if len(self._pairs) > MAX_PAIRS:
-            self._pairs.popitem(last=False)
+            (_, host), _ = self._pairs.popitem(last=False)
+            self._answers.pop(host, None)
+
+    def _look_up(self, prefill: str | None, decode: str) -> Overhead:
+        """By hosts."""
+        known, stretch = self._pairs.get((prefill, decode)), self._stretches.get(decode)
+        over = known[0] if known is not None else _unknown(prefill)
+        return over if stretch is None else Overhead(over.before_s, over.after_s, stretch)
+
+    def _new_answers(self, host: str) -> dict[str | None, Overhead]:
+        """An empty place for what is asked of this host: decisions ask the same about dozens of pairs until a request ends."""
+        if len(self._answers) >= MAX_PAIRS:
+            self._answers.clear()
+        answers = self._answers[host] = {}
+        return answers
 
 
 def _moved(known: float, seen: float, weight: float) -> float:
     return known + weight * (min(seen, MAX_JUMP * known + LEAST_S) - known)
 
 
-def _unknown(prefill: WorkerView | None) -> Overhead:
+def _unknown(prefill: str | None) -> Overhead:
     return UNKNOWN_LOCAL if prefill is None else UNKNOWN_REMOTE
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
-from router import prediction
+from router import prediction_parts
 from router.candidates import (
     Candidate,
     Demand,
@@ -27,9 +27,12 @@ from router.candidates import (
     nobody,
 )
 from router.overheads import Overheads
-from router.prediction import Engine, Goals, OutputSide, Prediction, PromptSide, is_saturated, lost_s, miss, slowed_s
+from router.prediction import Engine, Goals, Prediction, is_saturated, miss
+from router.prediction_parts import OutputPart, PromptPart
 from router.roster import Group, Ranking, Roster
 from router.views import Mode, WorkerView
+
+_new = tuple.__new__  # as in router/prediction.py
 
 MISS_PENALTY_S = 10.0
 MISSES_MORE = 0.1
@@ -128,16 +131,17 @@ class _Look:
     """One request at one group: what computing it and owning it mean, for each worker once; then pairs."""
 
     __slots__ = (
-        "_count", "_demand", "_expected", "_goals", "_group", "_holders", "_now", "_outputs", "_overheads", "_pressure",
+        "_count", "_demand", "_expected", "_gaps", "_goals", "_group", "_holders", "_now", "_outputs", "_overheads", "_pressure",
         "_prompts",
     )  # fmt: skip
 
     def __init__(self, group: Group, demand: Demand, now: float, overheads: Overheads, count: int) -> None:
         self._group, self._demand, self._now, self._overheads, self._count = group, demand, now, overheads, count
         self._pressure, self._expected = group.pressure, demand.expected_tokens
+        self._gaps = max(1.0, self._expected - 1)
         self._goals = Goals(demand.ttft_goal_s, demand.tpot_goal_s, demand.running_tpot_goal_s)
-        self._prompts: dict[Engine, PromptSide] = {}
-        self._outputs: dict[Engine, OutputSide] = {}
+        self._prompts: dict[Engine, PromptPart] = {}
+        self._outputs: dict[Engine, OutputPart] = {}
         self._holders: list[Engine] | None = None
 
     def holders(self, ranking: Ranking) -> list[Engine]:
@@ -165,12 +169,13 @@ class _Look:
 
     def local(self, decodes: Iterable[Engine]) -> list[Candidate]:
         """Each of them by itself."""
-        found = []
+        found, goals, gaps = list[Candidate](), self._goals, self._gaps
         for engine in decodes:
-            prompt, output = self._prompt_side(engine), self._output_side(engine)
-            over = self._overheads.between(None, engine.view)
-            predicted = prediction.local(prompt, output, over, self._expected, self._goals)
-            found.append(self._candidate(engine, predicted))
+            view = engine.view
+            over = self._overheads.between(None, view)
+            predicted = prediction_parts.whole(self._prompt_part(engine), self._output_part(engine), over, gaps, goals)
+            cost = cost_s(predicted, self._expected, self._pressure) + view.penalty_s
+            found.append(_new(Candidate, (view, None, cost, has_room_now(engine, self._demand), predicted)))
         return found
 
     def remote(self, decodes: Iterable[Engine], prefills: Iterable[Engine]) -> list[Candidate]:
@@ -178,23 +183,26 @@ class _Look:
 
         KV of another element type gives other tokens than decode's own: only where there is nobody else."""
         prompts, outputs = sorted(prefills, key=self._prompt_order), sorted(decodes, key=self._output_order)
-        found, goals, gaps = list[Candidate](), self._goals, max(1.0, self._expected - 1)
-        parts = {engine: prediction.prompt_part(self._prompt_side(engine), self._expected, goals) for engine in prompts}
+        found, goals, gaps, parts = list[Candidate](), self._goals, self._gaps, self._prompts
+        expected, pressure, between = self._expected, self._pressure, self._overheads.between
         for decode in outputs[: self._count]:
-            has_room, view = has_room_now(decode, self._demand), decode.view
-            output = prediction.output_part(self._output_side(decode), self._expected, goals)
+            has_room, view, output = has_room_now(decode, self._demand), decode.view, self._outputs[decode]
             for prefill in self._partners(prompts, view):
-                over = self._overheads.between(prefill.view, view)
-                predicted = prediction.paired(parts[prefill], output, over, gaps, goals)
-                cost = cost_s(predicted, self._expected, self._pressure) + view.penalty_s + prefill.view.penalty_s
-                found.append(Candidate(view, prefill.view, cost, has_room, predicted))
+                other = prefill.view
+                predicted = prediction_parts.paired(parts[prefill], output, between(other, view), gaps, goals)
+                cost = cost_s(predicted, expected, pressure) + view.penalty_s + other.penalty_s
+                found.append(_new(Candidate, (view, other, cost, has_room, predicted)))
         return found
 
     def _partners(self, prompts: Sequence[Engine], decode: WorkerView) -> list[Engine]:
-        partners = [engine for engine in prompts if compatible(engine.view, decode)]
-        kv_dtype = decode.layout.kv_dtype
-        same = [engine for engine in partners if engine.view.layout.kv_dtype == kv_dtype]
-        return (same or partners)[: self._count]
+        same, others = list[Engine](), list[Engine]()
+        kv_dtype, count = decode.layout.kv_dtype, self._count
+        for engine in prompts:
+            if compatible(engine.view, decode):
+                (same if engine.view.layout.kv_dtype == kv_dtype else others).append(engine)
+                if len(same) == count:
+                    break
+        return same or others[:count]
 
     def _most(self, holders: list[tuple[int, str]]) -> list[Engine]:
         """The first few of (tokens, address)."""
@@ -203,49 +211,41 @@ class _Look:
         return [engines[address] for _, address in holders[: self._count]]
 
     def _prompt_order(self, engine: Engine) -> tuple[float, str]:
-        alone_s = _prompt_alone(self._prompt_side(engine), self._expected, self._goals)
+        alone_s = _prompt_alone(self._prompt_part(engine), self._goals)
         return alone_s + engine.view.penalty_s, engine.view.address
 
     def _output_order(self, engine: Engine) -> tuple[bool, float, str]:
-        alone_s = _alone(self._output_side(engine), self._expected, self._goals)
+        alone_s = _alone(self._output_part(engine), self._expected)
         return not has_room_now(engine, self._demand), alone_s + engine.view.penalty_s, engine.view.address
 
-    def _prompt_side(self, engine: Engine) -> PromptSide:
+    def _prompt_part(self, engine: Engine) -> PromptPart:
         known = self._prompts.get(engine)
         if known is None:
             demand = self._demand
-            known = engine.prompt_side(demand.num_tokens, demand.cached_tokens.get(engine.key, 0), self._now)
-            self._prompts[engine] = known
+            side = engine.prompt_side(demand.num_tokens, demand.cached_tokens.get(engine.key, 0), self._now)
+            known = self._prompts[engine] = prediction_parts.prompt_part(side, self._expected, self._goals)
         return known
 
-    def _output_side(self, engine: Engine) -> OutputSide:
+    def _output_part(self, engine: Engine) -> OutputPart:
         known = self._outputs.get(engine)
         if known is None:
             demand = self._demand
             cached = demand.cached_tokens.get(engine.key, 0)
-            known = engine.output_side(demand.num_tokens, cached, demand.num_choices, demand.expected_tokens, self._now)
-            self._outputs[engine] = known
+            side = engine.output_side(demand.num_tokens, cached, demand.num_choices, demand.expected_tokens, self._now)
+            known = self._outputs[engine] = prediction_parts.output_part(side, self._expected, self._goals)
         return known
 
-    def _candidate(self, decode: Engine, predicted: Prediction) -> Candidate:
-        """LOCAL."""
-        cost = cost_s(predicted, self._expected, self._pressure) + decode.view.penalty_s
-        return Candidate(decode.view, None, cost, has_room_now(decode, self._demand), predicted)
 
-
-def _prompt_alone(prompt: PromptSide, expected: float, goals: Goals) -> float:
+def _prompt_alone(prompt: PromptPart, goals: Goals) -> float:
     """What computing the prompt costs, whoever owns it."""
-    misses = miss(prompt.compute_s, goals.ttft_s)
-    if goals.running_tpot_s is not None:
-        more_s = 0.0 if prompt.is_paced else prompt.own_s / max(1.0, expected)
-        misses += prompt.rows * miss(prompt.step_s + more_s, goals.running_tpot_s)
-    return prompt.compute_s + lost_s(prompt) + MISS_PENALTY_S * misses
+    misses = miss(prompt.compute_s, goals.ttft_s) + prompt.misses
+    return prompt.compute_s + prompt.lost_s + MISS_PENALTY_S * misses
 
 
-def _alone(output: OutputSide, expected: float, goals: Goals) -> float:
+def _alone(output: OutputPart, expected: float) -> float:
     """What owning the request costs, whoever computes the prompt."""
-    misses = miss(output.tpot_s, goals.tpot_s) + output.rows * miss(output.tpot_s, goals.running_tpot_s)
-    return output.queue_s + expected * output.tpot_s + slowed_s(output, expected) + MISS_PENALTY_S * misses
+    misses = output.own_misses + output.misses
+    return output.queue_s + expected * output.tpot_s + output.slowed_s + MISS_PENALTY_S * misses
 
 
 def cost_s(predicted: Prediction, expected_tokens: float, pressure: float) -> float:

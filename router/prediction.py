@@ -39,6 +39,10 @@ NEUTRAL = LatencyModel(
 """A worker of a group in which nobody says how fast it is: its queue and its sequences still count."""
 
 
+_new = tuple.__new__
+"""Makes a named tuple in half the time: its own constructor is a function in between, and decisions make a hundred of them."""
+
+
 class Prediction(NamedTuple):
     """Of one candidate. `delay_s`: what running sequences lose, summed; `work_s`: what the placement costs the fleet.
 
@@ -177,7 +181,8 @@ class Engine:
             paced_s = own_s / (1 - self.share_soon) if self.queued_tokens else self._paced_s(own_s, self.share_soon)
             lasts_s = max(lasts_s, paced_s)
         is_paced = self.view.pace_s > 0
-        return PromptSide(ahead_s, ahead_s + lasts_s, own_s, self.rows, self.step_s, num_steps * model.fixed_s, is_paced)
+        compute_s, fixed_s = ahead_s + lasts_s, num_steps * model.fixed_s
+        return _new(PromptSide, (ahead_s, compute_s, own_s, self.rows, self.step_s, fixed_s, is_paced))
 
     def output_side(self, num_tokens: int, num_cached: int, num_choices: int, expected_tokens: float, now: float) -> OutputSide:
         """Owning `num_choices` outputs of `expected_tokens` behind a prompt of `num_tokens`, of which `num_cached` are there."""
@@ -187,7 +192,8 @@ class Engine:
         missing = 1 - num_cached / num_tokens if num_cached < num_tokens else 0.0
         # It outlives those that decode there by this share of its own steps, were all alike and somewhere on their way.
         alone_s = model.fixed_s / (self.rows_soon + 1)
-        return OutputSide(self.others_s + row_s, row_s, self.rows_soon, self.ahead_s(now), missing, alone_s, self.view.pace_s > 0)
+        tpot_s, queue_s, is_paced = self.others_s + row_s, self.ahead_s(now), self.view.pace_s > 0
+        return _new(OutputSide, (tpot_s, row_s, self.rows_soon, queue_s, missing, alone_s, is_paced))
 
 
 def _most(step_s: float, pace_s: float) -> float:
@@ -239,67 +245,6 @@ def remote(prompt: PromptSide, output: OutputSide, over: Overhead, expected: flo
         misses += output.rows * miss(output.tpot_s, goals.running_tpot_s)
     work_s = prompt.own_s + prompt.fixed_s + expected * (output.row_s + output.alone_s) + over.before_s + after_s
     return Prediction(ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, _spares(prompt))
-
-
-class PromptPart(NamedTuple):
-    """What of a pair's prediction hangs on its prefill worker alone. `work_s`: the steps of the prompt; `misses` of those that
-    run there."""
-
-    ahead_s: float
-    compute_s: float
-    own_s: float
-    work_s: float
-    lost_s: float
-    misses: float
-    spares: bool
-
-
-class OutputPart(NamedTuple):
-    """What of a pair's prediction hangs on its decode worker alone. `own_s`: the time of its steps; `misses` of sequences
-    that run there."""
-
-    tpot_s: float
-    queue_s: float
-    missing: float
-    own_s: float
-    slowed_s: float
-    misses: float
-    tpot_bound_s: float
-
-
-def prompt_part(prompt: PromptSide, expected: float, goals: "Goals") -> PromptPart:
-    """For `paired`."""
-    misses = 0.0
-    if goals.running_tpot_s is not None:
-        elsewhere_s = prompt.step_s + (0.0 if prompt.is_paced else prompt.own_s / max(1.0, expected))
-        misses = prompt.rows * miss(elsewhere_s, goals.running_tpot_s)
-    work_s, spares = prompt.own_s + prompt.fixed_s, _spares(prompt)
-    return PromptPart(prompt.ahead_s, prompt.compute_s, prompt.own_s, work_s, lost_s(prompt), misses, spares)
-
-
-def output_part(output: OutputSide, expected: float, goals: "Goals") -> OutputPart:
-    """For `paired`."""
-    misses = output.rows * miss(output.tpot_s, goals.running_tpot_s)
-    own_s = expected * (output.row_s + output.alone_s)
-    bound_s = max(output.tpot_s, PACE_TARGET * goals.tpot_s) if goals.tpot_s is not None else 0.0
-    return OutputPart(output.tpot_s, output.queue_s, output.missing, own_s, slowed_s(output, expected), misses, bound_s)
-
-
-def paired(prompt: PromptPart, output: OutputPart, over: Overhead, gaps: float, goals: "Goals") -> Prediction:
-    """What `remote` says, bit for bit; `gaps`: between the expected tokens, at least 1. Dozens of pairs are compared for a
-    request, so what belongs to one of the two is computed once."""
-    before_s, after_s, stretch = over
-    ttft_s, after_s = prompt.compute_s + before_s, after_s * output.missing
-    behind_s = output.queue_s - prompt.own_s
-    steps_tpot_s = output.tpot_s + (after_s + (behind_s if behind_s > 0.0 else 0.0)) / gaps
-    tpot_s = steps_tpot_s * stretch
-    if goals.tpot_s is not None and tpot_s > output.tpot_bound_s:
-        tpot_s = output.tpot_bound_s
-    misses = miss(ttft_s, goals.ttft_s) + miss(tpot_s if tpot_s < steps_tpot_s else steps_tpot_s, goals.tpot_s)
-    misses = misses + prompt.misses + output.misses
-    work_s = prompt.work_s + output.own_s + before_s + after_s
-    delay_s = prompt.lost_s + output.slowed_s
-    return Prediction(ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, prompt.spares)
 
 
 def lost_s(prompt: PromptSide) -> float:

@@ -18,11 +18,9 @@ from router.prediction import (
     Goals,
     Overhead,
     local,
-    output_part,
-    paired,
-    prompt_part,
     remote,
 )
+from router.prediction_parts import output_part, paired, prompt_part, whole
 from router.roster import Roster
 from router.trust import HALF_LIFE_S, MAX_MARGIN, MIN_MARGIN, STEP, Trust
 from router.views import WorkerView
@@ -188,3 +186,25 @@ def test_pairs_are_predicted_bit_for_bit_as_one_by_one() -> None:
         output = decode.output_side(900, draw.randrange(900), 1, expected, 0.3)
         parts = prompt_part(prompt, expected, goals), output_part(output, expected, goals)
         assert paired(*parts, over, max(1.0, expected - 1), goals) == remote(prompt, output, over, expected, goals)
+        assert whole(*parts, over, max(1.0, expected - 1), goals) == local(prompt, output, over, expected, goals)
+
+
+def test_what_is_remembered_of_overheads_is_what_was_observed() -> None:
+    """Asked before and after each observation, of many hosts: as one that was never asked before."""
+    draw, views = random.Random(1), [worker(f"d{number}", host_id=f"h{number}") for number in range(5)]
+    asked, steps = Overheads(), list[tuple[WorkerView | None, WorkerView, float]]()
+    for _ in range(200):
+        steps.append((draw.choice([None, *views]), draw.choice(views), draw.random() / 20))
+        _observe(asked, *steps[-1])
+        fresh = Overheads()
+        for step in steps:
+            _observe(fresh, *step)
+        for prefill in (None, *views):
+            assert [asked.between(prefill, decode) for decode in views] == [fresh.between(prefill, decode) for decode in views]
+
+
+def _observe(overheads: Overheads, prefill: WorkerView | None, decode: WorkerView, seconds: float) -> None:
+    if seconds < 0.02:
+        overheads.observe_tpot(decode, 0.01, seconds)
+    else:
+        overheads.observe(prefill, decode, Overhead(seconds, seconds / 2))
