@@ -134,6 +134,7 @@ def test_the_policy_keeps_objectives_where_its_first_pools_would_not() -> None:
     assert _kept(late) > 0.8 and _kept(late) > _kept(late_still) + 0.2
     assert max(sum(moment.pods[PREFILL]) for moment in own.moments) > 1
     reasons = [moment.reasons[PREFILL] for moment in own.moments if moment.changes[PREFILL] > 0]
+    # What the arithmetic asks for, or one more where requests wait all the same.
     assert reasons and all("TTFT" in reason or "wait for" in reason for reason in reasons)
 
 
