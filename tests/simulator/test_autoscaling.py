@@ -127,10 +127,10 @@ def test_reversals_are_changes_back_within_a_cool_down_flips_included() -> None:
 
 def test_the_policy_keeps_objectives_where_its_first_pools_would_not() -> None:
     """Six times as many from a minute on as the first pools can bear; the same requests on the pools as they were."""
-    arrivals = [*steady(5.0, 60.0), *(arrival._replace(at_s=60.0 + arrival.at_s) for arrival in steady(120.0, 150.0))]
+    arrivals = [*steady(5.0, 60.0), *(arrival._replace(at_s=60.0 + arrival.at_s) for arrival in steady(120.0, 80.0))]
     own, results = scaled(OwnScaler(AutoscalerSettings(), goals_of(OBJECTIVE)), arrivals, 1, 1)
     _, still = scaled(Script({0.0: Wanted({PREFILL: 1, DECODE: 1})}), arrivals, 1, 1)
-    late, late_still = results.windows[17:], still.windows[17:]
+    late, late_still = results.windows[11:], still.windows[11:]
     assert _kept(late) > 0.8 and _kept(late) > _kept(late_still) + 0.2
     assert max(sum(moment.pods[PREFILL]) for moment in own.moments) > 1
     reasons = [moment.reasons[PREFILL] for moment in own.moments if moment.changes[PREFILL] > 0]
