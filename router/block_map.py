@@ -4,7 +4,6 @@ _masks   name of a block → bit set of the slots of its holders       match() i
 _held    slot of a worker → its blocks, the oldest first             forgetting a worker touches its own blocks only
 """
 
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -115,7 +114,13 @@ class BlockMap:
         slot = self._slots.get(worker)
         if slot is None:
             return 0
-        above = bisect_left(levels, True, key=lambda level: not level.holders >> slot & 1)
+        above, below = 0, len(levels)
+        while above < below:  # `bisect` would call a function for each step, and decisions ask about every candidate
+            middle = (above + below) // 2
+            if levels[middle].holders >> slot & 1:
+                above = middle + 1
+            else:
+                below = middle
         return levels[above - 1].num_blocks if above else 0
 
     def _workers_in(self, mask: int) -> Iterator[WorkerKey]:

@@ -27,10 +27,6 @@ class Part:
         """Workers with at least the first block."""
         return self.levels[0].holders.bit_count()
 
-    def tokens(self, worker: WorkerKey) -> int:
-        """That `worker` holds."""
-        return self.blocks.depth_of(worker, self.levels) * self.block_size
-
 
 def together(parts: Sequence[Part]) -> Mapping[WorkerKey, int]:
     """By worker the most that any part says; workers with none are absent. Parts without levels are left out by the caller."""
@@ -59,7 +55,12 @@ class CachedTokens(Mapping[WorkerKey, int]):
 
     def get(self, worker: WorkerKey, default: int = 0) -> int:  # type: ignore[override]
         """Asked for every candidate: without an exception for those that hold nothing."""
-        return max(part.tokens(worker) for part in self._parts) or default
+        most = 0
+        for part in self._parts:
+            tokens = part.blocks.depth_of(worker, part.levels) * part.block_size
+            if tokens > most:
+                most = tokens
+        return most or default
 
     def __contains__(self, worker: object) -> bool:
         return isinstance(worker, tuple) and self.get(worker) > 0

@@ -46,7 +46,10 @@ class Places:
 
     def num_in_lane(self, lane: Hashable, below: int) -> int:
         """Of the lane, of ranks that come before `below`."""
-        return sum(self._by_lane.get((lane, rank), 0) for rank in range(below))
+        num, by_lane = 0, self._by_lane
+        for rank in range(below):  # asked about each forecast, several times
+            num += by_lane.get((lane, rank), 0)
+        return num
 
     def open(self, ticket: Ticket, tally: Tally) -> None:
         """A new ticket, that waits: its tenant is charged what it is expected to take."""

@@ -147,6 +147,8 @@ class _Look:
     def holders(self, ranking: Ranking) -> list[Engine]:
         """Workers with the most of the prompt; where there are very many of them, of those that `ranking` puts first."""
         cached, engines = self._demand.cached_tokens, self._group.engines
+        if not cached:
+            return []
         if len(cached) > MAX_HOLDERS:
             some = islice(_engines(self._group, ranking), MAX_HOLDERS)
             return self._most([(cached[engine.key], engine.key[0]) for engine in some if engine.key in cached])

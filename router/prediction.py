@@ -107,12 +107,13 @@ class Engine:
 
     `rows` sequences get a token in every step of now, `rows_soon` with those about to decode; `step_s` is a step of the former
     alone, `others_s` one of the latter, `chunk` what fits into a step beside the former. `free_tokens` and `free_seqs` are room,
-    `largest` what it could ever hold. `busy`: has it anything to do?
+    `largest` what it could ever hold. `sent_ahead_s`: until a new prompt's turn, but for what was reported.
+    `busy`: has it anything to do?
     """
 
     __slots__ = (
         "busy", "chunk", "context_soon", "dispatched_s", "free_seqs", "free_tokens", "key", "largest", "model", "others_s",
-        "queued_s", "queued_tokens", "reported_s", "rows", "rows_soon", "share", "share_soon",
+        "queued_s", "queued_tokens", "reported_s", "rows", "rows_soon", "sent_ahead_s", "share", "share_soon",
         "slack_s", "step_s", "view",
     )  # fmt: skip
 
@@ -140,6 +141,7 @@ class Engine:
         self.queued_tokens = waiting + sent
         self.reported_s = self._lasts_s(reported_s, waiting) if waiting else 0.0
         self.dispatched_s = self._lasts_s(self.queued_s, self.queued_tokens) - self.reported_s if sent else 0.0
+        self.sent_ahead_s = self.dispatched_s + self.step_s / 2 if self.rows else self.dispatched_s
         self.busy = self.rows_soon > 0 or waiting + sent > 0
         self.free_tokens = (view.num_free_blocks - view.dispatched_blocks) * view.block_size
         self.free_seqs = view.max_num_seqs - view.num_seqs - view.dispatched_seqs
@@ -161,7 +163,7 @@ class Engine:
 
     def ahead_s(self, now: float) -> float:
         """Until the prompts that are here already have been computed, with half a step that is under way."""
-        ahead_s = self.dispatched_s + self.step_s / 2 if self.rows else self.dispatched_s
+        ahead_s = self.sent_ahead_s
         if not self.reported_s:
             return ahead_s
         age_s = now - self.view.figures_at
@@ -206,8 +208,11 @@ def miss(value_s: float, goal_s: float | None) -> float:
     """How likely an objective is to be missed, in [0, 1]: a prediction near the goal is worth half a miss."""
     if goal_s is None:
         return 0.0
-    share = (value_s / goal_s - 0.8) / 0.4
-    return 0.0 if share < 0 else 1.0 if share > 1 else share
+    part = value_s / goal_s
+    if part < 0.8:
+        return 0.0
+    share = (part - 0.8) / 0.4
+    return 1.0 if share > 1 else share
 
 
 def is_saturated(ttft_s: float, ahead_s: float, transit_s: float = 0.0) -> bool:

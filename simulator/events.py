@@ -28,7 +28,12 @@ class EventQueue:
 
     def after(self, delay_s: float, action: Action, *arguments: object) -> None:
         """As `at`, so many seconds from now."""
-        self.at(self.now + delay_s, action, *arguments)
+        now = self.now
+        at_s = now + delay_s
+        if not at_s >= now:
+            raise ValueError(f"delay_s: {delay_s} is not at or after 0")
+        heapq.heappush(self._heap, (at_s, self._num_put, action, arguments))
+        self._num_put += 1
 
     def stop(self) -> None:
         """Ends `run` after the present action."""

@@ -70,9 +70,12 @@ class Rows:
 
     def growth(self, num_steps: int) -> int:
         """Blocks that the next so many steps take."""
-        cycles, rest = divmod(num_steps, self._block_size)
-        growing, first = self._growing, -self.step
-        return cycles * len(self.members) + sum([growing[(first - i) % self._block_size] for i in range(rest)])
+        size, growing = self._block_size, self._growing
+        cycles, rest = divmod(num_steps, size)
+        end = -self.step % size + 1  # remainders take their turn downwards from the one before it, round
+        if rest <= end:
+            return cycles * len(self.members) + sum(growing[end - rest : end])
+        return cycles * len(self.members) + sum(growing[:end]) + sum(growing[end - rest :])
 
     def steps_within(self, num_free: int, num_steps: int) -> int:
         """How many of the next `num_steps` there are blocks for."""
