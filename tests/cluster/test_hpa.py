@@ -12,8 +12,7 @@ from tests.cluster.load import Load
 
 @pytest.fixture(scope="module")
 def adapter(mesh: Cluster) -> Adapter:
-    """Asked by the API server; an HPA follows it. What the tests before have left is scaled down first: a dry run that has not
-    seen a request yet leaves what is there."""
+    """Asked by the API server; an HPA follows it. What the tests before left is scaled down first."""
     Autoscaler(mesh).begin()
     mesh.wait_for(lambda: len(mesh.pods(DECODE)) == 1 == mesh.replicas(DECODE), "one decode worker", timeout_s=150)
     adapter = Adapter(mesh)
