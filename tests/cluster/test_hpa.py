@@ -12,8 +12,9 @@ from tests.cluster.load import Load
 
 @pytest.fixture(scope="module")
 def adapter(mesh: Cluster) -> Adapter:
-    """Asked by the API server; an HPA follows it."""
+    """Asked by the API server; an HPA follows it. What the tests before left is scaled down first."""
     Autoscaler(mesh).begin()
+    mesh.wait_for(lambda: len(mesh.pods(DECODE)) == 1 == mesh.replicas(DECODE), "one decode worker", timeout_s=150)
     adapter = Adapter(mesh)
     adapter.begin()
     return adapter
