@@ -67,6 +67,7 @@ mesh: $(READY) model kernels
 	$(BIN)/python -m pytest tests/mesh || $(ONCE_MORE) tests/mesh
 
 test-k8s: $(READY) model kernels  ## the manifests and the autoscaler on a real API server, built once into the cache (not part of `make test`)
+	$(BIN)/python -m tests.cluster.manifests --cache $${XDG_CACHE_HOME:-$$HOME/.cache}/pdmesh/manifests
 	$(BIN)/python -m tests.cluster.build
 	$(BIN)/python -m pytest tests/cluster
 
