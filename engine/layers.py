@@ -48,7 +48,7 @@ class Linear(Protocol):
 
 
 class DenseLinear:
-    """torch's own product: float16 on CPU, and everything on CUDA."""
+    """torch's own product: float16 on CPU, bfloat16 where the processor is older than oneDNN asks for, and everything on CUDA."""
 
     kind = "torch"
 
@@ -76,11 +76,17 @@ class PackedLinear:
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """weight [out, in], bias [out]: the fastest map for their device and dtype."""
-    can_pack = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if can_pack and has_onednn and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if weight.device.type == "cpu" and has_onednn and hasattr(torch.ops.mkldnn, "_linear_pointwise") and _packs(weight.dtype):
         return PackedLinear(weight, bias)
     return DenseLinear(weight, bias)
+
+
+def _packs(dtype: torch.dtype) -> bool:
+    """oneDNN computes in bfloat16 only on processors with AVX-512 or AVX-NE-CONVERT, and refuses on others."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
 
 
 class GatedMLP:
