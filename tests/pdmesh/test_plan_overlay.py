@@ -56,10 +56,11 @@ def _written(tmp_path: Path, planned: tuple[Plan, Subject], base: str, served: S
     return {name_of(manifest): manifest for manifest in render(folder)}
 
 
-def _configs(found: dict[tuple[str, str], Manifest], name: str) -> tuple[Workload, WorkerConfig | RouterConfig]:
+def _configs(found: dict[tuple[str, str], Manifest], name: str, folder: Path) -> tuple[Workload, WorkerConfig | RouterConfig]:
+    """`folder`: where files of Secrets are laid."""
     workload = Workload(found["Deployment", name])
     (container,) = [each for each in workload.containers if each["name"] == name.removeprefix("pdmesh-")]
-    loaded = config_of(workload, container, TlsConfig())
+    loaded = config_of(workload, container, TlsConfig(tls_cert=str(folder / "tls.crt")))
     assert isinstance(loaded, WorkerConfig | RouterConfig)
     return workload, loaded
 
@@ -69,12 +70,12 @@ def test_on_gpus(tmp_path: Path, on_gpus: tuple[Plan, Subject]) -> None:
     point = on_gpus[0].chosen.point
     assert found["Deployment", "pdmesh-decode"]["spec"]["replicas"] == point.size.num_decode >= 1
     assert found["Deployment", "pdmesh-prefill"]["spec"]["replicas"] == 0
-    workload, worker = _configs(found, "pdmesh-decode")
+    workload, worker = _configs(found, "pdmesh-decode", tmp_path)
     assert isinstance(worker, WorkerConfig)
     assert (worker.engine.max_num_seqs, worker.engine.max_num_batched_tokens) == (64, 2048)
     assert (worker.engine.model, worker.served_name, worker.engine.kv_memory_share) == ("/models/llama3-8b", "llama3-8b", 0.85)
     assert workload.containers[-1]["resources"]["limits"]["nvidia.com/gpu"] == "1"
-    _, router = _configs(found, "pdmesh-router")
+    _, router = _configs(found, "pdmesh-router", tmp_path)
     assert isinstance(router, RouterConfig)
     assert router.model_folders() == {"llama3-8b": "/models/llama3-8b"}
     assert router.max_inflight >= point.num_seats
@@ -84,7 +85,7 @@ def test_on_cpus(tmp_path: Path, on_cpus: tuple[Plan, Subject]) -> None:
     found = _written(tmp_path, on_cpus, "cpu", Served("smollm2", 2, 0.1))
     size = on_cpus[0].chosen.point.size
     for pool, replicas in (("decode", size.num_decode), ("prefill", size.num_prefill)):
-        workload, worker = _configs(found, f"pdmesh-{pool}")
+        workload, worker = _configs(found, f"pdmesh-{pool}", tmp_path)
         assert found["Deployment", f"pdmesh-{pool}"]["spec"]["replicas"] == replicas >= 1
         assert isinstance(worker, WorkerConfig)
         assert worker.engine.num_threads == 2
