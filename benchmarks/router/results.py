@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import RESULTS, Figure, say, this_machine
@@ -22,12 +23,17 @@ def merged(document: Mapping[str, Any], part: str, figures: Sequence[Figure]) ->
 
 def save(part: str, figures: Sequence[Figure]) -> None:
     """Writes them beside the others' where the documents point to, with this machine and the command."""
-    known = json.loads(PATH.read_text()) if PATH.exists() else {}
-    head = {"machine": asdict(this_machine()), "command": "make bench-router", "model": MODEL}
+    save_to(PATH, {"command": "make bench-router", "model": MODEL}, part, figures)
+
+
+def save_to(path: Path, command: Mapping[str, str], part: str, figures: Sequence[Figure]) -> None:
+    """Into the results file of any benchmark that has parts."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    head = {"machine": asdict(this_machine()), **command}
     document = {**head, **merged({**known, **head}, part, figures)}
     RESULTS.mkdir(exist_ok=True)
-    PATH.write_text(json.dumps(document, indent=1) + "\n")
-    say(f"{part}: wrote benchmarks/results/{PATH.name}")
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    say(f"{part}: wrote benchmarks/results/{path.name}")
 
 
 def reached(figure: Figure) -> bool | None:
