@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 RELEASE = "bookworm"
-DEBIAN = "http://deb.debian.org/debian"
+MIRROR = "PDMESH_DEBIAN_MIRROR"
+"""Names a mirror of Debian where this system fetches from none."""
+
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 
 
@@ -64,11 +66,13 @@ class Apt:
 
 
 def _mirror() -> str:
-    """Where this system itself fetches Debian from, if it does."""
+    """Where this system itself fetches Debian from, or where MIRROR says. Raises BuildFailed."""
     command = ["apt-get", "indextargets", "--format", "$(ORIGIN)|$(CODENAME)|$(REPO_URI)"]
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     own = [line.split("|")[2] for line in lines if line.startswith(f"Debian|{RELEASE}|")]
-    return own[0] if own else DEBIAN
+    if not (found := os.environ.get(MIRROR) or (own[0] if own else "")):
+        raise BuildFailed(f"apt here knows no mirror of Debian's {RELEASE}; set {MIRROR} to the URL of one")
+    return found
 
 
 def unpacked(debs: Sequence[Path], target: Path) -> Path:
