@@ -31,7 +31,7 @@ def traffic_of(
     seconds = sum(each.seconds for each in window)
     return Traffic(
         rate_per_s=counts.num_arrived / seconds,
-        lengths=_lengths(counts),
+        lengths=lengths_of(counts),
         window_s=seconds,
         burstiness=_burstiness(by_router.values()),
         num_queued=sum(told.num_queued for told in waiting),
@@ -60,8 +60,8 @@ def _by_router(window: Iterable[Round]) -> dict[Key, Counts]:
     return by_router
 
 
-def _lengths(counts: Counts) -> Lengths | None:
-    """None while nobody has come, or nobody has been answered."""
+def lengths_of(counts: Counts) -> Lengths | None:
+    """Of the requests; None while nobody has come, or nobody has been answered."""
     if not counts.num_arrived or not counts.num_answered:
         return None
     inputs, outputs = (max(1.0, each) for each in (_mean(counts, "input", "arrived"), _mean(counts, "output", "answered")))

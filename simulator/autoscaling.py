@@ -1,19 +1,25 @@
 """A simulated mesh whose pools somebody scales: the autoscaler's own policy, or another.
 
 every period:  workers' figures, routers' counters ─► Seen ─► scaler ─► Wanted ─► flips, pods that start, pods that drain
+
+What is seen is reckoned by the autoscaler's own code (`autoscaler/collect_*.py`, `starts.py`), as its loop does.
 """
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from autoscaler.collect_counts import Counts
+from autoscaler.collect_pools import Pools, idlest
+from autoscaler.plan import STUCK_STARTS
+from autoscaler.platform import Asked
 from autoscaler.policy import Policy
 from autoscaler.settings import AutoscalerSettings
-from autoscaler.views import PoolName, PoolView, Snapshot
-from planning.capacity_load import Goals, Limits
+from autoscaler.starts import Starts
+from autoscaler.views import PoolName, Snapshot
+from planning.capacity_load import Goals
 from planning.objectives import ModelObjective
-from simulator.autoscaling_watch import Totals, Watch
+from simulator.autoscaling_watch import Watch, seen_worker
 from simulator.figures import Figures
 from simulator.mesh import Audience, Mesh
 from simulator.settings import MeshSettings
@@ -28,10 +34,10 @@ SAMPLE_S = 1.0
 @dataclass(frozen=True)
 class Seen:
     """All that can be known at one moment. `busy`: share of the latest period in which a ready worker of the pool had a step
-    under way; `num_waiting`: prompts that wait in the workers of the pool; `totals` of all requests so far."""
+    under way; `num_waiting`: prompts that wait in the workers of the pool; `counts` of all routers so far."""
 
     snapshot: Snapshot
-    totals: Totals
+    counts: Counts
     busy: Mapping[PoolName, float]
     num_waiting: Mapping[PoolName, int]
 
@@ -79,8 +85,8 @@ class OwnScaler:
 
 @dataclass(frozen=True)
 class AutoscaledSettings:
-    """`start_s`: from asking for a pod until it serves; `period_s` of decisions; `window_s` over which arrivals are counted, in
-    whole periods."""
+    """`start_s`: from asking for a pod until it serves; `period_s` of decisions; `window_s` over which rates and latencies are
+    taken, in whole periods."""
 
     start_s: float = 60.0
     period_s: float = 5.0
@@ -113,7 +119,6 @@ class _Pod:
     home: PoolName
     pool: PoolName
     asked_s: float
-    is_ready: bool = False
     is_draining: bool = False
     num_samples: int = 0
     num_busy: int = 0
@@ -133,13 +138,13 @@ class Autoscaled:
         seed: int = 0,
     ) -> None:
         self.settings = settings or AutoscaledSettings()
-        self.watch = Watch(audience)
+        self.watch = Watch(audience, mesh_settings.num_routers, self.settings.window_s)
         prefix_tokens = next(iter(specs.values())).prefix_tokens
         self.mesh = Mesh(mesh_settings, self.watch, prefix_tokens=prefix_tokens, seed=seed)
         self.moments: list[Moment] = []
         self._specs, self._scaler, self._quantile = specs, scaler, _quantile(mesh_settings.objective)
         self._pods: dict[str, _Pod] = {}
-        self._history: deque[Totals] = deque([Totals()])
+        self._starts = {pool: Starts(STUCK_STARTS * self.settings.start_s) for pool in specs}
 
     def start(self, replicas: Mapping[PoolName, int]) -> None:
         """Pods that serve from the beginning."""
@@ -162,44 +167,33 @@ class Autoscaled:
                 pod.num_busy += worker.course is not None
 
     def seen(self) -> Seen:
-        """What is known now."""
+        """What is known now; to be asked once a period."""
         now, figures = self.mesh.events.now, self.mesh.figures()
-        self._notice(figures)
-        window_s = min(now, self.settings.period_s * len(self._history)) or self.settings.period_s
-        traffic = self.watch.traffic(now, self._history[0], window_s, self.mesh.num_waiting, self._quantile)
-        snapshot = Snapshot(now, traffic, tuple(self._view(pool, figures, now) for pool in self._specs))
+        self._forget_gone(figures, now)
+        self.watch.look(now)
+        pools = self._pools(figures, now)
+        pools.follow(self._starts, now)
+        snapshot = Snapshot(now, self.watch.traffic(self._quantile), pools.views(self._starts, now, now))
         busy = {pool: self._busy(pool) for pool in self._specs}
         waiting = {pool: sum(figures[name].num_waiting for name in self._ready(pool)) for pool in self._specs}
-        return Seen(snapshot, self.watch.totals.copy(), busy, waiting)
+        return Seen(snapshot, self.watch.counts, busy, waiting)
 
-    def _notice(self, figures: Mapping[str, Figures]) -> None:
-        """Who serves now, and who is gone."""
+    def _forget_gone(self, figures: Mapping[str, Figures], now: float) -> None:
         for name, pod in list(self._pods.items()):
-            pod.is_ready = name in figures and not figures[name].draining
-            if name not in figures and (pod.is_draining or self.mesh.events.now > pod.asked_s + self.settings.start_s):
+            if name not in figures and (pod.is_draining or now > pod.asked_s + self.settings.start_s):
                 del self._pods[name]
 
-    def _view(self, pool: PoolName, figures: Mapping[str, Figures], now: float) -> PoolView:
-        ready, spec = self._ready(pool), self._specs[pool]
-        starting = [
-            now - pod.asked_s for pod in self._pods.values() if pod.pool is pool and not (pod.is_ready or pod.is_draining)
-        ]
-        total = sum(figures[name].num_total_blocks for name in ready)
-        used = total - sum(figures[name].num_free_blocks for name in ready)
-        limits = Limits(spec.max_num_batched_tokens, spec.max_num_seqs, spec.num_blocks * spec.block_size)
-        return PoolView(
-            pool,
-            len(ready),
-            tuple(starting),
-            sum(pod.pool is pool and pod.is_draining for pod in self._pods.values()),
-            latency=spec.speed if ready else None,
-            limits=limits if ready else None,
-            kv_occupancy=used / total if total else 0.0,
-            num_borrowed=sum(self._pods[name].home is not pool for name in ready),
+    def _pools(self, figures: Mapping[str, Figures], now: float) -> Pools:
+        asked = {pool: sum(pod.home is pool and not pod.is_draining for pod in self._pods.values()) for pool in self._specs}
+        workers = tuple(
+            seen_worker(name, figures[name], self._specs[pod.home], now, pool=pod.pool, home=pod.home)
+            for name, pod in self._pods.items()
+            if name in figures
         )
+        return Pools({pool: Asked(replicas) for pool, replicas in asked.items()}, workers)
 
     def _ready(self, pool: PoolName) -> list[str]:
-        return [name for name, pod in self._pods.items() if pod.pool is pool and pod.is_ready and not pod.is_draining]
+        return [name for name, pod in self._pods.items() if pod.pool is pool and self.mesh.takes_work(name)]
 
     def _busy(self, pool: PoolName) -> float:
         pods = [self._pods[name] for name in self._ready(pool)]
@@ -217,20 +211,15 @@ class Autoscaled:
         pods = {view.name: (view.num_ready, len(view.starting_ages_s), view.num_draining) for view in seen.snapshot.pools}
         rate = seen.snapshot.traffic.rate_per_s
         self.moments.append(Moment(seen.snapshot.now_s, pods, rate, changes, wanted.moves, wanted.reasons))
-        self._history.append(seen.totals)
-        while len(self._history) > max(1, round(self.settings.window_s / self.settings.period_s)):
-            self._history.popleft()
         for pod in self._pods.values():
             pod.num_samples = pod.num_busy = 0
 
     def _move(self, move: Move) -> None:
-        """Those with the least to do, and lent ones first."""
         prefill, decode = ROLES[move.taker]
-        for name in sorted(self._ready(move.giver), key=lambda name: (self._pods[name].home is not move.taker, self._work(name)))[
-            : move.num
-        ]:
-            self._pods[name].pool = move.taker
-            self.mesh.set_roles(name, prefill=prefill, decode=decode)
+        pools = self._pools(self.mesh.figures(), self.mesh.events.now)
+        for worker in idlest(pools.here(move.giver), move.taker, move.num):
+            self._pods[worker.worker_id].pool = move.taker
+            self.mesh.set_roles(worker.worker_id, prefill=prefill, decode=decode)
 
     def _resize(self, pool: PoolName, replicas: int) -> int:
         """Returns how many were asked for, or below zero how many go."""
@@ -250,8 +239,8 @@ class Autoscaled:
 
     def _drain(self, live: list[str], num: int) -> None:
         """Those that start, the latest first; then those with the least to do."""
-        starting = sorted((name for name in live if not self._pods[name].is_ready), key=lambda name: -self._pods[name].asked_s)
-        ready = sorted((name for name in live if self._pods[name].is_ready), key=self._work)
+        starting = sorted((name for name in live if not self.mesh.takes_work(name)), key=lambda name: -self._pods[name].asked_s)
+        ready = sorted((name for name in live if self.mesh.takes_work(name)), key=self._work)
         for name in [*starting, *ready][:num]:
             self._pods[name].is_draining = True
             self.mesh.drain_worker(name)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from autoscaler.collect_counts import Counts
+from autoscaler.collect_traffic import lengths_of
 from autoscaler.settings import AutoscalerSettings
 from autoscaler.views import PoolName
 from benchmarks.autoscale.dynamo import DynamoPlanner, DynamoSettings, Interval
 from benchmarks.autoscale.rivals import Hpa, HpaSettings
 from benchmarks.autoscale.scenario import Scenario
 from planning.capacity_load import Limits, Worker
+from planning.durations import middle_s
 from simulator.autoscaling import Autoscaled, Moment, OwnScaler, Scaler, Seen, Wanted, goals_of, reversals
-from simulator.autoscaling_watch import Totals
 from simulator.results import Results, Window
 from simulator.traces import Arrival
 from simulator.worker_spec import WorkerSpec
@@ -140,29 +142,30 @@ def hpa_queue(scenario: Scenario) -> Scaler:
 
 
 def dynamo(scenario: Scenario) -> Scaler:
-    """Dynamo's planner: throughput-based scaling as published, every 180 s."""
+    """Dynamo's planner: throughput-based scaling as published, every 180 s; on what our routers count, TTFT from the choice of
+    workers on."""
     worker = worker_of(scenario.spec)
     planner = DynamoPlanner(DynamoSettings(worker, worker, goals_of(scenario.objective)))
-    before = Totals()
+    before = Counts()
 
     def decide(seen: Seen) -> dict[PoolName, int]:
         nonlocal before
-        interval, before = seen.totals.since(before), seen.totals
+        interval, before = seen.counts - before, seen.counts
         views = {view.name: view for view in seen.snapshot.pools}
-        lengths = interval.lengths
+        lengths = lengths_of(interval)
         if lengths is None or seen.snapshot.now_s < 60.0:
             return {pool: views[pool].num_replicas for pool in POOLS}
-        answered = interval.num_answered
-        told = Interval(
-            interval.num_arrived,
-            lengths,
-            interval.ttft_s / answered if answered else None,
-            interval.tpot_s / interval.num_spaced if interval.num_spaced else None,
-        )
+        told = Interval(interval.num_arrived, lengths, _mean_s(interval.ttft_observed), _mean_s(interval.tpot_observed))
         prefill, decode = planner.decide(told, views[PoolName.DECODE].num_ready)
         return {PoolName.PREFILL: prefill, PoolName.DECODE: decode}
 
     return _Held(180.0, decide)
+
+
+def _mean_s(durations: Counter[int]) -> float | None:
+    """Of classes (`planning/durations.py`); None without any."""
+    num = durations.total()
+    return sum(count * middle_s(number) for number, count in durations.items()) / num if num else None
 
 
 def worker_of(spec: WorkerSpec) -> Worker:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from autoscaler.collect_counts import Counts
 from autoscaler.views import PoolName, PoolView, Snapshot, Traffic
 from benchmarks.autoscale import oracle
 from benchmarks.autoscale.contest import fixed, play
 from benchmarks.autoscale.scenario import SCENARIOS, Scenario, quick, surge
 from simulator.autoscaling import Seen, Wanted
-from simulator.autoscaling_watch import Totals
 
 PREFILL, DECODE = PoolName.PREFILL, PoolName.DECODE
 
@@ -98,7 +98,7 @@ def test_the_oracle_serves_a_load_with_fewer_pods_than_always_having_the_most() 
 
 def _seen(at_s: float) -> Seen:
     snapshot = Snapshot(at_s, Traffic(0.0, None), (PoolView(PREFILL, 1), PoolView(DECODE, 1)))
-    return Seen(snapshot, Totals(), {}, {})
+    return Seen(snapshot, Counts(), {}, {})
 
 
 def test_scalers_are_asked_by_their_own_clock() -> None:

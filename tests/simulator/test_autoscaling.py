@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from autoscaler.collect_traffic import USUAL_GAPS
 from autoscaler.settings import AutoscalerSettings
 from autoscaler.views import PoolName
 from planning.objectives import ModelObjective
@@ -71,7 +72,7 @@ def test_a_scaler_sees_what_came_and_who_serves() -> None:
     assert snapshot.now_s == 30.0
     traffic, (prefill, decode) = snapshot.traffic, snapshot.pools
     assert traffic.rate_per_s == pytest.approx(10.0, rel=0.02) and traffic.window_s == 15.0
-    assert traffic.burstiness == pytest.approx(0.0, abs=0.01)
+    assert traffic.burstiness == pytest.approx(USUAL_GAPS / (150 + USUAL_GAPS)), "150 even gaps, and those believed in before"
     assert traffic.lengths is not None
     assert (traffic.lengths.input_tokens, traffic.lengths.output_tokens) == (200, 20)
     assert traffic.ttft.observed_s is not None and traffic.ttft.predicted_s is not None
@@ -89,7 +90,7 @@ def test_pods_take_their_time_and_are_paid_for_from_when_they_are_asked_for() ->
     assert ready[55.0] == (3, 0, 0)
     assert mesh.mesh.pod_seconds()["prefill"] == pytest.approx(mesh.mesh.events.now + 2 * (mesh.mesh.events.now - 20.0))
     ages = [seen.snapshot.pools[0].starting_ages_s for seen in script.seen if seen.snapshot.now_s == 30.0]
-    assert ages == [(10.0, 10.0)]
+    assert ages == [(5.0, 5.0)], "who looks every 5 s knows at 25 s of what was asked for at 20 s"
 
 
 def test_who_goes_finishes_what_it_has_and_who_starts_goes_first() -> None:
