@@ -18,6 +18,7 @@ from router.demands import NOBODY, demand_of
 from router.health import Role
 from router.job import Job
 from router.prefill_call import PrefillTarget
+from router.room_line import Turn
 from router.roster import Roster
 from router.timings import RequestTimings
 from router.views import Mode, WorkerKey, WorkerView
@@ -87,10 +88,12 @@ class Placer:
             if isinstance(placed, Placed):
                 return placed
         turn = line.enter(key, need.job.priority, need.job.tenant, interrupted=need.interrupted)
+        placed = None
         try:
-            return await self._wait_for_place(need, turn.ahead)
+            placed = await self._wait_for_place(need, turn)
+            return placed
         finally:
-            line.leave(key, turn)
+            line.leave(key, turn, placed=placed is not None)
 
     def next_prefill(self, leg: DecodeLeg, need: Need, tried: frozenset[WorkerKey]) -> PrefillTarget | None:
         """Another prefill worker for a reservation that stands; None if there is none that was not tried."""
@@ -121,17 +124,18 @@ class Placer:
         """The prompt's blocks are on these workers now."""
         self._core.prefixes.remember(job, incarnations)
 
-    async def _wait_for_place(self, need: Need, ahead: asyncio.Event) -> Placed:
-        """At the head of the line: try at every change, until the limit for what is missing has passed."""
+    async def _wait_for_place(self, need: Need, turn: Turn) -> Placed:
+        """Among the first of the line: try at every change, until the limit for what is missing has passed."""
         loop = asyncio.get_running_loop()
         began, waiting_ns = loop.time(), timings.now_ns()
         while True:
             change = self._core.fleet.openings.next
-            if await wait_at_most(ahead, RETRY_PERIOD_S):
+            if await wait_at_most(turn.may_try, RETRY_PERIOD_S):
                 need.timings.queued(waiting_ns)  # what the tries take is route, reserve or retry time
                 placed = await self._try_all(need, frozenset())
                 if isinstance(placed, Placed):
                     return placed
+                self._core.room.failed(need.line_key)
                 waiting_ns = timings.now_ns()
                 self._check_limit(placed, need, loop.time() - began)
                 await asyncio.sleep(MIN_RETRY_GAP_S)

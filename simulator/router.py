@@ -61,8 +61,8 @@ class Router:
 
     def placed(self, stay: Stay) -> None:
         """Its worker has reserved for it."""
-        if self._line.is_head(stay.request):
-            self._line.left()
+        if self._line.is_trying(stay.request):
+            self._line.left(stay.request)
 
     def turned_down(self, stay: Stay, refused: frozenset[WorkerKey]) -> None:
         """Its worker had no room: the next one."""
@@ -72,8 +72,8 @@ class Router:
         """Its decode worker is lost: somewhere else, in front of those who have not begun."""
         request = stay.request
         request.num_resubmissions += 1
-        if self._line.is_head(request):  # its Submit was under way
-            self._line.failed()
+        if self._line.is_trying(request):  # its Submit was under way
+            self._line.failed(request)
             return
         if request.num_resubmissions > self._settings.max_resubmissions:
             self._leave(request, End.LOST, "resubmissions")
@@ -127,8 +127,8 @@ class Router:
             self._submit(request, decided, refused)
 
     def _no_place(self, request: Request, nothing: NoPlacement, *, is_full: bool) -> None:
-        is_head = self._line.is_head(request)
-        waited_s = self._events.now - request.waits_since if is_head and request.waits_since is not None else 0.0
+        is_trying = self._line.is_trying(request)
+        waited_s = self._events.now - request.waits_since if is_trying and request.waits_since is not None else 0.0
         settings, reason = self._settings, ""
         short_s = settings.resubmit_timeout_s if request.num_resubmissions else settings.place_timeout_s
         if nothing.never:
@@ -138,11 +138,11 @@ class Router:
         elif not is_full and waited_s > short_s:
             reason = "no_worker"
         if reason:
-            if is_head:
-                self._line.left()
+            if is_trying:
+                self._line.left(request, placed=False)
             self._leave(request, End.LOST if request.num_resubmissions else End.REFUSED, reason)
-        elif is_head:
-            self._line.failed()
+        elif is_trying:
+            self._line.failed(request)
         else:
             self._line.join(request)
 

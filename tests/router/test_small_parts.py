@@ -75,11 +75,11 @@ def test_room_line_serves_by_priority_then_arrival() -> None:
     line = RoomLine()
     assert line.is_empty("m")
     first, second, urgent = line.enter("m", 2), line.enter("m", 2), line.enter("m", 1)
-    assert [turn.ahead.is_set() for turn in (first, second, urgent)] == [False, False, True]
+    assert [turn.may_try.is_set() for turn in (first, second, urgent)] == [False, False, True]
     line.leave("m", urgent)
-    assert [turn.ahead.is_set() for turn in (first, second)] == [True, False]
+    assert [turn.may_try.is_set() for turn in (first, second)] == [True, False]
     line.leave("m", first)
-    assert second.ahead.is_set() and line.is_empty("other")
+    assert second.may_try.is_set() and line.is_empty("other")
     line.leave("m", second)
     assert line.is_empty("m")
 
@@ -90,10 +90,28 @@ def test_in_the_room_line_a_priority_passes_its_own_tenant_only_and_who_was_inte
     lost = line.enter("m", 3, "c", interrupted=True)
     order = []
     for _ in range(4):
-        (turn,) = [turn for turn in (own, other, urgent, lost) if turn.ahead.is_set() and turn not in order]
+        (turn,) = [turn for turn in (own, other, urgent, lost) if turn.may_try.is_set() and turn not in order]
         order.append(turn)
         line.leave("m", turn)
     assert order == [lost, urgent, other, own]
+
+
+def test_in_the_room_line_more_may_try_with_each_success_of_the_first_and_one_after_a_failure() -> None:
+    line = RoomLine()
+    turns = [line.enter("m", 2, "a") for _ in range(9)]
+    allowed = []
+    for place, turn in enumerate(turns[:3], 1):
+        line.leave("m", turn, placed=True)
+        allowed.append(sum(other.may_try.is_set() for other in turns[place:]))
+    assert allowed == [2, 4, 6]  # there are no more than six left
+    late = line.enter("m", 2, "b")
+    assert late.may_try.is_set()  # the eighth of eight that may
+    line.failed("m")
+    assert [turn.may_try.is_set() for turn in (*turns[3:], late)] == [True] + 6 * [False]
+    line.leave("m", turns[5], placed=True)  # its try was under way; the first has still found nothing
+    assert [turn.may_try.is_set() for turn in (turns[3], turns[4])] == [True, False]
+    line.leave("m", turns[3], placed=False)  # its client has left
+    assert [turn.may_try.is_set() for turn in (turns[4], turns[6])] == [True, False]
 
 
 async def test_changes_are_not_missed() -> None:
