@@ -146,7 +146,7 @@ async def _serve(config: LocalMeshConfig, scaling: AutoscaleOptions) -> int:
     _say(f"starting; logs in {mesh.log_dir}")
     try:
         async with mesh:
-            print(_summary(mesh), flush=True)
+            print(_summary(mesh, scaling), flush=True)
             async with _scaled(mesh, scaling):
                 await stop.wait()
             _say("stopping (Ctrl-C again: at once)")
@@ -168,8 +168,8 @@ async def _scaled(mesh: LocalMesh, scaling: AutoscaleOptions) -> AsyncIterator[N
         yield
 
 
-def _summary(mesh: LocalMesh) -> str:
-    """What runs where, and what to do next."""
+def _summary(mesh: LocalMesh, scaling: AutoscaleOptions) -> str:
+    """What runs where, and what to do next. Raises ConfigError."""
     config = mesh.config
     routers = ",".join(mesh.router_addresses)
     flag = "" if routers == DEFAULT_ADDRESS else f" --router {routers}"
@@ -180,6 +180,7 @@ def _summary(mesh: LocalMesh) -> str:
             "",
             *_tls_lines(config),
             f"{config.name_of_model} on {config.device}; logs in {mesh.log_dir}",
+            *scaling.summary(config, mesh.log_dir),
             *(f"OpenAI's API: {url}/v1" for url in mesh.http_urls),
             f'try: pdmesh chat{flag} "What is the capital of France?" --temperature 0',
             "stop: Ctrl-C",

@@ -107,6 +107,25 @@ class AutoscaleOptions:
         path.write_text(f'["{config.name_of_model}"]\n{bounds}', encoding="utf-8")
         return path
 
+    def summary(self, config: LocalMeshConfig, folder: Path) -> list[str]:
+        """What it will do, in lines for the terminal; decisions go to `folder`. Nothing unless it is on. Raises ConfigError."""
+        if not self.autoscale:
+            return []
+        objective = objective_of(str(self.objectives_file(config, folder)), config.name_of_model)
+        promise = f"TTFT {objective.ttft_ms} ms, TPOT {objective.tpot_ms} ms for {100 * objective.quantile:g} % of requests"
+        return [
+            f"autoscaling is on: {self._bounds(config)}",
+            f"objectives: {promise}",
+            f"decisions: {folder / DECISIONS_FILE}",
+        ]
+
+    def _bounds(self, config: LocalMeshConfig) -> str:
+        """Workers of each kind, of which the other kind always keeps its fewest."""
+        least, most = self.min_workers, config.max_workers
+        if config.num_both:
+            return f"{least}–{most} workers"
+        return f"{least}–{most - least} prefill and {least}–{most - least} decode workers, at most {most} in all"
+
 
 def local_loop(
     mesh: LocalMesh, options: AutoscaleOptions, objectives: Path, say: Callable[[str], None], settings: LoopSettings | None = None
