@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoscaler.decision import Decision, PoolDecision
+from autoscaler.decision import Decision, Flip, PoolDecision
 from autoscaler.loop_restraint import FailedStarts, restrained
 from autoscaler.plan import STUCK_STARTS
 from autoscaler.settings import PoolSettings
@@ -113,3 +113,14 @@ def test_one_is_awaited_unless_fewer_than_serve_would_do() -> None:
         decision = restrained(Decision((PoolDecision(DECODE, 5, wanted, "so many come"),)), failed)
         assert decision.replicas(DECODE) == kept
         assert (decision.pools[0].held == "failed starts") == (kept == 5)
+
+
+def test_pools_whose_replicas_do_not_start_do_not_grow() -> None:
+    decision = Decision((PoolDecision(PREFILL, 2, 2, "enough"), PoolDecision(DECODE, 2, 5, "more come")))
+    kept = restrained(decision, {DECODE: FailedStarts(2, "2 have not started")})
+    assert kept.replicas(DECODE) == 2 and "more come; but 2 have not started" in kept.reason
+    assert restrained(decision, {}) == decision
+    shrinking = Decision((PoolDecision(DECODE, 5, 1, "fewer come"),))
+    assert restrained(shrinking, {DECODE: FailedStarts(2, "2 have not started")}) == shrinking
+    lending = Decision((PoolDecision(PREFILL, 1, 2, "more come"),), (Flip(DECODE, PREFILL, 1),))
+    assert restrained(lending, {PREFILL: FailedStarts(1, "1 has not started")}) == lending, "who changes roles need not start"
