@@ -28,6 +28,7 @@ class MemoryPlatform:
     def __init__(self, prefill: int = 1, decode: int = 1) -> None:
         self.asked = {PREFILL: prefill, DECODE: decode}
         self.scaled: list[tuple[PoolName, int, str]] = []
+        self.failed_starts: list[tuple[PoolName, str]] = []
         self.saved: State | None = None
         self.broken: str = ""
         self.is_leader = True
@@ -43,6 +44,9 @@ class MemoryPlatform:
             raise PlatformError(self.broken)
         self.scaled.append((decision.name, replicas, decision.reason))
         self.asked[decision.name] = replicas
+
+    async def starts_failed(self, name: PoolName, problem: str) -> None:
+        self.failed_starts.append((name, problem))
 
     async def load(self) -> State | None:
         return self.saved

@@ -7,8 +7,9 @@ import dataclasses
 from autoscaler.decision import Flip
 from autoscaler.dry_run import DryRunPlatform, DryRunRoles
 from autoscaler.loop import Loop, LoopSettings
-from tests.autoscaler.collected import P, worker
-from tests.autoscaler.loop_scene import DECODE, PREFILL, MemoryPlatform, Scene, usual_router
+from autoscaler.settings import PoolSettings
+from tests.autoscaler.collected import D, P, worker
+from tests.autoscaler.loop_scene import DECODE, PREFILL, SETTINGS, MemoryPlatform, Scene, usual_router
 from tests.autoscaler.routers import serving, serving_worker, told_router
 
 
@@ -80,6 +81,26 @@ async def test_a_platform_that_refuses_is_asked_again() -> None:
         platform.broken = ""
         await scene.rounds(1, requests=80)
         assert platform.scaled
+        await scene.loop.close()
+
+
+async def test_starts_that_fail_are_told_once_until_some_succeed() -> None:
+    quick = PoolSettings(start_s=2.0)
+    settings = dataclasses.replace(SETTINGS, prefill=quick, decode=quick, cool_down_s=600.0, zero_after_s=600.0)
+    platform = MemoryPlatform(decode=2)
+    async with serving(router := usual_router()):
+        scene = Scene(router, platform, settings)
+        await scene.rounds(5)
+        assert not platform.failed_starts, "ten seconds are not over"
+        await scene.rounds(12)
+        told = "replicas: not started within 10 s, and counted for nothing now"
+        assert platform.failed_starts == [(DECODE, f"1 of 2 {told}")]
+        assert platform.asked[DECODE] == 2
+        router.status.workers.append(worker("d1", (D,)))
+        await scene.rounds(2)
+        del router.status.workers[-1]
+        await scene.rounds(12)
+        assert platform.failed_starts == 2 * [(DECODE, f"1 of 2 {told}")]
         await scene.loop.close()
 
 

@@ -36,6 +36,25 @@ def test_who_is_asked_for_no_more_was_asked_for_last() -> None:
     assert pool.ages_s(40.0) == (40.0,)
 
 
+def test_a_failure_lasts_until_somebody_comes_or_nobody_is_asked_for() -> None:
+    pool = Starts(60.0)
+    course: list[tuple[float, int, int, bool]] = [
+        (0.0, 2, 1, False),
+        (61.0, 2, 1, True),
+        (62.0, 3, 1, True),  # another is asked for in its place
+        (63.0, 1, 1, True),  # the pool swings
+        (70.0, 2, 1, True),
+        (71.0, 2, 2, False),  # it comes
+        (72.0, 3, 2, False),
+        (133.0, 3, 2, True),
+        (134.0, 2, 2, True),
+        (195.0, 2, 2, False),  # withdrawn for good
+    ]
+    for now_s, num_asked, num_serving, fails in course:
+        pool.update(now_s, num_asked, num_serving)
+        assert pool.is_failing(now_s) == fails, now_s
+
+
 def test_one_that_dies_is_one_that_starts() -> None:
     pool = Starts(60.0)
     pool.update(0.0, 2, 2)
