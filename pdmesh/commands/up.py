@@ -19,6 +19,7 @@ from pdmesh.commands.tls import exports
 from pdmesh.commands.up_autoscale import AutoscaleOptions, local_loop, scaled
 from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_plan import EMBEDDED_REDIS, LocalMeshConfig, check_packages
+from pdmesh.local_decisions import DecisionFile
 from pdmesh.render import palette
 from pdmesh.render_mesh import process_table
 from runtime.child import StartFailed
@@ -163,9 +164,12 @@ async def _scaled(mesh: LocalMesh, scaling: AutoscaleOptions) -> AsyncIterator[N
     if not scaling.autoscale:
         yield
         return
-    path = scaling.objectives_file(mesh.config, mesh.log_dir)
-    async with scaled(local_loop(mesh, scaling, path, _say)):
-        yield
+    path, shown = scaling.objectives_file(mesh.config, mesh.log_dir), DecisionFile(lambda: mesh.worker_addresses)
+    try:
+        async with scaled(local_loop(mesh, scaling, path, _say, listeners=[shown.decided])):
+            yield
+    finally:
+        shown.remove()
 
 
 def _summary(mesh: LocalMesh, scaling: AutoscaleOptions) -> str:

@@ -23,7 +23,9 @@ from autoscaler.loop_history import read_entries
 from autoscaler.platform import Asked
 from autoscaler.roles import RoleChanger
 from autoscaler.views import PoolName
+from pdmesh import cli, local_decisions
 from pdmesh.client import AsyncClient
+from pdmesh.commands.up import _scaled
 from pdmesh.commands.up_autoscale import DECISIONS_FILE, AutoscaleOptions, local_loop, scaled
 from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan
@@ -175,6 +177,19 @@ async def test_outages_hold_and_serve(separated: tuple[LocalMesh, Path]) -> None
         await eventually(lambda: len(texts(loop, "resume")) == num_held + 1, timeout_s=30)
         assert not texts(loop, "scale") and not texts(loop, "flip")
         assert {worker.name: worker.pid for worker in mesh.workers} == before
+
+
+async def test_status_shows_what_was_decided_and_why(
+    separated: tuple[LocalMesh, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    mesh, _ = separated
+    async with _scaled(mesh, replace(OPTIONS, cool_down_s=600.0)):
+        await eventually(lambda: local_decisions.latest(mesh.worker_addresses))
+        assert await asyncio.to_thread(cli.run, ["status", "--router", mesh.router_address]) == 0
+    shown = capsys.readouterr().out
+    assert "\nprefill stays at 1: " in shown and "\ndecode stays at 2: " in shown
+    assert local_decisions.latest(mesh.worker_addresses) is None, "nobody decides any more"
 
 
 async def test_starts_that_fail_are_told_and_not_repeated_without_end(tiny: Path, tmp_path: Path) -> None:
