@@ -57,6 +57,10 @@ class DryRunPlatform:
             self._said[decision.name] = replicas
             self._say(f"would ask for {replicas} of {decision.name}. {decision}")
 
+    async def starts_failed(self, name: PoolName, problem: str) -> None:
+        """Of what others have asked for."""
+        self._say(f"{name}: {problem}")
+
     async def load(self) -> State | None:
         return None
 

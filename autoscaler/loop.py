@@ -76,6 +76,7 @@ class Loop:
         self._parts, self._settings = parts, settings
         self._starts = {name: Starts(STUCK_STARTS * parts.scaling.of(name).start_s) for name in PoolName}
         self.ended_at = time.monotonic()  # of the latest round that came to its end, whatever it decided
+        self._failing: set[PoolName] = set()  # pools whose starts have failed, which is told once until some succeed
         self._leads = False
         self._saved_s = float("-inf")
 
@@ -160,6 +161,7 @@ class Loop:
             parts.history.held(now_s, unheard, _replicas(asked))
             return None
         pools.follow(self._starts, now_s)
+        await self._tell_failed_starts(asked, now_s)
         views = pools.views(self._starts, now_s, heard_s)
         if parts.collector.lost_registry:
             views = with_hold(views, "an outage of the registry (Redis)", now_s + 2 * self._settings.period_s)
@@ -177,6 +179,17 @@ class Loop:
         self._parts.history.held(now_s, held, {pool.name.value: pool.before for pool in decision.pools})
         for listener in self._parts.on_decision:
             listener(decision, now_s)
+
+    async def _tell_failed_starts(self, asked: Mapping[PoolName, Asked], now_s: float) -> None:
+        for name, each in asked.items():
+            starts = self._starts[name]
+            num, limit_s = starts.num_failed(now_s), starts.patience_s
+            if num and name not in self._failing:
+                self._failing.add(name)
+                problem = f"{num} of {each.replicas} replicas: not started within {limit_s:.0f} s, and counted for nothing now"
+                await self._parts.platform.starts_failed(name, problem)
+            elif not starts.is_failing(now_s):
+                self._failing.discard(name)
 
     async def _act(self, decision: Decision, pools: Pools, now_s: float) -> str | None:
         """Flips first: who is lent or given back changes how many of its own a pool needs. Returns what went wrong with them.

@@ -39,6 +39,10 @@ class Platform(Protocol):
         to lead."""
         ...
 
+    async def starts_failed(self, name: PoolName, problem: str) -> None:
+        """Tells people, where they look, that replicas which were asked for do not come; after `observe`. Raises nothing."""
+        ...
+
     async def load(self) -> State | None:
         """What a former leader saved; None: nothing."""
         ...

@@ -63,6 +63,11 @@ class Starts:
         """Those that have been awaited for too long."""
         return sum(age_s > self.patience_s for age_s in self.ages_s(now_s))
 
+    def is_failing(self, now_s: float) -> bool:
+        """Whether one has failed, be it asked for at the moment or withdrawn a moment ago, and nobody has come in its place."""
+        withdrawn = any(start.withdrawn_s - start.since_s > self.patience_s for start in self._withdrawn)
+        return withdrawn or self.num_failed(now_s) > 0
+
     def _somebody_came(self) -> None:
         """So those who are awaited still may come as well."""
         self._is_hopeless = False

@@ -11,6 +11,7 @@ lives as long as the mesh, as the main thread does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import signal
 import tempfile
@@ -77,6 +78,15 @@ class LocalMesh:
     def router_addresses(self) -> tuple[str, ...]:
         """Of all routers, for `Client`."""
         return tuple(router.address for router in self.routers)
+
+    @property
+    def worker_addresses(self) -> tuple[str, ...]:
+        """Of all workers that are ready, whether they live or not."""
+        found = []
+        for worker in self.workers:
+            with contextlib.suppress(RuntimeError):  # it starts
+                found.append(worker.address)
+        return tuple(found)
 
     @property
     def http_urls(self) -> tuple[str, ...]:

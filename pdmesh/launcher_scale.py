@@ -81,6 +81,10 @@ class LocalPlatform:
         elif replicas < pool.asked:
             await self._shrink(decision.name, pool, pool.asked - replicas)
 
+    async def starts_failed(self, name: PoolName, problem: str) -> None:
+        """A start that fails is told at once; this one goes on, and takes long."""
+        self._on_event(f"{name}: {problem}")
+
     async def load(self) -> State | None:
         """Nobody was here before."""
         return None

@@ -47,8 +47,19 @@ class Elector:
         if leads != self._shown:
             self._shown = leads
             self.term += leads
-            logger.info("%s %s", self.identity, "leads" if leads else f"does not lead; {self._election.leader or 'nobody'} does")
+            self._log_change(leads)
         return leads
+
+    def _log_change(self, leads: bool) -> None:
+        silent_s, other = self._election.silent_s(self._clock()), self._election.leader != self.identity
+        if leads:
+            logger.info("%s leads", self.identity)
+        elif other:
+            logger.warning("%s does not lead any more; %s does", self.identity, self._election.leader or "nobody")
+        elif silent_s is None:
+            logger.info("%s has given up the lead", self.identity)
+        else:
+            logger.warning("%s could not renew the Lease for %.0f s, and does not lead any more", self.identity, silent_s)
 
     async def ask(self) -> bool:
         """Whether this process leads; the first call waits for the first answer. Raises ApiError where nobody can tell."""
@@ -68,6 +79,7 @@ class Elector:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         freed = self._election.resign(times.micro_time(time.time()))
+        _ = self.leads  # logs the change
         if freed is not None:
             try:
                 await self._api.patch(f"{self._leases}/{self._name}", self._lease(freed))

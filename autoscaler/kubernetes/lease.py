@@ -88,6 +88,10 @@ class Election:
         """Whether this candidate may act now."""
         return self._renewed_s is not None and now_s < self._renewed_s + self._renew_deadline_s
 
+    def silent_s(self, now_s: float) -> float | None:
+        """How long ago the renewal was sent that this candidate leads by, or has led by; None: there is none."""
+        return None if self._renewed_s is None else now_s - self._renewed_s
+
     def resign(self, wall: str) -> LeaseRecord | None:
         """Leads no more from here on. What to write so that others need not wait; None: it held nothing."""
         holds = self._renewed_s is not None and self.leader == self.identity

@@ -9,6 +9,7 @@ import os
 import socket
 import ssl
 from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,19 @@ from runtime.config import ConfigError
 MAX_CONNECTIONS = 128
 STOP_S = 1.0
 RELOAD_S = 30.0
+"""Between two looks at who may ask, and at the certificate: both are replaced while a pod runs."""
 RETRY_S = 5.0
-"""Between two questions to the cluster who may ask."""
+"""The same, as long as it is not known who may ask."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Trust:
+    """What the port of external metrics was opened with: who may ask, and which files say who we are."""
+
+    callers: Callers
+    files: tuple[tuple[int, int], ...]
 
 
 class MetricsServer:
@@ -41,9 +51,11 @@ class MetricsServer:
         """Raises ConfigError."""
         self._settings, self._cluster, self._host = settings, cluster, host
         self._metrics = ExternalMetrics(cluster.own_namespace(), model, settings.max_age_s)
-        self._servers: list[tuple[_Server, asyncio.Task[None]]] = []
+        self._json: _Running | None = None
+        self._kubernetes: _Running | None = None
+        self._port: socket.socket | None = None  # of external metrics; servers listen on copies of it
+        self._trust: _Trust | None = None
         self._following: asyncio.Task[None] | None = None
-        self._closed_port: socket.socket | None = None
         self._problem = ""
         self.ports: dict[str, int] = {}
         self.on_decision = self._metrics.on_decision
@@ -53,42 +65,62 @@ class MetricsServer:
         refuses connections and the question is put again and again: decisions do not wait for it."""
         if self._settings.json_port is not None:
             json_port = _bound(self._host, self._settings.json_port)
-            self.ports["json"] = self._listen(self._metrics.json_app(), json_port, None, None)
+            self.ports["json"] = int(json_port.getsockname()[1])
+            self._json = _Running(self._metrics.json_app(), json_port)
         if self._settings.port is not None:
-            context = self._context()
-            self._closed_port = _bound(self._host, self._settings.port)
-            self.ports["kubernetes"] = int(self._closed_port.getsockname()[1])
-            await self._try_to_open(context)
-            self._following = asyncio.create_task(self._follow(context), name="external metrics")
+            _context(self._settings)
+            self._port = _bound(self._host, self._settings.port)
+            self.ports["kubernetes"] = int(self._port.getsockname()[1])
+            await self._renew()
+            self._following = asyncio.create_task(self._follow(), name="external metrics")
 
     async def close(self) -> None:
         """Idempotent."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
-        if self._closed_port is not None:
-            self._closed_port.close()
-        for server, _ in self._servers:
-            server.should_exit = server.force_exit = True
-        for _, task in self._servers:
-            await asyncio.wait({task}, timeout=STOP_S)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        self._servers.clear()
+        if self._port is not None:
+            self._port.close()
+        for running in (self._json, self._kubernetes):
+            if running is not None:
+                await running.end(force=True)
+        self._json = self._kubernetes = None
 
-    async def _try_to_open(self, context: ssl.SSLContext) -> None:
-        """The port of external metrics, if it is known who may ask. Raises ConfigError."""
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(RETRY_S if self._trust is None else RELOAD_S)
+            try:
+                await self._renew()
+            except (ConfigError, OSError) as error:
+                self._warn(error)
+
+    async def _renew(self) -> None:
+        """Opens the port once it is known who may ask, and anew when that has changed, or our certificate has: what was trusted
+        cannot be taken from a context that serves. Raises ConfigError."""
         try:
-            callers = await self._callers()
-            context.load_verify_locations(cadata=callers.ca)
+            trust = _Trust(await self._callers(), _versions(self._settings))
+            if trust != self._trust:
+                await self._open(trust, _context(self._settings, trust.callers))
         except (PlatformError, ssl.SSLError) as error:
-            if str(error) != self._problem:
-                logger.warning("the port of external metrics stays closed, tried again every %g s: %s", RETRY_S, error)
-            self._problem = str(error)
+            self._warn(error)
         else:
-            listening, self._closed_port = self._closed_port, None
-            assert listening is not None
-            self._listen(self._metrics.kubernetes_app(), listening, context, callers)
+            self._problem = ""
+
+    async def _open(self, trust: _Trust, context: ssl.SSLContext) -> None:
+        """In place of the one before, whose connections end. Who asks between the two waits in the queue of the port."""
+        assert self._port is not None
+        if self._kubernetes is not None:
+            logger.info("the port of external metrics is opened anew: who may ask, or our certificate, has changed")
+            await self._kubernetes.end()
+        self._kubernetes = _Running(self._metrics.kubernetes_app(), self._port.dup(), context, trust.callers)
+        self._trust = trust
+
+    def _warn(self, problem: Exception) -> None:
+        """Once."""
+        if str(problem) != self._problem:
+            state, period_s = ("stays closed", RETRY_S) if self._trust is None else ("stays as it was opened", RELOAD_S)
+            logger.warning("the port of external metrics %s, tried again every %g s: %s", state, period_s, problem)
+        self._problem = str(problem)
 
     async def _callers(self) -> Callers:
         """Raises ConfigError, PlatformError."""
@@ -100,46 +132,33 @@ class MetricsServer:
         finally:
             api.close()
 
-    def _context(self) -> ssl.SSLContext:
-        """No handshake without a certificate of a CA; which one, it does not know yet. Raises ConfigError."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.verify_mode = ssl.CERT_REQUIRED
-        try:
-            context.load_cert_chain(self._settings.cert, self._settings.key)
-        except OSError as error:
-            raise ConfigError("cert", f"certificate or key cannot be used: {error}", "give PEM files") from None
-        return context
 
-    def _listen(self, app: Starlette, listening: socket.socket, context: ssl.SSLContext | None, callers: Callers | None) -> int:
+class _Running:
+    """A server on a socket, which it closes at its end. `context` None: no TLS; `callers` None: anybody may ask."""
+
+    _server: _Server
+
+    def __init__(
+        self, app: Starlette, listening: socket.socket, context: ssl.SSLContext | None = None, callers: Callers | None = None
+    ) -> None:
         listening.listen()
-        protocol = type("KnownProtocol", (_Protocol,), {"callers": callers})
+        protocol = type("KnownProtocol", (_Protocol,), {"callers": callers, "ends": lambda _: self._server.should_exit})
         config = uvicorn.Config(
             app, http=protocol, ws="none", lifespan="off", interface="asgi3", proxy_headers=False, server_header=False,
             log_config=None, log_level="warning", access_log=False, limit_concurrency=MAX_CONNECTIONS,
         )  # fmt: skip
         config.load()
         config.ssl = context
-        server = _Server(config)
-        self._servers.append((server, asyncio.create_task(server.serve(sockets=[listening]), name="metrics")))
+        self._server = _Server(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listening]), name="metrics")
         logger.info("wanted replicas on port %d", listening.getsockname()[1])
-        return int(listening.getsockname()[1])
 
-    async def _follow(self, context: ssl.SSLContext) -> None:
-        """Opens the port once that can be done. Certificates are replaced while a pod runs: new handshakes show the new one."""
-        stamp = _stamp(self._settings)
-        while self._closed_port is not None:
-            await asyncio.sleep(RETRY_S)
-            await self._try_to_open(context)
-        while True:
-            await asyncio.sleep(RELOAD_S)
-            now = _stamp(self._settings)
-            if now != stamp:
-                try:
-                    context.load_cert_chain(self._settings.cert, self._settings.key)
-                    stamp = now
-                except OSError as error:
-                    logger.warning("the new certificate cannot be used: %s", error)
+    async def end(self, *, force: bool = False) -> None:
+        """Answers are finished within a moment, unless `force`."""
+        self._server.should_exit, self._server.force_exit = True, force
+        await asyncio.wait({self._task}, timeout=STOP_S)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
 
 
 class _Protocol(H11Protocol):
@@ -147,10 +166,16 @@ class _Protocol(H11Protocol):
 
     callers: Callers | None = None
 
+    def ends(self) -> bool:
+        """Whether the server does: a handshake that it began may be done only now, by a CA that is trusted no more."""
+        return False
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         certificate: dict[str, Any] | None = transport.get_extra_info("peercert")
         if self.callers is not None and not self.callers.knows(certificate):
             logger.warning("someone who is not the API server asked for metrics: %s", (certificate or {}).get("subject"))
+            transport.abort()
+        elif self.ends():
             transport.abort()
         super().connection_made(transport)
 
@@ -186,10 +211,25 @@ def _bound(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _stamp(settings: MetricsSettings) -> list[tuple[int, int]]:
-    stamps = []
+def _context(settings: MetricsSettings, callers: Callers | None = None) -> ssl.SSLContext:
+    """No handshake without a certificate of their CA. Raises ConfigError for our own files, SSLError for that CA."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(settings.cert, settings.key)
+    except OSError as error:
+        raise ConfigError("cert", f"certificate or key cannot be used: {error}", "give PEM files") from None
+    if callers is not None:
+        context.load_verify_locations(cadata=callers.ca)
+    return context
+
+
+def _versions(settings: MetricsSettings) -> tuple[tuple[int, int], ...]:
+    """Of our certificate and its key."""
+    found = []
     for path in (settings.cert, settings.key):
         with contextlib.suppress(OSError):
-            found = os.stat(path)
-            stamps.append((found.st_mtime_ns, found.st_size))
-    return stamps
+            stat = os.stat(path)
+            found.append((stat.st_mtime_ns, stat.st_size))
+    return tuple(found)

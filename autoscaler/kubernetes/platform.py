@@ -82,6 +82,11 @@ class KubernetesPlatform:
             f"{name}: the Deployment {self._seen[name].name} changes all the time; asked for again in the next round"
         )
 
+    async def starts_failed(self, name: PoolName, problem: str) -> None:
+        note = f"{problem}; what keeps the pods: kubectl describe pod"
+        logger.warning("%s: %s", name, note)
+        await self._events.tell(self._subject(name), "FailedStart", note, action="Start", kind="Warning")
+
     async def load(self) -> State | None:
         saved = await self._state.load(_POLICY)
         return saved if isinstance(saved, dict) else None

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
+from pdmesh import local_decisions
 from pdmesh.client import Client
 from pdmesh.commands.options import Connection, flat
 from pdmesh.errors import MeshError
-from pdmesh.render import Palette, palette, table
+from pdmesh.render import MAX_WIDTH, Palette, palette, table
 from protos.v1 import common_pb2, mesh_pb2, worker_pb2
 
 _CLEAR = "\x1b[H\x1b[2J"
@@ -55,9 +58,11 @@ def _show_again(client: Client, options: Options) -> None:
 
 def _look(client: Client, options: Options) -> str:
     status = client.status(timeout=options.connection.timeout)
+    decided = local_decisions.latest([worker.info.address for worker in status.workers if worker.alive])
     if options.json:
-        return json.dumps(MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
-    return "\n".join(status_lines(status, palette(sys.stdout)))
+        shown = MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        return json.dumps(shown | ({"autoscaler": decided} if decided is not None else {}))
+    return "\n".join([*status_lines(status, palette(sys.stdout)), *decision_lines(decided, time.time(), palette(sys.stdout))])
 
 
 def status_lines(status: mesh_pb2.GetStatusResponse, colours: Palette) -> list[str]:
@@ -71,6 +76,15 @@ def status_lines(status: mesh_pb2.GetStatusResponse, colours: Palette) -> list[s
         *_objective_lines(status.objectives),
         *_admission_lines(status.admission),
     ]
+
+
+def decision_lines(decided: Mapping[str, Any] | None, wall_s: float, colours: Palette) -> list[str]:
+    """What the autoscaler on this machine has decided last of each pool, and why; nothing without one."""
+    if decided is None:
+        return []
+    head = f"AUTOSCALER (pdmesh up --autoscale on this machine; decided {max(0.0, wall_s - decided['at_s']):.0f} s ago)"
+    texts = (textwrap.wrap(pool["text"], MAX_WIDTH, subsequent_indent="  ") for pool in decided["pools"])
+    return ["", colours.bold(head), *(line for lines in texts for line in lines)]
 
 
 def _router_lines(status: mesh_pb2.GetStatusResponse, colours: Palette) -> list[str]:

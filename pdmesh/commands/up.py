@@ -19,6 +19,7 @@ from pdmesh.commands.tls import exports
 from pdmesh.commands.up_autoscale import AutoscaleOptions, local_loop, scaled
 from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_plan import EMBEDDED_REDIS, LocalMeshConfig, check_packages
+from pdmesh.local_decisions import DecisionFile
 from pdmesh.render import palette
 from pdmesh.render_mesh import process_table
 from runtime.child import StartFailed
@@ -146,7 +147,7 @@ async def _serve(config: LocalMeshConfig, scaling: AutoscaleOptions) -> int:
     _say(f"starting; logs in {mesh.log_dir}")
     try:
         async with mesh:
-            print(_summary(mesh), flush=True)
+            print(_summary(mesh, scaling), flush=True)
             async with _scaled(mesh, scaling):
                 await stop.wait()
             _say("stopping (Ctrl-C again: at once)")
@@ -163,13 +164,16 @@ async def _scaled(mesh: LocalMesh, scaling: AutoscaleOptions) -> AsyncIterator[N
     if not scaling.autoscale:
         yield
         return
-    path = scaling.objectives_file(mesh.config, mesh.log_dir)
-    async with scaled(local_loop(mesh, scaling, path, _say)):
-        yield
+    path, shown = scaling.objectives_file(mesh.config, mesh.log_dir), DecisionFile(lambda: mesh.worker_addresses)
+    try:
+        async with scaled(local_loop(mesh, scaling, path, _say, listeners=[shown.decided])):
+            yield
+    finally:
+        shown.remove()
 
 
-def _summary(mesh: LocalMesh) -> str:
-    """What runs where, and what to do next."""
+def _summary(mesh: LocalMesh, scaling: AutoscaleOptions) -> str:
+    """What runs where, and what to do next. Raises ConfigError."""
     config = mesh.config
     routers = ",".join(mesh.router_addresses)
     flag = "" if routers == DEFAULT_ADDRESS else f" --router {routers}"
@@ -180,6 +184,7 @@ def _summary(mesh: LocalMesh) -> str:
             "",
             *_tls_lines(config),
             f"{config.name_of_model} on {config.device}; logs in {mesh.log_dir}",
+            *scaling.summary(config, mesh.log_dir),
             *(f"OpenAI's API: {url}/v1" for url in mesh.http_urls),
             f'try: pdmesh chat{flag} "What is the capital of France?" --temperature 0',
             "stop: Ctrl-C",

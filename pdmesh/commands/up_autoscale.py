@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from autoscaler.collect import Collector
 from autoscaler.config import goals_of, objective_of
-from autoscaler.loop import Loop, LoopSettings, Parts
+from autoscaler.loop import Listener, Loop, LoopSettings, Parts
 from autoscaler.loop_history import Entry, History, append_to
 from autoscaler.policy import Policy
 from autoscaler.roles import RoleChanger
@@ -107,11 +107,36 @@ class AutoscaleOptions:
         path.write_text(f'["{config.name_of_model}"]\n{bounds}', encoding="utf-8")
         return path
 
+    def summary(self, config: LocalMeshConfig, folder: Path) -> list[str]:
+        """What it will do, in lines for the terminal; decisions go to `folder`. Nothing unless it is on. Raises ConfigError."""
+        if not self.autoscale:
+            return []
+        objective = objective_of(str(self.objectives_file(config, folder)), config.name_of_model)
+        promise = f"TTFT {objective.ttft_ms} ms, TPOT {objective.tpot_ms} ms for {100 * objective.quantile:g} % of requests"
+        return [
+            f"autoscaling is on: {self._bounds(config)}",
+            f"objectives: {promise}",
+            f"decisions: {folder / DECISIONS_FILE}",
+        ]
+
+    def _bounds(self, config: LocalMeshConfig) -> str:
+        """Workers of each kind, of which the other kind always keeps its fewest."""
+        least, most = self.min_workers, config.max_workers
+        if config.num_both:
+            return f"{least}–{most} workers"
+        return f"{least}–{most - least} prefill and {least}–{most - least} decode workers, at most {most} in all"
+
 
 def local_loop(
-    mesh: LocalMesh, options: AutoscaleOptions, objectives: Path, say: Callable[[str], None], settings: LoopSettings | None = None
+    mesh: LocalMesh,
+    options: AutoscaleOptions,
+    objectives: Path,
+    say: Callable[[str], None],
+    settings: LoopSettings | None = None,
+    listeners: Iterable[Listener] = (),
 ) -> Loop:
-    """For a mesh that is ready; its decisions are said, and written beside the logs. Raises ConfigError."""
+    """For a mesh that is ready; what is done is said, and written beside the logs; `listeners` hear of each decision. Raises
+    ConfigError."""
     objective = objective_of(str(objectives), mesh.config.name_of_model)
     goals, tls = goals_of(objective, transit_ms=10.0), open_tls(mesh.tls)
     scaling = options.scaling(mesh.config, max(worker.start_s for worker in mesh.workers))
@@ -128,6 +153,7 @@ def local_loop(
         roles=RoleChanger(drain_timeout_s=30.0, tls=tls),
         scaling=scaling,
         history=History(tell),
+        on_decision=list(listeners),
     )
     return Loop(parts, settings or LoopSettings(period_s=PERIOD_S, quantile=goals.quantile))
 

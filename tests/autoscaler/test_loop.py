@@ -3,99 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from pathlib import Path
 
-import pytest
-
-from autoscaler.collect import Collector
-from autoscaler.collect_pools import Pools
-from autoscaler.config import AutoscalerConfig, goals_of, objective_of
-from autoscaler.decision import Decision, Flip, PoolDecision
+from autoscaler.decision import Flip
 from autoscaler.dry_run import DryRunPlatform, DryRunRoles
-from autoscaler.forecast import State
-from autoscaler.loop import Loop, LoopSettings, Parts
-from autoscaler.loop_restraint import FailedStarts, restrained
-from autoscaler.platform import Asked, PlatformError
-from autoscaler.policy import Policy
-from autoscaler.roles import RoleChanger
-from autoscaler.settings import AutoscalerSettings
-from autoscaler.views import PoolName
-from runtime.config import ConfigError
+from autoscaler.loop import Loop, LoopSettings
+from autoscaler.settings import PoolSettings
 from tests.autoscaler.collected import D, P, worker
-from tests.autoscaler.routers import ToldRouter, serving, serving_worker, told_router
-from tests.autoscaler.scenes import GOALS
-
-PREFILL, DECODE = PoolName.PREFILL, PoolName.DECODE
-SETTINGS = AutoscalerSettings(forecast="last", forecast_sigmas=0.0, flips=False, stale_after_s=6.0, cool_down_s=30.0)
-
-
-class MemoryPlatform:
-    """Remembers what it is asked for."""
-
-    def __init__(self, prefill: int = 1, decode: int = 1) -> None:
-        self.asked = {PREFILL: prefill, DECODE: decode}
-        self.scaled: list[tuple[PoolName, int, str]] = []
-        self.saved: State | None = None
-        self.broken: str = ""
-        self.is_leader = True
-
-    async def leads(self, now_s: float) -> bool:
-        return self.is_leader
-
-    async def observe(self, now_s: float) -> Mapping[PoolName, Asked]:
-        return {name: Asked(replicas) for name, replicas in self.asked.items()}
-
-    async def scale(self, decision: PoolDecision, replicas: int, now_s: float) -> None:
-        if self.broken:
-            raise PlatformError(self.broken)
-        self.scaled.append((decision.name, replicas, decision.reason))
-        self.asked[decision.name] = replicas
-
-    async def load(self) -> State | None:
-        return self.saved
-
-    async def save(self, state: State) -> None:
-        self.saved = state
-
-    async def close(self) -> None:
-        pass
-
-
-class Scene:
-    """A loop whose clock the test turns."""
-
-    def __init__(self, router: ToldRouter, platform: MemoryPlatform, settings: AutoscalerSettings = SETTINGS) -> None:
-        self.now_s = 1000.0
-        self.router, self.platform = router, platform
-        self.decisions: list[Decision] = []
-        self.parts = Parts(
-            policy=Policy(settings, GOALS),
-            collector=Collector([router.address], "m", window_s=10.0),
-            platform=platform,
-            roles=RoleChanger(drain_timeout_s=5.0),
-            scaling=settings,
-            on_decision=[lambda decision, now_s: self.decisions.append(decision)],
-            clock=lambda: self.now_s,
-        )
-        self.loop = Loop(self.parts, LoopSettings())
-
-    async def rounds(self, number: int, requests: int = 0) -> None:
-        """Two seconds apart; so many requests come in each."""
-        for _ in range(number):
-            self.now_s += 2.0
-            self.router.more(requests)
-            await self.loop.round()
-
-    async def pools(self) -> Pools:
-        return Pools(await self.platform.observe(self.now_s), self.parts.collector.workers)
-
-    def texts(self, kind: str) -> list[str]:
-        return [entry.text for entry in self.loop.history.entries if entry.kind == kind]
-
-
-def usual_router() -> ToldRouter:
-    return told_router(1, worker("p0", (P,)), worker("d0", (D,)))
+from tests.autoscaler.loop_scene import DECODE, PREFILL, SETTINGS, MemoryPlatform, Scene, usual_router
+from tests.autoscaler.routers import serving, serving_worker, told_router
 
 
 async def test_load_is_followed_and_the_reason_told() -> None:
@@ -169,6 +84,26 @@ async def test_a_platform_that_refuses_is_asked_again() -> None:
         await scene.loop.close()
 
 
+async def test_starts_that_fail_are_told_once_until_some_succeed() -> None:
+    quick = PoolSettings(start_s=2.0)
+    settings = dataclasses.replace(SETTINGS, prefill=quick, decode=quick, cool_down_s=600.0, zero_after_s=600.0)
+    platform = MemoryPlatform(decode=2)
+    async with serving(router := usual_router()):
+        scene = Scene(router, platform, settings)
+        await scene.rounds(5)
+        assert not platform.failed_starts, "ten seconds are not over"
+        await scene.rounds(12)
+        told = "replicas: not started within 10 s, and counted for nothing now"
+        assert platform.failed_starts == [(DECODE, f"1 of 2 {told}")]
+        assert platform.asked[DECODE] == 2
+        router.status.workers.append(worker("d1", (D,)))
+        await scene.rounds(2)
+        del router.status.workers[-1]
+        await scene.rounds(12)
+        assert platform.failed_starts == 2 * [(DECODE, f"1 of 2 {told}")]
+        await scene.loop.close()
+
+
 async def test_who_does_not_lead_changes_nothing_and_goes_on_from_what_was_saved() -> None:
     platform = MemoryPlatform()
     async with serving(router := usual_router()):
@@ -222,40 +157,6 @@ async def test_a_worker_that_restarted_keeps_its_roles() -> None:
         await scene.loop.close()
 
 
-async def test_processes_behind_one_port_are_all_heard() -> None:
-    routers = [told_router(epoch) for epoch in (1, 2)]
-    for router in routers:
-        router.status.num_processes = 2
-    async with serving(*routers) as port:
-        collector = Collector([f"127.0.0.1:{port}"], "m", window_s=10.0)
-        for number in range(12):
-            await collector.look(2.0 * number)
-            for router in routers:
-                router.more(3)
-        seen = collector.traffic(24.0, 0.9)
-        assert all(router.num_asked for router in routers)
-        assert seen is not None and seen.rate_per_s == pytest.approx(3.0, rel=0.5), "three every two seconds at each of two"
-        await collector.close()
-
-
-async def test_names_are_resolved_and_keys_are_shown() -> None:
-    async with serving(router := told_router(1, key="secret")) as port:
-        shut_out = Collector([f"localhost:{port}"], "m", window_s=10.0)
-        await shut_out.look(0.0)
-        assert "does not let us in" in next(iter(shut_out.problems.values()))
-        let_in = Collector([f"localhost:{port}"], "m", window_s=10.0, api_key="secret")
-        await let_in.look(0.0)
-        assert not let_in.problems and let_in.heard_s == 0.0
-        nobody = Collector(["no-such-host.invalid:1"], "m", window_s=10.0)
-        await nobody.look(0.0)
-        assert "cannot be resolved" in nobody.problems["no-such-host.invalid:1"]
-        other = Collector([router.address], "other", window_s=10.0, api_key="secret")
-        await other.look(0.0)
-        assert "nothing of the traffic of model 'other'; it tells of m" in other.problems[router.address]
-        for collector in (shut_out, let_in, nobody, other):
-            await collector.close()
-
-
 async def test_a_dry_run_says_what_it_would_do_and_does_nothing() -> None:
     said: list[str] = []
     async with serving(router := usual_router()):
@@ -267,37 +168,3 @@ async def test_a_dry_run_says_what_it_would_do_and_does_nothing() -> None:
         assert any(text.startswith("would ask for ") and "requests/s" in text for text in said)
         assert len(said) == len(set(said)), "each once"
         await scene.loop.close()
-
-
-def test_pools_whose_replicas_do_not_start_do_not_grow() -> None:
-    decision = Decision((PoolDecision(PREFILL, 2, 2, "enough"), PoolDecision(DECODE, 2, 5, "more come")))
-    kept = restrained(decision, {DECODE: FailedStarts(2, "2 have not started")})
-    assert kept.replicas(DECODE) == 2 and "more come; but 2 have not started" in kept.reason
-    assert restrained(decision, {}) == decision
-    shrinking = Decision((PoolDecision(DECODE, 5, 1, "fewer come"),))
-    assert restrained(shrinking, {DECODE: FailedStarts(2, "2 have not started")}) == shrinking
-    lending = Decision((PoolDecision(PREFILL, 1, 2, "more come"),), (Flip(DECODE, PREFILL, 1),))
-    assert restrained(lending, {PREFILL: FailedStarts(1, "1 has not started")}) == lending, "who changes roles need not start"
-
-
-def test_settings_name_what_is_wrong(tmp_path: Path) -> None:
-    good = AutoscalerConfig(routers=("a:1",), objectives="file")
-    good.validate()
-    for changes, field in (
-        ({"routers": ()}, "routers"),
-        ({"routers": ("a",)}, "routers"),
-        ({"objectives": ""}, "objectives"),
-        ({"period_s": 0.0}, "period_s"),
-        ({"window_s": 3.0}, "window_s"),
-        ({"period_s": 4.0, "scaling": AutoscalerSettings(stale_after_s=5.0)}, r"scaling\.stale_after_s"),
-        ({"api_key": "a b"}, "api_key"),
-    ):
-        with pytest.raises(ConfigError, match=f"^{field}: "):
-            dataclasses.replace(good, **changes).validate()
-    path = tmp_path / "objectives.toml"
-    path.write_text("[a]\nttft_ms = 500\ntpot_ms = 40\nquantile = 0.3\n[b]\nttft_ms = 500\ntpot_ms = 40\n")
-    with pytest.raises(ConfigError, match="names 2 models; give one of a, b"):
-        objective_of(str(path), "")
-    with pytest.raises(ConfigError, match=r"a\.quantile"):
-        goals_of(objective_of(str(path), "a"), 10.0)
-    assert goals_of(objective_of(str(path), "b"), 10.0).transit_s == 0.01

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoscaler.decision import Decision, PoolDecision
+from autoscaler.decision import Decision, Flip, PoolDecision
 from autoscaler.loop_restraint import FailedStarts, restrained
 from autoscaler.plan import STUCK_STARTS
 from autoscaler.settings import PoolSettings
@@ -34,6 +34,25 @@ def test_who_is_asked_for_no_more_was_asked_for_last() -> None:
     pool.update(30.0, 3, 1)
     pool.update(40.0, 2, 1)
     assert pool.ages_s(40.0) == (40.0,)
+
+
+def test_a_failure_lasts_until_somebody_comes_or_nobody_is_asked_for() -> None:
+    pool = Starts(60.0)
+    course: list[tuple[float, int, int, bool]] = [
+        (0.0, 2, 1, False),
+        (61.0, 2, 1, True),
+        (62.0, 3, 1, True),  # another is asked for in its place
+        (63.0, 1, 1, True),  # the pool swings
+        (70.0, 2, 1, True),
+        (71.0, 2, 2, False),  # it comes
+        (72.0, 3, 2, False),
+        (133.0, 3, 2, True),
+        (134.0, 2, 2, True),
+        (195.0, 2, 2, False),  # withdrawn for good
+    ]
+    for now_s, num_asked, num_serving, fails in course:
+        pool.update(now_s, num_asked, num_serving)
+        assert pool.is_failing(now_s) == fails, now_s
 
 
 def test_one_that_dies_is_one_that_starts() -> None:
@@ -113,3 +132,14 @@ def test_one_is_awaited_unless_fewer_than_serve_would_do() -> None:
         decision = restrained(Decision((PoolDecision(DECODE, 5, wanted, "so many come"),)), failed)
         assert decision.replicas(DECODE) == kept
         assert (decision.pools[0].held == "failed starts") == (kept == 5)
+
+
+def test_pools_whose_replicas_do_not_start_do_not_grow() -> None:
+    decision = Decision((PoolDecision(PREFILL, 2, 2, "enough"), PoolDecision(DECODE, 2, 5, "more come")))
+    kept = restrained(decision, {DECODE: FailedStarts(2, "2 have not started")})
+    assert kept.replicas(DECODE) == 2 and "more come; but 2 have not started" in kept.reason
+    assert restrained(decision, {}) == decision
+    shrinking = Decision((PoolDecision(DECODE, 5, 1, "fewer come"),))
+    assert restrained(shrinking, {DECODE: FailedStarts(2, "2 have not started")}) == shrinking
+    lending = Decision((PoolDecision(PREFILL, 1, 2, "more come"),), (Flip(DECODE, PREFILL, 1),))
+    assert restrained(lending, {PREFILL: FailedStarts(1, "1 has not started")}) == lending, "who changes roles need not start"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from autoscaler.collect import Collector
 from autoscaler.collect_pools import Pools
@@ -21,7 +23,9 @@ from autoscaler.loop_history import read_entries
 from autoscaler.platform import Asked
 from autoscaler.roles import RoleChanger
 from autoscaler.views import PoolName
+from pdmesh import cli, local_decisions
 from pdmesh.client import AsyncClient
+from pdmesh.commands.up import _scaled
 from pdmesh.commands.up_autoscale import DECISIONS_FILE, AutoscaleOptions, local_loop, scaled
 from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan
@@ -29,19 +33,24 @@ from tests.mesh import oracle
 from tests.mesh.checks import Footprint, assert_whole
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]  # starts take many times as long on a machine that is busy
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(180),
+]  # starts take many times as long on a machine that is busy
 PROMPT, NUM_TOKENS = 40, 120
 OPTIONS = AutoscaleOptions(autoscale=True, max_workers=3, ttft_ms=5000, tpot_ms=200, cool_down_s=3.0, stale_after_s=3.0)
 FEW = ("--max-num-seqs=2",)
-"""Sequences of a worker, so that a load that two cores bear needs several."""
+"""Sequences of a worker, so that a few clients are too many for one."""
 
 
 class Load:
-    """Requests at a steady rate, each of which has to be answered whole."""
+    """So many clients, each of which asks again as soon as it is answered: whatever the machine, one worker is too few for more
+    than it has sequences. Each request has to be answered whole."""
 
-    def __init__(self, mesh: LocalMesh, rate_per_s: float) -> None:
-        self._mesh, self._rate_per_s = mesh, rate_per_s
-        self._stopped = asyncio.Event()
+    def __init__(self, mesh: LocalMesh, num_clients: int) -> None:
+        self._mesh, self._num_clients = mesh, num_clients
+        self._stopped = False
+        self._numbers = itertools.count()
         self.num_answered = 0
         self.failures: list[str] = []
 
@@ -49,19 +58,17 @@ class Load:
     async def running(self) -> AsyncIterator[Load]:
         """While inside; ends when all that was asked is answered."""
         async with AsyncClient(self._mesh.router_addresses, retry_overload=True) as client, asyncio.TaskGroup() as group:
-            group.create_task(self._ask_all(client, group))
+            for _ in range(self._num_clients):
+                group.create_task(self._ask_on(client))
             try:
                 yield self
             finally:
-                self._stopped.set()
+                self._stopped = True
         assert not self.failures
 
-    async def _ask_all(self, client: AsyncClient, group: asyncio.TaskGroup) -> None:
-        for number in range(10_000):
-            if self._stopped.is_set():
-                break
-            group.create_task(self._ask(client, oracle.prompt_of(number, PROMPT)))
-            await asyncio.sleep(1 / self._rate_per_s)
+    async def _ask_on(self, client: AsyncClient) -> None:
+        while not self._stopped:
+            await self._ask(client, oracle.prompt_of(next(self._numbers), PROMPT))
 
     async def _ask(self, client: AsyncClient, prompt: list[int]) -> None:
         try:
@@ -76,23 +83,39 @@ class Load:
 async def scaled_mesh(
     tiny: Path,
     folder: Path,
-    options: AutoscaleOptions = OPTIONS,
+    options: AutoscaleOptions,
     say: Callable[[str], None] = print,
     *,
-    separated: bool = False,
     adjust: Callable[[ProcessPlan], ProcessPlan] | None = None,
 ) -> AsyncIterator[tuple[LocalMesh, Loop]]:
-    """As `pdmesh up --autoscale` has it; all processes are gone afterwards."""
-    base = LocalMeshConfig(model=str(tiny), port=0, num_threads=1, log_dir=str(folder), worker_args=FEW, adjust=adjust)
-    config = options.prepared(base if separated else replace(base, num_prefill=0, num_decode=0, num_both=1))
-    path = options.objectives_file(config, folder)
-    config = replace(config, router_args=("--objectives", str(path)))
-    async with LocalMesh(config, on_event=print) as mesh:
+    """As `pdmesh up --both 1 --autoscale` has it; all processes are gone afterwards."""
+    base = LocalMeshConfig(
+        model=str(tiny), num_prefill=0, num_decode=0, num_both=1, port=0, num_threads=1, log_dir=str(folder), worker_args=FEW,
+        adjust=adjust,
+    )  # fmt: skip
+    async with told_mesh(base, options) as (mesh, path), scaled(local_loop(mesh, options, path, say)) as loop:
+        yield mesh, loop
+
+
+@asynccontextmanager
+async def told_mesh(base: LocalMeshConfig, options: AutoscaleOptions) -> AsyncIterator[tuple[LocalMesh, Path]]:
+    """One that can be scaled, and its objectives, which its routers have been told. All its processes are gone afterwards."""
+    config = options.prepared(base)
+    path = options.objectives_file(config, Path(config.log_dir))
+    async with LocalMesh(replace(config, router_args=("--objectives", str(path))), on_event=print) as mesh:
         footprint = Footprint.of(mesh)
-        async with scaled(local_loop(mesh, options, path, say)) as loop:
-            yield mesh, loop
+        yield mesh, path
         footprint.grow(mesh)
     footprint.assert_gone()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def separated(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[LocalMesh, Path]]:
+    """A prefill worker and two decode workers, whom nobody scales by itself; and their objectives."""
+    folder = tmp_path_factory.mktemp("separated")
+    base = LocalMeshConfig(model=str(tiny), num_decode=2, port=0, num_threads=1, log_dir=str(folder), worker_args=FEW)
+    async with told_mesh(base, OPTIONS) as told:
+        yield told
 
 
 def workers(mesh: LocalMesh) -> set[str]:
@@ -104,24 +127,32 @@ def texts(loop: Loop, kind: str) -> list[str]:
     return [entry.text for entry in loop.history.entries if entry.kind == kind]
 
 
+async def all_generate(mesh: LocalMesh, num: int) -> None:
+    """Returns once routers have heard of tokens by so many workers."""
+    async with AsyncClient(mesh.router_addresses) as client, asyncio.timeout(60):
+        while sum(each.load.num_generated_tokens > 0 for each in (await client.status(timeout=10)).workers) < num:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)  # the event happens in other processes
+
+
 async def test_it_grows_under_load_and_shrinks_after(tiny: Path, tmp_path: Path) -> None:
-    async with scaled_mesh(tiny, tmp_path) as (mesh, loop):
-        async with Load(mesh, rate_per_s=8.0).running() as load:
-            await eventually(lambda: len(workers(mesh)) >= 2, timeout_s=60)
-            answered = load.num_answered
-            await eventually(lambda: load.num_answered > answered + 8, timeout_s=40)
+    async with scaled_mesh(tiny, tmp_path, replace(OPTIONS, max_workers=2)) as (mesh, loop):
+        async with Load(mesh, num_clients=4).running():
+            await eventually(lambda: len(workers(mesh)) == 2, timeout_s=60)
+            await all_generate(mesh, 2)
         await eventually(lambda: len(mesh.workers) == 1, timeout_s=60)
         await assert_whole(mesh)
-        assert len(texts(loop, "scale")) >= 2 and not texts(loop, "failed")
+        assert not texts(loop, "failed")
     entries = read_entries(tmp_path / DECISIONS_FILE)
     assert [entry.text for entry in entries] == [entry.text for entry in loop.history.entries]
-    grown = next(entry for entry in entries if entry.kind == "scale")
-    assert "both 1 → " in grown.text and "requests/s" in grown.text and grown.replicas["both"] >= 2
+    grown, *_, shrunk = (entry for entry in entries if entry.kind == "scale")
+    assert "both 1 → 2" in grown.text and "requests/s" in grown.text and grown.replicas == {"both": 2}
+    assert "both 2 → 1" in shrunk.text and shrunk.replicas == {"both": 1}
 
 
-async def test_outages_hold_and_serve(tiny: Path, tmp_path: Path) -> None:
+async def test_outages_hold_and_serve(separated: tuple[LocalMesh, Path]) -> None:
     """A router that hangs, then one that is killed, then no Redis: nothing changes, and what can be served is."""
-    async with scaled_mesh(tiny, tmp_path, separated=True) as (mesh, loop):
+    (mesh, path), options = separated, replace(OPTIONS, cool_down_s=600.0)  # else one of two that are idle would go
+    async with scaled(local_loop(mesh, options, path, print)) as loop:
         before = {worker.name: worker.pid for worker in mesh.workers}
         await eventually(lambda: loop.latest is not None)
         mesh.kill("router-0", signal.SIGSTOP)
@@ -139,13 +170,26 @@ async def test_outages_hold_and_serve(tiny: Path, tmp_path: Path) -> None:
         assert mesh.redis_pid is not None
         os.kill(mesh.redis_pid, signal.SIGSTOP)
         await eventually(lambda: "an outage of the registry" in (texts(loop, "hold") or [""])[-1], timeout_s=30)
-        async with Load(mesh, rate_per_s=4.0).running() as load:
+        async with Load(mesh, num_clients=1).running() as load:
             await eventually(lambda: load.num_answered >= 4, timeout_s=30)
         assert len(texts(loop, "resume")) == num_held, "it holds for as long as there is no registry"
         os.kill(mesh.redis_pid, signal.SIGCONT)
         await eventually(lambda: len(texts(loop, "resume")) == num_held + 1, timeout_s=30)
         assert not texts(loop, "scale") and not texts(loop, "flip")
         assert {worker.name: worker.pid for worker in mesh.workers} == before
+
+
+async def test_status_shows_what_was_decided_and_why(
+    separated: tuple[LocalMesh, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    mesh, _ = separated
+    async with _scaled(mesh, replace(OPTIONS, cool_down_s=600.0)):
+        await eventually(lambda: local_decisions.latest(mesh.worker_addresses))
+        assert await asyncio.to_thread(cli.run, ["status", "--router", mesh.router_address]) == 0
+    shown = capsys.readouterr().out
+    assert "\nprefill stays at 1: " in shown and "\ndecode stays at 2: " in shown
+    assert local_decisions.latest(mesh.worker_addresses) is None, "nobody decides any more"
 
 
 async def test_starts_that_fail_are_told_and_not_repeated_without_end(tiny: Path, tmp_path: Path) -> None:
@@ -158,17 +202,19 @@ async def test_starts_that_fail_are_told_and_not_repeated_without_end(tiny: Path
         began = time.monotonic()
         await eventually(lambda: any("worker-1 ended with code 2" in text for text in events), timeout_s=40)
         await eventually(lambda: any("both does not grow: worker-1" in text for text in texts(loop, "failed")), timeout_s=20)
-        async with Load(mesh, rate_per_s=2.0).running() as load:
+        async with Load(mesh, num_clients=1).running() as load:
             await eventually(lambda: load.num_answered >= 4, timeout_s=40)
         num_tries = sum("worker-1 ended" in text for text in events)
         assert num_tries <= 2 + (time.monotonic() - began) / 2, "each failure doubles the time until the next try"
         assert workers(mesh) == {"worker-0"} and load.num_answered
 
 
-async def test_roles_change_within_a_second(tiny: Path, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+async def test_roles_change_within_a_second(
+    separated: tuple[LocalMesh, Path], record_property: Callable[[str, object], None]
+) -> None:
     """An idle worker takes the other role, serves in it, and gives it back; nobody who is served meanwhile notices."""
-    config = LocalMeshConfig(model=str(tiny), port=0, num_threads=1, num_decode=2, log_dir=str(tmp_path))
-    async with LocalMesh(config) as mesh, Load(mesh, rate_per_s=4.0).running():
+    mesh, _ = separated
+    async with Load(mesh, num_clients=1).running() as load:
         collector, changer = Collector(mesh.router_addresses, "tiny", window_s=2.0), RoleChanger(drain_timeout_s=5.0)
         for giver, taker in ((PoolName.DECODE, PoolName.PREFILL), (PoolName.PREFILL, PoolName.DECODE)):
             await collector.look(time.monotonic())
@@ -183,5 +229,7 @@ async def test_roles_change_within_a_second(tiny: Path, tmp_path: Path, record_p
             assert done.workers[0].startswith("decode"), "the one that was lent is the one that comes back"
             moved = next(worker for worker in collector.workers if worker.worker_id in done.workers)
             assert moved.home is PoolName.DECODE and moved.is_lent == (taker is PoolName.PREFILL)
+        answered = load.num_answered
+        await eventually(lambda: load.num_answered > answered + 1)
         await changer.close()
         await collector.close()

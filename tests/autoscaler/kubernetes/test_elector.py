@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 import pytest
@@ -60,15 +61,19 @@ async def test_the_lease_moves_when_the_leader_is_killed_and_not_before_it_runs_
     assert not await one.leads(0.0)
 
 
-async def test_it_moves_at_once_when_the_leader_ends(candidate: Open) -> None:
+async def test_it_moves_at_once_when_the_leader_ends(candidate: Open, caplog: pytest.LogCaptureFixture) -> None:
     one, two = await candidate(), await candidate()
     assert await one.leads(0.0) and not await two.leads(0.0)
+    caplog.set_level(logging.INFO)
     await one.close()
     await one.close()
+    assert f"{one._elector.identity} has given up the lead" in caplog.messages
     assert await _until_leads(two, 5.0) < 1.0
 
 
-async def test_in_an_outage_the_leader_steps_down_and_leads_again_afterwards(candidate: Open, server: ApiServer) -> None:
+async def test_in_an_outage_the_leader_steps_down_and_leads_again_afterwards(
+    candidate: Open, server: ApiServer, caplog: pytest.LogCaptureFixture
+) -> None:
     one = await candidate()
     assert await one.leads(0.0)
     await one.observe(0.0)
@@ -81,6 +86,7 @@ async def test_in_an_outage_the_leader_steps_down_and_leads_again_afterwards(can
         await one.leads(0.0)
     with pytest.raises(PlatformError):
         await one.scale(PoolDecision(PoolName.DECODE, 2, 5, "x"), 5, 0.0)
+    assert f"{one._elector.identity} could not renew the Lease for 1 s, and does not lead any more" in caplog.messages
     server.start()
     await asyncio.sleep(0.5)
     assert await _until_leads(one, 3.0) < 3.0

@@ -3,70 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
-import ssl
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autoscaler.decision import Decision, PoolDecision
+from autoscaler.decision import Decision
 from autoscaler.kubernetes import front_proxy, metrics_server, selector
 from autoscaler.kubernetes.metrics_server import MetricsServer
 from autoscaler.kubernetes.metrics_settings import MetricsSettings
 from autoscaler.kubernetes.settings import KubernetesSettings
 from autoscaler.kubernetes.wanted import Wanted
-from autoscaler.views import PoolName
 from pdmesh.certificates import make_certificates
 from runtime.config import ConfigError
 from tests.autoscaler.kubernetes.api_server import ApiServer
-
-BASE = "/apis/external.metrics.k8s.io/v1beta1"
-METRIC = f"{BASE}/namespaces/mesh/pdmesh_wanted_replicas"
-DECISION = Decision((PoolDecision(PoolName.PREFILL, 1, 2, "x"), PoolDecision(PoolName.DECODE, 1, 5, "x")))
-
-
-class _Asked:
-    """A server with certificates of a CA of its own, which the cluster names as that of its API server."""
-
-    def __init__(self, server: ApiServer, folder: Path, max_age_s: float = 30.0, names: str = '["pdmesh"]') -> None:
-        self._tls = make_certificates(folder / "tls", days=30)
-        data = {"requestheader-client-ca-file": Path(self._tls.tls_ca).read_text(), "requestheader-allowed-names": names}
-        server.put(front_proxy.CONFIG_MAP, {"metadata": {"name": "extension-apiserver-authentication"}, "data": data})
-        settings = MetricsSettings(port=0, cert=self._tls.tls_cert, key=self._tls.tls_key, json_port=0, max_age_s=max_age_s)
-        settings.validate()
-        cluster = KubernetesSettings(namespace="mesh", kubeconfig=server.kubeconfig(folder))
-        self.server = MetricsServer(settings, cluster, "127.0.0.1", "smollm2")
-
-    async def get(self, path: str, *, shows_certificate: bool = True) -> tuple[int, Any]:
-        """Status and JSON."""
-        context = ssl.create_default_context(cafile=self._tls.tls_ca)
-        context.check_hostname = False
-        if shows_certificate:
-            context.load_cert_chain(self._tls.tls_cert, self._tls.tls_key)
-        return await _get(f"https://127.0.0.1:{self.server.ports['kubernetes']}{path}", context)
-
-    async def get_json(self, path: str) -> tuple[int, Any]:
-        """As KEDA."""
-        return await _get(f"http://127.0.0.1:{self.server.ports['json']}{path}", None)
-
-
-async def _get(url: str, context: ssl.SSLContext | None) -> tuple[int, Any]:
-    def ask() -> tuple[int, Any]:
-        try:
-            with urllib.request.urlopen(url, timeout=5, context=context) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
-
-    return await asyncio.to_thread(ask)
+from tests.autoscaler.kubernetes.metrics_asked import BASE, DECISION, METRIC, Asked, answered_soon
 
 
 async def test_hpa_is_told_what_the_policy_wants(server: ApiServer, tmp_path: Path) -> None:
-    asked = _Asked(server, tmp_path)
+    asked = Asked(server, tmp_path)
     await asked.server.start()
     try:
         status, resources = await asked.get(BASE)
@@ -84,7 +40,7 @@ async def test_hpa_is_told_what_the_policy_wants(server: ApiServer, tmp_path: Pa
 
 
 async def test_what_is_wrong_is_a_status(server: ApiServer, tmp_path: Path) -> None:
-    asked = _Asked(server, tmp_path)
+    asked = Asked(server, tmp_path)
     await asked.server.start()
     try:
         for path, code, told in (
@@ -104,7 +60,7 @@ async def test_what_is_wrong_is_a_status(server: ApiServer, tmp_path: Path) -> N
 
 
 async def test_a_decision_that_is_old_or_knows_nothing_is_not_shown(server: ApiServer, tmp_path: Path) -> None:
-    asked = _Asked(server, tmp_path, max_age_s=0.3)
+    asked = Asked(server, tmp_path, max_age_s=0.3)
     await asked.server.start()
     try:
         asked.server.on_decision(DECISION, 0.0)
@@ -119,7 +75,7 @@ async def test_a_decision_that_is_old_or_knows_nothing_is_not_shown(server: ApiS
 
 @pytest.mark.parametrize(("names", "shows"), [('["pdmesh"]', False), ('["front-proxy-client"]', True)])
 async def test_nobody_but_the_api_server_is_answered(server: ApiServer, tmp_path: Path, names: str, shows: bool) -> None:
-    asked = _Asked(server, tmp_path, names=names)
+    asked = Asked(server, tmp_path, names=names)
     await asked.server.start()
     try:
         with pytest.raises(OSError):
@@ -133,7 +89,7 @@ async def test_until_the_cluster_says_who_may_ask_nobody_may_and_the_rest_goes_o
     server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: str
 ) -> None:
     monkeypatch.setattr(metrics_server, "RETRY_S", 0.1)
-    asked = _Asked(server, tmp_path)
+    asked = Asked(server, tmp_path)
     named = server.objects[front_proxy.CONFIG_MAP]
     match trouble:
         case "refused":
@@ -156,25 +112,15 @@ async def test_until_the_cluster_says_who_may_ask_nobody_may_and_the_rest_goes_o
         server.put(front_proxy.CONFIG_MAP, named)
         if trouble == "outage":
             server.start()
-        assert await _soon(asked) == 200
+        assert await answered_soon(asked) == 200
         with pytest.raises(OSError):
             await asked.get(METRIC, shows_certificate=False)
     finally:
         await asked.server.close()
 
 
-async def _soon(asked: _Asked) -> int:
-    """Status of the metric, once the port is open."""
-    for _ in range(100):
-        try:
-            return (await asked.get(METRIC))[0]
-        except OSError:
-            await asyncio.sleep(0.05)
-    return 0
-
-
 async def test_closing_before_the_port_was_opened_frees_it(server: ApiServer, tmp_path: Path) -> None:
-    asked = _Asked(server, tmp_path)
+    asked = Asked(server, tmp_path)
     server.stop()
     await asked.server.start()
     await asked.server.close()

@@ -235,6 +235,15 @@ async def test_state_that_cannot_be_saved_is_refused(candidate: Open, state: dic
         await platform.save(state)
 
 
+async def test_starts_that_fail_are_a_warning_where_people_look(candidate: Open, server: ApiServer) -> None:
+    platform = await _leading(candidate)
+    await platform.starts_failed(DECODE, "1 of 2 replicas: not started within 300 s")
+    (event,) = server.events()
+    assert (event["reason"], event["type"], event["action"]) == ("FailedStart", "Warning", "Start")
+    assert event["regarding"]["name"] == "pdmesh-decode"
+    assert event["note"] == "1 of 2 replicas: not started within 300 s; what keeps the pods: kubectl describe pod"
+
+
 async def test_events_that_cannot_be_written_hinder_nothing(candidate: Open, server: ApiServer) -> None:
     server.refuse[f"POST {EVENTS}"] = 403
     platform = await _leading(candidate)

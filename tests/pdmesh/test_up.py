@@ -1,0 +1,49 @@
+"""What `pdmesh up` says once the mesh is ready."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdmesh.commands.up import _summary
+from pdmesh.commands.up_autoscale import DECISIONS_FILE, AutoscaleOptions
+from pdmesh.launcher import LocalMesh
+from pdmesh.launcher_plan import LocalMeshConfig
+from runtime.config import ConfigError
+
+OPTIONS = AutoscaleOptions(autoscale=True, max_workers=5, min_workers=2, ttft_ms=700, tpot_ms=40, quantile=0.95)
+MODEL = LocalMeshConfig(model="smollm2")
+
+
+def _lines(options: AutoscaleOptions, base: LocalMeshConfig, folder: Path) -> list[str]:
+    config = replace(options.prepared(base) if options.autoscale else base, log_dir=str(folder))
+    return _summary(LocalMesh(config), options).splitlines()
+
+
+def test_it_says_what_autoscaling_may_do_for_which_objectives_and_where_it_writes(tmp_path: Path) -> None:
+    lines = _lines(OPTIONS, MODEL, tmp_path)
+    assert "autoscaling is on: 2–3 prefill and 2–3 decode workers, at most 5 in all" in lines
+    assert "objectives: TTFT 700 ms, TPOT 40 ms for 95 % of requests" in lines
+    assert f"decisions: {tmp_path / DECISIONS_FILE}" in lines
+
+
+def test_workers_with_both_roles_are_one_kind(tmp_path: Path) -> None:
+    both = replace(MODEL, num_prefill=0, num_decode=0, num_both=1)
+    assert "autoscaling is on: 2–5 workers" in _lines(OPTIONS, both, tmp_path)
+
+
+def test_objectives_of_a_file_are_said_and_one_that_lacks_the_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "promised.toml"
+    path.write_text("[smollm2]\nttft_ms = 300\ntpot_ms = 25\n")
+    lines = _lines(replace(OPTIONS, objectives=str(path)), MODEL, tmp_path)
+    assert "objectives: TTFT 300 ms, TPOT 25 ms for 99 % of requests" in lines
+    path.write_text("[other]\nttft_ms = 300\ntpot_ms = 25\n")
+    with pytest.raises(ConfigError, match="says nothing of 'smollm2'"):
+        _lines(replace(OPTIONS, objectives=str(path)), MODEL, tmp_path)
+
+
+def test_without_autoscaling_nothing_is_said_of_it(tmp_path: Path) -> None:
+    text = "\n".join(_lines(AutoscaleOptions(), MODEL, tmp_path))
+    assert "autoscaling is" not in text and DECISIONS_FILE not in text and "stop: Ctrl-C" in text
