@@ -1,4 +1,4 @@
-"""The simulator and the policies that it runs, compiled from the same sources by mypyc: the same numbers, three times as fast.
+"""The simulator and the policies that it runs, compiled by mypyc from the same sources: equal numbers, twice to thrice as fast.
 
 `python -m simulator.compiled` compiles them into the cache, which takes some minutes once for each state of the sources; it needs
 mypy and a C compiler. `use()` has them imported from there; without them everything runs interpreted.

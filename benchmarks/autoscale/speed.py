@@ -62,10 +62,6 @@ class Run:
     ended: list[Ended]
 
 
-TIGHT = Load(4000, 120.0, 16, max_inflight=400)
-"""Too few workers at the start: requests wait, are refused, and pods come."""
-
-
 def figures(options: Options) -> list[Figure]:
     """A million requests would take minutes: a part of them tells the speed."""
     large = Load(int(options.pick(100_000, 2_000)))
@@ -78,7 +74,9 @@ def figures(options: Options) -> list[Figure]:
     if not fast.is_compiled:
         say("nothing is compiled, so nothing is compared: python -m simulator.compiled")
         return speeds
-    num_apart = apart(_alone(TIGHT).ended, _alone(TIGHT, interpreted=True).ended)
+    # Too few workers: requests wait, a third is refused, and after a minute pods come.
+    tight = Load(int(options.pick(18_000, 2_000)), 250.0, 16, max_inflight=400)
+    num_apart = apart(_alone(tight).ended, _alone(tight, interpreted=True).ended)
     return [
         *speeds,
         Figure("requests whose end differs between compiled and interpreted", num_apart, "requests", "lower", goal=0),

@@ -43,7 +43,7 @@ def _build(root: Path) -> Build:
     return Build(root, ("sums",), ("sums.main",), left=("sums.settings",), needs_no_speed=("asyncio",))
 
 
-def _shown(build: Build, before: str = "") -> list[str]:
+def _shown(build: Build, before: str = "pass") -> list[str]:
     """What a new process says: was it told to use them, then SHOWN."""
     program = f"from pathlib import Path; from simulator.compiled import Build; {before}; print({build!r}.use()); {SHOWN}"
     program = program.replace("PosixPath", "Path")
@@ -93,9 +93,7 @@ def test_a_new_build_removes_what_nobody_has_used_for_long(build: Build, cache: 
 
 def test_what_cannot_be_compiled_says_why_and_leaves_nothing(build: Build, cache: Path) -> None:
     (build.root / "sums" / "halves.py").write_text('def half(number: int) -> float:\n    return "half"\n')
-    with pytest.raises(
-        CompileError, match=r"(?s)mypyc failed: .*halves\.py:2: error: .*without compiled modules everything runs"
-    ):
+    with pytest.raises(CompileError, match=r"(?s)mypyc failed: .*halves\.py:2: error: .*everything runs interpreted"):
         _build(build.root).make()
     assert not list(cache.iterdir())
 
