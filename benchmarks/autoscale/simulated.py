@@ -27,7 +27,7 @@ OURS, ORACLE = "pdmesh", "oracle"
 RIVALS = {
     "Kubernetes HPA on CPU (80 %)": hpa_cpu,
     "Kubernetes HPA on queue length (5 each)": hpa_queue,
-    "Dynamo's planner (throughput, 180 s)": dynamo,
+    "Dynamo's planner (throughput, 180 s, constant prediction)": dynamo,
 }
 FIXED = "fixed pool of the same cost"
 LEAST_ATTAINMENT, MOST_COST = 0.96, 1.15
