@@ -125,6 +125,9 @@ def test_nonsense_is_named(flags: list[str], code: int, said: str, model: str, c
         (["--device", "l4", *LOAD, "--effort", "none"], "--effort: 'none' is not known"),
         (["--device", "l4", *LOAD, "--report", "/no/such/folder/x.html"], "--report: /no/such/folder/x.html cannot be written"),
         (["--device", "l4", *LOAD, "--headroom", "-1"], "--headroom: must be"),
+        (["--device", "l4", "--rate", "5/s", "--requests", "0"], "--requests: give 1 or more"),
+        (["--device", "l4", *LOAD, "--swing", "0.5@0"], "--swing: the period 0 is not more than 0 seconds"),
+        (["--device", "l4", *LOAD, "--burst", "-1@3"], "--burst: '-1@3' is not FACTOR@START"),
     ],
 )
 def test_wrong_flags_are_named(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
