@@ -132,7 +132,7 @@ class Promise:
     mesh: Literal["any", "aggregated", "separated"] = field(
         default="any", metadata={"help": "workers that compute their prompts themselves, or prefill and decode apart"}
     )
-    deployable: bool = field(default=False, metadata={"help": "only what pdmesh runs today"})
+    deployable: bool = field(default=False, metadata={"help": "only what pdmesh runs today, as with --overlay"})
     routers: int = field(default=1, metadata={"help": "routers, to which arrivals go in turn"})
     handoff_gb_per_s: float = field(default=5.0, metadata={"help": "bandwidth of hand-offs, 10^9 bytes a second"})
     effort: Literal["quick", "normal", "thorough"] = field(
@@ -172,6 +172,9 @@ class Output:
     report: str = field(default="", metadata={"help": "write the plan with its plots to this file: one HTML page"})
     overlay: str = field(default="", metadata={"help": "write an overlay for kustomize to this folder"})
     overlay_base: str = field(default="", metadata={"help": "overlay that it builds on; empty: k8s/overlays/gpu or cpu"})
+    overlay_fixed: bool = field(
+        default=False, metadata={"help": "overlay: as many workers as planned, and the autoscaler leaves them alone"}
+    )
     model_name: str = field(default="", metadata={"help": "overlay: the model's name and folder in /models; empty: the model's"})
     json: bool = field(default=False, metadata={"help": "print JSON in place of tables"})
 
