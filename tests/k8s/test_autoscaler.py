@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,8 +129,23 @@ def test_every_pod_with_an_autoscaler_is_known_here() -> None:
 
 async def test_its_rights_are_those_that_it_uses(tmp_path: Path) -> None:
     """A life with everything in it against an API server; each request is allowed by one rule, and each right is used."""
-    rules = next(each for each in of_kind("overlays/cpu", "Role"))["rules"]
-    rights = {
+    with api_server() as server:
+        await _live(server, KubernetesSettings(kubeconfig=server.kubeconfig(tmp_path)))
+        assert {_right(method, path) for method, path in server.requests} == _rights("overlays/cpu")
+
+
+async def test_on_gpus_it_may_do_what_it_has_to_do(tmp_path: Path, tls: TlsConfig) -> None:
+    with api_server() as server:
+        own = _own("overlays/gpu", tls)[2].kubernetes
+        await _live(server, replace(own, kubeconfig=server.kubeconfig(tmp_path)))
+        used = {_right(method, path) for method, path in server.requests}
+    assert ("apps", "deployments/scale", "pdmesh-decode", "patch") in used
+    assert used <= _rights("overlays/gpu")
+
+
+def _rights(mesh: str) -> set[tuple[str, str, str, str]]:
+    rules = next(each for each in of_kind(mesh, "Role"))["rules"]
+    return {
         (group, resource, name, verb)
         for rule in rules
         for group in rule["apiGroups"]
@@ -137,17 +153,13 @@ async def test_its_rights_are_those_that_it_uses(tmp_path: Path) -> None:
         for name in rule.get("resourceNames", [""])
         for verb in rule["verbs"]
     }
-    with api_server() as server:
-        await _live(server, tmp_path)
-        used = {_right(method, path) for method, path in server.requests}
-    assert used == rights
 
 
-async def _live(server: ApiServer, folder: Path) -> None:
-    settings = KubernetesSettings(namespace="mesh", kubeconfig=server.kubeconfig(folder), retry_period_s=0.1)
+async def _live(server: ApiServer, told: KubernetesSettings) -> None:
+    settings = replace(told, namespace="mesh", retry_period_s=0.1)
     platform = KubernetesPlatform(open_api(settings), "mesh", settings)
     assert await platform.leads(0.0)
-    for name in (PoolName.PREFILL, PoolName.DECODE):
+    for name in settings.deployments:
         await platform.observe(0.0)
         await platform.scale(PoolDecision(name, 2, 3, "why"), 3, 0.0)
     await platform.save({"a": 1})
