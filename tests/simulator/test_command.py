@@ -69,7 +69,10 @@ def test_a_trace_at_another_rate(speed: str, trace: str, capsys: pytest.CaptureF
         (["--decode", "1", "--rate", "5/s", "--requests", "1", "--swing", "0.5@0"], "--swing: the period 0 is not more than 0"),
         (["--decode", "1", "--rate", "5/s", "--requests", "0"], "--requests: give 1 or more"),
         (["--decode", "1", "--trace", "azure-conv=x", "--requests", "0"], "--requests: give 1 or more"),
-        (["--decode", "1", "--rate", "5/s", "--requests", "1", "--burst", "-1@3"], "--burst: expected one argument; write --burst="),
+        (
+            ["--decode", "1", "--rate", "5/s", "--requests", "1", "--burst", "-1@3"],
+            "--burst: expected one argument; write --burst=",
+        ),
         (["--decode", "1", "--rate", "5/s", "--requests", "1", "--burst=-1@3"], "--burst: '-1@3' is not FACTOR@START"),
         (["--decode", "1", "--rate", "5/s", "--requests", "1", "--burst", "2"], "--burst: '2' is not FACTOR@START"),
         (["--decode", "1", "--rate", "5/s", "--requests", "1", "--ttft-ms", "5"], "--ttft-ms: give both objectives"),
