@@ -95,8 +95,11 @@ def to_env(config: object, *, env_prefix: str = ENV_PREFIX) -> dict[str, str]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        flag, _, problem = message.removeprefix("argument ").partition(": ")
-        raise ConfigError(flag.split("/")[0].split(", ")[0], problem or "wrong use", f"see {self.prog} --help")
+        named, _, problem = message.removeprefix("argument ").partition(": ")
+        flag, remedy = named.split("/")[0].split(", ")[0], f"see {self.prog} --help"
+        if problem == "expected one argument":  # a value like -1@3 is taken for a flag
+            remedy = f"write {flag}=VALUE where the value begins with a -, or {remedy}"
+        raise ConfigError(flag, problem or "wrong use", remedy)
 
 
 def _read_flags(cls: type, options: Sequence[Option], argv: Sequence[str], prog: str) -> dict[str, object]:

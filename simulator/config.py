@@ -16,9 +16,9 @@ from simulator.settings import HandOff, MeshSettings
 from simulator.traces import READERS, Arrival, log_normal, poisson
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(x|/s)")
-_SWING = re.compile(r"([0-9]+(?:\.[0-9]+)?)@([0-9]+(?:\.[0-9]+)?)")
+_PAIR = re.compile(r"([0-9]+(?:\.[0-9]+)?)@([0-9]+(?:\.[0-9]+)?)")
 _NOT_NEGATIVE = (
-    "prefill", "decode", "both", "requests", "ttft_ms", "tpot_ms", "max_queued", "local_prefill_tokens", "until_s", "pod_start_s",
+    "prefill", "decode", "both", "ttft_ms", "tpot_ms", "max_queued", "local_prefill_tokens", "until_s", "pod_start_s",
 )  # fmt: skip
 _POSITIVE = (
     "scale_period_s", "input_tokens", "output_tokens", "input_scale", "output_scale", "window_s", "report_period_ms",
@@ -35,7 +35,9 @@ class SimulatorConfig:
     speed: str = field(metadata={"help": "JSON file that says what a worker is: see simulator/worker_spec.py"})
     trace: str = field(default="", metadata={"help": "KIND=PATH, of azure-conv, azure-code, mooncake; empty: generated arrivals"})
     rate: str = field(default="1x", metadata={"help": "how fast requests come: 2x (as the trace, faster) or 50/s (on average)"})
-    requests: int = field(default=0, metadata={"help": "requests, of a trace repeated as needed; 0: those of the trace, once"})
+    requests: int | None = field(
+        default=None, metadata={"help": "requests, of a trace repeated as needed; empty: those of the trace, once"}
+    )
     input_tokens: float = field(default=1024, metadata={"help": "generated arrivals: mean length of prompts"})
     output_tokens: float = field(default=256, metadata={"help": "generated arrivals: mean length of outputs"})
     scatter: float = field(default=0.8, metadata={"help": "generated arrivals: sigma of the log-normal lengths; 0: all alike"})
@@ -93,11 +95,20 @@ class SimulatorConfig:
             )
         else:
             _require(self.rate.endswith("/s"), "rate", "generated arrivals need a rate as 50/s, or give --trace")
-            _require(self.requests > 0, "requests", "generated arrivals have no end; say how many")
-        _require(not self.swing or (_SWING.fullmatch(self.swing) is not None), "swing", f"{self.swing!r} is not DEPTH@PERIOD")
-        _require(not self.swing or (_pair(self.swing)[0] < 1 and _pair(self.swing)[1] > 0), "swing", "a depth is below 1")
-        _require(not self.burst or _SWING.fullmatch(self.burst) is not None, "burst", f"{self.burst!r} is not FACTOR@START")
-        _require(not self.burst or _pair(self.burst)[0] > 0, "burst", "a factor is more than 0")
+            _require(self.requests is not None, "requests", "generated arrivals have no end; say how many")
+        _require(self.requests is None or self.requests >= 1, "requests", "give 1 or more, or nothing for those of the trace")
+        self._check_shape()
+
+    def _check_shape(self) -> None:
+        """Of the load."""
+        if self.swing:
+            _require(_PAIR.fullmatch(self.swing) is not None, "swing", f"{self.swing!r} is not DEPTH@PERIOD, such as 0.5@86400")
+            depth, period_s = _pair(self.swing)
+            _require(depth < 1, "swing", f"the depth {depth:g} is not below 1: 0.5 is a swing by half")
+            _require(period_s > 0, "swing", f"the period {period_s:g} is not more than 0 seconds")
+        if self.burst:
+            _require(_PAIR.fullmatch(self.burst) is not None, "burst", f"{self.burst!r} is not FACTOR@START, such as 3@300")
+            _require(_pair(self.burst)[0] > 0, "burst", "the factor 0 is not more than 0")
 
     def _check_autoscaling(self) -> None:
         self.scaler.validate()
@@ -150,6 +161,7 @@ class SimulatorConfig:
         """At their rate."""
         number, is_factor = float(self.rate.rstrip("x/s")), self.rate.endswith("x")
         if not self.trace:
+            assert self.requests is not None
             return shaping.repeated(lambda: self._generated(number), self.requests)
         kind, _, path = self.trace.partition("=")
         factor = number if is_factor else number / (shaping.mean_rate(READERS[kind](path)) or number)

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from pdmesh import models
 from pdmesh.commands.options import flat
@@ -27,6 +28,7 @@ from simulator.config import SimulatorConfig
 from simulator.worker_spec import WorkerSpec, read_spec
 
 EXIT_NO_PLAN, EXIT_USAGE = 1, 2
+_NEITHER = "neither --deployable nor --overlay"
 _GPU_KV_SHARE, _CPU_KV_SHARE = 0.85, 0.3
 
 
@@ -61,9 +63,10 @@ class _Workers:
 def run(options: Options) -> int:
     """0: there is a plan; 1: nothing keeps the objectives; 2: wrong use."""
     try:
+        _check_outputs(options.output)  # before the search: afterwards its result would be lost
         workers = _workers(options)
         if options.output.overlay:
-            _base(options, workers)  # before the search: afterwards its result would be lost
+            _base(options, workers)
         config = options.load.simulated(
             options.promise.ttft_ms,
             options.promise.tpot_ms,
@@ -161,9 +164,10 @@ def _task(options: Options, workers: _Workers, config: SimulatorConfig, traffic:
     assert settings.objective is not None
     settings = replace(settings, objective=replace(settings.objective, quantile=promise.quantile))
     goals = goals_of(promise.ttft_ms, promise.tpot_ms, promise.quantile, settings)
-    if promise.deployable and set(machine.tensor_parallel) - {1}:
-        raise ValueError("tensor_parallel: a model is not spread over several devices yet; give 1, or no --deployable")
-    degrees = (1,) if promise.deployable else machine.tensor_parallel
+    deployable = promise.deployable or bool(options.output.overlay)
+    if deployable and set(machine.tensor_parallel) - {1}:
+        raise ValueError(f"tensor_parallel: a model is not spread over several devices yet; give 1, or {_NEITHER}")
+    degrees = (1,) if deployable else machine.tensor_parallel
     limitation = Limitation(degrees, machine.max_num_seqs, machine.max_num_batched_tokens)
     kinds: list[WorkerKind]
     notes: list[str] = []
@@ -175,21 +179,21 @@ def _task(options: Options, workers: _Workers, config: SimulatorConfig, traffic:
     else:
         assert workers.spec is not None
         kinds = measured_kinds(workers.spec, limitation)
-    meshes = _meshes(promise, workers)
+    meshes = _meshes(promise, workers, deployable=deployable)
     return Task(
         traffic, tuple(kinds), settings, promise.quantile, promise.headroom, meshes, promise.gpus, EFFORTS[promise.effort]
     ), notes
 
 
-def _meshes(promise: Promise, workers: _Workers) -> tuple[str, ...]:
+def _meshes(promise: Promise, workers: _Workers, *, deployable: bool) -> tuple[str, ...]:
     """Raises ValueError for one that is not deployable."""
     asked = (AGGREGATED, SEPARATED) if promise.mesh == "any" else (promise.mesh,)
-    if not promise.deployable or workers.roofline is None or not workers.roofline.device.is_gpu:
+    if not deployable or workers.roofline is None or not workers.roofline.device.is_gpu:
         return asked
     if promise.mesh == SEPARATED:
-        raise ValueError("mesh: KV on a GPU is not handed off yet; give aggregated, or no --deployable")
+        raise ValueError(f"mesh: KV on a GPU is not handed off yet; give aggregated, or {_NEITHER}")
     if workers.roofline.weights != "bfloat16":
-        raise ValueError("quantization: the engine computes such weights on the CPU alone; give none, or no --deployable")
+        raise ValueError(f"quantization: the engine computes such weights on the CPU alone; give none, or {_NEITHER}")
     return (AGGREGATED,)
 
 
@@ -226,13 +230,33 @@ def _show(options: Options, workers: _Workers, plan: Plan, subject: Subject) -> 
     else:
         print("\n".join(report_text.lines(plan, subject, palette(sys.stdout))))
     if output.report:
-        Path(output.report).write_text(report_html.page(plan, subject), encoding="utf-8")
+        _write_report(output.report, report_html.page(plan, subject), mode="w")
         _note(f"written: {output.report}")
     if output.overlay:
         base, name = _base(options, workers)
-        served = overlay.Served(name, options.machine.threads, _kv_share(options, workers))
+        served = overlay.Served(name, options.machine.threads, _kv_share(options, workers), output.overlay_fixed)
         for path in overlay.write(Path(output.overlay), base, plan, subject, served):
             _note(f"written: {path}")
+
+
+def _check_outputs(output: Output) -> None:
+    """Raises ValueError, OverlayError for what cannot be written. Leaves nothing behind."""
+    if output.report:
+        is_there = Path(output.report).exists()
+        _write_report(output.report, "", mode="a")
+        if not is_there:
+            Path(output.report).unlink()
+    if output.overlay:
+        overlay.check(Path(output.overlay))
+
+
+def _write_report(path: str, text: str, *, mode: Literal["w", "a"]) -> None:
+    """Raises ValueError."""
+    try:
+        with Path(path).open(mode, encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ValueError(f"report: {path}: {error.strerror}; give a file that can be written") from error
 
 
 def _base(options: Options, workers: _Workers) -> tuple[Path, str]:

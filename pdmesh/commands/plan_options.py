@@ -10,6 +10,8 @@ from typing import Literal
 from pdmesh.planner.durations import milliseconds
 from simulator.config import SimulatorConfig
 
+_GENERATED = 4000
+"""Requests, where nobody says how many."""
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
@@ -73,7 +75,7 @@ class Load:
 
     trace: str = field(default="", metadata={"help": "KIND=PATH, of azure-conv, azure-code, mooncake; empty: generated arrivals"})
     rate: str = field(default="", metadata={"help": "how fast requests come: 2x (as the trace, faster) or 50/s (on average)"})
-    requests: int = field(default=0, metadata={"help": "requests; 0: those of the trace, or 4000"})
+    requests: int | None = field(default=None, metadata={"help": "requests; empty: those of the trace, or 4000"})
     input_tokens: float = field(default=1024, metadata={"help": "generated arrivals: mean length of prompts"})
     output_tokens: float = field(default=256, metadata={"help": "generated arrivals: mean length of outputs"})
     scatter: float = field(default=0.8, metadata={"help": "generated arrivals: sigma of the log-normal lengths; 0: all alike"})
@@ -96,7 +98,7 @@ class Load:
             decode=1,
             trace=self.trace,
             rate=self.rate or "1x",
-            requests=self.requests or (0 if self.trace else 4000),
+            requests=self.requests if self.requests is not None or self.trace else _GENERATED,
             input_tokens=self.input_tokens,
             output_tokens=self.output_tokens,
             scatter=self.scatter,
@@ -130,7 +132,7 @@ class Promise:
     mesh: Literal["any", "aggregated", "separated"] = field(
         default="any", metadata={"help": "workers that compute their prompts themselves, or prefill and decode apart"}
     )
-    deployable: bool = field(default=False, metadata={"help": "only what pdmesh runs today"})
+    deployable: bool = field(default=False, metadata={"help": "only what pdmesh runs today, as with --overlay"})
     routers: int = field(default=1, metadata={"help": "routers, to which arrivals go in turn"})
     handoff_gb_per_s: float = field(default=5.0, metadata={"help": "bandwidth of hand-offs, 10^9 bytes a second"})
     effort: Literal["quick", "normal", "thorough"] = field(
@@ -170,6 +172,9 @@ class Output:
     report: str = field(default="", metadata={"help": "write the plan with its plots to this file: one HTML page"})
     overlay: str = field(default="", metadata={"help": "write an overlay for kustomize to this folder"})
     overlay_base: str = field(default="", metadata={"help": "overlay that it builds on; empty: k8s/overlays/gpu or cpu"})
+    overlay_fixed: bool = field(
+        default=False, metadata={"help": "overlay: as many workers as planned, and the autoscaler leaves them alone"}
+    )
     model_name: str = field(default="", metadata={"help": "overlay: the model's name and folder in /models; empty: the model's"})
     json: bool = field(default=False, metadata={"help": "print JSON in place of tables"})
 

@@ -1,12 +1,19 @@
 """A plan as an overlay for kustomize, on one of the overlays that are there. Pure but for finding and writing files.
 
-Only what the chosen mesh decides stands in it: replicas, limits of batches, KV, objectives, what routers let in. The rest is the
+Only what the chosen mesh decides stands in it: workers, limits of batches, KV, objectives, what routers let in. The rest is the
 base's.
+
+Replicas are the autoscaler's: a number in a manifest would come back with each `kubectl apply`, as if a person had set it. So it
+is told which pools there are and between which sizes they may move; or, `fixed`, numbers stand in the manifests and an annotation
+beside them, by which it leaves them alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +31,17 @@ CPU_MODEL = "smollm2"
 _BESIDE_MB = 1536
 """Memory of a worker besides weights and KV."""
 _OVERHEAD_CORES = 1
+_ROOM = 2
+"""The autoscaler may grow a pool to so many times what was planned."""
+
+_NO_PREFILL = """# The others compute their prompts themselves; the autoscaler does not look at this one.
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: pdmesh-prefill
+spec:
+  replicas: 0
+"""
 
 
 class OverlayError(Exception):
@@ -33,11 +51,12 @@ class OverlayError(Exception):
 @dataclass(frozen=True)
 class Served:
     """The model as the manifests know it: `name`, in the folder /models/NAME of the workers. `threads` of each worker on the CPU,
-    0: as the base has it. `kv_share`: of the memory of a GPU."""
+    0: as the base has it. `kv_share`: of the memory of a GPU. `fixed`: as many workers as planned, whatever comes."""
 
     name: str
     threads: int
     kv_share: float
+    fixed: bool = False
 
 
 def base_of(folder: str, *, is_gpu: bool) -> Path:
@@ -64,19 +83,38 @@ def served_name(asked: str, model: str, *, is_gpu: bool, has_base: bool) -> str:
     return CPU_MODEL
 
 
-def write(folder: Path, base: Path, plan: Plan, subject: Subject, served: Served) -> list[Path]:
-    """The files that were written. Raises OverlayError."""
-    files = contents(os.path.relpath(base, folder), plan, subject, served)
-    old = folder / "kustomization.yaml"
-    try:
+def check(folder: Path) -> None:
+    """Raises OverlayError for a folder that is somebody else's, or cannot be written. Leaves nothing behind."""
+    old, is_there = folder / "kustomization.yaml", folder.exists()
+    with _named_errors():
         if old.exists() and not old.read_text(encoding="utf-8").startswith(HEADER):
             raise OverlayError(f"overlay: {old} was not written by pdmesh plan; give another folder")
         folder.mkdir(parents=True, exist_ok=True)
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        finally:
+            if not is_there:
+                folder.rmdir()
+
+
+def write(folder: Path, base: Path, plan: Plan, subject: Subject, served: Served) -> list[Path]:
+    """The files that were written. Raises OverlayError."""
+    files = contents(os.path.relpath(base, folder), plan, subject, served)
+    check(folder)
+    with _named_errors():
+        folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in files]
+
+
+@contextlib.contextmanager
+def _named_errors() -> Iterator[None]:
+    """OSError as OverlayError."""
+    try:
+        yield
     except OSError as error:
         raise OverlayError(f"overlay: {error.filename}: {error.strerror}; give a folder that can be written") from error
-    return [folder / name for name in files]
 
 
 def contents(base: str, plan: Plan, subject: Subject, served: Served) -> dict[str, str]:
@@ -88,6 +126,7 @@ def contents(base: str, plan: Plan, subject: Subject, served: Served) -> dict[st
         )
     patches = {
         "workers.yaml": "---\n".join(_workers(plan, subject, served)),
+        "autoscaler.yaml": _autoscaler(plan),
         "router.yaml": _router(plan, served),
         "objectives.yaml": _objectives(plan, served),
     }
@@ -120,46 +159,79 @@ def traffic_line(plan: Plan, subject: Subject) -> str:
 
 def _workers(plan: Plan, subject: Subject, served: Served) -> list[str]:
     shape, size = plan.chosen.point.shape, plan.chosen.point.size
-    decode = _worker("decode", size.num_decode, shape.decode, subject, served)
-    # A pool without workers keeps its settings: somebody may scale it up.
-    prefill = _worker("prefill", size.num_prefill, shape.prefill or shape.decode, subject, served)
-    return [decode, prefill]
+    if shape.prefill is not None:
+        decode = _worker("decode", "decode", size.num_decode, shape.decode, subject, served)
+        return [decode, _worker("prefill", "prefill", size.num_prefill, shape.prefill, subject, served)]
+    both = _worker("decode", "prefill,decode", size.num_decode, shape.decode, subject, served)
+    return [both] if _is_gpu(subject) else [both, _NO_PREFILL]  # on GPUs there is none to begin with
 
 
-def _worker(pool: str, replicas: int, kind: WorkerKind, subject: Subject, served: Served) -> str:
+def _autoscaler(plan: Plan) -> str:
+    """Which pools there are, and between which sizes. What was planned is the least: it is there before the load is."""
+    shape, size = plan.chosen.point.shape, plan.chosen.point.size
+    pools = {"BOTH": size.num_decode}
+    if shape.prefill is not None:
+        pools = {"PREFILL": size.num_prefill, "DECODE": size.num_decode}
+    max_devices = plan.task.max_cost or _ROOM * plan.chosen.point.cost
     settings = {
+        "PDMESH_KUBERNETES_BOTH_DEPLOYMENT": "" if shape.prefill else "pdmesh-decode",
+        **{f"PDMESH_{pool}_MIN_REPLICAS": num for pool, num in pools.items()},
+        **{f"PDMESH_{pool}_MAX_REPLICAS": max(num, min(_ROOM * num, max_devices)) for pool, num in pools.items()},
+        "PDMESH_MAX_GPUS": max_devices,
+    }
+    return f"""apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: pdmesh-autoscaler
+spec:
+  template:
+    spec:
+      containers:
+        - name: autoscaler
+          env:
+{_env(settings)}
+"""
+
+
+def _env(settings: Mapping[str, str | int]) -> str:
+    return "\n".join(f'            - name: {name}\n              value: "{value}"' for name, value in settings.items())
+
+
+def _worker(pool: str, roles: str, replicas: int, kind: WorkerKind, subject: Subject, served: Served) -> str:
+    settings = {
+        "PDMESH_ROLES": roles,
         "PDMESH_MODEL": f"/models/{served.name}",
         "PDMESH_MODEL_NAME": served.name,
         "PDMESH_MAX_NUM_SEQS": str(kind.spec.max_num_seqs),
         "PDMESH_MAX_NUM_BATCHED_TOKENS": str(kind.spec.max_num_batched_tokens),
         **_memory(kind, subject, served),
     }
-    env = "\n".join(f'            - name: {name}\n              value: "{value}"' for name, value in settings.items())
+    annotations = '  annotations:\n    pdmesh.io/autoscale: "off"\n' if served.fixed else ""
     return f"""apiVersion: apps/v1
 kind: Deployment
 metadata:
   name: pdmesh-{pool}
-spec:
-  replicas: {replicas}
+{annotations}spec:
+  replicas: {replicas if served.fixed else "null"}
   template:
     spec:
       containers:
         - name: {pool}
           env:
-{env}
+{_env(settings)}
 {_resources(kind, subject, served)}"""
 
 
 def _memory(kind: WorkerKind, subject: Subject, served: Served) -> dict[str, str]:
     """On a GPU the share of its memory that was planned with; else so many MiB."""
-    if subject.device is not None and subject.device.is_gpu:
+    if _is_gpu(subject):
         return {"PDMESH_KV_MEMORY_SHARE": f"{served.kv_share:g}"}
     return {"PDMESH_KV_MEMORY_MB": str(_kv_mb(kind))}
 
 
 def _resources(kind: WorkerKind, subject: Subject, served: Served) -> str:
     """Of a worker on the CPU what was planned with; a GPU is one, which the base says."""
-    if subject.device is not None and subject.device.is_gpu:
+    if _is_gpu(subject):
         return ""
     memory = f"{_kv_mb(kind) + _held_mb(subject) + _BESIDE_MB}Mi"
     cores = {"requests": served.threads, "limits": served.threads + _OVERHEAD_CORES}
@@ -169,6 +241,10 @@ def _resources(kind: WorkerKind, subject: Subject, served: Served) -> str:
         lines += [f'              cpu: "{num}"'] if served.threads else []
         lines.append(f"              memory: {memory}")
     return "\n".join(lines) + "\n"
+
+
+def _is_gpu(subject: Subject) -> bool:
+    return subject.device is not None and subject.device.is_gpu
 
 
 def _kv_mb(kind: WorkerKind) -> int:

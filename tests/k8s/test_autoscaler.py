@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from autoscaler.kubernetes.api import open_api
 from autoscaler.kubernetes.platform import KubernetesPlatform
 from autoscaler.kubernetes.settings import KubernetesSettings
 from autoscaler.kubernetes.wanted import METRIC
+from autoscaler.plan import STUCK_STARTS
 from autoscaler.views import PoolName
 from pdmesh.certificates import make_certificates
 from runtime.tls import TlsConfig
@@ -20,8 +22,9 @@ from tests.autoscaler.kubernetes.api_server import ApiServer, api_server
 from tests.k8s.kustomize import FOLDER, Manifest, name_of, render
 from tests.k8s.meshes import EXAMPLES, MESHES, Workload, of_kind, workloads
 from tests.k8s.programs import class_of, config_of, is_below
+from worker.config import WorkerConfig
 
-SCALED = [mesh for mesh in MESHES if not mesh.startswith("overlays/gpu")]
+SCALED = [mesh for mesh in MESHES if mesh != "overlays/gpu-several"]
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +84,41 @@ def test_what_it_scales_is_there_and_has_no_number_that_each_apply_would_bring_b
         assert "replicas" not in scaled[name].manifest["spec"]
     rules = next(each for each in of_kind(mesh, "Role"))["rules"]
     named = {name for rule in rules for name in rule.get("resourceNames", ())}
-    assert named == {*config.kubernetes.deployments.values(), config.kubernetes.lease, config.kubernetes.state}
+    assert named >= {*config.kubernetes.deployments.values(), config.kubernetes.lease, config.kubernetes.state}
+    assert named == {"pdmesh-prefill", "pdmesh-decode", config.kubernetes.lease, config.kubernetes.state}
 
 
-def test_on_gpus_it_only_watches(tls: TlsConfig) -> None:
-    for mesh in MESHES.keys() - set(SCALED):
-        assert _own(mesh, tls)[2].platform == "dry-run"
+@pytest.mark.parametrize("mesh", SCALED)
+def test_pools_are_those_of_the_roles_that_workers_have(mesh: str, tls: TlsConfig) -> None:
+    """A Deployment that it takes for another pool's it would fill, or empty, for the wrong load."""
+    config = _own(mesh, tls)[2]
+    found: dict[str, set[str]] = {}
+    for workload in workloads(mesh):
+        for container in workload.containers:
+            worker = config_of(workload, container, tls) if class_of(container) is not None else None
+            if isinstance(worker, WorkerConfig) and not workload.name.endswith("-green"):
+                found.setdefault(workload.name, set()).add(" ".join(sorted(worker.roles)))
+    names = {"prefill": PoolName.PREFILL, "decode": PoolName.DECODE, "decode prefill": PoolName.BOTH}
+    assert {names[roles]: name for name, (roles,) in found.items()} == config.kubernetes.deployments
+
+
+@pytest.mark.parametrize("mesh", [mesh for mesh in SCALED if mesh.startswith("overlays/gpu")])
+def test_on_gpus_it_has_no_more_than_its_budget(mesh: str, tls: TlsConfig) -> None:
+    scaling, pods = _own(mesh, tls)[2].scaling, {each.name: each for each in workloads(mesh)}
+    gpus = [each["resources"]["limits"].get("nvidia.com/gpu") for each in pods["pdmesh-decode"].pod["containers"]]
+    assert gpus == [str(scaling.both.gpus_per_replica)]
+    assert scaling.max_gpus == scaling.both.max_replicas * scaling.both.gpus_per_replica
+    probe = pods["pdmesh-decode"].pod["containers"][0]["startupProbe"]
+    # Until then a pod may still come, and another in its place would be one too many.
+    assert STUCK_STARTS * scaling.both.start_s > probe["periodSeconds"] * probe["failureThreshold"]
+
+
+def test_where_a_pod_has_several_workers_it_only_watches(tls: TlsConfig) -> None:
+    for mesh in MESHES:
+        pods = {each.name: each for each in workloads(mesh)}
+        num_workers = len(pods["pdmesh-decode"].pod["containers"])
+        assert (_own(mesh, tls)[2].platform == "dry-run") == (num_workers > 1) == (mesh not in SCALED)
+        assert ("replicas" in pods["pdmesh-decode"].manifest["spec"]) == (num_workers > 1)
 
 
 def test_every_pod_with_an_autoscaler_is_known_here() -> None:
@@ -97,8 +129,23 @@ def test_every_pod_with_an_autoscaler_is_known_here() -> None:
 
 async def test_its_rights_are_those_that_it_uses(tmp_path: Path) -> None:
     """A life with everything in it against an API server; each request is allowed by one rule, and each right is used."""
-    rules = next(each for each in of_kind("overlays/cpu", "Role"))["rules"]
-    rights = {
+    with api_server() as server:
+        await _live(server, KubernetesSettings(kubeconfig=server.kubeconfig(tmp_path)))
+        assert {_right(method, path) for method, path in server.requests} == _rights("overlays/cpu")
+
+
+async def test_on_gpus_it_may_do_what_it_has_to_do(tmp_path: Path, tls: TlsConfig) -> None:
+    with api_server() as server:
+        own = _own("overlays/gpu", tls)[2].kubernetes
+        await _live(server, replace(own, kubeconfig=server.kubeconfig(tmp_path)))
+        used = {_right(method, path) for method, path in server.requests}
+    assert ("apps", "deployments/scale", "pdmesh-decode", "patch") in used
+    assert used <= _rights("overlays/gpu")
+
+
+def _rights(mesh: str) -> set[tuple[str, str, str, str]]:
+    rules = next(each for each in of_kind(mesh, "Role"))["rules"]
+    return {
         (group, resource, name, verb)
         for rule in rules
         for group in rule["apiGroups"]
@@ -106,17 +153,13 @@ async def test_its_rights_are_those_that_it_uses(tmp_path: Path) -> None:
         for name in rule.get("resourceNames", [""])
         for verb in rule["verbs"]
     }
-    with api_server() as server:
-        await _live(server, tmp_path)
-        used = {_right(method, path) for method, path in server.requests}
-    assert used == rights
 
 
-async def _live(server: ApiServer, folder: Path) -> None:
-    settings = KubernetesSettings(namespace="mesh", kubeconfig=server.kubeconfig(folder), retry_period_s=0.1)
+async def _live(server: ApiServer, told: KubernetesSettings) -> None:
+    settings = replace(told, namespace="mesh", retry_period_s=0.1)
     platform = KubernetesPlatform(open_api(settings), "mesh", settings)
     assert await platform.leads(0.0)
-    for name in (PoolName.PREFILL, PoolName.DECODE):
+    for name in settings.deployments:
         await platform.observe(0.0)
         await platform.scale(PoolDecision(name, 2, 3, "why"), 3, 0.0)
     await platform.save({"a": 1})

@@ -50,10 +50,15 @@ def _mounts(container: Manifest) -> list[str]:
     return [mount["mountPath"] for mount in container.get("volumeMounts", ())]
 
 
-def test_each_mesh_has_routers_and_both_kinds_of_workers() -> None:
+def test_each_mesh_has_routers_and_workers_for_both_roles(tls: TlsConfig) -> None:
     for mesh in MESHES:
         programs = {class_of(container) for of, _, container in OURS if of == mesh}
-        assert programs == {RouterConfig, AutoscalerConfig, PrefillConfig, DecodeConfig, loadtest.Options}
+        assert programs - {PrefillConfig} == {RouterConfig, AutoscalerConfig, DecodeConfig, loadtest.Options}
+        configs = [config_of(workload, container, tls) for of, workload, container in SERVERS if of == mesh]
+        workers = [config for config in configs if isinstance(config, WorkerConfig)]
+        assert {role for config in workers for role in config.roles} == {"prefill", "decode"}
+        # KV on a GPU is not handed off: who prefills there does it for itself.
+        assert all(len(config.roles) == 1 for config in workers) == all(config.engine.device == "cpu" for config in workers)
 
 
 @pytest.mark.parametrize(("mesh", "workload", "container"), OURS, ids=_IDS)

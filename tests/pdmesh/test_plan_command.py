@@ -71,13 +71,13 @@ def test_a_plan_on_a_device_as_json(model: str, capsys: pytest.CaptureFixture[st
 
 
 def test_an_overlay_of_what_runs(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--device", "l40s", "--deployable", "--max-num-seqs", "64", "--overlay", str(tmp_path / "made")]
+    flags = ["--device", "l40s", "--max-num-seqs", "64", "--overlay", str(tmp_path / "made")]  # as with --deployable
     assert cli.run(["plan", model, *flags, *LOAD, "--slo-ttft", "300ms", "--slo-tpot", "50ms"]) == 0
     shown = capsys.readouterr()
     assert "separated" not in shown.out
     assert "tp2" not in shown.out
     assert {path.name for path in (tmp_path / "made").iterdir()} == {
-        "kustomization.yaml", "workers.yaml", "router.yaml", "objectives.yaml"
+        "kustomization.yaml", "workers.yaml", "autoscaler.yaml", "router.yaml", "objectives.yaml"
     }  # fmt: skip
     assert "value: /models/llama3-8b" in (tmp_path / "made/workers.yaml").read_text().replace('"', "")
 
@@ -103,6 +103,9 @@ def test_what_does_not_run_is_said(model: str, capsys: pytest.CaptureFixture[str
         (["--device", "epyc-2-cores", *LOAD], 1, "no number of workers keeps TTFT 400 ms and TPOT 20 ms for 95 %"),
         (["--device", "l40s", "--trace", "azure-conv=/no/such/file"], 2, "/no/such/file: no such file"),
         (["--speed", "/no/such.json", *LOAD], 2, "/no/such.json: "),
+        (["--speed", "/no/such.json", "--report", "/proc/x.html", *LOAD], 2, "report: /proc/x.html: "),  # before anything else
+        (["--speed", "/no/such.json", "--overlay", "/proc/x", *LOAD], 2, "overlay: /proc/x: "),
+        (["--device", "l40s", "--tensor-parallel", "2", "--overlay", "x", *LOAD], 2, "tensor_parallel: a model is not spread"),
     ],
 )
 def test_nonsense_is_named(flags: list[str], code: int, said: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +128,9 @@ def test_nonsense_is_named(flags: list[str], code: int, said: str, model: str, c
         (["--device", "l4", *LOAD, "--effort", "none"], "--effort: 'none' is not known"),
         (["--device", "l4", *LOAD, "--report", "/no/such/folder/x.html"], "--report: /no/such/folder/x.html cannot be written"),
         (["--device", "l4", *LOAD, "--headroom", "-1"], "--headroom: must be"),
+        (["--device", "l4", "--rate", "5/s", "--requests", "0"], "--requests: give 1 or more"),
+        (["--device", "l4", *LOAD, "--swing", "0.5@0"], "--swing: the period 0 is not more than 0 seconds"),
+        (["--device", "l4", *LOAD, "--burst", "-1@3"], "--burst: '-1@3' is not FACTOR@START"),
     ],
 )
 def test_wrong_flags_are_named(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

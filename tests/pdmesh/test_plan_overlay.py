@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from autoscaler.config import AutoscalerConfig
+from autoscaler.kubernetes import orders
+from autoscaler.views import PoolName
 from pdmesh.planner import overlay
 from pdmesh.planner.kinds import Limitation, roofline_kinds
-from pdmesh.planner.meshes import AGGREGATED, SEPARATED
+from pdmesh.planner.meshes import AGGREGATED, SEPARATED, Point, Size
 from pdmesh.planner.overlay import HEADER, OverlayError, Served
 from pdmesh.planner.plan import EFFORTS, Plan, goals_of, make_plan
 from pdmesh.planner.subject import Subject
@@ -50,10 +53,25 @@ def on_cpus() -> tuple[Plan, Subject]:
     return plan, Subject("smollm2-135m-instruct", "generated", "int8", device, SMOLLM2)
 
 
+@pytest.fixture(scope="module")
+def aggregated_on_cpus(on_cpus: tuple[Plan, Subject]) -> tuple[Plan, Subject]:
+    plan, subject = on_cpus
+    shape = replace(plan.chosen.point.shape, prefill=None)
+    return replace(plan, chosen=replace(plan.chosen, point=Point(shape, Size(0, 2)))), subject
+
+
 def _written(tmp_path: Path, planned: tuple[Plan, Subject], base: str, served: Served) -> dict[tuple[str, str], Manifest]:
     folder = tmp_path / "planned"
     overlay.write(folder, FOLDER / "overlays" / base, *planned, served)
     return {name_of(manifest): manifest for manifest in render(folder)}
+
+
+def _autoscaler(found: dict[tuple[str, str], Manifest], folder: Path) -> AutoscalerConfig:
+    """As it would be told. `folder`: where files of Secrets are laid."""
+    workload = Workload(found["Deployment", "pdmesh-autoscaler"])
+    config = config_of(workload, workload.containers[0], TlsConfig(tls_cert=str(folder / "tls.crt")))
+    assert isinstance(config, AutoscalerConfig)
+    return config
 
 
 def _configs(found: dict[tuple[str, str], Manifest], name: str, folder: Path) -> tuple[Workload, WorkerConfig | RouterConfig]:
@@ -68,8 +86,7 @@ def _configs(found: dict[tuple[str, str], Manifest], name: str, folder: Path) ->
 def test_on_gpus(tmp_path: Path, on_gpus: tuple[Plan, Subject]) -> None:
     found = _written(tmp_path, on_gpus, "gpu", Served("llama3-8b", 0, 0.85))
     point = on_gpus[0].chosen.point
-    assert found["Deployment", "pdmesh-decode"]["spec"]["replicas"] == point.size.num_decode >= 1
-    assert found["Deployment", "pdmesh-prefill"]["spec"]["replicas"] == 0
+    assert ("Deployment", "pdmesh-prefill") not in found
     workload, worker = _configs(found, "pdmesh-decode", tmp_path)
     assert isinstance(worker, WorkerConfig)
     assert (worker.engine.max_num_seqs, worker.engine.max_num_batched_tokens) == (64, 2048)
@@ -84,9 +101,12 @@ def test_on_gpus(tmp_path: Path, on_gpus: tuple[Plan, Subject]) -> None:
 def test_on_cpus(tmp_path: Path, on_cpus: tuple[Plan, Subject]) -> None:
     found = _written(tmp_path, on_cpus, "cpu", Served("smollm2", 2, 0.1))
     size = on_cpus[0].chosen.point.size
+    scaling = _autoscaler(found, tmp_path).scaling
+    assert scaling.max_gpus == 2 * on_cpus[0].chosen.point.cost
     for pool, replicas in (("decode", size.num_decode), ("prefill", size.num_prefill)):
         workload, worker = _configs(found, f"pdmesh-{pool}", tmp_path)
-        assert found["Deployment", f"pdmesh-{pool}"]["spec"]["replicas"] == replicas >= 1
+        assert scaling.of(PoolName(pool)).min_replicas == replicas >= 1
+        assert scaling.of(PoolName(pool)).max_replicas == 2 * replicas
         assert isinstance(worker, WorkerConfig)
         assert worker.engine.num_threads == 2
         limits = workload.containers[-1]["resources"]["limits"]
@@ -94,6 +114,42 @@ def test_on_cpus(tmp_path: Path, on_cpus: tuple[Plan, Subject]) -> None:
         kind = on_cpus[0].chosen.point.shape.decode
         assert worker.engine.kv_memory_mb * 2**20 == pytest.approx(kind.kv_tokens * kind.spec.kv_bytes_per_token, abs=2**20)
         assert quantity(limits["memory"]) > (worker.engine.kv_memory_mb + 1024) * 2**20
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize(
+    ("planned", "base", "name"),
+    [("on_gpus", "gpu", "llama3-8b"), ("on_cpus", "cpu", "smollm2"), ("aggregated_on_cpus", "cpu", "smollm2")],
+)
+def test_a_pool_is_the_autoscalers_or_a_persons(
+    request: pytest.FixtureRequest, tmp_path: Path, planned: str, base: str, name: str, fixed: bool
+) -> None:
+    """Never both: each apply would bring a number back, which the autoscaler then takes for a person's change."""
+    plan, subject = request.getfixturevalue(planned)
+    found = _written(tmp_path, (plan, subject), base, Served(name, 2, 0.5, fixed))
+    autoscaler, point = _autoscaler(found, tmp_path), plan.chosen.point
+    assert autoscaler.platform == "kubernetes"
+    planned_for = {"pdmesh-decode": point.size.num_decode, "pdmesh-prefill": point.size.num_prefill}
+    for pool, deployment in autoscaler.kubernetes.deployments.items():
+        manifest = found["Deployment", deployment]
+        said = orders.read(manifest["metadata"].get("annotations", {}))
+        assert (said.is_off, said.mistake) == (fixed, "")
+        assert manifest["spec"].get("replicas") == (planned_for[deployment] if fixed else None)
+        assert autoscaler.scaling.of(pool).min_replicas == planned_for[deployment]
+        _, worker = _configs(found, deployment, tmp_path)
+        assert isinstance(worker, WorkerConfig)
+        assert set(worker.roles) == ({"prefill", "decode"} if pool is PoolName.BOTH else {pool.value})
+    idle = {name for kind, name in found if kind == "Deployment" and name in planned_for}
+    for deployment in idle - set(autoscaler.kubernetes.deployments.values()):
+        assert found["Deployment", deployment]["spec"]["replicas"] == 0
+
+
+def test_no_more_than_was_allowed(tmp_path: Path, on_gpus: tuple[Plan, Subject]) -> None:
+    plan, subject = on_gpus
+    most = plan.chosen.point.cost
+    bounded = replace(plan, task=replace(plan.task, max_cost=most))
+    scaling = _autoscaler(_written(tmp_path, (bounded, subject), "gpu", Served("llama3-8b", 0, 0.85)), tmp_path).scaling
+    assert (scaling.max_gpus, scaling.both.min_replicas, scaling.both.max_replicas) == (most, most, most)
 
 
 def test_objectives_are_those_that_were_planned_for(tmp_path: Path, on_gpus: tuple[Plan, Subject]) -> None:
@@ -113,7 +169,7 @@ def test_kubectl_renders_it(tmp_path: Path, base: str, on_gpus: tuple[Plan, Subj
         ["kubectl", "kustomize", str(tmp_path / "planned")], capture_output=True, text=True, timeout=60, check=True
     )
     shown = {name_of(manifest): manifest for manifest in yaml.safe_load_all(done.stdout)}
-    for kind_and_name in (("Deployment", "pdmesh-decode"), ("Deployment", "pdmesh-router")):
+    for kind_and_name in (("Deployment", name) for name in ("pdmesh-decode", "pdmesh-router", "pdmesh-autoscaler")):
         theirs, ours = (each[kind_and_name]["spec"] for each in (shown, found))
         assert theirs.get("replicas") == ours.get("replicas")
         container, mine = (each["template"]["spec"]["containers"][0] for each in (theirs, ours))
@@ -133,6 +189,15 @@ def test_it_replaces_only_its_own(tmp_path: Path, on_gpus: tuple[Plan, Subject])
         overlay.write(tmp_path / "planned", FOLDER / "overlays/gpu", *on_gpus, served)
     with pytest.raises(OverlayError, match=r"overlay: .* give a folder that can be written"):
         overlay.write(written[0] / "inside", FOLDER / "overlays/gpu", *on_gpus, served)
+
+
+def test_a_look_whether_it_can_be_written_leaves_nothing(tmp_path: Path) -> None:
+    overlay.check(tmp_path / "planned")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/kustomization.yaml").write_text("kind: Kustomization\n")
+    with pytest.raises(OverlayError, match="was not written by pdmesh plan"):
+        overlay.check(tmp_path / "mine")
 
 
 def test_what_does_not_run_is_not_written(on_gpus: tuple[Plan, Subject], on_cpus: tuple[Plan, Subject]) -> None:

@@ -91,7 +91,11 @@ def test_choices_tuples_and_optionals() -> None:
     ("argv", "env", "expected"),
     [
         ((), {}, "--model: is required; give --model or set PDMESH_MODEL"),
-        (("--model",), {}, "--model: expected one argument; see test --help"),
+        (
+            ("--model",),
+            {},
+            "--model: expected one argument; write --model=VALUE where the value begins with a -, or see test --help",
+        ),
         (("--model", "m", "--limti", "3"), {}, "--limti: unknown flag; did you mean --limit?"),
         (("--model", "m", "--max-num", "3"), {}, "--max-num: unknown flag"),
         (("--model", "m", "stray"), {}, "stray: unexpected argument; see test --help"),
