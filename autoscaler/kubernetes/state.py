@@ -33,7 +33,7 @@ class StateStore:
         self._version = _version(found)
         try:
             return json.loads((found.get("data") or {}).get(key, "null"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             logger.warning("ConfigMap %s: %s is not JSON (%s): begun anew", self._name, key, error)
             return None
 
