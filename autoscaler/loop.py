@@ -31,6 +31,8 @@ from autoscaler.settings import AutoscalerSettings
 from autoscaler.starts import Starts
 from autoscaler.views import PoolName, Snapshot
 
+NUM_TRIALS = 30
+"""Decisions that what was restored has to bear; figures reach all parts of a policy by then."""
 Listener = Callable[[Decision, float], None]
 
 logger = logging.getLogger(__name__)
@@ -80,7 +82,8 @@ class Loop:
         self.ended_at = time.monotonic()  # of the latest round that came to its end, whatever it decided
         self._failing: set[PoolName] = set()  # pools whose starts have failed, which is told once until some succeed
         self._leads = False
-        self._before: Policy | None = None  # what was known before something was restored that has yet to bear a decision
+        self._before: Policy | None = None  # what was known before something was restored, while that is on trial
+        self._trials = 0  # that are left
         self._saved_s = float("-inf")
 
     @property
@@ -151,7 +154,7 @@ class Loop:
         except StateError as error:
             logger.warning("what was saved cannot be used, learning begins anew: %s", error)
         else:
-            self._before, self._parts.policy = self._parts.policy, policy
+            self._before, self._parts.policy, self._trials = self._parts.policy, policy, NUM_TRIALS
 
     async def _save(self, now_s: float, *, changed: bool) -> None:
         if changed or now_s - self._saved_s >= self._settings.save_s:
@@ -181,18 +184,19 @@ class Loop:
         return decision
 
     def _decide(self, snapshot: Snapshot) -> Decision:
-        """What was restored has to bear one decision, or is left: numbers that fit no formula must not end every round."""
+        """What was restored has to bear some decisions, or is left: numbers that fit no formula must not end every round."""
         before = self._before
         try:
             decision = self._parts.policy.decide(snapshot)
         except Exception:
             if before is None:
                 raise
-            logger.exception("what was saved bears no decision, learning begins anew")
+            logger.exception("what was saved cannot be decided from, learning begins anew")
             before.aim(self._parts.policy.goals)
             self._before, self._parts.policy = None, before
             return before.decide(snapshot)
-        if decision.held is None:
+        self._trials -= decision.held is None
+        if self._trials <= 0:
             self._before = None
         return decision
 

@@ -1,8 +1,8 @@
 """What a leader leaves for the next one, and what that one makes of it. Pure.
 
-Times in it are readings of the former leader's clock, and no two machines' clocks agree. Where they lie ahead of the new leader's,
-all are moved back here by the same, so that the latest is of now: a policy drops what is older than what it knows, and would neither
-learn nor shrink until that time has come. Nothing else has to think of it.
+Times in it are readings of the former leader's clock, and no two machines' clocks agree. Where they lie ahead of the new one's,
+all are moved back here by the same, so that the latest is of now: a policy drops what is older than what it knows, and would
+neither learn nor shrink until that time has come. Nothing else has to think of it.
 """
 
 import copy
