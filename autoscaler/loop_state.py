@@ -28,8 +28,9 @@ def saved(policy: Policy) -> State:
 
 
 def resumed(policy: Policy, state: State, now_s: float, watched_s: float) -> Policy:
-    """A copy of `policy` that goes on from there; `policy` itself stays as it is. What was left more than `watched_s` ago, nobody
-    has watched since. Raises StateError, whatever it is that was saved: it must keep nobody from leading."""
+    """A copy of `policy` that goes on from there; `policy` itself stays as it is. What was left more than `watched_s` ago, or
+    by a clock that is off by more, nobody may have watched since. Raises StateError, whatever it is that was saved: it must keep
+    nobody from leading."""
     try:
         json.dumps(state, allow_nan=False)  # no number but finite ones, nor more depth than can be gone through
         own = _policy_state(state)
@@ -39,7 +40,7 @@ def resumed(policy: Policy, state: State, now_s: float, watched_s: float) -> Pol
         fresh.save()
     except Exception as error:
         raise StateError(str(error) or type(error).__name__) from error
-    if now_s - latest_s > watched_s:
+    if abs(now_s - latest_s) > watched_s:
         fresh.interrupt()
     return fresh
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -48,7 +49,7 @@ def test_every_time_of_a_clock_that_was_ahead_is_moved_back(forecast: str) -> No
     settings = replace(SETTINGS, forecast=forecast, season_s=960.0)  # type: ignore[arg-type]
     right, now_s = _led(settings, NOW_S)
     ahead, _ = _led(settings, NOW_S + 3600)
-    found = resumed(Policy(settings, GOALS), _over_the_wire(saved(ahead)), now_s, STALE_S)
+    found = resumed(Policy(settings, GOALS), _over_the_wire(saved(ahead)), now_s, watched_s=math.inf)
     assert _over_the_wire(found.save()) == _over_the_wire(right.save())
 
 
@@ -64,7 +65,7 @@ def test_the_next_leader_follows_the_load_whatever_the_clock_of_the_former_said(
 def test_what_was_left_long_ago_says_nothing_of_what_was_enough_since() -> None:
     """So a pool does not shrink at once: nobody has watched it for a cool-down."""
     former, there_s = _led(SETTINGS, NOW_S, rate=1.0)
-    for gap_s, shrinks in ((10.0, True), (3600.0, False)):
+    for gap_s, shrinks in ((10.0, True), (-10.0, True), (3600.0, False), (-3600.0, False)):
         policy = resumed(Policy(SETTINGS, GOALS), _over_the_wire(saved(former)), there_s + gap_s, STALE_S)
         sizes = _sizes(policy, there_s + gap_s, 1.0, 90, (9, 9))
         assert (sizes[1] < (9, 9)) is shrinks
