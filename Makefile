@@ -107,7 +107,8 @@ bench-soak: $(READY) model kernels  ## an hour of mixed traffic over all protoco
 bench-router: $(READY) model kernels  ## policy, peers, interference, overhead, predictions, overload, a killed router, prefixes (an hour and a half)
 	$(BIN)/python -m benchmarks.router $(ARGS)
 
-bench-autoscale: $(READY) model kernels  ## the autoscaler against an oracle and others on public traces (TRACES=folder), the simulator against a real mesh
+bench-autoscale: $(READY) model kernels  ## the autoscaler against an oracle and others on public traces (TRACES=folder), the simulator (compiled before) against a real mesh
+	$(BIN)/python -m simulator.compiled
 	$(BIN)/python -m benchmarks.autoscale $(if $(TRACES),--traces $(TRACES)) $(ARGS)
 
 bench-capacity: $(READY) model kernels  ## which rate mesh, one engine, vLLM and SMG + vLLM bear (half an hour; goes on where it was stopped)

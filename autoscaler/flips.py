@@ -8,6 +8,9 @@ from autoscaler.plan import Plan
 from autoscaler.settings import AutoscalerSettings
 from autoscaler.views import PoolName
 
+SPARE_SHARE = 0.5
+"""Of a cool-down, for which a pool has to have had workers to spare before it lends them."""
+
 
 def flip(
     plans: dict[PoolName, Plan], memories: dict[PoolName, PoolMemory], settings: AutoscalerSettings, now_s: float
@@ -29,11 +32,13 @@ def flip(
 
 
 def _spare(giving: Plan, memory: PoolMemory, settings: AutoscalerSettings, now_s: float) -> int:
-    """Workers that the pool can do without, with headroom, and that serve already. It need not have been for long: they can be
-    had back as fast."""
+    """Workers that the pool can do without, with headroom, and that serve already. It need not have been for as long as before
+    it shrinks: they can be had back as fast."""
     if memory.grew_within(now_s, settings.cool_down_s) is not None:
         return 0
-    return giving.view.num_ready - max(giving.size.enough, settings.of(giving.view.name).min_replicas)
+    most = memory.most_enough(now_s, SPARE_SHARE * settings.cool_down_s)
+    enough = giving.size.enough if most is None else max(most, giving.size.enough)
+    return giving.view.num_ready - max(enough, settings.of(giving.view.name).min_replicas)
 
 
 def _taken(taking: Plan, num: int) -> Plan:

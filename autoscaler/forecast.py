@@ -9,10 +9,12 @@ State = dict[str, object]
 
 
 class Expected(NamedTuple):
-    """At one moment. `spread`: one standard deviation of what `mean` may be off by, without the noise of a single observation."""
+    """At one moment. `spread`: one standard deviation of what `mean` may be off by, without the noise of a single observation.
+    `noise`: the variance of an observation, times what independent arrivals would have."""
 
     mean: float
     spread: float
+    noise: float = 1.0
 
 
 class Forecaster(Protocol):

@@ -1,20 +1,23 @@
 """A series with a level and a slope, both of which wander: a Kalman filter that learns how noisy the observations are. Pure.
 
 Local linear trend (Harvey, "Forecasting, Structural Time Series Models and the Kalman Filter", 1989, §2.3). Observations may come
-at any distance. One that is out of all proportion (a burst) is no noise: the filter then forgets how sure it was of level and
-slope, follows within an observation or two, and sees the slope of a rise while it lasts. Looking ahead, the slope fades.
+at any distance. How noisy they are tells the distance of each from the line through its neighbours. One that is out of all
+proportion (a burst) is no noise: the filter then forgets how sure it was of level and slope, follows within an observation or
+two, and sees the slope of a rise while it lasts. Looking ahead, the slope fades.
 """
 
 import math
+from collections import deque
 
 from autoscaler.forecast import Expected, State, number
 
 LEVEL_NOISE = 0.001  # of the level, by which it wanders in a second (its root)
 SLOPE_NOISE = 1e-5  # of the level in a second, by which the slope wanders in a second (its root)
-SURPRISE = 4.0  # standard deviations beyond which an observation tells of a change
+SURPRISE = 6.0  # standard deviations beyond which an observation tells of a change
 FADE_S = 90.0  # after which a slope counts for a third
+MOST_NOISE = 400.0  # times what independent arrivals would have: of an hour of code completions 60 to 300
 LEAST_LEVEL = 0.05
-_LEARN = 0.05  # of an observation, in the mean of noise
+NOISE_S = 300.0  # over which noise is averaged
 _FIELDS = ("time_s", "level", "slope", "var_level", "covar", "var_slope", "noise")
 
 
@@ -26,6 +29,7 @@ class Kalman:
         self._time_s = float("-inf")
         self._level = self._slope = 0.0
         self._var_level = self._covar = self._var_slope = 0.0
+        self._recent: deque[tuple[float, float]] = deque()
         self._noise = 1.0  # times what independent arrivals would have
 
     def observe(self, time_s: float, value: float) -> None:
@@ -34,15 +38,14 @@ class Kalman:
         if self._time_s == float("-inf"):
             self._begin(time_s, value)
             return
-        self._advance(time_s - self._time_s)
+        seconds = time_s - self._time_s
+        self._advance(seconds)
         self._time_s = time_s
+        self._learn_noise(time_s, value, seconds)
         error, noise = value - self._level, self._noise_at(max(self._level, LEAST_LEVEL))
         expected = self._var_level + noise
         if error * error > SURPRISE**2 * expected:
             self._forget(error)
-        else:
-            excess = max(0.0, error * error - self._var_level) / (noise / self._noise)
-            self._noise = min(4.0, max(0.5, self._noise + _LEARN * (excess - self._noise)))
         self._learn(error, noise)
 
     def at(self, time_s: float) -> Expected:
@@ -52,13 +55,16 @@ class Kalman:
         variance = self._var_level + 2 * reach_s * self._covar + reach_s**2 * self._var_slope
         variance += (LEVEL_NOISE * level) ** 2 * ahead_s + slope_noise * reach_s**3 / 3
         spread = math.sqrt(max(0.0, variance)) if self._time_s > float("-inf") else 0.0
-        return Expected(max(0.0, self._level + self._slope * reach_s), spread)
+        return Expected(max(0.0, self._level + self._slope * reach_s), spread, self._noise)
 
     def save(self) -> State:
-        return {} if self._time_s == float("-inf") else {name: getattr(self, f"_{name}") for name in _FIELDS}
+        if self._time_s == float("-inf"):
+            return {}
+        return {name: getattr(self, f"_{name}") for name in _FIELDS} | {"recent": [list(pair) for pair in self._recent]}
 
     def restore(self, state: State) -> None:
         numbers = {name: number(state, name) for name in _FIELDS} if state else {}
+        self._recent = _pairs(state.get("recent", []))
         for name, value in numbers.items():
             setattr(self, f"_{name}", value)
 
@@ -86,6 +92,21 @@ class Kalman:
         self._var_slope += (error / 60.0) ** 2
         self._covar = 0.0
 
+    def _learn_noise(self, time_s: float, value: float, seconds: float) -> None:
+        """By how far the middle of three observations, windows apart, lies from the line through the others: a rise is no noise,
+        however steep, and a step only once."""
+        recent = self._recent
+        recent.append((time_s, value))
+        while len(recent) > 1 and recent[1][0] <= time_s - 2 * self._window_s:
+            recent.popleft()
+        middle = next((known for at_s, known in reversed(recent) if at_s <= time_s - self._window_s), None)
+        if middle is None or recent[0][0] > time_s - 2 * self._window_s:
+            return
+        bend = value - 2 * middle + recent[0][1]
+        seen = bend * bend / 6 / (max(self._level, LEAST_LEVEL) / self._window_s)
+        weight = 1 - math.exp(-min(seconds, self._window_s) / NOISE_S)
+        self._noise = min(MOST_NOISE, max(0.5, self._noise + weight * (seen - self._noise)))
+
     def _learn(self, error: float, noise: float) -> None:
         total = self._var_level + noise
         gain_level, gain_slope = self._var_level / total, self._covar / total
@@ -94,3 +115,9 @@ class Kalman:
         self._var_slope = max(0.0, self._var_slope - gain_slope * self._covar)
         self._covar *= 1 - gain_level
         self._var_level *= 1 - gain_level
+
+
+def _pairs(saved: object) -> deque[tuple[float, float]]:
+    if not isinstance(saved, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in saved):
+        raise ValueError(f"recent: a saved state holds pairs of numbers there, not {saved!r}")
+    return deque((number({"recent": at_s}, "recent"), number({"recent": value}, "recent")) for at_s, value in saved)

@@ -33,11 +33,11 @@ class PoolMemory:
         self.enough.clear()
         self.idle_since_s = None
 
-    def most_enough(self, now_s: float, cool_down_s: float) -> int | None:
-        """The most that was needed at any time of the cool-down; None while it has not been watched for so long."""
-        if not self.enough or self.enough[0][0] > now_s - cool_down_s:
-            return None
-        return max(num for _, num in self.enough)
+    def most_enough(self, now_s: float, seconds: float) -> int | None:
+        """The most that was needed at any time of the latest `seconds`, at most a cool-down; None while it has not been watched
+        for so long."""
+        known = [place for place, (time_s, _) in enumerate(self.enough) if time_s <= now_s - seconds]
+        return max(num for _, num in list(self.enough)[known[-1] :]) if known else None
 
     def grew_within(self, now_s: float, seconds: float) -> float | None:
         """How long ago it grew, None if not within `seconds`."""

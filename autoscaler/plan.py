@@ -86,6 +86,9 @@ def _up(
     view: PoolView, size: Size, memory: PoolMemory, settings: AutoscalerSettings, now_s: float, num_stuck: int
 ) -> tuple[int, str, str | None]:
     own, num = settings.of(view.name), view.num_replicas
+    shrank_s = memory.shrank_within(now_s, settings.cool_down_s)
+    if shrank_s is not None and not num_stuck and size.needed <= num * (1 + settings.headroom):
+        return num, f"{size.why}, but it shrank {shrank_s:.0f} s ago, and that is hardly more", "cool-down"
     wanted = min(own.max_replicas, size.needed + num_stuck)
     left = max(0, settings.max_step_up - memory.stepped(now_s, settings.step_period_s, 1))
     target = max(num, min(wanted, num + left))

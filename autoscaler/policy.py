@@ -9,7 +9,7 @@ One decision:
 5. Too few GPUs for all are divided by what they buy (`budget.py`).
 
 A pool never shrinks within a cool-down after it grew, but where settings are lowered. It may grow soon after it shrank: then the
-demand has risen by more than the headroom, since what was left would have borne that.
+demand has risen by more than twice the headroom, since what was left would have borne the first of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -126,9 +126,10 @@ class Policy:
         self._lengths.observe(now_s, traffic)
         for view in snapshot.pools:
             self._speeds[view.name].observe(now_s, view.worker)
-        for correction, measured in ((self._ttft, traffic.ttft), (self._tpot, traffic.tpot)):
+        goals = self._goals
+        for correction, measured, goal_s in ((self._ttft, traffic.ttft, goals.ttft_s), (self._tpot, traffic.tpot, goals.tpot_s)):
             if self._is_settled(snapshot):
-                correction.observe(now_s, measured)
+                correction.observe(now_s, measured, goal_s)
             else:
                 correction.skip(now_s)
 
@@ -143,7 +144,7 @@ class Policy:
     def _plan(self, view: PoolView, snapshot: Snapshot) -> Plan:
         settings, traffic, now_s = self._settings, snapshot.traffic, snapshot.now_s
         own, memory = settings.of(view.name), self._memories[view.name]
-        asked = demand(now_s, traffic, self._forecaster, settings, own.start_s)
+        asked = demand(now_s, traffic, self._forecaster, settings, own.start_s, self._goals.ttft_s)
         expected = self._forecaster.at(now_s + own.start_s).mean * own.start_s
         idle_s = memory.idle_s(now_s, traffic.rate_per_s == 0 and traffic.num_queued == 0 and expected < 0.5)
         worker, lengths = self._speeds[view.name].latest, self._lengths.latest
@@ -152,6 +153,7 @@ class Policy:
             plan_size, share = needed, lambda num: min(1.0, num / needed.needed)
         else:
             load = Load(traffic.rate_per_s, lengths, self._lengths.burstiness)
+            view = _without_held_kv(view, snapshot)
             plan_size, share = self._sized(view, worker, load, asked, traffic.queue_wait_s if self._is_settled(snapshot) else 0.0)
         memory.remember(now_s, plan_size.enough, settings.cool_down_s, settings.step_period_s)
         return plan(view, plan_size, cache(share), memory, settings, now_s, idle_s)
@@ -200,6 +202,13 @@ class Policy:
 
 def _without_old_hold(view: PoolView, now_s: float) -> PoolView:
     return replace(view, hold=None) if view.hold is not None and now_s >= view.hold.until_s else view
+
+
+def _without_held_kv(view: PoolView, snapshot: Snapshot) -> PoolView:
+    """Requests hold KV of decode while their prompts wait for prefill workers: that fills it while those start, and tells nothing
+    about decode."""
+    is_short = any(other.name is PoolName.PREFILL and other.starting_ages_s for other in snapshot.pools)
+    return replace(view, kv_occupancy=0.0) if view.name is PoolName.DECODE and is_short else view
 
 
 def _table(state: State, name: str) -> State:

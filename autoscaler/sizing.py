@@ -43,7 +43,7 @@ def size(view: PoolView, pool: Pool, load: Load, demand: Demand, queue_wait_s: f
     still have to show in it."""
     own = settings.of(view.name)
     num = fewest(pool, load.at(demand.needed), own.max_replicas)
-    enough = fewest(pool, load.at(demand.needed * (1 + settings.headroom)), own.max_replicas)
+    enough = fewest(pool, load.at(max(demand.needed, demand.later) * (1 + settings.headroom)), own.max_replicas)
     kv = _by_kv(view, settings.max_kv_occupancy)
     kv_enough = _by_kv(view, settings.max_kv_occupancy / (1 + settings.headroom))
     needed = own.max_replicas if num is None else num

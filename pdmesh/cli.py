@@ -65,7 +65,11 @@ class _Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program and exits."""
-    sys.exit(run(sys.argv[1:] if argv is None else argv))
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["plan"]:
+        # It simulates, compiled where that was done; to be said before its modules are imported.
+        importlib.import_module("simulator.compiled").use()
+    sys.exit(run(argv))
 
 
 def run(argv: Sequence[str]) -> int:

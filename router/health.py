@@ -82,7 +82,7 @@ class Health:
 
     limits: HealthLimits = field(default_factory=HealthLimits)
     jitter: Callable[[], float] = lambda: 0.5
-    on_change: Callable[[WorkerKey, Role, State, str], None] = lambda *_: None
+    on_change: Callable[[WorkerKey, Role, State, str], None] = lambda _worker, _role, _state, _reason: None
     _breakers: dict[tuple[WorkerKey, Role], Breaker] = field(default_factory=dict)
     _suspects: set[tuple[WorkerKey, Role]] = field(default_factory=set)
 

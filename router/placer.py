@@ -88,12 +88,12 @@ class Placer:
             if isinstance(placed, Placed):
                 return placed
         turn = line.enter(key, need.job.priority, need.job.tenant, interrupted=need.interrupted)
-        placed = None
+        found: Placed | None = None
         try:
-            placed = await self._wait_for_place(need, turn)
-            return placed
+            found = await self._wait_for_place(need, turn)
+            return found
         finally:
-            line.leave(key, turn, placed=placed is not None)
+            line.leave(key, turn, placed=found is not None)
 
     def next_prefill(self, leg: DecodeLeg, need: Need, tried: frozenset[WorkerKey]) -> PrefillTarget | None:
         """Another prefill worker for a reservation that stands; None if there is none that was not tried."""

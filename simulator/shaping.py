@@ -1,10 +1,12 @@
-"""Other loads from given arrivals: faster, swinging, with a burst, longer, without end. Pure, and lazy: millions pass one by one.
+"""Other loads from given arrivals: faster, swinging, with a burst, longer, without end. Pure, and lazy: millions pass one by one
+(by `yield`: a compiler makes lists of generator expressions, simulator/compiled.py).
 
 Times are warped, never drawn anew: the order stays, and so does the clumping that makes real traces hard.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from heapq import merge
 from itertools import islice
 
 from simulator.traces import Arrival
@@ -19,7 +21,8 @@ def at_rate(arrivals: Iterable[Arrival], factor: float) -> Iterator[Arrival]:
 
 def warped(arrivals: Iterable[Arrival], warp: Warp) -> Iterator[Arrival]:
     """Each at `warp` of its time, which must not fall."""
-    return (arrival._replace(at_s=warp(arrival.at_s)) for arrival in arrivals)
+    for arrival in arrivals:
+        yield arrival._replace(at_s=warp(arrival.at_s))
 
 
 def swing(period_s: float, depth: float) -> Warp:
@@ -74,6 +77,18 @@ def repeated(again: Callable[[], Iterable[Arrival]], num_requests: int) -> Itera
         if not count:
             return
         offset_s, num_left, num_names = offset_s + latest + latest / count, num_left - count, num_names + largest + 1
+
+
+def together(streams: Iterable[Iterable[Arrival]]) -> Iterator[Arrival]:
+    """All of them at once. Prefix names of each are its own."""
+    streams = list(streams)
+    own = [_named(stream, number, len(streams)) for number, stream in enumerate(streams)]
+    return merge(*own, key=lambda arrival: arrival.at_s)
+
+
+def _named(arrivals: Iterable[Arrival], number: int, of: int) -> Iterator[Arrival]:
+    for arrival in arrivals:
+        yield arrival._replace(hashes=tuple([name * of + number for name in arrival.hashes]))
 
 
 def lengths(arrivals: Iterable[Arrival], *, inputs: float = 1.0, outputs: float = 1.0, max_context: int = 0) -> Iterator[Arrival]:

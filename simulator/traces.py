@@ -44,14 +44,13 @@ def read_azure(path: str) -> Iterator[Arrival]:
         missing = [name for name in AZURE_COLUMNS if name not in (reader.fieldnames or ())]
         if missing:
             raise TraceError(f"{path}: line 1: {missing[0]}: no such column; is this a trace of Azure's LLM inference data set?")
-        yield from _from_zero(path, (_azure_row(path, reader.line_num, row) for row in reader))
+        yield from _from_zero(path, _azure_rows(path, reader))
 
 
 def read_mooncake(path: str) -> Iterator[Arrival]:
     """Mooncake's JSON lines, the first arrival at 0 s. Raises TraceError."""
     with _opened(path) as lines:
-        rows = (_mooncake_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip())
-        yield from _from_zero(path, rows)
+        yield from _from_zero(path, _mooncake_rows(path, lines))
 
 
 READERS: Mapping[str, Callable[[str], Iterator[Arrival]]] = {
@@ -99,6 +98,20 @@ def _from_zero(path: str, rows: Iterable[Arrival]) -> Iterator[Arrival]:
         yield Arrival(latest, row.num_input, row.num_output, row.hashes)
     if first is None:
         raise TraceError(f"{path}: line 1: holds no request; give a trace with at least one")
+
+
+# Rows by `yield`, as everything lazy here: a compiler makes lists of generator expressions (simulator/compiled.py).
+
+
+def _azure_rows(path: str, reader: csv.DictReader[str]) -> Iterator[Arrival]:
+    for row in reader:
+        yield _azure_row(path, reader.line_num, row)
+
+
+def _mooncake_rows(path: str, lines: Iterable[str]) -> Iterator[Arrival]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield _mooncake_row(path, number, line)
 
 
 def _azure_row(path: str, line: int, row: Mapping[str, str | None]) -> Arrival:

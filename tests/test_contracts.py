@@ -7,7 +7,7 @@ import pytest
 
 TORCH_FREE = [
     "router.main",
-    "simulator.__main__",
+    "simulator.main",
     "autoscaler.policy",
     "text.tokenizer",
     "text.choice_text",

@@ -7,7 +7,7 @@ Its schedule says for each minute how many workers of each pool serve, and pods 
    compared with, as that kept the share.
 2. Exchange: stretches of a few minutes each get a worker less (every other stretch in one run, as they hardly touch each other),
    which shows what each costs in requests and saves in pod-seconds. Those that save most for what they cost go together, as many
-   as the share allows. Repeated.
+   as the share allows.
 
 The runs are those of the same simulator, router and admission. It is a bound found by search, not a proof of the least.
 """
@@ -33,8 +33,8 @@ STRETCH = 4
 """Minutes of a stretch."""
 SPILL = 2
 """Minutes behind a stretch in which what it lacks still shows."""
-BISECTIONS = 4
-ROUNDS = 2
+BISECTIONS = 3
+ROUNDS = 1
 
 
 class Scheduled:

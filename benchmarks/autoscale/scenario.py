@@ -5,9 +5,11 @@ and a threefold burst that comes within a minute; and the machines that serve th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import random
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 from autoscaler.views import PoolName
@@ -64,26 +66,31 @@ RISE_S = 60.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """`rate_per_s` on average, without the burst; `day_s` and `depth` of the swing; from `burst_s` on the rate rises within a
-    minute to `factor` of what it would be, stays so for `burst_length_s`, and falls within a minute. `seed` of what is drawn."""
+    """`num_copies` of the trace at its own speed, each from another place of it on, so that what wanders within minutes in
+    reality does so here; `rate_per_s` of each on average, for generated lengths. `day_s` and `depth` of the swing, for `days`;
+    from `burst_s` on the rate rises within a minute to `factor` of what it would be, stays so for `burst_length_s`, and falls
+    within a minute. `seed` of what is drawn, and of where copies begin."""
 
     name: str
     spec: WorkerSpec
     rate_per_s: float
-    num_requests: int
+    num_copies: int
     objective: ModelObjective
-    day_s: float = 2400.0
+    day_s: float = 7200.0
+    days: float = 1.0
     depth: float = 0.5
-    burst_s: float = 1400.0
+    burst_s: float = 4500.0
     burst_length_s: float = 300.0
     factor: float = 3.0
     seed: int = 0
 
     def arrivals(self, traces: Path | None) -> list[Arrival]:
         """All of them. Raises TraceError."""
-        steady = shaping.lengths(self._steady(traces), max_context=self.spec.largest)
+        copies = [self._steady(traces, copy) for copy in range(self.num_copies)]
+        steady = shaping.lengths(shaping.together(copies), max_context=self.spec.largest)
         swung = shaping.warped(steady, shaping.swing(self.day_s, self.depth))
-        return list(shaping.warped(swung, surge(self.burst_s, self.burst_length_s, self.factor)))
+        bursting = shaping.warped(swung, surge(self.burst_s, self.burst_length_s, self.factor))
+        return list(takewhile(lambda arrival: arrival.at_s < self.days * self.day_s, bursting))
 
     def mesh(self) -> MeshSettings:
         """Routers and what is between them and workers."""
@@ -100,16 +107,17 @@ class Scenario:
         """Separated pools of one kind of machine."""
         return {PoolName.PREFILL: self.spec, PoolName.DECODE: self.spec}
 
-    def _steady(self, traces: Path | None) -> Iterator[Arrival]:
+    def _steady(self, traces: Path | None, copy: int) -> Iterator[Arrival]:
+        """Without end."""
         name, where = PUBLISHED[self.name]
         path = None if traces is None else traces / name
         if path is None or not path.is_file():
-            say(f"{self.name}: no {name} (it is published: {where}); generated lengths stand in for it")
-            rng_seed, means = self.seed, MEANS[self.name]
-            return shaping.repeated(lambda: poisson(self.rate_per_s, log_normal(*means, 0.9), rng_seed), self.num_requests)
+            if not copy:
+                say(f"{self.name}: no {name} (it is published: {where}); generated lengths stand in for it")
+            return poisson(self.rate_per_s, log_normal(*MEANS[self.name], 0.9), seed=self.num_copies * self.seed + copy)
         rows = list(READERS[self.name](str(path)))
-        factor = self.rate_per_s / shaping.mean_rate(rows)
-        return shaping.repeated(lambda: shaping.at_rate(_rotated(rows, self.seed), factor), self.num_requests)
+        rotated = _rotated(rows, random.Random(1000 * self.seed + copy).random())
+        return shaping.repeated(lambda: rotated, sys.maxsize)
 
 
 def surge(start_s: float, length_s: float, factor: float, rise_s: float = RISE_S) -> shaping.Warp:
@@ -137,22 +145,20 @@ def objective(ttft_ms: int, tpot_ms: int, quantile: float = 0.98) -> ModelObject
 
 
 SCENARIOS = (
-    Scenario("azure-conv", FOUR_L4, 12.0, 34_000, objective(6000, 120)),
-    Scenario("azure-code", FOUR_L4, 8.0, 22_000, objective(12_000, 120)),
-    Scenario("mooncake", H200, 5.0, 14_000, objective(30_000, 100)),
+    Scenario("azure-conv", FOUR_L4, 5.4, 3, objective(12_000, 120)),
+    Scenario("azure-code", H200, 2.6, 12, objective(3000, 100)),
+    Scenario("mooncake", H200, 3.4, 2, objective(30_000, 100)),
 )
 
 
 def quick(scenario: Scenario) -> Scenario:
-    """A tenth of it."""
-    return replace(scenario, num_requests=scenario.num_requests // 10, day_s=300.0, burst_s=150.0, burst_length_s=30.0)
+    """Some minutes of it."""
+    return replace(scenario, day_s=300.0, burst_s=150.0, burst_length_s=30.0)
 
 
-def _rotated(rows: list[Arrival], seed: int) -> Iterable[Arrival]:
+def _rotated(rows: list[Arrival], share: float) -> list[Arrival]:
     """From another place of the trace on, round: the same requests in the same order, at another time of the day."""
-    if not seed:
-        return rows
-    first = seed * 7919 % len(rows)
+    first = int(share * len(rows))
     length_s = rows[-1].at_s + rows[-1].at_s / len(rows)
     begin_s = rows[first].at_s
     later = [row._replace(at_s=row.at_s - begin_s) for row in rows[first:]]

@@ -35,19 +35,25 @@ class Outcome:
 
 
 @dataclass
-class Watched(Results):
-    """Stops a simulation when more than `max_misses` requests have missed; None: never."""
+class Watched:
+    """Stops a simulation when more than `max_misses` requests have missed; None: never. Has its results, and is none itself:
+    they may be compiled, and then nothing interpreted inherits from them."""
 
     max_misses: int | None = None
+    results: Results = field(default_factory=Results)
     stop: list[Mesh] = field(default_factory=list)
     num_late: int = 0
     num_slow: int = 0
     decoding_s: float = 0.0
     is_stopped: bool = False
 
+    def arrived(self, request: Request) -> None:
+        """It is at a router."""
+        self.results.arrived(request)
+
     def ended(self, request: Request, end: End, now: float) -> None:
         """It is over."""
-        super().ended(request, end, now)
+        self.results.ended(request, end, now)
         if end is End.COMPLETED:
             late = _over(request.ttft_s, request.ttft_goal_s)
             self.num_late += late
@@ -60,7 +66,7 @@ class Watched(Results):
     @property
     def num_missed(self) -> int:
         """So far."""
-        total = self.total
+        total = self.results.total
         return total.num_completed + total.num_refused + total.num_lost - total.num_met
 
 
@@ -93,19 +99,19 @@ def max_inflight(point: Point) -> int:
 
 
 def _outcome(watched: Watched, num_decode: int) -> Outcome:
-    total = watched.total
+    results, total = watched.results, watched.results.total
     num = max(1, total.num_arrived)
     return Outcome(
         attainment=total.num_met / num,
         late=watched.num_late / num,
         slow=watched.num_slow / num,
         refused=(total.num_refused + total.num_lost) / num,
-        ttft_p50_s=watched.ttft.quantile(0.5),
-        ttft_p99_s=watched.ttft.quantile(0.99),
-        tpot_p50_s=watched.tpot.quantile(0.5),
-        tpot_p99_s=watched.tpot.quantile(0.99),
-        batch=watched.decoding_s / max(watched.ended_at, 1e-9) / num_decode,
-        local=watched.num_local / max(1, total.num_completed),
+        ttft_p50_s=results.ttft.quantile(0.5),
+        ttft_p99_s=results.ttft.quantile(0.99),
+        tpot_p50_s=results.tpot.quantile(0.5),
+        tpot_p99_s=results.tpot.quantile(0.99),
+        batch=watched.decoding_s / max(results.ended_at, 1e-9) / num_decode,
+        local=results.num_local / max(1, total.num_completed),
     )
 
 

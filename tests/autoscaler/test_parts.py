@@ -53,22 +53,36 @@ def test_settings_are_flags() -> None:
 def test_correction_is_slow_and_bounded() -> None:
     correction = Correction()
     for number in range(30):
-        correction.observe(number * 10.0, Measured(observed_s=0.9, predicted_s=0.1))
+        correction.observe(number * 10.0, Measured(observed_s=0.9, predicted_s=0.1), goal_s=0.5)
     assert 1.3 < correction.factor < MOST
     for number in range(30, 3000):
-        correction.observe(number * 10.0, Measured(observed_s=0.9, predicted_s=0.1))
+        correction.observe(number * 10.0, Measured(observed_s=0.9, predicted_s=0.1), goal_s=0.5)
     assert correction.factor == pytest.approx(MOST, rel=1e-3)
     for number in range(3000, 6000):
-        correction.observe(number * 10.0, Measured(observed_s=0.01, predicted_s=0.1))
+        correction.observe(number * 10.0, Measured(observed_s=0.01, predicted_s=0.1), goal_s=0.5)
     assert correction.factor == pytest.approx(LEAST, rel=1e-3)
+
+
+def test_correction_takes_no_more_workers_for_latencies_that_keep_their_objective() -> None:
+    """Observed twice what was predicted, and still half the objective: no worker more would help anybody."""
+    correction = Correction()
+    for step in range(100):
+        correction.observe(step * 10.0, Measured(observed_s=2.0, predicted_s=1.0), goal_s=4.0)
+    assert correction.factor == 1.0
+    for step in range(100, 200):
+        correction.observe(step * 10.0, Measured(observed_s=3.9, predicted_s=2.0), goal_s=4.0)
+    assert 1.5 < correction.factor < 2.0
+    for step in range(200, 1000):
+        correction.observe(step * 10.0, Measured(observed_s=2.0, predicted_s=1.0), goal_s=4.0)
+    assert correction.factor == pytest.approx(1.0, abs=1e-3)
 
 
 def test_correction_learns_nothing_from_nothing_and_little_from_one_figure_after_a_gap() -> None:
     correction = Correction()
-    correction.observe(0.0, Measured(observed_s=2.0, predicted_s=1.0))
-    correction.observe(1e6, Measured())
+    correction.observe(0.0, Measured(observed_s=2.0, predicted_s=1.0), goal_s=0.5)
+    correction.observe(1e6, Measured(), goal_s=0.5)
     assert correction.factor == 1.0
-    correction.observe(2e6, Measured(observed_s=2.0, predicted_s=1.0))
+    correction.observe(2e6, Measured(observed_s=2.0, predicted_s=1.0), goal_s=0.5)
     assert 1.0 < correction.factor < 1.2
     again = Correction()
     again.restore(correction.save())

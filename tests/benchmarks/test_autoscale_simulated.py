@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -36,7 +37,10 @@ def test_a_surge_rises_within_a_minute_and_falls() -> None:
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_without_traces_lengths_are_generated_and_said_to_be(scenario: Scenario, capsys: pytest.CaptureFixture[str]) -> None:
     arrivals = quick(scenario).arrivals(None)
-    assert len(arrivals) == scenario.num_requests // 10
+    before_burst = sum(arrival.at_s < 150.0 for arrival in arrivals) / 150.0
+    by_day = scenario.num_copies * scenario.rate_per_s * (1 + 0.5 * 2 / math.pi)  # the mean of the swing's first half
+    assert before_burst == pytest.approx(by_day, rel=0.15)
+    assert 295.0 < arrivals[-1].at_s < 300.0
     said = capsys.readouterr().err
     assert f"{scenario.name}: no " in said and "github.com" in said
     assert all(earlier.at_s <= later.at_s for earlier, later in pairwise(arrivals))

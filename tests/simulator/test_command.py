@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from runtime.config import ConfigError, parse
-from simulator.__main__ import EXIT_USAGE, main
 from simulator.config import SimulatorConfig
+from simulator.main import EXIT_USAGE, main
 from simulator.worker_spec import SpecError, read_spec, spec_of
 
 SPEC = {

@@ -1,0 +1,209 @@
+"""The simulator and the policies that it runs, compiled by mypyc from the same sources: equal numbers, twice to thrice as fast.
+
+`python -m simulator.compiled` compiles them into the cache, which takes some minutes once for each state of the sources; it needs
+mypy and a C compiler. `use()` has them imported from there; without them everything runs interpreted.
+
+What is compiled has to bear it: generator expressions become lists (`yield` stays lazy), nothing interpreted inherits from a
+class, frozen dataclasses do not pickle, and dataclasses forget the types of their fields. From Python 3.12 on `sum` rounds
+floats better where it is interpreted: last digits may differ there.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import metadata
+from importlib.abc import MetaPathFinder
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+TIMEOUT_S = 1800.0
+KEPT_S = 86_400.0
+"""Other builds go when they were not used for so long: of other checkouts, or of sources of before."""
+_LIBRARY = EXTENSION_SUFFIXES[0]
+_ELSE = "without compiled modules everything runs interpreted, slower"
+
+
+class CompileError(Exception):
+    """They could not be compiled: why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """Modules below `root` that are compiled: of `packages` whatever `entries` import, but `left` and what imports one of
+    `needs_no_speed`. `seen`: packages that mypy has to see besides."""
+
+    root: Path
+    packages: tuple[str, ...]
+    entries: tuple[str, ...]
+    seen: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    needs_no_speed: tuple[str, ...] = ()
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where compiled modules of these very sources are, for this Python, by this mypy. Need not exist."""
+        digest = hashlib.sha256(f"{sysconfig.get_config_var('SOABI')} {_mypy()}".encode())
+        for package in (*self.packages, *self.seen):
+            for path in sorted((self.root / package).rglob("*.py")):
+                digest.update(f"{path.relative_to(self.root)}\0".encode() + path.read_bytes() + b"\0")
+        return _cache_folder() / f"simulator-{digest.hexdigest()[:16]}"
+
+    def use(self) -> bool:
+        """From now on compiled modules are imported where there are any for these sources. To be called before any of them is
+        imported; where one is there already, or nothing was compiled, nothing changes. Returns whether they are used."""
+        if any(isinstance(finder, _Finder) and finder.folder == self.folder for finder in sys.meta_path):
+            return True
+        if not self.folder.is_dir():
+            return False
+        finder = _Finder(self.folder)
+        if any(name in sys.modules for name in finder.libraries):
+            return False
+        with contextlib.suppress(OSError):  # a cache that others own is not marked as used
+            os.utime(self.folder)
+        sys.meta_path.insert(0, finder)
+        return True
+
+    def make(self) -> Path:
+        """The folder of the compiled modules, compiled now where it was not there. Raises CompileError."""
+        if not self.folder.is_dir():
+            try:
+                self._make()
+            except OSError as error:
+                raise CompileError(f"{error}; set PDMESH_CACHE to a folder that can be written; {_ELSE}") from error
+        return self.folder
+
+    def _make(self) -> None:
+        cache = self.folder.parent
+        cache.mkdir(parents=True, exist_ok=True)
+        _remove_old(cache)
+        with tempfile.TemporaryDirectory(dir=cache, prefix="simulator-compiling-") as scratch:
+            root, built = Path(scratch, "sources"), Path(scratch, "built")
+            for package in (*self.packages, *self.seen):
+                shutil.copytree(self.root / package, root / package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+            _compile(root, self._modules(root))
+            for library in _libraries(root).values():
+                target = built / library.relative_to(root)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(library, target)
+            try:
+                built.rename(self.folder)
+            except OSError:
+                if not self.folder.is_dir():  # else another process was faster
+                    raise
+
+    def _modules(self, root: Path) -> list[str]:
+        """Paths of what is compiled, below `root`."""
+        program = f"import sys, {', '.join(self.entries)}; print(*sys.modules)"
+        names = [name for name in sorted(_run([sys.executable, "-c", program], root).split()) if name not in self.left]
+        paths = [root / f"{name.replace('.', '/')}.py" for name in names if name.split(".")[0] in self.packages]
+        return [str(path.relative_to(root)) for path in paths if path.is_file() and not self._is_slow(path)]
+
+    def _is_slow(self, path: Path) -> bool:
+        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+        imported = [words[1].split(".")[0] for words in lines if len(words) > 1 and words[0] in ("import", "from")]
+        return any(name in self.needs_no_speed for name in imported)
+
+
+SIMULATOR = Build(
+    root=Path(__file__).resolve().parents[1],
+    packages=("simulator", "autoscaler", "router", "planning"),
+    entries=("simulator.autoscaling", "simulator.results", "simulator.traces", "simulator.shaping"),
+    seen=("runtime", "protos", "text", "kvtransfer"),
+    left=("autoscaler.settings", "router.config"),  # configuration is read by the types of its fields
+    needs_no_speed=("asyncio", "grpc", "protos", "redis"),
+)
+
+
+def use() -> bool:
+    """`Build.use` of the simulator: to be called before it, or a policy, is imported."""
+    return SIMULATOR.use()
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.libraries = folder, _libraries(folder)
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        library = self.libraries.get(fullname)
+        return None if library is None else spec_from_file_location(fullname, library)
+
+
+def _cache_folder() -> Path:
+    """As `pdmesh/model_cache.py` has it, which lies above."""
+    chosen = os.environ.get("PDMESH_CACHE")
+    return Path(chosen).expanduser().absolute() if chosen else Path.home() / ".cache" / "pdmesh"
+
+
+def _remove_old(cache: Path) -> None:
+    """Whole ones, and what killed builds left."""
+    for folder in cache.glob("simulator-*"):
+        if time.time() - folder.stat().st_mtime > KEPT_S:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _mypy() -> str:
+    try:
+        return metadata.version("mypy")
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _compile(root: Path, modules: Iterable[str]) -> None:
+    if _mypy() == "none":
+        raise CompileError(f"mypy is not installed, which compiles: install the package mypy; {_ELSE}")
+    try:
+        _run([sys.executable, "-m", "mypyc", *modules], root)
+    except CompileError as error:
+        raise CompileError(f"{error}\nIt takes a C compiler and the headers of this Python; {_ELSE}") from error
+
+
+def _run(command: Sequence[str], folder: Path) -> str:
+    """Its output. Raises CompileError."""
+    # A product and a sum are rounded one by one, as the interpreter does.
+    flags = f"{os.environ.get('CFLAGS', '')} -ffp-contract=off".strip()
+    environment = {**os.environ, "PYTHONPATH": str(folder), "CFLAGS": flags}
+    name = " ".join(command[1:3])
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CompileError(f"{name}: not done within {TIMEOUT_S:.0f} s") from error
+    if done.returncode:
+        raise CompileError(f"{name} failed: {(done.stdout + done.stderr)[-2000:]}")
+    return done.stdout
+
+
+def _libraries(folder: Path) -> dict[str, Path]:
+    """By the name of the module."""
+    found = [path.relative_to(folder) for path in folder.rglob(f"*{_LIBRARY}")]
+    return {
+        str(path)[: -len(_LIBRARY)].replace("/", "."): folder / path
+        for path in found
+        if path.parts[0] != "build"  # of the compiler
+    }
+
+
+def main() -> int:
+    """Compiles them, and says where they are."""
+    try:
+        print(SIMULATOR.make())
+    except CompileError as error:
+        print(f"simulator.compiled: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

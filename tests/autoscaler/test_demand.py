@@ -1,0 +1,114 @@
+"""Demand: what chance, lumps and queues make of a rate; and what a pool does about a trifle."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from autoscaler.demand import LUMP_SIGMAS, USUAL_NOISE, demand
+from autoscaler.forecast import Expected
+from autoscaler.kalman import Kalman
+from autoscaler.policy import Policy
+from autoscaler.settings import AutoscalerSettings
+from tests.autoscaler.scenes import DECODE, GOALS, PREFILL, SETTINGS, Told, need, policy, snapshot, traffic, view
+
+
+def fed(rates: list[float], period_s: float = 5.0, window_s: float = 15.0) -> Kalman:
+    """What it makes of rates that are counted over windows which overlap."""
+    kalman, num = Kalman(window_s), round(window_s / period_s)
+    for number in range(num, len(rates) + 1):
+        kalman.observe(number * period_s, sum(rates[number - num : number]) / num)
+    return kalman
+
+
+def poisson(rate: float, seconds: float, rng: random.Random) -> float:
+    return sum(rng.random() < rate * seconds / 10_000 for _ in range(10_000)) / seconds
+
+
+def test_independent_arrivals_have_a_noise_of_one_also_on_a_slope() -> None:
+    rng = random.Random(3)
+    steady = [poisson(20.0, 5.0, rng) for _ in range(300)]
+    rising = [rate + 0.2 * number for number, rate in enumerate(steady)]
+    assert fed(steady).at(1500.0).noise == pytest.approx(1.0, abs=0.5)
+    assert fed(rising).at(1500.0).noise == pytest.approx(1.0, abs=0.5)
+
+
+def test_lumps_are_noise_and_a_burst_is_none() -> None:
+    rng = random.Random(5)
+    salvos = [60.0 if rng.random() < 0.3 else 3.0 for _ in range(300)]
+    burst = [20.0] * 100 + [20.0 + 40 * step / 12 for step in range(12)] + [60.0] * 60
+    assert fed(salvos).at(1500.0).noise > 50
+    assert fed(burst).at(len(burst) * 5.0).noise < USUAL_NOISE
+
+
+def test_a_pool_bears_most_lumps_at_any_time_but_those_that_a_queue_evens_out() -> None:
+    settings = AutoscalerSettings(forecast_sigmas=0.0)
+    lumpy = Told(20.0)
+    lumpy.expected = Expected(20.0, 0.0, noise=100.0)
+    seen = traffic(20.0, window_s=15.0)
+    strict = demand(0.0, seen, lumpy, settings, 60.0, ttft_s=1.0)
+    assert strict.expected == pytest.approx(20.0 + LUMP_SIGMAS * math.sqrt(96 * 20 / 15))
+    patient = demand(0.0, seen, lumpy, settings, 60.0, ttft_s=30.0)
+    assert patient.expected - 20.0 == pytest.approx((strict.expected - 20.0) / 2)
+    assert strict.least == 0.0  # what is observed may be a lump: nothing moves for it
+
+
+def test_a_queue_of_a_quarter_of_the_objective_is_no_backlog() -> None:
+    told = Told(10.0)
+    waiting = traffic(10.0, num_queued=26)
+    assert demand(0.0, waiting, told, SETTINGS, 60.0, ttft_s=10.0).backlog == 0.0
+    assert demand(0.0, waiting, told, SETTINGS, 60.0, ttft_s=1.0).backlog > 0.0
+
+
+def test_after_it_shrank_it_does_not_grow_for_a_trifle() -> None:
+    """Two of twenty more are within the headroom, five are not; and after the cool-down one is enough."""
+    prefill, decode = need(200.0)
+    scaler = policy()
+    for second in range(0, 200, 10):
+        last = scaler.decide(snapshot(second, 150.0, prefill, decode))
+    less = last.replicas(PREFILL)
+    assert less < prefill
+    little = next(rate for rate in range(150, 300) if need(rate)[0] == less + 1)
+    held = scaler.decide(snapshot(210, little, less, last.replicas(DECODE)))
+    assert held.replicas(PREFILL) == less and "that is hardly more" in held.reason
+    assert scaler.decide(snapshot(215, 1.3 * little, less, last.replicas(DECODE))).replicas(PREFILL) > less + 1
+
+
+@pytest.mark.parametrize(("rise_s", "shrinks"), [(400.0, False), (1e9, True)])
+def test_a_pool_does_not_shrink_before_a_rise_that_is_foreseen(rise_s: float, shrinks: bool) -> None:
+    class Rising(Told):
+        def at(self, time_s: float) -> Expected:
+            return Expected(60.0 if time_s >= rise_s else 20.0, 0.0)
+
+    prefill, decode = need(60.0)
+    scaler = Policy(SETTINGS, GOALS, Rising(20.0))
+    for second in range(0, 240, 10):
+        decision = scaler.decide(snapshot(second, 20.0, prefill, decode))
+    assert (decision.replicas(PREFILL) < prefill) is shrinks
+
+
+def test_kv_that_waits_for_prompts_tells_nothing_about_decode() -> None:
+    prefill, decode = need(20.0)
+    full = view(DECODE, decode, kv_occupancy=0.97)
+    assert policy().decide(snapshot(0, 20.0, prefill, full)).replicas(DECODE) > decode
+    starting = replace(view(PREFILL, prefill), starting_ages_s=(5.0,))
+    assert policy().decide(snapshot(0, 20.0, starting, full)).replicas(DECODE) == decode
+
+
+def test_only_who_was_idle_for_half_a_cool_down_is_lent() -> None:
+    settings = replace(SETTINGS, flips=True)
+    prefill, decode = need(20.0)
+    scaler = policy(settings=settings, goals=GOALS)
+    for second in range(0, 130, 10):
+        busy = scaler.decide(snapshot(second, 20.0, prefill, decode))
+    assert not busy.flips
+    more = snapshot(130, 20.0, prefill, view(DECODE, decode, kv_occupancy=0.97))
+    short = scaler.decide(more)
+    assert not short.flips and short.replicas(DECODE) > decode  # nobody of prefill is idle
+    scaler = policy(settings=settings, goals=GOALS)
+    for second in range(0, 130, 10):
+        scaler.decide(snapshot(second, 20.0, prefill + 2, decode))
+    assert [flip.num for flip in scaler.decide(replace(more, pools=(view(PREFILL, prefill + 2), more.pools[1]))).flips] == [1]
