@@ -14,7 +14,7 @@ from autoscaler.policy import Policy
 
 _FORMAT = 1
 _TIMES = ("time_s", "started_s", "idle_since_s")
-_TIMED = ("changes", "enough")
+_TIMED = ("changes", "enough", "recent")
 """Lists of pairs; the first of each is a time."""
 
 
@@ -72,13 +72,13 @@ def _value_earlier(name: str, value: object, by_s: float) -> object:
     if isinstance(value, dict):
         return _earlier(value, by_s)
     if name in _TIMED:
-        return [[time_s - by_s, num] for time_s, num in _pairs(name, value)]
+        return [[time_s - by_s, what] for time_s, what in _pairs(name, value)]
     if name in _TIMES and isinstance(value, int | float):
         return value - by_s
     return value
 
 
-def _pairs(name: str, value: object) -> list[tuple[float, int]]:
+def _pairs(name: str, value: object) -> list[tuple[float, float]]:
     if not isinstance(value, list):
         raise ValueError(f"{name}: a saved state holds a list there, not {value!r}")
     return value

@@ -12,6 +12,7 @@ from autoscaler.forecast import State
 from autoscaler.loop import NUM_TRIALS
 from autoscaler.loop_state import resumed
 from autoscaler.policy import Policy
+from autoscaler.settings import AutoscalerSettings
 from tests.autoscaler.loop_scene import DECODE, PREFILL, SETTINGS, MemoryPlatform, Scene, usual_router
 from tests.autoscaler.routers import serving
 from tests.autoscaler.scenes import GOALS
@@ -19,10 +20,10 @@ from tests.autoscaler.scenes import GOALS
 KALMAN = replace(SETTINGS, forecast="kalman")
 
 
-async def _lead(platform: MemoryPlatform, ahead_s: float) -> State:
+async def _lead(platform: MemoryPlatform, ahead_s: float = 0.0, settings: AutoscalerSettings = KALMAN) -> State:
     """A busy while; returns what is saved at its end."""
     async with serving(router := usual_router()):
-        scene = Scene(router, platform, KALMAN)
+        scene = Scene(router, platform, settings)
         scene.now_s += ahead_s
         await scene.rounds(12, requests=60)
         await scene.loop.close()
@@ -33,11 +34,11 @@ async def _lead(platform: MemoryPlatform, ahead_s: float) -> State:
 @pytest.mark.parametrize("ahead_s", [0.0, 3600.0])
 async def test_a_clock_that_was_ahead_does_not_keep_the_next_leader_from_shrinking(ahead_s: float) -> None:
     platform = MemoryPlatform()
-    await _lead(platform, ahead_s)
+    await _lead(platform, ahead_s, SETTINGS)
     grown = dict(platform.asked)
     assert min(grown.values()) > 1
     async with serving(router := usual_router()):
-        scene = Scene(router, platform, KALMAN)
+        scene = Scene(router, platform, SETTINGS)
         scene.now_s += 26.0
         await scene.rounds(60, requests=1)
         assert platform.asked[PREFILL] == 1 and platform.asked[DECODE] < grown[DECODE] / 4
@@ -60,7 +61,6 @@ def _put(state: State, pools: object = None, lengths: object = None, kalman: obj
         {"lengths": {"input_squared": 0}},
         # These restore, and bear no decision.
         {"lengths": {"burstiness": -3}},
-        {"kalman": {"noise": 0, "var_level": 0}},
         {"kalman": {"level": 1e300, "var_level": 1e308}},
     ],
     ids=str,
@@ -69,7 +69,7 @@ async def test_no_saved_state_keeps_the_next_leaders_from_leading(
     broken: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
     platform = MemoryPlatform()
-    platform.saved = _put(await _lead(platform, 0.0), **broken)
+    platform.saved = _put(await _lead(platform), **broken)
     async with serving(router := usual_router()):
         scene = Scene(router, platform, KALMAN)
         scene.now_s += 26.0
@@ -85,7 +85,7 @@ async def test_no_saved_state_keeps_the_next_leaders_from_leading(
 async def test_a_bug_that_is_not_the_states_ends_the_round_as_before(caplog: pytest.LogCaptureFixture) -> None:
     """Once it has borne some decisions, nothing is blamed on what was restored."""
     platform = MemoryPlatform()
-    await _lead(platform, 0.0)
+    await _lead(platform)
     async with serving(router := usual_router()):
         scene = Scene(router, platform, KALMAN)
         scene.now_s += 26.0
