@@ -1,6 +1,7 @@
 """Configuration of an autoscaler process: flags, environment and `--help` come from this dataclass."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,7 +14,8 @@ from planning.objectives import ModelObjective
 from runtime.config import ConfigError
 from runtime.tls import TlsConfig
 
-_TARGET = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]+):[0-9]{1,5}")
+_TARGET = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]+):([0-9]{1,5})")
+_SIZED_FOR = tuple(priority for name, priority in objectives.PRIORITIES.items() if name != "batch")
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,7 @@ class AutoscalerConfig:
         if not self.routers:
             raise ConfigError("routers", "is empty", "name at least one, such as pdmesh-router:8100")
         for target in self.routers:
-            if not _TARGET.fullmatch(target):
-                raise ConfigError("routers", f"{target!r} is not host:port")
+            _check_target(target)
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", f"{self.port} is no port", "give 0 to 65535")
         for name, least in (("period_s", 0.1), ("window_s", 1.0), ("transit_ms", 0.0), ("role_drain_s", 0.1)):
@@ -80,7 +81,28 @@ def objective_of(path: str, model: str) -> ModelObjective:
 
 
 def goals_of(objective: ModelObjective, transit_ms: float) -> Goals:
-    """As capacity is reckoned. Raises ConfigError for a quantile that it is not made for."""
+    """As capacity is reckoned: the tightest bounds of all priorities, for one pool serves them all. Batch never tightens them: it
+    waits for room. Raises ConfigError for a quantile that it is not made for."""
     if objective.quantile < 0.5:
         raise ConfigError("--objectives", f"{objective.model}.quantile: {objective.quantile:g} is less than a half", "raise it")
-    return Goals(objective.ttft_ms / 1000, objective.tpot_ms / 1000, objective.quantile, transit_ms / 1000)
+    promised = [objective.bounds(priority) for priority in _SIZED_FOR]
+    ttft_s, tpot_s = (_tightest_s(getattr(bounds, name) for bounds in promised) for name in ("ttft_ms", "tpot_ms"))
+    return Goals(ttft_s, tpot_s, objective.quantile, transit_ms / 1000)
+
+
+def promise(goals: Goals) -> str:
+    """In words, for people."""
+    bounds = [f"{name} {1000 * bound_s:.0f} ms" for name, bound_s in (("TTFT", goals.ttft_s), ("TPOT", goals.tpot_s)) if bound_s]
+    return f"{', '.join(bounds) or 'queues that do not grow'} for {100 * goals.quantile:g} % of requests"
+
+
+def _tightest_s(bounds_ms: Iterable[int | None]) -> float | None:
+    return min((bound / 1000 for bound in bounds_ms if bound is not None), default=None)
+
+
+def _check_target(target: str) -> None:
+    found = _TARGET.fullmatch(target)
+    if found is None:
+        raise ConfigError("routers", f"{target!r} is not host:port")
+    if not 1 <= int(found[2]) <= 65535:
+        raise ConfigError("routers", f"{target!r}: {found[2]} is no port", "give 1 to 65535")

@@ -64,6 +64,8 @@ class HoltWinters:
         bins = state.get("bins")
         if not isinstance(bins, list) or len(bins) != NUM_BINS:
             raise ValueError(f"bins: a saved state holds {NUM_BINS} of them")
+        if not all(mean is None or isinstance(mean, int | float) for mean in bins):
+            raise ValueError("bins: a saved state holds numbers there, or nothing")
         for name, value in numbers.items():
             setattr(self, f"_{name}", value)
         self._bins, self._is_known = list(bins), state.get("is_known") is True

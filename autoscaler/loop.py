@@ -20,7 +20,9 @@ from autoscaler.collect_pools import Pools
 from autoscaler.decision import Decision
 from autoscaler.forecast import State
 from autoscaler.loop_history import Held, History, held_of
+from autoscaler.loop_objectives import ObjectivesFile
 from autoscaler.loop_restraint import FailedStarts, restrained, with_hold
+from autoscaler.loop_state import StateError, resumed, saved
 from autoscaler.plan import STUCK_STARTS
 from autoscaler.platform import Asked, Platform, PlatformError
 from autoscaler.policy import Policy
@@ -29,7 +31,8 @@ from autoscaler.settings import AutoscalerSettings
 from autoscaler.starts import Starts
 from autoscaler.views import PoolName, Snapshot
 
-_FORMAT = 1
+NUM_TRIALS = 30
+"""Decisions that what was restored has to bear; figures reach all parts of a policy by then."""
 Listener = Callable[[Decision, float], None]
 
 logger = logging.getLogger(__name__)
@@ -51,18 +54,19 @@ class LoopSettings:
 
     period_s: float = 2.0
     save_s: float = 15.0
-    quantile: float = 0.99
 
 
 @dataclass
 class Parts:
-    """What the loop runs with. `on_decision` hears of each decision, also of one that changes nothing, with its time."""
+    """What the loop runs with. `objectives`: where the policy's goals come from, looked at each round; None: they stay.
+    `on_decision` hears of each decision, also of one that changes nothing, with its time."""
 
     policy: Policy
     collector: Collector
     platform: Platform
     roles: Roles
     scaling: AutoscalerSettings
+    objectives: ObjectivesFile | None = None
     history: History = field(default_factory=History)
     on_decision: list[Listener] = field(default_factory=list)
     clock: Callable[[], float] = field(default_factory=Clock)
@@ -78,6 +82,8 @@ class Loop:
         self.ended_at = time.monotonic()  # of the latest round that came to its end, whatever it decided
         self._failing: set[PoolName] = set()  # pools whose starts have failed, which is told once until some succeed
         self._leads = False
+        self._before: Policy | None = None  # what was known before something was restored, while that is on trial
+        self._trials = 0  # that are left
         self._saved_s = float("-inf")
 
     @property
@@ -104,6 +110,8 @@ class Loop:
     async def round(self) -> Decision | None:
         """One. Returns what was decided, None where nothing could be."""
         parts, now_s = self._parts, self._parts.clock()
+        if parts.objectives is not None:
+            parts.policy.aim(parts.objectives.look())
         try:
             await parts.collector.look(now_s)
             if not await self._take_lead(now_s):
@@ -131,28 +139,32 @@ class Loop:
         """Goes on where the leader before has ended. Raises PlatformError."""
         leads = await self._parts.platform.leads(now_s)
         if leads and not self._leads:
-            self._restore(await self._parts.platform.load())
+            self._parts.policy.interrupt()  # what it has known itself may be of long ago
+            self._restore(await self._parts.platform.load(), now_s)
         if not leads:
             self.latest = None
         self._leads = leads
         return leads
 
-    def _restore(self, state: State | None) -> None:
+    def _restore(self, state: State | None, now_s: float) -> None:
+        if state is None:
+            return
         try:
-            if state is not None:
-                self._parts.policy.restore(_policy_state(state))
-        except ValueError as error:
+            policy = resumed(self._parts.policy, state, now_s, self._parts.scaling.stale_after_s)
+        except StateError as error:
             logger.warning("what was saved cannot be used, learning begins anew: %s", error)
+        else:
+            self._before, self._parts.policy, self._trials = self._parts.policy, policy, NUM_TRIALS
 
     async def _save(self, now_s: float, *, changed: bool) -> None:
         if changed or now_s - self._saved_s >= self._settings.save_s:
-            await self._parts.platform.save({"format": _FORMAT, "policy": self._parts.policy.save()})
+            await self._parts.platform.save(saved(self._parts.policy))
             self._saved_s = now_s
 
     async def _decide_and_act(self, asked: Mapping[PoolName, Asked], now_s: float) -> Decision | None:
         parts = self._parts
         pools = Pools(asked, parts.collector.workers)
-        traffic = parts.collector.traffic(now_s, self._settings.quantile)
+        traffic = parts.collector.traffic(now_s, parts.policy.goals.quantile)
         heard_s = parts.collector.heard_s
         if traffic is None or heard_s is None:
             unheard = (
@@ -165,10 +177,27 @@ class Loop:
         views = pools.views(self._starts, now_s, heard_s)
         if parts.collector.lost_registry:
             views = with_hold(views, "an outage of the registry (Redis)", now_s + 2 * self._settings.period_s)
-        decision = restrained(parts.policy.decide(Snapshot(now_s, traffic, views)), self._hopeless())
+        decision = restrained(self._decide(Snapshot(now_s, traffic, views)), self._hopeless())
         self._tell(decision, now_s)
         problem = await self._act(decision, pools, now_s) if decision.held is None else None
         parts.history.failed(now_s, problem)
+        return decision
+
+    def _decide(self, snapshot: Snapshot) -> Decision:
+        """What was restored has to bear some decisions, or is left: numbers that fit no formula must not end every round."""
+        before = self._before
+        try:
+            decision = self._parts.policy.decide(snapshot)
+        except Exception:
+            if before is None:
+                raise
+            logger.exception("what was saved cannot be decided from, learning begins anew")
+            before.aim(self._parts.policy.goals)
+            self._before, self._parts.policy = None, before
+            return before.decide(snapshot)
+        self._trials -= decision.held is None
+        if self._trials <= 0:
+            self._before = None
         return decision
 
     def _tell(self, decision: Decision, now_s: float) -> None:
@@ -235,11 +264,3 @@ def _reason(decision: Decision, name: PoolName) -> str:
 
 def _replicas(asked: Mapping[PoolName, Asked]) -> dict[str, int]:
     return {name.value: each.replicas for name, each in asked.items()}
-
-
-def _policy_state(state: State) -> State:
-    """Raises ValueError."""
-    policy = state.get("policy")
-    if state.get("format") != _FORMAT or not isinstance(policy, dict):
-        raise ValueError(f"format: {state.get('format')!r} is not {_FORMAT}")
-    return policy

@@ -10,9 +10,10 @@ import time
 from typing import TYPE_CHECKING
 
 from autoscaler.collect import Collector
-from autoscaler.config import AutoscalerConfig, goals_of, objective_of
+from autoscaler.config import AutoscalerConfig, objective_of
 from autoscaler.dry_run import DryRunPlatform, DryRunRoles
 from autoscaler.loop import Listener, Loop, LoopSettings, Parts
+from autoscaler.loop_objectives import ObjectivesFile
 from autoscaler.policy import Policy
 from autoscaler.roles import RoleChanger
 from runtime import config as configuration
@@ -32,18 +33,19 @@ logger = logging.getLogger(__name__)
 
 def open_loop(config: AutoscalerConfig, *listeners: Listener) -> Loop:
     """Starts nothing yet; `listeners` will hear of each decision. Raises ConfigError."""
-    objective = objective_of(config.objectives, config.model)
-    goals, tls = goals_of(objective, config.transit_ms), open_tls(config.tls)
-    collector = Collector(config.routers, objective.model, window_s=config.window_s, tls=tls, api_key=config.api_key)
+    objectives = ObjectivesFile(config.objectives, config.model, config.transit_ms)
+    tls = open_tls(config.tls)
+    collector = Collector(config.routers, objectives.model, window_s=config.window_s, tls=tls, api_key=config.api_key)
     parts = Parts(
-        policy=Policy(config.scaling, goals),
+        policy=Policy(config.scaling, objectives.goals),
         collector=collector,
         platform=_platform(config, collector),
         roles=DryRunRoles(_say) if config.platform == "dry-run" else RoleChanger(drain_timeout_s=config.role_drain_s, tls=tls),
         scaling=config.scaling,
+        objectives=objectives,
         on_decision=list(listeners),
     )
-    return Loop(parts, LoopSettings(period_s=config.period_s, quantile=goals.quantile))
+    return Loop(parts, LoopSettings(period_s=config.period_s))
 
 
 def _platform(config: AutoscalerConfig, collector: Collector) -> Platform:

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from autoscaler.forecast import State
+from autoscaler.forecast import State, number
 
 Pairs = deque[tuple[float, int]]
 
@@ -69,8 +69,7 @@ class PoolMemory:
     def restore(self, state: State) -> None:
         """Raises ValueError."""
         self.changes, self.enough = _pairs(state, "changes"), _pairs(state, "enough")
-        idle = state.get("idle_since_s")
-        self.idle_since_s = float(idle) if isinstance(idle, int | float) else None
+        self.idle_since_s = None if state.get("idle_since_s") is None else number(state, "idle_since_s")
 
 
 def _pairs(state: State, name: str) -> Pairs:
@@ -79,5 +78,5 @@ def _pairs(state: State, name: str) -> Pairs:
         raise ValueError(f"{name}: a saved state holds a list there, not {pairs!r}")
     try:
         return deque((float(time_s), int(num)) for time_s, num in pairs)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name}: a saved state holds pairs of a time and a number there") from error

@@ -75,7 +75,8 @@ class Policy:
         }
 
     def restore(self, state: State) -> None:
-        """What `save` gave. A forecast of another kind than the settings' begins anew. Raises ValueError naming what is wrong."""
+        """What `save` gave. A forecast of another kind than the settings' begins anew. Raises ValueError naming what is wrong; by
+        then a part may be restored, so give it a copy (`loop_state.py`)."""
         if state.get("format") != _FORMAT:
             raise ValueError(f"format: {state.get('format')!r} is not {_FORMAT}; begin without a saved state")
         forecast = _table(state, "forecast")
@@ -87,6 +88,20 @@ class Policy:
         pools = _table(state, "pools")
         for name, memory in self._memories.items():
             memory.restore(_table(pools, name.value))
+
+    @property
+    def goals(self) -> Goals:
+        """What pools are sized for."""
+        return self._goals
+
+    def aim(self, goals: Goals) -> None:
+        """From now on for these; what was learned stays."""
+        self._goals = goals
+
+    def interrupt(self) -> None:
+        """Nobody has watched for a while: what would have been enough, and being idle, has to be shown anew."""
+        for memory in self._memories.values():
+            memory.interrupt()
 
     def _stale(self, snapshot: Snapshot) -> str | None:
         """What is too old."""

@@ -32,10 +32,12 @@ class StateStore:
             return None
         self._version = _version(found)
         try:
-            return json.loads((found.get("data") or {}).get(key, "null"))
-        except ValueError as error:
-            logger.warning("ConfigMap %s: %s is not JSON (%s): begun anew", self._name, key, error)
+            value: object = json.loads((found.get("data") or {}).get(key, "null"))
+            json.dumps(value, allow_nan=False)  # Python reads infinities, which nothing here reckons with
+        except (ValueError, RecursionError) as error:
+            logger.warning("ConfigMap %s: %s cannot be read (%s): begun anew", self._name, key, error)
             return None
+        return value
 
     async def save(self, key: str, value: object) -> None:
         """Raises PlatformError."""

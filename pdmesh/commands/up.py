@@ -72,6 +72,7 @@ class Options:
             raise ValueError("http_port: must be between 0 and 65535")
         if self.scaling.autoscale:
             self.scaling.prepared(_mesh_config(self, Path("model")))
+        self.scaling.check_objectives(models.model_name(self.model))
         if self.tls and self.certificates.is_set:
             raise ValueError("tls: makes certificates, and others are given; leave out one of them")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoscaler.collect import Collector
-from autoscaler.config import goals_of, objective_of
+from autoscaler.config import goals_of, objective_of, promise
 from autoscaler.loop import Listener, Loop, LoopSettings, Parts
 from autoscaler.loop_history import Entry, History, append_to
 from autoscaler.policy import Policy
@@ -19,6 +19,7 @@ from autoscaler.settings import AutoscalerSettings, PoolSettings
 from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_plan import LocalMeshConfig, usable_cores
 from pdmesh.launcher_scale import LocalPlatform
+from planning.objectives import load as load_objectives
 from runtime.tls import open_tls
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 DECISIONS_FILE = "decisions.jsonl"
 OBJECTIVES_FILE = "objectives.toml"
 PERIOD_S, WINDOW_S = 1.0, 10.0
+TRANSIT_MS = 10.0
 START_MARGIN = 1.5
 """A worker that starts beside others that compute takes longer than the first ones did."""
 
@@ -63,6 +65,13 @@ class AutoscaleOptions:
                 raise ValueError(f"{name}: {getattr(self, name):g} is less than {least:g}")
         if not 0.5 <= self.quantile < 1:
             raise ValueError(f"quantile: {self.quantile:g} is not in [0.5, 1)")
+
+    def check_objectives(self, model: str) -> None:
+        """That whoever reads the file will take it, if one was given. Raises ConfigError."""
+        if self.objectives and self.autoscale:
+            goals_of(objective_of(self.objectives, model), TRANSIT_MS)
+        elif self.objectives:
+            load_objectives(self.objectives)
 
     def prepared(self, config: LocalMeshConfig) -> LocalMeshConfig:
         """The configuration of a mesh that this can scale. Raises ValueError that names the field."""
@@ -112,10 +121,9 @@ class AutoscaleOptions:
         if not self.autoscale:
             return []
         objective = objective_of(str(self.objectives_file(config, folder)), config.name_of_model)
-        promise = f"TTFT {objective.ttft_ms} ms, TPOT {objective.tpot_ms} ms for {100 * objective.quantile:g} % of requests"
         return [
             f"autoscaling is on: {self._bounds(config)}",
-            f"objectives: {promise}",
+            f"objectives: {promise(goals_of(objective, TRANSIT_MS))}",
             f"decisions: {folder / DECISIONS_FILE}",
         ]
 
@@ -138,7 +146,7 @@ def local_loop(
     """For a mesh that is ready; what is done is said, and written beside the logs; `listeners` hear of each decision. Raises
     ConfigError."""
     objective = objective_of(str(objectives), mesh.config.name_of_model)
-    goals, tls = goals_of(objective, transit_ms=10.0), open_tls(mesh.tls)
+    goals, tls = goals_of(objective, TRANSIT_MS), open_tls(mesh.tls)
     scaling = options.scaling(mesh.config, max(worker.start_s for worker in mesh.workers))
     write = append_to(mesh.log_dir / DECISIONS_FILE)
 
@@ -155,7 +163,7 @@ def local_loop(
         history=History(tell),
         on_decision=list(listeners),
     )
-    return Loop(parts, settings or LoopSettings(period_s=PERIOD_S, quantile=goals.quantile))
+    return Loop(parts, settings or LoopSettings(period_s=PERIOD_S))
 
 
 @asynccontextmanager

@@ -18,6 +18,8 @@ def test_settings_name_what_is_wrong(tmp_path: Path) -> None:
     for changes, field in (
         ({"routers": ()}, "routers"),
         ({"routers": ("a",)}, "routers"),
+        ({"routers": ("a:0",)}, "routers"),
+        ({"routers": ("a:1", "localhost:99999")}, "routers"),
         ({"objectives": ""}, "objectives"),
         ({"period_s": 0.0}, "period_s"),
         ({"window_s": 3.0}, "window_s"),
@@ -26,6 +28,7 @@ def test_settings_name_what_is_wrong(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=f"^{field}: "):
             dataclasses.replace(good, **changes).validate()
+    dataclasses.replace(good, routers=("[::1]:65535", "a:00001")).validate()
     path = tmp_path / "objectives.toml"
     path.write_text("[a]\nttft_ms = 500\ntpot_ms = 40\nquantile = 0.3\n[b]\nttft_ms = 500\ntpot_ms = 40\n")
     with pytest.raises(ConfigError, match="names 2 models; give one of a, b"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pdmesh import cli
 from pdmesh.commands.up import _summary
 from pdmesh.commands.up_autoscale import DECISIONS_FILE, AutoscaleOptions
 from pdmesh.launcher import LocalMesh
@@ -42,6 +44,37 @@ def test_objectives_of_a_file_are_said_and_one_that_lacks_the_model_is_refused(t
     path.write_text("[other]\nttft_ms = 300\ntpot_ms = 25\n")
     with pytest.raises(ConfigError, match="says nothing of 'smollm2'"):
         _lines(replace(OPTIONS, objectives=str(path)), MODEL, tmp_path)
+
+
+def test_priorities_are_promised_more_than_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "promised.toml"
+    path.write_text("[smollm2]\nttft_ms = 5000\ntpot_ms = 200\n[smollm2.interactive]\nttft_ms = 150\n")
+    assert "objectives: TTFT 150 ms, TPOT 200 ms for 99 % of requests" in _lines(
+        replace(OPTIONS, objectives=str(path)), MODEL, tmp_path
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "told"),
+    [
+        ((), None, "--objectives: .* No such file"),
+        ((), "[smollm2]\nttft_ms = 0\ntpot_ms = 1\n", r"--objectives: .*smollm2\.ttft_ms"),
+        (("--autoscale",), None, "--objectives: .* No such file"),
+        (("--autoscale",), "[other]\nttft_ms = 9\ntpot_ms = 9\n", "--model: .* says nothing of 'smollm2'; give one of other"),
+        (("--autoscale",), "[smollm2]\nttft_ms = 9\ntpot_ms = 9\nquantile = 0.3\n", r"--objectives: smollm2\.quantile"),
+    ],
+)
+def test_bad_objectives_are_wrong_use_before_anything_starts(
+    flags: tuple[str, ...], text: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "objectives.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        cli.run(["up", "--model", "smollm2", "--objectives", str(path), "--log-dir", str(tmp_path / "logs"), *flags])
+    assert ended.value.code == cli.EXIT_USAGE
+    assert re.match(f"pdmesh up: {told}", capsys.readouterr().err)
+    assert not (tmp_path / "logs").exists()
 
 
 def test_without_autoscaling_nothing_is_said_of_it(tmp_path: Path) -> None:
