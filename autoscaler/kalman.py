@@ -102,8 +102,8 @@ class Kalman:
         middle = next((known for at_s, known in reversed(recent) if at_s <= time_s - self._window_s), None)
         if middle is None or recent[0][0] > time_s - 2 * self._window_s:
             return
-        bend = value - 2 * middle + recent[0][1]
-        seen = bend * bend / 6 / (max(self._level, LEAST_LEVEL) / self._window_s)
+        bend, mean = value - 2 * middle + recent[0][1], (value + middle + recent[0][1]) / 3
+        seen = bend * bend / 6 / (max(mean, LEAST_LEVEL) / self._window_s)
         weight = 1 - math.exp(-min(seconds, self._window_s) / NOISE_S)
         self._noise = min(MOST_NOISE, max(0.5, self._noise + weight * (seen - self._noise)))
 

@@ -50,15 +50,17 @@ class Entry:
         }
 
 
-def entry_of(saved: object) -> Entry | None:
-    """What `save` gave; None for anything else, as if the Deployment had never been seen."""
+def entry_of(saved: object, wall_s: float = float("inf")) -> Entry | None:
+    """What `save` gave; None for anything else, as if the Deployment had never been seen. Times that lie ahead of `wall_s`, this
+    leader's clock, are those of a former leader whose clock was fast: they count as now."""
     match saved:
         case {
             "uid": str(uid), "ours": [*ours], "changed_s": float() | int() | None as changed_s, "changed_by": str(by),
             "asked_s": float() | int() as asked_s, "owner": [str(manager), str(time)], "said": dict(said),
         }:  # fmt: skip
             if ours and all(isinstance(each, int) for each in ours) and all(isinstance(each, str) for each in said.values()):
-                return Entry(uid, tuple(ours), changed_s, by, asked_s, Owner(manager, time), said)
+                changed_s = None if changed_s is None else min(changed_s, wall_s)
+                return Entry(uid, tuple(ours), changed_s, by, min(asked_s, wall_s), Owner(manager, time), said)
     return None
 
 

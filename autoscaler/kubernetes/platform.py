@@ -106,7 +106,8 @@ class KubernetesPlatform:
         if term == self._term:
             return
         saved = await self._state.load(_ASKED)
-        found = {name: ledger.entry_of(saved.get(name.value)) for name in PoolName} if isinstance(saved, dict) else {}
+        saved_by_name, wall_s = saved if isinstance(saved, dict) else {}, self._wall()
+        found = {name: ledger.entry_of(saved_by_name.get(name.value), wall_s) for name in PoolName}
         self._entries = {name: entry for name, entry in found.items() if entry is not None}
         self._saved, self._term = saved, term
 

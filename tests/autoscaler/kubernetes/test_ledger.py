@@ -220,3 +220,10 @@ def test_a_deployment_of_the_api() -> None:
 def test_times_are_those_of_kubernetes() -> None:
     assert times.micro_time(NOW_S) == "2027-01-15T08:00:00.000000Z"
     assert times.parse("2027-01-15T09:00:00+01:00") == NOW_S == times.parse(times.time(NOW_S))
+
+
+def test_times_of_a_leader_whose_clock_was_fast_count_as_now() -> None:
+    saved = Entry("uid", (2,), changed_s=5000.0, changed_by="kubectl", asked_s=4000.0, owner=Owner("m", "t"), said={}).save()
+    found = entry_of(json.loads(json.dumps(saved)), wall_s=1000.0)
+    assert found is not None and (found.changed_s, found.asked_s) == (1000.0, 1000.0)
+    assert entry_of(json.loads(json.dumps(saved)), wall_s=1e6) == entry_of(saved)
