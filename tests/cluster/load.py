@@ -39,7 +39,7 @@ class Kind:
 
 WRITING = Kind(_PROMPT, (8, 16, 8, 60), {})
 """Decode has most of the work, and with the long ones a worker that drains has something to hand over."""
-READING = Kind(" ".join([_PROMPT] * 20), (2,), {"mode": "remote"})
+READING = Kind(" ".join([_PROMPT] * 50), (2,), {"mode": "remote"})
 """Prefill has nearly all of it."""
 
 

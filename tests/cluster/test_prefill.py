@@ -29,8 +29,8 @@ def autoscaler(mesh: Cluster) -> Iterator[Autoscaler]:
 def quiet(autoscaler: Autoscaler) -> None:
     """Each test begins with one worker of each kind."""
     cluster = autoscaler.cluster
-    for name in (PREFILL, DECODE):
-        cluster.wait_for(lambda name=name: len(cluster.pods(name)) == 1 == cluster.replicas(name), f"one {name}", timeout_s=150)
+    cluster.wait_for(lambda: len(cluster.pods(PREFILL)) == 1 == cluster.replicas(PREFILL), "one prefill worker", timeout_s=150)
+    cluster.wait_for(lambda: len(cluster.pods(DECODE)) == 1 == cluster.replicas(DECODE), "one decode worker", timeout_s=150)
 
 
 def test_long_prompts_scale_prefill_up_and_their_end_scales_it_down(autoscaler: Autoscaler, api_key: str) -> None:
