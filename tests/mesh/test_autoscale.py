@@ -41,7 +41,7 @@ PROMPT, NUM_TOKENS = 40, 120
 OPTIONS = AutoscaleOptions(autoscale=True, max_workers=3, ttft_ms=5000, tpot_ms=200, cool_down_s=3.0, stale_after_s=3.0)
 FEW = ("--max-num-seqs=2",)
 """Sequences of a worker, so that a few clients are too many for one."""
-ROUNDS = 3
+ROUNDS = 2
 """Of the loop, in each of which it might have acted."""
 
 
