@@ -56,7 +56,7 @@ def test_long_prompts_scale_prefill_up_and_their_end_scales_it_down(autoscaler: 
 
 
 def test_an_idle_decode_worker_is_lent_to_prefill_and_comes_home(autoscaler: Autoscaler, api_key: str) -> None:
-    """A person has had more decode workers than would do, and one prefill worker, of which more are wanted; and lets go of both."""
+    """A person has had more decode workers than would do, and fewer prefill workers; and lets go of both."""
     cluster = autoscaler.cluster
     autoscaler.hold(PREFILL, DECODE)
     cluster.scale(DECODE, MAX_DECODE)
