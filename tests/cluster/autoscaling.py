@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +15,7 @@ from tests.cluster.cluster import NAMESPACE, Cluster
 from tests.k8s.kustomize import FOLDER, Manifest, containers_of, name_of, render
 
 NAME = "pdmesh-autoscaler"
-SWITCH = "pdmesh.io/autoscale"
+SWITCH, HOLD_UNTIL = "pdmesh.io/autoscale", "pdmesh.io/hold-until"
 DECODE, PREFILL = "pdmesh-decode", "pdmesh-prefill"
 OBJECTIVES = """[smollm2]
 ttft_ms = 1500
@@ -57,6 +61,38 @@ class Autoscaler:
         self.cluster.wait_for(lambda: self.leader() in self.cluster.ready_pods(NAME), "a leader")
         plane.kubectl("-n", NAMESPACE, "annotate", "deployment", DECODE, PREFILL, f"{SWITCH}-")
 
+    @contextmanager
+    def told(self, settings: Mapping[str, str]) -> Iterator[None]:
+        """Other settings than SETTINGS, while inside."""
+        self._tell(settings)
+        try:
+            yield
+        finally:
+            self._tell({name: SETTINGS[name] for name in settings})
+
+    def _tell(self, settings: Mapping[str, str]) -> None:
+        words = [f"{name}={value}" for name, value in settings.items()]
+        self.cluster.plane.kubectl("-n", NAMESPACE, "set", "env", f"deployment/{NAME}", *words)
+        self.cluster.wait_rolled_out(NAME)
+        self.cluster.wait_for(lambda: self.leader() in self.cluster.ready_pods(NAME), "a leader")
+
+    def hold(self, *deployments: str) -> None:
+        """Their replicas are a person's from now on."""
+        self.cluster.plane.kubectl("-n", NAMESPACE, "annotate", "--overwrite", "deployment", *deployments, f"{SWITCH}=off")
+
+    def release(self, *deployments: str) -> None:
+        """All at the same moment for the leader, which hangs meanwhile, for less than it may: what a person has set before is of
+        no account."""
+        leader = self.leader()
+        assert leader is not None
+        past = f"{HOLD_UNTIL}={time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
+        self.cluster.signal(leader, "autoscaler", signal.SIGSTOP)
+        try:
+            words = ("deployment", *deployments, f"{SWITCH}-", past)
+            self.cluster.plane.kubectl("-n", NAMESPACE, "annotate", "--overwrite", *words)
+        finally:
+            self.cluster.signal(leader, "autoscaler", signal.SIGCONT)
+
     def leader(self) -> str | None:
         """The pod that holds the Lease; None: nobody does."""
         leases = self.cluster.plane.get("-n", NAMESPACE, "leases")["items"]
@@ -75,9 +111,22 @@ class Autoscaler:
         ]
         return [(event["reason"], event.get("note", "")) for event in sorted(ours, key=_time)]
 
+    def num_events(self, deployment: str, reason: str) -> int:
+        """Of one reason; one that the API has counted several times counts once."""
+        return sum(each == reason for each, _ in self.events(deployment))
+
     def logs(self) -> str:
         """What all candidates have said so far, those that are gone among them. Asks nobody."""
         return self.cluster.logs(f"{NAME}-*", "autoscaler")
+
+    def num_holds(self, why: str) -> int:
+        """How often it has said that it holds for this reason. Asks nobody."""
+        return sum(" hold: " in line and why in line for line in self.logs().splitlines())
+
+    def lent(self, giver: str, taker: str) -> list[str]:
+        """Workers that were given the other role, by name. Asks nobody."""
+        lines = re.findall(rf" flip: \d+ of {giver} become {taker} \(([^)]*)\)", self.logs())
+        return [name for line in lines for name in line.split(", ")]
 
     def num_changes(self) -> int:
         """How often it has set replicas. Asks nobody."""

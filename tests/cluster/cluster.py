@@ -184,10 +184,14 @@ class Cluster:
             lines.append("\n".join((f"--- {log.parent.name}/{log.name}", *tail)))
         return "\n".join(lines)
 
-    def kill(self, pod: str, container: str) -> None:
-        """SIGKILL to a container's first program, as when memory runs out."""
+    def signal(self, pod: str, container: str, number: signal.Signals) -> None:
+        """To a container's first program: SIGKILL is as when memory runs out, SIGSTOP as when it hangs."""
         (path,) = (self._folder / "pods").glob(f"*_{pod}_*/{container}.pid")
-        os.kill(int(path.read_text(encoding="ascii")), signal.SIGKILL)
+        os.kill(int(path.read_text(encoding="ascii")), number)
+
+    def num_restarts(self, name: str) -> int:
+        """Of all containers that a Deployment has now."""
+        return sum(status["restartCount"] for pod in self.pods(name) for status in pod["status"].get("containerStatuses", ()))
 
     def logs(self, pod: str, container: str) -> str:
         """What a container has said so far."""

@@ -20,12 +20,27 @@ from pdmesh.client_types import GenerateOptions
 from pdmesh.errors import MeshError
 from tests.cluster.cluster import ROUTER
 
-_LENGTHS = (8, 16, 8, 60)
-"""Tokens of one request after another: with the long ones a worker that drains has something to hand over."""
 _PROMPT = "The history of the city begins with a small harbour, in which ships of many countries met, and"
 _PAUSE_S = 0.1
 _PATIENT_MS = 60_000
 _TIMEOUT_S = 90.0
+_NUMBERS = itertools.count()
+"""No prompt comes twice, whoever asks: none is found in a cache."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is asked for: a prompt, and so many tokens of one request after another."""
+
+    prompt: str
+    lengths: tuple[int, ...]
+    options: GenerateOptions
+
+
+WRITING = Kind(_PROMPT, (8, 16, 8, 60), {})
+"""Decode has most of the work, and with the long ones a worker that drains has something to hand over."""
+READING = Kind(" ".join([_PROMPT] * 50), (2,), {"mode": "remote"})
+"""Prefill has nearly all of it."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +57,21 @@ class Load:
     told otherwise, try nothing again: what fails is seen."""
 
     def __init__(
-        self, api_key: str, *, clients: int = 2, pause_s: float = _PAUSE_S, resume_s: float = 0.0, patient: bool = True
+        self,
+        api_key: str,
+        *,
+        clients: int = 2,
+        kind: Kind = WRITING,
+        pause_s: float = _PAUSE_S,
+        resume_s: float = 0.0,
+        patient: bool = True,
     ) -> None:
         """`resume_s`: how long to look for another router when one goes. `patient`: each asks for
         no more than an answer; otherwise for what the mesh promises, and comes later when told to."""
         self._api_key = api_key
-        self._pause_s = pause_s
+        self._kind, self._pause_s = kind, pause_s
         self._resume_s, self._patient = resume_s, patient
-        self._numbers = itertools.count()
+        self._places = itertools.count()
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._run, name=f"load {index}") for index in range(clients)]
         self.outcomes: list[Outcome] = []
@@ -86,15 +108,16 @@ class Load:
     def _run(self) -> None:
         with Client(ROUTER, api_key=self._api_key, resume_timeout_s=self._resume_s, retry_overload=not self._patient) as client:
             while not self._stopping.wait(self._pause_s):
-                self.outcomes.append(self._ask(client, next(self._numbers)))
+                self.outcomes.append(self._ask(client, next(self._places)))
 
-    def _ask(self, client: Client, number: int) -> Outcome:
-        wanted = _LENGTHS[number % len(_LENGTHS)]
-        options: GenerateOptions = {"max_tokens": wanted, "ignore_eos": True}
+    def _ask(self, client: Client, place: int) -> Outcome:
+        kind = self._kind
+        wanted = kind.lengths[place % len(kind.lengths)]
+        options: GenerateOptions = {"max_tokens": wanted, "ignore_eos": True, **kind.options}
         if self._patient:
             options |= {"slo_ttft_ms": _PATIENT_MS, "slo_tpot_ms": _PATIENT_MS}
         try:
-            answer = client.generate(f"{number}. {_PROMPT}", timeout=_TIMEOUT_S, **options)
+            answer = client.generate(f"{next(_NUMBERS)}. {kind.prompt}", timeout=_TIMEOUT_S, **options)
         except MeshError as error:
             return Outcome(f"{type(error).__name__}: {error}")
         return _checked(answer, wanted)

@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from autoscaler.collect import Collector
 from autoscaler.collect_pools import Pools
-from autoscaler.decision import Flip
+from autoscaler.decision import Flip, PoolDecision
 from autoscaler.loop import Loop
 from autoscaler.loop_history import read_entries
 from autoscaler.platform import Asked
@@ -26,7 +26,7 @@ from autoscaler.views import PoolName
 from pdmesh import cli, local_decisions
 from pdmesh.client import AsyncClient
 from pdmesh.commands.up import _scaled
-from pdmesh.commands.up_autoscale import DECISIONS_FILE, AutoscaleOptions, local_loop, scaled
+from pdmesh.commands.up_autoscale import DECISIONS_FILE, PERIOD_S, AutoscaleOptions, local_loop, scaled
 from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan
 from tests.mesh import oracle
@@ -41,6 +41,8 @@ PROMPT, NUM_TOKENS = 40, 120
 OPTIONS = AutoscaleOptions(autoscale=True, max_workers=3, ttft_ms=5000, tpot_ms=200, cool_down_s=3.0, stale_after_s=3.0)
 FEW = ("--max-num-seqs=2",)
 """Sequences of a worker, so that a few clients are too many for one."""
+ROUNDS = 2
+"""Of the loop, in each of which it might have acted."""
 
 
 class Load:
@@ -110,6 +112,17 @@ async def told_mesh(base: LocalMeshConfig, options: AutoscaleOptions) -> AsyncIt
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def lone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[LocalMesh, Path]]:
+    """One worker with both roles, whom nobody scales by itself; and its objectives."""
+    folder = tmp_path_factory.mktemp("lone")
+    base = LocalMeshConfig(
+        model=str(tiny), num_prefill=0, num_decode=0, num_both=1, port=0, num_threads=1, log_dir=str(folder), worker_args=FEW
+    )
+    async with told_mesh(base, replace(OPTIONS, max_workers=2)) as told:
+        yield told
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def separated(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[LocalMesh, Path]]:
     """A prefill worker and two decode workers, whom nobody scales by itself; and their objectives."""
     folder = tmp_path_factory.mktemp("separated")
@@ -123,6 +136,17 @@ def workers(mesh: LocalMesh) -> set[str]:
     return {worker.name for worker in mesh.workers if worker.running and worker.start_s}
 
 
+def pool_of(loop: Loop, name: PoolName = PoolName.BOTH) -> PoolDecision:
+    """What was decided last of it; something has been."""
+    assert loop.latest is not None
+    return next(pool for pool in loop.latest[0].pools if pool.name is name)
+
+
+def decided_s(loop: Loop) -> float:
+    """When, on the loop's clock; long ago: nothing has been so far."""
+    return loop.latest[1] if loop.latest is not None else float("-inf")
+
+
 def texts(loop: Loop, kind: str) -> list[str]:
     return [entry.text for entry in loop.history.entries if entry.kind == kind]
 
@@ -134,49 +158,42 @@ async def all_generate(mesh: LocalMesh, num: int) -> None:
             await asyncio.sleep(0.1)  # the event happens in other processes
 
 
-async def test_it_grows_under_load_and_shrinks_after(tiny: Path, tmp_path: Path) -> None:
-    async with scaled_mesh(tiny, tmp_path, replace(OPTIONS, max_workers=2)) as (mesh, loop):
+async def test_it_grows_under_load_and_shrinks_after(lone: tuple[LocalMesh, Path]) -> None:
+    (mesh, path), options = lone, replace(OPTIONS, max_workers=2)
+    async with scaled(local_loop(mesh, options, path, print)) as loop:
         async with Load(mesh, num_clients=4).running():
             await eventually(lambda: len(workers(mesh)) == 2, timeout_s=60)
             await all_generate(mesh, 2)
         await eventually(lambda: len(mesh.workers) == 1, timeout_s=60)
         await assert_whole(mesh)
         assert not texts(loop, "failed")
-    entries = read_entries(tmp_path / DECISIONS_FILE)
+    entries = read_entries(mesh.log_dir / DECISIONS_FILE)[-len(loop.history.entries) :]
     assert [entry.text for entry in entries] == [entry.text for entry in loop.history.entries]
     grown, *_, shrunk = (entry for entry in entries if entry.kind == "scale")
     assert "both 1 → 2" in grown.text and "requests/s" in grown.text and grown.replicas == {"both": 2}
     assert "both 2 → 1" in shrunk.text and shrunk.replicas == {"both": 1}
 
 
-async def test_outages_hold_and_serve(separated: tuple[LocalMesh, Path]) -> None:
-    """A router that hangs, then one that is killed, then no Redis: nothing changes, and what can be served is."""
-    (mesh, path), options = separated, replace(OPTIONS, cool_down_s=600.0)  # else one of two that are idle would go
+async def test_without_a_registry_nothing_grows_however_many_ask(lone: tuple[LocalMesh, Path]) -> None:
+    """What would be right is said, and begun once there is a registry again."""
+    (mesh, path), options = lone, replace(OPTIONS, max_workers=2)
     async with scaled(local_loop(mesh, options, path, print)) as loop:
-        before = {worker.name: worker.pid for worker in mesh.workers}
-        await eventually(lambda: loop.latest is not None)
-        mesh.kill("router-0", signal.SIGSTOP)
-        await eventually(lambda: any("nothing changes" in text and "does not answer" in text for text in texts(loop, "hold")))
-        mesh.kill("router-0", signal.SIGCONT)
-        await eventually(lambda: len(texts(loop, "resume")) == 1)
-        pid = mesh.pids["router-0"]
-        mesh.kill("router-0", signal.SIGKILL)
-        await eventually(lambda: mesh.pids.get("router-0", pid) != pid, timeout_s=30)
-        await mesh.wait_ready(30)
-        now_s = loop.latest[1] if loop.latest is not None else 0.0
-        await eventually(lambda: loop.latest is not None and loop.latest[1] > now_s and loop.latest[0].held is None, timeout_s=30)
-        num_held = len(texts(loop, "hold"))
-        assert len(texts(loop, "resume")) == num_held, "whoever is back is heard"
+        await eventually(lambda: loop.latest is not None and pool_of(loop).held is None, timeout_s=30)
         assert mesh.redis_pid is not None
         os.kill(mesh.redis_pid, signal.SIGSTOP)
-        await eventually(lambda: "an outage of the registry" in (texts(loop, "hold") or [""])[-1], timeout_s=30)
-        async with Load(mesh, num_clients=1).running() as load:
-            await eventually(lambda: load.num_answered >= 4, timeout_s=30)
-        assert len(texts(loop, "resume")) == num_held, "it holds for as long as there is no registry"
-        os.kill(mesh.redis_pid, signal.SIGCONT)
-        await eventually(lambda: len(texts(loop, "resume")) == num_held + 1, timeout_s=30)
-        assert not texts(loop, "scale") and not texts(loop, "flip")
-        assert {worker.name: worker.pid for worker in mesh.workers} == before
+        try:
+            await eventually(lambda: "an outage of the registry" in (pool_of(loop).held or ""), timeout_s=30)
+            async with Load(mesh, num_clients=4).running() as load:
+                await eventually(lambda: "; 2 would be right: " in pool_of(loop).reason, timeout_s=60)
+                asked_s = loop.clock()
+                await eventually(lambda: decided_s(loop) > asked_s + ROUNDS * PERIOD_S, timeout_s=30)
+                assert "an outage of the registry" in (pool_of(loop).held or "") and "2 would be right" in pool_of(loop).reason
+                assert workers(mesh) == {"worker-0"} and not texts(loop, "scale") and load.num_answered
+                os.kill(mesh.redis_pid, signal.SIGCONT)
+                await eventually(lambda: texts(loop, "scale"), timeout_s=60)
+        finally:
+            os.kill(mesh.redis_pid, signal.SIGCONT)
+        assert len(texts(loop, "resume")) == len(texts(loop, "hold")) and "both 1 → 2" in texts(loop, "scale")[0]
 
 
 async def test_status_shows_what_was_decided_and_why(
@@ -233,3 +250,34 @@ async def test_roles_change_within_a_second(
         await eventually(lambda: load.num_answered > answered + 1)
         await changer.close()
         await collector.close()
+
+
+async def test_silence_is_no_idleness(separated: tuple[LocalMesh, Path]) -> None:
+    """A router hangs while one of two idle workers waits for the end of its cool-down: it stays until there are figures again.
+    A router that is killed is heard when it is back. Last of those with this mesh, which has one worker less afterwards."""
+    mesh, path = separated
+    options = replace(OPTIONS, cool_down_s=5.0)
+    async with scaled(local_loop(mesh, options, path, print)) as loop:
+        await eventually(lambda: loop.latest is not None and pool_of(loop, PoolName.DECODE).held == "cool-down", timeout_s=30)
+        before = {worker.name: worker.pid for worker in mesh.workers}
+        mesh.kill("router-0", signal.SIGSTOP)
+        try:
+            silent_s = loop.clock()
+            await eventually(lambda: any("nothing changes" in text and "does not answer" in text for text in texts(loop, "hold")))
+            await eventually(lambda: decided_s(loop) > silent_s + 1.5 * options.cool_down_s, timeout_s=60)
+            assert not texts(loop, "resume") and not texts(loop, "scale")
+            assert {worker.name: worker.pid for worker in mesh.workers} == before
+        finally:
+            mesh.kill("router-0", signal.SIGCONT)
+        await eventually(lambda: len(mesh.workers) == 2, timeout_s=60)
+        assert ["decode 2 → 1" in text for text in texts(loop, "scale")] == [True]
+        pid = mesh.pids["router-0"]
+        mesh.kill("router-0", signal.SIGKILL)
+        await eventually(lambda: mesh.pids.get("router-0", pid) != pid, timeout_s=30)
+        await mesh.wait_ready(30)
+        again_s = loop.clock()
+        await eventually(
+            lambda: decided_s(loop) > again_s and loop.latest is not None and loop.latest[0].held is None, timeout_s=30
+        )
+        assert len(texts(loop, "resume")) == len(texts(loop, "hold")), "whoever is back is heard"
+        assert len(texts(loop, "scale")) == 1
