@@ -21,10 +21,14 @@ class SmoothedLengths:
         self.latest: Lengths | None = None
         self.burstiness = 1.0
         self._time_s: float | None = None
+        self._looked_s: float | None = None
 
     def observe(self, now_s: float, traffic: Traffic) -> None:
-        """Nobody came: nothing is learned."""
+        """Nobody came: nothing is learned of lengths, and the burst before the silence tells less and less."""
+        silent_s = 0.0 if self._looked_s is None else max(0.0, now_s - self._looked_s)
+        self._looked_s = now_s
         if traffic.lengths is None or traffic.rate_per_s == 0:
+            self.burstiness += (1 - math.exp(-silent_s / SMOOTH_S)) * (1 - self.burstiness)
             return
         since_s = SMOOTH_S if self._time_s is None else max(0.0, now_s - self._time_s)
         weight = 1 - math.exp(-since_s / SMOOTH_S) if self.latest is not None else 1.0

@@ -89,6 +89,16 @@ def test_correction_learns_nothing_from_nothing_and_little_from_one_figure_after
     assert again.factor == correction.factor
 
 
+def test_a_burst_is_forgotten_while_nobody_comes() -> None:
+    """Else a pool that is sized for its clumps would stay as large as it was for ever."""
+    smoothed = SmoothedLengths()
+    smoothed.observe(0.0, Traffic(1.0, Lengths(100, 10_000, 10), burstiness=100.0))
+    assert smoothed.burstiness == 100.0
+    for now_s in range(10, 610, 10):
+        smoothed.observe(now_s, Traffic(0.0, Lengths(100, 10_000, 10), burstiness=1.0))
+    assert 1.0 < smoothed.burstiness < 1.01
+
+
 def test_lengths_are_smoothed_and_stay_while_nobody_comes() -> None:
     smoothed = SmoothedLengths()
     smoothed.observe(0.0, Traffic(0.0, None))
@@ -100,7 +110,7 @@ def test_lengths_are_smoothed_and_stay_while_nobody_comes() -> None:
     assert smoothed.latest is not None and smoothed.latest.input_tokens == pytest.approx(100 + 200 * share)
     assert smoothed.latest.input_squared == pytest.approx(10_000 + 80_000 * share)
     assert smoothed.latest.cached_share == pytest.approx(0.5 * share)
-    assert smoothed.burstiness == pytest.approx(1 + 2 * share)
+    assert smoothed.burstiness == pytest.approx(1 + 2 * share * math.exp(-10 / 60))  # and ten seconds of silence
     again = SmoothedLengths()
     again.restore(json.loads(json.dumps(smoothed.save())))
     assert again.latest == smoothed.latest and again.save() == smoothed.save()
