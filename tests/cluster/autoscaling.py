@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tests.cluster.cluster import NAMESPACE, Cluster
@@ -60,6 +61,14 @@ class Autoscaler:
             self.cluster.wait_rolled_out(name)
         self.cluster.wait_for(lambda: self.leader() in self.cluster.ready_pods(NAME), "a leader")
         plane.kubectl("-n", NAMESPACE, "annotate", "deployment", DECODE, PREFILL, f"{SWITCH}-")
+
+    def wait_until_small(self, *deployments: str) -> None:
+        """Nobody asks for anything: one worker of each."""
+        for name in deployments:
+            self.cluster.wait_for(partial(self._is_small, name), f"one worker of {name}", timeout_s=150)
+
+    def _is_small(self, name: str) -> bool:
+        return len(self.cluster.pods(name)) == 1 == self.cluster.replicas(name)
 
     @contextmanager
     def told(self, settings: Mapping[str, str]) -> Iterator[None]:

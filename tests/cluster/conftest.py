@@ -12,7 +12,7 @@ import pytest
 
 from engine.weights.hash import cache_folder
 from tests.cluster import build, network
-from tests.cluster.autoscaling import DECODE, PREFILL, SWITCH, tuned
+from tests.cluster.autoscaling import DECODE, PREFILL, SWITCH, Autoscaler, tuned
 from tests.cluster.cluster import NAMESPACE, Cluster
 from tests.cluster.leftovers import Footprint
 from tests.k8s.kustomize import FOLDER, render
@@ -64,3 +64,11 @@ def mesh(cluster: Cluster, api_key: str) -> Cluster:
     for name in MESH:
         cluster.wait_rolled_out(name)
     return cluster
+
+
+@pytest.fixture(scope="module")
+def autoscaler(mesh: Cluster) -> Autoscaler:
+    """Two candidates, one of which leads."""
+    autoscaler = Autoscaler(mesh)
+    autoscaler.begin()
+    return autoscaler

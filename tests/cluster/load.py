@@ -21,6 +21,9 @@ from pdmesh.errors import MeshError
 from tests.cluster.cluster import ROUTER
 
 _PROMPT = "The history of the city begins with a small harbour, in which ships of many countries met, and"
+BURST = 6
+"""Clients that ask all the time: three times what one decode worker takes at once; a prefill worker computes one by one."""
+
 _PAUSE_S = 0.1
 _PATIENT_MS = 60_000
 _TIMEOUT_S = 90.0

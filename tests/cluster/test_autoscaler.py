@@ -9,30 +9,19 @@ import time
 import pytest
 
 from tests.cluster.autoscaling import COOL_DOWN_S, DECODE, HOLD_UNTIL, MAX_DECODE, NAME, Autoscaler, secret_of
-from tests.cluster.cluster import NAMESPACE, Cluster
-from tests.cluster.load import Load
+from tests.cluster.cluster import NAMESPACE
+from tests.cluster.load import BURST, Load
 
-BURST = 6
-"""Clients that ask all the time: three times what one worker takes at once."""
 FAILED_STARTS = re.compile("count for nothing|have not started")
 """What it says of pods that were asked for and do not come."""
 OUTAGE_S = 10
 """Longer than a leader goes on leading without an answer."""
 
 
-@pytest.fixture(scope="module")
-def autoscaler(mesh: Cluster) -> Autoscaler:
-    """Two candidates, one of which leads."""
-    autoscaler = Autoscaler(mesh)
-    autoscaler.begin()
-    return autoscaler
-
-
 @pytest.fixture(autouse=True)
 def quiet(autoscaler: Autoscaler) -> None:
     """Each test begins with one decode worker, as nobody asks for anything."""
-    cluster = autoscaler.cluster
-    cluster.wait_for(lambda: len(cluster.pods(DECODE)) == 1 == cluster.replicas(DECODE), "one decode worker", timeout_s=150)
+    autoscaler.wait_until_small(DECODE)
 
 
 def test_a_burst_scales_up_and_its_end_scales_down_without_a_failed_request(autoscaler: Autoscaler, api_key: str) -> None:

@@ -7,14 +7,15 @@ import pytest
 from tests.cluster.autoscaling import DECODE, Autoscaler
 from tests.cluster.cluster import Cluster
 from tests.cluster.external_metrics import METRIC, Adapter
-from tests.cluster.load import Load
+from tests.cluster.load import BURST, Load
 
 
 @pytest.fixture(scope="module")
 def adapter(mesh: Cluster) -> Adapter:
     """Asked by the API server; an HPA follows it. What the tests before left is scaled down first."""
-    Autoscaler(mesh).begin()
-    mesh.wait_for(lambda: len(mesh.pods(DECODE)) == 1 == mesh.replicas(DECODE), "one decode worker", timeout_s=150)
+    autoscaler = Autoscaler(mesh)
+    autoscaler.begin()
+    autoscaler.wait_until_small(DECODE)
     adapter = Adapter(mesh)
     adapter.begin()
     return adapter
@@ -32,7 +33,7 @@ def test_hpa_scales_with_a_burst_and_without_a_failed_request(adapter: Adapter, 
     cluster.wait_for(lambda: len(cluster.pods(DECODE)) == 1, "one decode worker", timeout_s=150)
     (first,) = cluster.ready_pods(DECODE)
     with Load(api_key, clients=1, pause_s=1.0) as light:
-        with Load(api_key, clients=6, patient=False) as burst:
+        with Load(api_key, clients=BURST, patient=False) as burst:
             cluster.wait_for(lambda: cluster.replicas(DECODE) > 1, "more replicas", timeout_s=90)
             cluster.wait_for(lambda: {o.decode_worker for o in burst.outcomes} - {first, ""}, "a new pod to serve", timeout_s=120)
         cluster.wait_for(lambda: cluster.replicas(DECODE) == 1, "fewer replicas", timeout_s=150)

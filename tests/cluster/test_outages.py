@@ -10,28 +10,17 @@ import pytest
 
 from tests.cluster.autoscaling import COOL_DOWN_S, DECODE, Autoscaler
 from tests.cluster.cluster import Cluster
-from tests.cluster.load import Load
+from tests.cluster.load import BURST, Load
 
-BURST = 6
-"""Clients that ask all the time: three times what one worker takes at once."""
 REDIS, ROUTER = "pdmesh-redis", "pdmesh-router"
 PATIENCE_S = 60.0
 """Of clients whose router hangs."""
 
 
-@pytest.fixture(scope="module")
-def autoscaler(mesh: Cluster) -> Autoscaler:
-    """Two candidates, one of which leads."""
-    autoscaler = Autoscaler(mesh)
-    autoscaler.begin()
-    return autoscaler
-
-
 @pytest.fixture(autouse=True)
 def quiet(autoscaler: Autoscaler) -> None:
     """Each test begins with one decode worker, as nobody asks for anything."""
-    cluster = autoscaler.cluster
-    cluster.wait_for(lambda: len(cluster.pods(DECODE)) == 1 == cluster.replicas(DECODE), "one decode worker", timeout_s=150)
+    autoscaler.wait_until_small(DECODE)
 
 
 def test_without_redis_replicas_stay_however_few_would_do(autoscaler: Autoscaler, api_key: str) -> None:

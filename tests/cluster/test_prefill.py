@@ -7,20 +7,15 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.autoscaling import DECODE, MAX_DECODE, PREFILL, Autoscaler
-from tests.cluster.cluster import Cluster
-from tests.cluster.load import READING, Load
+from tests.cluster.load import BURST, READING, Load
 
-BURST = 6
-"""Clients with a long prompt each at any time: one prefill worker computes one after another."""
 NUM_SEEN = 24
 """Answers after which what is known of prompts' lengths, which is smoothed over a minute, is that of these."""
 
 
 @pytest.fixture(scope="module")
-def autoscaler(mesh: Cluster) -> Iterator[Autoscaler]:
+def autoscaler(autoscaler: Autoscaler) -> Iterator[Autoscaler]:
     """It may scale prefill, and lend workers."""
-    autoscaler = Autoscaler(mesh)
-    autoscaler.begin()
     with autoscaler.told({"PDMESH_PREFILL_MAX_REPLICAS": "3", "PDMESH_FLIPS": "true"}):
         yield autoscaler
 
@@ -28,9 +23,7 @@ def autoscaler(mesh: Cluster) -> Iterator[Autoscaler]:
 @pytest.fixture(autouse=True)
 def quiet(autoscaler: Autoscaler) -> None:
     """Each test begins with one worker of each kind."""
-    cluster = autoscaler.cluster
-    cluster.wait_for(lambda: len(cluster.pods(PREFILL)) == 1 == cluster.replicas(PREFILL), "one prefill worker", timeout_s=150)
-    cluster.wait_for(lambda: len(cluster.pods(DECODE)) == 1 == cluster.replicas(DECODE), "one decode worker", timeout_s=150)
+    autoscaler.wait_until_small(PREFILL, DECODE)
 
 
 def test_long_prompts_scale_prefill_up_and_their_end_scales_it_down(autoscaler: Autoscaler, api_key: str) -> None:
