@@ -34,7 +34,6 @@ STRETCH = 4
 SPILL = 2
 """Minutes behind a stretch in which what it lacks still shows."""
 BISECTIONS = 3
-ROUNDS = 1
 
 
 class Scheduled:
@@ -114,11 +113,7 @@ def search(loads: dict[PoolName, list[float]], known: Schedule, evaluate: Evalua
     """The cheapest schedule found with at least this attainment. `known`: one that is thought to have it, to begin with where the
     demand's shape leads to a dearer one."""
     found = _by_shape(loads, known, evaluate, attainment)
-    for _ in range(ROUNDS):
-        before = found.outcome.pod_seconds
-        _exchange(found, evaluate, attainment)
-        if found.outcome.pod_seconds > 0.995 * before:
-            break
+    _exchange(found, evaluate, attainment)
     return found
 
 

@@ -67,9 +67,9 @@ RISE_S = 60.0
 @dataclass(frozen=True)
 class Scenario:
     """`num_copies` of the trace at its own speed, each from another place of it on, so that what wanders within minutes in
-    reality does so here; `rate_per_s` of each on average, for generated lengths. `day_s` and `depth` of the swing, for `days`;
-    from `burst_s` on the rate rises within a minute to `factor` of what it would be, stays so for `burst_length_s`, and falls
-    within a minute. `seed` of what is drawn, and of where copies begin."""
+    reality does so here; `rate_per_s` of each on average, for generated lengths. `day_s`, the length of it all, and `depth` of
+    the swing; from `burst_s` on the rate rises within a minute to `factor` of what it would be, stays so for `burst_length_s`,
+    and falls within a minute. `seed` of what is drawn, and of where copies begin."""
 
     name: str
     spec: WorkerSpec
@@ -77,7 +77,6 @@ class Scenario:
     num_copies: int
     objective: ModelObjective
     day_s: float = 7200.0
-    days: float = 1.0
     depth: float = 0.5
     burst_s: float = 4500.0
     burst_length_s: float = 300.0
@@ -90,7 +89,7 @@ class Scenario:
         steady = shaping.lengths(shaping.together(copies), max_context=self.spec.largest)
         swung = shaping.warped(steady, shaping.swing(self.day_s, self.depth))
         bursting = shaping.warped(swung, surge(self.burst_s, self.burst_length_s, self.factor))
-        return list(takewhile(lambda arrival: arrival.at_s < self.days * self.day_s, bursting))
+        return list(takewhile(lambda arrival: arrival.at_s < self.day_s, bursting))
 
     def mesh(self) -> MeshSettings:
         """Routers and what is between them and workers."""
