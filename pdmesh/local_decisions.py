@@ -1,7 +1,8 @@
 """The latest decision of `pdmesh up --autoscale`, for `pdmesh status` of the same user on the same machine.
 
-Routers know nothing of an autoscaler. So `up` keeps its latest decision in ~/.cache/pdmesh/autoscalers/PID.json, and takes that
-away at its end; `status` shows the one whose workers are those that its router tells of. Standard library only.
+Routers know nothing of an autoscaler. So `up` keeps its latest decision in autoscalers/PID.json of the cache
+(`model_cache`), and takes that away at its end; `status` shows the one whose workers are those that its router tells of.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdmesh.model_cache import cache_folder
+
 if TYPE_CHECKING:
     from autoscaler.decision import Decision
 
@@ -24,7 +27,7 @@ FORGOTTEN_S = 86_400.0
 
 def default_folder() -> Path:
     """Need not exist. Raises RuntimeError where the user has no home."""
-    return Path.home() / ".cache" / "pdmesh" / "autoscalers"
+    return cache_folder() / "autoscalers"
 
 
 class DecisionFile:
@@ -65,7 +68,8 @@ def latest(workers: Collection[str], folder: Path | None = None) -> dict[str, An
         for path in (default_folder() if folder is None else folder).glob("*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of another version, or gone by now
                 told = json.loads(path.read_text(encoding="utf-8"))
-                if not set(workers).isdisjoint(told["workers"]):
+                shown = [str(pool["text"]) for pool in told["pools"]]
+                if shown and not set(workers).isdisjoint(told["workers"]):
                     about.append((float(told["at_s"]), told))
     return max(about, key=lambda pair: pair[0])[1] if about else None
 

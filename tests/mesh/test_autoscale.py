@@ -199,7 +199,7 @@ async def test_without_a_registry_nothing_grows_however_many_ask(lone: tuple[Loc
 async def test_status_shows_what_was_decided_and_why(
     separated: tuple[LocalMesh, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("PDMESH_CACHE", str(tmp_path))
     mesh, _ = separated
     async with _scaled(mesh, replace(OPTIONS, cool_down_s=600.0)):
         await eventually(lambda: local_decisions.latest(mesh.worker_addresses))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -39,18 +40,20 @@ def test_of_a_process_that_was_killed_nothing_stays(tmp_path: Path) -> None:
     (tmp_path / "1.json").write_text("{")
     old = time.time() - 2 * FORGOTTEN_S
     os.utime(tmp_path / "1.json", (old, old))
-    for number, text in enumerate(("none", "[]", '{"workers": 1}'), start=2):
+    other = json.dumps({"workers": [HERE], "at_s": time.time() + 60, "pools": [{"name": "both"}]})
+    for number, text in enumerate(("none", "[]", '{"workers": 1}', other), start=2):
         (tmp_path / f"{number}.json").write_text(text)
     shown = DecisionFile(lambda: [HERE], tmp_path)
     assert not (tmp_path / "1.json").exists()
     shown.decided(DECISION, 0.0)
-    assert latest([HERE], tmp_path) is not None, "what cannot be read is in nobody's way"
+    told = latest([HERE], tmp_path)
+    assert told is not None and decision_lines(told, told["at_s"], Palette(False)), "what cannot be read is in nobody's way"
 
 
 def test_who_cannot_write_decides_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     DecisionFile(lambda: [HERE], tmp_path / "file").decided(DECISION, 0.0)
-    monkeypatch.setattr(Path, "home", lambda: tmp_path / "file")
+    monkeypatch.setenv("PDMESH_CACHE", str(tmp_path / "file"))
     shown = DecisionFile(lambda: [HERE])
     shown.decided(DECISION, 0.0)
     shown.remove()
