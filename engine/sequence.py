@@ -24,7 +24,7 @@ class Sequence:
 
     __slots__ = (
         "_matcher", "_num_taken", "block_hashes", "block_ids", "choices", "group", "num_cached", "num_computed", "num_published",
-        "num_to_restore", "num_unreported", "output", "paced_from_ns", "paced_from_token", "was_preempted",
+        "num_to_restore", "num_unreported", "output", "paced_from_ns", "paced_from_token", "was_preempted", "__weakref__", "draft",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, choices: tuple[int, ...], output: list[int]) -> None:

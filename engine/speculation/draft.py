@@ -1,0 +1,116 @@
+"""Tokens that are guessed to come next: a tree whose root is the last known token of a sequence.
+
+    token_ids   a  b  c  d  e           root ── a ── b ── c          rows of the step: root, a, b, c, d, e
+    parents    -1  0  1  0  3                   └─── d ── e          (d and e stand beside b and c)
+
+Depth first: a token that does not follow the one before it begins another branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+ROOT = -1
+
+
+@dataclass(frozen=True)
+class Draft:
+    """`chances[i]`: how likely the model draws token i if it has drawn the token's parent."""
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    chances: tuple[float, ...] = ()
+    proposer: str = ""
+
+    @classmethod
+    def chain(cls, token_ids: Sequence[int], chances: Sequence[float], proposer: str) -> Draft:
+        """One token after the other. Raises ValueError where the lengths differ."""
+        if len(token_ids) != len(chances):
+            raise ValueError(f"chances: {len(chances)} for {len(token_ids)} tokens")
+        return cls(tuple(token_ids), tuple(range(-1, len(token_ids) - 1)), tuple(chances), proposer)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == index - 1 for index, parent in enumerate(self.parents))
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Of each token, from 1: so many places behind the root."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def cumulative(self) -> tuple[float, ...]:
+        """How likely each token is kept: it and all before it on its branch are drawn."""
+        kept: list[float] = []
+        for parent, chance in zip(self.parents, self.chances, strict=True):
+            kept.append(chance if parent == ROOT else kept[parent] * chance)
+        return tuple(kept)
+
+    def branch(self, index: int) -> tuple[int, ...]:
+        """The tokens (as indices) from below the root to `index`, itself included."""
+        path: list[int] = []
+        while index != ROOT:
+            path.append(index)
+            index = self.parents[index]
+        return tuple(reversed(path))
+
+    def keep(self, wanted: Sequence[bool]) -> Draft:
+        """Only the tokens that are wanted and hang on to the root by wanted ones."""
+        new_index: dict[int, int] = {ROOT: ROOT}
+        for index, parent in enumerate(self.parents):
+            if wanted[index] and parent in new_index:
+                new_index[index] = len(new_index) - 1
+        if len(new_index) - 1 == len(self):
+            return self
+        kept = [index for index in new_index if index != ROOT]
+        return Draft(
+            tuple(self.token_ids[index] for index in kept),
+            tuple(new_index[self.parents[index]] for index in kept),
+            tuple(self.chances[index] for index in kept),
+            self.proposer,
+        )
+
+    def first(self, max_tokens: int, max_depth: int) -> Draft:
+        """At most so many tokens, none deeper than that."""
+        return self.keep([index < max_tokens and depth <= max_depth for index, depth in enumerate(self.depths)])
+
+
+NOTHING = Draft()
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a step made of a draft (perhaps an empty one). `draws[0]` is what the model draws behind the root, `draws[i + 1]` what
+    it draws behind token i of the draft; `kept`: the tokens of the draft that it drew itself, from the root on."""
+
+    draft: Draft
+    draws: tuple[int, ...]
+
+    @cached_property
+    def kept(self) -> tuple[int, ...]:
+        children: dict[tuple[int, int], int] = {}
+        for index, (parent, token_id) in enumerate(zip(self.draft.parents, self.draft.token_ids, strict=True)):
+            children.setdefault((parent, token_id), index)
+        path: list[int] = []
+        at = ROOT
+        while (after := children.get((at, self.draws[at + 1]))) is not None:
+            path.append(after)
+            at = after
+        return tuple(path)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Of `draws`, those that are new tokens of the sequence, in order: one more than are kept."""
+        return (0, *(index + 1 for index in self.kept))
+
+    @property
+    def new_tokens(self) -> tuple[int, ...]:
+        return tuple(self.draws[row] for row in self.rows)
