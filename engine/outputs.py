@@ -68,12 +68,13 @@ class StepWork(NamedTuple):
     """What a step computed. A token's context is the number of tokens that it attends to, itself included.
 
     Prompt tokens, and those that are computed once more after a preemption, are prefill; a sequence that decodes has one token
-    in the step. The contexts are sums over those tokens.
+    in the step, and those that were guessed to follow it. `prefill_context` is the sum over those tokens, `decode_context` that
+    over the sequences: drafted tokens read the same keys.
     """
 
     prefill_tokens: int
     prefill_context: int
-    num_decoding: int
+    num_decoding: int  # tokens, drafted ones included
     decode_context: int
 
 
