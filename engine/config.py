@@ -45,7 +45,7 @@ class EngineConfig:
     prefix_caching: bool = field(default=True, metadata={"help": "share KV blocks between prompts with equal beginnings"})
     speculation: str = field(
         default="none",
-        metadata={"help": "who guesses the next tokens: auto, none, or names joined by commas (docs/speculation.md)"},
+        metadata={"help": "who guesses the next tokens: auto, none, or names joined by commas"},
     )
     max_draft_tokens: int = field(default=16, metadata={"help": "tokens guessed ahead of a sequence at most"})
     draft_length: int = field(default=0, metadata={"help": "guess so many, whatever it costs; 0: as many as pay"})

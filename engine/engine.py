@@ -83,7 +83,8 @@ class Engine:
         self._table = RequestTable(limits, self._allocator, self._scheduler)
         self._reservations = Reservations(limits, self._table, self._allocator, self._scheduler)
         counters = Counters()
-        self._census = Census(counters, self._table, self._scheduler, self._allocator, self.pacer)
+        tally = self._speculator.tally if self._speculator else None
+        self._census = Census(counters, self._table, self._scheduler, self._allocator, self.pacer, tally)
         self._progress = Progress(self._table, self._allocator, counters, self._census)
         self.exports = KVExports(loaded.config.num_layers)
 

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.speculation.tally import SpeculationStats
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -30,6 +32,8 @@ class SequenceUpdate:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]  # one per token, or () when none were asked for
     finish_reason: FinishReason | None
+    num_drafted: int = 0  # tokens that were guessed and computed beside the first of these
+    num_accepted: int = 0  # of them, those that came true: the choice's next tokens behind the first
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ class EngineStats:
     num_preemptions: int
     pace_s: float = 0.0  # of the sequence that leaves prompts least room (pacing.py), or will; 0: nobody was promised a pace
     slack_s: float = 0.0  # of it
+    speculation: SpeculationStats | None = None  # None: nobody guesses
 
 
 @dataclass(frozen=True)

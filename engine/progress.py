@@ -61,6 +61,8 @@ class Progress:
                 token_ids=gains[draw.choice].token_ids,
                 logprobs=_logprobs(draw, len(gains[draw.choice].token_ids)),
                 finish_reason=gains[draw.choice].finish_reason,
+                num_drafted=len(piece.draft),
+                num_accepted=min(len(draw.tokens), len(gains[draw.choice].token_ids)) - 1,
             )
             for draw in draws
         ]

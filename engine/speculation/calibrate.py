@@ -1,6 +1,6 @@
-"""Measures the cost curve of this engine on this machine: steps of one sequence with more and more rows, before the first request.
+"""Measures the cost curve of this engine on this machine: steps of one sequence with more and more rows.
 
-Takes about a second on a laptop's model; the blocks that it writes to are nobody's yet.
+Before the first request, in about a second on a laptop's model; the blocks that it writes to are nobody's yet.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """How much of their drafts the next step verifies. Pure.
 
-A step of n sequences and m drafted tokens gives n + Σ c tokens, c being the chance that a drafted token is kept, and takes t(n + m).
-The drafted tokens are taken in the order of their chances (a token's chance is never above its parent's, so what is taken hangs
-together), and as many as make (n + Σ c) / t the largest; none, where they would not raise it. In other words a draft goes on until
-its cumulative chance falls under a threshold, and the threshold is what a token must bring at the moment: the cost of one more row
-in tokens. Fixed by the drafts beside it, by how many sequences share the step, and by the measured curve (`cost_curve.py`), never by
-hand.
+A step of n sequences and m drafted tokens gives n + Σ c tokens, c being the chance that a drafted token is kept, and takes
+t(n + m). The drafted tokens are taken in the order of their chances (a token's chance is never above its parent's, so what is
+taken hangs together), and as many as make (n + Σ c) / t the largest; none, where they would not raise it. In other words a draft
+goes on until its cumulative chance falls under a threshold, and the threshold is what a token must bring at the moment: the cost
+of one more row in tokens. It follows from the drafts beside it, from how many sequences share the step, and from the measured
+curve (`cost_curve.py`); nobody sets it.
 """
 
 from __future__ import annotations
