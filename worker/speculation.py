@@ -7,37 +7,30 @@ from protos.v1 import worker_pb2
 
 HALF_LIFE_ROWS = 256
 """What is older by so many rows counts half."""
-FIRST_ROWS = 16.0
-"""Before the first row: so many, of which each gave and computed one token."""
+FIRST_ROWS = 16
+"""So many count as if they had given one token each, before the first."""
 
 
 class RecentDrafts:
-    """Tokens that a row (a sequence's part of a step) gives lately, and that are computed for it."""
+    """Tokens that a row (a sequence's part of a step) gives lately, and that are computed for it. Both are at least 1."""
 
     def __init__(self) -> None:
         self.stats = SpeculationStats()
-        self._num_verified = 0
-        self._rows = self._tokens = self._computed = FIRST_ROWS
-
-    @property
-    def tokens_per_row(self) -> float:
-        """At least 1."""
-        return self._tokens / self._rows
-
-    @property
-    def computed_per_row(self) -> float:
-        """At least 1."""
-        return self._computed / self._rows
+        self.tokens_per_row = self.computed_per_row = 1.0
 
     def take(self, stats: SpeculationStats) -> None:
         """As of now; what has come since the last ones is the latest."""
-        num_verified = sum(proposer.num_verified for proposer in stats.by_proposer.values())
         num_rows, num_tokens = stats.num_rows - self.stats.num_rows, stats.num_tokens - self.stats.num_tokens
-        kept = 0.5 ** (num_rows / HALF_LIFE_ROWS)
-        self._rows = kept * self._rows + num_rows
-        self._tokens = kept * self._tokens + num_tokens
-        self._computed = kept * self._computed + num_rows + num_verified - self._num_verified
-        self.stats, self._num_verified = stats, num_verified
+        num_computed = num_rows + _num_verified(stats) - _num_verified(self.stats)
+        self.stats = stats
+        if num_rows:
+            share = max(1 - 0.5 ** (num_rows / HALF_LIFE_ROWS), num_rows / (stats.num_rows + FIRST_ROWS))
+            self.tokens_per_row += share * (num_tokens / num_rows - self.tokens_per_row)
+            self.computed_per_row += share * (num_computed / num_rows - self.computed_per_row)
+
+
+def _num_verified(stats: SpeculationStats) -> int:
+    return sum(proposer.num_verified for proposer in stats.by_proposer.values())
 
 
 def speculation_message(recent: RecentDrafts) -> worker_pb2.SpeculationReport:
