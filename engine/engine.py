@@ -70,7 +70,7 @@ class Engine:
             kv_shape(config, loaded.config, loaded.kv_dtype, free_memory(config.device)), config.device, shared=config.kv_shared
         )
         self.cost = cost_of(loaded, self.kv.shape)
-        sampler = loaded.model.sampler() if isinstance(loaded.model, NativeModel) else Sampler()
+        self.sampler = sampler = loaded.model.sampler() if isinstance(loaded.model, NativeModel) else Sampler()
         self._pool = BlockPool(self.kv.shape.num_blocks)
         limits = self._limits()
         self.speculator = self._make_speculator(make_proposers(config) if proposers is None else proposers, loaded, sampler)
