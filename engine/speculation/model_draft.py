@@ -5,15 +5,15 @@
                                   the ─► forward ─► mat
 
 Each token is drawn as the target draws it: same parameters, penalties, grammar and noise (engine/noise.py). So where the models
-agree about what is likely they draw the same token at any temperature. A sequence is drafted for until the chance that all of its
-tokens are drawn falls below what the caller asks for (Leviathan et al., Fast Inference from Transformers via Speculative Decoding,
-2023, for the idea; the rule is ours).
+agree about what is likely they draw the same token at any temperature. (Leviathan et al., Fast Inference from Transformers via
+Speculative Decoding, 2023, for the idea; there the draws are independent.) A sequence is drafted for until the chance that all of
+its drafted tokens are drawn falls below what the caller asks for.
 
-Another proposer may guess for this one (staged speculation: Spector and Re, 2023): its tokens are computed with the first pass, and
-as far as they are this model's own draws, their passes are saved.
+Another proposer may guess for this one (staged speculation: Spector and Re, 2023): its tokens are computed with the first pass,
+and as far as they are this model's own draws, their passes are saved.
 
-KV of prompts that were prefilled elsewhere, or before the draft was asked for, is missing. It is made up for here, a bounded number
-of tokens with each call, and until then the sequence gets nothing.
+KV of prompts that were prefilled elsewhere, or before the draft was asked for, is missing. It is made up for here, a bounded
+number of tokens with each call, and until then the sequence gets nothing.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from engine.speculation.proposer import Ask
 
 
 class Course:
-    """Drafts at most `depth` tokens. `first`: the position of the first token whose KV is missing, the last known one's at most."""
+    """Drafts at most `depth` tokens. `first`: position of the first token whose KV is missing, at most the last known one's."""
 
     def __init__(self, ask: Ask, depth: int, first: int, eos_token_ids: frozenset[int]) -> None:
         request = ask.sequence.group.request
@@ -50,7 +50,7 @@ class Course:
         return [self._row(self.ahead[:count]) for count in range(1 + len(self.ahead))]
 
     def take(self, token_ids: Sequence_[int], chances: Sequence_[float]) -> None:
-        """What was drawn in rows(), and how likely the target draws it. A draw behind a guess counts where the guess was right."""
+        """What was drawn in rows(), and how likely the target draws it. A draw behind a guess counts if the guess was right."""
         for index, (token_id, chance) in enumerate(zip(token_ids, chances, strict=True)):
             self._append(token_id, chance)
             if self.is_over or self.ahead[index : index + 1] != (token_id,):

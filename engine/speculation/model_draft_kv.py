@@ -1,8 +1,8 @@
 """Where the keys and values of a model that drafts lie, and of which tokens they are.
 
-A draft model has a pool of its own with as many blocks as the target's, and a sequence has the same block ids in both. So there is
-one allocator, and nobody keeps books of the draft's blocks. Instead every slot has a label: a hash of all tokens from the first of
-a sequence up to the slot's own. Where the labels of a sequence's slots are those of its tokens, its draft KV is there, whoever
+A draft model has a pool of its own with as many blocks as the target's, and a sequence has the same block ids in both. So there
+is one allocator, and nobody keeps books of the draft's blocks. Instead every slot has a label: a hash of all tokens from the first
+of a sequence up to the slot's own. Where the labels of a sequence's slots are those of its tokens, its draft KV is there, whoever
 wrote it; everything else is as if it were not.
 
     sequence     The  cat  sat  on | the  mat                 block ids 7, 2
@@ -10,8 +10,8 @@ wrote it; everything else is as if it were not.
     slots of 7   h1   h2   h3   h4                            there, perhaps since another sequence with this beginning
     slots of 2                       h5   x6   x7   -         a drafted token took the place of "mat": to be computed from there
 
-So a cached prefix serves both models, blocks may go to others and come back (preemption), a copied block (copy-on-write copies the
-target's pool only) is found to hold something else, and drafted tokens that were kept need not be computed again.
+So a cached prefix serves both models, blocks may go to others and come back (preemption), a copied block (copy-on-write copies
+the target's pool only) is found to hold something else, and drafted tokens that were kept need not be computed again.
 
 A self-draft writes into the target's own pool: there everything that is computed is right, and nothing else is asked for.
 """
@@ -140,6 +140,6 @@ def _check_fits(shape: KVShape, device: str) -> None:
     free = free_memory(device)
     if shape.num_bytes > free:
         raise DoesNotFit(
-            f"draft_model: its KV pool needs {shape.num_bytes / MIB:,.0f} MiB ({shape.num_blocks} blocks, as many as the target's), "
+            f"draft_model: its KV pool needs {shape.num_bytes / MIB:,.0f} MiB ({shape.num_blocks} blocks, as the target's), "
             f"{device} has {free / MIB:,.0f} MiB free; lower num_blocks or kv_memory_mb, or take a smaller draft model"
         )

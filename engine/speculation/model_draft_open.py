@@ -36,8 +36,8 @@ class Target:
 def load_draft_model(path: str, target: Target) -> LoadedModel:
     """In the numbers and on the device of the target's engine.
 
-    Raises ValueError, naming `draft_model` and what to do, for one that cannot draft for this target, before its weights are read;
-    and what load_model() raises.
+    Raises ValueError, naming `draft_model` and what to do, for one that cannot draft for this target, before its weights are
+    read; and what load_model() raises.
     """
     if not Path(path).exists():
         raise ValueError(f"draft_model: {path} does not exist; give a model folder or a .gguf file")

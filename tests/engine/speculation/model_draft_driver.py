@@ -1,4 +1,4 @@
-"""An engine that runs as it would without drafts, a proposer that is asked before its steps, and the oracle of what it must say."""
+"""An engine that runs as without drafts, a proposer that is asked before its steps, and the oracle of what it must say."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def load_tiny(folder: Path, backend: str) -> LoadedModel:
     return load_model(EngineConfig(model=str(folder), backend=backend, dtype="float32", num_threads=1))
 
 
-def request(
-    name: str, prompt: Sequence_[int], *, emitted: tuple[tuple[int, ...], ...] = (), **sampling: object
-) -> EngineRequest:
+def request(name: str, prompt: Sequence_[int], *, emitted: tuple[tuple[int, ...], ...] = (), **sampling: object) -> EngineRequest:
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, "seed": 7, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
     return EngineRequest(name, tuple(prompt), params, emitted)
 
@@ -143,9 +141,7 @@ class Oracle:
         params = replace(request.sampling, logprobs=None)
         for _ in range(depth):
             allowed = matcher.allowed() if matcher else None
-            row = SampleRow(
-                params, sequence.choices[0], len(output), request.prompt, tuple(output), eos_token_ids, allowed
-            )
+            row = SampleRow(params, sequence.choices[0], len(output), request.prompt, tuple(output), eos_token_ids, allowed)
             [drawn] = sampler.sample(self.logits([*request.prompt, *output]), [row])
             output.append(drawn.token_id)
             if matcher:

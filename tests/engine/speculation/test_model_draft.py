@@ -1,8 +1,9 @@
-"""A draft model beside an engine: its drafts are those of a model that computes everything anew, whatever happened to the blocks."""
+"""A draft model beside an engine: its drafts are those of one that computes everything anew, whatever became of the blocks."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +49,12 @@ class Pair:
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = make_tiny_model(tmp_path_factory.mktemp("target"))
     small = make_tiny_model(
-        tmp_path_factory.mktemp("draft"), seed=5, hidden_size=32, num_attention_heads=2, num_hidden_layers=1, num_key_value_heads=1
+        tmp_path_factory.mktemp("draft"),
+        seed=5,
+        hidden_size=32,
+        num_attention_heads=2,
+        num_hidden_layers=1,
+        num_key_value_heads=1,
     )
     return Pair(load_tiny(folder, request.param), load_tiny(small, request.param), folder)
 
@@ -291,7 +297,7 @@ class Scripted:
         self.output, self.num_right = output, num_right
         self.learnt: list[Verified] = []
 
-    def propose(self, asks: list[Ask]) -> list[Draft]:  # type: ignore[override]
+    def propose(self, asks: Sequence_[Ask]) -> list[Draft]:
         drafts = []
         for ask in asks:
             known = len(ask.sequence.output)
@@ -309,9 +315,7 @@ class Scripted:
 class TestInnerProposer:
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     @pytest.mark.parametrize(("num_right", "num_passes"), [(0, 5), (2, 3), (4, 1), (9, 1)])
-    def test_it_saves_passes_and_changes_no_draft(
-        self, pair: Pair, temperature: float, num_right: int, num_passes: int
-    ) -> None:
+    def test_it_saves_passes_and_changes_no_draft(self, pair: Pair, temperature: float, num_right: int, num_passes: int) -> None:
         each = request("r", prompt(20), temperature=temperature)
         [output] = answers(pair.target, [each]).values()
         engine = engine_of(pair.target)

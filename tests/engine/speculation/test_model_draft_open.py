@@ -59,7 +59,9 @@ def test_other_tokens(folder: Path, loaded: LoadedModel, tmp_path: Path) -> None
     content = json.loads(file.read_text())
     content["model"]["vocab"]["a"], content["model"]["vocab"]["b"] = (content["model"]["vocab"][token] for token in "ba")
     file.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"draft_model: the tokens of .* \(tokenizer\.json differs\); give a model with the same"):
+    with pytest.raises(
+        ValueError, match=r"draft_model: the tokens of .* \(tokenizer\.json differs\); give a model with the same"
+    ):
         load_draft_model(str(other), target_of(folder, loaded))
     file.unlink()
     assert load_draft_model(str(other), target_of(folder, loaded)).config.vocab_size == VOCAB_SIZE

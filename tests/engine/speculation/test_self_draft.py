@@ -1,4 +1,4 @@
-"""The first layers of the target as its draft, in the target's own pool: they draft what they would alone, and disturb nothing."""
+"""The first layers of the target as its draft, in the target's own pool: they draft as they would alone, and disturb nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import pytest
 
 from engine.engine import Engine
+from engine.request import EngineRequest
 from engine.sampling import Sampler
 from engine.speculation.draft import NOTHING
 from engine.speculation.model_draft import ModelDraft
@@ -48,7 +49,7 @@ def drafting(engine: Engine, loaded: LoadedModel, num_layers: int) -> ModelDraft
     return self_draft(FirstLayers(loaded), num_layers, engine.kv.tensor, Sampler(), room_of(engine), **settings)  # type: ignore[arg-type]
 
 
-def requests() -> list[object]:
+def requests() -> list[EngineRequest]:
     shared = prompt(36, 1)
     return [
         request("greedy", prompt(3)),
@@ -78,9 +79,7 @@ def test_it_drafts_what_the_first_layers_alone_would_and_no_token_changes(
                 assert draft.proposer == "self_draft"
                 assert draft.token_ids == oracle.draft(sequence, len(draft), engine.eos_token_ids)
     assert num_drafts > 10
-    assert {key: collector.answer(*key) for key in collector.choices} == {
-        key: expected.answer(*key) for key in expected.choices
-    }
+    assert {key: collector.answer(*key) for key in collector.choices} == {key: expected.answer(*key) for key in expected.choices}
     assert (engine.stats().num_preemptions > 0) == (num_blocks == 11)
     assert engine.stats().num_free_blocks == num_blocks
 
