@@ -55,3 +55,8 @@ class Proposer(Protocol):
         from; None unless `wants_hidden`.
         """
         ...
+
+
+def promise(draft: Draft) -> float:
+    """Tokens of it that are kept, on average, if all of it is verified."""
+    return sum(draft.cumulative)

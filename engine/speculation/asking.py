@@ -1,0 +1,96 @@
+"""Whether to ask a proposer that runs a model, by what asking cost and brought so far.
+
+It is asked for the sequences of which more is hoped than others have guessed for nothing, and only where the tokens that it
+brings are worth the time that it takes beside them. Where they are not, it is asked again after a while, and after twice that
+while if nothing has changed: what is generated changes, and so do the sequences beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Sequence_
+from weakref import WeakKeyDictionary
+
+from engine.runner import Draw
+from engine.sequence import Sequence
+from engine.speculation.cost_curve import CostCurve
+from engine.speculation.draft import Draft
+from engine.speculation.policy import MARGIN, Load
+from engine.speculation.proposer import Ask, Proposer, promise
+
+FIRST_HOPE = 1.0
+"""Tokens kept of a draft, before anything is known."""
+LEARNING = 0.1
+FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
+"""Steps without asking, where it does not pay."""
+
+
+class Asking:
+    """One proposer that is not free."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.proposer = proposer
+        self.spent_ns = 0
+        self._hopes: WeakKeyDictionary[Sequence, float] = WeakKeyDictionary()
+        self._hope = FIRST_HOPE  # of a sequence that was never asked for
+        self._num_rows = 4.0  # drafted and verified for a sequence that was asked for
+        self._call_s = 0.0  # what asking took, lately
+        self._asked: set[Sequence] = set()
+        self._pause = FIRST_PAUSE
+        self._num_to_skip = 0
+
+    def improve(self, asks: Sequence_[Ask], drafts: list[Draft], load: Load, curve: CostCurve) -> list[Draft]:
+        """`drafts`, of these asks, with the proposer's own where it is asked and promises more."""
+        self._asked = set()
+        hopeful = [index for index, ask in enumerate(asks) if self._hope_of(ask.sequence) > promise(drafts[index])]
+        if not hopeful:
+            return drafts
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+            return drafts
+        self._decide_on_next(hopeful, asks, drafts, load, curve)
+        started_ns = time.monotonic_ns()
+        proposed = self.proposer.propose([asks[index] for index in hopeful])
+        self._spent(time.monotonic_ns() - started_ns)
+        self._asked = {asks[index].sequence for index in hopeful}
+        better = list(drafts)
+        for index, draft in zip(hopeful, proposed, strict=True):
+            better[index] = max(drafts[index], draft, key=promise)
+        return better
+
+    def learn(self, draws: Mapping[Sequence, list[Draw]]) -> None:
+        """What became of the drafts that it was asked for."""
+        for sequence in self._asked:
+            for draw in draws.get(sequence, ()):
+                if draw.verified is not None:
+                    draft, is_own = draw.verified.draft, draw.verified.draft.proposer == self.proposer.name
+                    kept, rows = (len(draw.verified.kept), len(draft)) if is_own else (0, 0)
+                    self._hopes[sequence] = _moved(self._hope_of(sequence), kept)
+                    self._hope = _moved(self._hope, kept)
+                    self._num_rows = max(1.0, _moved(self._num_rows, rows))
+
+    def _hope_of(self, sequence: Sequence) -> float:
+        return self._hopes.get(sequence, self._hope)
+
+    def _decide_on_next(
+        self, hopeful: list[int], asks: Sequence_[Ask], drafts: list[Draft], load: Load, curve: CostCurve
+    ) -> None:
+        """Asked now in any case, to know; again at once only where what is known so far says that it pays."""
+        found = [promise(draft) for draft in drafts]
+        more = sum(self._hope_of(asks[index].sequence) - found[index] for index in hopeful)
+        plain_s = curve.step_s(load.num_rows + sum(map(len, drafts))) + load.attention_s
+        with_s = curve.step_s(load.num_rows + sum(map(len, drafts)) + round(self._num_rows * len(hopeful))) + load.attention_s
+        plain = load.num_decoding + sum(found)
+        if (plain + more) * plain_s >= (1 + MARGIN) * plain * (with_s + self._call_s):
+            self._pause = FIRST_PAUSE
+            return
+        self._num_to_skip, self._pause = self._pause, min(LONGEST_PAUSE, 2 * self._pause)
+
+    def _spent(self, took_ns: int) -> None:
+        self.spent_ns += took_ns
+        self._call_s = took_ns / 1e9 if not self._call_s else _moved(self._call_s, took_ns / 1e9)
+
+
+def _moved(old: float, new: float) -> float:
+    return old + LEARNING * (new - old)
