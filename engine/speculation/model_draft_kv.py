@@ -1,9 +1,9 @@
 """Where the keys and values of a model that drafts lie, and of which tokens they are.
 
 A draft model has a pool of its own with as many blocks as the target's, and a sequence has the same block ids in both. So there
-is one allocator, and nobody keeps books of the draft's blocks. Instead every slot has a label: a hash of all tokens from the first
-of a sequence up to the slot's own. Where the labels of a sequence's slots are those of its tokens, its draft KV is there, whoever
-wrote it; everything else is as if it were not.
+is one allocator, and nobody keeps books of the draft's blocks. Instead every slot has a label: a hash of all tokens from a
+sequence's first up to the slot's own. Where the labels of a sequence's slots are those of its tokens, its draft KV is there,
+whoever wrote it; everything else is as if it were not.
 
     sequence     The  cat  sat  on | the  mat                 block ids 7, 2
     label of     h1   h2   h3   h4 | h5   h6                  h3 = hash(h2, "sat")
