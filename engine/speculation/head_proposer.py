@@ -174,6 +174,7 @@ class HeadProposer:
         full = torch.full((len(rows), self._vocab_size), float("-inf"))
         full[:, ids] = logits
         tokens = [token.token_id for token in self._sampler.sample(full, rows)]
-        heat = torch.tensor([row.params.temperature or 1.0 for row in rows])
-        chances = (full / heat[:, None]).softmax(-1)[range(len(rows)), tokens]
-        return list(zip(tokens, chances.tolist(), strict=True))
+        heat = torch.tensor([[row.params.temperature or 1.0] for row in rows])
+        chances = ((logits - logits.amax(-1, keepdim=True)) / heat).softmax(-1)
+        places = torch.searchsorted(ids, torch.tensor(tokens))
+        return list(zip(tokens, chances[range(len(rows)), places].tolist(), strict=True))

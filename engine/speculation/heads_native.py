@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.kernels.cpu.library import FORMATS, Linear
 from engine.kernels.cpu.model import PackedLinear, gathered
 from engine.speculation.heads import Block, DraftHeads
-from engine.speculation.heads_torch import Scores, unit
+from engine.speculation.heads_torch import Scores, begin_states
 from engine.weights import pack
 from engine.weights.quantize import quantize_int8
 
@@ -58,7 +58,7 @@ class NativeHeads:
         return _Block(self.heads.hidden_size, form, self._embedding.data_ptr(), *maps)
 
     def begin(self, hidden: Tensor) -> Tensor:
-        return (unit(hidden) * self._norm).contiguous()
+        return begin_states(hidden, self._norm).contiguous()
 
     def advance(self, number: int, states: Tensor, token_ids: Sequence[int]) -> Tensor:
         tokens, out = torch.tensor(token_ids, dtype=torch.int64), torch.empty_like(states)

@@ -47,6 +47,11 @@ def unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
 
 
+def begin_states(hidden: Tensor, norm: Tensor) -> Tensor:
+    """hidden [..., H] before the model's final norm -> what the heads begin with, float32."""
+    return unit(hidden.float()) * norm
+
+
 def apply_block(block: Block, states: Tensor, embeddings: Tensor) -> Tensor:
     """states [..., H] and unit embeddings [..., H] -> states [..., H]."""
     x = torch.cat((states, embeddings), dim=-1)
@@ -69,7 +74,7 @@ class TorchHeads:
 
     @torch.inference_mode()
     def begin(self, hidden: Tensor) -> Tensor:
-        return (unit(hidden.to(self._norm.device).float()) * self._norm).to(self._dtype)
+        return begin_states(hidden.to(self._norm.device), self._norm).to(self._dtype)
 
     @torch.inference_mode()
     def advance(self, number: int, states: Tensor, token_ids: list[int]) -> Tensor:
