@@ -61,6 +61,7 @@ class Settings:
     rate: float
     seed: int
     data: Path | None
+    threads: int
     sizes: Sizes = Sizes()
 
 
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def train(settings: Settings, say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)) -> DraftHeads:
     """Raises ValueError for a model that cannot be loaded."""
     torch.manual_seed(settings.seed)
-    loaded = load_model(EngineConfig(str(settings.model)))
+    loaded = load_model(EngineConfig(str(settings.model), num_threads=settings.threads))
     target = target_of(settings.model)
     with nullcontext(settings.data) if settings.data else tempfile.TemporaryDirectory(prefix="pdmesh-heads-") as folder:
         started = time.monotonic()
@@ -175,6 +176,7 @@ def parse(argv: Sequence[str] | None) -> Settings:
     parser.add_argument("--width", type=int, default=1152, help="inner width of a block")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=0, help="threads that compute; 0: one for each core")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="keep the outputs there, or learn from those that are there")
     parser.add_argument("--small", action="store_true", help="a few seconds, for tests: too little to learn anything")
     flags = vars(parser.parse_args(argv))

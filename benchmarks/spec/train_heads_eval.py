@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from benchmarks.spec.train_heads_data import Outputs
@@ -30,7 +29,7 @@ class Followed:
 
 
 def follow(maths: HeadMaths, outputs: Outputs, *, greedy: bool, most_drafts: int = 4096) -> Followed:
-    """Drafts of full length behind the tokens of the greedy (or the sampled) outputs, with the noise that these were drawn with."""
+    """Drafts of full length behind tokens of the greedy (or the sampled) outputs, with the noise that these were drawn with."""
     places = _places(outputs, greedy, maths.heads.depth)
     places = places[:: max(1, len(places) // most_drafts)]
     states = outputs.states[[at for at, _ in places]].float()

@@ -84,8 +84,8 @@ class Net(nn.Module):
 
 
 def first_maps(outputs: Outputs, embedding: Tensor, count: int) -> tuple[list[Tensor], Tensor]:
-    """Of each place: the map [H, 2H] from the inputs of a block (state and unit embedding) to the state there, by ridge regression
-    over some of the outputs. And how far the inputs vary [2H]."""
+    """Of each place: the map [H, 2H] from the inputs of a block (state and unit embedding) to the state there, by ridge
+    regression over some of the outputs. And how far the inputs vary [2H]."""
     used = min(outputs.num_tokens, _FIRST_TOKENS)
     states, tokens = outputs.states[:used].float(), outputs.tokens[:used]
     inputs = torch.cat((states, unit(embedding[tokens].float())), dim=1)
@@ -177,4 +177,4 @@ class Trainer:
         loss.backward()
         nn.utils.clip_grad_norm_(self.net.parameters(), _CLIP)
         self._optimizer.step()
-        return float(loss)
+        return loss.item()

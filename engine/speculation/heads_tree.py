@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from engine.speculation.draft import ROOT, Draft
+from engine.speculation.draft import NOTHING, ROOT, Draft
 
 Guesses = Sequence[Sequence[tuple[int, float]]]  # of each depth: tokens and their chances, the likeliest first
 
@@ -28,7 +28,7 @@ def best_tree(guesses: Guesses, max_tokens: int, least_chance: float, proposer: 
         if own_chance > 0:
             offer(-minus_chance / own_chance, parent, depth, rank + 1)
         offer(-minus_chance, len(nodes) - 1, depth + 1, 0)
-    return _depth_first(nodes, proposer)
+    return _depth_first(nodes, proposer) if nodes else NOTHING
 
 
 def _depth_first(nodes: list[tuple[int, int, float]], proposer: str) -> Draft:
