@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -133,7 +134,7 @@ def generate(
     return Outputs.load(folder)
 
 
-def _close(output: _Open, begin: Callable[[Tensor], Tensor], file: object) -> _Open:
+def _close(output: _Open, begin: Callable[[Tensor], Tensor], file: BinaryIO) -> _Open:
     states = begin(torch.stack(output.states)).float().half()
     states.numpy().tofile(file)
     output.states.clear()

@@ -174,7 +174,7 @@ class Trainer:
         with torch.autocast("cpu", torch.bfloat16, enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
             loss = loss_of(self.net, begin, tokens, is_last)
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.net.parameters(), _CLIP)
         self._optimizer.step()
         return loss.item()

@@ -146,9 +146,7 @@ def requests(seed: int, *, held_out: bool = False) -> Iterator[list[Message] | s
     for the held-out requests and for no others."""
     source = random.Random(f"{seed} {held_out}")
     topics = [topic for index, topic in enumerate(TOPICS) if (index % 10 == 7) == held_out]
-    makers: list[Callable[[_Words], list[Message] | str]] = (
-        [_ask] * 4 + [_instruct] * 3 + [_code, _edit] + [_read] * 3 + [_chat] * 2
-    )
+    makers: list[Callable[[_Words], list[Message]]] = [_ask] * 4 + [_instruct] * 3 + [_code, _edit] + [_read] * 3 + [_chat] * 2
     while True:
         words = _Words(source, topics)
         yield _raw(words) if source.random() < 0.1 else source.choice(makers)(words)

@@ -70,7 +70,8 @@ class DraftHeads:
     @property
     def num_bytes(self) -> int:
         """What one guess reads in 8 bits."""
-        return self.head.numel() + sum(tensor.numel() for tensor in vars(self.blocks[0]).values())
+        tensors: list[Tensor] = [self.head, *vars(self.blocks[0]).values()]
+        return sum(tensor.numel() for tensor in tensors)
 
     def why_not(self, hidden_size: int, vocab_size: int) -> str:
         """Why a model of these sizes cannot use them; empty where it can."""
@@ -92,11 +93,11 @@ def load_heads(path: str | Path) -> DraftHeads:
         with _opened(path) as file:
             metadata, names = file.metadata() or {}, set(file.keys())
             _check_format(metadata)
-            kind, sizes = metadata.get("kind", ""), {name: _count(metadata, name) for name in ("hidden_size", "depth")}
+            kind, hidden, depth = metadata.get("kind", ""), _count(metadata, "hidden_size"), _count(metadata, "depth")
             _check_kind(kind)
-            blocks = tuple(Block(**tensors) for tensors in _blocks(file, names, 1 if kind == "recurrent" else sizes["depth"]))
-            rest = {name: _tensor(file, names, name) for name in ("token_ids", "norm", "head")}
-            heads = DraftHeads(kind, trained_for=metadata.get("trained_for", ""), blocks=blocks, **sizes, **rest)
+            token_ids, norm, head = (_tensor(file, names, name) for name in ("token_ids", "norm", "head"))
+            blocks = tuple(Block(**tensors) for tensors in _blocks(file, names, 1 if kind == "recurrent" else depth))
+            heads = DraftHeads(kind, hidden, depth, metadata.get("trained_for", ""), token_ids, norm, head, blocks)
         check_heads(heads)
     except BadHeads as error:
         raise BadHeads(f"draft heads {path}: {error}") from error

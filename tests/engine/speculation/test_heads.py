@@ -59,7 +59,7 @@ def drop(name: str) -> Callable[[dict[str, Any], dict[str, str]], None]:
 
 
 def put(name: str, value: Any) -> Callable[[dict[str, Any], dict[str, str]], None]:
-    return lambda tensors, metadata: (metadata if isinstance(value, str) else tensors).__setitem__(name, value)  # type: ignore[operator]
+    return lambda tensors, metadata: (metadata if isinstance(value, str) else tensors).__setitem__(name, value)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def make_heads(
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        return torch.randn(shape, generator=generator).div_(shape[-1] ** 0.5)
 
     ids = torch.tensor([token for token in range(vocab_size) if token % 5])
     blocks = tuple(
