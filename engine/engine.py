@@ -70,11 +70,11 @@ class Engine:
             kv_shape(config, loaded.config, loaded.kv_dtype, free_memory(config.device)), config.device, shared=config.kv_shared
         )
         self.cost = cost_of(loaded, self.kv.shape)
-        sampler = loaded.model.sampler() if isinstance(loaded.model, NativeModel) else Sampler()
+        self.sampler = sampler = loaded.model.sampler() if isinstance(loaded.model, NativeModel) else Sampler()
         self._pool = BlockPool(self.kv.shape.num_blocks)
         limits = self._limits()
-        self._speculator = self._make_speculator(make_proposers(config) if proposers is None else proposers, loaded, sampler)
-        wants_hidden = self._speculator is not None and self._speculator.wants_hidden
+        self.speculator = self._make_speculator(make_proposers(config) if proposers is None else proposers, loaded, sampler)
+        wants_hidden = self.speculator is not None and self.speculator.wants_hidden
         hidden_size = loaded.config.hidden_size if wants_hidden else None
         self._runner = ModelRunner(loaded.model, self.kv.tensor, sampler, self.eos_token_ids, hidden_size=hidden_size)
         self._allocator = BlockAllocator(self._pool, config.block_size, hash_block, prefix_caching=config.prefix_caching)
@@ -83,7 +83,7 @@ class Engine:
         self._table = RequestTable(limits, self._allocator, self._scheduler)
         self._reservations = Reservations(limits, self._table, self._allocator, self._scheduler)
         counters = Counters()
-        tally = self._speculator.tally if self._speculator else None
+        tally = self.speculator.tally if self.speculator else None
         self._census = Census(counters, self._table, self._scheduler, self._allocator, self.pacer, tally)
         self._progress = Progress(self._table, self._allocator, counters, self._census)
         self.exports = KVExports(loaded.config.num_layers)
@@ -155,8 +155,8 @@ class Engine:
         draws = self._runner.run(plan, self.exports.begin(plan))
         computed_ns = time.monotonic_ns()
         result = self._progress.postprocess(plan, draws, started_ns, self.exports.end())
-        if self._speculator is not None:
-            self._speculator.learn(plan, draws, computed_ns - planned_ns)
+        if self.speculator is not None:
+            self.speculator.learn(plan, draws, computed_ns - planned_ns)
         return result
 
     @property
@@ -202,11 +202,11 @@ class Engine:
         return Speculator(proposers, curve, bounds)
 
     def _drafts(self) -> dict[EngineSequence, Draft]:
-        if self._speculator is None:
+        if self.speculator is None:
             return {}
         scheduler = self._scheduler
         has_prompts = bool(scheduler.waiting) or not all(sequence.is_going_on for sequence in scheduler.running)
-        return self._speculator.draft(scheduler.running, has_prompts=has_prompts)
+        return self.speculator.draft(scheduler.running, has_prompts=has_prompts)
 
     def _limits(self) -> Limits:
         return Limits(

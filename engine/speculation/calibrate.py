@@ -36,8 +36,8 @@ def measure_curve(model: ForwardModel, sampler: TokenSampler, kv: Tensor, *, max
     few = [r for r in (1, 8) if r <= min(rows[-1], long)]
     points = [(r, r) for r in rows] + [(r, long) for r in few]
     for first in range(0, long, rows[-1]):  # what is attended to is to be there
-        _step(model, sampler, kv, min(rows[-1], long - first), min(first + rows[-1], long))
-    seconds = _measure(points, lambda point: _step(model, sampler, kv, *point))
+        run_step(model, sampler, kv, min(rows[-1], long - first), min(first + rows[-1], long))
+    seconds = _measure(points, lambda point: run_step(model, sampler, kv, *point))
     short = [seconds[(r, r)] for r in rows]
     curve = CostCurve(rows, _rising(short))
     slopes = [max(0.0, seconds[(r, long)] - curve.step_s(r)) / max(1, long - r) for r in few]
@@ -60,7 +60,8 @@ def _measure(points: list[tuple[int, int]], run: Callable[[tuple[int, int]], Non
     return {point: median(times) for point, times in taken.items()}
 
 
-def _step(model: ForwardModel, sampler: TokenSampler, kv: Tensor, num_rows: int, context: int) -> None:
+def run_step(model: ForwardModel, sampler: TokenSampler, kv: Tensor, num_rows: int, context: int) -> None:
+    """A step of one sequence: its last `num_rows` tokens of a context in the first blocks, and a greedy draw behind each."""
     first, device = context - num_rows, kv.device
     positions = torch.arange(first, context, device=device)
     batch = StepBatch(

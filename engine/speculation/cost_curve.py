@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 LEARNING = 0.02
 """Weight of a step's time in the curve."""
@@ -36,6 +37,13 @@ class CostCurve:
             return self.seconds[0]
         share = (num_rows - self.rows[right - 1]) / (self.rows[right] - self.rows[right - 1])
         return self.seconds[right - 1] + share * (self.seconds[right] - self.seconds[right - 1])
+
+    def least_row_s(self, num_rows: int) -> float:
+        """What a row more takes where it takes least: the curve has steps, where another tile of a product begins, and behind
+        one that is paid for rows are cheap."""
+        points = zip(pairwise(self.rows), pairwise(self.seconds), strict=True)
+        ahead = [(after - before) / (to - at) for (at, to), (before, after) in points if to > num_rows]
+        return min([*ahead, self.seconds[-1] / self.rows[-1]])
 
     def saw(self, num_rows: int, attention_s: float, step_s: float) -> CostCurve:
         """Corrected by one step: the points beside `num_rows`, each by its nearness."""

@@ -19,9 +19,6 @@ from engine.speculation.draft import NOTHING, Draft
 MARGIN = 0.02
 """Share that speculation must promise to win: chances and costs are estimates, and a tie is not worth the risk."""
 
-ROWS_AHEAD = (1, 2, 4, 8, 16)
-"""The curve has steps, where another tile of a product begins: a row that is dear by itself may be cheap among several."""
-
 
 @dataclass(frozen=True)
 class Load:
@@ -76,9 +73,8 @@ def choose(drafts: Sequence[Draft], contexts: Sequence[int], load: Load, curve: 
 
 def threshold(load: Load, curve: CostCurve) -> float:
     """The chance below which no drafted token pays: what a row costs at least, in tokens that the step would give meanwhile."""
-    bare_s = curve.step_s(load.num_rows)
-    row_s = min((curve.step_s(load.num_rows + more) - bare_s) / more for more in ROWS_AHEAD)
-    return min(1.0, load.num_decoding * row_s / (bare_s + load.attention_s))
+    row_s = curve.least_row_s(load.num_rows)
+    return min(1.0, load.num_decoding * row_s / (curve.step_s(load.num_rows) + load.attention_s))
 
 
 def fixed(drafts: Sequence[Draft], length: int) -> Choice:

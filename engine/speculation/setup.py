@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.config import EngineConfig
+from engine.speculation.prompt_lookup import PromptLookup
 from engine.speculation.proposer import Proposer
 
-AUTO: tuple[str, ...] = ()
+AUTO = ("prompt_lookup",)
 NONE = "none"
 
 
@@ -29,4 +30,6 @@ def proposer_names(value: str) -> tuple[str, ...]:
     return names
 
 
-_KINDS: dict[str, Callable[[EngineConfig], Proposer]] = {}
+_KINDS: dict[str, Callable[[EngineConfig], Proposer]] = {
+    "prompt_lookup": lambda _: PromptLookup(),
+}

@@ -26,6 +26,7 @@ from engine.model_config import ModelConfig
 from engine.outputs import FinishReason, StepResult
 from engine.request import EngineRequest
 from engine.sampling import Sampler, SampleRow
+from engine.speculation.cost_curve import CostCurve
 from engine.speculation.proposer import Proposer
 from engine.weights.loader import LoadedModel
 
@@ -145,6 +146,19 @@ def model_config(max_context: int) -> ModelConfig:
     )
 
 
+class FreeRows(CostCurve):
+    """Whatever is guessed is verified: how long the mock's steps take says nothing."""
+
+    def step_s(self, num_rows: int) -> float:
+        return 1.0
+
+    def least_row_s(self, num_rows: int) -> float:
+        return 0.0
+
+    def saw(self, num_rows: int, attention_s: float, step_s: float) -> CostCurve:
+        return self
+
+
 def make_engine(
     *,
     num_blocks: int = 16,
@@ -174,7 +188,10 @@ def make_engine(
         kv_dtype=torch.float32,
         numeric_mode="mock",
     )
-    return open_engine(config, loaded, proposers)
+    engine = open_engine(config, loaded, proposers)
+    if engine.speculator is not None:
+        engine.speculator.curve = FreeRows((1,), (1.0,))
+    return engine
 
 
 def open_engine(config: EngineConfig, loaded: LoadedModel, proposers: Sequence[Proposer] | None = None) -> Engine:

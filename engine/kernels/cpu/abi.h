@@ -52,6 +52,7 @@ struct PdmeshStep {
     uint8_t* kv;                                   // the pool
     int64_t num_blocks;
     float* logits;                                 // [num_rows][vocab]
+    float* hidden;                                 // or null: [num_rows][hidden], those tokens' last states, before the final norm
     PdmeshProfile* profile;                        // or null
     int32_t* layers_done;                          // or null: counts the layers whose KV is in the pool
     int32_t signal_fd, signal_every;               // beside it: a byte is written there each so many layers, unless negative

@@ -77,6 +77,7 @@ class Step(Structure):
         ),
         ("num_blocks", c_int64),
         ("logits", c_void_p),
+        ("hidden", c_void_p),
         ("profile", POINTER(Profile)),
         ("layers_done", c_void_p),
         ("signal_fd", c_int32),
@@ -96,6 +97,7 @@ def open_library(say: Say = print) -> ctypes.CDLL:
     _check_abi(library)
     signatures = {
         "pdmesh_engine_create": (c_void_p, (POINTER(Model), c_int32, c_int32)),
+        "pdmesh_engine_create_beside": (c_void_p, (POINTER(Model), c_void_p)),
         "pdmesh_engine_destroy": (None, (c_void_p,)),
         "pdmesh_engine_team": (c_void_p, (c_void_p,)),
         "pdmesh_engine_step": (c_int32, (c_void_p, POINTER(Step))),

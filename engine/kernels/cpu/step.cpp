@@ -111,8 +111,9 @@ struct Gated {  // [rows][stride] = silu(gate) * up of alternating panels
 
 class Engine {
   public:
-    Engine(const PdmeshModel& model, int num_threads, int spin_us)
-        : model_(model), layers_(model.layers, model.layers + model.num_layers), team_(num_threads, spin_us) {
+    // Engines may have one team: they compute in turn.
+    Engine(const PdmeshModel& model, std::shared_ptr<Team> team)
+        : model_(model), layers_(model.layers, model.layers + model.num_layers), shared_team_(std::move(team)), team_(*shared_team_) {
         model_.layers = layers_.data();
         groups_ = model.num_heads / model.num_kv_heads;
         tile_queries_ = std::max(1, kTileTarget / groups_);
@@ -127,7 +128,7 @@ class Engine {
         }
     }
 
-    Team& team() { return team_; }
+    const std::shared_ptr<Team>& team() const { return shared_team_; }
 
     void step(const PdmeshStep& step) {
         std::lock_guard lock(mutex_);  // of the buffers; the team has its own
@@ -266,6 +267,7 @@ class Engine {
             clock.mark(profile_.down);
         }
         if (num_rows == 0) return;
+        if (step_->hidden) tell_hidden(rank);
         const Rows rows = prepare(rank, model_.head, hidden_.get(), hidden_stride_, model_.norm, step_->num_rows);
         multiply(team_, rank, model_.head, rows, step_->num_rows, Emitted{step_->logits, size_t(model_.vocab), model_.vocab});
         clock.mark(profile_.head);
@@ -277,6 +279,13 @@ class Engine {
         if (step_->signal_fd < 0 || ((index + 1) % step_->signal_every && index + 1 < model_.num_layers)) return;
         const char byte = 0;
         if (write(step_->signal_fd, &byte, 1) < 0) return;  // full: then its reader is awake as well
+    }
+
+    // What the wanted tokens' states are after the last layer.
+    void tell_hidden(int rank) const {
+        const size_t width = model_.hidden;
+        for (int r = rank; r < step_->num_rows; r += team_.size())
+            std::memcpy(step_->hidden + r * width, hidden_.get() + r * static_cast<size_t>(hidden_stride_), sizeof(float) * width);
     }
 
     void embed(int rank) {
@@ -496,7 +505,8 @@ class Engine {
 
     PdmeshModel model_;
     std::vector<PdmeshLayer> layers_;
-    Team team_;
+    std::shared_ptr<Team> shared_team_;
+    Team& team_;
     std::mutex mutex_;
     int groups_, tile_queries_, partial_rows_ = 0, bundle_ = 1, hidden_stride_, inner_stride_, attended_stride_, qkv_stride_;
     const PdmeshStep* step_ = nullptr;
@@ -531,7 +541,16 @@ void pdmesh_abi(int64_t* sizes) {
 // The weights stay the caller's and must outlive the engine. Null without memory or threads.
 void* pdmesh_engine_create(const PdmeshModel* model, int32_t num_threads, int32_t spin_us) {
     try {
-        return new Engine(*model, num_threads, spin_us);
+        return new Engine(*model, std::make_shared<pdmesh::Team>(num_threads, spin_us));
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+
+// One that computes with the threads of `other`, which may be destroyed before it. Null without memory.
+void* pdmesh_engine_create_beside(const PdmeshModel* model, void* other) {
+    try {
+        return new Engine(*model, static_cast<Engine*>(other)->team());
     } catch (const std::exception&) {
         return nullptr;
     }
@@ -540,7 +559,7 @@ void* pdmesh_engine_create(const PdmeshModel* model, int32_t num_threads, int32_
 void pdmesh_engine_destroy(void* engine) { delete static_cast<Engine*>(engine); }
 
 // The engine's threads, for the sampler that runs between steps.
-void* pdmesh_engine_team(void* engine) { return &static_cast<Engine*>(engine)->team(); }
+void* pdmesh_engine_team(void* engine) { return static_cast<Engine*>(engine)->team().get(); }
 
 // 0, or 1 without memory for the step's buffers.
 int32_t pdmesh_engine_step(void* engine, const PdmeshStep* step) {

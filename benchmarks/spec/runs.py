@@ -1,0 +1,113 @@
+"""One model, engines on it that guess in different ways, and how fast each answers the same requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from benchmarks.harness import say
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.speculation.proposer import Proposer
+from engine.weights.loader import LoadedModel, load_model
+from text.block_hash import hash_block
+
+MOST_SEQS = 32
+
+
+@dataclass(frozen=True)
+class Task:
+    """One request: token ids and how to sample."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Answered:
+    """`decode_s`: from the step in which the last request got its first token to the end; `num_tokens` drawn in that time."""
+
+    outputs: dict[str, tuple[int, ...]]
+    decode_s: float
+    num_tokens: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.decode_s
+
+
+class Bench:
+    """Loads the model once. Engines share its weights and threads, so only one of them may step at a time."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        fields: dict[str, object] = {"num_blocks": 4096, "max_num_seqs": MOST_SEQS, "speculation": "none", **settings}
+        self.config = EngineConfig(model=str(folder), **fields)  # type: ignore[arg-type]
+        self.loaded: LoadedModel = load_model(self.config)
+
+    def engine(self, proposers: Sequence[Proposer] | None = (), **settings: object) -> Engine:
+        """`proposers` None: those that the settings name. Close it with `with`."""
+        config = replace(self.config, **settings)  # type: ignore[arg-type]
+        return Engine(config, hash_block=hash_block, loaded=self.loaded, proposers=proposers)
+
+
+def answer(engine: Engine, tasks: Sequence[Task]) -> Answered:
+    """All tasks at once; ids are their numbers."""
+    for number, task in enumerate(tasks):
+        if not engine.add(EngineRequest(str(number), task.prompt, task.params)):
+            raise RuntimeError(f"tasks: the engine takes no more than {number} at once")
+    outputs: dict[str, list[int]] = {str(number): [] for number in range(len(tasks))}
+    started_s, num_before = 0.0, 0
+    while (result := engine.step()) is not None:
+        for update in result.updates:
+            outputs[update.request_id] += update.token_ids
+        if not started_s and all(outputs.values()):
+            started_s, num_before = time.perf_counter(), sum(map(len, outputs.values()))
+    decode_s = time.perf_counter() - started_s
+    engine.check_integrity()
+    answers = {name: tuple(tokens) for name, tokens in outputs.items()}
+    return Answered(answers, decode_s, sum(map(len, outputs.values())) - num_before)
+
+
+def groups(tasks: Sequence[Task], batch: int) -> Iterator[Sequence[Task]]:
+    """So many at a time; what is left over is left out."""
+    for first in range(0, len(tasks) - batch + 1, batch):
+        yield tasks[first : first + batch]
+
+
+def speeds(engines: Mapping[str, Engine], tasks: Sequence[Task], batch: int, rounds: int) -> dict[str, float]:
+    """Tokens per second of each engine over all tasks, `batch` at a time: the engines take turns at every group, the order turned
+    round by round; medians over the rounds. Raises AssertionError when two engines answer differently."""
+    found: dict[str, list[float]] = {name: [] for name in engines}
+    for group in groups(tasks, batch):
+        for engine in engines.values():
+            answer(engine, group)  # the prompts are cached, and what is learned from tokens is learned
+            break
+    for number in range(rounds):
+        names = list(engines) if number % 2 == 0 else list(reversed(engines))
+        total = {name: [0.0, 0] for name in names}
+        for group in groups(tasks, batch):
+            answers = {name: answer(engines[name], group) for name in names}
+            first, *others = answers.values()
+            assert all(other.outputs == first.outputs for other in others), "engines draw different tokens"
+            for name, answered in answers.items():
+                total[name][0] += answered.decode_s
+                total[name][1] += answered.num_tokens
+        for name, (seconds, tokens) in total.items():
+            found[name].append(tokens / seconds)
+        say(f"round {number + 1}/{rounds} batch {batch}  " + "  ".join(f"{name} {values[-1]:.0f}/s" for name, values in found.items()))
+    return {name: median(values) for name, values in found.items()}
+
+
+def ratio(engines: Mapping[str, Engine], tasks: Sequence[Task], batch: int, rounds: int) -> float:
+    """Tokens per second of the first engine to those of the second: the median of the rounds' ratios."""
+    over, under = engines
+    ratios = []
+    for _ in range(rounds):
+        found = speeds(engines, tasks, batch, 1)
+        ratios.append(found[over] / found[under])
+    return median(ratios)
