@@ -88,7 +88,7 @@ def speeds(engines: Mapping[str, Engine], tasks: Sequence[Task], batch: int, rou
             answer(engine, group)  # the prompts are cached, and what is learned from tokens is learned
             break
     for number in range(rounds):
-        names = list(engines) if number % 2 == 0 else list(reversed(engines))
+        names = list(engines) if number % 2 == 0 else [*engines][::-1]
         total = {name: [0.0, 0] for name in names}
         for group in groups(tasks, batch):
             answers = {name: answer(engines[name], group) for name in names}
@@ -99,7 +99,8 @@ def speeds(engines: Mapping[str, Engine], tasks: Sequence[Task], batch: int, rou
                 total[name][1] += answered.num_tokens
         for name, (seconds, tokens) in total.items():
             found[name].append(tokens / seconds)
-        say(f"round {number + 1}/{rounds} batch {batch}  " + "  ".join(f"{name} {values[-1]:.0f}/s" for name, values in found.items()))
+        rates = "  ".join(f"{name} {values[-1]:.0f}/s" for name, values in found.items())
+        say(f"round {number + 1}/{rounds} batch {batch}  {rates}")
     return {name: median(values) for name, values in found.items()}
 
 

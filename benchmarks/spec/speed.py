@@ -26,7 +26,9 @@ def gain_figures(bench: Bench, workloads: Mapping[str, Sequence[Task]], makers: 
     return figures
 
 
-def safety_figures(bench: Bench, workloads: Mapping[str, Sequence[Task]], make: Callable[[], Sequence[Proposer]], rounds: int) -> list[Figure]:
+def safety_figures(
+    bench: Bench, workloads: Mapping[str, Sequence[Task]], make: Callable[[], Sequence[Proposer]], rounds: int
+) -> list[Figure]:
     """Speculation ÷ none at every batch size."""
     figures = []
     for kind, tasks in workloads.items():

@@ -42,7 +42,8 @@ def engine_figures(
             for name, right in (("always wrong", 0.0), ("always right", 1.0)):
                 scripted = Scripted(right, DRAFT, bench.loaded.config.vocab_size)
                 engine = bench.engine([scripted], draft_length=DRAFT)
-                figures.append(_figure(f"{kind}: {name}", engine, batch, _answers(engine, tasks, batch, scripted, expected), expected))
+                outputs = _answers(engine, tasks, batch, scripted, expected)
+                figures.append(_figure(f"{kind}: {name}", engine, batch, outputs, expected))
     return figures
 
 

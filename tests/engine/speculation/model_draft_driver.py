@@ -61,7 +61,7 @@ class Counted:
     model: ForwardModel
     passes: list[int] = field(default_factory=list)
 
-    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
         self.passes.append(batch.num_tokens)
         return self.model.forward(batch, kv, signal)
 
