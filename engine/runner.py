@@ -21,9 +21,7 @@ from engine.sequence import Sequence
 class ForwardModel(Protocol):
     """What the runner needs of a model."""
 
-    def forward(
-        self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
         """Writes the KV of the batch's T tokens into `kv`, telling `signal` of each layer; logits [R, vocab] float32."""
         ...
 
