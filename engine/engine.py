@@ -79,7 +79,14 @@ class Engine:
             proposers = make_proposers(Parts(config, loaded, self.kv, self._allocator, sampler))
         self.speculator = self._make_speculator(proposers, loaded) if proposers else None
         hidden_size = loaded.config.hidden_size if self.speculator and self.speculator.wants_hidden else None
-        self._runner = ModelRunner(loaded.model, self.kv.tensor, sampler, self.eos_token_ids, hidden_size=hidden_size)
+        self._runner = ModelRunner(
+            loaded.model,
+            self.kv.tensor,
+            sampler,
+            self.eos_token_ids,
+            hidden_size=hidden_size,
+            arrangement=self.kv_arrangement,
+        )
         self.pacer = Pacer(is_on=config.keep_pace)
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer)
         self._table = RequestTable(limits, self._allocator, self._scheduler)

@@ -46,8 +46,12 @@ class Asking:
         self._pause = FIRST_PAUSE
         self._num_to_skip = 0
 
+    def ask_all(self, asks: Sequence_[Ask], drafts: list[Draft]) -> list[Draft]:
+        """`drafts`, of these asks, or the proposer's own where that promises more."""
+        return self._ask(range(len(asks)), asks, drafts)
+
     def improve(self, asks: Sequence_[Ask], drafts: list[Draft], load: Load, curve: CostCurve) -> list[Draft]:
-        """`drafts`, of these asks, with the proposer's own where it is asked and promises more."""
+        """The same, but the proposer is asked only where that may pay."""
         self._proposed = {}
         hopeful = [index for index, ask in enumerate(asks) if self._hope_of(ask.sequence) > promise(drafts[index])]
         if not hopeful:
@@ -56,10 +60,13 @@ class Asking:
             self._num_to_skip -= 1
             return drafts
         self._decide_on_next(hopeful, asks, drafts, load, curve)
+        return self._ask(hopeful, asks, drafts)
+
+    def _ask(self, hopeful: Sequence_[int], asks: Sequence_[Ask], drafts: list[Draft]) -> list[Draft]:
         started_ns = time.monotonic_ns()
         proposed = self.proposer.propose([asks[index] for index in hopeful])
         self._spent(time.monotonic_ns() - started_ns)
-        better = list(drafts)
+        self._proposed, better = {}, list(drafts)
         for index, draft in zip(hopeful, proposed, strict=True):
             sequence = asks[index].sequence
             self._proposed[sequence] = draft

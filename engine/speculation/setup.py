@@ -17,10 +17,12 @@ from engine.speculation.head_proposer import HeadProposer
 from engine.speculation.heads import FILE, DraftHeads, load_heads
 from engine.speculation.heads_native import NativeHeads, why_not_native
 from engine.speculation.heads_torch import HeadMaths, TorchHeads
+from engine.speculation.lookahead import Lookahead
 from engine.speculation.model_draft_open import Target, load_draft_model, open_draft_model
 from engine.speculation.model_draft_room import room_in
 from engine.speculation.prompt_lookup import PromptLookup
 from engine.speculation.proposer import Proposer
+from engine.speculation.retrieval import Retrieval
 from engine.speculation.self_draft import self_draft
 from engine.weights.loader import LoadedModel
 
@@ -109,6 +111,8 @@ def _self_draft(parts: Parts) -> Proposer:
 
 _KINDS: dict[str, Callable[[Parts], Proposer]] = {
     "prompt_lookup": lambda _: PromptLookup(),
+    "retrieval": lambda _: Retrieval(),
+    "lookahead": lambda _: Lookahead(),
     "heads": _heads,
     "draft_model": _draft_model,
     "self_draft": _self_draft,
