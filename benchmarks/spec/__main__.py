@@ -18,14 +18,12 @@ from benchmarks.spec import curve, speed, tokens
 from benchmarks.spec.prompts import encode_prompts
 from benchmarks.spec.runs import Bench, Task
 from benchmarks.spec.workloads import encode_workloads
+from engine.speculation.heads import FILE
 from engine.speculation.setup import heads_path
-from pdmesh.model_cache import cache_folder
 from pdmesh.models import DEFAULT_MODEL, ensure_model
 from text.tokenizer import Tokenizer
 
 PATH = RESULTS / "spec.json"
-HEADS = cache_folder() / "draft_heads" / f"{DEFAULT_MODEL}.safetensors"
-"""Where training leaves them (make train-heads)."""
 SELF_DRAFT_LAYERS = 24
 
 
@@ -38,7 +36,7 @@ class Parts:
 
     @cached_property
     def bench(self) -> Bench:
-        return Bench(self.folder, draft_heads=str(HEADS) if HEADS.is_file() else "", self_draft_layers=SELF_DRAFT_LAYERS)
+        return Bench(self.folder, self_draft_layers=SELF_DRAFT_LAYERS)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -58,7 +56,7 @@ class Parts:
         """Of proposers and their combinations; heads only where some are trained."""
         names = ["auto", "prompt_lookup", "retrieval", "lookahead", "self_draft", "prompt_lookup,retrieval"]
         if heads_path(self.bench.config) is None:
-            say(f"heads: skipped, as there are none at {HEADS.name} in the cache: make train-heads")
+            say(f"heads: skipped: there is no {FILE} beside the model; make train-heads")
             return names
         return [*names, "heads"]
 
