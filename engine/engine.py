@@ -35,7 +35,7 @@ from engine.sequence import Sequence as EngineSequence
 from engine.speculation.calibrate import LONG_CONTEXT, measure_curve
 from engine.speculation.draft import Draft
 from engine.speculation.proposer import Proposer
-from engine.speculation.setup import make_proposers
+from engine.speculation.setup import Parts, make_proposers
 from engine.speculation.speculator import Bounds, Speculator
 from engine.timing import StartClock
 from engine.weights.loader import LoadedModel, load_model
@@ -70,14 +70,23 @@ class Engine:
             kv_shape(config, loaded.config, loaded.kv_dtype, free_memory(config.device)), config.device, shared=config.kv_shared
         )
         self.cost = cost_of(loaded, self.kv.shape)
-        self.sampler = sampler = loaded.model.sampler() if isinstance(loaded.model, NativeModel) else Sampler()
+        sampler: TokenSampler = loaded.model.sampler() if isinstance(loaded.model, NativeModel) else Sampler()
+        self.sampler = sampler
         self._pool = BlockPool(self.kv.shape.num_blocks)
         limits = self._limits()
-        self.speculator = self._make_speculator(make_proposers(config) if proposers is None else proposers, loaded, sampler)
-        wants_hidden = self.speculator is not None and self.speculator.wants_hidden
-        hidden_size = loaded.config.hidden_size if wants_hidden else None
-        self._runner = ModelRunner(loaded.model, self.kv.tensor, sampler, self.eos_token_ids, hidden_size=hidden_size)
         self._allocator = BlockAllocator(self._pool, config.block_size, hash_block, prefix_caching=config.prefix_caching)
+        if proposers is None:
+            proposers = make_proposers(Parts(config, loaded, self.kv, self._allocator, sampler))
+        self.speculator = self._make_speculator(proposers, loaded) if proposers else None
+        hidden_size = loaded.config.hidden_size if self.speculator and self.speculator.wants_hidden else None
+        self._runner = ModelRunner(
+            loaded.model,
+            self.kv.tensor,
+            sampler,
+            self.eos_token_ids,
+            hidden_size=hidden_size,
+            arrangement=self.kv_arrangement,
+        )
         self.pacer = Pacer(is_on=config.keep_pace)
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer)
         self._table = RequestTable(limits, self._allocator, self._scheduler)
@@ -185,15 +194,12 @@ class Engine:
         """Raises IntegrityError unless free + used == total and every reference is accounted for. Also made whenever idle."""
         check_integrity(self._pool, self._table, self._scheduler)
 
-    def _make_speculator(self, proposers: Sequence[Proposer], loaded: LoadedModel, sampler: TokenSampler) -> Speculator | None:
-        """None: nobody guesses, and nothing is measured."""
-        if not proposers:
-            return None
+    def _make_speculator(self, proposers: Sequence[Proposer], loaded: LoadedModel) -> Speculator:
         limits, config = self._limits(), self.config
         self.kv.reach(min(self._pool.num_total, num_blocks_for(LONG_CONTEXT, config.block_size)) - 1)
         curve = measure_curve(
             loaded.model,
-            sampler,
+            self.sampler,
             self.kv.tensor,
             max_context=limits.max_context,
             max_rows=config.max_num_batched_tokens,

@@ -66,8 +66,11 @@ class ModelRunner:
         eos_token_ids: Collection[int],
         *,
         hidden_size: int | None = None,
+        arrangement: str = "plain",
     ) -> None:
-        """`hidden_size`: of the hidden states that each draw is to bring along; None: nobody wants them."""
+        """`hidden_size`: of the hidden states that each draw is to bring along; None: nobody wants them. `arrangement`: of the
+        pool, see kv_format.py."""
+        self._arrangement = arrangement
         self._hidden_size = hidden_size
         self._model = model
         self._kv = kv
@@ -123,7 +126,8 @@ class ModelRunner:
         if moves:
             first, block_size = piece.sequence.num_computed + piece.num_tokens, self._kv.shape[3]
             slot = partial(_slot, piece.sequence.block_ids, block_size)
-            move_slots(self._kv, [slot(first + node) for node, _ in moves], [slot(first + place) for _, place in moves])
+            sources, targets = [slot(first + node) for node, _ in moves], [slot(first + place) for _, place in moves]
+            move_slots(self._kv, sources, targets, self._arrangement)
 
     def _sample_row(self, owner: _Owner) -> SampleRow:
         sequence, draft = owner.piece.sequence, owner.piece.draft

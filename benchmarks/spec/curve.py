@@ -18,7 +18,7 @@ FORCED = ((0.5, 1), (0.5, 3), (0.7, 3), (0.8, 4), (0.8, 7), (0.9, 7), (1.0, 7), 
 
 
 def measure_rows(bench: Bench, engine: Engine, rows: Sequence[int], context: int, rounds: int) -> dict[int, float]:
-    """Seconds of a forward pass and its draws, by tokens verified, all at the end of one sequence; medians of interleaved runs."""
+    """Seconds of a forward pass and its draws, by tokens verified, all at one sequence's end; medians of interleaved runs."""
     taken: dict[int, list[float]] = {count: [] for count in rows}
     model, sampler, kv = bench.loaded.model, engine.sampler, engine.kv.tensor
     for number in range(rounds + 1):
@@ -62,9 +62,9 @@ def forced_figures(bench: Bench, tasks: Sequence[Task], rounds: int = 5) -> list
             reached.append(fast.tokens_per_s / slow.tokens_per_s)
             allowed.append(expected(right, length) * seconds[1] / seconds[length + 1])
         share = median(r / a for r, a in zip(reached, allowed, strict=True))
-        name = f"share of the possible speed-up, acceptance {right}, draft of {length}"
-        figures.append(Figure(name, round(share, 3), "x", "higher", 0.9))
-        figures.append(Figure(f"speed-up, acceptance {right}, draft of {length}", round(median(reached), 2), "x", "higher", None, round(mean(allowed), 2)))
+        kind = f"acceptance {right}, draft of {length}"
+        figures.append(Figure(f"share of the possible speed-up, {kind}", round(share, 3), "x", "higher", 0.9))
+        figures.append(Figure(f"speed-up, {kind}", round(median(reached), 2), "x", "higher", None, round(mean(allowed), 2)))
     return figures
 
 

@@ -7,7 +7,7 @@ write and to change, texts to summarize, to correct or to turn into another form
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from text.chat_template import Message
 
@@ -146,7 +146,9 @@ def requests(seed: int, *, held_out: bool = False) -> Iterator[list[Message] | s
     for the held-out requests and for no others."""
     source = random.Random(f"{seed} {held_out}")
     topics = [topic for index, topic in enumerate(TOPICS) if (index % 10 == 7) == held_out]
-    makers: list[Callable[[_Words], list[Message]]] = [_ask] * 4 + [_instruct] * 3 + [_code, _edit] + [_read] * 3 + [_chat] * 2
+    makers: Sequence[Callable[[_Words], list[Message]]] = (
+        [_ask] * 4 + [_instruct] * 3 + [_code, _edit] + [_read] * 3 + [_chat] * 2
+    )
     while True:
         words = _Words(source, topics)
         yield _raw(words) if source.random() < 0.1 else source.choice(makers)(words)

@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 LEARNING = 0.02
-"""Weight of a step's time in the curve."""
+"""Weight of a step's time: once in the whole curve, as the machine may be faster or slower now, and once in the points beside the
+step's number of rows. So what is seen of one point alone does not bend the curve, and what was not drafted for long is not dear
+for ever."""
 OUTLIER = 2.0
-"""A step that took this much more or less than expected tells of the machine, not of the curve."""
+"""A step that took this much more than expected was held up by something else; one that took this much less shows that the
+measurement was."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,14 @@ class CostCurve:
         return min([*ahead, self.seconds[-1] / self.rows[-1]])
 
     def saw(self, num_rows: int, attention_s: float, step_s: float) -> CostCurve:
-        """Corrected by one step: the points beside `num_rows`, each by its nearness."""
-        expected_s = self.step_s(num_rows)
-        actual_s = step_s - attention_s
-        if num_rows > self.rows[-1] or not expected_s / OUTLIER < actual_s < expected_s * OUTLIER:
+        """Corrected by one step, whose attention is believed to have taken `attention_s`."""
+        expected_s, actual_s = self.step_s(num_rows), step_s - attention_s
+        if num_rows > self.rows[-1] or not 0 < actual_s < expected_s * OUTLIER:
             return self
-        seconds = list(self.seconds)
+        ratio = actual_s / expected_s
+        if ratio < 1 / OUTLIER:
+            return replace(self, seconds=tuple([ratio * point_s for point_s in self.seconds]))
+        seconds = [point_s * (1 + LEARNING * (ratio - 1)) for point_s in self.seconds]
         right = bisect_left(self.rows, num_rows)
         for index in {max(0, right - 1), right}:
             gap = abs(self.rows[index] - num_rows) / max(1, self.rows[right] - self.rows[max(0, right - 1)])

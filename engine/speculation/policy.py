@@ -35,7 +35,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Choice:
-    """What to verify of each draft, in their order; `threshold`: the chance under which one more token would not pay."""
+    """What to verify of each draft, in their order; `threshold`: the chance under which no token more would pay."""
 
     drafts: list[Draft]
     threshold: float
@@ -45,7 +45,8 @@ class Choice:
 def choose(drafts: Sequence[Draft], contexts: Sequence[int], load: Load, curve: CostCurve, max_tokens: int) -> Choice:
     """`contexts`: tokens known of each draft's sequence; `max_tokens`: of all drafts together."""
     plain_s = curve.step_s(load.num_rows) + load.attention_s
-    least = threshold(load, curve)
+    plain_rate = load.num_decoding / plain_s
+    least = threshold(plain_rate, load.num_rows, curve)
     candidates = sorted(
         [
             (-chance, number, index)
@@ -54,7 +55,7 @@ def choose(drafts: Sequence[Draft], contexts: Sequence[int], load: Load, curve: 
             if chance >= least
         ]
     )[:max_tokens]
-    best_rate = (1.0 + MARGIN) * load.num_decoding / plain_s
+    best_rate = (1.0 + MARGIN) * plain_rate
     expected, attention_s, best, best_expected = float(load.num_decoding), load.attention_s, 0, 0.0
     for count, (negative, number, _) in enumerate(candidates, start=1):
         expected -= negative
@@ -68,13 +69,12 @@ def choose(drafts: Sequence[Draft], contexts: Sequence[int], load: Load, curve: 
     for _, number, index in candidates[:best]:
         wanted[number][index] = True
     chosen = [draft.keep(keep) if any(keep) else NOTHING for draft, keep in zip(drafts, wanted, strict=True)]
-    return Choice(chosen, max(least, -candidates[best - 1][0] if best < len(candidates) else 0.0), best_expected)
+    return Choice(chosen, threshold(best_rate, load.num_rows + best, curve), best_expected)
 
 
-def threshold(load: Load, curve: CostCurve) -> float:
-    """The chance below which no drafted token pays: what a row costs at least, in tokens that the step would give meanwhile."""
-    row_s = curve.least_row_s(load.num_rows)
-    return min(1.0, load.num_decoding * row_s / (curve.step_s(load.num_rows) + load.attention_s))
+def threshold(rate: float, num_rows: int, curve: CostCurve) -> float:
+    """The chance below which no drafted token pays: what a row more costs at least, in tokens that come at `rate` meanwhile."""
+    return min(1.0, rate * curve.least_row_s(num_rows))
 
 
 def fixed(drafts: Sequence[Draft], length: int) -> Choice:

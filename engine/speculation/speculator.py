@@ -102,7 +102,10 @@ class Speculator:
         for proposer in self._free:
             best = [max(pair, key=promise) for pair in zip(best, proposer.propose(asks), strict=True)]
         for asking in self._dear:
-            best = asking.improve(asks, best, load, self.curve)
+            if self._bounds.fixed_length:
+                best = asking.ask_all(asks, best)
+            else:
+                best = asking.improve(asks, best, load, self.curve)
         return best
 
     def _choose(self, asks: list[Ask], drafts: list[Draft], load: Load, decoding: list[Sequence]) -> Choice:

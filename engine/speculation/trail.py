@@ -124,7 +124,7 @@ class Trail:
         other_chance = (1.0 - first_chance) * self._rungs.other.chances[self.other[2]] if self.other[2] else 0.0
         if self.other[2] and other_chance >= ask.least_chance:
             first = self._branch((self.source, self.place, self.rung), first_chance, ask)
-            return _tree(first, self._branch(self.other, other_chance, ask), ask.max_tokens, proposer)
+            return tree(first, self._branch(self.other, other_chance, ask), ask.max_tokens, proposer)
         if first_chance < ask.least_chance:
             return NOTHING
         tokens, chances = self._branch((self.source, self.place, self.rung), first_chance, ask)
@@ -161,7 +161,7 @@ def _go_round(tokens: Sequence_[int], count: int) -> list[int]:
     return list(islice(cycle(tokens), count))
 
 
-def _tree(first: Branch, other: Branch, max_tokens: int, proposer: str) -> Draft:
+def tree(first: Branch, other: Branch, max_tokens: int, proposer: str) -> Draft:
     """Two branches from the root; where they are too long together, the likeliest tokens of both."""
     size, total = len(first[0]), len(first[0]) + len(other[0])
     if not total:

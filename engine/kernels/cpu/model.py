@@ -11,7 +11,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
+from engine.batch import StepBatch, Tail
 from engine.exports import LayerSignal
 from engine.kernels.cpu import library as abi
 from engine.kernels.cpu.arena import gather
@@ -142,9 +142,19 @@ class NativeModel:
         if getattr(self, "_handle", None):
             self._library.pdmesh_engine_destroy(self._handle)
 
+    @property
+    def library(self) -> ctypes.CDLL:
+        return self._library
+
+    @property
+    def team(self) -> int:
+        """The address of its threads. Whoever computes with them between its steps keeps the model alive."""
+        address: int = self._library.pdmesh_engine_team(self._handle)
+        return address
+
     def sampler(self) -> NativeSampler:
         """One that draws with this model's threads, between its steps; it keeps the model alive."""
-        return NativeSampler(self._library, team=self._library.pdmesh_engine_team(self._handle), owner=self)
+        return NativeSampler(self._library, team=self.team, owner=self)
 
     def first_layers(self, num_layers: int) -> NativeModel:
         """See DecoderModel.first_layers. The two compute with the same threads, in turn."""
@@ -161,6 +171,7 @@ class NativeModel:
             _check_hidden(hidden, (len(batch.logits_rows), self.config.hidden_size))
         lists = _int32(batch.query_starts), _int32(batch.context_lens), _int32(list(chain.from_iterable(batch.block_tables)))
         starts = _int32([0, *accumulate(map(len, batch.block_tables))][:-1])
+        tails = _tails(batch.tails)
         step = abi.Step(
             batch.num_tokens,
             batch.num_seqs,
@@ -176,6 +187,8 @@ class NativeModel:
             _address(hidden),
             None if self.profile is None else ctypes.pointer(self.profile),
             *((None, -1, 1) if signal is None else (signal.address, signal.fd, signal.every)),
+            *(numbers.buffer_info()[0] if numbers else None for numbers in tails),
+            len(batch.tails),
         )
         if self._library.pdmesh_engine_step(self._handle, ctypes.byref(step)):
             raise MemoryError(f"no memory for the buffers of a step of {batch.num_tokens} tokens; lower max_num_batched_tokens")
@@ -226,10 +239,24 @@ def kv_head_size(head_dim: int, kv_dtype: torch.dtype) -> int:
     return head_dim + INT8_SCALE_BYTES if kv_dtype == torch.int8 else head_dim
 
 
+def kv_head_dim(head_size: int, kv_dtype: torch.dtype) -> int:
+    """The other way round."""
+    return head_size - INT8_SCALE_BYTES if kv_dtype == torch.int8 else head_size
+
+
 def _check_hidden(hidden: Tensor, shape: tuple[int, int]) -> None:
     if hidden.dtype != torch.float32 or hidden.device.type != "cpu" or hidden.shape != shape or not hidden.is_contiguous():
         given = f"{hidden.dtype} {tuple(hidden.shape)} on {hidden.device} with strides {hidden.stride()}"
         raise ValueError(f"hidden: {given}; it must be contiguous float32 {shape} on the cpu")
+
+
+def _tails(tails: dict[int, Tail]) -> tuple[array[int], array[int]]:
+    """(index, first position, where its slots begin) of each, and all their slots."""
+    headers, slots = array("i"), array("q")
+    for index in sorted(tails):
+        headers.extend((index, tails[index].first, len(slots)))
+        slots.extend(tails[index].slots)
+    return headers, slots
 
 
 def _int32(numbers: Sequence[int]) -> array[int]:

@@ -9,7 +9,9 @@
 // for itself, which costs less than a barrier.
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
+#include <climits>
 #include <cmath>
 #include <memory>
 #include <mutex>
@@ -18,6 +20,7 @@
 #include "abi.h"
 #include "attention.h"
 #include "gemm.h"
+#include "kv_copy.h"
 #include "parallel.h"
 #include "rows.h"
 
@@ -72,6 +75,11 @@ struct RowBuffer {
 struct Item {
     int seq, head, first_query, num_queries, chunk_begin, chunk_end, partial;  // partial: -1 for a whole tile
     int64_t cost() const { return static_cast<int64_t>(num_queries) * (chunk_end - chunk_begin); }
+};
+
+struct TailGroup {
+    const Tail* tail;
+    int head, number;
 };
 
 struct Emitted {  // [rows][stride] = product
@@ -191,15 +199,61 @@ class Engine {
         bundle_ = static_cast<int>(items_.size()) >= 8 * team_.size() * model_.num_kv_heads ? model_.num_kv_heads : 1;
         partial_sums_.reserve(static_cast<size_t>(num_partials) * partial_rows_ * 2);
         partial_outputs_.reserve(static_cast<size_t>(num_partials) * partial_rows_ * model_.head_dim);
+        plan_tails(step);
         mark_open_groups(step);
     }
 
-    // The last token of a sequence in this step, unless an earlier step has begun its group (see write_token).
+    // See write_token: the last token of a sequence in this step, unless an earlier step has begun its group. A branch's tokens
+    // lie anywhere behind: each of them.
     void mark_open_groups(const PdmeshStep& step) {
-        is_open_.assign(step.num_tokens, 0);
+        open_ends_.assign(step.num_tokens, 0);
         for (int s = 0; s < step.num_seqs; s++) {
             const int last = step.query_starts[s + 1] - 1;
-            is_open_[last] = queries_of(s) > 1 || step.slots[last] % kGroup == 0;
+            if (queries_of(s) > 1 || step.slots[last] % kGroup == 0) open_ends_[last] = kGroup;
+            if (tails_of_[s]) std::fill(open_ends_.begin() + step.query_starts[s], open_ends_.begin() + last + 1, kGroup);
+        }
+        if (!tails_.empty()) end_at_written_slots(step);
+    }
+
+    // What lies behind a token may be a branch, which another rank writes at the same time.
+    void end_at_written_slots(const PdmeshStep& step) {
+        written_.assign(step.slots, step.slots + step.num_tokens);
+        std::sort(written_.begin(), written_.end());
+        for (int t = 0; t < step.num_tokens; t++) {
+            if (!open_ends_[t]) continue;
+            const auto next = std::upper_bound(written_.begin(), written_.end(), step.slots[t]);
+            if (next != written_.end() && *next / kGroup == step.slots[t] / kGroup) open_ends_[t] = *next % kGroup;
+        }
+    }
+
+    // Groups of 16 positions that have keys in a tail are put together anew in each layer, each key at its place: so sums have
+    // the order that they have where all keys lie in the sequence's blocks.
+    void plan_tails(const PdmeshStep& step) {
+        tails_.clear();
+        tails_of_.assign(step.num_seqs, nullptr);
+        tail_groups_.clear();
+        tails_.reserve(step.num_tails);
+        int num_loose = 0;
+        for (int64_t i = 0; i < step.num_tails; i++) {
+            const auto [seq, first, slots] = std::to_array(step.tails[i]);
+            const int start = first / kGroup * kGroup, groups = (step.context_lens[seq] - start + kGroup - 1) / kGroup;
+            tails_.push_back({step.blocks + step.block_starts[seq], step.tail_slots + slots, start, first, step.context_lens[seq], groups, num_loose});
+            tails_of_[seq] = &tails_.back();
+            num_loose += groups * model_.num_kv_heads;
+            for (int head = 0; head < model_.num_kv_heads; head++)
+                for (int g = 0; g < groups; g++) tail_groups_.push_back({&tails_.back(), head, g});
+        }
+        loose_groups_.reserve(static_cast<size_t>(num_loose) * kv_.loose_group_bytes());
+    }
+
+    uint8_t* loose_groups(const Tail& tail, int head) const {
+        return loose_groups_.get() + (tail.num_before + static_cast<int64_t>(head) * tail.groups) * kv_.loose_group_bytes();
+    }
+
+    void gather_tails(int rank, int layer) {
+        for (int i; (i = team_.take()) < static_cast<int>(tail_groups_.size());) {
+            const auto& [tail, head, number] = tail_groups_[i];
+            gather_group(kv_, layer, head, *tail, number, LooseGroup(kv_, loose_groups(*tail, head), number));
         }
     }
 
@@ -240,6 +294,10 @@ class Engine {
             rotate_and_write(rank, index, layer);
             team_.barrier();
             if (rank == 0 && step_->layers_done) tell_layer_done(index);
+            if (!tails_.empty()) {
+                gather_tails(rank, index);
+                team_.barrier();
+            }
             clock.mark(profile_.rope);
             attend(rank, index, layer.window);
             team_.barrier();
@@ -356,7 +414,7 @@ class Engine {
         }
         rotate(row + (model_.num_heads + head) * dim, layer.key_norm, step_->positions[token], rotated);
         const float* value = row + (model_.num_heads + model_.num_kv_heads + head) * dim;
-        write_token(kv_, index, head, step_->slots[token], is_open_[token], rotated, value);
+        write_token(kv_, index, head, step_->slots[token], open_ends_[token], rotated, value);
     }
 
     // A token's key lies in all lines of its group: they arrive while the queries are rotated.
@@ -391,8 +449,9 @@ class Engine {
         const size_t row = (static_cast<size_t>(item.head) * step_->num_tokens + first) * groups_;
         const size_t stride = static_cast<size_t>(model_.head_dim) * element;
         const int position = step_->context_lens[item.seq] - queries_of(item.seq) + item.first_query;
+        const Tail* tail = tails_of_[item.seq];
         return {queries_.get() + row * stride, stride, item.num_queries, groups_, position, item.head, window,
-                step_->blocks + step_->block_starts[item.seq]};
+                step_->blocks + step_->block_starts[item.seq], tail ? tail->start : INT_MAX, tail ? loose_groups(*tail, item.head) : nullptr};
     }
 
     float* target_of(const Item& item) const {
@@ -513,13 +572,17 @@ class Engine {
     KVGeometry kv_{};
     PdmeshProfile profile_{};
     Buffer<float> hidden_, qkv_, attended_, inner_, partial_sums_, partial_outputs_;
-    Buffer<uint8_t> queries_;
+    Buffer<uint8_t> queries_, loose_groups_;
     RowBuffer shared_rows_;
     std::vector<std::unique_ptr<RowBuffer>> own_rows_;
     std::vector<std::unique_ptr<AttentionScratch>> scratch_;
     std::vector<std::vector<float>> heads_;
     std::vector<Item> items_, splits_;
-    std::vector<uint8_t> is_open_;
+    std::vector<uint8_t> open_ends_;  // of the tokens: see write_token
+    std::vector<int64_t> written_;
+    std::vector<Tail> tails_;
+    std::vector<const Tail*> tails_of_;  // of the sequences; mostly null
+    std::vector<TailGroup> tail_groups_;
 };
 
 }  // namespace
@@ -536,6 +599,7 @@ void pdmesh_abi(int64_t* sizes) {
     sizes[2] = sizeof(PdmeshModel);
     sizes[3] = sizeof(PdmeshStep);
     sizes[4] = sizeof(PdmeshProfile);
+    sizes[5] = sizeof(PdmeshPool);
 }
 
 // The weights stay the caller's and must outlive the engine. Null without memory or threads.

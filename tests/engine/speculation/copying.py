@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
 
 from engine.request import EngineRequest
@@ -33,12 +34,17 @@ def propose(proposer: Proposer, sequence: Sequence, depth: int = 8, tokens: int 
 
 def verify(proposer: Proposer, sequence: Sequence, draft: Draft, future: Sequence_[int], wrong: int = -1) -> Verified:
     """A step with this draft: the model draws `future`, and `wrong` behind anything else."""
-    drawn = [future[0]]
-    for index in range(len(draft)):
-        path = [draft.token_ids[at] for at in draft.branch(index)]
-        is_kept = path == list(future[: len(path)])
-        drawn.append(future[len(path)] if is_kept and len(path) < len(future) else wrong)
-    verified = Verified(draft, tuple(drawn))
+
+    def draw(path: list[int]) -> int:
+        return future[len(path)] if path == list(future[: len(path)]) and len(path) < len(future) else wrong
+
+    return step(proposer, sequence, draft, draw)
+
+
+def step(proposer: Proposer, sequence: Sequence, draft: Draft, draw: Callable[[list[int]], int]) -> Verified:
+    """A step with this draft: the model draws `draw(path)` behind the last known token and this path of the draft."""
+    paths = [[], *([draft.token_ids[at] for at in draft.branch(index)] for index in range(len(draft)))]
+    verified = Verified(draft, tuple(draw(path) for path in paths))
     sequence.output.extend(verified.new_tokens)
     proposer.learn(sequence, verified, None)
     return verified

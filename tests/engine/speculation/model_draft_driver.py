@@ -13,18 +13,18 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.exports import LayerSignal
 from engine.kernels.cpu.model import NativeModel
-from engine.model import DecoderModel
-from engine.model_config import ModelConfig
 from engine.request import EngineRequest
 from engine.runner import ForwardModel
 from engine.sampling import Sampler, SampleRow
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.speculation.draft import Draft, Verified
+from engine.speculation.cost_curve import CostCurve
+from engine.speculation.draft import Draft
 from engine.speculation.model_draft import ModelDraft
 from engine.speculation.model_draft_open import Target
 from engine.speculation.model_draft_room import Room, room_in
-from engine.speculation.proposer import Ask
+from engine.speculation.proposer import Ask, Proposer
+from engine.speculation.speculator import Bounds, Speculator
 from engine.weights.loader import LoadedModel, load_model
 from tests.engine.paged_loop import Chunk, PagedLoop
 from tests.support.mock_engine import Collector, open_engine
@@ -61,7 +61,7 @@ class Counted:
     model: ForwardModel
     passes: list[int] = field(default_factory=list)
 
-    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
         self.passes.append(batch.num_tokens)
         return self.model.forward(batch, kv, signal)
 
@@ -102,20 +102,6 @@ def go_on(engine: Engine, collector: Collector, num_steps: int) -> bool:
     return True
 
 
-def num_kept(draft: Draft, sequence: Sequence, known: int, outputs: Sequence_[int]) -> int:
-    """How many of the tokens drafted behind `known` tokens of the output the target draws, too."""
-    kept = 0
-    while kept < len(draft) and known + kept < len(outputs) and draft.token_ids[kept] == outputs[known + kept]:
-        kept += 1
-    return kept
-
-
-def verified(draft: Draft, outputs: Sequence_[int]) -> Verified:
-    """As an engine tells it, when the target draws these tokens behind the root."""
-    draws = [*outputs, *[-1] * (len(draft) + 1)]
-    return Verified(draft, tuple(draws[: len(draft) + 1]))
-
-
 @dataclass
 class Oracle:
     """What a model drafts, each token computed from all tokens before it, from the first on."""
@@ -149,37 +135,14 @@ class Oracle:
         return tuple(output[len(sequence.output) :])
 
 
-class FirstLayers:
-    """A target that can stop early."""
-
-    def __init__(self, loaded: LoadedModel) -> None:
-        self.loaded = loaded
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.loaded.config
-
-    def first_layers(self, num_layers: int) -> NativeModel | DecoderModel:
-        return first_layers(self.loaded, num_layers).model
-
-
 def first_layers(loaded: LoadedModel, num_layers: int) -> LoadedModel:
-    """The first layers of a model as a model, with the same norm and head."""
-    config = replace(loaded.config, num_layers=num_layers, windows=loaded.config.windows[:num_layers])
-    model = loaded.model
-    if isinstance(model, NativeModel):
-        weights = replace(model.weights, layers=model.weights.layers[:num_layers])
-        cut: NativeModel | DecoderModel = NativeModel(
-            model._library, config, weights, block_size=16, kv_dtype=loaded.kv_dtype, num_threads=1
-        )
-    else:
-        cut = DecoderModel(
-            config,
-            embedding=model.embedding,
-            layers=model.layers[:num_layers],
-            norm=model.norm,
-            head=model.head,
-            rotary=model.rotary,
-            attention=type(model.attention)(config, "cpu"),  # type: ignore[call-arg]
-        )
-    return replace(loaded, config=config, model=cut)
+    """What the first layers draft, as a model of its own."""
+    model = loaded.model.first_layers(num_layers)
+    return replace(loaded, config=model.config, model=model)
+
+
+def speculate(engine: Engine, proposer: Proposer, length: int) -> Speculator:
+    """From now on the engine verifies the first `length` guesses for each sequence in every step, whatever it costs."""
+    bounds = Bounds(length, engine.config.max_num_batched_tokens, 2048, fixed_length=length)
+    engine.speculator = Speculator([proposer], CostCurve((1, 8), (0.01, 0.01)), bounds)
+    return engine.speculator

@@ -28,7 +28,7 @@ def trees(draw: st.DrawFn) -> Draft:
 
 def test_places() -> None:
     assert TREE.depths == (1, 2, 3, 1, 2)
-    assert TREE.branches == (range(0, 3), range(3, 5))
+    assert TREE.branches == (range(3), range(3, 5))
     assert TREE.branch(4) == (3, 4)
     assert TREE.cumulative == pytest.approx((0.5, 0.4, 0.2, 0.4, 0.2))
     assert not TREE.is_chain and TREE.first(3).is_chain and NOTHING.is_chain

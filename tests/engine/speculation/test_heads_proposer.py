@@ -113,14 +113,14 @@ def test_a_recurrent_draft_goes_on_as_far_as_its_chances_reach() -> None:
     [whole] = proposer.propose([Ask(sequence, 4, 4)])
     for length, kept in enumerate(whole.cumulative):
         [draft] = proposer.propose([Ask(sequence, 4, 4, kept)])
-        assert draft == whole.first(length + 1, 4)
+        assert draft == whole.first(length + 1)
 
 
 def test_nothing_comes_behind_the_end() -> None:
     proposer = make_proposer()
     [whole] = proposer.propose([Ask(taught(proposer, 0), 4, 4)])
     stopping = taught(proposer, 0, stop_token_ids=(whole.token_ids[1],))
-    assert proposer.propose([Ask(stopping, 4, 4)]) == [whole.first(2, 4)]
+    assert proposer.propose([Ask(stopping, 4, 4)]) == [whole.first(2)]
 
 
 def test_medusa_heads_guess_a_tree_from_the_last_token_alone() -> None:

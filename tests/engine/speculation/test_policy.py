@@ -99,4 +99,4 @@ def test_nothing_better_exists(chances: list[list[float]], more_s: list[float], 
     got = rate(tuple(map(len, choice.drafts)))
     assert got == plain or got > (1 + MARGIN) * plain * (1 - 1e-9)
     assert got >= best * (1 - 1e-9) or best <= (1 + MARGIN) * plain * (1 + 1e-9)
-    assert all(c >= threshold(load, curve) for draft in choice.drafts for c in draft.cumulative)
+    assert all(c >= threshold(plain, load.num_rows, curve) for draft in choice.drafts for c in draft.cumulative)

@@ -17,7 +17,6 @@ from engine.weights.loader import LoadedModel
 from tests.engine.backends import BACKENDS
 from tests.engine.speculation.model_draft_driver import (
     DEPTH,
-    FirstLayers,
     Oracle,
     count_passes,
     engine_of,
@@ -46,7 +45,7 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 def drafting(engine: Engine, loaded: LoadedModel, num_layers: int) -> ModelDraft:
     settings = {"eos_token_ids": engine.eos_token_ids, "max_context": loaded.config.max_context}
-    return self_draft(FirstLayers(loaded), num_layers, engine.kv.tensor, Sampler(), room_of(engine), **settings)  # type: ignore[arg-type]
+    return self_draft(loaded.model, num_layers, engine.kv.tensor, Sampler(), room_of(engine), **settings)  # type: ignore[arg-type]
 
 
 def requests() -> list[EngineRequest]:
