@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from engine.runner import Draw
 from engine.scheduler import Plan
 from engine.sequence import Sequence
@@ -19,6 +21,7 @@ from engine.speculation.asking import Asking
 from engine.speculation.constrained import follow
 from engine.speculation.cost_curve import CostCurve
 from engine.speculation.draft import NOTHING, Draft
+from engine.speculation.handover import TakesOver
 from engine.speculation.policy import Choice, Load, choose, fixed
 from engine.speculation.proposer import Ask, Proposer, promise
 from engine.speculation.tally import Tally
@@ -78,6 +81,13 @@ class Speculator:
         for asking in self._dear:
             asking.learn(draws)
         self._correct_curve(plan, step_ns / 1e9)
+
+    def take_over(self, sequence: Sequence, hidden: Tensor) -> None:
+        """Its last token was drawn elsewhere, from `hidden` [hidden_size] float32. Of no use behind what a grammar has forced."""
+        if not sequence.num_unreported:
+            for proposer in self._proposers:
+                if isinstance(proposer, TakesOver):
+                    proposer.restore(sequence, hidden)
 
     def _ask(self, sequence: Sequence) -> Ask | None:
         """None: there is no use in guessing behind this sequence's next token."""
