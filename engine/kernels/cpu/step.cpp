@@ -27,9 +27,10 @@
 namespace pdmesh {
 namespace {
 
-constexpr int kFewRows = 4;       // up to here every rank prepares all rows itself
-constexpr int kTileTarget = 48;   // rows of an attention tile: enough to hide the loads of keys
-constexpr int kSplitQueries = 8;  // sequences with more queries in a step are not split over their keys
+constexpr int kFewRows = 3;        // up to here every rank prepares all rows itself
+constexpr int kFewTokens = 16;     // up to here one rank writes a head's keys and values of all tokens
+constexpr int kTileTarget = 48;    // rows of an attention tile: enough to hide the loads of keys
+constexpr int kSplitQueries = 16;  // sequences with more queries in a step are not split over their keys
 
 int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -383,21 +384,37 @@ class Engine {
 
     // Queries: norm, rotation, scale, into `queries_` [head][token][query head of it][head_dim]. Keys and values: into the pool.
     [[gnu::noinline]] void rotate_and_write(int rank, int index, const PdmeshLayer& layer) {
+        if (step_->num_tokens <= kFewTokens) return rotate_and_write_few(rank, index, layer);
         constexpr int step = 4;
-        const int num_tokens = step_->num_tokens, items = num_tokens <= 8 ? num_tokens * model_.num_kv_heads : (num_tokens + step - 1) / step;
-        for (int item; (item = team_.take()) < items;) {
-            if (num_tokens <= 8) {
-                rotate_head(rank, index, layer, item / model_.num_kv_heads, item % model_.num_kv_heads);
+        const int num_tokens = step_->num_tokens;
+        for (int item; (item = team_.take()) * step < num_tokens;)
+            for (int t = item * step; t < std::min(num_tokens, (item + 1) * step); t++)
+                for (int head = 0; head < model_.num_kv_heads; head++) {
+                    ask_for_slot(index, head, step_->slots[t]);
+                    rotate_queries(rank, layer, t, head);
+                    write_key_value(rank, index, layer, t, head);
+                }
+    }
+
+    // Tokens that follow each other lie in the same lines of memory: one rank writes a head's keys and values of all of them.
+    void rotate_and_write_few(int rank, int index, const PdmeshLayer& layer) {
+        constexpr int step = 4;
+        const int num_tokens = step_->num_tokens, heads = model_.num_kv_heads, pieces = (num_tokens + step - 1) / step;
+        for (int item; (item = team_.take()) < heads * (1 + pieces);) {
+            const int head = item % heads;
+            if (item < heads) {
+                for (int t = 0; t < num_tokens; t++)
+                    if (t == 0 || step_->slots[t] / kGroup != step_->slots[t - 1] / kGroup) ask_for_slot(index, head, step_->slots[t]);
+                for (int t = 0; t < num_tokens; t++) write_key_value(rank, index, layer, t, head);
                 continue;
             }
-            for (int t = item * step; t < std::min(num_tokens, (item + 1) * step); t++)
-                for (int head = 0; head < model_.num_kv_heads; head++) rotate_head(rank, index, layer, t, head);
+            const int first = (item / heads - 1) * step;
+            for (int t = first; t < std::min(num_tokens, first + step); t++) rotate_queries(rank, layer, t, head);
         }
     }
 
-    void rotate_head(int rank, int index, const PdmeshLayer& layer, int token, int head) {
+    void rotate_queries(int rank, const PdmeshLayer& layer, int token, int head) {
         const int dim = model_.head_dim;
-        ask_for_slot(index, head, step_->slots[token]);
         const float* row = qkv_.get() + static_cast<size_t>(token) * qkv_stride_;
         float* rotated = heads_[rank].data();
         const size_t element = kv_.format == kFloat32 ? 4 : 2;
@@ -412,6 +429,12 @@ class Engine {
                 else f_store_bf16(reinterpret_cast<uint16_t*>(out) + d, x);
             }
         }
+    }
+
+    void write_key_value(int rank, int index, const PdmeshLayer& layer, int token, int head) {
+        const int dim = model_.head_dim;
+        const float* row = qkv_.get() + static_cast<size_t>(token) * qkv_stride_;
+        float* rotated = heads_[rank].data();
         rotate(row + (model_.num_heads + head) * dim, layer.key_norm, step_->positions[token], rotated);
         const float* value = row + (model_.num_heads + model_.num_kv_heads + head) * dim;
         write_token(kv_, index, head, step_->slots[token], open_ends_[token], rotated, value);
