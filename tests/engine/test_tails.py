@@ -27,7 +27,7 @@ CASES: list[tuple[str, str, dict[str, object]]] = [
     ("llama-odd-groups", "native", {"dtype": "float32", "kv_dtype": "float32"}),
     ("qwen2-window", "native", {"kv_dtype": "bfloat16", "block_size": 48, "num_threads": 2}),
     ("mistral-window", "native", {"kv_dtype": "int8", "num_threads": 2}),
-    ("groups-7", "native", {"kv_dtype": "float32", "block_size": 32}),
+    ("groups-7", "native", {"kv_dtype": "float32", "block_size": 32, "num_threads": 2}),
     ("head-dim-80", "native", {"kv_dtype": "int8", "block_size": 48}),
 ]
 BORDERS = [1, 2, 14, 15, 16, 17, 31, 32, 33, 46, 47, 48, 95, 96, 112, 126, 127, 128, 129, 240, 254, 255, 256, 257]
