@@ -145,6 +145,19 @@ def test_a_wide_tree(case: Case) -> None:
     case.assert_goes_on(case.keep(token_ids, step, (33,)), step.table)
 
 
+@pytest.mark.parametrize("root", [3, 17, 28, 127, 200])
+def test_branches_may_come_in_any_order(case: Case, root: int) -> None:
+    """What a branch has written stays when the chain before it in the pool is written later."""
+    token_ids = prompt(root)
+    step = case.begin(token_ids, BUSHY)
+    parts = step.parts(case.loop.block_size)[::-1]
+    logits = case.loop.loaded.model.forward(batch_of(parts), case.loop.pool.tensor)
+    rows = torch.split(logits, [len(part.token_ids) for part in parts])
+    case.assert_as_chains(token_ids, step, torch.cat(rows[::-1]))
+    case.assert_goes_on(case.keep(token_ids, step, (0, 3, 4)), step.table)
+    case.loop.release(step.table)
+
+
 def test_a_tail_that_begins_with_the_sequence(case: Case) -> None:
     """Of a branch's own block table nothing is needed then."""
     token_ids, size = prompt(20), case.loop.block_size

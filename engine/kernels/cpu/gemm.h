@@ -23,6 +23,7 @@ namespace pdmesh {
 
 constexpr int kPanel = 16;  // outputs of a panel: lanes of a vector
 constexpr int kUnit = 64;   // bytes of a unit
+constexpr size_t kNearBytes = 32 << 10;  // of weights that surely stay in a core's first cache
 
 inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
@@ -256,7 +257,11 @@ void emit_height(const PdmeshLinear& linear, const Rows& rows, int row, int heig
 // its share of them, so that memory is busy all the time: bit j of a tile's `ahead` stands for its panel j.
 template <int Format, int kMost, int NR, class Emit>
 void emit_rows(const PdmeshLinear& linear, const Rows& rows, int begin, int end, int panel, bool is_ahead, const Emit& emit) {
-    const int num_rows = end - begin, tiles = (num_rows + kMost - 1) / kMost;
+    // Panels that fit the first cache are taken twice where once would do: while the second tile reads them there, memory sends
+    // the next ones. Measured: 8 rows in one tile take 10 % longer.
+    const bool fits = static_cast<size_t>(rows.units) * kUnit * NR <= kNearBytes;
+    const int num_rows = end - begin, least = kMost > kTileRows<Format> && num_rows >= 3 && fits ? 2 : 1;
+    const int tiles = std::max(least, (num_rows + kMost - 1) / kMost);
     for (int number = 0; number < tiles; number++) {
         const int first = num_rows * number / tiles, height = num_rows * (number + 1) / tiles - first;
         unsigned ahead = 0;
