@@ -435,7 +435,8 @@ class Engine {
 
     // Queries: norm, rotation, scale, into `queries_` [head][token][query head of it][head_dim]. Keys and values: into the pool.
     [[gnu::noinline]] void rotate_and_write(int rank, int index, const PdmeshLayer& layer) {
-        if (step_->num_tokens <= kFewTokens) return rotate_and_write_few(rank, index, layer);
+        const bool has_chains = step_->num_seqs * 2 <= step_->num_tokens;
+        if (step_->num_tokens <= (has_chains ? kFewTokens : kFewTokens / 2)) return rotate_and_write_few(rank, index, layer);
         constexpr int step = 4;
         const int num_tokens = step_->num_tokens;
         for (int item; (item = team_.take()) * step < num_tokens;)
