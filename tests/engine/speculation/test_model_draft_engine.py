@@ -40,7 +40,8 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return load_model(EngineConfig(model=str(folder), backend=request.param, dtype="float32", num_threads=1))
 
     folder = make_tiny_model(tmp_path_factory.mktemp("target"))
-    other = make_tiny_model(tmp_path_factory.mktemp("draft"), seed=5, hidden_size=32, num_hidden_layers=1)
+    shape = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    other = make_tiny_model(tmp_path_factory.mktemp("draft"), seed=5, **shape)
     return Models(folder, load(folder), other, load(other))
 
 
@@ -118,7 +119,7 @@ def test_no_token_changes(models: Models, kind: str, num_blocks: int) -> None:
     [counts] = stats.by_proposer.values()
     if kind in RIGHT:
         assert counts.kept == counts.verified
-    assert sum(counts.verified) > 40
+    assert sum(counts.verified) > (40 if num_blocks == 128 else 10)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
