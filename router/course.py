@@ -13,6 +13,7 @@ from protos.v1 import mesh_pb2
 from router.book import Book, Span
 from router.core import Core
 from router.decode_leg import DecodeLeg, LegLost
+from router.drafts import DraftTotals
 from router.filling import Filling
 from router.health import Role
 from router.job import Job
@@ -33,12 +34,13 @@ logger = logging.getLogger(__name__)
 class Course:
     """Acts for one request; its tokens come out of `outbox`, in order, each index once, or an error does.
 
-    `is_winding_up`: workers have finished every choice; what is left to do ends by itself, soon.
+    `is_winding_up`: workers have finished every choice; what is left to do ends by itself, soon. `drafts`: of all its stays.
     """
 
     def __init__(self, core: Core, job: Job, book: Book, timings: RequestTimings, render: Render) -> None:
         self.outbox = Outbox(core.config.max_buffered_tokens, render)
         self.is_winding_up = False
+        self.drafts = DraftTotals()
         self._core = core
         self._job = job
         self._book = book

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -18,6 +19,7 @@ from engine.weights.loader import LoadedModel, load_model
 from text.block_hash import hash_block
 
 MOST_SEQS = 32
+Opened = Callable[[], Engine]
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,25 @@ class Bench:
     """Loads the model once. Engines share its weights and threads, so only one of them may step at a time."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
-        fields: dict[str, object] = {"num_blocks": 4096, "max_num_seqs": MOST_SEQS, "speculation": "none", **settings}
+        fields: dict[str, object] = {"num_blocks": 3072, "max_num_seqs": MOST_SEQS, "speculation": "none", **settings}
         self.config = EngineConfig(model=str(folder), **fields)  # type: ignore[arg-type]
         self.loaded: LoadedModel = load_model(self.config)
 
-    def engine(self, proposers: Sequence[Proposer] | None = (), **settings: object) -> Engine:
-        """`proposers` None: those that the settings name. Close it with `with`."""
+    def engine(self, proposers: Sequence[Proposer] = (), **settings: object) -> Engine:
+        """An engine with these proposers."""
         config = replace(self.config, **settings)  # type: ignore[arg-type]
-        return Engine(config, hash_block=hash_block, loaded=self.loaded, proposers=proposers)
+        return _closing(Engine(config, hash_block=hash_block, loaded=self.loaded, proposers=proposers))
+
+    def guessing(self, names: str, **settings: object) -> Engine:
+        """An engine with the proposers that `--speculation` names so."""
+        config = replace(self.config, speculation=names, **settings)  # type: ignore[arg-type]
+        return _closing(Engine(config, hash_block=hash_block, loaded=self.loaded))
+
+
+def _closing(engine: Engine) -> Engine:
+    """Its pool goes when it does."""
+    weakref.finalize(engine, engine.kv.close)
+    return engine
 
 
 def answer(engine: Engine, tasks: Sequence[Task]) -> Answered:
@@ -83,10 +96,6 @@ def speeds(engines: Mapping[str, Engine], tasks: Sequence[Task], batch: int, rou
     """Tokens per second of each engine over all tasks, `batch` at a time: the engines take turns at every group, the order turned
     round by round; medians over the rounds. Raises AssertionError when two engines answer differently."""
     found: dict[str, list[float]] = {name: [] for name in engines}
-    for group in groups(tasks, batch):
-        for engine in engines.values():
-            answer(engine, group)  # the prompts are cached, and what is learned from tokens is learned
-            break
     for number in range(rounds):
         names = list(engines) if number % 2 == 0 else [*engines][::-1]
         total = {name: [0.0, 0] for name in names}
@@ -104,11 +113,11 @@ def speeds(engines: Mapping[str, Engine], tasks: Sequence[Task], batch: int, rou
     return {name: median(values) for name, values in found.items()}
 
 
-def ratio(engines: Mapping[str, Engine], tasks: Sequence[Task], batch: int, rounds: int) -> float:
-    """Tokens per second of the first engine to those of the second: the median of the rounds' ratios."""
-    over, under = engines
+def ratio(over: Opened, under: Opened, tasks: Sequence[Task], batch: int, rounds: int) -> float:
+    """Tokens per second of the one to those of the other: the median of the rounds' ratios. Each round has new engines: what one
+    has learned from these very tasks is none of the next one's."""
     ratios = []
     for _ in range(rounds):
-        found = speeds(engines, tasks, batch, 1)
-        ratios.append(found[over] / found[under])
+        found = speeds({"over": over(), "under": under()}, tasks, batch, 1)
+        ratios.append(found["over"] / found["under"])
     return median(ratios)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from benchmarks.spec.runs import MOST_SEQS, Bench, Task, answer, groups
 from benchmarks.spec.scripted import Scripted
 from engine.engine import Engine
 from engine.sampling_params import SamplingParams
-from engine.speculation.proposer import Proposer
 
 NUM_TOKENS = 48
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
@@ -26,18 +25,16 @@ DRAFT = 5
 Outputs = list[tuple[int, ...]]
 
 
-def engine_figures(
-    bench: Bench, prompts: Sequence[tuple[int, ...]], makers: Mapping[str, Callable[[], Sequence[Proposer]]]
-) -> list[Figure]:
-    """Each set of proposers, and two that know the answer, against an engine in which nobody guesses."""
+def engine_figures(bench: Bench, prompts: Sequence[tuple[int, ...]], names: Sequence[str]) -> list[Figure]:
+    """Each of the proposers, and two that know the answer, against an engine in which nobody guesses."""
     figures = []
     for kind, params in {"greedy": GREEDY, "sampled": SAMPLED, "penalties, min-p": PENALIZED}.items():
         tasks = [Task(prompt, replace(params, seed=number)) for number, prompt in enumerate(prompts)]
         expected = _answers(bench.engine(), tasks, MOST_SEQS)
         assert _answers(bench.engine(), tasks, 1) == expected, "batching changes tokens without speculation"
         for batch in (1, MOST_SEQS):
-            for name, make in makers.items():
-                engine = bench.engine(make())
+            for name in names:
+                engine = bench.guessing(name)
                 figures.append(_figure(f"{kind}: {name}", engine, batch, _answers(engine, tasks, batch), expected))
             for name, right in (("always wrong", 0.0), ("always right", 1.0)):
                 scripted = Scripted(right, DRAFT, bench.loaded.config.vocab_size)

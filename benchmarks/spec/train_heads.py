@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.harness import say
 from benchmarks.spec.train_heads_data import Outputs, Plan, generate
 from benchmarks.spec.train_heads_eval import follow
 from benchmarks.spec.train_heads_net import Course, Net, Shape, Target, Trainer
@@ -27,6 +28,7 @@ from engine.config import EngineConfig
 from engine.speculation.heads import FILE, KINDS, DraftHeads, save_heads
 from engine.speculation.heads_torch import TorchHeads, begin_states
 from engine.weights.loader import LoadedModel, load_model, open_checkpoint
+from pdmesh.models import DEFAULT_MODEL, ensure_model
 
 _GENERATING, _HELD_OUT = 0.4, 0.05  # shares of the time
 _UNLIMITED = 10**9
@@ -167,7 +169,7 @@ def report(heads: DraftHeads, target: Target, held_out: Outputs, settings: Setti
 
 def parse(argv: Sequence[str] | None) -> Settings:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spec.train_heads", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", type=Path, required=True, help="model folder or .gguf file; its tokenizer is read as well")
+    parser.add_argument("--model", type=Path, help=f"model folder or .gguf file, with its tokenizer (default: {DEFAULT_MODEL})")
     parser.add_argument("--out", type=Path, help=f"file to write (default: {FILE} in the model folder)")
     parser.add_argument("--minutes", type=float, default=30.0, help="for all of it")
     parser.add_argument("--kind", choices=KINDS, default="recurrent")
@@ -181,13 +183,13 @@ def parse(argv: Sequence[str] | None) -> Settings:
     parser.add_argument("--small", action="store_true", help="a few seconds, for tests: too little to learn anything")
     flags = vars(parser.parse_args(argv))
     sizes = SMALL if flags.pop("small") else Sizes()
-    model: Path = flags["model"]
+    model: Path = flags["model"] or ensure_model(DEFAULT_MODEL, say)
     if flags["out"] is None and not model.is_dir():
         parser.error(f"--out: needed, since {model} is no folder to write {FILE} into")
     for name in ("minutes", "vocabulary", "depth", "width", "rate"):
         if not flags[name] > 0:
             parser.error(f"--{name}: {flags[name]} is not more than 0")
-    return replace(Settings(**{**flags, "out": flags["out"] or model / FILE}), sizes=sizes)
+    return replace(Settings(**{**flags, "model": model, "out": flags["out"] or model / FILE}), sizes=sizes)
 
 
 if __name__ == "__main__":
