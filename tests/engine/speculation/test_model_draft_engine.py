@@ -150,6 +150,16 @@ def test_what_is_rejected_is_written_over(models: Models) -> None:
     assert len(passes) > 50
 
 
+@pytest.mark.parametrize("kind", ["other", "first layer"])
+def test_a_draft_preempts_nobody(models: Models, kind: str) -> None:
+    """Four blocks. The long one would draft into the last of them just before the short one needs it for its last two tokens."""
+    requests = [request("long", prompt(22), max_tokens=20), request("short", prompt(8, 1), max_tokens=10)]
+    for is_drafted in (False, True):
+        engine = drafted(models, kind, num_blocks=4)[0] if is_drafted else engine_of(models.target, num_blocks=4)
+        answers(engine, requests)
+        assert engine.stats().num_preemptions == 0
+
+
 @pytest.mark.parametrize("speculation", ["draft_model", "self_draft", "auto"])
 def test_by_name(models: Models, speculation: str) -> None:
     """As an engine is told in its configuration. Whether the proposer is asked again is a matter of time, so not how often."""
