@@ -16,7 +16,9 @@ from collections.abc import Sequence as Sequence_
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.sampling import SampledToken, SampleRow
@@ -92,6 +94,8 @@ class HeadProposer:
         self._maths, self._sampler, self._vocab_size = maths, sampler, vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._ids: list[int] = maths.heads.token_ids.tolist()
+        self._places: NDArray[np.int64] = maths.heads.token_ids.numpy()
+        self._full = torch.empty((0, vocab_size))
         self._memories: WeakKeyDictionary[Sequence, _Memory] = WeakKeyDictionary()
 
     def learn(self, sequence: Sequence, verified: Verified, hidden: Tensor | None) -> None:
@@ -99,7 +103,7 @@ class HeadProposer:
         if hidden is None or not sequence.output or sequence.output[-1] != verified.new_tokens[-1]:
             self._memories.pop(sequence, None)
         else:
-            self._memories[sequence] = _Memory(len(sequence.output), hidden.clone())  # `hidden` may be a row of a step's buffer
+            self._memories[sequence] = _Memory(len(sequence.output), hidden)  # not copied: each step has a buffer of its own
 
     @torch.inference_mode()
     def propose(self, asks: Sequence_[Ask]) -> list[Draft]:
@@ -108,7 +112,7 @@ class HeadProposer:
         if not known:
             return drafts
         branches = [_Branch(asks[i], self._eos_token_ids, self._maths.heads.depth) for i, _ in known]
-        states = self._maths.begin(torch.stack([hidden for _, hidden in known]))
+        states = self._maths.begin([hidden for _, hidden in known])
         guess = self._chains if self._maths.heads.kind == "recurrent" else self._trees
         for (i, _), draft in zip(known, guess(branches, states), strict=True):
             drafts[i] = draft
@@ -170,11 +174,21 @@ class HeadProposer:
 
     def _sample(self, logits: Tensor, rows: list[SampleRow]) -> list[tuple[int, float]]:
         """`logits` [n, V'] -> tokens drawn with their rows' noise, as from a model that knows no others."""
-        ids = self._maths.heads.token_ids
-        full = torch.full((len(rows), self._vocab_size), float("-inf"))
-        full[:, ids] = logits
+        # numpy: operators of torch that have this many elements wake its threads, which wait for those that compute steps.
+        known, full = logits.numpy(), self._room(len(rows))
+        full.numpy()[:, self._places] = known
         tokens = [token.token_id for token in self._sampler.sample(full, rows)]
-        heat = torch.tensor([[row.params.temperature or 1.0] for row in rows])
-        chances = ((logits - logits.amax(-1, keepdim=True)) / heat).softmax(-1)
-        places = torch.searchsorted(ids, torch.tensor(tokens))
-        return list(zip(tokens, chances[range(len(rows)), places].tolist(), strict=True))
+        places = np.searchsorted(self._places, tokens)
+        return [(token, _chance(known[i], place, rows[i])) for i, (token, place) in enumerate(zip(tokens, places, strict=True))]
+
+    def _room(self, num_rows: int) -> Tensor:
+        """[num_rows, vocab] float32, -inf where no head scores: it is written once and used again and again."""
+        if len(self._full) < num_rows:
+            self._full = torch.full((num_rows, self._vocab_size), float("-inf"))
+        return self._full[:num_rows]
+
+
+def _chance(logits: NDArray[np.float32], place: int, row: SampleRow) -> float:
+    """The probability of one of the tokens [V'] at the row's temperature."""
+    scores = np.exp((logits - logits.max()) / np.float32(row.params.temperature or 1.0))
+    return float(scores[place] / scores.sum())

@@ -5,6 +5,7 @@ Training (benchmarks/spec) uses the same two functions, so what is learned is wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,7 +18,8 @@ EPS = 1e-6
 
 
 class Scores(NamedTuple):
-    """Of n states: `logits` [n, V'] float32 over the reduced vocabulary; the best one's place there and its probability."""
+    """Of n states: `logits` [n, V'] float32 over the reduced vocabulary, good until the next ones are asked for; the best one's
+    place there and its probability."""
 
     logits: Tensor
     best: list[int]
@@ -29,8 +31,8 @@ class HeadMaths(Protocol):
 
     heads: DraftHeads
 
-    def begin(self, hidden: Tensor) -> Tensor:
-        """The model's last hidden states [n, H] float32, before its final norm -> states."""
+    def begin(self, hidden: Sequence[Tensor]) -> Tensor:
+        """The model's last hidden states, n of [H] float32, before its final norm -> states [n, H]."""
         ...
 
     def advance(self, number: int, states: Tensor, token_ids: list[int]) -> Tensor:
@@ -73,8 +75,8 @@ class TorchHeads:
         return tensor.to(self._embedding.device, self._dtype)
 
     @torch.inference_mode()
-    def begin(self, hidden: Tensor) -> Tensor:
-        return begin_states(hidden.to(self._norm.device), self._norm).to(self._dtype)
+    def begin(self, hidden: Sequence[Tensor]) -> Tensor:
+        return begin_states(torch.stack(list(hidden)).to(self._norm.device), self._norm).to(self._dtype)
 
     @torch.inference_mode()
     def advance(self, number: int, states: Tensor, token_ids: list[int]) -> Tensor:

@@ -185,6 +185,15 @@ extern "C" {
 // For the caller to compare: the struct is mirrored by hand.
 int64_t pdmesh_draft_block_bytes() { return sizeof(PdmeshDraftBlock); }
 
+// hidden: num_rows rows of [width], a multiple of 16 -> out [num_rows][width] = row / rms * norm.
+void pdmesh_draft_begin(int32_t width, int32_t num_rows, const float* const* hidden, const float* norm, float* out) {
+    using namespace pdmesh;
+    for (int row = 0; row < num_rows; row++, out += width) {
+        const F factor = f_set(inverse_rms(hidden[row], width, width, kEps));
+        for (int i = 0; i < width; i += kPanel) f_store(out + i, f_load(hidden[row] + i) * factor * f_load(norm + i));
+    }
+}
+
 // states, out [num_rows][hidden], not the same memory; hidden is a multiple of 16. 0, or 1 without memory.
 int32_t pdmesh_draft_block(void* team, const PdmeshDraftBlock* block, int32_t num_rows, const float* states, const int64_t* token_ids,
                            float* out) {
