@@ -142,9 +142,19 @@ class NativeModel:
         if getattr(self, "_handle", None):
             self._library.pdmesh_engine_destroy(self._handle)
 
+    @property
+    def library(self) -> ctypes.CDLL:
+        return self._library
+
+    @property
+    def team(self) -> int:
+        """The address of its threads. Whoever computes with them between its steps keeps the model alive."""
+        address: int = self._library.pdmesh_engine_team(self._handle)
+        return address
+
     def sampler(self) -> NativeSampler:
         """One that draws with this model's threads, between its steps; it keeps the model alive."""
-        return NativeSampler(self._library, team=self._library.pdmesh_engine_team(self._handle), owner=self)
+        return NativeSampler(self._library, team=self.team, owner=self)
 
     def first_layers(self, num_layers: int) -> NativeModel:
         """See DecoderModel.first_layers. The two compute with the same threads, in turn."""

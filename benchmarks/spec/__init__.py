@@ -1,0 +1,1 @@
+"""Speculation: what it is worth, and the training of draft heads."""
