@@ -98,8 +98,8 @@ def first_maps(outputs: Outputs, embedding: Tensor, count: int) -> tuple[list[Te
 
 
 def loss_of(net: Net, begin: Tensor, tokens: Tensor, is_last: Tensor, share: float = 1.0) -> Tensor:
-    """begin [N, H], tokens [N]: whole outputs, one after the other; `is_last` [N]: it ends there. The cross-entropy to the model's
-    distribution, a mean over the places, each weighted as seldom as it is reached.
+    """begin [N, H], tokens [N]: whole outputs, one after the other; `is_last` [N]: it ends there. The cross-entropy to the
+    model's distribution, a mean over the places, each weighted as seldom as it is reached.
 
     With `share` below 1 each place is computed for that share of those before it only, drawn at random.
     """

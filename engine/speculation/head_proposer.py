@@ -167,24 +167,24 @@ class HeadProposer:
         guesses = [(self._ids[at], chance) for at, chance in zip(scores.best, scores.chances, strict=True)]
         rows = [branch.row() for branch in branches]
         if drawn := [i for i, row in enumerate(rows) if not row.is_plain]:
-            tokens = self._sample(scores.logits[drawn], [rows[i] for i in drawn])
+            tokens = self._sample(scores.logits.numpy()[drawn], [rows[i] for i in drawn])
             for i, guess in zip(drawn, tokens, strict=True):
                 guesses[i] = guess
         return guesses
 
-    def _sample(self, logits: Tensor, rows: list[SampleRow]) -> list[tuple[int, float]]:
+    def _sample(self, logits: NDArray[np.float32], rows: list[SampleRow]) -> list[tuple[int, float]]:
         """`logits` [n, V'] -> tokens drawn with their rows' noise, as from a model that knows no others."""
         # numpy: operators of torch that have this many elements wake its threads, which wait for those that compute steps.
-        known, full = logits.numpy(), self._room(len(rows))
-        full.numpy()[:, self._places] = known
+        full = self._room(len(rows))
+        full.numpy()[:, self._places] = logits
         tokens = [token.token_id for token in self._sampler.sample(full, rows)]
         places = np.searchsorted(self._places, tokens)
-        return [(token, _chance(known[i], place, rows[i])) for i, (token, place) in enumerate(zip(tokens, places, strict=True))]
+        return [(token, _chance(logits[i], place, rows[i])) for i, (token, place) in enumerate(zip(tokens, places, strict=True))]
 
     def _room(self, num_rows: int) -> Tensor:
         """[num_rows, vocab] float32, -inf where no head scores: it is written once and used again and again."""
         if len(self._full) < num_rows:
-            self._full = torch.full((num_rows, self._vocab_size), float("-inf"))
+            self._full = torch.from_numpy(np.full((num_rows, self._vocab_size), -np.inf, np.float32))
         return self._full[:num_rows]
 
 
