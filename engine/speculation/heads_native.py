@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.kernels.cpu.library import FORMATS, Linear
 from engine.kernels.cpu.model import PackedLinear, gathered
 from engine.speculation.heads import Block, DraftHeads
-from engine.speculation.heads_torch import Scores
+from engine.speculation.heads_torch import Chain, Root, Scores
 from engine.weights import pack
 from engine.weights.quantize import quantize_int8
 
@@ -31,6 +31,19 @@ class _Block(ctypes.Structure):
     )
 
 
+class _Chains(ctypes.Structure):
+    """PdmeshDraftChains there."""
+
+    _fields_ = (
+        ("num_rows", ctypes.c_int32),
+        ("depth", ctypes.c_int32),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("norm", "hidden", "token_ids", "last", "most", "least", "tokens", "chances", "counts")
+        ),
+    )
+
+
 class NativeHeads:
     """See HeadMaths (heads_torch.py). Computes with `team`, the address of a pdmesh::Team that `owner` has, between its steps."""
 
@@ -43,11 +56,13 @@ class NativeHeads:
         if why := heads.why_not(embedding.shape[1], embedding.shape[0]) or why_not_native(heads, embedding):
             raise ValueError(why)
         _declare(library)
-        if library.pdmesh_draft_block_bytes() != ctypes.sizeof(_Block):
+        if library.pdmesh_draft_bytes() != ctypes.sizeof(_Block) + ctypes.sizeof(_Chains):
             raise RuntimeError(f"{library._name} is not of this version (PdmeshDraftBlock differs); build the kernels anew")
         self.heads, self._embedding, self._library, self._team, self._owner = heads, embedding, library, team, owner
         self._norm = heads.norm.float().contiguous()
         self._norm_address = self._norm.data_ptr()
+        self._token_ids = heads.token_ids.long().contiguous()
+        self._ids_address = self._token_ids.data_ptr()
         linears = [linear for block in heads.blocks for linear in _linears(block)]
         *self._linears, self._head = gathered([_packed(matrix) for matrix in (*linears, heads.head)])
         self._head_descriptor = self._head.descriptor()
@@ -67,6 +82,23 @@ class NativeHeads:
         pointers = (ctypes.c_void_p * count)(*[row.data_ptr() for row in hidden])
         self._library.pdmesh_draft_begin(self.heads.hidden_size, count, pointers, self._norm_address, out.data_ptr())
         return out
+
+    def chains(self, roots: Sequence[Root]) -> list[Chain]:
+        """In one native call."""
+        count, depth = len(roots), self.heads.depth
+        hidden = (ctypes.c_void_p * count)(*[root.hidden.data_ptr() for root in roots])
+        last = (ctypes.c_int64 * count)(*[root.last for root in roots])
+        most = (ctypes.c_int32 * count)(*[root.most for root in roots])
+        least = (ctypes.c_float * count)(*[root.least_chance for root in roots])
+        tokens, chances = (ctypes.c_int64 * (count * depth))(), (ctypes.c_float * (count * depth))()
+        counts = (ctypes.c_int32 * count)()
+        arrays = (ctypes.addressof(each) for each in (last, most, least, tokens, chances, counts))
+        asked = _Chains(count, depth, self._norm_address, ctypes.addressof(hidden), self._ids_address, *arrays)
+        block = self._block_addresses[0]
+        if self._library.pdmesh_draft_chains(self._team, block, self._head_address, ctypes.byref(asked)):
+            raise MemoryError(f"no memory to guess for {count} sequences")
+        ends = ((row * depth, row * depth + counts[row]) for row in range(count))
+        return [(tokens[first:end], chances[first:end]) for first, end in ends]
 
     def advance(self, number: int, states: Tensor, token_ids: Sequence[int]) -> Tensor:
         count, out = len(token_ids), torch.empty_like(states)
@@ -120,6 +152,7 @@ def _declare(library: ctypes.CDLL) -> None:
     """Argument types: without them ctypes would cut pointers to 32 bits."""
     pointer, int32 = ctypes.c_void_p, ctypes.c_int32
     library.pdmesh_draft_begin.argtypes, library.pdmesh_draft_begin.restype = [int32, int32, *[pointer] * 3], None
-    library.pdmesh_draft_block_bytes.restype = ctypes.c_int64
+    library.pdmesh_draft_bytes.restype = ctypes.c_int64
+    library.pdmesh_draft_chains.argtypes, library.pdmesh_draft_chains.restype = [pointer] * 4, int32
     library.pdmesh_draft_block.argtypes, library.pdmesh_draft_block.restype = [pointer, pointer, int32, *[pointer] * 3], int32
     library.pdmesh_draft_scores.argtypes, library.pdmesh_draft_scores.restype = [pointer, pointer, int32, *[pointer] * 4], int32

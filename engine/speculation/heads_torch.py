@@ -26,6 +26,18 @@ class Scores(NamedTuple):
     chances: list[float]
 
 
+class Root(NamedTuple):
+    """What a chain of guesses begins with: the model's last hidden state [H] float32, the token drawn from it, and its bounds."""
+
+    hidden: Tensor
+    last: int
+    most: int
+    least_chance: float
+
+
+Chain = tuple[list[int], list[float]]  # tokens and their chances
+
+
 class HeadMaths(Protocol):
     """What the proposer needs of draft heads."""
 
@@ -41,6 +53,10 @@ class HeadMaths(Protocol):
 
     def score(self, states: Tensor) -> Scores:
         """What the states say about their next tokens."""
+        ...
+
+    def chains(self, roots: Sequence[Root]) -> list[Chain]:
+        """Of recurrent heads: the likeliest tokens one after the other, while the product of their chances is large enough."""
         ...
 
 
@@ -89,3 +105,20 @@ class TorchHeads:
         best = logits.argmax(-1)
         chances = (logits.gather(1, best[:, None])[:, 0] - logits.logsumexp(-1)).exp()
         return Scores(logits.cpu(), best.tolist(), chances.tolist())
+
+    def chains(self, roots: Sequence[Root]) -> list[Chain]:
+        found: list[Chain] = [([], []) for _ in roots]
+        kept, growing = [1.0] * len(roots), list(range(len(roots)))
+        states = self.begin([root.hidden for root in roots])
+        while growing:
+            states = self.advance(0, states, [found[row][0][-1] if found[row][0] else roots[row].last for row in growing])
+            scores, goes_on = self.score(states), []
+            for at, row in enumerate(growing):
+                kept[row] *= scores.chances[at]
+                if kept[row] >= roots[row].least_chance:
+                    found[row][0].append(int(self.heads.token_ids[scores.best[at]]))
+                    found[row][1].append(scores.chances[at])
+                    if len(found[row][0]) < min(roots[row].most, self.heads.depth):
+                        goes_on.append(at)
+            states, growing = states[goes_on], [growing[at] for at in goes_on]
+        return found

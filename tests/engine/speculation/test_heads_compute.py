@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from engine.kernels.cpu.library import shared_library
 from engine.speculation.heads_native import NativeHeads
-from engine.speculation.heads_torch import TorchHeads
+from engine.speculation.heads_torch import Chain, HeadMaths, Root, TorchHeads
 from tests.engine.backends import needs_native
 from tests.engine.speculation.tiny_heads import make_embedding, make_heads
 
@@ -35,6 +35,37 @@ def test_torch_computes_what_is_drawn() -> None:
     assert torch.allclose(scores.logits, logits, atol=1e-4)
     assert scores.best == logits.argmax(-1).tolist()
     assert scores.chances == pytest.approx(logits.softmax(-1).amax(-1).tolist(), rel=1e-4)
+
+
+def chain(maths: HeadMaths, root: Root) -> Chain:
+    """The same, step by step."""
+    tokens: list[int] = []
+    chances: list[float] = []
+    state, kept = maths.begin([root.hidden]), 1.0
+    while len(tokens) < min(root.most, maths.heads.depth):
+        state = maths.advance(0, state, [tokens[-1] if tokens else root.last])
+        _, [best], [chance] = maths.score(state)
+        kept *= chance
+        if kept < root.least_chance:
+            break
+        tokens.append(int(maths.heads.token_ids[best]))
+        chances.append(chance)
+    return tokens, chances
+
+
+def check_chains(maths: HeadMaths) -> None:
+    hidden = random_hidden(12)
+    roots = [Root(row, 4 * number, 1 + number % 5, (0.0, 0.01, 0.4)[number % 3]) for number, row in enumerate(hidden)]
+    found = maths.chains(roots)
+    for (tokens, chances), root in zip(found, roots, strict=True):
+        alone = chain(maths, root)
+        assert tokens == alone[0]
+        assert chances == pytest.approx(alone[1], rel=1e-4)
+    assert {len(tokens) for tokens, _ in found} >= {0, 1, 3, 4}
+
+
+def test_chains_by_torch() -> None:
+    check_chains(TorchHeads(make_heads(), make_embedding()))
 
 
 def test_heads_of_another_model_are_refused() -> None:
@@ -82,6 +113,11 @@ def test_native_rows_do_not_depend_on_those_beside_them(team: int) -> None:
         fewer = native.advance(3, states[:count], tokens[:count])
         assert torch.equal(fewer, after[:count])
         assert torch.equal(native.score(fewer).logits, logits[:count])
+
+
+@needs_native
+def test_native_chains(team: int) -> None:
+    check_chains(NativeHeads(make_heads(), make_embedding(), shared_library(), team))
 
 
 @needs_native
