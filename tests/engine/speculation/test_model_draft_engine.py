@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return load_model(EngineConfig(model=str(folder), backend=request.param, dtype="float32", num_threads=1))
 
     folder = make_tiny_model(tmp_path_factory.mktemp("target"))
-    shape = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    shape: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
     other = make_tiny_model(tmp_path_factory.mktemp("draft"), seed=5, **shape)
     return Models(folder, load(folder), other, load(other))
 
