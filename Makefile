@@ -9,7 +9,7 @@ CODE := pdmesh simulator worker router prefill_service decode_service autoscaler
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh test-k8s equality
-.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale stubs format clean
+.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec train-heads stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -103,6 +103,12 @@ bench-constrained: $(READY) model kernels  ## 500 requests with a JSON schema ea
 
 bench-soak: $(READY) model kernels  ## an hour of mixed traffic over all protocols, with cancels and refusals: memory stands still (slow)
 	$(BIN)/python -m benchmarks.soak
+
+bench-spec: $(READY) model kernels  ## speculative decoding: same tokens, what it brings, that it never loses (slow; trained heads if there are some)
+	$(BIN)/python -m benchmarks.spec
+
+train-heads: $(READY) model kernels  ## trains draft heads for SmolLM2 on its own outputs, into the cache (half an hour)
+	$(BIN)/python -m benchmarks.spec.train_heads
 
 bench-router: $(READY) model kernels  ## policy, peers, interference, overhead, predictions, overload, a killed router, prefixes (an hour and a half)
 	$(BIN)/python -m benchmarks.router $(ARGS)

@@ -34,6 +34,8 @@ class ChoiceOutput:
     finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED
     num_sent: int = 0
     finish_sent: bool = False
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     @property
     def finished(self) -> bool:
@@ -47,6 +49,9 @@ class ChoiceOutput:
         self.token_ids.extend(update.token_ids)
         if update.logprobs:
             self.logprobs.extend(map(wire_logprobs, update.logprobs))
+        if update.num_drafted:
+            self.num_drafted += update.num_drafted
+            self.num_accepted += update.num_accepted
         if update.finish_reason is not None:
             self.finish_reason = _FINISH_REASONS[update.finish_reason]
 
@@ -58,7 +63,8 @@ class ChoiceOutput:
         self.finish_reason = finish_reason
 
     def take(self, request_id: str) -> decode_pb2.SequenceOutput | None:
-        """What has not been sent yet, now counted as sent. None: nothing new."""
+        """What has not been sent yet, now counted as sent. None: nothing new. What was drafted is told as a total: a message that
+        is lost, or sent again, changes no sum."""
         start, end = self.num_sent, len(self.token_ids)
         if start == end and (self.finish_sent or not self.finished):
             return None
@@ -70,6 +76,8 @@ class ChoiceOutput:
             token_ids=self.token_ids[start:],
             logprobs=self.logprobs[start:],
             finish_reason=self.finish_reason,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
         )
 
     def rewind(self, next_index: int) -> None:

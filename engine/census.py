@@ -10,6 +10,7 @@ from engine.pacing import Pacer
 from engine.requests import RequestTable
 from engine.scheduler import Scheduler
 from engine.sequence import Phase, Sequence
+from engine.speculation.tally import Tally
 
 # Steps of a few milliseconds need no census each while nothing comes or goes: they only lengthen contexts by a token.
 PERIOD_NS = 10_000_000
@@ -28,9 +29,16 @@ class Census:
     """Looks at everything that the engine holds; a microsecond for each sequence."""
 
     def __init__(
-        self, counters: Counters, table: RequestTable, scheduler: Scheduler, allocator: BlockAllocator, pacer: Pacer
+        self,
+        counters: Counters,
+        table: RequestTable,
+        scheduler: Scheduler,
+        allocator: BlockAllocator,
+        pacer: Pacer,
+        tally: Tally | None = None,
     ) -> None:
         self._counters = counters
+        self._tally = tally
         self._table = table
         self._scheduler = scheduler
         self._allocator = allocator
@@ -75,6 +83,7 @@ class Census:
             num_prefilled_tokens=self._counters.num_prefilled_tokens,
             num_prefix_hit_tokens=self._allocator.num_prefix_hit_tokens,
             num_preemptions=self._scheduler.num_preemptions,
+            speculation=None if self._tally is None else self._tally.stats(),
         )
 
     def _promised_s(self, decoding: list[Sequence]) -> float:

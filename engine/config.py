@@ -43,6 +43,17 @@ class EngineConfig:
     )
     max_context: int = field(default=0, metadata={"help": "longest sequence in tokens; 0: the model's"})
     prefix_caching: bool = field(default=True, metadata={"help": "share KV blocks between prompts with equal beginnings"})
+    speculation: str = field(
+        default="none",
+        metadata={"help": "who guesses the next tokens: auto, none, or names joined by commas"},
+    )
+    draft_model: str = field(default="", metadata={"help": "a smaller model with the same vocabulary, to guess with"})
+    draft_heads: str = field(
+        default="", metadata={"help": "trained heads, to guess with; empty: draft_heads.safetensors beside the model"}
+    )
+    self_draft_layers: int = field(default=0, metadata={"help": "guess with the model's first so many layers; 0: do not"})
+    max_draft_tokens: int = field(default=16, metadata={"help": "tokens guessed ahead of a sequence at most"})
+    draft_length: int = field(default=0, metadata={"help": "guess so many, whatever it costs; 0: as many as pay"})
     num_threads: int = field(default=0, metadata={"help": "threads that compute; 0: one for each core"})
 
     def validate(self) -> None:
@@ -56,9 +67,9 @@ class EngineConfig:
         _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         if self.quantization_group not in QUANTIZATION_GROUPS:
             raise ValueError(f"quantization_group: {self.quantization_group} is not known; give 32, 64 or 128")
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_draft_tokens"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("num_blocks", "kv_memory_mb", "max_context", "num_threads"):
+        for name in ("num_blocks", "kv_memory_mb", "max_context", "num_threads", "draft_length", "self_draft_layers"):
             _at_least(name, getattr(self, name), 0)
         if self.num_threads > MAX_THREADS:
             raise ValueError(f"num_threads: {self.num_threads} is more than {MAX_THREADS}; give the cores that it may use")

@@ -7,12 +7,12 @@ when its last choice ends or by release(), which is right at any time.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from engine.admission import Limits
 from engine.allocator import BlockAllocator, HashBlock
 from engine.block_log import BlockChanges, BlockLog
-from engine.blocks import BlockPool
+from engine.blocks import BlockPool, num_blocks_for
 from engine.census import Census, Counters
 from engine.config import EngineConfig
 from engine.exports import KVExports
@@ -27,10 +27,16 @@ from engine.progress import Progress
 from engine.request import EngineRequest
 from engine.requests import RequestTable
 from engine.reservations import Reservations, ReservedBlocks
-from engine.runner import ModelRunner
+from engine.runner import ModelRunner, TokenSampler
 from engine.sampling import Sampler
 from engine.scheduler import Scheduler
 from engine.sequence import Phase
+from engine.sequence import Sequence as EngineSequence
+from engine.speculation.calibrate import LONG_CONTEXT, measure_curve
+from engine.speculation.draft import Draft
+from engine.speculation.proposer import Proposer
+from engine.speculation.setup import Parts, make_proposers
+from engine.speculation.speculator import Bounds, Speculator
 from engine.timing import StartClock
 from engine.weights.loader import LoadedModel, load_model
 
@@ -38,8 +44,17 @@ from engine.weights.loader import LoadedModel, load_model
 class Engine:
     """A model, its KV pool and the requests on it."""
 
-    def __init__(self, config: EngineConfig, *, hash_block: HashBlock, loaded: LoadedModel | None = None) -> None:
-        """Loads the model unless one is given. `hash_block(parent, token_ids) -> bytes` chains the hashes of the prefix cache.
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        hash_block: HashBlock,
+        loaded: LoadedModel | None = None,
+        proposers: Sequence[Proposer] | None = None,
+    ) -> None:
+        """Loads the model unless one is given, and makes the proposers that `config` names unless some are given.
+
+        `hash_block(parent, token_ids) -> bytes` chains the hashes of the prefix cache.
 
         Raises ValueError for settings that cannot be, and what the loader and the KV pool raise.
         """
@@ -55,17 +70,30 @@ class Engine:
             kv_shape(config, loaded.config, loaded.kv_dtype, free_memory(config.device)), config.device, shared=config.kv_shared
         )
         self.cost = cost_of(loaded, self.kv.shape)
-        sampler = loaded.model.sampler() if isinstance(loaded.model, NativeModel) else Sampler()
+        sampler: TokenSampler = loaded.model.sampler() if isinstance(loaded.model, NativeModel) else Sampler()
+        self.sampler = sampler
         self._pool = BlockPool(self.kv.shape.num_blocks)
-        self._runner = ModelRunner(loaded.model, self.kv.tensor, sampler, self.eos_token_ids)
         limits = self._limits()
         self._allocator = BlockAllocator(self._pool, config.block_size, hash_block, prefix_caching=config.prefix_caching)
+        if proposers is None:
+            proposers = make_proposers(Parts(config, loaded, self.kv, self._allocator, sampler))
+        self.speculator = self._make_speculator(proposers, loaded) if proposers else None
+        hidden_size = loaded.config.hidden_size if self.speculator and self.speculator.wants_hidden else None
+        self._runner = ModelRunner(
+            loaded.model,
+            self.kv.tensor,
+            sampler,
+            self.eos_token_ids,
+            hidden_size=hidden_size,
+            arrangement=self.kv_arrangement,
+        )
         self.pacer = Pacer(is_on=config.keep_pace)
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer)
         self._table = RequestTable(limits, self._allocator, self._scheduler)
         self._reservations = Reservations(limits, self._table, self._allocator, self._scheduler)
         counters = Counters()
-        self._census = Census(counters, self._table, self._scheduler, self._allocator, self.pacer)
+        tally = self.speculator.tally if self.speculator else None
+        self._census = Census(counters, self._table, self._scheduler, self._allocator, self.pacer, tally)
         self._progress = Progress(self._table, self._allocator, counters, self._census)
         self.exports = KVExports(loaded.config.num_layers)
 
@@ -127,13 +155,18 @@ class Engine:
     def step(self) -> StepResult | None:
         """One step for all sequences that fit into it. None: nothing to do until another call changes that."""
         started_ns = time.monotonic_ns()
-        plan = self._scheduler.schedule(started_ns)
+        plan = self._scheduler.schedule(started_ns, self._drafts())
         if not plan.pieces:
             self.check_integrity()
             return None
         self.kv.reach(self._pool.highest_used)
+        planned_ns = time.monotonic_ns()
         draws = self._runner.run(plan, self.exports.begin(plan))
-        return self._progress.postprocess(plan, draws, started_ns, self.exports.end())
+        computed_ns = time.monotonic_ns()
+        result = self._progress.postprocess(plan, draws, started_ns, self.exports.end())
+        if self.speculator is not None:
+            self.speculator.learn(plan, draws, computed_ns - planned_ns)
+        return result
 
     @property
     def has_work(self) -> bool:
@@ -160,6 +193,26 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises IntegrityError unless free + used == total and every reference is accounted for. Also made whenever idle."""
         check_integrity(self._pool, self._table, self._scheduler)
+
+    def _make_speculator(self, proposers: Sequence[Proposer], loaded: LoadedModel) -> Speculator:
+        limits, config = self._limits(), self.config
+        self.kv.reach(min(self._pool.num_total, num_blocks_for(LONG_CONTEXT, config.block_size)) - 1)
+        curve = measure_curve(
+            loaded.model,
+            self.sampler,
+            self.kv.tensor,
+            max_context=limits.max_context,
+            max_rows=config.max_num_batched_tokens,
+        )
+        bounds = Bounds(config.max_draft_tokens, config.max_num_batched_tokens, limits.max_context, config.draft_length)
+        return Speculator(proposers, curve, bounds)
+
+    def _drafts(self) -> dict[EngineSequence, Draft]:
+        if self.speculator is None:
+            return {}
+        scheduler = self._scheduler
+        has_prompts = bool(scheduler.waiting) or not all(sequence.is_going_on for sequence in scheduler.running)
+        return self.speculator.draft(scheduler.running, has_prompts=has_prompts)
 
     def _limits(self) -> Limits:
         return Limits(

@@ -11,13 +11,13 @@ batch: see engine/layers.py and engine/paged_attention.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention import AttentionBackend, AttentionPlan
+from engine.attention import AttentionBackend, AttentionPlan, make_attention
 from engine.batch import StepBatch
 from engine.exports import LayerSignal
 from engine.layers import GatedMLP, Linear, pad_rows, rms_norm
@@ -35,6 +35,13 @@ class DecoderLayer:
     output: Linear
     mlp_norm: Tensor
     mlp: GatedMLP
+
+
+def shortened(config: ModelConfig, num_layers: int) -> ModelConfig:
+    """Only the first so many layers of it. Raises ValueError for fewer than one, or for all."""
+    if not 1 <= num_layers < config.num_layers:
+        raise ValueError(f"num_layers: {num_layers} of {config.num_layers} layers; it must be 1 to {config.num_layers - 1}")
+    return replace(config, num_layers=num_layers, windows=config.windows[:num_layers])
 
 
 class DecoderModel:
@@ -68,22 +75,43 @@ class DecoderModel:
         return self.embedding.dtype
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
         """One step: writes the step's keys and values to `kv` (`KVPool.tensor`), returns logits [R, vocab_size] float32.
-        `signal` hears of each layer whose keys and values are there.
+        `signal` hears of each layer whose keys and values are there. `hidden` [R, hidden_size] float32 is filled with the last
+        states of the rows that logits are of, before the final norm.
 
         The tokens' blocks must be in their block tables, and keys of all earlier positions in the pool.
         """
         plan = self.attention.plan(batch, kv.shape[3])
         num_tokens = batch.num_tokens
-        hidden = F.embedding(pad_rows(batch.token_ids).to(self.device), self.embedding)
+        states = F.embedding(pad_rows(batch.token_ids).to(self.device), self.embedding)
         angles = self.rotary.at(pad_rows(batch.positions).to(self.device))
         for index, layer in enumerate(self.layers):
-            hidden = hidden + self._attend(index, layer, hidden, angles, plan, num_tokens, kv)
+            states = states + self._attend(index, layer, states, angles, plan, num_tokens, kv)
             if signal is not None:
                 signal.layer_done(index)
-            hidden = hidden + layer.mlp(rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps))
-        return self._logits(hidden, batch.logits_rows.to(self.device))
+            states = states + layer.mlp(rms_norm(states, layer.mlp_norm, self.config.rms_norm_eps))
+        wanted = states[batch.logits_rows.to(self.device)]
+        if hidden is not None:
+            hidden.copy_(wanted)
+        return self._logits(wanted)
+
+    def first_layers(self, num_layers: int) -> DecoderModel:
+        """A model of the first so many layers with this one's norm and head, which drafts for it. It has no weights of its own,
+        and its keys and values of a token are this one's: it may be given the same pool.
+
+        Raises ValueError for fewer than one layer, or for all.
+        """
+        config = shortened(self.config, num_layers)
+        return DecoderModel(
+            config,
+            embedding=self.embedding,
+            layers=self.layers[:num_layers],
+            norm=self.norm,
+            head=self.head,
+            rotary=self.rotary,
+            attention=make_attention(self.attention.name, config, str(self.device)),
+        )
 
     def _attend(
         self,
@@ -108,7 +136,7 @@ class DecoderModel:
         attended = plan.run(index, query, key, heads[:num_tokens, num_rotated:], kv)
         return layer.output(pad_rows(attended.flatten(1)))
 
-    def _logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        wanted = pad_rows(hidden[rows])
-        logits = self.head(rms_norm(wanted, self.norm, self.config.rms_norm_eps))
-        return logits[: rows.shape[0]].float()
+    def _logits(self, states: Tensor) -> Tensor:
+        """states [R, hidden_size] -> [R, vocab_size] float32."""
+        logits = self.head(rms_norm(pad_rows(states), self.norm, self.config.rms_norm_eps))
+        return logits[: states.shape[0]].float()

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.speculation.tally import SpeculationStats
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -30,6 +32,8 @@ class SequenceUpdate:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]  # one per token, or () when none were asked for
     finish_reason: FinishReason | None
+    num_drafted: int = 0  # tokens that were guessed and computed beside the first of these
+    num_accepted: int = 0  # of them, those that came true: the choice's next tokens behind the first
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,13 @@ class StepWork(NamedTuple):
     """What a step computed. A token's context is the number of tokens that it attends to, itself included.
 
     Prompt tokens, and those that are computed once more after a preemption, are prefill; a sequence that decodes has one token
-    in the step. The contexts are sums over those tokens.
+    in the step, and those that were guessed to follow it. `prefill_context` is the sum over those tokens, `decode_context` that
+    over the sequences: drafted tokens read the same keys.
     """
 
     prefill_tokens: int
     prefill_context: int
-    num_decoding: int
+    num_decoding: int  # tokens, drafted ones included
     decode_context: int
 
 
@@ -100,6 +105,7 @@ class EngineStats:
     num_preemptions: int
     pace_s: float = 0.0  # of the sequence that leaves prompts least room (pacing.py), or will; 0: nobody was promised a pace
     slack_s: float = 0.0  # of it
+    speculation: SpeculationStats | None = None  # None: nobody guesses
 
 
 @dataclass(frozen=True)

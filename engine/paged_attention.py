@@ -23,7 +23,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
+from engine.batch import StepBatch, Tail
 from engine.layers import ROW_MULTIPLE
 from engine.model_config import ModelConfig
 
@@ -66,7 +66,9 @@ class ReferenceAttention:
         for start in range(first * CHUNK_KEYS, int(contexts[0]), CHUNK_KEYS):
             keys = torch.arange(start, start + CHUNK_KEYS)
             present = members[: int((contexts > start).sum())]
-            slots = torch.stack([_slots(tables[b], keys.clamp(max=batch.context_lens[b] - 1), block_size) for b in present])
+            slots = torch.stack(
+                [_slots(tables[b], keys.clamp(max=batch.context_lens[b] - 1), block_size, batch.tails.get(b)) for b in present]
+            )
             rows = slots[:, None, :] * self.config.num_kv_heads + torch.arange(self.config.num_kv_heads)[:, None]
             mask = _mask(positions[: len(present)], keys, window)
             chunks.append(KeyChunk(len(present), rows.flatten().to(self.device), mask.to(self.device)))
@@ -148,9 +150,12 @@ def _pack_queries(group: Group, query: Tensor, config: ModelConfig) -> Tensor:
     return packed.mul_(config.head_dim**-0.5)
 
 
-def _slots(table: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """Slots of key positions. Callers clamp positions to the context: what is masked is then read from the sequence's own
-    keys, not from a slot that may hold anything (0 * NaN is NaN)."""
+def _slots(table: Tensor, positions: Tensor, block_size: int, tail: Tail | None) -> Tensor:
+    """Slots of key positions, which ascend. Callers clamp positions to the context: what is masked is then read from the
+    sequence's own keys, not from a slot that may hold anything (0 * NaN is NaN)."""
+    if tail is not None and positions[-1] >= tail.first:
+        before, behind = positions[positions < tail.first], positions[positions >= tail.first]
+        return torch.cat((_slots(table, before, block_size, None), torch.tensor(tail.slots)[behind - tail.first]))
     return table[positions // block_size] * block_size + positions % block_size
 
 

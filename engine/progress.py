@@ -6,7 +6,7 @@ import time
 
 from engine.allocator import BlockAllocator
 from engine.census import Census, Counters
-from engine.outputs import KVReady, RequestStarted, SequenceUpdate, StepResult, StepWork
+from engine.outputs import KVReady, RequestStarted, SequenceUpdate, StepResult, StepWork, TokenLogprobs
 from engine.requests import RequestTable
 from engine.runner import Draw
 from engine.scheduler import Piece, Plan
@@ -52,18 +52,25 @@ class Progress:
         if sequence.num_remaining:
             return []
         proceed = self._table.hold if sequence.group.request.prefill_only else self._table.go_on
-        gains = proceed(sequence, {draw.choice: draw.token.token_id for draw in draws})
+        gains = proceed(sequence, {draw.choice: tuple([token.token_id for token in draw.tokens]) for draw in draws})
         return [
             SequenceUpdate(
                 request_id=sequence.group.request.request_id,
                 choice=draw.choice,
                 index=index,
                 token_ids=gains[draw.choice].token_ids,
-                logprobs=(draw.token.logprobs,) if draw.token.logprobs else (),
+                logprobs=_logprobs(draw, len(gains[draw.choice].token_ids)),
                 finish_reason=gains[draw.choice].finish_reason,
+                num_drafted=len(piece.draft),
+                num_accepted=min(len(draw.tokens), len(gains[draw.choice].token_ids)) - 1,
             )
             for draw in draws
         ]
+
+
+def _logprobs(draw: Draw, num_tokens: int) -> tuple[TokenLogprobs, ...]:
+    """Of as many tokens as the choice took: it may have ended before the last that was drawn."""
+    return tuple([token.logprobs for token in draw.tokens[:num_tokens] if token.logprobs is not None])
 
 
 def work_of(pieces: list[Piece]) -> StepWork:
@@ -73,7 +80,7 @@ def work_of(pieces: list[Piece]) -> StepWork:
         sequence, num_tokens = piece.sequence, piece.num_tokens
         first = sequence.num_computed
         if num_tokens == 1 and sequence.output and first + 1 == sequence.num_tokens:  # is_decoding
-            num_decoding += 1
+            num_decoding += piece.num_rows
             decode_context += first + 1
         else:
             prefill_tokens += num_tokens

@@ -88,17 +88,20 @@ class RequestTable:
             else:
                 self._foresee(branch)
 
-    def go_on(self, sequence: Sequence, tokens: Mapping[int, int]) -> dict[int, Gain]:
-        """All known tokens of a running sequence are computed: its choices part and take their next tokens; some end."""
-        branches = {branch.choices[0]: branch for branch in self._branches(sequence)}
-        return {choice: self._gain(branches[choice], token_id) for choice, token_id in tokens.items()}
+    def go_on(self, sequence: Sequence, tokens: Mapping[int, tuple[int, ...]]) -> dict[int, Gain]:
+        """All known tokens of a running sequence are computed: its choices part and take their next tokens; some end.
 
-    def hold(self, sequence: Sequence, tokens: Mapping[int, int]) -> dict[int, Gain]:
+        `tokens` of each choice: the KV of all but the last is there already. A choice may end before it has taken all.
+        """
+        branches = {branch.choices[0]: branch for branch in self._branches(sequence)}
+        return {choice: self._gain(branches[choice], token_ids) for choice, token_ids in tokens.items()}
+
+    def hold(self, sequence: Sequence, tokens: Mapping[int, tuple[int, ...]]) -> dict[int, Gain]:
         """As go_on() for a prefill_only request: the blocks stay as they are, for whoever takes the KV over, and who decodes
         finds what a grammar forces behind the first token."""
         self._scheduler.discard(sequence)
         sequence.group.phase = Phase.HELD
-        return {choice: Gain((token,), self._reason(sequence, [*sequence.output, token])) for choice, token in tokens.items()}
+        return {choice: Gain(token, self._reason(sequence, [*sequence.output, *token])) for choice, token in tokens.items()}
 
     def _branches(self, sequence: Sequence) -> list[Sequence]:
         return self._part(sequence) if len(sequence.choices) > 1 else [sequence]
@@ -111,14 +114,25 @@ class RequestTable:
             self._scheduler.run(branch)
         return branches
 
-    def _gain(self, branch: Sequence, token_id: int) -> Gain:
+    def _gain(self, branch: Sequence, token_ids: tuple[int, ...]) -> Gain:
         start, branch.num_unreported = len(branch.output) - branch.num_unreported, 0
-        reason = self._append(branch, token_id)
+        reason = self._append_drawn(branch, token_ids)
         while reason is None and (forced := branch.forced_token()) is not None:
             reason = self._append(branch, forced)
         if reason is not None:
             self._retire(branch)
         return Gain(tuple(branch.output[start:]), reason)
+
+    def _append_drawn(self, branch: Sequence, token_ids: tuple[int, ...]) -> FinishReason | None:
+        """The last one is drawn, those before it were drafted and kept: they are computed."""
+        *kept, drawn = token_ids
+        for token_id in kept:
+            if (reason := self._append(branch, token_id)) is not None:
+                return reason
+            branch.num_computed += 1
+        if kept:
+            self._allocator.publish(branch)
+        return self._append(branch, drawn)
 
     def _foresee(self, branch: Sequence) -> None:
         """Appends what the grammar forces, but for a token that ends the choice: there is no step that could report that."""

@@ -1,28 +1,41 @@
-"""From a plan to drawn tokens: block copies, one forward pass, one draw per choice that reached its end."""
+"""From a plan to drawn tokens: block copies, one forward pass, one draw per choice that reached its end.
+
+A piece with a draft draws once behind its last known token and once behind each drafted one, all with the noise of their own
+places; which of the draws count is known when they are compared with the draft (`Verified`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
+from engine.batch import StepBatch, Tail
 from engine.blocks import num_blocks_for
 from engine.exports import LayerSignal
 from engine.grammar import Bits
+from engine.kv_moves import move_slots
 from engine.sampling import SampledToken, SampleRow
 from engine.scheduler import Piece, Plan
 from engine.sequence import Sequence
+from engine.speculation.constrained import allowed_on_tree
+from engine.speculation.draft import ROOT, Verified
 
 
 class ForwardModel(Protocol):
     """What the runner needs of a model."""
 
-    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None) -> Tensor:
-        """Writes the KV of the batch's T tokens into `kv`, telling `signal` of each layer; logits [R, vocab] float32."""
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
+        """Writes the KV of the batch's T tokens into `kv`, telling `signal` of each layer; logits [R, vocab] float32.
+
+        `hidden` [R, hidden_size] float32 is filled with the hidden states, before the final norm, that the logits come from.
+        """
         ...
 
 
@@ -34,16 +47,31 @@ class TokenSampler(Protocol):
 
 @dataclass(frozen=True)
 class Draw:
-    """A token drawn for one choice."""
+    """New tokens of one choice: one, or one more than were kept of its draft."""
 
     choice: int
-    token: SampledToken
+    tokens: tuple[SampledToken, ...]
+    verified: Verified | None = None  # None where several choices draw from one row
+    hidden: Tensor | None = None  # [hidden_size] float32, behind the last token; None unless the runner keeps hidden states
 
 
 class ModelRunner:
     """Runs one model on one KV pool tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]."""
 
-    def __init__(self, model: ForwardModel, kv: Tensor, sampler: TokenSampler, eos_token_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        model: ForwardModel,
+        kv: Tensor,
+        sampler: TokenSampler,
+        eos_token_ids: Collection[int],
+        *,
+        hidden_size: int | None = None,
+        arrangement: str = "plain",
+    ) -> None:
+        """`hidden_size`: of the hidden states that each draw is to bring along; None: nobody wants them. `arrangement`: of the
+        pool, see kv_format.py."""
+        self._arrangement = arrangement
+        self._hidden_size = hidden_size
         self._model = model
         self._kv = kv
         self._sampler = sampler
@@ -54,8 +82,11 @@ class ModelRunner:
         """Computes the plan's pieces; the draws of the sequences that reach their end."""
         pieces = plan.pieces
         self._copy_blocks(pieces)
-        logits = self._model.forward(build_batch(pieces, self._kv.shape[3], self._kv.device), self._kv, signal)
-        return self._draw(pieces, logits)
+        batch = build_batch(pieces, self._kv.shape[3], self._kv.device)
+        if self._hidden_size is None:
+            return self._draw(pieces, self._model.forward(batch, self._kv, signal), None)
+        hidden = torch.empty((len(batch.logits_rows), self._hidden_size), dtype=torch.float32, device=self._kv.device)
+        return self._draw(pieces, self._model.forward(batch, self._kv, signal, hidden), hidden)
 
     def _copy_blocks(self, pieces: list[Piece]) -> None:
         copies = [copy for piece in pieces for copy in piece.copies]
@@ -63,68 +94,149 @@ class ModelRunner:
             # All sources are read before any target is written: a source may have been freed and be a target by now.
             self._kv[:, :, [copy.target for copy in copies]] = self._kv[:, :, [copy.source for copy in copies]]
 
-    def _draw(self, pieces: list[Piece], logits: Tensor) -> dict[Sequence, list[Draw]]:
-        """`logits` [R, vocab]: a row for each piece that draws; the choices of a trunk draw from the same row."""
-        drawing = [piece.sequence for piece in pieces if _draws(piece)]
+    def _draw(self, pieces: list[Piece], logits: Tensor, hidden: Tensor | None) -> dict[Sequence, list[Draw]]:
+        """`logits` [R, vocab], `hidden` [R, hidden_size]: for each piece that draws a row behind its last known token, then one
+        behind each token of its draft; the choices of a trunk draw from the same row."""
+        drawing = [piece for piece in pieces if _draws(piece)]
         if not drawing:
             return {}
-        owners = [(row, sequence, choice) for row, sequence in enumerate(drawing) for choice in sequence.choices_to_draw]
-        if len(owners) > len(drawing):
-            logits = logits[[row for row, _, _ in owners]]
-        allowed = {sequence: _allowed(sequence) for sequence in drawing}  # choices that have not parted share theirs
-        rows = [self._sample_row(sequence, choice, allowed[sequence]) for _, sequence, choice in owners]
-        tokens = self._sampler.sample(logits, rows)
+        owners = list(_owners(drawing))
+        if len(owners) > len(logits):
+            logits = logits[[owner.row for owner in owners]]
+        tokens = self._sampler.sample(logits, [self._sample_row(owner) for owner in owners])
         draws: dict[Sequence, list[Draw]] = {}
-        for (_, sequence, choice), token in zip(owners, tokens, strict=True):
-            draws.setdefault(sequence, []).append(Draw(choice, token))
+        for owner, first in ((owner, index) for index, owner in enumerate(owners) if owner.node == ROOT):
+            drawn = tokens[first : first + 1 + len(owner.piece.draft)]
+            draws.setdefault(owner.piece.sequence, []).append(self._draw_of(owner, drawn, hidden))
         return draws
 
-    def _sample_row(self, sequence: Sequence, choice: int, allowed: Bits | None) -> SampleRow:
-        request = sequence.group.request
+    def _draw_of(self, owner: _Owner, drawn: list[SampledToken], hidden: Tensor | None) -> Draw:
+        """`drawn`: from all rows of the owner's piece. Moves the KV of what is kept to where the block table says."""
+        piece = owner.piece
+        if len(piece.sequence.choices) > 1:
+            return Draw(owner.choice, (drawn[0],))
+        verified = Verified(piece.draft, tuple([token.token_id for token in drawn]))
+        self._move_kept(piece, verified)
+        last = None if hidden is None else hidden[owner.row + verified.rows[-1]]
+        return Draw(owner.choice, tuple([drawn[row] for row in verified.rows]), verified, last)
+
+    def _move_kept(self, piece: Piece, verified: Verified) -> None:
+        """A token's KV lies where it stands in the draft; on the first branch that is its place in the sequence."""
+        moves = [(node, place) for place, node in enumerate(verified.kept) if node != place]
+        if moves:
+            first, block_size = piece.sequence.num_computed + piece.num_tokens, self._kv.shape[3]
+            slot = partial(_slot, piece.sequence.block_ids, block_size)
+            sources, targets = [slot(first + node) for node, _ in moves], [slot(first + place) for _, place in moves]
+            move_slots(self._kv, sources, targets, self._arrangement)
+
+    def _sample_row(self, owner: _Owner) -> SampleRow:
+        sequence, draft = owner.piece.sequence, owner.piece.draft
+        request, output = sequence.group.request, sequence.output
+        branch = draft.branch(owner.node) if owner.node != ROOT else ()
         return SampleRow(
             params=request.sampling,
-            choice=choice,
-            index=len(sequence.output),
+            choice=owner.choice,
+            index=len(output) + len(branch),
             prompt=request.prompt,
-            output=sequence.output,
+            output=[*output, *(draft.token_ids[node] for node in branch)] if branch else output,
             eos_token_ids=self._eos_token_ids,
-            allowed=allowed,
+            allowed=owner.allowed,
         )
 
 
-def _allowed(sequence: Sequence) -> Bits | None:
-    """What the sequence's grammar allows. On an accelerator the forward pass, which was only launched, still runs meanwhile."""
-    matcher = sequence.matcher()
-    return None if matcher is None else matcher.allowed()
+class _Owner(NamedTuple):
+    """Who draws from a row of logits: a choice, behind its last known token (`node` ROOT) or behind one of its draft's."""
+
+    row: int
+    piece: Piece
+    choice: int
+    node: int
+    allowed: Bits | None
+
+
+def _owners(drawing: list[Piece]) -> Iterator[_Owner]:
+    """A choice's owners stand together, the root first. What a grammar allows is found here: on an accelerator the forward pass,
+    which was only launched, still runs meanwhile."""
+    row = 0
+    for piece in drawing:
+        matcher = piece.sequence.matcher()
+        if piece.draft:
+            [choice] = piece.sequence.choices
+            allowed = allowed_on_tree(matcher, piece.draft) if matcher else [None] * (1 + len(piece.draft))
+            for node in range(ROOT, len(piece.draft)):
+                yield _Owner(row + 1 + node, piece, choice, node, allowed[node + 1])
+        else:
+            allowed_next = None if matcher is None else matcher.allowed()  # choices that have not parted share theirs
+            for choice in piece.sequence.choices_to_draw:
+                yield _Owner(row, piece, choice, ROOT, allowed_next)
+        row += 1 + len(piece.draft)
 
 
 def build_batch(pieces: list[Piece], block_size: int, device: torch.device) -> StepBatch:
-    """The flat batch of a plan's pieces, in their order."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    query_starts = [0]
-    for piece in pieces:
-        sequence, start = piece.sequence, piece.sequence.num_computed
-        end = start + piece.num_tokens
-        token_ids += sequence.tokens(start, end)
-        positions += range(start, end)
-        slots += [sequence.block_ids[p // block_size] * block_size + p % block_size for p in range(start, end)]
-        query_starts.append(end - start + query_starts[-1])
-    context_lens = [piece.sequence.num_computed + piece.num_tokens for piece in pieces]
-    logits_rows = [end - 1 for piece, end in zip(pieces, query_starts[1:], strict=True) if _draws(piece)]
+    """The flat batch of a plan's pieces, in their order. A draft's first branch goes on behind the known tokens; each other
+    branch is a sequence of its own, whose last keys lie where its tokens stand in the draft."""
+    parts = [part for piece in pieces for part in _parts(piece, block_size)]
+    query_starts = [0, *accumulate(len(part.token_ids) for part in parts)]
     return StepBatch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        positions=torch.tensor(positions, dtype=torch.int64, device=device),
-        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+        token_ids=torch.tensor([token for part in parts for token in part.token_ids], dtype=torch.int64, device=device),
+        positions=torch.tensor(
+            [p for part in parts for p in range(part.context_len - len(part.token_ids), part.context_len)],
+            dtype=torch.int64,
+            device=device,
+        ),
+        slot_mapping=torch.tensor([slot for part in parts for slot in part.slots], dtype=torch.int64, device=device),
         query_starts=query_starts,
-        context_lens=context_lens,
-        block_tables=[
-            piece.sequence.block_ids[: num_blocks_for(context_len, block_size)]
-            for piece, context_len in zip(pieces, context_lens, strict=True)
-        ],
-        logits_rows=torch.tensor(logits_rows, dtype=torch.int64, device=device),
+        context_lens=[part.context_len for part in parts],
+        block_tables=[part.blocks for part in parts],
+        logits_rows=torch.tensor(_logits_rows(parts, query_starts), dtype=torch.int64, device=device),
+        tails={index: part.tail for index, part in enumerate(parts) if part.tail is not None},
     )
+
+
+class _Part(NamedTuple):
+    """Tokens of a piece that follow one another: one sequence of the batch."""
+
+    token_ids: Sequence_[int]
+    slots: list[int]
+    context_len: int
+    blocks: list[int]
+    num_draws: int  # so many of its last tokens
+    tail: Tail | None = None
+
+
+def _parts(piece: Piece, block_size: int) -> Iterator[_Part]:
+    sequence, draft, start = piece.sequence, piece.draft, piece.sequence.num_computed
+    end = start + piece.num_tokens
+    slot = partial(_slot, sequence.block_ids, block_size)
+    branches = draft.branches
+    first = branches[0] if branches else range(0)
+    last = end + len(first)
+    yield _Part(
+        sequence.tokens(start, end) + draft.token_ids[: len(first)],
+        [slot(p) for p in range(start, last)],
+        last,
+        sequence.block_ids[: num_blocks_for(last, block_size)],
+        1 + len(first) if _draws(piece) else 0,
+    )
+    for branch in branches[1:]:
+        path = draft.branch(branch[-1])
+        slots = [slot(end + node) for node in path]
+        yield _Part(
+            [draft.token_ids[node] for node in branch],
+            slots[-len(branch) :],
+            end + len(path),
+            sequence.block_ids[: num_blocks_for(end + len(path), block_size)],
+            len(branch),
+            Tail(end, slots),
+        )
+
+
+def _slot(block_ids: list[int], block_size: int, position: int) -> int:
+    return block_ids[position // block_size] * block_size + position % block_size
+
+
+def _logits_rows(parts: list[_Part], query_starts: list[int]) -> list[int]:
+    return [row for part, end in zip(parts, query_starts[1:], strict=True) for row in range(end - part.num_draws, end)]
 
 
 def _draws(piece: Piece) -> bool:

@@ -1,18 +1,20 @@
 """Who computes how many tokens in the next step.
 
 There are no phases: a sequence's computed tokens chase its known tokens under the step's token budget. A decode row, a chunk of a
-prompt, what a cached prefix left over and a recomputation after preemption are the same assignment.
+prompt, what a cached prefix left over and a recomputation after preemption are the same assignment. Drafted tokens follow the
+known ones, where nobody has to give anything up for them.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from engine.allocator import BlockAllocator, BlockCopy
 from engine.pacing import Pacer
 from engine.sequence import Sequence
+from engine.speculation.draft import NOTHING, Draft
 
 # Of so many blocks one is kept free for growth when something new is admitted beside running sequences.
 BLOCKS_PER_SPARE = 64
@@ -20,11 +22,17 @@ BLOCKS_PER_SPARE = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """The next `num_tokens` tokens of a sequence, to be computed in this step."""
+    """The next `num_tokens` tokens of a sequence, to be computed in this step, and those that are guessed to follow its last."""
 
     sequence: Sequence
     num_tokens: int
     copies: tuple[BlockCopy, ...] = ()
+    draft: Draft = NOTHING  # empty unless the piece reaches the end
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that the model computes."""
+        return self.num_tokens + len(self.draft)
 
     @property
     def reaches_end(self) -> bool:
@@ -46,17 +54,25 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(piece.num_tokens for piece in self._pieces.values())
+        return sum(piece.num_rows for piece in self._pieces.values())
 
     def add(self, piece: Piece) -> None:
         self._pieces[piece.sequence] = piece
-        self.budget -= piece.num_tokens
+        self.budget -= piece.num_rows
+
+    def piece_of(self, sequence: Sequence) -> Piece | None:
+        return self._pieces.get(sequence)
+
+    def put(self, piece: Piece) -> None:
+        """In place of the piece of the same sequence."""
+        self.budget += self._pieces[piece.sequence].num_rows - piece.num_rows
+        self._pieces[piece.sequence] = piece
 
     def withdraw(self, sequence: Sequence) -> None:
         """The sequence was preempted: its tokens, and copies into blocks that it no longer has, are off."""
         self.preempted.add(sequence)
         piece = self._pieces.pop(sequence, None)
-        self.budget += piece.num_tokens if piece else 0
+        self.budget += piece.num_rows if piece else 0
 
 
 class Scheduler:
@@ -84,15 +100,16 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
 
-    def schedule(self, now_ns: int = 0) -> Plan:
+    def schedule(self, now_ns: int = 0, drafts: Mapping[Sequence, Draft] | None = None) -> Plan:
         """Decode rows first, then chunks of running sequences, then whoever waits, each in order of arrival.
 
-        A plan without pieces means that nothing can be done until somebody releases blocks.
+        `drafts`: of running sequences. A plan without pieces means that nothing can be done until somebody releases blocks.
         """
         plan = Plan(self._max_num_batched_tokens)
         decoding = [sequence for sequence in self.running if sequence.is_going_on]
         prompts = [sequence for sequence in self.running if not sequence.is_going_on]
         self._plan_all(decoding, plan)
+        self._plan_drafts(drafts or {}, plan)
         self._leave_pace(plan, decoding, prompts or self.waiting, now_ns)
         self._plan_all(prompts, plan)
         if not plan.preempted or not plan.pieces:  # who was just preempted must not push out the next one
@@ -125,6 +142,18 @@ class Scheduler:
         num_tokens = min(sequence.num_remaining, plan.budget)
         if num_tokens and self._make_room(sequence, num_tokens, plan):
             plan.add(Piece(sequence, num_tokens, self._allocator.extend(sequence, num_tokens)))
+
+    def _plan_drafts(self, drafts: Mapping[Sequence, Draft], plan: Plan) -> None:
+        """After all known tokens of those that decode, so that a guess takes neither budget nor a block from any of them; each
+        of them may need a block in the next step."""
+        for sequence, draft in drafts.items():
+            piece = plan.piece_of(sequence)
+            if piece is None or not piece.reaches_end:
+                continue
+            num_rows = piece.num_tokens + min(len(draft), plan.budget)
+            if self._allocator.num_missing(sequence, num_rows) + len(self.running) <= self._allocator.pool.num_free:
+                copies = self._allocator.extend(sequence, num_rows)
+                plan.put(replace(piece, copies=piece.copies + copies, draft=draft.first(num_rows - piece.num_tokens)))
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> bool:
         """Preempts the latest arrived until there is room; False if that was the sequence itself."""

@@ -23,8 +23,22 @@ class Sequence:
     """
 
     __slots__ = (
-        "_matcher", "_num_taken", "block_hashes", "block_ids", "choices", "group", "num_cached", "num_computed", "num_published",
-        "num_to_restore", "num_unreported", "output", "paced_from_ns", "paced_from_token", "was_preempted", "__weakref__", "draft",
+        "__weakref__",
+        "_matcher",
+        "_num_taken",
+        "block_hashes",
+        "block_ids",
+        "choices",
+        "group",
+        "num_cached",
+        "num_computed",
+        "num_published",
+        "num_to_restore",
+        "num_unreported",
+        "output",
+        "paced_from_ns",
+        "paced_from_token",
+        "was_preempted",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, choices: tuple[int, ...], output: list[int]) -> None:

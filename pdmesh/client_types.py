@@ -93,11 +93,17 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts over all choices; tokens behind a stop string do not count."""
+    """Token counts over all choices; tokens behind a stop string do not count.
+
+    `drafted_tokens` were guessed ahead by the workers, `accepted_tokens` of them came true; after a resumed stream, those of its
+    last leg.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ def _token_logprob(token: common_pb2.TokenLogprob) -> TokenLogprob:
 
 
 def _usage(usage: mesh_pb2.Usage) -> Usage:
-    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.drafted_tokens, usage.accepted_tokens)
 
 
 def timings(wire: mesh_pb2.Timings) -> Timings:

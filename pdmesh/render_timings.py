@@ -13,6 +13,7 @@ def timings_report(completed: Completed, colours: Palette) -> list[str]:
         *_ttft(timings, colours),
         *_first_gap(timings, colours),
         *_pace(timings, completed.usage, colours),
+        *_drafts(completed.usage, colours),
         *_handoff(timings, colours),
         *_caches(timings, completed.usage, colours),
         *_troubles(completed, colours),
@@ -48,6 +49,12 @@ def _pace(timings: Timings, usage: Usage, colours: Palette) -> list[str]:
         f"{colours.bold('TPOT')}      {pace}",
         f"{colours.bold('total')}     {duration(timings.total_ns)} for {tokens}",
     ]
+
+
+def _drafts(usage: Usage, colours: Palette) -> list[str]:
+    if not usage.drafted_tokens:
+        return []
+    return [f"{colours.bold('guesses')}   drafted {usage.drafted_tokens}, kept {usage.accepted_tokens}"]
 
 
 def _handoff(timings: Timings, colours: Palette) -> list[str]:

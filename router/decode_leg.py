@@ -15,6 +15,7 @@ from router.book import BookError, Span
 from router.changes import unless
 from router.core import Core, time_left_ms, time_left_s
 from router.demands import tpot_goal_ms
+from router.drafts import DraftTotals
 from router.job import Job
 from router.timings import RequestTimings
 from router.views import Mode, WorkerKey
@@ -35,6 +36,8 @@ class LegLost(Exception):
 
 class Sink(Protocol):
     """Where a leg's tokens go."""
+
+    drafts: DraftTotals
 
     def accept(self, span: Span) -> bool:
         """New or repeated output; True when no more is needed. Must return at once. Raises BookError."""
@@ -167,6 +170,8 @@ class DecodeLeg:
         """Per-token path."""
         if output.finish_reason:
             self._unfinished.discard(output.choice)
+        if output.num_drafted:
+            self._sink.drafts.note(self.wire_id, output.choice, output.num_drafted, output.num_accepted)
         self.started = True
         logprobs = output.logprobs if self._wants_logprobs else ()
         span = Span(output.choice, output.first_index, output.token_ids[:], logprobs, output.finish_reason)

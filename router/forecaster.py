@@ -57,5 +57,6 @@ class PolicyForecaster:
     def _look_for_idle(self, demand: Demand, context: int) -> float | None:
         groups = self._core.fleet.roster.groups(demand.model, demand.kind)
         views = [engine.view for group in groups for engine in group.engines.values() if engine.view.decode]
-        speeds = [view.latency.decode_s(demand.num_choices, context) for view in views if view.latency is not None]
-        return min(speeds) if speeds and len(speeds) == len(views) else None
+        speeds = [view.idle_tpot_s(demand.num_choices, context) for view in views]
+        told = [tpot_s for tpot_s in speeds if tpot_s is not None]
+        return min(told) if told and len(told) == len(views) else None

@@ -9,6 +9,9 @@ A worker whose sequences were promised a pace makes its steps no longer than tha
 
     time for t tokens >= (their work - slack · share) / (1 - share), share = a step of those sequences alone / their pace
 
+Where tokens are guessed, a sequence's part of a step computes several tokens and gives several: the step is longer by the former,
+a token takes a step divided by the latter, and a pace is kept by steps that last so many times longer.
+
 Prompts in the queue come first; what the worker has done of them since its report is estimated from the report's age.
 """
 
@@ -70,7 +73,8 @@ class Overhead(NamedTuple):
 
 
 class PromptSide(NamedTuple):
-    """What computing the prompt on one worker means. `rows` decode there and lose `own_s` each; `fixed_s` of all its steps.
+    """What computing the prompt on one worker means. `rows` decode there, get a token every `tpot_s` without it and lose `own_s`
+    each; `fixed_s` of all its steps.
 
     `is_paced`: those rows keep their pace, and lose only what they can spare."""
 
@@ -78,16 +82,16 @@ class PromptSide(NamedTuple):
     compute_s: float
     own_s: float
     rows: int
-    step_s: float
+    tpot_s: float
     fixed_s: float
     is_paced: bool = False
 
 
 class OutputSide(NamedTuple):
-    """What owning the request means: `tpot_s` of its own, `row_s` that it adds to every step of `rows` others.
+    """What owning the request means: `tpot_s` of its own, `row_s` that `rows` others lose with each of its tokens.
 
-    `missing`: the share of the prompt whose KV would have to come from elsewhere. `alone_s`: what each of its steps takes that
-    would not be taken without it. `is_paced`: those others keep their pace."""
+    `missing`: the share of the prompt whose KV would have to come from elsewhere. `alone_s`: what each of its tokens takes of
+    steps that would not be taken without it. `is_paced`: those others keep their pace."""
 
     tpot_s: float
     row_s: float
@@ -105,16 +109,16 @@ class Engine:
     take, 0 where none was promised; `share_soon` with those that begin to decode before a new prompt's turn comes, which are
     ahead of nothing yet (`slack_s`).
 
-    `rows` sequences get a token in every step of now, `rows_soon` with those about to decode; `step_s` is a step of the former
-    alone, `others_s` one of the latter, `chunk` what fits into a step beside the former. `free_tokens` and `free_seqs` are room,
-    `largest` what it could ever hold. `sent_ahead_s`: until a new prompt's turn, but for what was reported.
-    `busy`: has it anything to do?
+    `rows` sequences are in every step of now, `rows_soon` with those about to decode; each gets `tokens` of it, and makes it
+    longer by `row_s`, its context apart. `step_s` is a step of the former alone, `others_s` one of the latter, `chunk` what fits
+    into a step beside the former. `free_tokens` and `free_seqs` are room, `largest` what it could ever hold. `sent_ahead_s`:
+    until a new prompt's turn, but for what was reported. `busy`: has it anything to do?
     """
 
     __slots__ = (
         "busy", "chunk", "context_soon", "dispatched_s", "free_seqs", "free_tokens", "key", "largest", "model", "others_s",
-        "queued_s", "queued_tokens", "reported_s", "rows", "rows_soon", "sent_ahead_s", "share", "share_soon",
-        "slack_s", "step_s", "view",
+        "queued_s", "queued_tokens", "reported_s", "row_s", "rows", "rows_soon", "sent_ahead_s", "share", "share_soon",
+        "slack_s", "step_s", "tokens", "view",
     )  # fmt: skip
 
     def __init__(self, view: WorkerView, model: LatencyModel) -> None:
@@ -127,11 +131,12 @@ class Engine:
         # Who has not started is thought to be like those that have.
         mean = context / rows if rows else 0.0
         self.context_soon = context + view.num_starting * mean + (sent_context if sent_context > 0 else 0)
-        fixed_s, row_s, token_s = model.fixed_s, model.per_sequence_s, model.per_context_token_s
+        self.tokens, self.row_s = view.tokens_per_row, model.per_sequence_s * view.computed_per_row
+        fixed_s, row_s, token_s = model.fixed_s, self.row_s, model.per_context_token_s
         self.step_s = fixed_s + row_s * rows + token_s * context
         self.others_s = fixed_s + row_s * self.rows_soon + token_s * self.context_soon
-        self.chunk = max(1, (view.max_num_batched_tokens or DEFAULT_CHUNK) - rows)
-        pace_s, begins = view.pace_s, view.num_starting + decodes > 0
+        self.chunk = max(1, (view.max_num_batched_tokens or DEFAULT_CHUNK) - int(rows * view.computed_per_row))
+        pace_s, begins = view.pace_s * self.tokens, view.num_starting + decodes > 0
         self.share = min(_most(self.step_s, pace_s), self.step_s / pace_s) if rows and pace_s else 0.0
         self.share_soon = min(_most(self.others_s, pace_s), self.others_s / pace_s) if begins and pace_s else self.share
         self.slack_s = min(0.0, view.slack_s) if begins else view.slack_s
@@ -184,18 +189,18 @@ class Engine:
             lasts_s = max(lasts_s, paced_s)
         is_paced = self.view.pace_s > 0
         compute_s, fixed_s = ahead_s + lasts_s, num_steps * model.fixed_s
-        return _new(PromptSide, (ahead_s, compute_s, own_s, self.rows, self.step_s, fixed_s, is_paced))
+        return _new(PromptSide, (ahead_s, compute_s, own_s, self.rows, self.step_s / self.tokens, fixed_s, is_paced))
 
     def output_side(self, num_tokens: int, num_cached: int, num_choices: int, expected_tokens: float, now: float) -> OutputSide:
         """Owning `num_choices` outputs of `expected_tokens` behind a prompt of `num_tokens`, of which `num_cached` are there."""
-        model = self.model
+        model, tokens = self.model, self.tokens
         context = num_choices * (num_tokens + expected_tokens / 2)
-        row_s = num_choices * model.per_sequence_s + context * model.per_context_token_s
+        row_s = num_choices * self.row_s + context * model.per_context_token_s
         missing = 1 - num_cached / num_tokens if num_cached < num_tokens else 0.0
         # It outlives those that decode there by this share of its own steps, were all alike and somewhere on their way.
-        alone_s = model.fixed_s / (self.rows_soon + 1)
-        tpot_s, queue_s, is_paced = self.others_s + row_s, self.ahead_s(now), self.view.pace_s > 0
-        return _new(OutputSide, (tpot_s, row_s, self.rows_soon, queue_s, missing, alone_s, is_paced))
+        alone_s = model.fixed_s / (self.rows_soon + 1) / tokens
+        tpot_s, queue_s, is_paced = (self.others_s + row_s) / tokens, self.ahead_s(now), self.view.pace_s > 0
+        return _new(OutputSide, (tpot_s, row_s / tokens, self.rows_soon, queue_s, missing, alone_s, is_paced))
 
 
 def _most(step_s: float, pace_s: float) -> float:
@@ -245,7 +250,7 @@ def remote(prompt: PromptSide, output: OutputSide, over: Overhead, expected: flo
     tpot_s = _stretched(steps_tpot_s, output.tpot_s, over.stretch, goals.tpot_s)
     misses = miss(ttft_s, goals.ttft_s) + miss(min(tpot_s, steps_tpot_s), goals.tpot_s)
     if goals.running_tpot_s is not None:
-        elsewhere_s = prompt.step_s + (0.0 if prompt.is_paced else prompt.own_s / max(1.0, expected))
+        elsewhere_s = prompt.tpot_s + (0.0 if prompt.is_paced else prompt.own_s / max(1.0, expected))
         misses += prompt.rows * miss(elsewhere_s, goals.running_tpot_s)
         misses += output.rows * miss(output.tpot_s, goals.running_tpot_s)
     work_s = prompt.own_s + prompt.fixed_s + expected * (output.row_s + output.alone_s) + over.before_s + after_s

@@ -41,9 +41,9 @@ class OutputPart(NamedTuple):
 
 def prompt_part(prompt: PromptSide, expected: float, goals: Goals) -> PromptPart:
     """For `whole` and `paired`."""
-    ahead_s, compute_s, own_s, rows, step_s, fixed_s, is_paced = prompt
+    ahead_s, compute_s, own_s, rows, tpot_s, fixed_s, is_paced = prompt
     more_s = 0.0 if is_paced else own_s / (expected if expected > 1.0 else 1.0)
-    misses = rows * miss(step_s + more_s, goals.running_tpot_s) if rows else 0.0
+    misses = rows * miss(tpot_s + more_s, goals.running_tpot_s) if rows else 0.0
     lost = rows * own_s * (SPARED if is_paced else 1.0)
     return _new(PromptPart, (ahead_s, compute_s, own_s, own_s + fixed_s, lost, more_s, misses, is_paced or not rows))
 

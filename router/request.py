@@ -138,6 +138,8 @@ class Request:
             prompt_tokens=len(self.job.prompt),
             completion_tokens=self._output.num_tokens,
             cached_tokens=min(timings.prefill_cached_tokens, len(self.job.prompt)),
+            drafted_tokens=self._course.drafts.num_drafted,
+            accepted_tokens=self._course.drafts.num_accepted,
         )
         learn(self._core, self.job, self._timings.decision, timings, self._output.num_tokens)
         return mesh_pb2.GenerateResponse(completed=mesh_pb2.Completed(usage=usage, timings=timings))

@@ -27,6 +27,8 @@ class WorkerView:
     `num_decoding` sequences attend to `decode_context` tokens in every step; `num_starting` are prefilled or reserved and will
     decode. `latency` is None while it does not say how fast it is; `max_num_batched_tokens` 0: it does not say that.
     `pace_s`: the worker sizes its steps so that its sequences get tokens this often, 0: it does not; `slack_s`: they are ahead.
+    `tokens_per_row`: what a sequence's part of a step gives lately, `computed_per_row` what is computed for it, tokens that were
+    guessed included.
     `penalty_s`: seconds by which everything placed there is thought to cost more than its numbers say.
     """
 
@@ -57,6 +59,8 @@ class WorkerView:
     penalty_s: float = 0.0
     pace_s: float = 0.0
     slack_s: float = 0.0
+    tokens_per_row: float = 1.0
+    computed_per_row: float = 1.0
     dispatched_seqs: int = 0
     dispatched_blocks: int = 0
     dispatched_tokens: int = 0
@@ -72,6 +76,14 @@ class WorkerView:
     def kind(self) -> tuple[object, ...]:
         """What decides a request's tokens: it stays with one kind."""
         return (self.identity, self.layout.kv_dtype)
+
+    def idle_tpot_s(self, num_sequences: int, context: int) -> float | None:
+        """What a token would take so many sequences here, with nobody else. None while it does not say how fast it is."""
+        model = self.latency
+        if model is None:
+            return None
+        guessed_s = model.per_sequence_s * num_sequences * (self.computed_per_row - 1)
+        return (model.decode_s(num_sequences, context) + guessed_s) / self.tokens_per_row
 
     @property
     def tokens_ahead(self) -> int:

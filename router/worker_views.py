@@ -11,6 +11,8 @@ from router.views import WorkerView
 
 MAX_PACE_S, MAX_SLACK_S = 1e4, 3600.0
 """What a worker can truly say of the pace of its sequences; more counts as nothing said."""
+MAX_PER_ROW = 256.0
+"""Tokens of a sequence's part of a step, likewise."""
 
 
 def identity_of(identity: common_pb2.Identity) -> tuple[object, ...]:
@@ -77,6 +79,7 @@ def view_of(
     """`decode`: its Attach stream is open, so it may own requests, if it has the role. `reported_at`: monotonic seconds of the
     report's arrival; `sent`: beside what is in it."""
     latency, roles, num_running, num_prefilling = latency_of(load), load.roles, load.num_running, load.num_prefilling
+    per_row = _per_row(load.speculation) if load.HasField("speculation") else (1.0, 1.0)
     return WorkerView(
         worker_id=who.worker_id,
         address=who.address,
@@ -103,6 +106,8 @@ def view_of(
         latency=latency,
         pace_s=load.pace_s if 0 < load.pace_s <= MAX_PACE_S else 0.0,
         slack_s=load.slack_s if abs(load.slack_s) <= MAX_SLACK_S else 0.0,
+        tokens_per_row=per_row[0],
+        computed_per_row=per_row[1],
         figures_at=reported_at - load.age_ms / 1000,
         dispatched_seqs=sent.seqs,
         dispatched_blocks=sent.blocks,
@@ -128,6 +133,12 @@ def latency_of(load: worker_pb2.LoadReport) -> LatencyModel | None:
         said.decode_error,
     )
     return model if is_usable(model) else None
+
+
+def _per_row(said: worker_pb2.SpeculationReport) -> tuple[float, float]:
+    """Tokens that a sequence's part of a step gives, and that are computed for it: one each where it says nothing that can be."""
+    tokens, computed = said.tokens_per_row, said.computed_per_row
+    return (tokens, computed) if 1 <= tokens <= MAX_PER_ROW and 1 <= computed <= MAX_PER_ROW else (1.0, 1.0)
 
 
 def _used_tokens(who: Described, load: worker_pb2.LoadReport) -> int:

@@ -187,8 +187,8 @@ class Outlook:
             self._idle, self._idle_until = {}, now + IDLE_FOR_S
         key = (1, context // CONTEXT_STEP)
         if key not in self._idle:
-            speeds = [view.latency.decode_s(1, context) for view in self.roster.views() if view.decode and view.latency]
-            self._idle[key] = min(speeds, default=None)
+            speeds = [view.idle_tpot_s(1, context) for view in self.roster.views() if view.decode]
+            self._idle[key] = min([tpot_s for tpot_s in speeds if tpot_s is not None], default=None)
         return self._idle[key]
 
     def _changed(self, name: str) -> None:

@@ -13,6 +13,7 @@ from engine.outputs import EngineStats, StepResult
 from protos.v1 import worker_pb2
 from worker.latency import StepWatch, latency_message
 from worker.roles import RoleGate
+from worker.speculation import RecentDrafts, speculation_message
 
 REFRESH_S = 0.1
 
@@ -39,6 +40,7 @@ class LoadReporter:
         self._engine = engine
         self._gate = gate
         self._stats = first
+        self._drafts = RecentDrafts()
         self._watch = watch
         self._worker_id = worker_id
         self._epoch = epoch
@@ -61,6 +63,8 @@ class LoadReporter:
     def _take(self, stats: EngineStats) -> None:
         if stats.taken_ns >= self._stats.taken_ns:
             self._stats = stats
+            if stats.speculation is not None:
+                self._drafts.take(stats.speculation)
 
     def _age_s(self) -> float:
         return max(0, self._clock_ns() - self._stats.taken_ns) / 1e9
@@ -94,5 +98,6 @@ class LoadReporter:
             num_prefilling=stats.num_prefilling,
             pace_s=stats.pace_s,
             slack_s=stats.slack_s,
+            speculation=None if stats.speculation is None else speculation_message(self._drafts),
             age_ms=math.ceil(1000 * self._age_s()),
         )

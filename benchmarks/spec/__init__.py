@@ -1,1 +1,1 @@
-"""What speculation is worth, measured: prompts (`prompts.py`) and named workloads (`workloads.py`), and what they are made of."""
+"""Speculation: what it is worth, and the training of draft heads."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 ROOT = -1
 
@@ -54,6 +55,12 @@ class Draft:
             kept.append(chance if parent == ROOT else kept[parent] * chance)
         return tuple(kept)
 
+    @cached_property
+    def branches(self) -> tuple[range, ...]:
+        """The tokens (as indices) in runs that follow one another; the first run begins below the root."""
+        starts = [index for index, parent in enumerate(self.parents) if parent != index - 1 or index == 0]
+        return tuple(range(start, end) for start, end in pairwise([*starts, len(self)]))
+
     def branch(self, index: int) -> tuple[int, ...]:
         """The tokens (as indices) from below the root to `index`, itself included."""
         path: list[int] = []
@@ -78,9 +85,16 @@ class Draft:
             self.proposer,
         )
 
-    def first(self, max_tokens: int, max_depth: int) -> Draft:
-        """At most so many tokens, none deeper than that."""
-        return self.keep([index < max_tokens and depth <= max_depth for index, depth in enumerate(self.depths)])
+    def first(self, max_tokens: int) -> Draft:
+        """At most so many tokens: a parent stands before its children, so what is left still hangs together."""
+        if len(self) <= max_tokens:
+            return self
+        cut = slice(0, max_tokens)
+        return Draft(self.token_ids[cut], self.parents[cut], self.chances[cut], self.proposer)
+
+    def up_to(self, max_depth: int) -> Draft:
+        """Without what is deeper."""
+        return self if max(self.depths, default=0) <= max_depth else self.keep([depth <= max_depth for depth in self.depths])
 
 
 NOTHING = Draft()

@@ -86,8 +86,9 @@ def _load(
     num_threads = config.num_threads or default_threads()
     with one_torch_thread():
         weights = NativeBuilder(source, numerics, max_context).build(progress)
-    sizes = {"block_size": config.block_size, "num_threads": num_threads}
-    native = NativeModel(library, source.config, weights, kv_dtype=numerics.kv_dtype, **sizes)
+    native = NativeModel(
+        library, source.config, weights, block_size=config.block_size, kv_dtype=numerics.kv_dtype, num_threads=num_threads
+    )
     return native, numerics.name(f"native{KERNEL_REVISION}-{isa.detect().name}")
 
 

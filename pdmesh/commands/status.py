@@ -72,6 +72,7 @@ def status_lines(status: mesh_pb2.GetStatusResponse, colours: Palette) -> list[s
         *_router_lines(status, colours),
         "",
         *(_worker_tables(workers, colours) if workers else [colours.warning("no worker is known")]),
+        *_speculation_lines(workers, colours),
         *_breaker_lines(workers, colours),
         *_objective_lines(status.objectives),
         *_admission_lines(status.admission),
@@ -148,6 +149,34 @@ def _load_row(worker: mesh_pb2.WorkerStatus) -> tuple[str, ...]:
         str(load.num_preemptions),
         str(load.num_handoff_failures),
     )
+
+
+def _speculation_lines(workers: Sequence[mesh_pb2.WorkerStatus], colours: Palette) -> list[str]:
+    """Nothing where nobody guesses."""
+    rows = [_speculation_row(worker) for worker in workers if worker.load.HasField("speculation")]
+    if not rows:
+        return []
+    head, *lines = table(("WORKER", "TOKENS/STEP", "GUESSED", "KEPT", "TOOK", "KEPT BY PROPOSER"), rows)
+    return ["", colours.bold(head), *lines]
+
+
+def _speculation_row(worker: mesh_pb2.WorkerStatus) -> tuple[str, ...]:
+    """Tokens that a step gives a sequence are those of now, all else since the worker's start."""
+    report = worker.load.speculation
+    verified = sum(sum(proposer.verified) for proposer in report.proposers)
+    return (
+        worker.info.worker_id,
+        f"{report.tokens_per_row:.2f}",
+        str(verified),
+        str(sum(sum(proposer.kept) for proposer in report.proposers)),
+        f"{report.drafting_s:.1f}s",
+        ", ".join(_kept_share(proposer) for proposer in report.proposers),
+    )
+
+
+def _kept_share(proposer: worker_pb2.ProposerReport) -> str:
+    verified = sum(proposer.verified)
+    return f"{proposer.name} {100 * sum(proposer.kept) / max(1, verified):.0f} % of {verified}"
 
 
 def _state(worker: mesh_pb2.WorkerStatus) -> str:

@@ -306,6 +306,8 @@ class SequenceOutput(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTED_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id of the request."""
     choice: _builtins.int
@@ -314,6 +316,12 @@ class SequenceOutput(_message.Message):
     """first_index is the output index of the first token."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """finish_reason when the choice ended with the last token."""
+    num_drafted: _builtins.int
+    """num_drafted tokens were guessed and verified for this choice since the request runs here, those of this message's steps included:
+    whoever has the latest message knows all of it. 0 means none.
+    """
+    num_accepted: _builtins.int
+    """num_accepted of them came true."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """token_ids in order."""
@@ -331,10 +339,12 @@ class SequenceOutput(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_common_pb2.Logprobs] | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        num_drafted: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_drafted", b"num_drafted", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

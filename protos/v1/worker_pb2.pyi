@@ -231,6 +231,7 @@ class LoadReport(_message.Message):
     AGE_MS_FIELD_NUMBER: _builtins.int
     PACE_S_FIELD_NUMBER: _builtins.int
     SLACK_S_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """worker_id of the reporter."""
     epoch: _builtins.int
@@ -289,6 +290,10 @@ class LoadReport(_message.Message):
     def latency_model(self) -> Global___LatencyModel:
         """latency_model of this worker's steps, as fitted so far. Absent means that the worker does not say."""
 
+    @_builtins.property
+    def speculation(self) -> Global___SpeculationReport:
+        """speculation on this worker. Absent means that nobody guesses tokens."""
+
     def __init__(
         self,
         *,
@@ -318,20 +323,106 @@ class LoadReport(_message.Message):
         age_ms: _builtins.int = ...,
         pace_s: _builtins.float = ...,
         slack_s: _builtins.float = ...,
+        speculation: Global___SpeculationReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["latency_model", b"latency_model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["latency_model", b"latency_model", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "decode_context", b"decode_context", "draining", b"draining", "epoch", b"epoch", "latency_model", b"latency_model", "max_num_seqs", b"max_num_seqs", "num_cached_blocks", b"num_cached_blocks", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_handoff_failures", b"num_handoff_failures", "num_held", b"num_held", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "pace_s", b"pace_s", "roles", b"roles", "slack_s", b"slack_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "decode_context", b"decode_context", "draining", b"draining", "epoch", b"epoch", "latency_model", b"latency_model", "max_num_seqs", b"max_num_seqs", "num_cached_blocks", b"num_cached_blocks", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_handoff_failures", b"num_handoff_failures", "num_held", b"num_held", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "pace_s", b"pace_s", "roles", b"roles", "slack_s", b"slack_s", "speculation", b"speculation", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 
 @_typing.final
+class SpeculationReport(_message.Message):
+    """SpeculationReport says what guessing the next tokens does. A row is a sequence's part of a step: it gives one token, and those
+    that were guessed right.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_PER_ROW_FIELD_NUMBER: _builtins.int
+    COMPUTED_PER_ROW_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTING_S_FIELD_NUMBER: _builtins.int
+    PROPOSERS_FIELD_NUMBER: _builtins.int
+    tokens_per_row: _builtins.float
+    """tokens_per_row lately, at least 1. 0 means that the worker does not say."""
+    computed_per_row: _builtins.float
+    """computed_per_row tokens lately: the known one, and those that were guessed to follow it. 0 means that the worker does not say."""
+    num_rows: _builtins.int
+    """num_rows since start."""
+    num_drafts: _builtins.int
+    """num_drafts of those rows in which something was guessed, since start."""
+    num_tokens: _builtins.int
+    """num_tokens that the rows gave, since start."""
+    drafting_s: _builtins.float
+    """drafting_s spent on guessing since start, the choice of what is verified included."""
+    @_builtins.property
+    def proposers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposerReport]:
+        """proposers that have guessed since start."""
+
+    def __init__(
+        self,
+        *,
+        tokens_per_row: _builtins.float = ...,
+        computed_per_row: _builtins.float = ...,
+        num_rows: _builtins.int = ...,
+        num_drafts: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        drafting_s: _builtins.float = ...,
+        proposers: _abc.Iterable[Global___ProposerReport] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_per_row", b"computed_per_row", "drafting_s", b"drafting_s", "num_drafts", b"num_drafts", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "proposers", b"proposers", "tokens_per_row", b"tokens_per_row"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpeculationReport: _TypeAlias = SpeculationReport  # noqa: Y015
+
+@_typing.final
+class ProposerReport(_message.Message):
+    """ProposerReport counts the guesses of one proposer since start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VERIFIED_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """name as in the worker's configuration."""
+    @_builtins.property
+    def verified(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """verified tokens by depth, the first behind the known one at index 0. The last index also holds deeper ones."""
+
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """kept of those: they were what the model drew."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        verified: _abc.Iterable[_builtins.int] | None = ...,
+        kept: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "name", b"name", "verified", b"verified"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProposerReport: _TypeAlias = ProposerReport  # noqa: Y015
+
+@_typing.final
 class LatencyModel(_message.Message):
     """LatencyModel predicts the time of one engine step:
     fixed_s + per_prefill_token_s * prompt tokens + per_prefill_context_s * the sum of the contexts of those tokens
     + per_sequence_s * sequences that decode + per_context_token_s * the sum of their contexts.
+    A token that was guessed to follow a sequence's last counts as one more sequence, without a context of its own.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

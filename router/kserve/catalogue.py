@@ -54,10 +54,13 @@ OUTPUTS = {
         Tensor("num_output_tokens", ("UINT32",), (-1,)),
         Tensor("num_input_tokens", ("UINT32",)),
         Tensor("num_cached_tokens", ("UINT32",)),
+        Tensor("num_drafted_tokens", ("UINT32",)),
+        Tensor("num_accepted_tokens", ("UINT32",)),
         Tensor("seed", ("UINT64",)),
     )
 }
 # Without a list of outputs in the request.
 WHOLE_OUTPUTS = ("text_output", "output_ids", "finish_reason", "num_input_tokens", "num_output_tokens", "num_cached_tokens")
 PIECE_OUTPUTS = ("text_output", "output_ids", "finish_reason", "index")
-LATE_OUTPUTS = frozenset({"num_cached_tokens"})  # known when the answer is complete: not for its pieces
+# Known when the answer is complete: not for its pieces.
+LATE_OUTPUTS = frozenset({"num_cached_tokens", "num_drafted_tokens", "num_accepted_tokens"})

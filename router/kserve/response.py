@@ -114,6 +114,8 @@ class Answer:
             "num_input_tokens": usage.prompt_tokens,
             "num_output_tokens": usage.completion_tokens,
             "num_cached_tokens": usage.cached_tokens,
+            "num_drafted_tokens": usage.drafted_tokens,
+            "num_accepted_tokens": usage.accepted_tokens,
             "ttft_ns": timings.ttft_ns,
             "tpot_ns": timings.tpot_ns,
             "total_ns": timings.total_ns,
@@ -159,5 +161,7 @@ _OF_PIECES: dict[str, Callable[[Piece], Element]] = {
 _OF_ANSWER: dict[str, Callable[[mesh_pb2.Started, mesh_pb2.Usage], int]] = {
     "num_input_tokens": lambda started, usage: started.num_prompt_tokens,
     "num_cached_tokens": lambda started, usage: usage.cached_tokens,
+    "num_drafted_tokens": lambda started, usage: usage.drafted_tokens,
+    "num_accepted_tokens": lambda started, usage: usage.accepted_tokens,
     "seed": lambda started, usage: started.seed,
 }

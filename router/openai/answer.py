@@ -91,12 +91,18 @@ class Answer:
         """Tokens of all prompts and choices, so far or in the end."""
         num_prompt = sum(prompt.started.num_prompt_tokens for prompt in self._prompts if prompt.started)
         num_output = sum(prompt.num_tokens for prompt in self._prompts)
-        num_cached = sum(prompt.completed.usage.cached_tokens for prompt in self._prompts if prompt.completed)
+        completed = [prompt.completed.usage for prompt in self._prompts if prompt.completed]
+        num_accepted = sum(usage.accepted_tokens for usage in completed)
+        num_rejected = sum(usage.drafted_tokens for usage in completed) - num_accepted
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": num_cached},
+            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in completed)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": num_accepted,
+                "rejected_prediction_tokens": num_rejected,
+            },
         }
 
     def reports(self) -> list[JsonObject]:

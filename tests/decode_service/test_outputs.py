@@ -54,6 +54,26 @@ def test_committed_token_has_no_log_probability() -> None:
     assert math.isnan(taken.logprobs[0].chosen.logprob)
 
 
+def test_what_was_drafted_is_told_as_a_total() -> None:
+    output = RequestOutput("r", {0: 0, 1: 0})
+    for choice, index, tokens, drafted, accepted in ((0, 0, (1,), 0, 0), (0, 1, (2, 3, 4), 5, 2), (1, 0, (7,), 3, 0)):
+        output.choices[choice].append(SequenceUpdate("d", choice, index, tokens, (), None, drafted, accepted))
+    assert [(taken.num_drafted, taken.num_accepted) for taken in output.take()] == [(5, 2), (3, 0)]
+    output.choices[0].append(SequenceUpdate("d", 0, 4, (5, 6), (), FinishReason.LENGTH, 4, 1))
+    [taken] = output.take()
+    assert (taken.first_index, list(taken.token_ids), taken.num_drafted, taken.num_accepted) == (4, [5, 6], 9, 3)
+    output.rewind({0: 2})
+    assert [(taken.num_drafted, taken.num_accepted) for taken in output.take()] == [(9, 3), (3, 0)]
+
+
+def test_without_drafts_a_message_is_no_longer() -> None:
+    plain, drafted = RequestOutput("r", {0: 0}), RequestOutput("r", {0: 0})
+    plain.choices[0].append(update(0, (1,)))
+    drafted.choices[0].append(SequenceUpdate("d", 0, 0, (1,), (), None, 3, 0))
+    lengths = [len(output.take()[0].SerializeToString()) for output in (plain, drafted)]
+    assert lengths[1] - lengths[0] == 2
+
+
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 30))))
 def test_every_index_arrives_in_order(steps: list[tuple[int, bool, int]]) -> None:
     """Whatever mixture of steps, frames and resumptions: a router that keeps what it gets has every token."""

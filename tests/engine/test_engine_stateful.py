@@ -13,6 +13,7 @@ from engine.errors import RequestTooLarge
 from engine.request import EngineRequest
 from engine.reservations import ReservedBlocks
 from engine.sampling_params import SamplingParams
+from tests.support.guesser import Guesser
 from tests.support.mock_engine import Answer, Collector, answer, make_engine, run_to_end, write_kv
 
 MAX_CONTEXT = 40
@@ -54,8 +55,12 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([2, 4]),
         budget=st.sampled_from([1, 3, 8, 64]),
         prefix_caching=st.sampled_from([True, True, False]),
+        right=st.sampled_from([None, 0.0, 0.5, 0.5, 1.0]),
+        branches=st.booleans(),
     )
-    def open(self, num_blocks: int, block_size: int, budget: int, prefix_caching: bool) -> None:
+    def open(
+        self, num_blocks: int, block_size: int, budget: int, prefix_caching: bool, right: float | None, branches: bool
+    ) -> None:
         self.engine = make_engine(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -63,6 +68,8 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             max_context=MAX_CONTEXT,
             prefix_caching=prefix_caching,
+            proposers=[] if right is None else [Guesser(right, branches=branches)],
+            draft_length=0 if branches else 4,
         )
         self.collector = Collector()
         self.running: dict[str, EngineRequest] = {}  # whatever is to be answered, or was

@@ -74,7 +74,8 @@ def test_timings_report_shows_parts_sum_handoff_and_caches() -> None:
         prefill_cached_tokens=16,
         num_retries=1,
     )
-    text = "\n".join(timings_report(Completed(Usage(40, 20, 16), timings, num_resumes=1), PLAIN))
+    text = "\n".join(timings_report(Completed(Usage(40, 20, 16, 40, 31), timings, num_resumes=1), PLAIN))
+    assert "drafted 40, kept 31" in text
     for expected in (
         "time to first token  100.0 ms",
         "prefill_compute",
@@ -94,7 +95,25 @@ def test_timings_report_shows_parts_sum_handoff_and_caches() -> None:
 def test_timings_report_of_a_local_request_with_one_token() -> None:
     timings = Timings(ttft_ns=1_000, prefill_compute_ns=1_000, mode=PrefillMode.LOCAL, decode_worker="decode-0")
     text = "\n".join(timings_report(Completed(Usage(1, 1, 0), timings), PLAIN))
+    assert "drafted" not in text
     assert "decode-0 prefilled the prompt itself" in text and "first gap" not in text and "one token" in text
+
+
+def test_status_says_what_guessing_brings() -> None:
+    proposers = [
+        worker_pb2.ProposerReport(name="prompt_lookup", verified=[80, 20], kept=[60, 10]),
+        worker_pb2.ProposerReport(name="heads"),
+    ]
+    report = worker_pb2.SpeculationReport(tokens_per_row=1.704, drafting_s=0.26, proposers=proposers)
+    workers = [
+        mesh_pb2.WorkerStatus(info=worker_pb2.WorkerInfo(worker_id="d0"), load=worker_pb2.LoadReport(speculation=report)),
+        mesh_pb2.WorkerStatus(info=worker_pb2.WorkerInfo(worker_id="d1")),
+    ]
+    lines = status_lines(mesh_pb2.GetStatusResponse(workers=workers), PLAIN)
+    at = next(number for number, line in enumerate(lines) if "TOKENS/STEP" in line)
+    assert " ".join(lines[at + 1].split()) == "d0 1.70 100 70 0.3s prompt_lookup 70 % of 100, heads 0 % of 0"
+    assert not any("d1" in line for line in lines[at:])
+    assert not any("TOKENS/STEP" in line for line in status_lines(mesh_pb2.GetStatusResponse(workers=workers[1:]), PLAIN))
 
 
 def test_status_fits_a_hundred_columns() -> None:

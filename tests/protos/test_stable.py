@@ -84,7 +84,7 @@ def test_what_breaks_a_client_is_named(now: Snapshot, change: Callable[[Snapshot
 
 def test_additions_break_nothing(now: Snapshot) -> None:
     changed = copy.deepcopy(now)
-    changed["messages"]["Usage"]["4"] = "reasoning_tokens: uint32"
+    changed["messages"]["Usage"]["99"] = "reasoning_tokens: uint32"
     changed["messages"]["New"] = {}
     changed["services"]["pdmesh.v1.Mesh"]["Embed"] = "EmbedRequest -> EmbedResponse"
     assert stable.broken(now, changed) == []

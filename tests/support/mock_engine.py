@@ -26,6 +26,8 @@ from engine.model_config import ModelConfig
 from engine.outputs import FinishReason, StepResult
 from engine.request import EngineRequest
 from engine.sampling import Sampler, SampleRow
+from engine.speculation.cost_curve import CostCurve
+from engine.speculation.proposer import Proposer
 from engine.weights.loader import LoadedModel
 
 VOCAB_SIZE = 24
@@ -52,8 +54,10 @@ class MockModel:
 
     num_forwards = 0
 
-    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None) -> Tensor:
-        """Logits [R, vocab] float32 of the batch's logits rows."""
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
+        """Logits [R, vocab] float32 of the batch's logits rows; their hidden states hold the tokens' positions."""
+        if hidden is not None:
+            hidden.copy_(batch.positions[batch.logits_rows][:, None].expand(hidden.shape))
         self.num_forwards += 1
         slots = batch.slot_mapping.tolist()
         assert len(set(slots)) == len(slots), "two tokens of a step are written to one slot"
@@ -68,20 +72,21 @@ class MockModel:
         assert batch.positions[start:end].tolist() == list(
             range(batch.context_lens[index] - (end - start), batch.context_lens[index])
         )
+        place = _Place(batch, index, kv)
         for row in range(start, end):
             position, token_id = int(batch.positions[row]), int(batch.token_ids[row])
-            slot = _slot(batch.block_tables[index], position, kv)
+            slot = place.slot(position)
             assert slot == int(batch.slot_mapping[row]), f"position {position} goes to slot {slot}"
-            before = _read(batch.block_tables[index], position - 1, kv)[1] if position else 0
+            before = place.read(position - 1)[1] if position else 0
             block_id, offset = divmod(slot, kv.shape[3])
             kv[:, 0, block_id, offset] = token_id
             kv[:, 1, block_id, offset] = _next_checksum(before, token_id)
 
     def _logits_of(self, batch: StepBatch, row: int, kv: Tensor) -> Tensor:
         index = next(i for i in range(batch.num_seqs) if batch.query_starts[i] <= row < batch.query_starts[i + 1])
-        table, token_ids, checksum = batch.block_tables[index], [], 0
+        place, token_ids, checksum = _Place(batch, index, kv), [], 0
         for position in range(int(batch.positions[row]) + 1):
-            token_id, written = _read(table, position, kv)
+            token_id, written = place.read(position)
             checksum = _next_checksum(checksum, token_id)
             assert written == checksum, f"position {position} of sequence {index} holds the KV of another history"
             token_ids.append(token_id)
@@ -97,11 +102,22 @@ def _slot(table: list[int], position: int, kv: Tensor) -> int:
     return table[position // block_size] * block_size + position % block_size
 
 
-def _read(table: list[int], position: int, kv: Tensor) -> tuple[int, int]:
-    block_id, offset = divmod(_slot(table, position, kv), kv.shape[3])
-    content = kv[:, :, block_id, offset]
-    assert bool((content == content[:1, :, :1, :1]).all()), "layers or heads of one slot differ"
-    return int(content[0, 0, 0, 0]), int(content[0, 1, 0, 0])
+class _Place:
+    """Where the KV of one sequence of a batch lies."""
+
+    def __init__(self, batch: StepBatch, index: int, kv: Tensor) -> None:
+        self._table, self._tail, self._kv = batch.block_tables[index], batch.tails.get(index), kv
+
+    def slot(self, position: int) -> int:
+        if self._tail is not None and position >= self._tail.first:
+            return self._tail.slots[position - self._tail.first]
+        return _slot(self._table, position, self._kv)
+
+    def read(self, position: int) -> tuple[int, int]:
+        block_id, offset = divmod(self.slot(position), self._kv.shape[3])
+        content = self._kv[:, :, block_id, offset]
+        assert bool((content == content[:1, :, :1, :1]).all()), "layers or heads of one slot differ"
+        return int(content[0, 0, 0, 0]), int(content[0, 1, 0, 0])
 
 
 def write_kv(engine: Engine, block_ids: Sequence[int], token_ids: Sequence[int], start: int = 0) -> None:
@@ -130,6 +146,19 @@ def model_config(max_context: int) -> ModelConfig:
     )
 
 
+class FreeRows(CostCurve):
+    """Whatever is guessed is verified: how long the mock's steps take says nothing."""
+
+    def step_s(self, num_rows: int) -> float:
+        return 1.0
+
+    def least_row_s(self, num_rows: int) -> float:
+        return 0.0
+
+    def saw(self, num_rows: int, attention_s: float, step_s: float) -> CostCurve:
+        return self
+
+
 def make_engine(
     *,
     num_blocks: int = 16,
@@ -138,6 +167,8 @@ def make_engine(
     max_num_batched_tokens: int = 64,
     max_context: int = 64,
     prefix_caching: bool = True,
+    proposers: Sequence[Proposer] = (),
+    draft_length: int = 0,
 ) -> Engine:
     """An engine on the mock model."""
     config = EngineConfig(
@@ -147,6 +178,7 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         prefix_caching=prefix_caching,
+        draft_length=draft_length,
     )
     loaded = LoadedModel(
         config=model_config(max_context),
@@ -156,12 +188,15 @@ def make_engine(
         kv_dtype=torch.float32,
         numeric_mode="mock",
     )
-    return open_engine(config, loaded)
+    engine = open_engine(config, loaded, proposers)
+    if engine.speculator is not None:
+        engine.speculator.curve = FreeRows((1,), (1.0,))
+    return engine
 
 
-def open_engine(config: EngineConfig, loaded: LoadedModel) -> Engine:
+def open_engine(config: EngineConfig, loaded: LoadedModel, proposers: Sequence[Proposer] | None = None) -> Engine:
     """An engine whose KV pool (a file descriptor) is closed when the test has dropped it."""
-    engine = Engine(config, hash_block=hash_block, loaded=loaded)
+    engine = Engine(config, hash_block=hash_block, loaded=loaded, proposers=proposers)
     weakref.finalize(engine, engine.kv.close)
     return engine
 

@@ -36,6 +36,13 @@ struct PdmeshModel {
     const float *cos, *sin;    // [max_context][rotary_dim / 2]
 };
 
+// A KV pool by itself.
+struct PdmeshPool {
+    int32_t num_layers, block_size, num_kv_heads, head_dim, format;
+    int64_t num_blocks;
+    uint8_t* kv;
+};
+
 // Nanoseconds of each stage of one step, as rank 0 saw them; the waiting at a stage's end is part of the stage.
 struct PdmeshProfile {
     int64_t embed, prepare, qkv, rope, attention, output, gate_up, down, head, total;
@@ -52,9 +59,15 @@ struct PdmeshStep {
     uint8_t* kv;                                   // the pool
     int64_t num_blocks;
     float* logits;                                 // [num_rows][vocab]
+    float* hidden;                                 // or null: [num_rows][hidden], those tokens' last states, before the final norm
     PdmeshProfile* profile;                        // or null
     int32_t* layers_done;                          // or null: counts the layers whose KV is in the pool
     int32_t signal_fd, signal_every;               // beside it: a byte is written there each so many layers, unless negative
+    // Sequences whose last keys lie elsewhere than their blocks say (engine/batch.py, Tail), ascending. For each its index, the
+    // position from which on they do, and where in `tail_slots` the slots of that and the following positions begin.
+    const int32_t (*tails)[3];
+    const int64_t* tail_slots;
+    int64_t num_tails;
 };
 
 }

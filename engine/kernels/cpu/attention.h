@@ -47,6 +47,17 @@ struct KVGeometry {
     float* scales(uint8_t* block, int head) const {
         return reinterpret_cast<float*>(block + numbers_bytes()) + head * block_size;
     }
+    // Of a LooseGroup: keys, values, and the scales of either (int8 only).
+    int loose_group_bytes() const { return 2 * group_bytes() + 2 * kGroup * static_cast<int>(sizeof(float)); }
+};
+
+// A group that lies for itself, outside the pool: the one with this number of those at `base`.
+struct LooseGroup {
+    uint8_t *keys, *values;
+    float *key_scales, *value_scales;
+    LooseGroup(const KVGeometry& kv, uint8_t* base, int number)
+        : keys(base + static_cast<int64_t>(number) * kv.loose_group_bytes()), values(keys + kv.group_bytes()),
+          key_scales(reinterpret_cast<float*>(values + kv.group_bytes())), value_scales(key_scales + kGroup) {}
 };
 
 // One number of a group: token `slot` (0 to 15), dimension d. `pair` is 2 where a unit holds two numbers.
@@ -78,9 +89,14 @@ void write_numbers(const KVGeometry& kv, uint8_t* group, float* scale, int slot,
     }
 }
 
-// One token's key and value of one head. `is_open`: nobody has written the slots after this one in its group yet; they become
-// zero, because their probability 0 times what lies there must be 0.
-inline void write_token(const KVGeometry& kv, int layer, int head, int64_t slot, bool is_open, const float* key, const float* value) {
+inline void clear_value(const KVGeometry& kv, uint8_t* group, int slot) {
+    const int pair = kv.format == kFloat32 ? 1 : 2;
+    for (int d = 0; d < kv.head_dim; d++) std::memset(group + value_index(slot, d, pair) * kv.element(), 0, kv.element());
+}
+
+// One token's key and value of one head. The slots after this one in its group, up to `open_end`, were written by nobody yet;
+// they become zero, because their probability 0 times what lies there must be 0.
+inline void write_token(const KVGeometry& kv, int layer, int head, int64_t slot, int open_end, const float* key, const float* value) {
     const int in_block = static_cast<int>(slot % kv.block_size), in_group = in_block % kGroup;
     uint8_t* keys = kv.block(layer, 0, slot / kv.block_size);
     uint8_t* values = kv.block(layer, 1, slot / kv.block_size);
@@ -89,10 +105,8 @@ inline void write_token(const KVGeometry& kv, int layer, int head, int64_t slot,
     uint8_t* group = kv.group(values, head, in_block);
     float* scales = has_scales ? kv.scales(values, head) + in_block : nullptr;
     write_numbers(kv, group, scales, in_group, value, value_index);
-    if (!is_open) return;
-    const int pair = kv.format == kFloat32 ? 1 : 2;
-    for (int later = in_group + 1; later < kGroup; later++) {
-        for (int d = 0; d < kv.head_dim; d++) std::memset(group + value_index(later, d, pair) * kv.element(), 0, kv.element());
+    for (int later = in_group + 1; later < open_end; later++) {
+        clear_value(kv, group, later);
         if (has_scales) scales[later - in_group] = 0;
     }
 }
@@ -105,6 +119,8 @@ struct QueryTile {
     int num_queries, num_groups, position, head;
     int64_t window;  // 0: none
     const int32_t* blocks;
+    int tail_start;  // from this position on (a multiple of 16), keys and values lie in loose groups at `tail`; INT_MAX: none
+    uint8_t* tail;
     int rows() const { return num_queries * num_groups; }
     int last() const { return position + num_queries - 1; }
     int first_visible(int query) const { return window ? std::max<int64_t>(0, query - window + 1) : 0; }
@@ -186,6 +202,14 @@ inline bool locate(const KVGeometry& kv, int layer, const QueryTile& tile, int i
     chunk.groups = (end - start + kGroup - 1) / kGroup;
     for (int g = 0; g < kChunkGroups; g++) {
         const int position = start + std::min(g, chunk.groups - 1) * kGroup, slot = position % kv.block_size;
+        if (position >= tile.tail_start) {
+            const LooseGroup group(kv, tile.tail, (position - tile.tail_start) / kGroup);
+            chunk.keys[g] = group.keys;
+            chunk.values[g] = group.values;
+            chunk.key_scales[g] = group.key_scales;
+            chunk.value_scales[g] = group.value_scales;
+            continue;
+        }
         const int64_t id = tile.blocks[position / kv.block_size];
         uint8_t *keys = kv.block(layer, 0, id), *values = kv.block(layer, 1, id);
         chunk.keys[g] = kv.group(keys, tile.head, slot);

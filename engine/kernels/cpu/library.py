@@ -77,14 +77,26 @@ class Step(Structure):
         ),
         ("num_blocks", c_int64),
         ("logits", c_void_p),
+        ("hidden", c_void_p),
         ("profile", POINTER(Profile)),
         ("layers_done", c_void_p),
         ("signal_fd", c_int32),
         ("signal_every", c_int32),
+        ("tails", c_void_p),
+        ("tail_slots", c_void_p),
+        ("num_tails", c_int64),
     )
 
 
-_STRUCTS = (Linear, Layer, Model, Step, Profile)
+class Pool(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("num_layers", "block_size", "num_kv_heads", "head_dim", "format")),
+        ("num_blocks", c_int64),
+        ("kv", c_void_p),
+    )
+
+
+_STRUCTS = (Linear, Layer, Model, Step, Profile, Pool)
 
 
 def open_library(say: Say = print) -> ctypes.CDLL:
@@ -96,9 +108,11 @@ def open_library(say: Say = print) -> ctypes.CDLL:
     _check_abi(library)
     signatures = {
         "pdmesh_engine_create": (c_void_p, (POINTER(Model), c_int32, c_int32)),
+        "pdmesh_engine_create_beside": (c_void_p, (POINTER(Model), c_void_p)),
         "pdmesh_engine_destroy": (None, (c_void_p,)),
         "pdmesh_engine_team": (c_void_p, (c_void_p,)),
         "pdmesh_engine_step": (c_int32, (c_void_p, POINTER(Step))),
+        "pdmesh_move_slots": (c_int32, (POINTER(Pool), c_void_p, c_void_p, c_int32)),
         "pdmesh_read_bandwidth": (c_double, (c_void_p, c_int64, c_int32, c_int32)),
         "pdmesh_product_peak": (c_double, (c_int32, c_int32, c_int32)),
     }

@@ -11,11 +11,12 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
+from engine.batch import StepBatch, Tail
 from engine.exports import LayerSignal
 from engine.kernels.cpu import library as abi
 from engine.kernels.cpu.arena import gather
 from engine.kernels.cpu.sampling import NativeSampler
+from engine.model import shortened
 from engine.model_config import ModelConfig
 
 # Part of the numeric mode: to be raised with every change of the kernels that changes bits of a logit or the layout of KV blocks.
@@ -119,14 +120,21 @@ class NativeModel:
         block_size: int,
         kv_dtype: torch.dtype,
         num_threads: int,
+        beside: NativeModel | None = None,
     ) -> None:
-        """Raises MemoryError when the engine's threads or buffers cannot be had."""
+        """With `beside` it computes with that model's threads, in turn with it, and `num_threads` are as many as those.
+
+        Raises MemoryError when the engine's threads or buffers cannot be had.
+        """
         self.config, self.weights = config, weights
         self.profile: abi.Profile | None = None  # where one is set, each step fills it
         self._library = library
-        self._kv_dtype, self._block_size = kv_dtype, block_size
-        descriptor = self._descriptor(block_size)
-        self._handle = library.pdmesh_engine_create(ctypes.byref(descriptor), num_threads, SPIN_US)
+        self._kv_dtype, self._block_size, self._num_threads = kv_dtype, block_size, num_threads
+        descriptor = ctypes.byref(self._descriptor(block_size))
+        if beside is None:
+            self._handle = library.pdmesh_engine_create(descriptor, num_threads, SPIN_US)
+        else:
+            self._handle = library.pdmesh_engine_create_beside(descriptor, beside._handle)
         if not self._handle:
             raise MemoryError(f"num_threads: the system refuses {num_threads} threads, or memory for them; give fewer")
 
@@ -134,17 +142,36 @@ class NativeModel:
         if getattr(self, "_handle", None):
             self._library.pdmesh_engine_destroy(self._handle)
 
+    @property
+    def library(self) -> ctypes.CDLL:
+        return self._library
+
+    @property
+    def team(self) -> int:
+        """The address of its threads. Whoever computes with them between its steps keeps the model alive."""
+        address: int = self._library.pdmesh_engine_team(self._handle)
+        return address
+
     def sampler(self) -> NativeSampler:
         """One that draws with this model's threads, between its steps; it keeps the model alive."""
-        return NativeSampler(self._library, team=self._library.pdmesh_engine_team(self._handle), owner=self)
+        return NativeSampler(self._library, team=self.team, owner=self)
 
-    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None) -> Tensor:
+    def first_layers(self, num_layers: int) -> NativeModel:
+        """See DecoderModel.first_layers. The two compute with the same threads, in turn."""
+        config, sizes = shortened(self.config, num_layers), {"block_size": self._block_size, "num_threads": self._num_threads}
+        weights = replace(self.weights, layers=self.weights.layers[:num_layers])
+        return NativeModel(self._library, config, weights, kv_dtype=self._kv_dtype, **sizes, beside=self)
+
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
         """See DecoderModel.forward. `batch.logits_rows` ascend. Raises ValueError for a pool of another kind."""
         if kv.dtype != self._kv_dtype or kv.shape[3] != self._block_size:
             raise ValueError(f"KV pool: {kv.dtype}, blocks of {kv.shape[3]}; this model has {self._kv_dtype}, {self._block_size}")
         logits = torch.empty((len(batch.logits_rows), self.config.vocab_size), dtype=torch.float32)
+        if hidden is not None:
+            _check_hidden(hidden, (len(batch.logits_rows), self.config.hidden_size))
         lists = _int32(batch.query_starts), _int32(batch.context_lens), _int32(list(chain.from_iterable(batch.block_tables)))
         starts = _int32([0, *accumulate(map(len, batch.block_tables))][:-1])
+        tails = _tails(batch.tails)
         step = abi.Step(
             batch.num_tokens,
             batch.num_seqs,
@@ -157,8 +184,11 @@ class NativeModel:
             kv.data_ptr(),
             kv.shape[2],
             logits.data_ptr(),
+            _address(hidden),
             None if self.profile is None else ctypes.pointer(self.profile),
             *((None, -1, 1) if signal is None else (signal.address, signal.fd, signal.every)),
+            *(numbers.buffer_info()[0] if numbers else None for numbers in tails),
+            len(batch.tails),
         )
         if self._library.pdmesh_engine_step(self._handle, ctypes.byref(step)):
             raise MemoryError(f"no memory for the buffers of a step of {batch.num_tokens} tokens; lower max_num_batched_tokens")
@@ -207,6 +237,26 @@ def why_not(config: ModelConfig, block_size: int) -> str | None:
 def kv_head_size(head_dim: int, kv_dtype: torch.dtype) -> int:
     """Elements that one token's key (or value) of one head takes in the pool."""
     return head_dim + INT8_SCALE_BYTES if kv_dtype == torch.int8 else head_dim
+
+
+def kv_head_dim(head_size: int, kv_dtype: torch.dtype) -> int:
+    """The other way round."""
+    return head_size - INT8_SCALE_BYTES if kv_dtype == torch.int8 else head_size
+
+
+def _check_hidden(hidden: Tensor, shape: tuple[int, int]) -> None:
+    if hidden.dtype != torch.float32 or hidden.device.type != "cpu" or hidden.shape != shape or not hidden.is_contiguous():
+        given = f"{hidden.dtype} {tuple(hidden.shape)} on {hidden.device} with strides {hidden.stride()}"
+        raise ValueError(f"hidden: {given}; it must be contiguous float32 {shape} on the cpu")
+
+
+def _tails(tails: dict[int, Tail]) -> tuple[array[int], array[int]]:
+    """(index, first position, where its slots begin) of each, and all their slots."""
+    headers, slots = array("i"), array("q")
+    for index in sorted(tails):
+        headers.extend((index, tails[index].first, len(slots)))
+        slots.extend(tails[index].slots)
+    return headers, slots
 
 
 def _int32(numbers: Sequence[int]) -> array[int]:

@@ -9,7 +9,9 @@
 // for itself, which costs less than a barrier.
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
+#include <climits>
 #include <cmath>
 #include <memory>
 #include <mutex>
@@ -18,6 +20,7 @@
 #include "abi.h"
 #include "attention.h"
 #include "gemm.h"
+#include "kv_copy.h"
 #include "parallel.h"
 #include "rows.h"
 
@@ -74,6 +77,11 @@ struct Item {
     int64_t cost() const { return static_cast<int64_t>(num_queries) * (chunk_end - chunk_begin); }
 };
 
+struct TailGroup {
+    const Tail* tail;
+    int head, number;
+};
+
 struct Emitted {  // [rows][stride] = product
     static constexpr bool kPairs = false;
     float* out;
@@ -111,8 +119,9 @@ struct Gated {  // [rows][stride] = silu(gate) * up of alternating panels
 
 class Engine {
   public:
-    Engine(const PdmeshModel& model, int num_threads, int spin_us)
-        : model_(model), layers_(model.layers, model.layers + model.num_layers), team_(num_threads, spin_us) {
+    // Engines may have one team: they compute in turn.
+    Engine(const PdmeshModel& model, std::shared_ptr<Team> team)
+        : model_(model), layers_(model.layers, model.layers + model.num_layers), shared_team_(std::move(team)), team_(*shared_team_) {
         model_.layers = layers_.data();
         groups_ = model.num_heads / model.num_kv_heads;
         tile_queries_ = std::max(1, kTileTarget / groups_);
@@ -127,7 +136,7 @@ class Engine {
         }
     }
 
-    Team& team() { return team_; }
+    const std::shared_ptr<Team>& team() const { return shared_team_; }
 
     void step(const PdmeshStep& step) {
         std::lock_guard lock(mutex_);  // of the buffers; the team has its own
@@ -190,15 +199,61 @@ class Engine {
         bundle_ = static_cast<int>(items_.size()) >= 8 * team_.size() * model_.num_kv_heads ? model_.num_kv_heads : 1;
         partial_sums_.reserve(static_cast<size_t>(num_partials) * partial_rows_ * 2);
         partial_outputs_.reserve(static_cast<size_t>(num_partials) * partial_rows_ * model_.head_dim);
+        plan_tails(step);
         mark_open_groups(step);
     }
 
-    // The last token of a sequence in this step, unless an earlier step has begun its group (see write_token).
+    // See write_token: the last token of a sequence in this step, unless an earlier step has begun its group. A branch's tokens
+    // lie anywhere behind: each of them.
     void mark_open_groups(const PdmeshStep& step) {
-        is_open_.assign(step.num_tokens, 0);
+        open_ends_.assign(step.num_tokens, 0);
         for (int s = 0; s < step.num_seqs; s++) {
             const int last = step.query_starts[s + 1] - 1;
-            is_open_[last] = queries_of(s) > 1 || step.slots[last] % kGroup == 0;
+            if (queries_of(s) > 1 || step.slots[last] % kGroup == 0) open_ends_[last] = kGroup;
+            if (tails_of_[s]) std::fill(open_ends_.begin() + step.query_starts[s], open_ends_.begin() + last + 1, kGroup);
+        }
+        if (!tails_.empty()) end_at_written_slots(step);
+    }
+
+    // What lies behind a token may be a branch, which another rank writes at the same time.
+    void end_at_written_slots(const PdmeshStep& step) {
+        written_.assign(step.slots, step.slots + step.num_tokens);
+        std::sort(written_.begin(), written_.end());
+        for (int t = 0; t < step.num_tokens; t++) {
+            if (!open_ends_[t]) continue;
+            const auto next = std::upper_bound(written_.begin(), written_.end(), step.slots[t]);
+            if (next != written_.end() && *next / kGroup == step.slots[t] / kGroup) open_ends_[t] = *next % kGroup;
+        }
+    }
+
+    // Groups of 16 positions that have keys in a tail are put together anew in each layer, each key at its place: so sums have
+    // the order that they have where all keys lie in the sequence's blocks.
+    void plan_tails(const PdmeshStep& step) {
+        tails_.clear();
+        tails_of_.assign(step.num_seqs, nullptr);
+        tail_groups_.clear();
+        tails_.reserve(step.num_tails);
+        int num_loose = 0;
+        for (int64_t i = 0; i < step.num_tails; i++) {
+            const auto [seq, first, slots] = std::to_array(step.tails[i]);
+            const int start = first / kGroup * kGroup, groups = (step.context_lens[seq] - start + kGroup - 1) / kGroup;
+            tails_.push_back({step.blocks + step.block_starts[seq], step.tail_slots + slots, start, first, step.context_lens[seq], groups, num_loose});
+            tails_of_[seq] = &tails_.back();
+            num_loose += groups * model_.num_kv_heads;
+            for (int head = 0; head < model_.num_kv_heads; head++)
+                for (int g = 0; g < groups; g++) tail_groups_.push_back({&tails_.back(), head, g});
+        }
+        loose_groups_.reserve(static_cast<size_t>(num_loose) * kv_.loose_group_bytes());
+    }
+
+    uint8_t* loose_groups(const Tail& tail, int head) const {
+        return loose_groups_.get() + (tail.num_before + static_cast<int64_t>(head) * tail.groups) * kv_.loose_group_bytes();
+    }
+
+    void gather_tails(int rank, int layer) {
+        for (int i; (i = team_.take()) < static_cast<int>(tail_groups_.size());) {
+            const auto& [tail, head, number] = tail_groups_[i];
+            gather_group(kv_, layer, head, *tail, number, LooseGroup(kv_, loose_groups(*tail, head), number));
         }
     }
 
@@ -239,6 +294,10 @@ class Engine {
             rotate_and_write(rank, index, layer);
             team_.barrier();
             if (rank == 0 && step_->layers_done) tell_layer_done(index);
+            if (!tails_.empty()) {
+                gather_tails(rank, index);
+                team_.barrier();
+            }
             clock.mark(profile_.rope);
             attend(rank, index, layer.window);
             team_.barrier();
@@ -266,6 +325,7 @@ class Engine {
             clock.mark(profile_.down);
         }
         if (num_rows == 0) return;
+        if (step_->hidden) tell_hidden(rank);
         const Rows rows = prepare(rank, model_.head, hidden_.get(), hidden_stride_, model_.norm, step_->num_rows);
         multiply(team_, rank, model_.head, rows, step_->num_rows, Emitted{step_->logits, size_t(model_.vocab), model_.vocab});
         clock.mark(profile_.head);
@@ -277,6 +337,13 @@ class Engine {
         if (step_->signal_fd < 0 || ((index + 1) % step_->signal_every && index + 1 < model_.num_layers)) return;
         const char byte = 0;
         if (write(step_->signal_fd, &byte, 1) < 0) return;  // full: then its reader is awake as well
+    }
+
+    // What the wanted tokens' states are after the last layer.
+    void tell_hidden(int rank) const {
+        const size_t width = model_.hidden;
+        for (int r = rank; r < step_->num_rows; r += team_.size())
+            std::memcpy(step_->hidden + r * width, hidden_.get() + r * static_cast<size_t>(hidden_stride_), sizeof(float) * width);
     }
 
     void embed(int rank) {
@@ -347,7 +414,7 @@ class Engine {
         }
         rotate(row + (model_.num_heads + head) * dim, layer.key_norm, step_->positions[token], rotated);
         const float* value = row + (model_.num_heads + model_.num_kv_heads + head) * dim;
-        write_token(kv_, index, head, step_->slots[token], is_open_[token], rotated, value);
+        write_token(kv_, index, head, step_->slots[token], open_ends_[token], rotated, value);
     }
 
     // A token's key lies in all lines of its group: they arrive while the queries are rotated.
@@ -382,8 +449,9 @@ class Engine {
         const size_t row = (static_cast<size_t>(item.head) * step_->num_tokens + first) * groups_;
         const size_t stride = static_cast<size_t>(model_.head_dim) * element;
         const int position = step_->context_lens[item.seq] - queries_of(item.seq) + item.first_query;
+        const Tail* tail = tails_of_[item.seq];
         return {queries_.get() + row * stride, stride, item.num_queries, groups_, position, item.head, window,
-                step_->blocks + step_->block_starts[item.seq]};
+                step_->blocks + step_->block_starts[item.seq], tail ? tail->start : INT_MAX, tail ? loose_groups(*tail, item.head) : nullptr};
     }
 
     float* target_of(const Item& item) const {
@@ -496,20 +564,25 @@ class Engine {
 
     PdmeshModel model_;
     std::vector<PdmeshLayer> layers_;
-    Team team_;
+    std::shared_ptr<Team> shared_team_;
+    Team& team_;
     std::mutex mutex_;
     int groups_, tile_queries_, partial_rows_ = 0, bundle_ = 1, hidden_stride_, inner_stride_, attended_stride_, qkv_stride_;
     const PdmeshStep* step_ = nullptr;
     KVGeometry kv_{};
     PdmeshProfile profile_{};
     Buffer<float> hidden_, qkv_, attended_, inner_, partial_sums_, partial_outputs_;
-    Buffer<uint8_t> queries_;
+    Buffer<uint8_t> queries_, loose_groups_;
     RowBuffer shared_rows_;
     std::vector<std::unique_ptr<RowBuffer>> own_rows_;
     std::vector<std::unique_ptr<AttentionScratch>> scratch_;
     std::vector<std::vector<float>> heads_;
     std::vector<Item> items_, splits_;
-    std::vector<uint8_t> is_open_;
+    std::vector<uint8_t> open_ends_;  // of the tokens: see write_token
+    std::vector<int64_t> written_;
+    std::vector<Tail> tails_;
+    std::vector<const Tail*> tails_of_;  // of the sequences; mostly null
+    std::vector<TailGroup> tail_groups_;
 };
 
 }  // namespace
@@ -526,12 +599,22 @@ void pdmesh_abi(int64_t* sizes) {
     sizes[2] = sizeof(PdmeshModel);
     sizes[3] = sizeof(PdmeshStep);
     sizes[4] = sizeof(PdmeshProfile);
+    sizes[5] = sizeof(PdmeshPool);
 }
 
 // The weights stay the caller's and must outlive the engine. Null without memory or threads.
 void* pdmesh_engine_create(const PdmeshModel* model, int32_t num_threads, int32_t spin_us) {
     try {
-        return new Engine(*model, num_threads, spin_us);
+        return new Engine(*model, std::make_shared<pdmesh::Team>(num_threads, spin_us));
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+
+// One that computes with the threads of `other`, which may be destroyed before it. Null without memory.
+void* pdmesh_engine_create_beside(const PdmeshModel* model, void* other) {
+    try {
+        return new Engine(*model, static_cast<Engine*>(other)->team());
     } catch (const std::exception&) {
         return nullptr;
     }
@@ -540,7 +623,7 @@ void* pdmesh_engine_create(const PdmeshModel* model, int32_t num_threads, int32_
 void pdmesh_engine_destroy(void* engine) { delete static_cast<Engine*>(engine); }
 
 // The engine's threads, for the sampler that runs between steps.
-void* pdmesh_engine_team(void* engine) { return &static_cast<Engine*>(engine)->team(); }
+void* pdmesh_engine_team(void* engine) { return static_cast<Engine*>(engine)->team().get(); }
 
 // 0, or 1 without memory for the step's buffers.
 int32_t pdmesh_engine_step(void* engine, const PdmeshStep* step) {

@@ -97,6 +97,19 @@ async def test_completions_have_openais_default_length(client: Any) -> None:
     assert answer.choices[0].text == text(16) and answer.choices[0].finish_reason == "length"
 
 
+async def test_guesses_of_all_prompts_are_in_the_usage(served: Mesh, client: Any) -> None:
+    quiet = await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=6)
+    details = quiet.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+    served["d0"].guesses = 3
+    try:
+        answer = await client.completions.create(model="tiny", prompt=[PROMPT, PROMPT[:20]], n=2, max_tokens=6)
+    finally:
+        served["d0"].guesses = 0
+    details = answer.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (12, 60)
+
+
 async def test_choices_and_prompts_are_numbered_as_openai_does(served: Mesh, client: Any) -> None:
     other = PROMPT[:20]
     answer = await client.completions.create(model="tiny", prompt=[PROMPT, other], n=2, max_tokens=6, seed=5)

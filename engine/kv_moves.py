@@ -1,0 +1,48 @@
+"""Keys and values from slot to slot of a KV pool: what a kept branch of a drafted tree has computed goes to its own places."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.kernels.cpu import library as abi
+from engine.kernels.cpu.model import kv_head_dim
+
+
+def move_slots(kv: Tensor, sources: Sequence[int], targets: Sequence[int], arrangement: str) -> None:
+    """In all layers what lies at `sources[i]` goes to `targets[i]`, as if all were read before any is written.
+
+    kv [num_layers, 2, num_blocks, block_size, num_kv_heads, head] (`KVPool.tensor`); `arrangement`: plain or panels, see
+    engine/kv_format.py. Raises ValueError for slots outside the pool, or where two have one target.
+    """
+    _check(kv, sources, targets)
+    if not sources:
+        return
+    if arrangement == "plain":
+        flat = kv.flatten(2, 3)
+        flat[:, :, list(targets)] = flat[:, :, list(sources)]  # the right side is a copy
+    else:
+        _move_in_panels(kv, array("q", sources), array("q", targets))
+
+
+def _move_in_panels(kv: Tensor, sources: array[int], targets: array[int]) -> None:
+    layers, _, num_blocks, block_size, heads, head = kv.shape
+    form = abi.FORMATS[str(kv.dtype).removeprefix("torch.")]
+    pool = abi.Pool(layers, block_size, heads, kv_head_dim(head, kv.dtype), form, num_blocks, kv.data_ptr())
+    addresses = (numbers.buffer_info()[0] for numbers in (sources, targets))
+    if abi.shared_library().pdmesh_move_slots(ctypes.byref(pool), *addresses, len(sources)):
+        raise MemoryError(f"no memory to move {len(sources)} tokens' keys and values")
+
+
+def _check(kv: Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:
+    num_slots = kv.shape[2] * kv.shape[3]
+    if len(sources) != len(targets):
+        raise ValueError(f"targets: {len(targets)} for {len(sources)} sources")
+    if len(set(targets)) < len(targets):
+        raise ValueError(f"targets: {list(targets)} name a slot twice")
+    for name, slots in (("sources", sources), ("targets", targets)):
+        if slots and not 0 <= min(slots) <= max(slots) < num_slots:
+            raise ValueError(f"{name}: slots {min(slots)} to {max(slots)}; the pool has 0 to {num_slots - 1}")

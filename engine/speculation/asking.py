@@ -1,0 +1,128 @@
+"""Whether to ask a proposer that runs a model, by what asking cost and brought so far.
+
+It is asked for the sequences of which more is hoped than others have guessed for nothing, and only where the tokens that it
+brings are worth the time that it takes beside them. Where they are not, it is asked again after a while, and after twice that
+while if nothing has changed: what is generated changes, and so do the sequences beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Sequence_
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+from engine.runner import Draw
+from engine.sequence import Sequence
+from engine.speculation.chance import Bent, Calibration
+from engine.speculation.cost_curve import CostCurve
+from engine.speculation.draft import ROOT, Draft
+from engine.speculation.policy import MARGIN, Load
+from engine.speculation.proposer import Ask, Proposer, promise
+
+FIRST_HOPE = 1.0
+"""Tokens kept of a draft, before anything is known."""
+LEARNING = 0.1
+NUM_BUCKETS = 16
+FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
+"""Steps without asking, where it does not pay."""
+
+
+class Asking:
+    """One proposer that is not free. What it calls a chance is a probability by its own model: what became of guesses as
+    probable as that is what it is taken for."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.proposer = proposer
+        self._calibration = Calibration.of_probabilities(NUM_BUCKETS)
+        self._bent: WeakKeyDictionary[Sequence, Bent] = WeakKeyDictionary()
+        self._proposed: dict[Sequence, Draft] = {}  # in this step, as the proposer gave them
+        self.spent_ns = 0
+        self._hopes: WeakKeyDictionary[Sequence, float] = WeakKeyDictionary()
+        self._hope = FIRST_HOPE  # of a sequence that was never asked for
+        self._num_rows = 4.0  # drafted and verified for a sequence that was asked for
+        self._call_s = 0.0  # what asking took, lately
+        self._pause = FIRST_PAUSE
+        self._num_to_skip = 0
+
+    def ask_all(self, asks: Sequence_[Ask], drafts: list[Draft]) -> list[Draft]:
+        """`drafts`, of these asks, or the proposer's own where that promises more."""
+        return self._ask(range(len(asks)), asks, drafts)
+
+    def improve(self, asks: Sequence_[Ask], drafts: list[Draft], load: Load, curve: CostCurve) -> list[Draft]:
+        """The same, but the proposer is asked only where that may pay."""
+        self._proposed = {}
+        hopeful = [index for index, ask in enumerate(asks) if self._hope_of(ask.sequence) > promise(drafts[index])]
+        if not hopeful:
+            return drafts
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+            return drafts
+        self._decide_on_next(hopeful, asks, drafts, load, curve)
+        return self._ask(hopeful, asks, drafts)
+
+    def _ask(self, hopeful: Sequence_[int], asks: Sequence_[Ask], drafts: list[Draft]) -> list[Draft]:
+        started_ns = time.monotonic_ns()
+        proposed = self.proposer.propose([asks[index] for index in hopeful])
+        self._spent(time.monotonic_ns() - started_ns)
+        self._proposed, better = {}, list(drafts)
+        for index, draft in zip(hopeful, proposed, strict=True):
+            sequence = asks[index].sequence
+            self._proposed[sequence] = draft
+            better[index] = max(drafts[index], self._calibrated(sequence, draft), key=promise)
+        return better
+
+    def learn(self, draws: Mapping[Sequence, list[Draw]]) -> None:
+        """What became of the drafts that it was asked for."""
+        for sequence, proposed in self._proposed.items():
+            for draw in draws.get(sequence, ()):
+                if draw.verified is not None:
+                    is_own = draw.verified.draft.proposer == self.proposer.name
+                    kept, rows = (len(draw.verified.kept), len(draw.verified.draft)) if is_own else (0, 0)
+                    self._hopes[sequence] = _moved(self._hope_of(sequence), kept)
+                    self._hope = _moved(self._hope, kept)
+                    self._num_rows = max(1.0, _moved(self._num_rows, rows))
+                    self._compare(sequence, proposed, draw.verified.new_tokens)
+
+    def _calibrated(self, sequence: Sequence, draft: Draft) -> Draft:
+        bent, calibration = self._bent.get(sequence), self._calibration
+        chances = [calibration.chance(calibration.bucket_of(chance)) for chance in draft.chances]
+        return replace(draft, chances=tuple(chances if bent is None else map(bent.chance, chances)))
+
+    def _compare(self, sequence: Sequence, proposed: Draft, new_tokens: Sequence_[int]) -> None:
+        """Whether or not anybody had it verified: as far as the model's tokens say what of it was right."""
+        bent, calibration = self._bent.setdefault(sequence, Bent()), self._calibration
+        at = ROOT
+        for token_id in new_tokens:
+            children = [index for index, parent in enumerate(proposed.parents) if parent == at]
+            for index in children:
+                bucket, is_right = calibration.bucket_of(proposed.chances[index]), proposed.token_ids[index] == token_id
+                bent.saw(calibration.chance(bucket), is_right)
+                calibration.saw(bucket, is_right)
+            at = next((index for index in children if proposed.token_ids[index] == token_id), len(proposed))
+
+    def _hope_of(self, sequence: Sequence) -> float:
+        return self._hopes.get(sequence, self._hope)
+
+    def _decide_on_next(
+        self, hopeful: list[int], asks: Sequence_[Ask], drafts: list[Draft], load: Load, curve: CostCurve
+    ) -> None:
+        """Asked now in any case, to know; again at once only where what is known so far says that it pays."""
+        found = [promise(draft) for draft in drafts]
+        more = sum(self._hope_of(asks[index].sequence) - found[index] for index in hopeful)
+        plain_s = curve.step_s(load.num_rows + sum(map(len, drafts))) + load.attention_s
+        with_s = curve.step_s(load.num_rows + sum(map(len, drafts)) + round(self._num_rows * len(hopeful))) + load.attention_s
+        plain = load.num_decoding + sum(found)
+        if (plain + more) * plain_s >= (1 + MARGIN) * plain * (with_s + self._call_s):
+            self._pause = FIRST_PAUSE
+            return
+        self._num_to_skip, self._pause = self._pause, min(LONGEST_PAUSE, 2 * self._pause)
+
+    def _spent(self, took_ns: int) -> None:
+        self.spent_ns += took_ns
+        self._call_s = took_ns / 1e9 if not self._call_s else _moved(self._call_s, took_ns / 1e9)
+
+
+def _moved(old: float, new: float) -> float:
+    return old + LEARNING * (new - old)

@@ -1,0 +1,83 @@
+"""How much of their drafts the next step verifies. Pure.
+
+A step of n sequences and m drafted tokens gives n + Σ c tokens, c being the chance that a drafted token is kept, and takes
+t(n + m). The drafted tokens are taken in the order of their chances (a token's chance is never above its parent's, so what is
+taken hangs together), and as many as make (n + Σ c) / t the largest; none, where they would not raise it. In other words a draft
+goes on until its cumulative chance falls under a threshold, and the threshold is what a token must bring at the moment: the cost
+of one more row in tokens. It follows from the drafts beside it, from how many sequences share the step, and from the measured
+curve (`cost_curve.py`); nobody sets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.speculation.cost_curve import CostCurve
+from engine.speculation.draft import NOTHING, Draft
+
+MARGIN = 0.02
+"""Share that speculation must promise to win: chances and costs are estimates, and a tie is not worth the risk."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the step computes without drafts: sequences that decode, tokens of prompts beside them, and what attention takes."""
+
+    num_decoding: int
+    num_prompt_tokens: int
+    attention_s: float
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decoding + self.num_prompt_tokens
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to verify of each draft, in their order; `threshold`: the chance under which no token more would pay."""
+
+    drafts: list[Draft]
+    threshold: float
+    num_expected: float  # tokens of drafts that are kept, on average
+
+
+def choose(drafts: Sequence[Draft], contexts: Sequence[int], load: Load, curve: CostCurve, max_tokens: int) -> Choice:
+    """`contexts`: tokens known of each draft's sequence; `max_tokens`: of all drafts together."""
+    plain_s = curve.step_s(load.num_rows) + load.attention_s
+    plain_rate = load.num_decoding / plain_s
+    least = threshold(plain_rate, load.num_rows, curve)
+    candidates = sorted(
+        [
+            (-chance, number, index)
+            for number, draft in enumerate(drafts)
+            for index, chance in enumerate(draft.cumulative)
+            if chance >= least
+        ]
+    )[:max_tokens]
+    best_rate = (1.0 + MARGIN) * plain_rate
+    expected, attention_s, best, best_expected = float(load.num_decoding), load.attention_s, 0, 0.0
+    for count, (negative, number, _) in enumerate(candidates, start=1):
+        expected -= negative
+        attention_s += curve.row_context_s * contexts[number]
+        rate = expected / (curve.step_s(load.num_rows + count) + attention_s)
+        if rate > best_rate:
+            best_rate, best, best_expected = rate, count, expected - load.num_decoding
+    if not best:
+        return Choice([NOTHING] * len(drafts), least, 0.0)
+    wanted = [[False] * len(draft) for draft in drafts]
+    for _, number, index in candidates[:best]:
+        wanted[number][index] = True
+    chosen = [draft.keep(keep) if any(keep) else NOTHING for draft, keep in zip(drafts, wanted, strict=True)]
+    return Choice(chosen, threshold(best_rate, load.num_rows + best, curve), best_expected)
+
+
+def threshold(rate: float, num_rows: int, curve: CostCurve) -> float:
+    """The chance below which no drafted token pays: what a row more costs at least, in tokens that come at `rate` meanwhile."""
+    return min(1.0, rate * curve.least_row_s(num_rows))
+
+
+def fixed(drafts: Sequence[Draft], length: int) -> Choice:
+    """The first `length` tokens of each draft's first branch, whatever they cost: what the threshold is compared with."""
+    first = [draft.first(len(draft.branches[0])).first(length) if draft else NOTHING for draft in drafts]
+    return Choice(first, 0.0, sum(sum(draft.cumulative) for draft in first))

@@ -1,0 +1,119 @@
+"""Which proposers an engine has: names in its configuration, made here, one line for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.allocator import BlockAllocator
+from engine.config import EngineConfig
+from engine.kernels.cpu.model import NativeModel
+from engine.kv_cache import KVPool
+from engine.memory import effective_max_context
+from engine.model import DecoderModel
+from engine.runner import TokenSampler
+from engine.speculation.head_proposer import HeadProposer
+from engine.speculation.heads import FILE, DraftHeads, load_heads
+from engine.speculation.heads_native import NativeHeads, why_not_native
+from engine.speculation.heads_torch import HeadMaths, TorchHeads
+from engine.speculation.lookahead import Lookahead
+from engine.speculation.model_draft_open import Target, load_draft_model, open_draft_model
+from engine.speculation.model_draft_room import room_in
+from engine.speculation.prompt_lookup import PromptLookup
+from engine.speculation.proposer import Proposer
+from engine.speculation.retrieval import Retrieval
+from engine.speculation.self_draft import self_draft
+from engine.weights.loader import LoadedModel
+
+NONE = "none"
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What of an engine proposers are made from."""
+
+    config: EngineConfig
+    loaded: LoadedModel
+    kv: KVPool
+    allocator: BlockAllocator
+    sampler: TokenSampler
+
+
+def make_proposers(parts: Parts) -> list[Proposer]:
+    """In the order of the configuration. Raises ValueError naming the field for what cannot be."""
+    return [_KINDS[name](parts) for name in proposer_names(parts.config)]
+
+
+def proposer_names(config: EngineConfig) -> tuple[str, ...]:
+    """Auto: prompt lookup, and whatever the other settings, or a file beside the model, give something for.
+
+    Raises ValueError for names that are not known.
+    """
+    if config.speculation == NONE:
+        return ()
+    if config.speculation == AUTO:
+        given = {"heads": heads_path(config), "draft_model": config.draft_model, "self_draft": config.self_draft_layers}
+        return ("prompt_lookup", *(name for name, value in given.items() if value))
+    names = tuple(dict.fromkeys(name.strip() for name in config.speculation.split(",")))
+    for name in names:
+        if name not in _KINDS:
+            raise ValueError(f"speculation: {name!r} is not known; give {AUTO}, {NONE} or some of {', '.join(_KINDS)}")
+    return names
+
+
+def heads_path(config: EngineConfig) -> Path | None:
+    """Of the draft heads: as configured, else beside the model; None where there are none."""
+    if config.draft_heads:
+        return Path(config.draft_heads)
+    beside = Path(config.model) / FILE
+    return beside if beside.is_file() else None
+
+
+def _heads(parts: Parts) -> HeadProposer:
+    path, model = heads_path(parts.config), parts.loaded.model
+    if path is None:
+        raise ValueError(f"draft_heads: no {FILE} lies beside the model; give the path of one, or train it")
+    heads, config = load_heads(path), parts.loaded.config
+    if why := heads.why_not(config.hidden_size, config.vocab_size):
+        raise ValueError(f"draft_heads: {path}: {why}")
+    return HeadProposer(_maths(heads, model), parts.sampler, config.vocab_size, config.eos_token_ids)
+
+
+def _maths(heads: DraftHeads, model: NativeModel | DecoderModel) -> HeadMaths:
+    if not isinstance(model, NativeModel):
+        return TorchHeads(heads, model.embedding)
+    if why_not_native(heads, model.weights.embedding):
+        return TorchHeads(heads, model.weights.embedding)
+    return NativeHeads(heads, model.weights.embedding, model.library, model.team, model)
+
+
+def _draft_model(parts: Parts) -> Proposer:
+    if not parts.config.draft_model:
+        raise ValueError("draft_model: empty; give the folder or .gguf file of a smaller model with the same vocabulary")
+    target = Target(parts.config, parts.loaded.config, parts.kv.shape)
+    return open_draft_model(load_draft_model(parts.config.draft_model, target), target, room_in(parts.allocator))
+
+
+def _self_draft(parts: Parts) -> Proposer:
+    config = parts.loaded.config
+    return self_draft(
+        parts.loaded.model,
+        parts.config.self_draft_layers,
+        parts.kv.tensor,
+        parts.sampler,
+        room_in(parts.allocator),
+        eos_token_ids=config.eos_token_ids,
+        max_context=effective_max_context(parts.config, config),
+    )
+
+
+_KINDS: dict[str, Callable[[Parts], Proposer]] = {
+    "prompt_lookup": lambda _: PromptLookup(),
+    "retrieval": lambda _: Retrieval(),
+    "lookahead": lambda _: Lookahead(),
+    "heads": _heads,
+    "draft_model": _draft_model,
+    "self_draft": _self_draft,
+}
