@@ -24,8 +24,9 @@ tpot_ms = 400
 quantile = 0.9
 """
 """Of two processors that everything shares: what they keep with some of the workers, and not with one."""
-WORKER_SETTINGS = {"PDMESH_MAX_NUM_SEQS": "2"}
-"""So few sequences at once that a load that this machine bears needs several decode workers."""
+WORKER_SETTINGS = {"PDMESH_MAX_NUM_SEQS": "4"}
+"""So few sequences at once that a load that this machine bears needs several decode workers; and so many that one of them bears
+who asks seldom (`load.SELDOM_S`), also where other work has made its steps three times as long."""
 COOL_DOWN_S = 8
 START_S = 6
 MAX_DECODE = 4
