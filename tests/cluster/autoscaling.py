@@ -125,6 +125,11 @@ class Autoscaler:
         """Of one reason; one that the API has counted several times counts once."""
         return sum(each == reason for each, _ in self.events(deployment))
 
+    def scaled_for_load(self, deployment: str) -> set[str]:
+        """ScaledUp, ScaledDown: what was done for the requests that come, or that wait, or because fewer replicas are enough."""
+        whys = ("requests/s", "requests wait", "enough")
+        return {reason for reason, note in self.events(deployment) if any(why in note for why in whys)}
+
     def logs(self) -> str:
         """What all candidates have said so far, those that are gone among them. Asks nobody."""
         return self.cluster.logs(f"{NAME}-*", "autoscaler")
