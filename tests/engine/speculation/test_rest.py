@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from engine.speculation.speculator import LONGEST_REST, PATIENCE, Rest
 
 
@@ -17,7 +19,7 @@ def asked(rest: Rest, num_steps: int, found: frozenset[int] = frozenset()) -> li
 
 def test_rests_grow_to_the_longest() -> None:
     steps = asked(Rest(LONGEST_REST), 60)
-    gaps = [after - before - 1 for before, after in zip(steps, steps[1:], strict=False)]
+    gaps = [after - before - 1 for before, after in pairwise(steps)]
     assert gaps[:PATIENCE] == [0] * PATIENCE
     assert gaps[PATIENCE : PATIENCE + 5] == [1, 2, 4, 8, 8]
 
