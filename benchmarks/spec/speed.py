@@ -23,7 +23,7 @@ def gain_figures(bench: Bench, workloads: Workloads, names: Sequence[str], round
 
 
 def _goal(kind: str, name: str) -> float | None:
-    if kind == "copy":
+    if kind == "copying":
         return 2.5 if name == "prompt_lookup" else None
     if kind == "prose":
         return 1.0 if name == "auto" else 1.2 if name in ("heads", "self_draft") else None

@@ -98,7 +98,7 @@ class ModelDraft:
             if num_lacking > budget:
                 late += _catch_up(ask.sequence, num_lacking, budget)
                 budget = 0
-            elif self._room(ask.sequence, ask.sequence.num_tokens + depth - 1):
+            elif self._room(ask.sequence, ask.sequence.num_tokens + depth - 1, len(asks)):
                 courses.append(Course(ask, depth, ask.sequence.num_tokens - 1 - num_lacking, self._eos_token_ids))
                 budget -= num_lacking
         return courses, late

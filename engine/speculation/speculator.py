@@ -22,9 +22,16 @@ from engine.speculation.constrained import follow
 from engine.speculation.cost_curve import CostCurve
 from engine.speculation.draft import NOTHING, Draft
 from engine.speculation.handover import TakesOver
-from engine.speculation.policy import Choice, Load, choose, fixed
+from engine.speculation.policy import Choice, Load, choose, fixed, threshold
 from engine.speculation.proposer import Ask, Proposer, promise
 from engine.speculation.tally import Tally
+
+SURE = 0.97
+"""No guess has a better chance, or hardly one."""
+PATIENCE = 4
+LONGEST_REST = 8
+"""After more than so many steps for which nothing was worth verifying, nobody is asked for a step, then for two, up to so many:
+looking costs a hundredth of a small model's step. Proposers learn from the tokens of those steps when they are asked again."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,30 @@ class Bounds:
     max_tokens: int  # of a step, everything together
     max_context: int
     fixed_length: int = 0  # 0: by threshold
+
+
+class Rest:
+    """When to ask nobody."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._num_fruitless = self._length = self._left = 0
+
+    def is_on(self) -> bool:
+        """Asked once for each step."""
+        if not self._left:
+            return False
+        self._left -= 1
+        return True
+
+    def saw(self, was_worth_it: bool) -> None:
+        """Somebody was asked."""
+        if was_worth_it:
+            self._num_fruitless = self._length = 0
+            return
+        self._num_fruitless += 1
+        if self._num_fruitless > PATIENCE:
+            self._left = self._length = min(self._longest, max(1, 2 * self._length))
 
 
 class Speculator:
@@ -49,6 +80,7 @@ class Speculator:
         self._proposers = list(proposers)
         self._threshold = 0.0
         self._num_prompt_tokens = 0  # of the step before: the next one's is planned after the drafts
+        self._rest = Rest(longest=0 if bounds.fixed_length else LONGEST_REST)
 
     @property
     def wants_hidden(self) -> bool:
@@ -56,16 +88,14 @@ class Speculator:
 
     def draft(self, running: Iterable[Sequence], *, has_prompts: bool) -> dict[Sequence, Draft]:
         """A draft for each sequence that is to have one. `has_prompts`: some are beside those that decode."""
-        started_ns = time.monotonic_ns()
-        decoding = [sequence for sequence in running if sequence.is_going_on]
-        asks = [ask for sequence in decoding if (ask := self._ask(sequence)) is not None]
-        if not asks:
+        if self._rest.is_on():
             return {}
+        started_ns = time.monotonic_ns()
+        # The property's arithmetic (is_going_on), without calling it for each sequence.
+        decoding = [each for each in running if each.output and each.num_to_restore <= each.num_computed]
         load = self._load(decoding, has_prompts=has_prompts)
-        drafts = self._propose(asks, load)
-        choice = self._choose(asks, drafts, load, decoding)
-        self._threshold = choice.threshold
-        chosen = {ask.sequence: _allowed(ask.sequence, draft) for ask, draft in zip(asks, choice.drafts, strict=True) if draft}
+        chosen = self._choose_from(decoding, load) if decoding and self._may_pay(load) else {}
+        self._rest.saw(bool(chosen))
         self.tally.drafted(time.monotonic_ns() - started_ns)
         return chosen
 
@@ -88,6 +118,21 @@ class Speculator:
             for proposer in self._proposers:
                 if isinstance(proposer, TakesOver):
                     proposer.restore(sequence, hidden)
+
+    def _may_pay(self, load: Load) -> bool:
+        """False: a row takes as long as a sure token is worth."""
+        if self._bounds.fixed_length:
+            return True
+        plain_rate = load.num_decoding / (self.curve.step_s(load.num_rows) + load.attention_s)
+        return threshold(plain_rate, load.num_rows, self.curve) < SURE
+
+    def _choose_from(self, decoding: list[Sequence], load: Load) -> dict[Sequence, Draft]:
+        asks = [ask for sequence in decoding if (ask := self._ask(sequence)) is not None]
+        if not asks:
+            return {}
+        choice = self._choose(asks, self._propose(asks, load), load, decoding)
+        self._threshold = choice.threshold
+        return {ask.sequence: _allowed(ask.sequence, draft) for ask, draft in zip(asks, choice.drafts, strict=True) if draft}
 
     def _ask(self, sequence: Sequence) -> Ask | None:
         """None: there is no use in guessing behind this sequence's next token."""

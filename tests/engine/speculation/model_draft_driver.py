@@ -74,8 +74,8 @@ def count_passes(proposer: ModelDraft) -> list[int]:
 
 
 def decoding(engine: Engine) -> list[Sequence]:
-    """Who is asked for: one choice each, with only its last token to compute."""
-    return [sequence for sequence in engine._scheduler.running if sequence.is_decoding and len(sequence.choices) == 1]
+    """Who is asked for: one choice each, with its last token to compute, and those that a grammar forced before it."""
+    return [sequence for sequence in engine._scheduler.running if sequence.is_going_on and len(sequence.choices) == 1]
 
 
 def propose(engine: Engine, proposer: ModelDraft, depth: int = DEPTH, least_chance: float = 0.0) -> dict[Sequence, Draft]:

@@ -15,7 +15,6 @@ from engine.sequence import Sequence
 from engine.speculation.draft import NOTHING, Draft, Verified
 from engine.speculation.model_draft import ModelDraft
 from engine.speculation.model_draft_open import open_draft_model
-from engine.speculation.model_draft_room import room_in
 from engine.speculation.proposer import Ask, Proposer
 from engine.weights.loader import LoadedModel
 from tests.engine.backends import BACKENDS
@@ -245,9 +244,9 @@ class TestBounds:
         assert lengths == [3, 2, 1, 0, 0]
 
     def test_no_room_no_draft(self, pair: Pair) -> None:
-        """A block for the drafts is taken while one is free for the next sequence, and nobody is pushed out."""
+        """A block for drafts is taken while another stays free for each sequence that runs."""
         engine = engine_of(pair.target, num_blocks=3)
-        proposer = open_draft_model(pair.other, target_of(engine), room_in(engine._allocator, lambda: 1))
+        proposer = drafting(engine, pair.other)
         engine.add(request("r", prompt(14), max_tokens=30))
         go_on(engine, Collector(), 1)
         assert [len(draft) for draft in propose(engine, proposer).values()] == [DEPTH]  # two of three blocks

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,8 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return load_model(EngineConfig(model=str(folder), backend=request.param, dtype="float32", num_threads=1))
 
     folder = make_tiny_model(tmp_path_factory.mktemp("target"))
-    other = make_tiny_model(tmp_path_factory.mktemp("draft"), seed=5, hidden_size=32, num_hidden_layers=1)
+    shape: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    other = make_tiny_model(tmp_path_factory.mktemp("draft"), seed=5, **shape)
     return Models(folder, load(folder), other, load(other))
 
 
@@ -118,7 +120,7 @@ def test_no_token_changes(models: Models, kind: str, num_blocks: int) -> None:
     [counts] = stats.by_proposer.values()
     if kind in RIGHT:
         assert counts.kept == counts.verified
-    assert sum(counts.verified) > 40
+    assert sum(counts.verified) > (40 if num_blocks == 128 else 10)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -147,6 +149,16 @@ def test_what_is_rejected_is_written_over(models: Models) -> None:
         engine.speculator.draft(engine._scheduler.running, has_prompts=False)
         assert not num_steps or all(count <= 2 for count in passes[first : first + 1])
     assert len(passes) > 50
+
+
+@pytest.mark.parametrize("kind", ["other", "first layer"])
+def test_a_draft_preempts_nobody(models: Models, kind: str) -> None:
+    """Four blocks. The long one would draft into the last of them just before the short one needs it for its last two tokens."""
+    requests = [request("long", prompt(22), max_tokens=20), request("short", prompt(8, 1), max_tokens=10)]
+    for is_drafted in (False, True):
+        engine = drafted(models, kind, num_blocks=4)[0] if is_drafted else engine_of(models.target, num_blocks=4)
+        answers(engine, requests)
+        assert engine.stats().num_preemptions == 0
 
 
 @pytest.mark.parametrize("speculation", ["draft_model", "self_draft", "auto"])

@@ -50,7 +50,7 @@ def test_another_number_of_tokens(folder: Path, loaded: LoadedModel, tmp_path: P
     with pytest.raises(ValueError, match=r"draft_model: it has 328 tokens, the model has 320; give a model with the same voc"):
         load_draft_model(str(other), target_of(folder, loaded))
     with pytest.raises(ValueError, match="draft_model: it has 328 tokens"):
-        open_draft_model(load_model(config_of(other)), target_of(folder, loaded), lambda _sequence, _count: True)
+        open_draft_model(load_model(config_of(other)), target_of(folder, loaded), lambda _sequence, _num_tokens, _num_kept: True)
 
 
 def test_other_tokens(folder: Path, loaded: LoadedModel, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +30,9 @@ from tests.engine.speculation.model_draft_driver import (
     room_of,
 )
 from tests.support.mock_engine import Collector, run_to_end
-from tests.support.tiny_models import make_tiny_model
+from tests.support.tiny_models import IM_END, VOCAB_SIZE, make_tiny_model, write_byte_tokenizer
+from text.grammar import GrammarCompiler
+from text.tokenizer import Tokenizer
 
 NUM_LAYERS = 3
 
@@ -81,6 +85,24 @@ def test_it_drafts_what_the_first_layers_alone_would_and_no_token_changes(
     assert {key: collector.answer(*key) for key in collector.choices} == {key: expected.answer(*key) for key in expected.choices}
     assert (engine.stats().num_preemptions > 0) == (num_blocks == 11)
     assert engine.stats().num_free_blocks == num_blocks
+
+
+def test_behind_tokens_that_a_grammar_forced(loaded: LoadedModel, tmp_path: Path) -> None:
+    """The target has computed none of them yet."""
+    write_byte_tokenizer(tmp_path)
+    compiler = GrammarCompiler(Tokenizer.load(tmp_path).to_json(), VOCAB_SIZE, {IM_END})
+    grammar = compiler.compile("regex", "([a-h], and then comes ){4}")
+    engine = engine_of(loaded)
+    proposer, oracle = drafting(engine, loaded, 1), Oracle(first_layers(loaded, 1))
+    plain = request("g", prompt(12), temperature=1.2, max_tokens=80, ignore_eos=False)
+    engine.add(replace(plain, grammar=grammar))
+    num_forced = 0
+    while go_on(engine, Collector(), 1):
+        for sequence, draft in propose(engine, proposer, 20).items():
+            assert draft.token_ids == oracle.draft(sequence, len(draft), engine.eos_token_ids)
+            assert grammar.first_stray([*sequence.output, *draft.token_ids]) is None
+            num_forced += sequence.num_remaining > 10 and len(draft) == 20
+    assert num_forced > 1
 
 
 def test_nothing_is_computed_but_what_is_drafted(loaded: LoadedModel) -> None:
