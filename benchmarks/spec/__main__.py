@@ -68,7 +68,7 @@ class Parts:
 
     @property
     def rounds(self) -> int:
-        return 1 if self.quick else 5
+        return 1 if self.quick else 3
 
     def figures(self, part: str) -> parts.Measured:
         names, workloads = self.names, self.workloads
@@ -76,7 +76,7 @@ class Parts:
             "tokens": lambda: tokens.engine_figures(self.bench, self.prompts, names),
             "mesh": lambda: tokens.mesh_figures(self.folder, self.prompts, ["prompt_lookup", "auto"], self.bench),
             "curve": lambda: curve.cost_figures(self.bench),
-            "forced": lambda: curve.forced_figures(self.bench, workloads["prose"], self.rounds),
+            "forced": lambda: curve.forced_figures(self.bench, [task.prompt for task in workloads["prose"][:3]], self.rounds),
             "gain": lambda: speed.gain_figures(self.bench, workloads, names, self.rounds),
             "safety": lambda: speed.safety_figures(self.bench, workloads, self.rounds),
             "threshold": lambda: speed.threshold_figures(self.bench, workloads["mixed"], self.rounds),
