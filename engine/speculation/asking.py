@@ -90,6 +90,7 @@ class Asking:
                     self._hope = _moved(self._hope, kept)
                     self._num_rows = max(1.0, _moved(self._num_rows, rows))
                     self._compare(sequence, proposed, draw.verified.new_tokens)
+        self._proposed = {}  # it may not be asked before the next steps; and who has ended is not to be held here
 
     def _calibrated(self, sequence: Sequence, draft: Draft) -> Draft:
         bent, calibration = self._bent.get(sequence), self._calibration

@@ -95,7 +95,8 @@ class Speculator:
         decoding = [each for each in running if each.output and each.num_to_restore <= each.num_computed]
         load = self._load(decoding, has_prompts=has_prompts)
         chosen = self._choose_from(decoding, load) if decoding and self._may_pay(load) else {}
-        self._rest.saw(bool(chosen))
+        if decoding:
+            self._rest.saw(bool(chosen))
         self.tally.drafted(time.monotonic_ns() - started_ns)
         return chosen
 
