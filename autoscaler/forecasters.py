@@ -2,12 +2,15 @@
 
 from autoscaler.forecast import Forecaster, LastValue
 from autoscaler.holt_winters import HoltWinters
-from autoscaler.kalman import Kalman
+from autoscaler.kalman import WINDOW_S, Kalman
 from autoscaler.settings import AutoscalerSettings
 
+NOISE_COOL_DOWNS = 2.5
+"""Over so many of them noise is averaged: who lets a pool shrink within seconds wants a burst forgotten within minutes."""
 
-def forecaster_of(settings: AutoscalerSettings) -> Forecaster:
-    """A new one."""
+
+def forecaster_of(settings: AutoscalerSettings, window_s: float = WINDOW_S) -> Forecaster:
+    """A new one, for rates that are counted over `window_s`."""
     if settings.forecast == "holt-winters":
         return HoltWinters(settings.season_s)
-    return LastValue() if settings.forecast == "last" else Kalman()
+    return LastValue() if settings.forecast == "last" else Kalman(window_s, NOISE_COOL_DOWNS * settings.cool_down_s)

@@ -17,15 +17,19 @@ SURPRISE = 6.0  # standard deviations beyond which an observation tells of a cha
 FADE_S = 90.0  # after which a slope counts for a third
 MOST_NOISE = 400.0  # times what independent arrivals would have: of an hour of code completions 70 to 160
 LEAST_LEVEL = 0.05
-NOISE_S = 300.0  # over which noise is averaged
+WINDOW_S = 15.0
+NOISE_S = 300.0  # over which noise is averaged, unless told otherwise
+LEAST_NOISE_WINDOWS = 2.0  # over which it is averaged at least: with less, each observation would stand for all of them
 _FIELDS = ("time_s", "level", "slope", "var_level", "covar", "var_slope", "noise")
 
 
 class Kalman:
-    """`window_s`: over which each observed rate was counted; independent arrivals in it make the noise that it begins with."""
+    """`window_s`: over which each observed rate was counted; independent arrivals in it make the noise that it begins with.
+    `noise_s`: over which noise is averaged, so for how long a burst, whose end is no line either, makes arrivals look noisy."""
 
-    def __init__(self, window_s: float = 15.0) -> None:
+    def __init__(self, window_s: float = WINDOW_S, noise_s: float = NOISE_S) -> None:
         self._window_s = window_s
+        self._noise_s = max(noise_s, LEAST_NOISE_WINDOWS * window_s)
         self._time_s = float("-inf")
         self._level = self._slope = 0.0
         self._var_level = self._covar = self._var_slope = 0.0
@@ -104,7 +108,7 @@ class Kalman:
             return
         bend, mean = value - 2 * middle + recent[0][1], (value + middle + recent[0][1]) / 3
         seen = bend * bend / 6 / (max(mean, LEAST_LEVEL) / self._window_s)
-        weight = 1 - math.exp(-min(seconds, self._window_s) / NOISE_S)
+        weight = 1 - math.exp(-min(seconds, self._window_s) / self._noise_s)
         self._noise = min(MOST_NOISE, max(0.5, self._noise + weight * (seen - self._noise)))
 
     def _learn(self, error: float, noise: float) -> None:

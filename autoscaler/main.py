@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from autoscaler.collect import Collector
 from autoscaler.config import AutoscalerConfig, objective_of
 from autoscaler.dry_run import DryRunPlatform, DryRunRoles
+from autoscaler.forecasters import forecaster_of
 from autoscaler.loop import Listener, Loop, LoopSettings, Parts
 from autoscaler.loop_objectives import ObjectivesFile
 from autoscaler.policy import Policy
@@ -37,7 +38,7 @@ def open_loop(config: AutoscalerConfig, *listeners: Listener) -> Loop:
     tls = open_tls(config.tls)
     collector = Collector(config.routers, objectives.model, window_s=config.window_s, tls=tls, api_key=config.api_key)
     parts = Parts(
-        policy=Policy(config.scaling, objectives.goals),
+        policy=Policy(config.scaling, objectives.goals, forecaster_of(config.scaling, config.window_s)),
         collector=collector,
         platform=_platform(config, collector),
         roles=DryRunRoles(_say) if config.platform == "dry-run" else RoleChanger(drain_timeout_s=config.role_drain_s, tls=tls),

@@ -7,7 +7,7 @@ import time
 import grpc
 
 from decode_service.ports import start
-from decode_service.record import Handoff, Record
+from decode_service.record import Beginning, Handoff, Record
 from decode_service.reservations import Reservations
 from kvtransfer.delegate import PushTarget
 from kvtransfer.errors import TransferRefused
@@ -57,13 +57,13 @@ class PushDelegate:
         record = self._reservations.find(target.reservation_id)
         if record is None:
             raise unknown_reservation(target.reservation_id)
-        first_tokens = _check_commit(record, target, commit)
+        beginning = _check_commit(record, target, commit)
 
         def accept() -> None:
             _keep_first_tokens(record, commit)
 
         try:
-            await self._reservations.commit(record, target.attempt, first_tokens, Handoff(num_bytes, transport), accept)
+            await self._reservations.commit(record, target.attempt, beginning, Handoff(num_bytes, transport), accept)
         except InvalidTransition as error:
             raise _refused(error) from error
 
@@ -93,8 +93,8 @@ def _target(record: Record, block_size: int) -> PushTarget:
     )
 
 
-def _check_commit(record: Record, target: PushTarget, commit: transfer_pb2.TransferCommit) -> dict[int, int]:
-    """Choice → first token. Raises TransferRefused unless the commit covers exactly what was asked for."""
+def _check_commit(record: Record, target: PushTarget, commit: transfer_pb2.TransferCommit) -> Beginning:
+    """Raises TransferRefused unless the commit covers exactly what was asked for."""
     if commit.num_tokens != target.num_tokens:
         raise _invalid(f"num_tokens is {commit.num_tokens}, the reservation is for {target.num_tokens}")
     expected = record.submission.next_indexes
@@ -103,7 +103,10 @@ def _check_commit(record: Record, target: PushTarget, commit: transfer_pb2.Trans
         raise _invalid(f"choices are {given} (choice: index), expected {expected}")
     if all(choice.finish_reason for choice in commit.choices):
         raise _invalid("every choice has ended: abort with finished instead")
-    return {choice.choice: choice.token_id for choice in commit.choices}
+    return Beginning(
+        {choice.choice: choice.token_id for choice in commit.choices},
+        {choice.choice: choice.draft_state for choice in commit.choices if choice.draft_state},
+    )
 
 
 def _keep_first_tokens(record: Record, commit: transfer_pb2.TransferCommit) -> None:

@@ -48,6 +48,14 @@ class Handoff:
     transport: str = ""
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """What a hand-off's commit says of each choice: its first token, and for who guesses the state that it was drawn from."""
+
+    tokens: Mapping[int, int]
+    draft_states: Mapping[int, bytes]
+
+
 @dataclass(eq=False)
 class Record:
     """One request. `reservation` is the state machine's value; `submission` is the newest attempt that was accepted."""

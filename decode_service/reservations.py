@@ -15,13 +15,13 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from decode_service.ended import EndedRequests
 from decode_service.outbox import Outbox, Outboxes
 from decode_service.ports import EngineCalls, Sinks, in_own_task
-from decode_service.record import Handoff, Record, Submission, failed_event, monotonic_ns
+from decode_service.record import Beginning, Handoff, Record, Submission, failed_event, monotonic_ns
 from decode_service.refusals import OUTPUT_GONE, no_room, refusal_of, released_by_worker
 from decode_service.request_locks import RequestLocks
 from decode_service.settings import ReservationSettings
@@ -106,10 +106,10 @@ class Reservations:
         return await in_own_task(self._end_under_lock(record, event, failure))
 
     async def commit(
-        self, record: Record, attempt: int, first_tokens: Mapping[int, int], handoff: Handoff, accept: Callable[[], None]
+        self, record: Record, attempt: int, beginning: Beginning, handoff: Handoff, accept: Callable[[], None]
     ) -> None:
-        """The KV is in place: decoding goes on behind `first_tokens` (choice → token). `accept` is called once that is sure."""
-        await in_own_task(self._commit(record, attempt, first_tokens, handoff, accept))
+        """The KV is in place: decoding goes on behind the first tokens. `accept` is called once that is sure."""
+        await in_own_task(self._commit(record, attempt, beginning, handoff, accept))
 
     def sweep(self, now: float) -> None:
         """Forgets what has been kept long enough."""
@@ -204,23 +204,25 @@ class Reservations:
             raise
 
     async def _commit(
-        self, record: Record, attempt: int, first_tokens: Mapping[int, int], handoff: Handoff, accept: Callable[[], None]
+        self, record: Record, attempt: int, beginning: Beginning, handoff: Handoff, accept: Callable[[], None]
     ) -> None:
         async with self._locks(record.request_id):
             record.reservation = transition(record.reservation, Committed(attempt), time.monotonic())
             accept()
             record.handoff = handoff
             try:
-                await self._start(record, first_tokens)
+                await self._start(record, beginning)
             except Exception as error:
                 await self._end(record, Failed(f"it could not start: {error}"), released_by_worker(str(error)))
                 raise
 
-    async def _start(self, record: Record, first_tokens: Mapping[int, int]) -> None:
+    async def _start(self, record: Record, beginning: Beginning) -> None:
         await hit_async("decode.committed")
         # Before the engine runs it: its tokens may be here sooner than the answer to this call.
         record.reservation = transition(record.reservation, Started(), time.monotonic())
-        await self._engine.call(lambda engine: engine.start(record.engine_id, first_tokens))
+        await self._engine.call(
+            lambda engine: engine.start(record.engine_id, beginning.tokens, draft_states=beginning.draft_states)
+        )
         await hit_async("decode.running")
 
     async def _cancel(self, request_id: str, reason: str) -> bool:

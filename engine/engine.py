@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from engine.admission import Limits
 from engine.allocator import BlockAllocator, HashBlock
@@ -34,6 +35,7 @@ from engine.sequence import Phase
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.calibrate import LONG_CONTEXT, measure_curve
 from engine.speculation.draft import Draft
+from engine.speculation.handover import unpacked
 from engine.speculation.proposer import Proposer
 from engine.speculation.setup import Parts, make_proposers
 from engine.speculation.speculator import Bounds, Speculator
@@ -113,14 +115,27 @@ class Engine:
         """
         return self._reservations.restate(request_id, request)
 
-    def start(self, request_id: str, first_tokens: Mapping[int, int], finished: Collection[int] = ()) -> None:
+    def start(
+        self,
+        request_id: str,
+        first_tokens: Mapping[int, int],
+        finished: Collection[int] = (),
+        draft_states: Mapping[int, bytes] = MappingProxyType({}),
+    ) -> None:
         """The reservation's KV has arrived, and these tokens (choice → token id) were emitted elsewhere: decoding goes on.
 
         Every unfinished choice has a first token here, or is in `finished`: it ended with its first token. A choice whose first
         token ends it by the rules of finish.py is over too, without an update. The full blocks become shareable.
+        `draft_states` (speculation/handover.py) of choices, as prefill gave them: one that does not fit is ignored.
         Raises UnknownRequest, InvalidState or InvalidRequest; the reservation is then as it was.
         """
-        self._reservations.start(request_id, first_tokens, finished, time.monotonic_ns())
+        group = self._reservations.start(request_id, first_tokens, finished, time.monotonic_ns())
+        if self.speculator is not None and self.speculator.wants_hidden:
+            for sequence in group.sequences:
+                state = draft_states.get(sequence.choices[0])
+                hidden = unpacked(state, self.model_config.hidden_size) if state else None
+                if hidden is not None:
+                    self.speculator.take_over(sequence, hidden)
 
     def run_local(self, request_id: str, request: EngineRequest) -> None:
         """Nobody will push: what the reservation lacks is computed here. `request` restates it, with more history perhaps.

@@ -34,6 +34,7 @@ class SequenceUpdate:
     finish_reason: FinishReason | None
     num_drafted: int = 0  # tokens that were guessed and computed beside the first of these
     num_accepted: int = 0  # of them, those that came true: the choice's next tokens behind the first
+    draft_state: bytes = b""  # prefill_only: for whoever guesses on from here (speculation/handover.py)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from engine.requests import RequestTable
 from engine.runner import Draw
 from engine.scheduler import Piece, Plan
 from engine.sequence import Sequence, SequenceGroup
+from engine.speculation.handover import packed
 
 
 class Progress:
@@ -63,9 +64,14 @@ class Progress:
                 finish_reason=gains[draw.choice].finish_reason,
                 num_drafted=len(piece.draft),
                 num_accepted=min(len(draw.tokens), len(gains[draw.choice].token_ids)) - 1,
+                draft_state=_draft_state(sequence, draw),
             )
             for draw in draws
         ]
+
+
+def _draft_state(sequence: Sequence, draw: Draw) -> bytes:
+    return packed(draw.hidden) if sequence.group.request.prefill_only and draw.hidden is not None else b""
 
 
 def _logprobs(draw: Draw, num_tokens: int) -> tuple[TokenLogprobs, ...]:

@@ -54,7 +54,7 @@ class Reservations:
         self._table.put(restated)
         return _granted(restated)
 
-    def start(self, request_id: str, first_tokens: Mapping[int, int], finished: Collection[int], now_ns: int) -> None:
+    def start(self, request_id: str, first_tokens: Mapping[int, int], finished: Collection[int], now_ns: int) -> SequenceGroup:
         """The KV is in place: publishes it and goes on with the first tokens of the choices that are not `finished`."""
         group = self._table.find(request_id, Phase.RESERVED)
         [sequence] = group.sequences
@@ -66,6 +66,7 @@ class Reservations:
         self._allocator.publish(sequence)
         self._scheduler.run(sequence)
         self._table.start(sequence, first_tokens, finished)
+        return group
 
     def run_local(self, request_id: str, request: EngineRequest, now_ns: int) -> None:
         """What is not cached is computed here, into the same blocks."""

@@ -18,6 +18,8 @@ from engine.speculation.draft import NOTHING, Draft
 
 # Of so many blocks one is kept free for growth when something new is admitted beside running sequences.
 BLOCKS_PER_SPARE = 64
+# Of a step beside prompts one such part at most is for guesses.
+PROMPTS_PER_DRAFT = 8
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Scheduler:
         decoding = [sequence for sequence in self.running if sequence.is_going_on]
         prompts = [sequence for sequence in self.running if not sequence.is_going_on]
         self._plan_all(decoding, plan)
-        self._plan_drafts(drafts or {}, plan)
+        self._plan_drafts(drafts or {}, plan, beside_prompts=bool(prompts or self.waiting))
         self._leave_pace(plan, decoding, prompts or self.waiting, now_ns)
         self._plan_all(prompts, plan)
         if not plan.preempted or not plan.pieces:  # who was just preempted must not push out the next one
@@ -143,16 +145,18 @@ class Scheduler:
         if num_tokens and self._make_room(sequence, num_tokens, plan):
             plan.add(Piece(sequence, num_tokens, self._allocator.extend(sequence, num_tokens)))
 
-    def _plan_drafts(self, drafts: Mapping[Sequence, Draft], plan: Plan) -> None:
+    def _plan_drafts(self, drafts: Mapping[Sequence, Draft], plan: Plan, *, beside_prompts: bool) -> None:
         """After all known tokens of those that decode, so that a guess takes neither budget nor a block from any of them; each
-        of them may need a block in the next step."""
+        of them may need a block in the next step. Prompts leave guesses a small part of the step."""
+        most = self._max_num_batched_tokens // PROMPTS_PER_DRAFT if beside_prompts else plan.budget
         for sequence, draft in drafts.items():
             piece = plan.piece_of(sequence)
             if piece is None or not piece.reaches_end:
                 continue
-            num_rows = piece.num_tokens + min(len(draft), plan.budget)
+            num_rows = piece.num_tokens + min(len(draft), plan.budget, most)
             if self._allocator.num_missing(sequence, num_rows) + len(self.running) <= self._allocator.pool.num_free:
                 copies = self._allocator.extend(sequence, num_rows)
+                most -= num_rows - piece.num_tokens
                 plan.put(replace(piece, copies=piece.copies + copies, draft=draft.first(num_rows - piece.num_tokens)))
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> bool:

@@ -39,6 +39,7 @@ class FirstTokens:
                 index=update.index,
                 token_id=update.token_ids[0],
                 finish_reason=_FINISH_REASONS[update.finish_reason],
+                draft_state=update.draft_state,
             )
             for update in self.updates
         ]

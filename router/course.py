@@ -24,8 +24,8 @@ from router.views import WorkerKey
 from router.worker_views import kind_of
 from runtime.errors import DeadlineExceeded, MeshError, Unavailable
 
-MIN_PACE_TOKENS = 8
-"""Fewer tokens of a stay say nothing about how fast they come."""
+MIN_PACE_STEPS = 8
+"""Fewer steps of a stay say nothing about how fast they come."""
 
 Render = Callable[[Span], mesh_pb2.GenerateResponse | None]
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Course:
         try:
             while True:
                 leg = self._leg = placed.leg
-                pace = (now_ns(), self.num_tokens)
+                pace = (now_ns(), self._num_steps(leg))
                 asked = self._asked = asyncio.get_running_loop().create_future()
                 await asyncio.wait((leg.ended, asked), return_when=asyncio.FIRST_COMPLETED)
                 self._note_pace(leg, *pace)
@@ -204,15 +204,19 @@ class Course:
                 f"lost {parts.num_resubmissions} times (max_resubmissions), the last time because {loss}; resume it"
             )
 
-    def _note_pace(self, leg: DecodeLeg, since_ns: int, since_tokens: int) -> None:
-        """How fast its tokens came on `leg`."""
-        num_tokens = self.num_tokens - since_tokens
+    def _num_steps(self, leg: DecodeLeg) -> int:
+        """Tokens so far, less those that took no step of their own on `leg`, as they were guessed."""
+        return self.num_tokens - self.drafts.accepted_in(leg.wire_id) // self._job.num_choices
+
+    def _note_pace(self, leg: DecodeLeg, since_ns: int, since_steps: int) -> None:
+        """How fast it stepped on `leg`. Not how fast tokens came: a worker whose outputs cannot be guessed is not slow."""
+        num_steps = self._num_steps(leg) - since_steps
         since_ns = max(since_ns, self._timings.first_received_ns or 0)  # before it, decode may have computed the prompt
         if leg.ended.done() and leg.ended.result() is not None:
             return
         self._core.judge.succeeded(leg.key, Role.DECODE)
-        if num_tokens >= MIN_PACE_TOKENS:
-            self._core.judge.took(leg.key, Role.DECODE, (now_ns() - since_ns) / 1e9 / num_tokens)
+        if num_steps >= MIN_PACE_STEPS:
+            self._core.judge.took(leg.key, Role.DECODE, (now_ns() - since_ns) / 1e9 / num_steps)
 
     def _check_outbox(self) -> None:
         """A client that is too slow has ended the leg: the error waits in the outbox, and the book must not be filled further."""

@@ -11,6 +11,10 @@ class DraftTotals:
         """So many tokens have been guessed for `choice` since `stay` began, and so many of them came true (per-token path)."""
         self._totals[stay, choice] = (num_drafted, num_accepted)
 
+    def accepted_in(self, stay: str) -> int:
+        """Of all choices, on one worker."""
+        return sum(accepted for (where, _), (_, accepted) in self._totals.items() if where == stay)
+
     @property
     def num_drafted(self) -> int:
         """Tokens that were guessed and verified."""

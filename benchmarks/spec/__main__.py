@@ -15,15 +15,17 @@ from benchmarks import parts
 from benchmarks.harness import RESULTS, Figure, say
 from benchmarks.router.results import save_to
 from benchmarks.spec import curve, speed, tokens
-from benchmarks.spec.prompts import encode_prompts
+from benchmarks.spec.prompts import varied_prompts
 from benchmarks.spec.runs import Bench, Task
-from benchmarks.spec.workloads import encode_workloads
+from benchmarks.spec.workloads import WORKLOADS, jobs
 from engine.speculation.heads import FILE
 from engine.speculation.setup import heads_path
 from pdmesh.models import DEFAULT_MODEL, ensure_model
 from text.tokenizer import Tokenizer
 
 PATH = RESULTS / "spec.json"
+NUM_JOBS = 36
+"""Of each workload: so many are different texts."""
 SELF_DRAFT_LAYERS = 24
 
 
@@ -44,12 +46,16 @@ class Parts:
 
     @cached_property
     def workloads(self) -> Mapping[str, Sequence[Task]]:
-        found = encode_workloads(self.tokenizer)
-        return {kind: tasks[:2] for kind, tasks in found.items()} if self.quick else found
+        return {kind: self._tasks(kind) for kind in WORKLOADS}
+
+    def _tasks(self, kind: str) -> list[Task]:
+        encode = self.tokenizer.encode
+        return [Task(tuple(encode(job.prompt)), job.params) for job in jobs(kind, 2 if self.quick else NUM_JOBS, encode)]
 
     @cached_property
     def prompts(self) -> list[tuple[int, ...]]:
-        return encode_prompts(self.tokenizer)[: 8 if self.quick else None]
+        prompts = varied_prompts()[:: 25 if self.quick else 1]
+        return [tuple(self.tokenizer.encode(prompt.text)) for prompt in prompts]
 
     @cached_property
     def names(self) -> list[str]:
@@ -62,7 +68,7 @@ class Parts:
 
     @property
     def rounds(self) -> int:
-        return 1 if self.quick else 5
+        return 1 if self.quick else 3
 
     def figures(self, part: str) -> parts.Measured:
         names, workloads = self.names, self.workloads
@@ -70,7 +76,7 @@ class Parts:
             "tokens": lambda: tokens.engine_figures(self.bench, self.prompts, names),
             "mesh": lambda: tokens.mesh_figures(self.folder, self.prompts, ["prompt_lookup", "auto"], self.bench),
             "curve": lambda: curve.cost_figures(self.bench),
-            "forced": lambda: curve.forced_figures(self.bench, workloads["prose"], self.rounds),
+            "forced": lambda: curve.forced_figures(self.bench, [task.prompt for task in workloads["prose"][:3]], self.rounds),
             "gain": lambda: speed.gain_figures(self.bench, workloads, names, self.rounds),
             "safety": lambda: speed.safety_figures(self.bench, workloads, self.rounds),
             "threshold": lambda: speed.threshold_figures(self.bench, workloads["mixed"], self.rounds),

@@ -10,10 +10,12 @@ from benchmarks.harness import Figure, say
 from benchmarks.spec.runs import Bench, Task, answer
 from benchmarks.spec.scripted import Scripted
 from engine.engine import Engine
+from engine.sampling_params import SamplingParams
 from engine.speculation.calibrate import run_step
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 CONTEXTS = (64, 256, 1024)
+NUM_FORCED = 400
 FORCED = ((0.5, 1), (0.5, 3), (0.7, 3), (0.8, 4), (0.8, 7), (0.9, 7), (1.0, 7), (0.9, 15))
 
 
@@ -45,21 +47,24 @@ def cost_figures(bench: Bench, rounds: int = 40) -> list[Figure]:
     return figures
 
 
-def forced_figures(bench: Bench, tasks: Sequence[Task], rounds: int = 5) -> list[Figure]:
-    """Speed-up at a forced acceptance ÷ what the measured curve allows."""
-    plain, figures = bench.engine(), []
-    answers = answer(plain, tasks[:1]).outputs
-    context = len(tasks[0].prompt) + len(answers["0"]) // 2
+def forced_figures(bench: Bench, prompts: Sequence[tuple[int, ...]], rounds: int = 3) -> list[Figure]:
+    """Speed-up at a forced acceptance ÷ what the measured curve allows. Long answers, so that chance has little to say."""
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_FORCED, ignore_eos=True)
+    tasks, plain, figures = [Task(prompt, params) for prompt in prompts], bench.engine(), []
+    answers = [answer(plain, [task]).outputs for task in tasks]
+    context = round(mean(len(task.prompt) for task in tasks)) + NUM_FORCED // 2
     for right, length in FORCED:
         scripted = Scripted(right, length, bench.loaded.config.vocab_size)
-        scripted.answers = answers
         engine = bench.engine([scripted], draft_length=length, max_draft_tokens=length)
         reached, allowed = [], []
         for _ in range(rounds):
-            seconds = measure_rows(bench, plain, (1, length + 1), context, 10)
-            slow, fast = answer(plain, tasks[:1]), answer(engine, tasks[:1])
-            assert slow.outputs == fast.outputs, "speculation changed a token"
-            reached.append(fast.tokens_per_s / slow.tokens_per_s)
+            seconds = measure_rows(bench, plain, (1, length + 1), context, 20)
+            slow_s = fast_s = 0.0
+            for task, scripted.answers in zip(tasks, answers, strict=True):
+                slow, fast = answer(plain, [task]), answer(engine, [task])
+                assert slow.outputs == fast.outputs, "speculation changed a token"
+                slow_s, fast_s = slow_s + slow.decode_s, fast_s + fast.decode_s
+            reached.append(slow_s / fast_s)
             allowed.append(expected(right, length) * seconds[1] / seconds[length + 1])
         share = median(r / a for r, a in zip(reached, allowed, strict=True))
         kind = f"acceptance {right}, draft of {length}"

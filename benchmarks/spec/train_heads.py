@@ -1,6 +1,6 @@
 """Trains draft heads for a model, from outputs that it generates itself.
 
-    python -m benchmarks.spec.train_heads --model DIR --out FILE --minutes 30
+    python -m benchmarks.spec.train_heads [--model MODEL] [--out FILE] [--minutes 30]
 
 Two fifths of the time go to generating, the rest to learning. The file is what an engine loads beside the model; how far the
 model follows it on held-out prompts is printed, as one line of JSON for each way of drawing.
@@ -13,9 +13,9 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from engine.config import EngineConfig
 from engine.speculation.heads import FILE, KINDS, DraftHeads, save_heads
 from engine.speculation.heads_torch import TorchHeads, begin_states
 from engine.weights.loader import LoadedModel, load_model, open_checkpoint
-from pdmesh.models import DEFAULT_MODEL, ensure_model
+from pdmesh.models import DEFAULT_MODEL, ModelError, ensure_model
 
 _GENERATING, _HELD_OUT = 0.4, 0.05  # shares of the time
 _UNLIMITED = 10**9
@@ -53,8 +53,8 @@ SMALL = Sizes(parallel=8, max_tokens=24, most_tokens=600, most_held_out=200, max
 class Settings:
     """The flags."""
 
-    model: Path
-    out: Path
+    model: str
+    out: Path | None
     minutes: float
     kind: str
     vocabulary: int
@@ -71,22 +71,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = parse(argv)
     try:
         train(settings)
-    except ValueError as error:
+    except (ValueError, ModelError) as error:
         sys.exit(f"train_heads: {error}")
 
 
-def train(settings: Settings, say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)) -> DraftHeads:
-    """Raises ValueError for a model that cannot be loaded."""
+def train(settings: Settings) -> DraftHeads:
+    """Raises ModelError for a model that is not there, ValueError for one that cannot be loaded."""
     torch.manual_seed(settings.seed)
-    loaded = load_model(EngineConfig(str(settings.model), num_threads=settings.threads))
-    target = target_of(settings.model)
+    model = ensure_model(settings.model)
+    loaded, target = load_model(EngineConfig(str(model), num_threads=settings.threads)), target_of(model)
     with nullcontext(settings.data) if settings.data else tempfile.TemporaryDirectory(prefix="pdmesh-heads-") as folder:
         started = time.monotonic()
-        outputs, held_out = (_outputs(loaded, target, settings, Path(folder), is_held_out, say) for is_held_out in (False, True))
-        left_s = settings.minutes * 60 - (0 if settings.data else time.monotonic() - started)
-        heads = learn(target, outputs, settings, loaded.weights_hash, left_s, say)
-        settings.out.parent.mkdir(parents=True, exist_ok=True)
-        save_heads(heads, settings.out)
+        source = _Source(loaded, target, model, settings, Path(folder))
+        outputs, held_out = source.outputs(held_out=False), source.outputs(held_out=True)
+        left_s = settings.minutes * 60 - (time.monotonic() - started)
+        heads = learn(target, outputs, settings, loaded.weights_hash, left_s)
+        out = settings.out or model / FILE
+        save_heads(heads, out)
+        say(f"wrote {out}")
         for line in report(heads, target, held_out, settings, outputs.num_tokens):
             print(json.dumps(line), flush=True)
     return heads
@@ -100,28 +102,33 @@ def target_of(model: Path) -> Target:
     return Target(embedding.float(), head.float(), source.get("model.norm.weight").float())
 
 
-def _outputs(
-    loaded: LoadedModel, target: Target, settings: Settings, folder: Path, held_out: bool, say: Callable[[str], None]
-) -> Outputs:
-    part = folder / ("held_out" if held_out else "outputs")
-    if Outputs.are_in(part):
-        say(f"{part}: as generated before")
-        return Outputs.load(part)
-    sizes = settings.sizes
-    plan = Plan(
-        seed=settings.seed + held_out,
-        minutes=settings.minutes * (_HELD_OUT if held_out else _GENERATING),
-        most_tokens=sizes.most_held_out if held_out else sizes.most_tokens,
-        parallel=sizes.parallel,
-        max_tokens=sizes.max_tokens,
-        held_out=held_out,
-    )
-    return generate(loaded, settings.model, plan, part, lambda hidden: begin_states(hidden, target.norm), say)
+@dataclass(frozen=True)
+class _Source:
+    """Where outputs come from."""
+
+    loaded: LoadedModel
+    target: Target
+    model: Path
+    settings: Settings
+    folder: Path
+
+    def outputs(self, *, held_out: bool) -> Outputs:
+        part, settings, sizes = self.folder / ("held_out" if held_out else "outputs"), self.settings, self.settings.sizes
+        if Outputs.are_in(part):
+            say(f"{part}: as generated before")
+            return Outputs.load(part)
+        plan = Plan(
+            seed=settings.seed + held_out,
+            minutes=settings.minutes * (_HELD_OUT if held_out else _GENERATING),
+            most_tokens=sizes.most_held_out if held_out else sizes.most_tokens,
+            parallel=sizes.parallel,
+            max_tokens=sizes.max_tokens,
+            held_out=held_out,
+        )
+        return generate(self.loaded, self.model, plan, part, lambda hidden: begin_states(hidden, self.target.norm), say)
 
 
-def learn(
-    target: Target, outputs: Outputs, settings: Settings, trained_for: str, seconds: float, say: Callable[[str], None]
-) -> DraftHeads:
+def learn(target: Target, outputs: Outputs, settings: Settings, trained_for: str, seconds: float) -> DraftHeads:
     """Trains for so many seconds, or until the sizes' steps are done."""
     token_ids = most_used(outputs, settings.vocabulary, len(target.embedding))
     net = Net(Shape(settings.kind, settings.depth, settings.width), target, token_ids, outputs, settings.seed)
@@ -169,7 +176,7 @@ def report(heads: DraftHeads, target: Target, held_out: Outputs, settings: Setti
 
 def parse(argv: Sequence[str] | None) -> Settings:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spec.train_heads", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", type=Path, help=f"model folder or .gguf file, with its tokenizer (default: {DEFAULT_MODEL})")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a known model, a model folder or a .gguf file")
     parser.add_argument("--out", type=Path, help=f"file to write (default: {FILE} in the model folder)")
     parser.add_argument("--minutes", type=float, default=30.0, help="for all of it")
     parser.add_argument("--kind", choices=KINDS, default="recurrent")
@@ -183,13 +190,12 @@ def parse(argv: Sequence[str] | None) -> Settings:
     parser.add_argument("--small", action="store_true", help="a few seconds, for tests: too little to learn anything")
     flags = vars(parser.parse_args(argv))
     sizes = SMALL if flags.pop("small") else Sizes()
-    model: Path = flags["model"] or ensure_model(DEFAULT_MODEL, say)
-    if flags["out"] is None and not model.is_dir():
-        parser.error(f"--out: needed, since {model} is no folder to write {FILE} into")
     for name in ("minutes", "vocabulary", "depth", "width", "rate"):
         if not flags[name] > 0:
             parser.error(f"--{name}: {flags[name]} is not more than 0")
-    return replace(Settings(**{**flags, "model": model, "out": flags["out"] or model / FILE}), sizes=sizes)
+    if flags["threads"] < 0:
+        parser.error(f"--threads: {flags['threads']} is less than 0")
+    return Settings(**flags, sizes=sizes)
 
 
 if __name__ == "__main__":

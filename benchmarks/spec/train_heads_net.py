@@ -18,7 +18,7 @@ from benchmarks.spec.train_heads_data import Outputs
 from engine.speculation.heads import Block, DraftHeads
 from engine.speculation.heads_torch import apply_block, unit
 
-_FADE = 0.8  # weight of a place to the one before it: what is guessed later is seldom reached
+_FADE = 0.5  # weight of a place to the one before it, and the share that is computed of it: about as often it is reached
 _CLIP = 1.0
 _FIRST_TOKENS = 65536  # that the first maps are fitted to
 _RIDGE = 1e-2
@@ -31,7 +31,6 @@ class Shape:
     kind: str
     depth: int
     width: int
-    regression: float = 0.0  # weight of the distance between a guessed state and the model's; recurrent heads only
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Net(nn.Module):
         hidden, num_blocks = target.head.shape[1], 1 if shape.kind == "recurrent" else shape.depth
         maps, spread = first_maps(outputs, target.embedding, num_blocks)
         self.shape, self.token_ids, self.norm = shape, token_ids, target.norm
-        self.teacher, self.embedding, self.deviation = target.head[token_ids].float().clone(), target.embedding, spread[:hidden]
+        self.teacher, self.embedding = target.head[token_ids].float().clone(), target.embedding
         self.head = nn.Parameter(self.teacher.clone())
         self.blocks = nn.ModuleList()
         for mix in maps:
@@ -66,15 +65,11 @@ class Net(nn.Module):
     def block(self, number: int) -> Block:
         return Block(**{name: self.blocks[number][name] for name in ("mix", "gate", "up", "down")})  # type: ignore[index]
 
-    def states(self, begin: Tensor, tokens: Tensor) -> Iterator[Tensor]:
-        """begin [N, H], tokens [depth, N]: the token drawn from the state, and those behind it -> states of each place."""
-        state = begin
-        for place in range(self.shape.depth):
-            if self.shape.kind == "recurrent":
-                state = apply_block(self.block(0), state, unit(self.embedding[tokens[place]].float()))
-                yield state
-            else:
-                yield apply_block(self.block(place), begin, unit(self.embedding[tokens[0]].float()))
+    def guess(self, place: int, state: Tensor, begin: Tensor, root: Tensor, last: Tensor) -> Tensor:
+        """The states [n, H] at a place: of those before and the tokens drawn from them [n], or of the beginning and its token."""
+        if self.shape.kind == "recurrent":
+            return apply_block(self.block(0), state, unit(self.embedding[last].float()))
+        return apply_block(self.block(place), begin, unit(self.embedding[root].float()))
 
     def heads(self, trained_for: str) -> DraftHeads:
         blocks = tuple(self.block(number) for number in range(len(self.blocks)))
@@ -102,25 +97,28 @@ def first_maps(outputs: Outputs, embedding: Tensor, count: int) -> tuple[list[Te
     return maps, spread
 
 
-def loss_of(net: Net, begin: Tensor, tokens: Tensor, is_last: Tensor) -> Tensor:
-    """begin [N, H], tokens [N]: whole outputs, one after the other; `is_last` [N]: it ends there. The mean over places and tokens
-    of the cross-entropy to the model's distribution."""
-    depth = net.shape.depth
+def loss_of(net: Net, begin: Tensor, tokens: Tensor, is_last: Tensor, share: float = 1.0) -> Tensor:
+    """begin [N, H], tokens [N]: whole outputs, one after the other; `is_last` [N]: it ends there. The cross-entropy to the
+    model's distribution, a mean over the places, each weighted as seldom as it is reached.
+
+    With `share` below 1 each place is computed for that share of those before it only, drawn at random.
+    """
     with torch.no_grad():
         wanted = F.linear(begin, net.teacher).float().softmax(-1)
-        ends = torch.stack([is_last.roll(-place) for place in range(depth)]).cumsum(0) > 0  # [depth, N]: an end lies before it
-    given = torch.stack([tokens.roll(-place) for place in range(depth)])
-    total = begin.new_zeros((), dtype=torch.float32)
-    for place, state in enumerate(net.states(begin, given)):
-        counts = ~ends[place]
-        logits = F.linear(state, net.head).float()[counts]
-        target = wanted.roll(-place - 1, 0)[counts]
-        loss = (logits.logsumexp(-1) - (logits * target).sum(-1)).mean()
-        if net.shape.regression:
-            distance = (state.float() - begin.roll(-place - 1, 0).float())[counts] / net.deviation
-            loss = loss + net.shape.regression * F.smooth_l1_loss(distance, torch.zeros_like(distance))
-        total = total + _FADE**place * loss
-    return total / sum(_FADE**place for place in range(depth))
+    rows = (~is_last).nonzero().flatten()
+    state, total, weight = begin[rows], begin.new_zeros(()), 0.0
+    for place in range(net.shape.depth):
+        if not len(rows):
+            break
+        state = net.guess(place, state, begin[rows], tokens[rows], tokens[rows + place])
+        logits, target = F.linear(state, net.head).float(), wanted[rows + place + 1]
+        total = total + _FADE**place * (logits.logsumexp(-1) - (logits * target).sum(-1)).mean()
+        weight += _FADE**place
+        goes_on = ~is_last[rows + place + 1]
+        if share < 1.0:
+            goes_on &= torch.rand(len(rows)) < share
+        rows, state = rows[goes_on], state[goes_on]
+    return total / weight
 
 
 def batches(outputs: Outputs, num_tokens: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -172,7 +170,7 @@ class Trainer:
             group["lr"] = group["rate"] * min(1.0, (progress + 1e-3) * 50) * max(0.0, 1.0 - progress)
         begin, tokens, is_last = next(self._batches)
         with torch.autocast("cpu", torch.bfloat16, enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-            loss = loss_of(self.net, begin, tokens, is_last)
+            loss = loss_of(self.net, begin, tokens, is_last, _FADE)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.net.parameters(), _CLIP)

@@ -25,8 +25,10 @@ FIRST_HOPE = 1.0
 """Tokens kept of a draft, before anything is known."""
 LEARNING = 0.1
 NUM_BUCKETS = 16
-FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
+FIRST_PAUSE, LONGEST_PAUSE = 16, 256
 """Steps without asking, where it does not pay."""
+PROBE = 4
+"""Steps in a row for which it is asked behind a pause: one alone would tell little."""
 
 
 class Asking:
@@ -45,6 +47,7 @@ class Asking:
         self._call_s = 0.0  # what asking took, lately
         self._pause = FIRST_PAUSE
         self._num_to_skip = 0
+        self._num_to_probe = PROBE
 
     def ask_all(self, asks: Sequence_[Ask], drafts: list[Draft]) -> list[Draft]:
         """`drafts`, of these asks, or the proposer's own where that promises more."""
@@ -59,7 +62,10 @@ class Asking:
         if self._num_to_skip:
             self._num_to_skip -= 1
             return drafts
-        self._decide_on_next(hopeful, asks, drafts, load, curve)
+        if self._num_to_probe:
+            self._num_to_probe -= 1
+        else:
+            self._decide_on_next(hopeful, asks, drafts, load, curve)
         return self._ask(hopeful, asks, drafts)
 
     def _ask(self, hopeful: Sequence_[int], asks: Sequence_[Ask], drafts: list[Draft]) -> list[Draft]:
@@ -84,6 +90,7 @@ class Asking:
                     self._hope = _moved(self._hope, kept)
                     self._num_rows = max(1.0, _moved(self._num_rows, rows))
                     self._compare(sequence, proposed, draw.verified.new_tokens)
+        self._proposed = {}  # it may not be asked before the next steps; and who has ended is not to be held here
 
     def _calibrated(self, sequence: Sequence, draft: Draft) -> Draft:
         bent, calibration = self._bent.get(sequence), self._calibration
@@ -118,10 +125,13 @@ class Asking:
             self._pause = FIRST_PAUSE
             return
         self._num_to_skip, self._pause = self._pause, min(LONGEST_PAUSE, 2 * self._pause)
+        self._num_to_probe = PROBE
 
     def _spent(self, took_ns: int) -> None:
         self.spent_ns += took_ns
-        self._call_s = took_ns / 1e9 if not self._call_s else _moved(self._call_s, took_ns / 1e9)
+        took_s = took_ns / 1e9
+        # The first calls touch new memory, and others may have the machine: that is not what asking takes.
+        self._call_s = min(took_s, _moved(self._call_s, took_s)) if self._call_s else took_s
 
 
 def _moved(old: float, new: float) -> float:

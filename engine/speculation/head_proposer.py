@@ -16,13 +16,15 @@ from collections.abc import Sequence as Sequence_
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.sampling import SampledToken, SampleRow
 from engine.sequence import Sequence
 from engine.speculation.draft import NOTHING, Draft, Verified
-from engine.speculation.heads_torch import HeadMaths, Scores
+from engine.speculation.heads_torch import HeadMaths, Root
 from engine.speculation.heads_tree import best_tree
 from engine.speculation.proposer import Ask
 
@@ -55,6 +57,10 @@ class _Branch:
         params = request.sampling
         ends = frozenset(params.stop_token_ids)
         self._ends = ends if params.ignore_eos else ends | eos_token_ids
+        self.is_plain = self.row().is_plain  # then every later row is
+
+    def root(self, hidden: Tensor) -> Root:
+        return Root(hidden, self.last, self.most, self.ask.least_chance)
 
     def row(self) -> SampleRow:
         """Of the token to be guessed next."""
@@ -78,6 +84,11 @@ class _Branch:
         self.last = token_id
         return len(self.tokens) < self.most and token_id not in self._ends
 
+    def take_all(self, tokens: list[int], chances: list[float]) -> None:
+        """A whole draft, up to a token that ends the output."""
+        length = next((at + 1 for at, token_id in enumerate(tokens) if token_id in self._ends), len(tokens))
+        self.tokens, self.chances = tokens[:length], chances[:length]
+
     def draft(self) -> Draft:
         return Draft.chain(self.tokens, self.chances, NAME) if self.tokens else NOTHING
 
@@ -92,6 +103,8 @@ class HeadProposer:
         self._maths, self._sampler, self._vocab_size = maths, sampler, vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._ids: list[int] = maths.heads.token_ids.tolist()
+        self._places: NDArray[np.int64] = maths.heads.token_ids.numpy()
+        self._full = torch.empty((0, vocab_size))
         self._memories: WeakKeyDictionary[Sequence, _Memory] = WeakKeyDictionary()
 
     def learn(self, sequence: Sequence, verified: Verified, hidden: Tensor | None) -> None:
@@ -99,7 +112,7 @@ class HeadProposer:
         if hidden is None or not sequence.output or sequence.output[-1] != verified.new_tokens[-1]:
             self._memories.pop(sequence, None)
         else:
-            self._memories[sequence] = _Memory(len(sequence.output), hidden.clone())  # `hidden` may be a row of a step's buffer
+            self._memories[sequence] = _Memory(len(sequence.output), hidden)  # not copied: each step has a buffer of its own
 
     @torch.inference_mode()
     def propose(self, asks: Sequence_[Ask]) -> list[Draft]:
@@ -108,9 +121,8 @@ class HeadProposer:
         if not known:
             return drafts
         branches = [_Branch(asks[i], self._eos_token_ids, self._maths.heads.depth) for i, _ in known]
-        states = self._maths.begin(torch.stack([hidden for _, hidden in known]))
         guess = self._chains if self._maths.heads.kind == "recurrent" else self._trees
-        for (i, _), draft in zip(known, guess(branches, states), strict=True):
+        for (i, _), draft in zip(known, guess(branches, [hidden for _, hidden in known]), strict=True):
             drafts[i] = draft
         return drafts
 
@@ -127,54 +139,66 @@ class HeadProposer:
         memory = self._memories.get(sequence)
         return memory if memory is not None and memory.length == len(sequence.output) else None
 
-    def _chains(self, branches: list[_Branch], states: Tensor) -> list[Draft]:
-        growing = branches
+    def _chains(self, branches: list[_Branch], hidden: list[Tensor]) -> list[Draft]:
+        """Those of greedy sequences all at once, the others token by token."""
+        if plain := [i for i, branch in enumerate(branches) if branch.is_plain]:
+            found = self._maths.chains([branches[i].root(hidden[i]) for i in plain])
+            for i, (tokens, chances) in zip(plain, found, strict=True):
+                branches[i].take_all(tokens, chances)
+        if drawn := [i for i, branch in enumerate(branches) if not branch.is_plain]:
+            self._draw_chains([branches[i] for i in drawn], [hidden[i] for i in drawn])
+        return [branch.draft() for branch in branches]
+
+    def _draw_chains(self, growing: list[_Branch], hidden: list[Tensor]) -> None:
+        states = self._maths.begin(hidden)
         while growing:
             states = self._maths.advance(0, states, [branch.last for branch in growing])
-            guesses = self._draw(self._maths.score(states), growing)
+            guesses = self._draw(self._maths.score(states).logits, growing)
             goes_on = [branch.take(*guess) for branch, guess in zip(growing, guesses, strict=True)]
             if not all(goes_on):
                 states = states[[i for i, does in enumerate(goes_on) if does]]
                 growing = [branch for branch, does in zip(growing, goes_on, strict=True) if does]
-        return [branch.draft() for branch in branches]
 
-    def _trees(self, branches: list[_Branch], states: Tensor) -> list[Draft]:
+    def _trees(self, branches: list[_Branch], hidden: list[Tensor]) -> list[Draft]:
         """All places of all sequences are scored in one product."""
+        states = self._maths.begin(hidden)
         depth, tokens = max(branch.most for branch in branches), [branch.last for branch in branches]
-        scores = self._maths.score(torch.cat([self._maths.advance(number, states, tokens) for number in range(depth)]))
+        logits = self._maths.score(torch.cat([self._maths.advance(number, states, tokens) for number in range(depth)])).logits
         rows = [range(i, depth * len(branches), len(branches)) for i in range(len(branches))]
-        return [self._tree(branch, scores, mine[: branch.most]) for branch, mine in zip(branches, rows, strict=True)]
+        return [self._tree(branch, logits, mine[: branch.most]) for branch, mine in zip(branches, rows, strict=True)]
 
-    def _tree(self, branch: _Branch, scores: Scores, rows: Sequence_[int]) -> Draft:
-        """`rows` of the scores: the places behind the sequence, in order."""
-        if branch.row().is_plain:
-            best = scores.logits[list(rows)].softmax(-1).topk(min(_MOST_SIBLINGS, len(self._ids)))
+    def _tree(self, branch: _Branch, logits: Tensor, rows: Sequence_[int]) -> Draft:
+        """`rows` of the logits: the places behind the sequence, in order."""
+        if branch.is_plain:
+            best = logits[list(rows)].softmax(-1).topk(min(_MOST_SIBLINGS, len(self._ids)))
             found = zip(best.indices.tolist(), best.values.tolist(), strict=True)
             guesses = [[(self._ids[at], chance) for at, chance in zip(*place, strict=True)] for place in found]
             return best_tree(guesses, branch.ask.max_tokens, branch.ask.least_chance, NAME)
         for row in rows:
-            [guess] = self._draw(Scores(scores.logits[row : row + 1], [scores.best[row]], [scores.chances[row]]), [branch])
+            [guess] = self._draw(logits[row : row + 1], [branch])
             if not branch.take(*guess):
                 break
         return branch.draft()
 
-    def _draw(self, scores: Scores, branches: list[_Branch]) -> list[tuple[int, float]]:
-        """The token that each branch goes on with, and its chance."""
-        guesses = [(self._ids[at], chance) for at, chance in zip(scores.best, scores.chances, strict=True)]
-        rows = [branch.row() for branch in branches]
-        if drawn := [i for i, row in enumerate(rows) if not row.is_plain]:
-            tokens = self._sample(scores.logits[drawn], [rows[i] for i in drawn])
-            for i, guess in zip(drawn, tokens, strict=True):
-                guesses[i] = guess
-        return guesses
-
-    def _sample(self, logits: Tensor, rows: list[SampleRow]) -> list[tuple[int, float]]:
-        """`logits` [n, V'] -> tokens drawn with their rows' noise, as from a model that knows no others."""
-        ids = self._maths.heads.token_ids
-        full = torch.full((len(rows), self._vocab_size), float("-inf"))
-        full[:, ids] = logits
+    def _draw(self, scores: Tensor, branches: list[_Branch]) -> list[tuple[int, float]]:
+        """scores [n, V'] -> the token that each branch goes on with, drawn with the noise of its place as from a model that knows
+        no others, and its chance."""
+        logits, rows = scores.numpy(), [branch.row() for branch in branches]
+        # numpy: operators of torch that have this many elements wake its threads, which wait for those that compute steps.
+        full = self._room(len(rows))
+        full.numpy()[:, self._places] = logits
         tokens = [token.token_id for token in self._sampler.sample(full, rows)]
-        heat = torch.tensor([[row.params.temperature or 1.0] for row in rows])
-        chances = ((logits - logits.amax(-1, keepdim=True)) / heat).softmax(-1)
-        places = torch.searchsorted(ids, torch.tensor(tokens))
-        return list(zip(tokens, chances[range(len(rows)), places].tolist(), strict=True))
+        places = np.searchsorted(self._places, tokens)
+        return [(token, _chance(logits[i], place, rows[i])) for i, (token, place) in enumerate(zip(tokens, places, strict=True))]
+
+    def _room(self, num_rows: int) -> Tensor:
+        """[num_rows, vocab] float32, -inf where no head scores: it is written once and used again and again."""
+        if len(self._full) < num_rows:
+            self._full = torch.from_numpy(np.full((num_rows, self._vocab_size), -np.inf, np.float32))
+        return self._full[:num_rows]
+
+
+def _chance(logits: NDArray[np.float32], place: int, row: SampleRow) -> float:
+    """The probability of one of the tokens [V'] at the row's temperature."""
+    scores = np.exp((logits - logits.max()) / np.float32(row.params.temperature or 1.0))
+    return float(scores[place] / scores.sum())

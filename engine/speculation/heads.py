@@ -118,6 +118,7 @@ def save_heads(heads: DraftHeads, path: str | Path) -> None:
     os.close(handle)
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata=metadata)
+        Path(partial).chmod(0o644)  # for whoever serves the model
         os.replace(partial, path)
     finally:
         Path(partial).unlink(missing_ok=True)

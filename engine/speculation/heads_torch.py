@@ -5,6 +5,7 @@ Training (benchmarks/spec) uses the same two functions, so what is learned is wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,11 +18,24 @@ EPS = 1e-6
 
 
 class Scores(NamedTuple):
-    """Of n states: `logits` [n, V'] float32 over the reduced vocabulary; the best one's place there and its probability."""
+    """Of n states: `logits` [n, V'] float32 over the reduced vocabulary, good until the next ones are asked for; the best one's
+    place there and its probability."""
 
     logits: Tensor
     best: list[int]
     chances: list[float]
+
+
+class Root(NamedTuple):
+    """What a chain of guesses begins with: the model's last hidden state [H] float32, the token drawn from it, and its bounds."""
+
+    hidden: Tensor
+    last: int
+    most: int
+    least_chance: float
+
+
+Chain = tuple[list[int], list[float]]  # tokens and their chances
 
 
 class HeadMaths(Protocol):
@@ -29,8 +43,8 @@ class HeadMaths(Protocol):
 
     heads: DraftHeads
 
-    def begin(self, hidden: Tensor) -> Tensor:
-        """The model's last hidden states [n, H] float32, before its final norm -> states."""
+    def begin(self, hidden: Sequence[Tensor]) -> Tensor:
+        """The model's last hidden states, n of [H] float32, before its final norm -> states [n, H]."""
         ...
 
     def advance(self, number: int, states: Tensor, token_ids: list[int]) -> Tensor:
@@ -39,6 +53,10 @@ class HeadMaths(Protocol):
 
     def score(self, states: Tensor) -> Scores:
         """What the states say about their next tokens."""
+        ...
+
+    def chains(self, roots: Sequence[Root]) -> list[Chain]:
+        """Of recurrent heads: the likeliest tokens one after the other, while the product of their chances is large enough."""
         ...
 
 
@@ -73,8 +91,8 @@ class TorchHeads:
         return tensor.to(self._embedding.device, self._dtype)
 
     @torch.inference_mode()
-    def begin(self, hidden: Tensor) -> Tensor:
-        return begin_states(hidden.to(self._norm.device), self._norm).to(self._dtype)
+    def begin(self, hidden: Sequence[Tensor]) -> Tensor:
+        return begin_states(torch.stack(list(hidden)).to(self._norm.device), self._norm).to(self._dtype)
 
     @torch.inference_mode()
     def advance(self, number: int, states: Tensor, token_ids: list[int]) -> Tensor:
@@ -87,3 +105,20 @@ class TorchHeads:
         best = logits.argmax(-1)
         chances = (logits.gather(1, best[:, None])[:, 0] - logits.logsumexp(-1)).exp()
         return Scores(logits.cpu(), best.tolist(), chances.tolist())
+
+    def chains(self, roots: Sequence[Root]) -> list[Chain]:
+        found: list[Chain] = [([], []) for _ in roots]
+        kept, growing = [1.0] * len(roots), list(range(len(roots)))
+        states = self.begin([root.hidden for root in roots])
+        while growing:
+            states = self.advance(0, states, [found[row][0][-1] if found[row][0] else roots[row].last for row in growing])
+            scores, goes_on = self.score(states), []
+            for at, row in enumerate(growing):
+                kept[row] *= scores.chances[at]
+                if kept[row] >= roots[row].least_chance:
+                    found[row][0].append(int(self.heads.token_ids[scores.best[at]]))
+                    found[row][1].append(scores.chances[at])
+                    if len(found[row][0]) < min(roots[row].most, self.heads.depth):
+                        goes_on.append(at)
+            states, growing = states[goes_on], [growing[at] for at in goes_on]
+        return found

@@ -9,8 +9,7 @@ about anything but its bounds: it costs time, never a token.
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -18,8 +17,7 @@ from engine.sequence import Sequence
 from engine.speculation.draft import Draft, Verified
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """One sequence that decodes: all its tokens but the last known one are computed (or forced by a grammar)."""
 
     sequence: Sequence

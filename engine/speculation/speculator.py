@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from engine.runner import Draw
 from engine.scheduler import Plan
 from engine.sequence import Sequence
@@ -19,9 +21,17 @@ from engine.speculation.asking import Asking
 from engine.speculation.constrained import follow
 from engine.speculation.cost_curve import CostCurve
 from engine.speculation.draft import NOTHING, Draft
-from engine.speculation.policy import Choice, Load, choose, fixed
+from engine.speculation.handover import TakesOver
+from engine.speculation.policy import Choice, Load, choose, fixed, threshold
 from engine.speculation.proposer import Ask, Proposer, promise
 from engine.speculation.tally import Tally
+
+SURE = 0.97
+"""No guess has a better chance, or hardly one."""
+PATIENCE = 4
+LONGEST_REST = 8
+"""After more than so many steps for which nothing was worth verifying, nobody is asked for a step, then for two, up to so many:
+looking costs a hundredth of a small model's step. Proposers learn from the tokens of those steps when they are asked again."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,30 @@ class Bounds:
     max_tokens: int  # of a step, everything together
     max_context: int
     fixed_length: int = 0  # 0: by threshold
+
+
+class Rest:
+    """When to ask nobody."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._num_fruitless = self._length = self._left = 0
+
+    def is_on(self) -> bool:
+        """Asked once for each step."""
+        if not self._left:
+            return False
+        self._left -= 1
+        return True
+
+    def saw(self, was_worth_it: bool) -> None:
+        """Somebody was asked."""
+        if was_worth_it:
+            self._num_fruitless = self._length = 0
+            return
+        self._num_fruitless += 1
+        if self._num_fruitless > PATIENCE:
+            self._left = self._length = min(self._longest, max(1, 2 * self._length))
 
 
 class Speculator:
@@ -46,6 +80,7 @@ class Speculator:
         self._proposers = list(proposers)
         self._threshold = 0.0
         self._num_prompt_tokens = 0  # of the step before: the next one's is planned after the drafts
+        self._rest = Rest(longest=0 if bounds.fixed_length else LONGEST_REST)
 
     @property
     def wants_hidden(self) -> bool:
@@ -53,16 +88,15 @@ class Speculator:
 
     def draft(self, running: Iterable[Sequence], *, has_prompts: bool) -> dict[Sequence, Draft]:
         """A draft for each sequence that is to have one. `has_prompts`: some are beside those that decode."""
-        started_ns = time.monotonic_ns()
-        decoding = [sequence for sequence in running if sequence.is_going_on]
-        asks = [ask for sequence in decoding if (ask := self._ask(sequence)) is not None]
-        if not asks:
+        if self._rest.is_on():
             return {}
+        started_ns = time.monotonic_ns()
+        # The property's arithmetic (is_going_on), without calling it for each sequence.
+        decoding = [each for each in running if each.output and each.num_to_restore <= each.num_computed]
         load = self._load(decoding, has_prompts=has_prompts)
-        drafts = self._propose(asks, load)
-        choice = self._choose(asks, drafts, load, decoding)
-        self._threshold = choice.threshold
-        chosen = {ask.sequence: _allowed(ask.sequence, draft) for ask, draft in zip(asks, choice.drafts, strict=True) if draft}
+        chosen = self._choose_from(decoding, load) if decoding and self._may_pay(load) else {}
+        if decoding:
+            self._rest.saw(bool(chosen))
         self.tally.drafted(time.monotonic_ns() - started_ns)
         return chosen
 
@@ -78,6 +112,28 @@ class Speculator:
         for asking in self._dear:
             asking.learn(draws)
         self._correct_curve(plan, step_ns / 1e9)
+
+    def take_over(self, sequence: Sequence, hidden: Tensor) -> None:
+        """Its last token was drawn elsewhere, from `hidden` [hidden_size] float32. Of no use behind what a grammar has forced."""
+        if not sequence.num_unreported:
+            for proposer in self._proposers:
+                if isinstance(proposer, TakesOver):
+                    proposer.restore(sequence, hidden)
+
+    def _may_pay(self, load: Load) -> bool:
+        """False: a row takes as long as a sure token is worth."""
+        if self._bounds.fixed_length:
+            return True
+        plain_rate = load.num_decoding / (self.curve.step_s(load.num_rows) + load.attention_s)
+        return threshold(plain_rate, load.num_rows, self.curve) < SURE
+
+    def _choose_from(self, decoding: list[Sequence], load: Load) -> dict[Sequence, Draft]:
+        asks = [ask for sequence in decoding if (ask := self._ask(sequence)) is not None]
+        if not asks:
+            return {}
+        choice = self._choose(asks, self._propose(asks, load), load, decoding)
+        self._threshold = choice.threshold
+        return {ask.sequence: _allowed(ask.sequence, draft) for ask, draft in zip(asks, choice.drafts, strict=True) if draft}
 
     def _ask(self, sequence: Sequence) -> Ask | None:
         """None: there is no use in guessing behind this sequence's next token."""

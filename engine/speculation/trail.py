@@ -96,7 +96,8 @@ class Trail:
     def choose(self, match: Match, other: Match, last_token: int) -> None:
         """What was found, unless what the trail is at, or comes back to, is likelier; the second best of them beside it."""
         here = (self.source, self.place, self.rung) if self.rung else self._nearby(last_token)
-        if here[2]:
+        # Of its own tokens none follows the last one yet: a trail there would be right for ever, comparing each with itself.
+        if here[2] and here[1] < len(here[0]):
             chances = self._rungs.first.chances
             if chances[here[2]] >= chances[match[2]]:
                 match, other = here, match if _differ(here, match) else other

@@ -46,6 +46,9 @@ class Options:
     redis: str = field(default=EMBEDDED_REDIS, metadata={"help": "embedded, or the URL of a Redis", "secret": True})
     mesh: str = field(default="default", metadata={"help": "name of the mesh: meshes that share a Redis need different ones"})
     threads: int = field(default=0, metadata={"help": "threads of each worker; 0: the cores divided by the workers"})
+    speculation: str = field(
+        default="", metadata={"help": "who guesses the next tokens: auto, none, or names joined by commas; empty: as workers do"}
+    )
     bind_cpus: bool = field(default=False, metadata={"help": "each worker computes on cores of its own, where there are enough"})
     tls: bool = field(default=False, metadata={"help": "encrypt, with certificates made for this mesh and deleted with it"})
     certificates: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
@@ -120,13 +123,18 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
         log_dir=options.log_dir,
         tls=options.certificates,
         throwaway_tls=options.tls,
-        worker_args=options.worker_args,
+        worker_args=(*_speculation(options.speculation), *options.worker_args),
         router_args=(*_processes(options.router_processes), *options.router_args),
     )
 
 
 def _processes(number: int) -> tuple[str, ...]:
     return () if number == 1 else ("--processes", str(number))
+
+
+def _speculation(value: str) -> tuple[str, ...]:
+    """Flags of each worker: who does not decode has nothing to guess, but may be given that role later."""
+    return ("--speculation", value) if value else ()
 
 
 async def _serve(config: LocalMeshConfig, scaling: AutoscaleOptions) -> int:

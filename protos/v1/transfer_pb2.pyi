@@ -404,6 +404,7 @@ class CommittedChoice(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    DRAFT_STATE_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """choice index."""
     index: _builtins.int
@@ -412,6 +413,11 @@ class CommittedChoice(_message.Message):
     """token_id drawn on prefill."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """finish_reason when the choice ended with it."""
+    draft_state: _builtins.bytes
+    """draft_state is the model's last hidden state that the token was drawn from, before the final norm: bfloat16, little-endian. Who
+    guesses from it on decode can do so at once. Only of a request with one choice; empty where prefill does not say. What decode
+    cannot use it ignores.
+    """
     def __init__(
         self,
         *,
@@ -419,10 +425,11 @@ class CommittedChoice(_message.Message):
         index: _builtins.int = ...,
         token_id: _builtins.int = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        draft_state: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "index", b"index", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "draft_state", b"draft_state", "finish_reason", b"finish_reason", "index", b"index", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

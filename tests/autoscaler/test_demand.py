@@ -10,6 +10,7 @@ import pytest
 
 from autoscaler.demand import LUMP_SIGMAS, USUAL_NOISE, demand
 from autoscaler.forecast import Expected
+from autoscaler.forecasters import forecaster_of
 from autoscaler.kalman import Kalman
 from autoscaler.policy import Policy
 from autoscaler.settings import AutoscalerSettings
@@ -42,6 +43,19 @@ def test_lumps_are_noise_and_a_burst_is_none() -> None:
     burst = [20.0] * 100 + [20.0 + 40 * step / 12 for step in range(12)] + [60.0] * 60
     assert fed(salvos).at(1500.0).noise > 50
     assert fed(burst).at(len(burst) * 5.0).noise < USUAL_NOISE
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bursts_that_come_again_are_none_either_where_the_window_is_known(seed: int) -> None:
+    """Seconds of 7 requests, then of 0.8, counted over six of them. Taken for windows of fifteen their edges were bends."""
+    rng = random.Random(seed)
+    seconds = [poisson(rate, 1.0, rng) for rate in ([7.0] * 30 + [0.8] * 60) * 3]
+    settings = AutoscalerSettings(cool_down_s=8.0)
+    told, mistaken = (forecaster_of(settings, window_s) for window_s in (6.0, 15.0))
+    for number in range(6, len(seconds) + 1):
+        for kalman in (told, mistaken):
+            kalman.observe(float(number), sum(seconds[number - 6 : number]) / 6)
+    assert told.at(len(seconds)).noise < USUAL_NOISE < mistaken.at(len(seconds)).noise
 
 
 def test_a_pool_bears_most_lumps_at_any_time_but_those_that_a_queue_evens_out() -> None:

@@ -161,3 +161,21 @@ def test_settings_name_the_forecaster() -> None:
     assert isinstance(forecaster_of(AutoscalerSettings(forecast="last")), LastValue)
     assert isinstance(forecaster_of(AutoscalerSettings(forecast="kalman")), Kalman)
     assert isinstance(forecaster_of(AutoscalerSettings(forecast="holt-winters")), HoltWinters)
+
+
+def test_noise_is_remembered_for_some_cool_downs() -> None:
+    """The default's are what the filter takes by itself; a shorter one's end sooner, but not within two windows."""
+    rng = random.Random(6)
+    salvos = [(number * 5.0, 60.0 if rng.random() < 0.3 else 3.0) for number in range(200)]
+    calm = [(1000.0 + number * 5.0, 20.0) for number in range(24)]
+
+    def noise(forecaster: Forecaster, *, after_calm: bool) -> float:
+        for time_s, value in [*salvos, *calm] if after_calm else salvos:
+            forecaster.observe(time_s, value)
+        return forecaster.at(2000.0).noise
+
+    assert noise(forecaster_of(AutoscalerSettings()), after_calm=True) == noise(Kalman(), after_calm=True)
+    short, none = AutoscalerSettings(cool_down_s=16.0), AutoscalerSettings(cool_down_s=0.0)
+    assert noise(forecaster_of(short), after_calm=False) > 10
+    assert noise(forecaster_of(short), after_calm=True) < 0.2 * noise(Kalman(), after_calm=True)
+    assert noise(forecaster_of(none), after_calm=True) == noise(Kalman(noise_s=2 * 15.0), after_calm=True)

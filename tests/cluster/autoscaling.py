@@ -24,8 +24,9 @@ tpot_ms = 400
 quantile = 0.9
 """
 """Of two processors that everything shares: what they keep with some of the workers, and not with one."""
-WORKER_SETTINGS = {"PDMESH_MAX_NUM_SEQS": "2"}
-"""So few sequences at once that a load that this machine bears needs several decode workers."""
+WORKER_SETTINGS = {"PDMESH_MAX_NUM_SEQS": "4"}
+"""So few sequences at once that a load that this machine bears needs several decode workers; and so many that one of them bears
+who asks seldom (`load.SELDOM_S`), also where other work has made its steps three times as long."""
 COOL_DOWN_S = 8
 START_S = 6
 MAX_DECODE = 4
@@ -123,6 +124,11 @@ class Autoscaler:
     def num_events(self, deployment: str, reason: str) -> int:
         """Of one reason; one that the API has counted several times counts once."""
         return sum(each == reason for each, _ in self.events(deployment))
+
+    def scaled_for_load(self, deployment: str) -> set[str]:
+        """ScaledUp, ScaledDown: what was done for the requests that come, or that wait, or because fewer replicas are enough."""
+        whys = ("requests/s", "requests wait", "enough")
+        return {reason for reason, note in self.events(deployment) if any(why in note for why in whys)}
 
     def logs(self) -> str:
         """What all candidates have said so far, those that are gone among them. Asks nobody."""

@@ -152,6 +152,11 @@ class Cluster:
         statuses = [status for pod in self.pods(name) for status in pod["status"].get("containerStatuses", ())]
         return {status["state"]["waiting"]["reason"] for status in statuses if "waiting" in status["state"]}
 
+    def problems(self, name: str) -> set[str]:
+        """What containers of a Deployment's pods wait for, in words."""
+        statuses = [status for pod in self.pods(name) for status in pod["status"].get("containerStatuses", ())]
+        return {status["state"]["waiting"].get("message", "") for status in statuses if "waiting" in status["state"]} - {""}
+
     def scale(self, name: str, replicas: int) -> None:
         """What a person does."""
         self.plane.kubectl("-n", NAMESPACE, "scale", f"deployment/{name}", f"--replicas={replicas}")
@@ -176,10 +181,10 @@ class Cluster:
             time.sleep(_POLL_S)
 
     def report(self) -> str:
-        """For a failure: the pods, and the end of what each container and the agent said."""
+        """For a failure: the pods, and the end of what the agent and the containers said that spoke last."""
         lines = [self.plane.kubectl("-n", NAMESPACE, "get", "pods", "-o", "wide", check=False)]
-        logs = [*(self._folder / "pods").glob("*/*.log"), self._folder / "agent.log"]
-        for log in logs[-12:]:
+        logs = sorted((self._folder / "pods").glob("*/*.log"), key=lambda log: log.stat().st_mtime)
+        for log in [*logs[-12:], self._folder / "agent.log"]:
             tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
             lines.append("\n".join((f"--- {log.parent.name}/{log.name}", *tail)))
         return "\n".join(lines)

@@ -22,7 +22,9 @@ from tests.cluster.cluster import ROUTER
 
 _PROMPT = "The history of the city begins with a small harbour, in which ships of many countries met, and"
 BURST = 6
-"""Clients that ask all the time: three times what one decode worker takes at once; a prefill worker computes one by one."""
+"""Clients that ask all the time: more than one decode worker takes at once; a prefill worker computes one by one."""
+SELDOM_S = 2.0
+"""Pause of a client whose requests are to need no second worker."""
 
 _PAUSE_S = 0.1
 _PATIENT_MS = 60_000
@@ -91,10 +93,13 @@ class Load:
 
     def wait_for_answers(self, count: int, timeout_s: float = 90) -> None:
         """Until so many more requests have come to their end. Raises AssertionError."""
-        wanted = len(self.outcomes) + count
+        self.wait_until_answered(len(self.outcomes) + count, timeout_s)
+
+    def wait_until_answered(self, total: int, timeout_s: float = 90) -> None:
+        """Until so many requests have come to their end in all. Raises AssertionError."""
         deadline = time.monotonic() + timeout_s
-        while len(self.outcomes) < wanted:
-            assert time.monotonic() < deadline, f"{count} requests did not end within {timeout_s:.0f} s; {self.summary()}"
+        while len(self.outcomes) < total:
+            assert time.monotonic() < deadline, f"not {total} requests ended within {timeout_s:.0f} s; {self.summary()}"
             time.sleep(0.1)
 
     def assert_none_failed(self, at_least: int = 1) -> None:

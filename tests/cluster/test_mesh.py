@@ -42,6 +42,7 @@ def test_decode_is_restarted_under_load_without_a_failed_request(mesh: Cluster, 
         mesh.wait_rolled_out("pdmesh-decode")
         mesh.wait_for(lambda: len(mesh.pods("pdmesh-decode")) == 1, "the old pod to go")
         load.wait_for_answers(4)
+        load.wait_until_answered(12)
     load.assert_none_failed(at_least=12)
     assert not set(mesh.ready_pods("pdmesh-decode")) & set(before)
     assert {outcome.decode_worker for outcome in load.outcomes} >= {*before, *mesh.ready_pods("pdmesh-decode")}
@@ -55,6 +56,7 @@ def test_a_person_scales_up_and_down_without_a_failed_request(mesh: Cluster, api
         mesh.scale("pdmesh-decode", 1)
         mesh.wait_for(lambda: len(mesh.pods("pdmesh-decode")) == 1, "one to drain and go", timeout_s=120)
         load.wait_for_answers(6)
+        load.wait_until_answered(12)
     load.assert_none_failed(at_least=12)
 
 
@@ -67,6 +69,7 @@ def test_a_router_is_replaced_without_a_failed_request(mesh: Cluster, api_key: s
         mesh.wait_rolled_out("pdmesh-router")
         mesh.wait_for(lambda: len(mesh.pods("pdmesh-router")) == 1, "the old router to go", timeout_s=120)
         load.wait_for_answers(4)
+        load.wait_until_answered(12)
     load.assert_none_failed(at_least=12)
     assert before not in mesh.ready_pods("pdmesh-router")
 
@@ -85,4 +88,5 @@ def test_a_rollout_that_cannot_start_takes_nothing_away(mesh: Cluster, api_key: 
         mesh.plane.kubectl("-n", "pdmesh", "rollout", "undo", "deployment/pdmesh-decode")
         mesh.wait_rolled_out("pdmesh-decode")
         load.wait_for_answers(2)
+        load.wait_until_answered(6)
     load.assert_none_failed(at_least=6)

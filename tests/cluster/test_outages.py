@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.autoscaling import COOL_DOWN_S, DECODE, Autoscaler
 from tests.cluster.cluster import Cluster
-from tests.cluster.load import BURST, Load
+from tests.cluster.load import BURST, SELDOM_S, Load
 
 REDIS, ROUTER = "pdmesh-redis", "pdmesh-router"
 PATIENCE_S = 60.0
@@ -27,7 +27,7 @@ def test_without_redis_replicas_stay_however_few_would_do(autoscaler: Autoscaler
     """It hangs from the middle of a burst until its liveness probe has it started again, empty."""
     cluster = autoscaler.cluster
     (redis,) = cluster.ready_pods(REDIS)
-    with Load(api_key, clients=1, pause_s=1.0) as light:
+    with Load(api_key, clients=1, pause_s=SELDOM_S) as light:
         with Load(api_key, clients=BURST, patient=False) as burst:
             cluster.wait_for(lambda: len(cluster.ready_pods(DECODE)) > 1, "a new pod to be ready", timeout_s=150)
             holds = autoscaler.num_holds("an outage of the registry")
@@ -37,9 +37,11 @@ def test_without_redis_replicas_stay_however_few_would_do(autoscaler: Autoscaler
             replicas = cluster.replicas(DECODE)
             assert replicas > 1
             burst.wait_for_answers(4)
+            burst.wait_until_answered(10)
         _assert_stays(cluster, replicas, lambda: cluster.num_restarts(REDIS) > restarts)
         light.wait_for_answers(2)
         cluster.wait_for(lambda: cluster.replicas(DECODE) == 1, "fewer replicas", timeout_s=150)
+        light.wait_until_answered(5)
     burst.assert_none_failed(at_least=10)
     light.assert_none_failed(at_least=5)
 
@@ -48,7 +50,7 @@ def test_while_a_router_is_silent_replicas_stay(autoscaler: Autoscaler, api_key:
     """It hangs for longer than its figures are believed and a cool-down lasts, and nobody else routes; then it goes on."""
     cluster = autoscaler.cluster
     (router,) = cluster.ready_pods(ROUTER)
-    with Load(api_key, clients=1, pause_s=1.0, resume_s=PATIENCE_S) as light:
+    with Load(api_key, clients=1, pause_s=SELDOM_S, resume_s=PATIENCE_S) as light:
         with Load(api_key, clients=BURST, patient=False) as burst:
             cluster.wait_for(lambda: len(cluster.ready_pods(DECODE)) > 1, "a new pod to be ready", timeout_s=150)
         holds = autoscaler.num_holds("nothing changes")
@@ -63,6 +65,7 @@ def test_while_a_router_is_silent_replicas_stay(autoscaler: Autoscaler, api_key:
             cluster.signal(router, "router", signal.SIGCONT)
         light.wait_for_answers(2)
         cluster.wait_for(lambda: cluster.replicas(DECODE) == 1, "fewer replicas", timeout_s=150)
+        light.wait_until_answered(5)
     burst.assert_none_failed(at_least=10)
     light.assert_none_failed(at_least=5)
 

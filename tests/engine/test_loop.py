@@ -17,6 +17,8 @@ from engine.loop import EngineLoop
 from engine.outputs import StepResult
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from engine.speculation.draft import Draft
 from tests.support.mock_engine import Collector, answer, make_engine
 
 DEADLINE_S = 10.0
@@ -95,10 +97,10 @@ async def test_it_wakes_from_idle_and_blocked_waiting_does_not_spin() -> None:
         num_schedules = 0
         schedule = engine._scheduler.schedule
 
-        def counting(now_ns: int) -> object:
+        def counting(now_ns: int, drafts: dict[Sequence, Draft]) -> object:
             nonlocal num_schedules
             num_schedules += 1
-            return schedule(now_ns)
+            return schedule(now_ns, drafts)
 
         await loop.call(lambda engine: setattr(engine._scheduler, "schedule", counting))
         for _ in range(5):

@@ -27,7 +27,7 @@ CASES: list[tuple[str, str, dict[str, object]]] = [
     ("llama-odd-groups", "native", {"dtype": "float32", "kv_dtype": "float32"}),
     ("qwen2-window", "native", {"kv_dtype": "bfloat16", "block_size": 48, "num_threads": 2}),
     ("mistral-window", "native", {"kv_dtype": "int8", "num_threads": 2}),
-    ("groups-7", "native", {"kv_dtype": "float32", "block_size": 32}),
+    ("groups-7", "native", {"kv_dtype": "float32", "block_size": 32, "num_threads": 2}),
     ("head-dim-80", "native", {"kv_dtype": "int8", "block_size": 48}),
 ]
 BORDERS = [1, 2, 14, 15, 16, 17, 31, 32, 33, 46, 47, 48, 95, 96, 112, 126, 127, 128, 129, 240, 254, 255, 256, 257]
@@ -143,6 +143,19 @@ def test_a_wide_tree(case: Case) -> None:
     [logits] = verify(case.loop, [step])
     case.assert_as_chains(token_ids, step, logits)
     case.assert_goes_on(case.keep(token_ids, step, (33,)), step.table)
+
+
+@pytest.mark.parametrize("root", [3, 17, 28, 127, 200])
+def test_branches_may_come_in_any_order(case: Case, root: int) -> None:
+    """What a branch has written stays when the chain before it in the pool is written later."""
+    token_ids = prompt(root)
+    step = case.begin(token_ids, BUSHY)
+    parts = step.parts(case.loop.block_size)[::-1]
+    logits = case.loop.loaded.model.forward(batch_of(parts), case.loop.pool.tensor)
+    rows = torch.split(logits, [len(part.token_ids) for part in parts])
+    case.assert_as_chains(token_ids, step, torch.cat(rows[::-1]))
+    case.assert_goes_on(case.keep(token_ids, step, (0, 3, 4)), step.table)
+    case.loop.release(step.table)
 
 
 def test_a_tail_that_begins_with_the_sequence(case: Case) -> None:

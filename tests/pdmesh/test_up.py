@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from pdmesh import cli
-from pdmesh.commands.up import _summary
+from pdmesh.commands.up import Options, _mesh_config, _summary
 from pdmesh.commands.up_autoscale import DECISIONS_FILE, AutoscaleOptions
 from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
-from runtime.config import ConfigError
+from pdmesh.launcher_plan import LocalMeshConfig, worker_plans
+from runtime.config import ConfigError, load
+from worker.config import WorkerConfig
 
 OPTIONS = AutoscaleOptions(autoscale=True, max_workers=5, min_workers=2, ttft_ms=700, tpot_ms=40, quantile=0.95)
 MODEL = LocalMeshConfig(model="smollm2")
@@ -44,6 +45,15 @@ def test_objectives_of_a_file_are_said_and_one_that_lacks_the_model_is_refused(t
     path.write_text("[other]\nttft_ms = 300\ntpot_ms = 25\n")
     with pytest.raises(ConfigError, match="says nothing of 'smollm2'"):
         _lines(replace(OPTIONS, objectives=str(path)), MODEL, tmp_path)
+
+
+def test_every_worker_is_told_who_guesses(tmp_path: Path) -> None:
+    asked = replace(Options(), speculation="prompt_lookup", worker_args=("--max-num-seqs=8",))
+    for plan in worker_plans(_mesh_config(asked, tmp_path), "redis://", [0]):
+        config = load(WorkerConfig, plan.argv[3:], {}, prog="worker")
+        assert (config.engine.speculation, config.engine.max_num_seqs) == ("prompt_lookup", 8)
+    usual = worker_plans(_mesh_config(Options(), tmp_path), "redis://", [0])
+    assert not any("--speculation" in plan.argv for plan in usual)
 
 
 def test_priorities_are_promised_more_than_the_model(tmp_path: Path) -> None:

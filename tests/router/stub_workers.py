@@ -64,7 +64,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     num_free_blocks: int | None = None  # as reported; None: ten less for each request
     wrong_token_at: int | None = None
     omit_committed: bool = False
-    guesses: int = 0  # so many for each token that is sent; one of them came true
+    guesses: int = 0  # so many for each token that is sent; every second token was one of them
     give_up_while_refusing: bool = False  # a new attempt of what runs: it fails while the answer is on its way
     # What happened.
     submits: list[decode_pb2.SubmitRequest] = field(default_factory=list)
@@ -317,7 +317,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
             logprobs=logprobs,
             finish_reason=stub_model.finish_reason(held.request, first + len(tokens) - 1),
             num_drafted=self.guesses * (first + len(tokens) - held.start[choice]),
-            num_accepted=(first + len(tokens) - held.start[choice]) if self.guesses else 0,
+            num_accepted=(first + len(tokens) - held.start[choice]) // 2 if self.guesses else 0,
         )
 
 

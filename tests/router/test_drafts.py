@@ -36,6 +36,7 @@ def test_the_latest_total_of_each_stay_counts() -> None:
     for stay, choice, drafted, accepted in (("a", 0, 4, 1), ("a", 0, 9, 5), ("a", 1, 2, 0), ("a", 0, 9, 5), ("b", 0, 7, 7)):
         totals.note(stay, choice, drafted, accepted)
     assert (totals.num_drafted, totals.num_accepted) == (18, 12)
+    assert (totals.accepted_in("a"), totals.accepted_in("b"), totals.accepted_in("c")) == (5, 7, 0)
 
 
 @pytest.mark.parametrize("mode", [REMOTE, LOCAL])
@@ -43,8 +44,8 @@ async def test_of_all_choices(model_folder: Path, mode: mesh_pb2.PrefillMode.Val
     async with running_mesh(model_folder) as mesh:
         assert drafts(await mesh.generate(request(n=2, mode=mode))) == (0, 0)
         guessing(mesh)
-        assert drafts(await mesh.generate(request(mode=mode))) == (GUESSES * 8, 8)
-        assert drafts(await mesh.generate(request(n=3, mode=mode))) == (GUESSES * 24, 24)
+        assert drafts(await mesh.generate(request(mode=mode))) == (GUESSES * 8, 4)
+        assert drafts(await mesh.generate(request(n=3, mode=mode))) == (GUESSES * 24, 12)
 
 
 async def test_what_the_engine_did_behind_a_stop_string_counts(model_folder: Path) -> None:
@@ -57,7 +58,7 @@ async def test_what_the_engine_did_behind_a_stop_string_counts(model_folder: Pat
         decode.frames_mute = False  # all tokens come in one frame
         answer = await asking
         assert answer.completed is not None and answer.completed.usage.completion_tokens == 13
-        assert drafts(answer) == (GUESSES * 40, 40)
+        assert drafts(answer) == (GUESSES * 40, 20)
 
 
 async def test_frames_that_are_sent_again_count_once(model_folder: Path) -> None:
@@ -69,7 +70,7 @@ async def test_frames_that_are_sent_again_count_once(model_folder: Path) -> None
         decode.break_streams()
         await eventually(lambda: len(decode.attaches) == 2)
         decode.resume.set()
-        assert drafts(await answering) == (GUESSES * 20, 20)
+        assert drafts(await answering) == (GUESSES * 20, 10)
 
 
 @pytest.mark.parametrize("mode", [REMOTE, LOCAL])
@@ -87,4 +88,21 @@ async def test_both_stays_count(model_folder: Path, mode: mesh_pb2.PrefillMode.V
         await first.kill()
         answer = await answering
         assert answer.tokens() == expected(20)
-        assert drafts(answer) == (GUESSES * 20, 20)
+        before = len(other.submits[-1].request.emitted[0].token_ids)
+        assert drafts(answer) == (GUESSES * 20, before // 2 + (20 - before) // 2)
+
+
+async def test_a_worker_is_judged_by_its_steps(model_folder: Path) -> None:
+    """Of what is guessed here, every second token took none: too few steps are left to judge by."""
+    async with running_mesh(model_folder) as mesh:
+        (decode,) = guessing(mesh)
+        for guesses, is_judged in ((GUESSES, False), (0, True)):
+            decode.guesses, decode.pause_at = guesses, 1
+            decode.resume.clear()
+            asking = asyncio.create_task(mesh.generate(request(mode=LOCAL, max_tokens=14)))
+            await eventually(lambda: any(mover.holder for mover in mesh.router.core.movers))  # it follows the tokens
+            decode.resume.set()
+            await asking
+            await mesh.until_whole()
+            measured = sum(breaker.samples for breaker in mesh.router.core.judge.health._breakers.values())
+            assert (measured > 0) is is_judged

@@ -89,9 +89,22 @@ void write_numbers(const KVGeometry& kv, uint8_t* group, float* scale, int slot,
     }
 }
 
-inline void clear_value(const KVGeometry& kv, uint8_t* group, int slot) {
-    const int pair = kv.format == kFloat32 ? 1 : 2;
-    for (int d = 0; d < kv.head_dim; d++) std::memset(group + value_index(slot, d, pair) * kv.element(), 0, kv.element());
+// The values of a group's tokens [first, end) become zero.
+inline void clear_values(const KVGeometry& kv, uint8_t* group, int first, int end) {
+    const int pair = kv.format == kFloat32 ? 1 : 2, unit = kGroup * pair * kv.element();  // of `pair` tokens and 16 dimensions
+    for (int panel = 0; panel < kv.head_dim; panel += kGroup, group += kGroup * kGroup * kv.element()) {
+        const auto clear_one = [&](int slot) {
+            for (int d = 0; d < kGroup; d++) std::memset(group + value_index(slot, d, pair) * kv.element(), 0, kv.element());
+        };
+        int slot = first;
+        for (; slot < end && slot % pair; slot++) clear_one(slot);
+        const int whole = (end - slot) / pair;
+        if (whole > 0) {
+            std::memset(group + slot / pair * unit, 0, static_cast<size_t>(whole) * unit);
+            slot += whole * pair;
+        }
+        for (; slot < end; slot++) clear_one(slot);
+    }
 }
 
 // One token's key and value of one head. The slots after this one in its group, up to `open_end`, were written by nobody yet;
@@ -105,10 +118,9 @@ inline void write_token(const KVGeometry& kv, int layer, int head, int64_t slot,
     uint8_t* group = kv.group(values, head, in_block);
     float* scales = has_scales ? kv.scales(values, head) + in_block : nullptr;
     write_numbers(kv, group, scales, in_group, value, value_index);
-    for (int later = in_group + 1; later < open_end; later++) {
-        clear_value(kv, group, later);
-        if (has_scales) scales[later - in_group] = 0;
-    }
+    if (in_group + 1 >= open_end) return;
+    clear_values(kv, group, in_group + 1, open_end);
+    if (has_scales) std::fill(scales + 1, scales + open_end - in_group, 0.0f);
 }
 
 // Some rows of one sequence and one key/value head: `num_queries` tokens from position `position`, each with the query heads of

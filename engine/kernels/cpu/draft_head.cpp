@@ -1,9 +1,11 @@
 // Draft heads (engine/speculation/heads.py draws what they compute): a block makes a state of a state and a token, the head
 // scores states over a reduced vocabulary. The products are those of a step (gemm.h).
+#include <algorithm>
 #include <cstring>
 #include <initializer_list>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <vector>
 
 #include "abi.h"
@@ -18,6 +20,19 @@ struct PdmeshDraftBlock {
     int32_t hidden, embedding_format;  // kFloat32 or kBFloat16
     const uint8_t* embedding;          // [vocab][hidden]
     PdmeshLinear mix, gate_up, down;
+};
+
+// Tokens to be guessed one after the other, of each row at most `most` and while the product of their chances is at least `least`.
+struct PdmeshDraftChains {
+    int32_t num_rows, depth;
+    const float* norm;           // [hidden]
+    const float* const* hidden;  // [num_rows] rows of [hidden]
+    const int64_t *token_ids, *last;  // [head.n] which token each row of the head scores; [num_rows]
+    const int32_t* most;         // [num_rows], at least 1
+    const float* least;          // [num_rows]
+    int64_t* tokens;             // [num_rows][depth]: what was guessed,
+    float* chances;              // the same,
+    int32_t* counts;             // [num_rows]: and how many
 };
 
 }
@@ -116,8 +131,11 @@ void write_embedding(const PdmeshDraftBlock& block, int64_t token, float* out) {
 
 // Of the thread that calls, for all ranks of its team.
 struct Scratch {
-    Aligned<float> inputs, inner;
+    Aligned<float> inputs, inner, states, next, logits;
     std::vector<OwnRows> rows;
+    std::vector<int> growing;  // of chains: the rows that are computed, in their order
+    std::vector<int64_t> last, best;
+    std::vector<float> chances, kept;
     // Before a region: within one nobody may run out of memory, since the others would wait at a barrier.
     void reserve(const Team& team, std::initializer_list<const PdmeshLinear*> linears, int num_rows) {
         if (rows.size() < static_cast<size_t>(team.size())) rows.resize(team.size());
@@ -177,13 +195,68 @@ void run_head(Team& team, const PdmeshLinear& head, int num_rows, const float* s
     });
 }
 
+void begin(int width, int num_rows, const float* const* hidden, const float* norm, float* out) {
+    for (int row = 0; row < num_rows; row++, out += width) {
+        const F factor = f_set(inverse_rms(hidden[row], width, width, kEps));
+        for (int i = 0; i < width; i += kPanel) f_store(out + i, f_load(hidden[row] + i) * factor * f_load(norm + i));
+    }
+}
+
+// Chains of the likeliest tokens, for all rows side by side; a row that has ended is computed no further.
+void run_chains(Team& team, const PdmeshDraftBlock& block, const PdmeshLinear& head, const PdmeshDraftChains& chains) {
+    const int rows = chains.num_rows, width = block.hidden;
+    Scratch& own = scratch;
+    float* states = own.states.reserve(static_cast<size_t>(width) * rows);
+    float* next = own.next.reserve(static_cast<size_t>(width) * rows);
+    float* logits = own.logits.reserve(static_cast<size_t>(head.n) * rows);
+    own.growing.resize(rows);
+    std::iota(own.growing.begin(), own.growing.end(), 0);
+    own.last.assign(chains.last, chains.last + rows);
+    own.best.resize(rows);
+    own.chances.resize(rows);
+    own.kept.assign(rows, 1.0f);
+    std::fill_n(chains.counts, rows, 0);
+    begin(width, rows, chains.hidden, chains.norm, states);
+    for (int num = rows, after = 0; num > 0; num = after, after = 0) {
+        run_block(team, block, num, states, own.last.data(), next);
+        run_head(team, head, num, next, logits, own.best.data(), own.chances.data());
+        for (int i = 0; i < num; i++) {
+            const int row = own.growing[i];
+            const float kept = own.kept[row] *= own.chances[i];
+            if (kept < chains.least[row]) continue;
+            const int64_t at = row * static_cast<int64_t>(chains.depth) + chains.counts[row]++;
+            chains.tokens[at] = chains.token_ids[own.best[i]];
+            chains.chances[at] = own.chances[i];
+            if (chains.counts[row] >= std::min(chains.most[row], chains.depth)) continue;
+            own.growing[after] = row;
+            own.last[after] = chains.tokens[at];
+            std::memcpy(states + static_cast<size_t>(after++) * width, next + static_cast<size_t>(i) * width, sizeof(float) * width);
+        }
+    }
+}
+
 }  // namespace
 }  // namespace pdmesh
 
 extern "C" {
 
-// For the caller to compare: the struct is mirrored by hand.
-int64_t pdmesh_draft_block_bytes() { return sizeof(PdmeshDraftBlock); }
+// For the caller to compare: the structs are mirrored by hand.
+int64_t pdmesh_draft_bytes() { return sizeof(PdmeshDraftBlock) + sizeof(PdmeshDraftChains); }
+
+// hidden: num_rows rows of [width], a multiple of 16 -> out [num_rows][width] = row / rms * norm.
+void pdmesh_draft_begin(int32_t width, int32_t num_rows, const float* const* hidden, const float* norm, float* out) {
+    pdmesh::begin(width, num_rows, hidden, norm, out);
+}
+
+// Of recurrent heads, from the hidden states on. 0, or 1 without memory.
+int32_t pdmesh_draft_chains(void* team, const PdmeshDraftBlock* block, const PdmeshLinear* head, const PdmeshDraftChains* chains) {
+    try {
+        pdmesh::run_chains(*static_cast<pdmesh::Team*>(team), *block, *head, *chains);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
 
 // states, out [num_rows][hidden], not the same memory; hidden is a multiple of 16. 0, or 1 without memory.
 int32_t pdmesh_draft_block(void* team, const PdmeshDraftBlock* block, int32_t num_rows, const float* states, const int64_t* token_ids,

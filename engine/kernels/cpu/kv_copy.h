@@ -74,15 +74,13 @@ inline void gather_group(const KVGeometry& kv, int layer, int head, const Tail& 
         const int64_t block = tail.blocks[start / kv.block_size];
         copy_group(kv, TokenPlace::in_pool(kv, layer, head, block * kv.block_size + start % kv.block_size), to);
     }
-    for (int position = std::max(start, tail.first); position < start + kGroup; position++) {
+    const int end = std::min(start + kGroup, tail.context_len);
+    for (int position = std::max(start, tail.first); position < end; position++) {
         const TokenPlace target = TokenPlace::in_group_of(kv, to, position - start);
-        if (position < tail.context_len) {
-            copy_token(kv, TokenPlace::in_pool(kv, layer, head, tail.slots[position - tail.first]), target);
-        } else {
-            clear_value(kv, to.values, position - start);
-            if (kv.format == kInt8) *target.value_scale = 0;
-        }
+        copy_token(kv, TokenPlace::in_pool(kv, layer, head, tail.slots[position - tail.first]), target);
     }
+    clear_values(kv, to.values, end - start, kGroup);
+    if (kv.format == kInt8) std::fill(to.value_scales + (end - start), to.value_scales + kGroup, 0.0f);
 }
 
 }  // namespace pdmesh

@@ -27,9 +27,10 @@
 namespace pdmesh {
 namespace {
 
-constexpr int kFewRows = 4;       // up to here every rank prepares all rows itself
-constexpr int kTileTarget = 48;   // rows of an attention tile: enough to hide the loads of keys
-constexpr int kSplitQueries = 8;  // sequences with more queries in a step are not split over their keys
+constexpr int kFewRows = 3;        // up to here every rank prepares all rows itself
+constexpr int kFewTokens = 16;     // up to here one rank writes a head's keys and values of all tokens
+constexpr int kTileTarget = 48;    // rows of an attention tile: enough to hide the loads of keys
+constexpr int kSplitQueries = 16;  // sequences with more queries in a step are not split over their keys
 
 int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -75,6 +76,18 @@ struct RowBuffer {
 struct Item {
     int seq, head, first_query, num_queries, chunk_begin, chunk_end, partial;  // partial: -1 for a whole tile
     int64_t cost() const { return static_cast<int64_t>(num_queries) * (chunk_end - chunk_begin); }
+};
+
+// Sequences that follow each other and begin with the same keys, `shared` chunks of them: a drafted tree. All its queries see all
+// of those.
+struct Family {
+    int first, members, queries, shared;
+};
+
+// A sequence and head whose chunks were computed apart. Of the shared ones its rows begin at `row`.
+struct Split {
+    Item item;
+    int shared, shared_partial, row;
 };
 
 struct TailGroup {
@@ -124,6 +137,7 @@ class Engine {
         : model_(model), layers_(model.layers, model.layers + model.num_layers), shared_team_(std::move(team)), team_(*shared_team_) {
         model_.layers = layers_.data();
         groups_ = model.num_heads / model.num_kv_heads;
+        has_window_ = std::any_of(layers_.begin(), layers_.end(), [](const PdmeshLayer& layer) { return layer.window != 0; });
         tile_queries_ = std::max(1, kTileTarget / groups_);
         hidden_stride_ = round_up(model.hidden, 16);
         inner_stride_ = round_up(model.intermediate, 16);
@@ -172,35 +186,73 @@ class Engine {
     void plan(const PdmeshStep& step) {
         items_.clear();
         splits_.clear();
+        plan_tails(step);
+        plan_families(step);
         int64_t tiles = 0;
         for (int s = 0; s < step.num_seqs; s++) tiles += (queries_of(s) + tile_queries_ - 1) / tile_queries_ * model_.num_kv_heads;
         int num_partials = 0, most_queries = 1;
-        for (int s = 0; s < step.num_seqs; s++)
-            if (queries_of(s) <= kSplitQueries) most_queries = std::max(most_queries, queries_of(s));
+        for (const Family& family : families_)
+            if (family.queries <= kSplitQueries) most_queries = std::max(most_queries, family.queries);
         partial_rows_ = round_up(most_queries * groups_, 16);
-        for (int s = 0; s < step.num_seqs; s++) {
-            const int num = queries_of(s), chunks = (step.context_lens[s] + kChunk - 1) / kChunk;
-            const bool is_split = team_.size() > 1 && num <= kSplitQueries && num <= tile_queries_ && chunks > 1 && tiles < 8 * team_.size();
+        const bool may_split = team_.size() > 1 && tiles < 8 * team_.size();
+        for (const Family& family : families_)
             for (int head = 0; head < model_.num_kv_heads; head++) {
-                if (is_split) {
-                    splits_.push_back({s, head, 0, num, 0, chunks, num_partials});
-                    for (int c = 0; c < chunks; c++) items_.push_back({s, head, 0, num, c, c + 1, num_partials++});
-                    continue;
-                }
-                for (int q = 0; q < num; q += tile_queries_) {
-                    const int count = std::min(tile_queries_, num - q), last = step.context_lens[s] - num + q + count;
-                    items_.push_back({s, head, q, count, 0, (last + kChunk - 1) / kChunk, -1});
-                }
+                const int shared_partial = num_partials;
+                for (int c = 0; c < family.shared; c++) items_.push_back({family.first, head, 0, family.queries, c, c + 1, num_partials++});
+                for (int m = 0, row = 0; m < family.members; row += queries_of(family.first + m++) * groups_)
+                    plan_sequence(step, family.first + m, head, may_split, {{}, family.shared, shared_partial, row}, num_partials);
             }
-        }
         // Large ones first, so that no rank is left with one at the end.
         std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) { return a.cost() > b.cost(); });
         // The heads of a sequence lie side by side: one rank takes them all where that leaves enough for the others.
         bundle_ = static_cast<int>(items_.size()) >= 8 * team_.size() * model_.num_kv_heads ? model_.num_kv_heads : 1;
-        partial_sums_.reserve(static_cast<size_t>(num_partials) * partial_rows_ * 2);
+        partial_sums_.reserve(static_cast<size_t>(num_partials) * partial_rows_ * 2 + kPanel);  // merge reads whole vectors
         partial_outputs_.reserve(static_cast<size_t>(num_partials) * partial_rows_ * model_.head_dim);
-        plan_tails(step);
         mark_open_groups(step);
+    }
+
+    // One sequence and head, from the chunk on that it does not share.
+    void plan_sequence(const PdmeshStep& step, int s, int head, bool may_split, Split split, int& num_partials) {
+        const int num = queries_of(s), chunks = (step.context_lens[s] + kChunk - 1) / kChunk;
+        if (split.shared || (may_split && num <= kSplitQueries && num <= tile_queries_ && chunks > 1)) {
+            split.item = {s, head, 0, num, split.shared, chunks, num_partials};
+            splits_.push_back(split);
+            for (int c = split.shared; c < chunks; c++) items_.push_back({s, head, 0, num, c, c + 1, num_partials++});
+            return;
+        }
+        for (int q = 0; q < num; q += tile_queries_) {
+            const int count = std::min(tile_queries_, num - q), last = step.context_lens[s] - num + q + count;
+            items_.push_back({s, head, q, count, 0, (last + kChunk - 1) / kChunk, -1});
+        }
+    }
+
+    void plan_families(const PdmeshStep& step) {
+        families_.clear();
+        for (int s = 0; s < step.num_seqs; s += families_.back().members) families_.push_back(family_of(step, s));
+    }
+
+    // The sequence and the branches behind it, as many as make one tile.
+    Family family_of(const PdmeshStep& step, int s) const {
+        Family family{s, 1, queries_of(s), 0};
+        int alike = alike_until(step, s);
+        for (int next = s + 1; next < step.num_seqs && tails_of_[next] && !has_window_; next++) {
+            alike = std::min(alike, alike_until(step, next));
+            const int shared = alike / kChunk, queries = family.queries + queries_of(next);
+            if (!shared || queries > std::min(kSplitQueries, tile_queries_) || !is_same_beginning(step, s, next, shared * kChunk)) break;
+            family = {s, family.members + 1, queries, shared};
+        }
+        return family;
+    }
+
+    // Up to this position all queries of a sequence see all keys, and these lie in its blocks.
+    int alike_until(const PdmeshStep& step, int s) const {
+        const int first_query = step.context_lens[s] - queries_of(s);
+        return tails_of_[s] ? std::min(first_query, tails_of_[s]->start) : first_query;
+    }
+
+    bool is_same_beginning(const PdmeshStep& step, int s, int other, int num_keys) const {
+        const int32_t *blocks = step.blocks + step.block_starts[s], *others = step.blocks + step.block_starts[other];
+        return std::equal(blocks, blocks + (num_keys + model_.block_size - 1) / model_.block_size, others);
     }
 
     // See write_token: the last token of a sequence in this step, unless an earlier step has begun its group. A branch's tokens
@@ -383,21 +435,38 @@ class Engine {
 
     // Queries: norm, rotation, scale, into `queries_` [head][token][query head of it][head_dim]. Keys and values: into the pool.
     [[gnu::noinline]] void rotate_and_write(int rank, int index, const PdmeshLayer& layer) {
+        const bool has_chains = step_->num_seqs * 2 <= step_->num_tokens;
+        if (step_->num_tokens <= (has_chains ? kFewTokens : kFewTokens / 2)) return rotate_and_write_few(rank, index, layer);
         constexpr int step = 4;
-        const int num_tokens = step_->num_tokens, items = num_tokens <= 8 ? num_tokens * model_.num_kv_heads : (num_tokens + step - 1) / step;
-        for (int item; (item = team_.take()) < items;) {
-            if (num_tokens <= 8) {
-                rotate_head(rank, index, layer, item / model_.num_kv_heads, item % model_.num_kv_heads);
+        const int num_tokens = step_->num_tokens;
+        for (int item; (item = team_.take()) * step < num_tokens;)
+            for (int t = item * step; t < std::min(num_tokens, (item + 1) * step); t++)
+                for (int head = 0; head < model_.num_kv_heads; head++) {
+                    ask_for_slot(index, head, step_->slots[t]);
+                    rotate_queries(rank, layer, t, head);
+                    write_key_value(rank, index, layer, t, head);
+                }
+    }
+
+    // Tokens that follow each other lie in the same lines of memory: one rank writes a head's keys and values of all of them.
+    void rotate_and_write_few(int rank, int index, const PdmeshLayer& layer) {
+        constexpr int step = 4;
+        const int num_tokens = step_->num_tokens, heads = model_.num_kv_heads, pieces = (num_tokens + step - 1) / step;
+        for (int item; (item = team_.take()) < heads * (1 + pieces);) {
+            const int head = item % heads;
+            if (item < heads) {
+                for (int t = 0; t < num_tokens; t++)
+                    if (t == 0 || step_->slots[t] / kGroup != step_->slots[t - 1] / kGroup) ask_for_slot(index, head, step_->slots[t]);
+                for (int t = 0; t < num_tokens; t++) write_key_value(rank, index, layer, t, head);
                 continue;
             }
-            for (int t = item * step; t < std::min(num_tokens, (item + 1) * step); t++)
-                for (int head = 0; head < model_.num_kv_heads; head++) rotate_head(rank, index, layer, t, head);
+            const int first = (item / heads - 1) * step;
+            for (int t = first; t < std::min(num_tokens, first + step); t++) rotate_queries(rank, layer, t, head);
         }
     }
 
-    void rotate_head(int rank, int index, const PdmeshLayer& layer, int token, int head) {
+    void rotate_queries(int rank, const PdmeshLayer& layer, int token, int head) {
         const int dim = model_.head_dim;
-        ask_for_slot(index, head, step_->slots[token]);
         const float* row = qkv_.get() + static_cast<size_t>(token) * qkv_stride_;
         float* rotated = heads_[rank].data();
         const size_t element = kv_.format == kFloat32 ? 4 : 2;
@@ -412,6 +481,12 @@ class Engine {
                 else f_store_bf16(reinterpret_cast<uint16_t*>(out) + d, x);
             }
         }
+    }
+
+    void write_key_value(int rank, int index, const PdmeshLayer& layer, int token, int head) {
+        const int dim = model_.head_dim;
+        const float* row = qkv_.get() + static_cast<size_t>(token) * qkv_stride_;
+        float* rotated = heads_[rank].data();
         rotate(row + (model_.num_heads + head) * dim, layer.key_norm, step_->positions[token], rotated);
         const float* value = row + (model_.num_heads + model_.num_kv_heads + head) * dim;
         write_token(kv_, index, head, step_->slots[token], open_ends_[token], rotated, value);
@@ -538,17 +613,20 @@ class Engine {
         if (is_last) finish(scratch.folded, scratch.result.data(), tile, dim, target_of(item), attended_stride_);
     }
 
-    void merge(int rank, int64_t window, const Item& split) {
-        const QueryTile tile = tile_of(split, window);
+    void merge(int rank, int64_t window, const Split& split) {
+        const QueryTile tile = tile_of(split.item, window);
         AttentionScratch& scratch = *scratch_[rank];
         const int rows = tile.rows(), dim = model_.head_dim;
         clear(scratch.folded, scratch.result.data(), rows, dim);
         // Chunks before the window were not computed, and what lies there is another's.
-        for (int c = tile.first_visible(tile.position) / kChunk; c < split.chunk_end; c++) {
-            const float* peaks = partial_sums(split.partial + c);
-            fold(scratch.folded, scratch.result.data(), peaks, peaks + partial_rows_, partial_output(split.partial + c), rows, dim);
+        for (int c = tile.first_visible(tile.position) / kChunk; c < split.item.chunk_end; c++) {
+            const bool is_shared = c < split.shared;
+            const int partial = is_shared ? split.shared_partial + c : split.item.partial + c - split.shared, row = is_shared ? split.row : 0;
+            const float* peaks = partial_sums(partial) + row;
+            const float* output = partial_output(partial) + static_cast<size_t>(row) * dim;
+            fold(scratch.folded, scratch.result.data(), peaks, peaks + partial_rows_, output, rows, dim);
         }
-        finish(scratch.folded, scratch.result.data(), tile, dim, target_of(split), attended_stride_);
+        finish(scratch.folded, scratch.result.data(), tile, dim, target_of(split.item), attended_stride_);
     }
 
     // Rows are in ascending order, so moving each down to its place overwrites only what is not wanted any more.
@@ -577,7 +655,10 @@ class Engine {
     std::vector<std::unique_ptr<RowBuffer>> own_rows_;
     std::vector<std::unique_ptr<AttentionScratch>> scratch_;
     std::vector<std::vector<float>> heads_;
-    std::vector<Item> items_, splits_;
+    std::vector<Item> items_;
+    std::vector<Split> splits_;
+    std::vector<Family> families_;
+    bool has_window_;
     std::vector<uint8_t> open_ends_;  // of the tokens: see write_token
     std::vector<int64_t> written_;
     std::vector<Tail> tails_;

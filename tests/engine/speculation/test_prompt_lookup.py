@@ -184,3 +184,15 @@ def test_any_text_comes_out_as_drawn(prompt: list[int], future: list[int], depth
         verified = verify(proposer, sequence, propose(proposer, sequence, depth, depth + 2), left)
         left = left[len(verified.new_tokens) :]
     assert sequence.output == future[: len(future) - len(left)]
+
+
+@given(st.lists(st.integers(0, 3), min_size=4, max_size=120), st.integers(1, 20))
+def test_no_trail_follows_the_sequence_itself(tokens: list[int], num_prompt: int) -> None:
+    """Where nothing comes yet nothing can be followed: such a trail would be right at every token, and propose none."""
+    proposer, sequence = PromptLookup(), decoding(tokens[:num_prompt] or [0])
+    for token_id in tokens[num_prompt:]:
+        sequence.output.append(token_id)
+        draft = propose(proposer, sequence)
+        trail = proposer._readers[sequence].trail
+        assert not trail.rung or trail.place < len(trail.source)
+        assert bool(draft) == bool(trail.rung or trail.other[2])

@@ -107,7 +107,7 @@ async def test_guesses_of_all_prompts_are_in_the_usage(served: Mesh, client: Any
     finally:
         served["d0"].guesses = 0
     details = answer.usage.completion_tokens_details
-    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (24, 48)
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (12, 60)
 
 
 async def test_choices_and_prompts_are_numbered_as_openai_does(served: Mesh, client: Any) -> None:
