@@ -18,7 +18,7 @@ from benchmarks.spec import curve, speed, tokens
 from benchmarks.spec.prompts import varied_prompts
 from benchmarks.spec.runs import Bench, Task
 from benchmarks.spec.workloads import WORKLOADS, jobs
-from engine.speculation.heads import FILE
+from engine.speculation.heads.weights import FILE
 from engine.speculation.setup import heads_path
 from pdmesh.models import DEFAULT_MODEL, ensure_model
 from text.tokenizer import Tokenizer

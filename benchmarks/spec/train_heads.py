@@ -25,8 +25,8 @@ from benchmarks.spec.train_heads_data import Outputs, Plan, generate
 from benchmarks.spec.train_heads_eval import follow
 from benchmarks.spec.train_heads_net import Course, Net, Shape, Target, Trainer
 from engine.config import EngineConfig
-from engine.speculation.heads import FILE, KINDS, DraftHeads, save_heads
-from engine.speculation.heads_torch import TorchHeads, begin_states
+from engine.speculation.heads.reference import TorchHeads, begin_states
+from engine.speculation.heads.weights import FILE, KINDS, DraftHeads, save_heads
 from engine.weights.loader import LoadedModel, load_model, open_checkpoint
 from pdmesh.models import DEFAULT_MODEL, ModelError, ensure_model
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.spec.train_heads_data import Outputs
 from engine.noise import gumbel
-from engine.speculation.heads_torch import HeadMaths
+from engine.speculation.heads.reference import HeadMaths
 
 
 @dataclass(frozen=True)

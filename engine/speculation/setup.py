@@ -13,17 +13,17 @@ from engine.kv_cache import KVPool
 from engine.memory import effective_max_context
 from engine.model import DecoderModel
 from engine.runner import TokenSampler
-from engine.speculation.head_proposer import HeadProposer
-from engine.speculation.heads import FILE, DraftHeads, load_heads
-from engine.speculation.heads_native import NativeHeads, why_not_native
-from engine.speculation.heads_torch import HeadMaths, TorchHeads
-from engine.speculation.lookahead import Lookahead
-from engine.speculation.model_draft_open import Target, load_draft_model, open_draft_model
-from engine.speculation.model_draft_room import room_in
-from engine.speculation.prompt_lookup import PromptLookup
+from engine.speculation.heads.native import NativeHeads, why_not_native
+from engine.speculation.heads.proposer import HeadProposer
+from engine.speculation.heads.reference import HeadMaths, TorchHeads
+from engine.speculation.heads.weights import FILE, DraftHeads, load_heads
+from engine.speculation.models.open import Target, load_draft_model, open_draft_model
+from engine.speculation.models.room import room_in
+from engine.speculation.models.self_draft import self_draft
+from engine.speculation.ngrams.lookahead import Lookahead
+from engine.speculation.ngrams.prompt_lookup import PromptLookup
+from engine.speculation.ngrams.retrieval import Retrieval
 from engine.speculation.proposer import Proposer
-from engine.speculation.retrieval import Retrieval
-from engine.speculation.self_draft import self_draft
 from engine.weights.loader import LoadedModel
 
 NONE = "none"

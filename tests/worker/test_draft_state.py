@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.speculation.heads import save_heads
+from engine.speculation.heads.weights import save_heads
 from protos.v1 import prefill_pb2
-from tests.engine.speculation.tiny_heads import make_heads
+from tests.engine.speculation.heads.tiny_heads import make_heads
 from tests.support.mini_router import MiniRouter
 from tests.support.tiny_models import VOCAB_SIZE
 from tests.support.worker_mesh import Model, Peer, reference, running_worker, token_request

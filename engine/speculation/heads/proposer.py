@@ -1,0 +1,204 @@
+"""Drafts by heads: from the model's last hidden state, without any KV.
+
+All that is remembered of a sequence is the hidden state that its last token was drawn from; one that comes from elsewhere is
+guessed for from its second step on. Recurrent heads guess a chain, token by token; Medusa heads all places at once, for a greedy
+sequence as a tree. A token is drawn as the model will draw it, with the noise of its place and the request's parameters, so that
+sampled outputs are guessed as often as the heads' distribution is the model's; only a grammar is not looked at.
+
+The chance of a token is its probability by the heads, at the request's temperature. It ranks drafts well, but is no frequency:
+who decides how much to verify compares it with what became of earlier drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as Sequence_
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.sampling import SampledToken, SampleRow
+from engine.sequence import Sequence
+from engine.speculation.draft import NOTHING, Draft, Verified
+from engine.speculation.heads.reference import HeadMaths, Root
+from engine.speculation.heads.tree import best_tree
+from engine.speculation.proposer import Ask
+
+NAME = "heads"
+_MOST_SIBLINGS = 4  # of a tree's node: what is less likely than three others is hardly ever drawn
+
+
+class TokenSampler(Protocol):
+    """See engine/sampling.py."""
+
+    def sample(self, logits: Tensor, rows: list[SampleRow]) -> list[SampledToken]: ...
+
+
+class _Memory(NamedTuple):
+    """`hidden` [H]: the last of the output's `length` tokens was drawn from it."""
+
+    length: int
+    hidden: Tensor
+
+
+class _Branch:
+    """The draft of one sequence while it grows."""
+
+    def __init__(self, ask: Ask, eos_token_ids: frozenset[int], max_depth: int) -> None:
+        sequence, request = ask.sequence, ask.sequence.group.request
+        self.ask, self.tokens, self.chances, self.kept = ask, [], [], 1.0  # type: tuple[Ask, list[int], list[float], float]
+        self.most = min(ask.max_depth, ask.max_tokens, max_depth)
+        self.last = sequence.output[-1]
+        self._request, self._choice, self._eos = request, sequence.choices[0], eos_token_ids
+        params = request.sampling
+        ends = frozenset(params.stop_token_ids)
+        self._ends = ends if params.ignore_eos else ends | eos_token_ids
+        self.is_plain = self.row().is_plain  # then every later row is
+
+    def root(self, hidden: Tensor) -> Root:
+        return Root(hidden, self.last, self.most, self.ask.least_chance)
+
+    def row(self) -> SampleRow:
+        """Of the token to be guessed next."""
+        output = self.ask.sequence.output
+        return SampleRow(
+            params=self._request.sampling,
+            choice=self._choice,
+            index=len(output) + len(self.tokens),
+            prompt=self._request.prompt,
+            output=[*output, *self.tokens] if self.tokens else output,
+            eos_token_ids=self._eos,
+        )
+
+    def take(self, token_id: int, chance: float) -> bool:
+        """Puts a token behind the others, if it is worth its place; False: the draft ends here."""
+        if self.kept * chance < self.ask.least_chance:
+            return False
+        self.tokens.append(token_id)
+        self.chances.append(chance)
+        self.kept *= chance
+        self.last = token_id
+        return len(self.tokens) < self.most and token_id not in self._ends
+
+    def take_all(self, tokens: list[int], chances: list[float]) -> None:
+        """A whole draft, up to a token that ends the output."""
+        length = next((at + 1 for at, token_id in enumerate(tokens) if token_id in self._ends), len(tokens))
+        self.tokens, self.chances = tokens[:length], chances[:length]
+
+    def draft(self) -> Draft:
+        return Draft.chain(self.tokens, self.chances, NAME) if self.tokens else NOTHING
+
+
+class HeadProposer:
+    """See Proposer."""
+
+    name, is_free, wants_hidden = NAME, False, True
+
+    def __init__(self, maths: HeadMaths, sampler: TokenSampler, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        """`sampler`: the model's, so that a guess is drawn as the token itself."""
+        self._maths, self._sampler, self._vocab_size = maths, sampler, vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._ids: list[int] = maths.heads.token_ids.tolist()
+        self._places: NDArray[np.int64] = maths.heads.token_ids.numpy()
+        self._full = torch.empty((0, vocab_size))
+        self._memories: WeakKeyDictionary[Sequence, _Memory] = WeakKeyDictionary()
+
+    def learn(self, sequence: Sequence, verified: Verified, hidden: Tensor | None) -> None:
+        """Behind what a grammar forced there is no state that its last token was drawn from."""
+        if hidden is None or not sequence.output or sequence.output[-1] != verified.new_tokens[-1]:
+            self._memories.pop(sequence, None)
+        else:
+            self._memories[sequence] = _Memory(len(sequence.output), hidden)  # not copied: each step has a buffer of its own
+
+    @torch.inference_mode()
+    def propose(self, asks: Sequence_[Ask]) -> list[Draft]:
+        drafts = [NOTHING] * len(asks)
+        known = [(i, memory.hidden) for i, ask in enumerate(asks) if (memory := self._memory(ask.sequence)) is not None]
+        if not known:
+            return drafts
+        branches = [_Branch(asks[i], self._eos_token_ids, self._maths.heads.depth) for i, _ in known]
+        guess = self._chains if self._maths.heads.kind == "recurrent" else self._trees
+        for (i, _), draft in zip(known, guess(branches, [hidden for _, hidden in known]), strict=True):
+            drafts[i] = draft
+        return drafts
+
+    def hidden(self, sequence: Sequence) -> Tensor | None:
+        """What a hand-off takes along: [H] float32."""
+        memory = self._memory(sequence)
+        return None if memory is None else memory.hidden
+
+    def restore(self, sequence: Sequence, hidden: Tensor) -> None:
+        """The last token of the sequence was drawn from this state, elsewhere."""
+        self._memories[sequence] = _Memory(len(sequence.output), hidden)
+
+    def _memory(self, sequence: Sequence) -> _Memory | None:
+        memory = self._memories.get(sequence)
+        return memory if memory is not None and memory.length == len(sequence.output) else None
+
+    def _chains(self, branches: list[_Branch], hidden: list[Tensor]) -> list[Draft]:
+        """Those of greedy sequences all at once, the others token by token."""
+        if plain := [i for i, branch in enumerate(branches) if branch.is_plain]:
+            found = self._maths.chains([branches[i].root(hidden[i]) for i in plain])
+            for i, (tokens, chances) in zip(plain, found, strict=True):
+                branches[i].take_all(tokens, chances)
+        if drawn := [i for i, branch in enumerate(branches) if not branch.is_plain]:
+            self._draw_chains([branches[i] for i in drawn], [hidden[i] for i in drawn])
+        return [branch.draft() for branch in branches]
+
+    def _draw_chains(self, growing: list[_Branch], hidden: list[Tensor]) -> None:
+        states = self._maths.begin(hidden)
+        while growing:
+            states = self._maths.advance(0, states, [branch.last for branch in growing])
+            guesses = self._draw(self._maths.score(states).logits, growing)
+            goes_on = [branch.take(*guess) for branch, guess in zip(growing, guesses, strict=True)]
+            if not all(goes_on):
+                states = states[[i for i, does in enumerate(goes_on) if does]]
+                growing = [branch for branch, does in zip(growing, goes_on, strict=True) if does]
+
+    def _trees(self, branches: list[_Branch], hidden: list[Tensor]) -> list[Draft]:
+        """All places of all sequences are scored in one product."""
+        states = self._maths.begin(hidden)
+        depth, tokens = max(branch.most for branch in branches), [branch.last for branch in branches]
+        logits = self._maths.score(torch.cat([self._maths.advance(number, states, tokens) for number in range(depth)])).logits
+        rows = [range(i, depth * len(branches), len(branches)) for i in range(len(branches))]
+        return [self._tree(branch, logits, mine[: branch.most]) for branch, mine in zip(branches, rows, strict=True)]
+
+    def _tree(self, branch: _Branch, logits: Tensor, rows: Sequence_[int]) -> Draft:
+        """`rows` of the logits: the places behind the sequence, in order."""
+        if branch.is_plain:
+            best = logits[list(rows)].softmax(-1).topk(min(_MOST_SIBLINGS, len(self._ids)))
+            found = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            guesses = [[(self._ids[at], chance) for at, chance in zip(*place, strict=True)] for place in found]
+            return best_tree(guesses, branch.ask.max_tokens, branch.ask.least_chance, NAME)
+        for row in rows:
+            [guess] = self._draw(logits[row : row + 1], [branch])
+            if not branch.take(*guess):
+                break
+        return branch.draft()
+
+    def _draw(self, scores: Tensor, branches: list[_Branch]) -> list[tuple[int, float]]:
+        """scores [n, V'] -> the token that each branch goes on with, drawn with the noise of its place as from a model that knows
+        no others, and its chance."""
+        logits, rows = scores.numpy(), [branch.row() for branch in branches]
+        # numpy: operators of torch that have this many elements wake its threads, which wait for those that compute steps.
+        full = self._room(len(rows))
+        full.numpy()[:, self._places] = logits
+        tokens = [token.token_id for token in self._sampler.sample(full, rows)]
+        places = np.searchsorted(self._places, tokens)
+        return [(token, _chance(logits[i], place, rows[i])) for i, (token, place) in enumerate(zip(tokens, places, strict=True))]
+
+    def _room(self, num_rows: int) -> Tensor:
+        """[num_rows, vocab] float32, -inf where no head scores: it is written once and used again and again."""
+        if len(self._full) < num_rows:
+            self._full = torch.from_numpy(np.full((num_rows, self._vocab_size), -np.inf, np.float32))
+        return self._full[:num_rows]
+
+
+def _chance(logits: NDArray[np.float32], place: int, row: SampleRow) -> float:
+    """The probability of one of the tokens [V'] at the row's temperature."""
+    scores = np.exp((logits - logits.max()) / np.float32(row.params.temperature or 1.0))
+    return float(scores[place] / scores.sum())

@@ -1,0 +1,145 @@
+"""Where the keys and values of a model that drafts lie, and of which tokens they are.
+
+A draft model has a pool of its own with as many blocks as the target's, and a sequence has the same block ids in both. So there
+is one allocator, and nobody keeps books of the draft's blocks. Instead every slot has a label: a hash of all tokens from a
+sequence's first up to the slot's own. Where the labels of a sequence's slots are those of its tokens, its draft KV is there,
+whoever wrote it; everything else is as if it were not.
+
+    sequence     The  cat  sat  on | the  mat                 block ids 7, 2
+    label of     h1   h2   h3   h4 | h5   h6                  h3 = hash(h2, "sat")
+    slots of 7   h1   h2   h3   h4                            there, perhaps since another sequence with this beginning
+    slots of 2                       h5   x6   x7   -         a drafted token took the place of "mat": to be computed from there
+
+So a cached prefix serves both models, blocks may go to others and come back (preemption), a copied block (copy-on-write copies
+the target's pool only) is found to hold something else, and drafted tokens that were kept need not be computed again.
+
+A self-draft writes into the target's own pool: there everything that is computed is right, and nothing else is asked for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from torch import Tensor
+
+from engine.blocks import num_blocks_for
+from engine.kernels.cpu.model import kv_head_size
+from engine.kv_cache import KVPool, KVShape
+from engine.memory import MIB, DoesNotFit, free_memory
+from engine.sequence import Sequence
+from engine.speculation.models.batch import Chunk
+from engine.weights.loader import LoadedModel
+
+
+class DraftKV(Protocol):
+    """The pool that a model drafts in."""
+
+    @property
+    def tensor(self) -> Tensor: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it takes beside the target's."""
+        ...
+
+    def num_valid(self, sequence: Sequence) -> int:
+        """How many of the sequence's first tokens have their KV here."""
+        ...
+
+    def wrote(self, chunk: Chunk) -> None:
+        """The chunk's tokens have theirs now, behind those that stand before them."""
+        ...
+
+
+class ParallelKV:
+    """A pool for a draft model, beside a target's pool of a given shape."""
+
+    def __init__(self, loaded: LoadedModel, target: KVShape, device: str = "cpu") -> None:
+        """Raises DoesNotFit, with the numbers."""
+        config, dtype = loaded.config, loaded.kv_dtype
+        head_size = kv_head_size(config.head_dim, dtype)
+        shape = KVShape(config.num_layers, target.num_blocks, target.block_size, config.num_kv_heads, head_size, dtype)
+        _check_fits(shape, device)
+        self._pool = KVPool(shape, device, shared=False)
+        self._block_size = shape.block_size
+        self._labels = np.zeros((shape.num_blocks, shape.block_size), np.int64)
+        self._flat_labels = self._labels.reshape(-1)
+        self._known: WeakKeyDictionary[Sequence, array[int]] = WeakKeyDictionary()  # the labels of its tokens, as they should be
+
+    @property
+    def tensor(self) -> Tensor:
+        return self._pool.tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self._pool.shape.num_bytes
+
+    def close(self) -> None:
+        """Gives the memory back. May be called again."""
+        self._pool.close()
+
+    def num_valid(self, sequence: Sequence) -> int:
+        known = self._known_labels(sequence)
+        count = min(len(known), len(sequence.block_ids) * self._block_size)
+        if not count:
+            return 0
+        labels = self._labels[sequence.block_ids[: num_blocks_for(count, self._block_size)]].reshape(-1)[:count]
+        is_same = labels == np.frombuffer(known, np.int64, count)
+        return count if is_same.all() else int(is_same.argmin())
+
+    def wrote(self, chunk: Chunk) -> None:
+        sequence, before = chunk.sequence, chunk.first - 1
+        label = _root(sequence)
+        if chunk.first:
+            label = int(self._labels[sequence.block_ids[before // self._block_size], before % self._block_size])
+        self._flat_labels[chunk.slots(self._block_size)] = _labels_behind(label, chunk.token_ids)
+        self._pool.reach(max(sequence.block_ids[: num_blocks_for(chunk.end, self._block_size)]))
+
+    def _known_labels(self, sequence: Sequence) -> array[int]:
+        known = self._known.get(sequence)
+        if known is None:
+            known = self._known[sequence] = array("q")
+        if len(known) < sequence.num_tokens:
+            last = known[-1] if known else _root(sequence)
+            known.extend(_labels_behind(last, sequence.tokens(len(known), sequence.num_tokens)))
+        return known
+
+
+class TargetKV:
+    """The target's own pool, for a draft that is made of its first layers."""
+
+    num_bytes = 0
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def num_valid(self, sequence: Sequence) -> int:
+        return sequence.num_computed
+
+    def wrote(self, chunk: Chunk) -> None:
+        """Behind what is computed, where verification writes the same and more."""
+
+
+def _root(sequence: Sequence) -> int:
+    """The label in front of the first token. Tenants share nothing."""
+    return hash(sequence.group.request.cache_root)
+
+
+def _labels_behind(label: int, token_ids: tuple[int, ...]) -> list[int]:
+    labels = []
+    for token_id in token_ids:
+        label = hash((label, token_id))
+        labels.append(label)
+    return labels
+
+
+def _check_fits(shape: KVShape, device: str) -> None:
+    free = free_memory(device)
+    if shape.num_bytes > free:
+        raise DoesNotFit(
+            f"draft_model: its KV pool needs {shape.num_bytes / MIB:,.0f} MiB ({shape.num_blocks} blocks, as the target's), "
+            f"{device} has {free / MIB:,.0f} MiB free; lower num_blocks or kv_memory_mb, or take a smaller draft model"
+        )

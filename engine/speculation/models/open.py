@@ -1,0 +1,108 @@
+"""A draft model for an engine: is it one for this target, then its weights, its pool, its proposer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.kernels.cpu.model import NativeModel
+from engine.kv_cache import KVShape
+from engine.memory import effective_max_context
+from engine.model_config import ModelConfig
+from engine.sampling import Sampler
+from engine.speculation.models.kv import ParallelKV
+from engine.speculation.models.proposer import CATCH_UP_TOKENS, ModelDraft
+from engine.speculation.models.room import Room
+from engine.speculation.proposer import Proposer
+from engine.weights.loader import LoadedModel, load_model, open_checkpoint
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a draft model has to fit to: the engine's settings, its model, its KV pool."""
+
+    config: EngineConfig
+    model: ModelConfig
+    kv: KVShape
+
+    @property
+    def max_context(self) -> int:
+        return effective_max_context(self.config, self.model)
+
+
+def load_draft_model(path: str, target: Target) -> LoadedModel:
+    """In the numbers and on the device of the target's engine.
+
+    Raises ValueError, naming `draft_model` and what to do, for one that cannot draft for this target, before its weights are
+    read; and what load_model() raises.
+    """
+    if not Path(path).exists():
+        raise ValueError(f"draft_model: {path} does not exist; give a model folder or a .gguf file")
+    source, _ = open_checkpoint(Path(path))
+    check_draft_model(path, source.config, target)
+    return load_model(replace(target.config, model=path, max_context=target.max_context))
+
+
+def open_draft_model(
+    loaded: LoadedModel,
+    target: Target,
+    room: Room,
+    *,
+    name: str = "draft_model",
+    inner: Proposer | None = None,
+    catch_up_tokens: int = CATCH_UP_TOKENS,
+) -> ModelDraft:
+    """Raises ValueError for a model of another vocabulary, DoesNotFit where there is no memory for its KV pool."""
+    _check_vocabulary_size(loaded.config, target)
+    return ModelDraft(
+        name,
+        loaded.model,
+        ParallelKV(loaded, target.kv, target.config.device),
+        loaded.model.sampler() if isinstance(loaded.model, NativeModel) else Sampler(),
+        room,
+        eos_token_ids=target.model.eos_token_ids,
+        max_context=min(target.max_context, loaded.config.max_context),
+        inner=inner,
+        catch_up_tokens=catch_up_tokens,
+    )
+
+
+def check_draft_model(path: str, model: ModelConfig, target: Target) -> None:
+    """Raises ValueError unless it has the target's tokens and sees as many of them."""
+    _check_vocabulary_size(model, target)
+    own, others = vocabulary_hash(path), vocabulary_hash(target.config.model)
+    if own is not None and others is not None and own != others:
+        raise ValueError(
+            f"draft_model: the tokens of {path} are not those of {target.config.model} (tokenizer.json differs); "
+            "give a model with the same tokenizer"
+        )
+    if model.max_context < target.max_context:
+        raise ValueError(
+            f"draft_model: it sees {model.max_context} tokens, max_context is {target.max_context}; "
+            f"give max_context={model.max_context}, or a draft model with a longer context"
+        )
+
+
+def vocabulary_hash(path: str) -> str | None:
+    """Of the tokens and their ids in a model folder's tokenizer.json; None where there is none. What does not change ids, such as
+    a template or how texts are normalized, may differ."""
+    file = Path(path) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, list):  # a Unigram model's: [token, score] in the order of their ids
+        vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
+    ids = {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens", ())}}
+    return hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()
+
+
+def _check_vocabulary_size(model: ModelConfig, target: Target) -> None:
+    if model.vocab_size != target.model.vocab_size:
+        raise ValueError(
+            f"draft_model: it has {model.vocab_size} tokens, the model has {target.model.vocab_size}; "
+            "give a model with the same vocabulary"
+        )

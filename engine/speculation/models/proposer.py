@@ -1,0 +1,148 @@
+"""A model that guesses what another will draw: a smaller one of the same vocabulary, or the first layers of the target itself.
+
+    known     The  cat  sat ─► forward ─► on        the last known token, and what the draft lacks before it
+    drafted                 on ─► forward ─► the    then one token of each sequence at a time, all sequences in one pass
+                                  the ─► forward ─► mat
+
+Each token is drawn as the target draws it: same parameters, penalties, grammar and noise (engine/noise.py). So where the models
+agree about what is likely they draw the same token at any temperature. (Leviathan et al., Fast Inference from Transformers via
+Speculative Decoding, 2023, for the idea; there the draws are independent.) A sequence is drafted for until the chance that all of
+its drafted tokens are drawn falls below what the caller asks for.
+
+Another proposer may guess for this one (staged speculation: Spector and Re, 2023): its tokens are computed with the first pass,
+and as far as they are this model's own draws, their passes are saved.
+
+KV of prompts that were prefilled elsewhere, or before the draft was asked for, is missing. It is made up for here, a bounded
+number of tokens with each call, and until then the sequence gets nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as Sequence_
+
+import torch
+from torch import Tensor
+
+from engine.runner import ForwardModel, TokenSampler
+from engine.sequence import Sequence
+from engine.speculation.draft import NOTHING, Draft, Verified
+from engine.speculation.models.batch import Chunk, batch_of
+from engine.speculation.models.chance import chances
+from engine.speculation.models.course import Course
+from engine.speculation.models.kv import DraftKV
+from engine.speculation.models.room import Room
+from engine.speculation.proposer import Ask, Proposer
+
+CATCH_UP_TOKENS = 256  # in one call, over all sequences
+
+
+class ModelDraft:
+    """A proposer. See open_draft_model() and self_draft() for the two kinds."""
+
+    is_free = False
+    wants_hidden = False
+
+    def __init__(
+        self,
+        name: str,
+        model: ForwardModel,
+        kv: DraftKV,
+        sampler: TokenSampler,
+        room: Room,
+        *,
+        eos_token_ids: Collection[int],
+        max_context: int,
+        inner: Proposer | None = None,
+        catch_up_tokens: int = CATCH_UP_TOKENS,
+    ) -> None:
+        """`eos_token_ids`: the target's. `max_context`: tokens that the model can see. `inner` guesses chains for the model."""
+        self.name = name
+        self.kv = kv
+        self._model = model
+        self._sampler = sampler
+        self._room = room
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._max_context = max_context
+        self._inner = inner
+        self._catch_up_tokens = catch_up_tokens
+
+    @torch.inference_mode()
+    def propose(self, asks: Sequence_[Ask]) -> list[Draft]:
+        """See `Proposer`. Chains only."""
+        courses, late = self._plan(asks)
+        self._guess_ahead(courses)
+        going = courses
+        while going or late:
+            logits = self._forward([*(course.chunk for course in going), *late])
+            self._draw(going, logits)
+            going, late = [course for course in going if not course.is_over], []
+        drafts = {course.sequence: course.draft(self.name) for course in courses}
+        return [drafts.get(ask.sequence, NOTHING) for ask in asks]
+
+    def learn(self, sequence: Sequence, verified: Verified, hidden: Tensor | None) -> None:
+        """What this model has of the tokens it finds by itself; the inner proposer may want to know."""
+        if self._inner is not None:
+            self._inner.learn(sequence, verified, None)
+
+    def _plan(self, asks: Sequence_[Ask]) -> tuple[list[Course], list[Chunk]]:
+        """Who is drafted for, and what is computed for those that lack too much. Who lacks least comes first: a long prompt
+        takes what the others leave."""
+        courses: list[Course] = []
+        late: list[Chunk] = []
+        budget = self._catch_up_tokens
+        for num_lacking, ask in sorted(((self._num_lacking(ask.sequence), ask) for ask in asks), key=lambda pair: pair[0]):
+            depth = self._depth(ask)
+            if depth < 1:
+                continue
+            if num_lacking > budget:
+                late += _catch_up(ask.sequence, num_lacking, budget)
+                budget = 0
+            elif self._room(ask.sequence, ask.sequence.num_tokens + depth - 1, len(asks)):
+                courses.append(Course(ask, depth, ask.sequence.num_tokens - 1 - num_lacking, self._eos_token_ids))
+                budget -= num_lacking
+        return courses, late
+
+    def _num_lacking(self, sequence: Sequence) -> int:
+        """Known tokens without KV here, but for the last, which is computed anyway: for its logits."""
+        return max(0, sequence.num_tokens - 1 - self.kv.num_valid(sequence))
+
+    def _depth(self, ask: Ask) -> int:
+        """The last drafted token is not computed, so it may be one behind the model's context."""
+        return min(ask.max_depth, ask.max_tokens, self._max_context + 1 - ask.sequence.num_tokens)
+
+    def _guess_ahead(self, courses: list[Course]) -> None:
+        # What a grammar allows behind a guess could only be said by following it there: not worth it.
+        able = [course for course in courses if course.depth > 1 and course.is_unconstrained]
+        if self._inner is None or not able:
+            return
+        asks = [Ask(course.sequence, course.depth - 1, course.depth - 1) for course in able]
+        for course, draft in zip(able, self._inner.propose(asks), strict=True):
+            course.ahead = draft.token_ids if draft.is_chain else ()
+
+    def _forward(self, chunks: list[Chunk]) -> Tensor:
+        kv = self.kv.tensor
+        logits = self._model.forward(batch_of(chunks, kv.shape[3], kv.device), kv)
+        for chunk in chunks:
+            self.kv.wrote(chunk)
+        return logits
+
+    def _draw(self, courses: list[Course], logits: Tensor) -> None:
+        rows = [course.rows() for course in courses]
+        flat = [row for of_one in rows for row in of_one]
+        if not flat:
+            return
+        drawn = [token.token_id for token in self._sampler.sample(logits, flat)]
+        likely = chances(logits, drawn, flat)
+        start = 0
+        for course, of_one in zip(courses, rows, strict=True):
+            end = start + len(of_one)
+            course.take(drawn[start:end], likely[start:end])
+            start = end
+
+
+def _catch_up(sequence: Sequence, num_lacking: int, budget: int) -> list[Chunk]:
+    """Of what is computed in the target: those slots are there, and whoever shares them writes the same."""
+    first = sequence.num_tokens - 1 - num_lacking
+    tokens = sequence.tokens(first, min(first + budget, sequence.num_computed))
+    return [Chunk(sequence, first, tokens, 0)] if tokens else []

@@ -1,0 +1,225 @@
+"""Lookahead: guesses without a model and without a text to copy, from what the model drew behind guesses that were wrong.
+
+    guessed    a  b  c  d      verified in one step behind the root
+    drawn      x  y  z  u  v   x is the next token; y, z, u, v were drawn behind wrong tokens, and are guesses for the next step
+
+The draws of one step are the guesses of the next: a Jacobi iteration whose fixed point is what the model draws one by one
+(Santilli et al. 2023, "Accelerating Transformer Inference for Translation via Parallel Decoding"). Tokens of successive steps
+that stand one place further each time are n-grams in the model's own words; they are pooled, and one that begins with the last
+token is a guess too (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding"). There a step
+also computes rows that are no guesses, in order to fill the pool; here the rejected rows alone do, those of others' drafts too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequence_
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+from torch import Tensor
+
+from engine.sequence import Sequence
+from engine.speculation.chance import Calibration
+from engine.speculation.draft import NOTHING, ROOT, Draft, Verified
+from engine.speculation.ngrams.trail import Branch, tree
+from engine.speculation.proposer import Ask
+
+NAME = "lookahead"
+_NGRAM = 4  # tokens
+_WINDOW = 4  # tokens of a trajectory
+_MOST_POOLED = 1024  # n-grams of a sequence
+_POOLED, _DRAWN = 0, _NGRAM - 1  # first buckets of guesses from the pool and from the trajectory: one bucket for each depth
+_PRIORS = (0.15, 0.3, 0.3, 0.1, 0.2, 0.2, 0.2)
+
+# A trial: one sequence has its whole window verified for some steps, whatever that is believed to be worth.
+_TRIAL_STEPS = 8
+_TRIAL_CHANCE = 0.9  # what is said of each token then
+_TRIAL_SUCCESS = 4  # tokens kept
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 128, 1 << 14  # steps; doubled while trials do not succeed
+
+
+class Lookahead:
+    """A Proposer. Its guesses come from guesses that were verified: where they do not pay, it has none but in its trials."""
+
+    name = NAME
+    is_free = True
+    wants_hidden = False
+
+    def __init__(self) -> None:
+        self._calibration = Calibration(_PRIORS)
+        self._trials = _Trials()
+        self._threads: WeakKeyDictionary[Sequence, _Thread] = WeakKeyDictionary()
+
+    def propose(self, asks: Sequence_[Ask]) -> list[Draft]:
+        tried = self._trials.next(asks)
+        return [self._trial(ask) if ask is tried else self._draft(ask) for ask in asks]
+
+    def learn(self, sequence: Sequence, verified: Verified, hidden: Tensor | None) -> None:
+        thread = self._thread(sequence)
+        thread.judge(verified, self._calibration)
+        thread.go_on(verified, sequence.output)
+        if len(verified.draft):
+            self._trials.saw(sequence, len(verified.kept))
+
+    def _thread(self, sequence: Sequence) -> _Thread:
+        thread = self._threads.get(sequence)
+        if thread is None:
+            thread = self._threads[sequence] = _Thread()
+        return thread
+
+    def _trial(self, ask: Ask) -> Draft:
+        tokens = self._thread(ask.sequence).window(ask.sequence.output)[: min(ask.max_depth, ask.max_tokens)]
+        return Draft.chain(tokens, [_TRIAL_CHANCE] * len(tokens), NAME)
+
+    def _draft(self, ask: Ask) -> Draft:
+        pooled, drawn = self._thread(ask.sequence).guess(ask.sequence.output)
+        if not pooled and not drawn:
+            return NOTHING
+        first = self._branch(pooled, _POOLED, 1.0, ask)
+        if pooled and drawn and pooled[0] == drawn[0]:
+            other = self._branch(drawn, _DRAWN, 1.0, ask)
+            first, other = max(first, other, key=_expected), ([], [])
+        else:
+            other = self._branch(drawn, _DRAWN, 1.0 - first[1][0] if first[1] else 1.0, ask)
+        return tree(first, other, ask.max_tokens, NAME)
+
+    def _branch(self, tokens: Sequence_[int], bucket: int, most: float, ask: Ask) -> Branch:
+        """As far as the tokens are likely enough; `most`: what is left to the first one beside another branch."""
+        chances: list[float] = []
+        likely = 1.0
+        for depth in range(min(len(tokens), ask.max_depth, ask.max_tokens)):
+            chance = self._calibration.chance(bucket + depth)
+            chance = chance if depth else min(chance, most)
+            likely *= chance
+            if likely < ask.least_chance:
+                break
+            chances.append(chance)
+        return tokens[: len(chances)], chances
+
+
+class _Thread:
+    """What one sequence goes by: its trajectory, and its pool of n-grams.
+
+    `_ends[place]`: the n-gram that ends with the last step's draw for this place of the output, each of its tokens from a step
+    later than the one before it.
+    """
+
+    __slots__ = ("_drawn", "_ends", "_guessed", "_num_known", "_pool")
+
+    def __init__(self) -> None:
+        self._pool: dict[int, tuple[int, ...]] = {}  # behind the token that an n-gram begins with: the rest of the latest one
+        self._ends: dict[int, tuple[int, ...]] = {}
+        self._drawn: tuple[int, ...] = ()  # the trajectory: guesses for what comes behind the first `_num_known` tokens
+        self._num_known = 0
+        self._guessed: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+    def guess(self, output: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What comes next by the pool, and by the trajectory."""
+        if len(output) != self._num_known:
+            self._drawn, self._num_known = (), len(output)
+        self._guessed = self._pool.get(output[-1], ()), self._drawn
+        return self._guessed
+
+    def window(self, output: list[int]) -> list[int]:
+        """A full trajectory; where there are no draws, as the pool goes on, else any token."""
+        pooled, drawn = self.guess(output)
+        tokens = list(drawn or pooled)
+        while len(tokens) < _WINDOW:
+            tokens += self._pool.get(tokens[-1] if tokens else output[-1], output[-1:])
+        return tokens[:_WINDOW]
+
+    def judge(self, verified: Verified, calibration: Calibration) -> None:
+        """The guesses against the tokens that came, whoever's draft was verified, if any was."""
+        pooled, drawn = self._guessed
+        if pooled or drawn:
+            new_tokens = verified.new_tokens if len(verified.draft) else verified.draws
+            _judge(pooled, new_tokens, _POOLED, calibration)
+            _judge(drawn, new_tokens, _DRAWN, calibration)
+            self._guessed = ((), ())
+
+    def go_on(self, verified: Verified, output: list[int]) -> None:
+        """The draws are the next trajectory, unless tokens that a grammar forced stand between it and the output's end."""
+        num_new = len(verified.rows) if len(verified.draft) else 1
+        place, self._num_known = self._num_known or len(output) - num_new, len(output)
+        last_ends, self._ends, self._drawn = self._ends, {}, ()
+        if len(verified.draft) and place + num_new == len(output):
+            self._collect(verified, place, last_ends)
+            for row in range(num_new):  # what came is as good as what steps have made
+                self._pool_ngram(tuple(output[max(0, place + row + 1 - _NGRAM) : place + row + 1]))
+            self._drawn = _trajectory(verified)
+
+    def _collect(self, verified: Verified, place: int, last_ends: dict[int, tuple[int, ...]]) -> None:
+        """The n-grams that the draws behind guesses end. `place`: of the first draw."""
+        draft = verified.draft
+        for token_id, depth, draw in zip(draft.token_ids, draft.depths, verified.draws[1:], strict=True):
+            behind = last_ends.get(place + depth - 1, ())[1 - _NGRAM :]
+            ngram = (*(behind if behind[-1:] == (token_id,) else (token_id,)), draw)
+            self._ends.setdefault(place + depth, ngram)
+            self._pool_ngram(ngram)
+            self._pool_ngram(ngram[-2:])
+
+    def _pool_ngram(self, ngram: tuple[int, ...]) -> None:
+        """Replaces what is there for its first token, unless that is the same and more."""
+        pool, first, rest = self._pool, ngram[0], ngram[1:]
+        longer = pool.pop(first, ())
+        pool[first] = longer if longer[: len(rest)] == rest else rest  # the latest comes last
+        if len(pool) > _MOST_POOLED:
+            del pool[next(iter(pool))]
+
+
+class _Trials:
+    """When something is tried that does not seem to pay: for a few steps, by one sequence, less and less often in vain."""
+
+    def __init__(self) -> None:
+        self._pause = self._wait = _SHORTEST_PAUSE
+        self._left = self._kept = 0
+        self._sequence: ReferenceType[Sequence] | None = None
+
+    def next(self, asks: Sequence_[Ask]) -> Ask | None:
+        """Whose whole window is to be verified in this step, if anybody's."""
+        if self._left:
+            self._left -= 1
+            if not self._left:
+                self._end()
+        else:
+            self._wait -= 1
+            if self._wait <= 0 and asks:
+                self._left, self._kept, self._sequence = _TRIAL_STEPS, 0, ref(asks[0].sequence)
+        if not self._left:
+            return None
+        sequence = self._sequence() if self._sequence else None
+        return next((ask for ask in asks if ask.sequence is sequence), None)
+
+    def saw(self, sequence: Sequence, num_kept: int) -> None:
+        if self._left and self._sequence is not None and self._sequence() is sequence:
+            self._kept += num_kept
+
+    def _end(self) -> None:
+        self._pause = _SHORTEST_PAUSE if self._kept >= _TRIAL_SUCCESS else min(2 * self._pause, _LONGEST_PAUSE)
+        self._wait = self._pause
+
+
+def _judge(guess: tuple[int, ...], new_tokens: tuple[int, ...], bucket: int, calibration: Calibration) -> None:
+    for depth, (guessed, token_id) in enumerate(zip(guess, new_tokens, strict=False)):
+        calibration.saw(bucket + depth, guessed == token_id)
+        if guessed != token_id:
+            return
+
+
+def _trajectory(verified: Verified) -> tuple[int, ...]:
+    """What was drawn behind the wrong tokens that stand beside the last new one: one place further each."""
+    draft, drawn = verified.draft, []
+    at = verified.kept[-1] if verified.kept else ROOT
+    for index, parent in enumerate(draft.parents):
+        if parent == at:
+            drawn.append(verified.draws[index + 1])
+            at = index
+    return tuple(drawn[:_WINDOW])
+
+
+def _expected(branch: Branch) -> float:
+    """Tokens kept."""
+    expected, likely = 0.0, 1.0
+    for chance in branch[1]:
+        likely *= chance
+        expected += likely
+    return expected
