@@ -41,6 +41,33 @@ class Matcher(Protocol):
         ...
 
 
+class MatcherTree:
+    """A matcher behind an output, and those behind guesses of how the output goes on: each place is found once."""
+
+    def __init__(self, here: Matcher) -> None:
+        self.here = here
+        self._ahead: dict[tuple[int, ...], Matcher] = {}  # by the tokens that lead there from here
+
+    def behind(self, guessed: tuple[int, ...]) -> Matcher:
+        """Where these tokens would lead. The matcher stays here's: nobody else may move it."""
+        if not guessed:
+            return self.here
+        known = self._ahead.get(guessed)
+        if known is None:
+            known = self._ahead[guessed] = self.behind(guessed[:-1]).copy()
+            known.take(guessed[-1])
+        return known
+
+    def take(self, token_id: int) -> None:
+        """The output goes on with this token: guesses that began with it are that much nearer, others are forgotten."""
+        guessed = self._ahead.get((token_id,))
+        if guessed is None:
+            self.here.take(token_id)
+        else:
+            self.here = guessed
+        self._ahead = {path[1:]: matcher for path, matcher in self._ahead.items() if len(path) > 1 and path[0] == token_id}
+
+
 class Grammar(Protocol):
     """A compiled constraint. Shared by requests and threads."""
 

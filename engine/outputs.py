@@ -33,7 +33,7 @@ class SequenceUpdate:
     logprobs: tuple[TokenLogprobs, ...]  # one per token, or () when none were asked for
     finish_reason: FinishReason | None
     num_drafted: int = 0  # tokens that were guessed and computed beside the first of these
-    num_accepted: int = 0  # of them, those that came true: the choice's next tokens behind the first
+    num_accepted: int = 0  # of them, those that came true and are among these tokens
     draft_state: bytes = b""  # prefill_only: for whoever guesses on from here (speculation/handover.py)
 
 
@@ -74,7 +74,8 @@ class StepWork(NamedTuple):
 
     Prompt tokens, and those that are computed once more after a preemption, are prefill; a sequence that decodes has one token
     in the step, and those that were guessed to follow it. `prefill_context` is the sum over those tokens, `decode_context` that
-    over the sequences: drafted tokens read the same keys.
+    over the sequences: drafted tokens read the same keys. Several tokens that a grammar forced are computed as a prompt is, and
+    count as that with what is guessed behind them.
     """
 
     prefill_tokens: int

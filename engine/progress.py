@@ -7,7 +7,7 @@ import time
 from engine.allocator import BlockAllocator
 from engine.census import Census, Counters
 from engine.outputs import KVReady, RequestStarted, SequenceUpdate, StepResult, StepWork, TokenLogprobs
-from engine.requests import RequestTable
+from engine.requests import Gain, RequestTable
 from engine.runner import Draw
 from engine.scheduler import Piece, Plan
 from engine.sequence import Sequence, SequenceGroup
@@ -54,20 +54,22 @@ class Progress:
             return []
         proceed = self._table.hold if sequence.group.request.prefill_only else self._table.go_on
         gains = proceed(sequence, {draw.choice: tuple([token.token_id for token in draw.tokens]) for draw in draws})
-        return [
-            SequenceUpdate(
-                request_id=sequence.group.request.request_id,
-                choice=draw.choice,
-                index=index,
-                token_ids=gains[draw.choice].token_ids,
-                logprobs=_logprobs(draw, len(gains[draw.choice].token_ids)),
-                finish_reason=gains[draw.choice].finish_reason,
-                num_drafted=len(piece.draft),
-                num_accepted=min(len(draw.tokens), len(gains[draw.choice].token_ids)) - 1,
-                draft_state=_draft_state(sequence, draw),
-            )
-            for draw in draws
-        ]
+        return [_update(piece, index, draw, gains[draw.choice]) for draw in draws]
+
+
+def _update(piece: Piece, index: int, draw: Draw, gain: Gain) -> SequenceUpdate:
+    """`index`: of the first token that the choice's caller does not have."""
+    return SequenceUpdate(
+        request_id=piece.sequence.group.request.request_id,
+        choice=draw.choice,
+        index=index,
+        token_ids=gain.token_ids,
+        logprobs=_logprobs(draw, gain.num_drawn),
+        finish_reason=gain.finish_reason,
+        num_drafted=len(piece.draft),
+        num_accepted=min(gain.num_drawn, len(draw.tokens) - 1),  # the last one that was drawn is nobody's guess
+        draft_state=_draft_state(piece.sequence, draw),
+    )
 
 
 def _draft_state(sequence: Sequence, draw: Draw) -> bytes:
@@ -89,8 +91,9 @@ def work_of(pieces: list[Piece]) -> StepWork:
             num_decoding += piece.num_rows
             decode_context += first + 1
         else:
-            prefill_tokens += num_tokens
+            prefill_tokens += piece.num_rows
             prefill_context += num_tokens * first + num_tokens * (num_tokens + 1) // 2
+            prefill_context += sum([first + num_tokens + depth for depth in piece.draft.depths])
     return StepWork(prefill_tokens, prefill_context, num_decoding, decode_context)
 
 

@@ -24,10 +24,11 @@ from engine.timing import StartClock
 
 @dataclass(frozen=True)
 class Gain:
-    """New tokens of a choice: the one that was drawn, then those that its grammar forces. Why it ended, or None: it goes on."""
+    """New tokens of a choice: those that were drawn, then those that its grammar forces. Why it ended, or None: it goes on."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+    num_drawn: int  # so many were drawn: all, or those up to the one that ended it
 
 
 class RequestTable:
@@ -101,7 +102,7 @@ class RequestTable:
         finds what a grammar forces behind the first token."""
         self._scheduler.discard(sequence)
         sequence.group.phase = Phase.HELD
-        return {choice: Gain(token, self._reason(sequence, [*sequence.output, *token])) for choice, token in tokens.items()}
+        return {choice: Gain(token, self._reason(sequence, [*sequence.output, *token]), 1) for choice, token in tokens.items()}
 
     def _branches(self, sequence: Sequence) -> list[Sequence]:
         return self._part(sequence) if len(sequence.choices) > 1 else [sequence]
@@ -115,13 +116,15 @@ class RequestTable:
         return branches
 
     def _gain(self, branch: Sequence, token_ids: tuple[int, ...]) -> Gain:
-        start, branch.num_unreported = len(branch.output) - branch.num_unreported, 0
+        num_before = len(branch.output)
+        start, branch.num_unreported = num_before - branch.num_unreported, 0
         reason = self._append_drawn(branch, token_ids)
+        num_drawn = len(branch.output) - num_before
         while reason is None and (forced := branch.forced_token()) is not None:
             reason = self._append(branch, forced)
         if reason is not None:
             self._retire(branch)
-        return Gain(tuple(branch.output[start:]), reason)
+        return Gain(tuple(branch.output[start:]), reason, num_drawn)
 
     def _append_drawn(self, branch: Sequence, token_ids: tuple[int, ...]) -> FinishReason | None:
         """The last one is drawn, those before it were drafted and kept: they are computed."""
@@ -130,6 +133,7 @@ class RequestTable:
             if (reason := self._append(branch, token_id)) is not None:
                 return reason
             branch.num_computed += 1
+            branch.matcher()  # moves on now: what ends the output next is judged by whether the grammar was lost here
         if kept:
             self._allocator.publish(branch)
         return self._append(branch, drawn)

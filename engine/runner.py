@@ -159,16 +159,10 @@ def _owners(drawing: list[Piece]) -> Iterator[_Owner]:
     which was only launched, still runs meanwhile."""
     row = 0
     for piece in drawing:
-        matcher = piece.sequence.matcher()
-        if piece.draft:
-            [choice] = piece.sequence.choices
-            allowed = allowed_on_tree(matcher, piece.draft) if matcher else [None] * (1 + len(piece.draft))
+        allowed = allowed_on_tree(piece.sequence, piece.draft)
+        for choice in piece.sequence.choices_to_draw:  # those that have not parted share what is allowed
             for node in range(ROOT, len(piece.draft)):
                 yield _Owner(row + 1 + node, piece, choice, node, allowed[node + 1])
-        else:
-            allowed_next = None if matcher is None else matcher.allowed()  # choices that have not parted share theirs
-            for choice in piece.sequence.choices_to_draw:
-                yield _Owner(row, piece, choice, ROOT, allowed_next)
         row += 1 + len(piece.draft)
 
 

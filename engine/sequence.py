@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 
-from engine.grammar import Grammar, Matcher
+from engine.grammar import Grammar, Matcher, MatcherTree
 from engine.request import EngineRequest
 from engine.timing import StartClock
 
@@ -24,7 +24,7 @@ class Sequence:
 
     __slots__ = (
         "__weakref__",
-        "_matcher",
+        "_matchers",
         "_num_taken",
         "block_hashes",
         "block_ids",
@@ -55,7 +55,7 @@ class Sequence:
         self.was_preempted = False
         self.paced_from_ns = 0  # when its tokens began to be due (see pacing.py), 0: not yet; and how many it had then
         self.paced_from_token = 0
-        self._matcher: Matcher | None = None  # made when it is first asked for; it has taken the first tokens of the output
+        self._matchers: MatcherTree | None = None  # made when first asked for; it has taken the first tokens of the output
         self._num_taken = 0
 
     @property
@@ -105,11 +105,17 @@ class Sequence:
         grammar = self.group.request.grammar
         if grammar is None:
             return None
-        matcher = self._matcher or self._first_matcher(grammar)
+        matchers = self._matchers or MatcherTree(self._first_matcher(grammar))
         for token_id in self.output[self._num_taken :]:
-            matcher.take(token_id)
-        self._matcher, self._num_taken = matcher, len(self.output)
-        return matcher
+            matchers.take(token_id)
+        self._matchers, self._num_taken = matchers, len(self.output)
+        return matchers.here
+
+    def matcher_behind(self, guessed: tuple[int, ...]) -> Matcher:
+        """Of the request's grammar, which there must be, behind the output of now and these tokens. Not to be moved by others."""
+        self.matcher()
+        assert self._matchers is not None, "only asked of a request with a grammar"
+        return self._matchers.behind(guessed)
 
     def _first_matcher(self, grammar: Grammar) -> Matcher:
         """Behind the history that somebody has replayed, else at the beginning."""
@@ -130,7 +136,7 @@ class Sequence:
     @property
     def lost_grammar(self) -> bool:
         """The output is cut short: its grammar could not be followed any further."""
-        return self._matcher is not None and self._matcher.failed
+        return self._matchers is not None and self._matchers.here.failed
 
     def part(self) -> list[Sequence]:
         """The trunk's choices as sequences of their own, computed as far. The caller accounts for the shared blocks."""

@@ -187,6 +187,7 @@ class GrammarMatcher:
         self._end = eos_token_ids[0]
         self._ends = frozenset(eos_token_ids)
         self._run: list[int] = []  # the next token last
+        self._allowed: Bits | None = None  # here, once somebody has asked
         self._find_run()
 
     def copy(self) -> GrammarMatcher:
@@ -204,6 +205,7 @@ class GrammarMatcher:
         """The output goes on with this token."""
         if self.failed:
             return
+        self._allowed = None
         if self._run and self._run.pop() != token_id:
             self._run.clear()
         if not self._matcher.consume_token(token_id):
@@ -212,7 +214,14 @@ class GrammarMatcher:
             self._find_run()
 
     def allowed(self) -> Bits:
-        """The tokens that may come next, as bits of [ceil(vocab_size / 32)]; at least one."""
+        """The tokens that may come next, as bits of [ceil(vocab_size / 32)]; at least one. Not to be written to: who asks twice
+        gets the same ones."""
+        if self._allowed is None:
+            self._allowed = self._find_allowed()
+            self._allowed.flags.writeable = False
+        return self._allowed
+
+    def _find_allowed(self) -> Bits:
         bits = np.zeros(-(-self._vocab_size // 32), np.uint32)
         if not self._run:
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)

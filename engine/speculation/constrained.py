@@ -1,31 +1,38 @@
-"""Drafts under a grammar: what may come behind each drafted token, and what of a draft the grammar allows at all."""
+"""Drafts under a grammar: what may come behind each drafted token, and what of a draft the grammar allows at all.
+
+The sequence keeps the places that it was asked for (`Sequence.matcher_behind`), and a place what may come behind it. So whatever
+was found to cut a draft is there when the step draws, however much of the draft was cut off in between.
+"""
 
 from __future__ import annotations
 
-from engine.grammar import Bits, Matcher
+from engine.grammar import Bits
+from engine.sequence import Sequence
 from engine.speculation.draft import ROOT, Draft
 
 
-def allowed_on_tree(matcher: Matcher, draft: Draft) -> list[Bits]:
-    """Tokens that may come behind the root, then behind each token of a draft that follows the grammar. `matcher` stays put."""
-    matchers = {ROOT: matcher}
-    for index, (parent, token_id) in enumerate(zip(draft.parents, draft.token_ids, strict=True)):
-        matchers[index] = matchers[parent].copy()
-        matchers[index].take(token_id)
-    return [matchers[index].allowed() for index in range(ROOT, len(draft))]
+def allowed_on_tree(sequence: Sequence, draft: Draft) -> list[Bits | None]:
+    """Tokens that may come behind the root, then behind each token of a draft that follows the grammar; None without one."""
+    nodes = range(ROOT, len(draft))
+    if sequence.group.request.grammar is None:
+        return [None for _ in nodes]
+    return [sequence.matcher_behind(_path(draft, node)).allowed() for node in nodes]
 
 
-def follow(matcher: Matcher, draft: Draft) -> Draft:
-    """What of the draft the grammar allows."""
-    matchers = {ROOT: matcher}
-    wanted = []
-    for index, (parent, token_id) in enumerate(zip(draft.parents, draft.token_ids, strict=True)):
-        at = matchers.get(parent)
-        wanted.append(at is not None and _is_allowed(at.allowed(), token_id))
-        if at is not None and wanted[-1]:
-            matchers[index] = at.copy()
-            matchers[index].take(token_id)
+def follow(sequence: Sequence, draft: Draft) -> Draft:
+    """What of the draft the sequence's grammar allows: all of it without one."""
+    if sequence.group.request.grammar is None:
+        return draft
+    wanted: list[bool] = []
+    for parent, token_id in zip(draft.parents, draft.token_ids, strict=True):
+        hangs_on = parent == ROOT or wanted[parent]
+        wanted.append(hangs_on and _is_allowed(sequence.matcher_behind(_path(draft, parent)).allowed(), token_id))
     return draft.keep(wanted)
+
+
+def _path(draft: Draft, node: int) -> tuple[int, ...]:
+    """The tokens from below the root to this one, itself included."""
+    return tuple([draft.token_ids[index] for index in draft.branch(node)])
 
 
 def _is_allowed(bits: Bits, token_id: int) -> bool:

@@ -133,7 +133,7 @@ class Speculator:
             return {}
         choice = self._choose(asks, self._propose(asks, load), load, decoding)
         self._threshold = choice.threshold
-        return {ask.sequence: _allowed(ask.sequence, draft) for ask, draft in zip(asks, choice.drafts, strict=True) if draft}
+        return {ask.sequence: follow(ask.sequence, draft) for ask, draft in zip(asks, choice.drafts, strict=True) if draft}
 
     def _ask(self, sequence: Sequence) -> Ask | None:
         """None: there is no use in guessing behind this sequence's next token."""
@@ -182,8 +182,3 @@ class Speculator:
             [context * (self.curve.context_s + (num_rows - 1) * self.curve.row_context_s) for num_rows, context in contexts]
         )
         self.curve = self.curve.saw(plan.num_tokens, attention_s, step_s)
-
-
-def _allowed(sequence: Sequence, draft: Draft) -> Draft:
-    matcher = sequence.matcher()
-    return draft if matcher is None else follow(matcher, draft)
