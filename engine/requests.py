@@ -130,13 +130,16 @@ class RequestTable:
         """The last one is drawn, those before it were drafted and kept: they are computed."""
         *kept, drawn = token_ids
         for token_id in kept:
-            if (reason := self._append(branch, token_id)) is not None:
-                return reason
+            reason = self._append(branch, token_id)
             branch.num_computed += 1
+            if reason is not None:
+                break
             branch.matcher()  # moves on now: what ends the output next is judged by whether the grammar was lost here
+        else:
+            reason = self._append(branch, drawn)
         if kept:
             self._allocator.publish(branch)
-        return self._append(branch, drawn)
+        return reason
 
     def _foresee(self, branch: Sequence) -> None:
         """Appends what the grammar forces, but for a token that ends the choice: there is no step that could report that."""

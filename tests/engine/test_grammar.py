@@ -5,112 +5,23 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import jsonschema
 import pytest
 
-from engine.config import EngineConfig
-from engine.engine import Engine
 from engine.errors import InvalidRequest
 from engine.grammar import Bits, Grammar, Matcher
-from engine.outputs import FinishReason, StepResult, TokenLogprobs
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.weights.loader import LoadedModel, load_model
+from engine.outputs import FinishReason
 from tests.engine.backends import BACKENDS
-from tests.support.mock_engine import open_engine
-from tests.support.tiny_models import IM_END, VOCAB_SIZE, make_tiny_model
+from tests.engine.constrained import SCHEMA, Answer, Answers, Model, collect, requests, run, run_apart, tokens
+from tests.support.tiny_models import IM_END, VOCAB_SIZE
 from text.grammar import GrammarCompiler, GrammarMatcher
-from text.tokenizer import Tokenizer
-
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "kind": {"enum": ["first", "second"]},
-        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 1, "maxItems": 3},
-    },
-    "required": ["name", "kind", "sizes"],
-    "additionalProperties": False,
-}
-Answers = dict[tuple[str, int], "Answer"]
-
-
-@dataclass
-class Answer:
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    first_index: int = 0
-
-
-@dataclass(frozen=True)
-class Model:
-    config: EngineConfig
-    loaded: LoadedModel
-    tokenizer: Tokenizer
-    grammars: GrammarCompiler
-
-    def engine(self, **settings: object) -> Engine:
-        return open_engine(replace(self.config, **settings), self.loaded)  # type: ignore[arg-type]
-
-    def request(
-        self, name: str, kind: str = "json_schema", source: str = json.dumps(SCHEMA), **sampling: object
-    ) -> EngineRequest:
-        params = SamplingParams(**{"temperature": 0.9, "max_tokens": 120, "seed": 5, **sampling})  # type: ignore[arg-type]
-        prompt = tuple(name.encode() * 9)
-        return EngineRequest(name, prompt, params, grammar=self.grammars.compile(kind, source))
-
-    def text(self, answer: Answer) -> str:
-        return self.tokenizer.decode(answer.token_ids)
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    folder = make_tiny_model(tmp_path_factory.mktemp("grammar"), head_dim=32)
-    config = EngineConfig(model=str(folder), num_blocks=200, num_threads=1, backend=request.param)
-    tokenizer = Tokenizer.load(folder)
-    return Model(config, load_model(config), tokenizer, GrammarCompiler(tokenizer.to_json(), VOCAB_SIZE, {IM_END}))
-
-
-def requests(model: Model) -> list[EngineRequest]:
-    """Among requests without a constraint."""
-    return [
-        model.request("a"),
-        model.request("b", temperature=0.0, repetition_penalty=1.2),
-        model.request("c", n=3, top_k=20, frequency_penalty=0.3),
-        replace(model.request("free", n=2, max_tokens=40), grammar=None),
-        model.request("d", "regex", "(abc|abd){2,9}-[0-9]+x"),
-        model.request("e", "regex", "forced from the beginning to its end", top_p=0.8),
-        model.request("f", max_tokens=17),
-    ]
-
-
-def collect(answers: Answers, result: StepResult) -> None:
-    for update in result.updates:
-        answer = answers[update.request_id, update.choice]
-        if not answer.token_ids:
-            answer.first_index = update.index
-        assert update.index == answer.first_index + len(answer.token_ids)
-        assert answer.finish_reason is None
-        answer.token_ids += update.token_ids
-        answer.logprobs += update.logprobs
-        answer.finish_reason = update.finish_reason
-
-
-def run(engine: Engine, *asked: EngineRequest) -> Answers:
-    answers: Answers = defaultdict(Answer)
-    for each in asked:
-        assert engine.add(each)
-    while (result := engine.step()) is not None:
-        collect(answers, result)
-    engine.check_integrity()
-    return dict(answers)
-
-
-def tokens(answers: Answers) -> dict[tuple[str, int], tuple[list[int], FinishReason | None]]:
-    return {key: (answer.token_ids, answer.finish_reason) for key, answer in answers.items()}
+    return Model.make(tmp_path_factory.mktemp("grammar"), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -250,19 +161,7 @@ def test_resumed_choices_part_with_their_histories(model: Model, expected: Answe
 
 
 def test_prefilled_in_one_engine_and_decoded_in_another(model: Model, expected: Answers) -> None:
-    prefill, decode = model.engine(), model.engine(num_blocks=150)
-    answers: Answers = defaultdict(Answer)
-    for each in requests(model):
-        answers.update(first := run(prefill, replace(each, prefill_only=True)))
-        granted = decode.reserve(each)
-        assert granted is not None
-        skip = granted.num_cached_tokens // decode.config.block_size
-        source, target = prefill.held_blocks(each.request_id)[skip:], granted.block_ids[skip:]
-        decode.kv.tensor[:, :, list(target)] = prefill.kv.tensor[:, :, list(source)]
-        prefill.release(each.request_id)
-        decode.start(each.request_id, {choice: answer.token_ids[0] for (_, choice), answer in first.items()})
-    while (result := decode.step()) is not None:
-        collect(answers, result)
+    answers = run_apart(model.engine(), model.engine(num_blocks=150), *requests(model))
     assert tokens(answers) == tokens(expected)
 
 

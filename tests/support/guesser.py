@@ -19,6 +19,7 @@ class Guesser:
     wherever there is room. It is sure of what it guesses, so that whatever it proposes is verified."""
 
     name = "guesser"
+    vocab_size = VOCAB_SIZE
     is_free = True
 
     def __init__(self, right: float, *, branches: bool = False, seed: int = 0, wants_hidden: bool = False) -> None:
@@ -35,6 +36,10 @@ class Guesser:
         if hidden is not None:
             self.hidden.append(float(hidden[0]))
 
+    def truth(self, sequence: Sequence, output: list[int]) -> int:
+        """What the model draws behind this output."""
+        return drawn(sequence, output)
+
     def _draft(self, ask: Ask) -> Draft:
         depth = self._random.randint(0, min(ask.max_depth, 6))
         if not depth:
@@ -46,8 +51,8 @@ class Guesser:
     def _grow(self, tree: _Tree, output: list[int], ask: Ask, parent: int, depth: int) -> None:
         if not depth:
             return
-        true = drawn(ask.sequence, output)
-        wrong = (true + 1 + self._random.randrange(VOCAB_SIZE - 1)) % VOCAB_SIZE
+        true = self.truth(ask.sequence, output)
+        wrong = (true + 1 + self._random.randrange(self.vocab_size - 1)) % self.vocab_size
         first = true if self._random.random() < self.right else wrong
         for token_id in (first, true if first == wrong else wrong) if self.branches else (first,):
             node = tree.add(token_id, parent)
