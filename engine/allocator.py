@@ -66,6 +66,13 @@ class BlockAllocator:
         sequence.block_ids += blocks or []
         return blocks is not None
 
+    def trim(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Gives back the blocks behind those that hold its first `num_tokens` tokens; False: there are none."""
+        num_blocks = self.num_blocks_for(num_tokens)
+        self.pool.release(surplus := sequence.block_ids[num_blocks:])
+        del sequence.block_ids[num_blocks:]
+        return bool(surplus)
+
     def publish(self, sequence: Sequence) -> None:
         """Offers what is computed and full, and was not offered before, to the prefix cache."""
         num_full = sequence.num_computed // self._block_size

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from engine.admission import Limits, check_request
 from engine.allocator import BlockAllocator
@@ -41,7 +42,10 @@ class Reservations:
     def reserve(self, request: EngineRequest) -> ReservedBlocks | None:
         """Blocks and seats for a new request; None if there is no room now."""
         group = self._table.open(request, Phase.RESERVED)
-        if group is None or not self._allocator.admit(group.sequences[0], keep_free=self._num_blocks_to_leave()):
+        if group is None:
+            return None
+        admit = partial(self._allocator.admit, group.sequences[0], keep_free=self._num_blocks_to_leave())
+        if not (admit() or (self._scheduler.trim() and admit())):
             return None
         self._table.put(group)
         return _granted(group)
@@ -49,7 +53,8 @@ class Reservations:
     def restate(self, request_id: str, request: EngineRequest) -> ReservedBlocks | None:
         """The same reservation with more history, grown if need be; None, and nothing changed, if there is no room for that."""
         restated = self._restated(request_id, request)
-        if not self._allocator.grow(restated.sequences[0], restated.sequences[0].num_tokens):
+        grow = partial(self._allocator.grow, restated.sequences[0], restated.sequences[0].num_tokens)
+        if not (grow() or (self._scheduler.trim() and grow())):
             return None
         self._table.put(restated)
         return _granted(restated)

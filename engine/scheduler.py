@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from engine.allocator import BlockAllocator, BlockCopy
 from engine.pacing import Pacer
@@ -123,6 +124,16 @@ class Scheduler:
         spare = max(1, self._allocator.pool.num_total // BLOCKS_PER_SPARE)
         return min(len(self.running) + num_reserved, spare)
 
+    def trim(self, plan: Plan | None = None) -> bool:
+        """Takes back the blocks that running sequences got for guesses and need no more, now that somebody lacks one; False:
+        there were none. In the next step the same blocks would serve again, so nobody takes them back before."""
+        is_trimmed = False
+        for sequence in self.running:
+            piece = plan.piece_of(sequence) if plan is not None else None
+            num_planned = sequence.num_computed + piece.num_rows if piece else 0
+            is_trimmed |= self._allocator.trim(sequence, max(sequence.num_tokens, num_planned))
+        return is_trimmed
+
     @property
     def num_owed_blocks(self) -> int:
         """Blocks that preempted sequences need to go on: they come before new reservations."""
@@ -160,9 +171,11 @@ class Scheduler:
                 plan.put(replace(piece, copies=piece.copies + copies, draft=draft.first(num_rows - piece.num_tokens)))
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> bool:
-        """Preempts the latest arrived until there is room; False if that was the sequence itself."""
+        """Trims, then preempts the latest arrived until there is room; False if that was the sequence itself."""
         # Counted anew each time: a victim that shared a block leaves it to this sequence alone, without a copy.
         while self._allocator.num_missing(sequence, num_tokens) > self._allocator.pool.num_free:
+            if self.trim(plan):
+                continue
             # Never one whose KV is being read by somebody else; it has all the blocks it wants, so `sequence` is none.
             victim = next(other for other in reversed(self.running) if not other.group.request.prefill_only)
             self._preempt(victim, plan)
@@ -186,10 +199,14 @@ class Scheduler:
 
     def _admit_waiting(self, plan: Plan) -> Iterator[Sequence]:
         # Strictly in order: a large request is not overtaken for ever by small ones.
-        while self.waiting and plan.budget and self._allocator.admit(self.waiting[0], keep_free=self.num_spare_blocks(0)):
+        while self.waiting and plan.budget and self._admit(self.waiting[0], plan):
             sequence = self.waiting.pop(0)
             self.run(sequence)
             yield sequence
+
+    def _admit(self, sequence: Sequence, plan: Plan) -> bool:
+        admit = partial(self._allocator.admit, sequence, keep_free=self.num_spare_blocks(0))
+        return admit() or (self.trim(plan) and admit())
 
 
 def _turn(sequence: Sequence) -> tuple[int, int]:

@@ -6,8 +6,24 @@ from dataclasses import replace
 
 import pytest
 
+from engine.engine import Engine
 from tests.support.engine_requests import PROMPT, assert_answers, assert_whole, behind, push, request
+from tests.support.guesser import Guesser
 from tests.support.mock_engine import Collector, answer, make_engine, run_to_end, write_kv
+
+
+def guessing_wrongly() -> tuple[Engine, int]:
+    """An engine whose one sequence has blocks more than it needs; and how many blocks would be free if it had not."""
+    engine = make_engine(proposers=[Guesser(0.0)], draft_length=8)
+    assert engine.add(request("running", PROMPT[:6], max_tokens=30))
+    num_tokens = 6
+    while (
+        num_free := engine.stats().num_total_blocks - -(-num_tokens // 4)
+    ) == engine.stats().num_free_blocks or num_tokens == 6:
+        result = engine.step()
+        assert result is not None
+        num_tokens += sum(len(update.token_ids) for update in result.updates)
+    return engine, num_free
 
 
 class TestReservations:
@@ -170,6 +186,21 @@ class TestReservations:
         while not engine.stats().num_preemptions:
             engine.step()
         assert engine.reserve(request("late", (1, 2), max_tokens=2)) is None
+
+    def test_no_reservation_is_refused_for_blocks_of_wrong_guesses(self) -> None:
+        engine, num_free = guessing_wrongly()
+        assert engine.reserve(request("late", (5,) * 4 * (num_free - 1), max_tokens=2)) is not None
+        assert engine.stats().num_free_blocks == 1  # spare
+        engine.check_integrity()
+
+    def test_nor_one_that_grows(self) -> None:
+        engine, num_free = guessing_wrongly()
+        late = request("late", (5,) * 4 * (num_free - 4), max_tokens=18)
+        assert engine.reserve(late) is not None
+        assert engine.stats().num_free_blocks < 4
+        assert engine.restate("late", replace(late, emitted=((6,) * 16,))) is not None
+        assert engine.stats().num_free_blocks == 0
+        engine.check_integrity()
 
     def test_running_sequences_are_preempted_but_no_reservation_is(self) -> None:
         engine = make_engine(num_blocks=6)

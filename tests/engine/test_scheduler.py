@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
+
 from engine.allocator import BlockAllocator, BlockCopy
 from engine.blocks import BlockPool
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Phase, Sequence, SequenceGroup
+from engine.speculation.draft import Draft
 from tests.support.mock_engine import hash_block
 
 BLOCK_SIZE = 4
@@ -21,6 +26,7 @@ class Bench:
         self.allocator = BlockAllocator(self.pool, BLOCK_SIZE, hash_block, prefix_caching=True)
         self.scheduler = Scheduler(self.allocator, budget)
         self.num_arrived = 0
+        self.reserved: list[int] = []
 
     def add(self, prompt: range, n: int = 1, emitted: tuple[tuple[int, ...], ...] = ()) -> Sequence:
         request = EngineRequest(str(self.num_arrived), tuple(prompt), SamplingParams(max_tokens=99, n=n), emitted)
@@ -29,14 +35,27 @@ class Bench:
         self.scheduler.wait(group.sequences[0])
         return group.sequences[0]
 
-    def step(self) -> dict[Sequence, int]:
-        plan = self.scheduler.schedule()
+    def step(self, guess: Sequence | None = None, num_guessed: int = 8) -> dict[Sequence, int]:
+        """`guess`: so many tokens are guessed of this sequence, none of them right."""
+        draft = Draft.chain([1] * num_guessed, [1.0] * num_guessed, "test")
+        plan = self.scheduler.schedule(drafts={guess: draft} if guess else {})
         for piece in plan.pieces:
             piece.sequence.num_computed += piece.num_tokens
             self.allocator.publish(piece.sequence)
             if not piece.sequence.num_remaining:
                 piece.sequence.output.append(9)
         return tokens_of(plan)
+
+    def check(self) -> None:
+        """Every block is held as often as the scheduler's sequences hold it."""
+        held = Counter(block_id for sequence in self.scheduler.running for block_id in sequence.block_ids)
+        self.pool.check(held + Counter(self.reserved))
+
+    def reserve(self, num_blocks: int) -> None:
+        """Somebody else takes so many."""
+        blocks = self.pool.allocate(num_blocks)
+        assert blocks is not None
+        self.reserved += blocks
 
     def part(self, trunk: Sequence) -> list[Sequence]:
         branches = self.allocator.part(trunk)
@@ -222,3 +241,57 @@ def test_history_of_a_single_choice_is_computed_with_the_prompt() -> None:
     a = bench.add(range(6), emitted=((7, 8),))
     assert bench.step() == {a: 8}
     assert a.tokens(4, 9) == (4, 5, 7, 8, 9)
+
+
+def guessing(num_blocks: int) -> tuple[Bench, Sequence, Sequence]:
+    """Two sequences of five tokens, the first of which has three blocks: of its eight guesses none was right."""
+    bench = Bench(num_blocks=num_blocks)
+    a, b = bench.add(range(3)), bench.add(range(10, 13))
+    bench.step()
+    bench.step(guess=a)
+    assert (a.num_tokens, b.num_tokens, len(a.block_ids), len(b.block_ids)) == (5, 5, 3, 1)
+    return bench, a, b
+
+
+def test_blocks_of_wrong_guesses_stay_while_nobody_lacks_one() -> None:
+    bench, a, _ = guessing(num_blocks=8)
+    held = list(a.block_ids)
+    bench.step()
+    assert a.block_ids == held
+
+
+def test_blocks_of_wrong_guesses_go_before_anybody_is_preempted() -> None:
+    bench, a, b = guessing(num_blocks=8)
+    bench.reserve(4)
+    surplus = a.block_ids[2]
+    assert bench.step() == {a: 1, b: 1}
+    assert bench.scheduler.num_preemptions == 0
+    assert len(a.block_ids) == 2 and b.block_ids[1] == surplus
+    bench.check()
+
+
+def test_blocks_that_a_model_took_for_its_guesses_go_as_well() -> None:
+    bench, a, b = guessing(num_blocks=8)
+    assert bench.allocator.grow(a, 16)
+    bench.reserve(3)
+    assert bench.step() == {a: 1, b: 1}
+    assert bench.scheduler.num_preemptions == 0
+    assert len(a.block_ids) == len(b.block_ids) == 2
+    bench.check()
+
+
+@pytest.mark.parametrize(("num_blocks", "is_admitted"), [(6, False), (7, True)])
+def test_a_prompt_waits_for_no_block_of_a_wrong_guess(num_blocks: int, is_admitted: bool) -> None:
+    bench, a, b = guessing(num_blocks)
+    c = bench.add(range(20, 25))
+    assert bench.step() == ({a: 1, b: 1, c: 5} if is_admitted else {a: 1, b: 1})
+    bench.check()
+
+
+def test_who_lacks_a_block_takes_none_from_the_guesses_of_the_same_step() -> None:
+    bench, a, b = guessing(num_blocks=8)
+    c = bench.add(range(20, 28))
+    assert bench.step(guess=a) == {a: 1, b: 1}
+    assert len(a.block_ids) == 4
+    assert bench.step() == {a: 1, b: 1, c: 8}
+    bench.check()
