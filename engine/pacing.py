@@ -7,6 +7,10 @@ it has a schedule; what it is ahead of that is its slack, and steps that hold pr
 
 So prompts are computed as fast as everybody's objective allows, and what has no objective waits for whole chunks as ever. Slack
 is measured, not predicted: a step that took longer than was thought is made up for by the next ones.
+
+A step that keeps what was guessed gives a sequence several tokens: it is that much ahead. So slack grows until steps are longer by
+as many paces, and a sequence that gets two tokens a step has its steps two paces apart while prompts are there. Which objectives
+can be kept, and what is left of a step for prompts where somebody is behind, is thought of with each sequence's tokens per step.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ MAX_SHARE = 0.75
 still be met comes first."""
 LEAST_TOKENS = 8
 """Of prompts in a step, whatever anybody was promised."""
+PRIOR_STEPS = 8
+"""Steps of one token each that a sequence is taken to have behind it, before anything is known of its guesses."""
 FORGIVEN = 32
 """Paces that a sequence can be behind. What a machine that stalled took from it beyond that is lost, not owed by prompts."""
 
@@ -42,10 +48,12 @@ class StepCost(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """Of the sequence that leaves least room: a token every `pace_s`, ahead of that by `slack_s` (behind: below zero)."""
+    """Of the sequence that leaves least room: a token every `pace_s`, ahead of that by `slack_s` (behind: below zero).
+    `tokens_per_step`: that it has had so far, with what was guessed of it and kept."""
 
     pace_s: float
     slack_s: float
+    tokens_per_step: float = 1.0
 
     @property
     def step_s(self) -> float:
@@ -68,7 +76,8 @@ class Pacer:
             if not goal_s or not self._is_on:
                 continue
             if not sequence.paced_from_ns:
-                sequence.paced_from_ns, sequence.paced_from_token = now_ns, len(sequence.output)
+                sequence.paced_from_ns, sequence.paced_from_token, sequence.num_paced_steps = now_ns, len(sequence.output), 0
+            sequence.num_paced_steps += 1
             excess_s = -FORGIVEN * TARGET * goal_s - _pace(sequence, now_ns).slack_s
             if excess_s > 0:
                 sequence.paced_from_ns += int(1e9 * excess_s)
@@ -77,23 +86,24 @@ class Pacer:
         """None: nobody that decodes was promised anything that can be kept: an objective below a step without prompts cannot."""
         decode_s = self._decode_s(decoding)
         paces = [_pace(sequence, now_ns) for sequence in decoding if sequence.paced_from_ns]
-        possible = [pace for pace in paces if pace.pace_s > TARGET * decode_s]
+        possible = [pace for pace in paces if pace.pace_s * pace.tokens_per_step > TARGET * decode_s]
         return min(possible, key=lambda pace: pace.step_s) if possible else None
 
     def promised_s(self, sequences: Iterable[Sequence], decoding: Sequence_[Sequence]) -> float:
         """The least pace that any of these has or will have beside `decoding`; 0: none was promised one that can be kept."""
         if not self._is_on:
             return 0.0
-        decode_s, goals_s = self._decode_s(decoding), [sequence.group.request.tpot_goal_s for sequence in sequences]
-        return TARGET * min([goal_s for goal_s in goals_s if goal_s > decode_s], default=0.0)
+        decode_s, goals_s = self._decode_s(decoding), [(each, each.group.request.tpot_goal_s) for each in sequences]
+        return TARGET * min([goal_s for each, goal_s in goals_s if goal_s * _tokens_per_step(each) > decode_s], default=0.0)
 
-    def prompt_tokens(self, decoding: list[Sequence], next_prompt: Sequence, now_ns: int) -> int | None:
-        """Of prompts, the next of which is `next_prompt`, this step may hold at most so many; None: as many as fit."""
+    def prompt_tokens(self, decoding: list[Sequence], next_prompt: Sequence, now_ns: int, num_guessed: int = 0) -> int | None:
+        """Of prompts, the next of which is `next_prompt`, this step may hold at most so many; None: as many as fit.
+        `num_guessed`: tokens that are computed beside the known ones of `decoding`."""
         cost, pace = self.cost, self.tightest(decoding, now_ns)
         if cost is None or pace is None:
             return None
-        decode_s = self._decode_s(decoding)
-        least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, pace.pace_s / TARGET - decode_s)
+        decode_s = self._decode_s(decoding) + cost.per_sequence_s * num_guessed
+        least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, pace.tokens_per_step * pace.pace_s / TARGET - decode_s)
         return max(LEAST_TOKENS, _fitting(cost, next_prompt, max(least_s, pace.step_s - decode_s)))
 
     def _decode_s(self, decoding: Sequence_[Sequence]) -> float:
@@ -119,4 +129,13 @@ def _fitting(cost: StepCost, prompt: Sequence, room_s: float) -> int:
 def _pace(sequence: Sequence, now_ns: int) -> Pace:
     pace_s = TARGET * sequence.group.request.tpot_goal_s
     spent_s = (now_ns - sequence.paced_from_ns) / 1e9
-    return Pace(pace_s, pace_s * (len(sequence.output) - sequence.paced_from_token) - spent_s)
+    slack_s = pace_s * (len(sequence.output) - sequence.paced_from_token) - spent_s
+    return Pace(pace_s, slack_s, _tokens_per_step(sequence))
+
+
+def _tokens_per_step(sequence: Sequence) -> float:
+    """Of a sequence, lately or never paced. Below one only for want of a place in a step, which is no matter of guesses."""
+    if not sequence.paced_from_ns:
+        return 1.0
+    num_tokens, num_steps = len(sequence.output) - sequence.paced_from_token, max(0, sequence.num_paced_steps - 1)
+    return max(1.0, (PRIOR_STEPS + num_tokens) / (PRIOR_STEPS + num_steps))

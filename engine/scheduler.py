@@ -148,7 +148,8 @@ class Scheduler:
         """Prompts get no more of the step than those that decode can spare."""
         self._pacer.start(decoding, now_ns)
         if prompts:
-            most = self._pacer.prompt_tokens(decoding, prompts[0], now_ns)
+            num_guessed = sum([len(piece.draft) for piece in plan.pieces])
+            most = self._pacer.prompt_tokens(decoding, prompts[0], now_ns, num_guessed)
             plan.budget = plan.budget if most is None else min(plan.budget, most)
 
     def _plan_running(self, sequence: Sequence, plan: Plan) -> None:

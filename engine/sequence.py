@@ -32,6 +32,7 @@ class Sequence:
         "group",
         "num_cached",
         "num_computed",
+        "num_paced_steps",
         "num_published",
         "num_to_restore",
         "num_unreported",
@@ -55,6 +56,7 @@ class Sequence:
         self.was_preempted = False
         self.paced_from_ns = 0  # when its tokens began to be due (see pacing.py), 0: not yet; and how many it had then
         self.paced_from_token = 0
+        self.num_paced_steps = 0  # since then, the one that is being planned included
         self._matchers: MatcherTree | None = None  # made when first asked for; it has taken the first tokens of the output
         self._num_taken = 0
 

@@ -11,6 +11,7 @@ from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Phase, Sequence, SequenceGroup
+from engine.speculation.draft import Draft
 from planning import pace_rules
 from tests.support.mock_engine import hash_block
 
@@ -31,6 +32,7 @@ class Machine:
         self.scheduler = Scheduler(allocator, budget, self.pacer)
         self.now_ns = 1
         self.num_arrived = 0
+        self.tokens_per_step = 1  # of the first that arrived
 
     def add(self, num_tokens: int, goal_s: float = 0.0) -> Sequence:
         request = EngineRequest(
@@ -50,7 +52,9 @@ class Machine:
         for piece in plan.pieces:
             piece.sequence.num_computed += piece.num_tokens
             if not piece.sequence.num_remaining:
-                piece.sequence.output.append(9)
+                is_first = piece.sequence.group.arrival == 0 and bool(piece.sequence.output)
+                piece.sequence.num_computed += self.tokens_per_step - 1 if is_first else 0
+                piece.sequence.output += [9] * (self.tokens_per_step if is_first else 1)
         return num_prompt
 
 
@@ -195,3 +199,60 @@ def test_off_means_that_nobody_is_promised_anything() -> None:
 def test_router_autoscaler_and_simulator_think_of_the_same_pace() -> None:
     copies = (pace_rules.PACE_TARGET, pace_rules.SPREAD, pace_rules.MAX_SHARE, pace_rules.LEAST_TOKENS, pace_rules.FORGIVEN)
     assert copies == (TARGET, SPREAD, MAX_SHARE, LEAST_TOKENS, FORGIVEN)
+
+
+def guessed(goal_s: float, tokens_per_step: int, *others: float) -> tuple[Machine, Sequence]:
+    """One whose guesses come true, after thirty steps without prompts."""
+    machine = Machine()
+    machine.tokens_per_step = tokens_per_step
+    first = machine.add(4, goal_s)
+    for other_s in others:
+        machine.add(4, other_s)
+    for _ in range(30):
+        machine.step()
+    return machine, first
+
+
+def test_a_pace_that_only_kept_guesses_can_keep_is_kept() -> None:
+    """Steps of 10 ms and more, of three tokens each: one every 8 ms, beside prompts without end."""
+    machine, sequence = guessed(0.008, 3)
+    pace = machine.pacer.tightest([sequence], machine.now_ns)
+    assert pace is not None and pace.pace_s == machine.pacer.promised_s([sequence], [sequence]) == TARGET * 0.008
+    assert pace.tokens_per_step == pytest.approx(3.0, abs=0.5)
+    machine.add(6000)
+    began_ns, had = machine.now_ns, len(sequence.output)
+    num_prompt = sum(machine.step() for _ in range(200))
+    token_s = (machine.now_ns - began_ns) / 1e9 / (len(sequence.output) - had)
+    assert 0.9 * TARGET * 0.008 < token_s < 0.008
+    assert num_prompt > 200 * 8
+
+
+def test_kept_guesses_leave_prompts_steps_that_are_so_many_times_longer() -> None:
+    machine, sequence = guessed(GOAL_S, 2)
+    machine.add(8000)
+    for _ in range(30):  # what it got ahead before is spent
+        machine.step()
+    began_ns, had, num_prompt = machine.now_ns, len(sequence.output), 0
+    for _ in range(15):
+        num_prompt += machine.step()
+    assert (machine.now_ns - began_ns) / 1e9 / (len(sequence.output) - had) == pytest.approx(TARGET * GOAL_S, rel=0.05)
+    assert num_prompt / 15 == pytest.approx((2 * TARGET * GOAL_S - 0.010) / 0.001, rel=0.05)
+
+
+def test_one_sequence_s_guesses_make_no_other_s_objective_possible() -> None:
+    machine, _ = guessed(GOAL_S, 3, 0.006)
+    machine.add(1000)
+    pace = machine.pacer.tightest(machine.scheduler.running[:2], machine.now_ns)
+    assert pace is not None and pace.pace_s == TARGET * GOAL_S
+
+
+def test_guesses_beside_prompts_are_part_of_the_step() -> None:
+    machine, sequence = running()
+    prompt = machine.add(1000)
+    machine.scheduler.schedule(machine.now_ns)
+    plain = machine.pacer.prompt_tokens([sequence], prompt, machine.now_ns)
+    draft = Draft.chain([7] * 5, [1.0] * 5, "test")
+    plan = machine.scheduler.schedule(machine.now_ns, {sequence: draft})
+    piece = plan.piece_of(prompt)
+    assert plain is not None and piece is not None
+    assert piece.num_tokens == pytest.approx(plain - 5 * 2, abs=1)
