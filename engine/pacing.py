@@ -8,9 +8,10 @@ it has a schedule; what it is ahead of that is its slack, and steps that hold pr
 So prompts are computed as fast as everybody's objective allows, and what has no objective waits for whole chunks as ever. Slack
 is measured, not predicted: a step that took longer than was thought is made up for by the next ones.
 
-A step that keeps what was guessed gives a sequence several tokens: it is that much ahead. So slack grows until steps are longer by
-as many paces, and a sequence that gets two tokens a step has its steps two paces apart while prompts are there. Which objectives
-can be kept, and what is left of a step for prompts where somebody is behind, is thought of with each sequence's tokens per step.
+A step that keeps what was guessed gives a sequence several tokens: it is that much ahead. So slack grows until steps are longer
+by as many paces, and a sequence that gets two tokens a step has its steps two paces apart while prompts are there. Which
+objectives can be kept, and what of a step is left for prompts where somebody is behind, is judged by each sequence's tokens per
+step.
 """
 
 from __future__ import annotations

@@ -33,6 +33,14 @@ DRAWS: dict[str, dict[str, object]] = {
     "with penalties": {"temperature": 0.2, "min_p": 0.05, "seed": 11, "frequency_penalty": 0.01, "presence_penalty": 0.1},
 }
 MODES = ("remote", "local")
+DIRECTIONS = {
+    "type": "object",
+    "properties": {"way": {"type": "array", "items": {"enum": ["left", "right", "straight on"]}, "minItems": 8, "maxItems": 12}},
+    "required": ["way"],
+    "additionalProperties": False,
+}
+EXAMPLE = 'As {"way": ["right", "straight on", "left", "right", "left"]} or abcdabceabcecd' + 9 * "a"
+"""With most of what the grammars ask for, so that looking it up finds something whatever a model without any sense chooses."""
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +99,6 @@ async def test_tokens_are_those_of_one_engine(half: LocalMesh, looping: Path, dr
     params = {"max_tokens": NUM_TOKENS, "ignore_eos": True, **DRAWS[draw]}
     guessed, plain = await on_both(half, prompt_of(2), mode=mode, **params)
     assert tokens(guessed) == tokens(plain) == oracle.answer(looping, prompt_of(2), SamplingParams(**params))  # type: ignore[arg-type]
-    assert guessed.usage.drafted_tokens >= guessed.usage.accepted_tokens
     assert guessed.usage.drafted_tokens > 0
     assert (plain.usage.drafted_tokens, plain.usage.accepted_tokens) == (0, 0)
     if draw == "greedy":
@@ -166,15 +173,21 @@ async def test_stop_tokens_end_in_the_middle_of_a_step(half: LocalMesh, looping:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("constraint", [{"regex": "(ab|cd|ce){50}"}, {"regex": "[xyz]{90}"}, {"choice": ["a" * 60, "a" * 61]}])
+@pytest.mark.parametrize(
+    "constraint", [{"json_schema": DIRECTIONS}, {"regex": "(ab|cd|ce){50}"}, {"choice": ["a" * 60, "a" * 61]}]
+)
 async def test_grammars(half: LocalMesh, constraint: dict[str, object], mode: str) -> None:
     """Some tokens are forced, some are not, and drafts follow the grammar or are none."""
     params = {"max_tokens": NUM_TOKENS, "mode": mode, "temperature": 0.6, "seed": 3}
-    guessed, plain = await on_both(half, prompt_of(3), **params, **constraint)
+    guessed, plain = await on_both(half, EXAMPLE, **params, **constraint)
     assert tokens(guessed) == tokens(plain)
     assert guessed.choices[0].finish_reason is FinishReason.STOP
-    computed, _ = await on_both(half, prompt_of(3), logprobs=1, **params, **constraint)  # forced tokens do not skip the model
+    if "choice" not in constraint:  # nothing is left to be guessed there
+        assert guessed.usage.drafted_tokens > 0
+    computed, other = await on_both(half, EXAMPLE, logprobs=1, **params, **constraint)  # forced tokens do not skip the model
     assert tokens(computed) == tokens(plain)
+    assert computed.choices == other.choices
+    assert computed.usage.accepted_tokens > len(computed.token_ids) / 4
     await assert_whole(half)
 
 
@@ -203,7 +216,6 @@ async def test_the_report_says_what_it_does(half: LocalMesh) -> None:
     assert report.num_rows > report.num_drafts > 0
     assert report.num_tokens == report.num_rows + sum(proposer.kept)
     assert len(proposer.verified) == len(proposer.kept) == 4
-    assert all(kept <= verified for kept, verified in zip(proposer.kept, proposer.verified, strict=True))
     assert 1 < report.tokens_per_row < report.computed_per_row <= 5
     assert report.drafting_s > 0
 
