@@ -11,6 +11,7 @@ who decides how much to verify compares it with what became of earlier drafts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from collections.abc import Sequence as Sequence_
 from typing import NamedTuple
@@ -72,7 +73,7 @@ class _Branch:
 
     def take(self, token_id: int, chance: float) -> bool:
         """Puts a token behind the others, if it is worth its place; False: the draft ends here."""
-        if not chance > 0.0 or self.kept * chance < self.ask.least_chance:
+        if not _is_number(chance) or self.kept * chance < self.ask.least_chance:
             return False
         self.tokens.append(token_id)
         self.chances.append(chance)
@@ -83,7 +84,7 @@ class _Branch:
     def take_all(self, tokens: list[int], chances: list[float]) -> None:
         """A whole draft, up to a token that ends the output, or to where weights that are too large leave no numbers."""
         for token_id, chance in zip(tokens, chances, strict=True):
-            if not chance > 0.0:
+            if not _is_number(chance):
                 break
             self.tokens.append(token_id)
             self.chances.append(chance)
@@ -204,6 +205,11 @@ class HeadProposer:
         if len(self._full) < num_rows:
             self._full = torch.from_numpy(np.full((num_rows, self._vocab_size), -np.inf, np.float32))
         return self._full[:num_rows]
+
+
+def _is_number(chance: float) -> bool:
+    """Not what is left where weights are too large: nothing, infinity or NaN."""
+    return 0.0 < chance < math.inf
 
 
 def _chance(logits: NDArray[np.float32], place: int, row: SampleRow) -> float:
