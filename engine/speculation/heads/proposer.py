@@ -5,8 +5,9 @@ guessed for from its second step on. Recurrent heads guess a chain, token by tok
 sequence as a tree. A token is drawn as the model will draw it, with the noise of its place and the request's parameters, so that
 sampled outputs are guessed as often as the heads' distribution is the model's; only a grammar is not looked at.
 
-The chance of a token is its probability by the heads, at the request's temperature. It ranks drafts well, but is no frequency:
-who decides how much to verify compares it with what became of earlier drafts.
+The chance of a token is how likely the model draws it, too, if its logits are nearly the heads' (models/chance.py; for a greedy
+sequence the heads' own probability). It ranks drafts well, but is no frequency: who decides how much to verify compares it with
+what became of earlier drafts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from engine.sequence import Sequence
 from engine.speculation.draft import NOTHING, Draft, Verified
 from engine.speculation.heads.reference import HeadMaths, Root
 from engine.speculation.heads.tree import best_tree
+from engine.speculation.models.chance import chance_of
 from engine.speculation.proposer import Ask
 
 NAME = "heads"
@@ -196,7 +198,8 @@ class HeadProposer:
         tokens = [token.token_id for token in self._sampler.sample(full, rows)]
         places = np.searchsorted(self._places, tokens)
         chances = [
-            _chance(logits[i], place, row) if is_good[i] else 0.0 for i, (place, row) in enumerate(zip(places, rows, strict=True))
+            chance_of(logits[i], place, row, self._places) if is_good[i] else 0.0
+            for i, (place, row) in enumerate(zip(places, rows, strict=True))
         ]
         return list(zip(tokens, chances, strict=True))
 
@@ -210,9 +213,3 @@ class HeadProposer:
 def _is_number(chance: float) -> bool:
     """Not what is left where weights are too large: nothing, infinity or NaN."""
     return 0.0 < chance < math.inf
-
-
-def _chance(logits: NDArray[np.float32], place: int, row: SampleRow) -> float:
-    """The probability of one of the tokens [V'] at the row's temperature."""
-    scores = np.exp((logits - logits.max()) / np.float32(row.params.temperature or 1.0))
-    return float(scores[place] / scores.sum())
