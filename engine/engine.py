@@ -62,9 +62,10 @@ class Engine:
         Raises ValueError for settings that cannot be, and what the loader and the KV pool raise.
         """
         config.validate()
-        if proposers is None:
-            check_speculation(config)
-        loaded = loaded or load_model(config)
+        if loaded is None:
+            if proposers is None:
+                check_speculation(config)
+            loaded = load_model(config)
         self.config = config
         self.model_config = loaded.config
         self.weights_hash = loaded.weights_hash
