@@ -11,6 +11,8 @@ BACKENDS = ("auto", "native", "torch")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 QUANTIZATION_GROUPS = (32, 64, 128)
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
+PROPOSERS = ("prompt_lookup", "retrieval", "lookahead", "heads", "draft_model", "self_draft")
+MAX_DRAFT_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ class EngineConfig:
         default="", metadata={"help": "trained heads, to guess with; empty: draft_heads.safetensors beside the model"}
     )
     self_draft_layers: int = field(default=0, metadata={"help": "guess with the model's first so many layers; 0: do not"})
-    max_draft_tokens: int = field(default=16, metadata={"help": "tokens guessed ahead of a sequence at most"})
+    max_draft_tokens: int = field(
+        default=16, metadata={"help": f"tokens guessed ahead of a sequence at most, up to {MAX_DRAFT_TOKENS}"}
+    )
     draft_length: int = field(default=0, metadata={"help": "guess so many, whatever it costs; 0: as many as pay"})
     num_threads: int = field(default=0, metadata={"help": "threads that compute; 0: one for each core"})
 
@@ -77,6 +81,29 @@ class EngineConfig:
             raise ValueError(f"kv_memory_share: {self.kv_memory_share} is not in (0, 1]; give a share such as 0.3")
         if self.num_blocks and self.kv_memory_mb:
             raise ValueError("num_blocks and kv_memory_mb both size the KV pool; give one of them")
+        self._check_drafts()
+
+    def _check_drafts(self) -> None:
+        named_proposers(self.speculation)
+        if self.max_draft_tokens > MAX_DRAFT_TOKENS:
+            raise ValueError(f"max_draft_tokens: {self.max_draft_tokens} is more than {MAX_DRAFT_TOKENS}; give at most that")
+        if self.draft_length > self.max_draft_tokens:
+            raise ValueError(
+                f"draft_length: {self.draft_length} is more than max_draft_tokens, {self.max_draft_tokens}; "
+                "give at most that, or raise max_draft_tokens"
+            )
+
+
+def named_proposers(speculation: str) -> tuple[str, ...]:
+    """The names that EngineConfig.speculation lists, each once; none for `auto` and `none`. Raises ValueError for others."""
+    if speculation in ("auto", "none"):
+        return ()
+    names = tuple(dict.fromkeys(name.strip() for name in speculation.split(",")))
+    for name in names:
+        if name not in PROPOSERS:
+            choice = f"give auto or none alone, or some of {', '.join(PROPOSERS)}, joined by commas"
+            raise ValueError(f"speculation: {name!r} is not known; {choice}")
+    return names
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

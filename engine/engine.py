@@ -34,6 +34,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Phase
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.calibrate import LONG_CONTEXT, measure_curve
+from engine.speculation.check import check_speculation
 from engine.speculation.draft import Draft
 from engine.speculation.handover import unpacked
 from engine.speculation.proposer import Proposer
@@ -61,7 +62,10 @@ class Engine:
         Raises ValueError for settings that cannot be, and what the loader and the KV pool raise.
         """
         config.validate()
-        loaded = loaded or load_model(config)
+        if loaded is None:
+            if proposers is None:
+                check_speculation(config)
+            loaded = load_model(config)
         self.config = config
         self.model_config = loaded.config
         self.weights_hash = loaded.weights_hash
@@ -78,7 +82,8 @@ class Engine:
         limits = self._limits()
         self._allocator = BlockAllocator(self._pool, config.block_size, hash_block, prefix_caching=config.prefix_caching)
         if proposers is None:
-            proposers = make_proposers(Parts(config, loaded, self.kv, self._allocator, sampler))
+            parts = Parts(config, loaded, self.kv, self._allocator, sampler, lambda: len(self._scheduler.running))
+            proposers = make_proposers(parts)
         self.speculator = self._make_speculator(proposers, loaded) if proposers else None
         hidden_size = loaded.config.hidden_size if self.speculator and self.speculator.wants_hidden else None
         self._runner = ModelRunner(

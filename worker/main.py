@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.speculation.check import check_speculation
 from engine.weights.loader import Progress, load_model
 from runtime import log
 from runtime.announcer import worker_announcer
@@ -92,6 +93,7 @@ def _config_error(error: Exception) -> ConfigError:
 
 def _open_engine(config: WorkerConfig, progress: Progress) -> Engine:
     """Called on a thread of its own; the threads that compute begin here."""
+    check_speculation(config.engine_config)
     with bound(config.cpus):
         loaded = load_model(config.engine_config, progress)
         return Engine(config.engine_config, hash_block=hash_block, loaded=loaded)

@@ -71,14 +71,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = parse(argv)
     try:
         train(settings)
-    except (ValueError, ModelError) as error:
+    except (ValueError, OSError, ModelError) as error:
         sys.exit(f"train_heads: {error}")
 
 
 def train(settings: Settings) -> DraftHeads:
-    """Raises ModelError for a model that is not there, ValueError for one that cannot be loaded."""
+    """Raises ModelError for a model that is not there, ValueError for one that cannot be loaded or an unwritable `out`."""
     torch.manual_seed(settings.seed)
     model = ensure_model(settings.model)
+    out = settings.out or model / FILE
+    check_writable(out)
     loaded, target = load_model(EngineConfig(str(model), num_threads=settings.threads)), target_of(model)
     with nullcontext(settings.data) if settings.data else tempfile.TemporaryDirectory(prefix="pdmesh-heads-") as folder:
         started = time.monotonic()
@@ -86,12 +88,23 @@ def train(settings: Settings) -> DraftHeads:
         outputs, held_out = source.outputs(held_out=False), source.outputs(held_out=True)
         left_s = settings.minutes * 60 - (time.monotonic() - started)
         heads = learn(target, outputs, settings, loaded.weights_hash, left_s)
-        out = settings.out or model / FILE
         save_heads(heads, out)
         say(f"wrote {out}")
         for line in report(heads, target, held_out, settings, outputs.num_tokens):
             print(json.dumps(line), flush=True)
     return heads
+
+
+def check_writable(out: Path) -> None:
+    """Raises ValueError unless a file can be put there: asked before half an hour is spent on what goes into it."""
+    if out.is_dir():
+        raise ValueError(f"--out: {out} is a folder; give the file to write, such as {out / FILE}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out: {out.parent} cannot be written to ({error.strerror}); give a file elsewhere") from error
 
 
 def target_of(model: Path) -> Target:
@@ -177,7 +190,9 @@ def report(heads: DraftHeads, target: Target, held_out: Outputs, settings: Setti
 def parse(argv: Sequence[str] | None) -> Settings:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spec.train_heads", description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a known model, a model folder or a .gguf file")
-    parser.add_argument("--out", type=Path, help=f"file to write (default: {FILE} in the model folder)")
+    parser.add_argument(
+        "--out", type=Path, help=f"file to write (default: {FILE} in the model's folder; for a .gguf file, in the cache)"
+    )
     parser.add_argument("--minutes", type=float, default=30.0, help="for all of it")
     parser.add_argument("--kind", choices=KINDS, default="recurrent")
     parser.add_argument("--vocabulary", type=int, default=8192, help="tokens that can be drafted: those the outputs use most")

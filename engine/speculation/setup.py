@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.allocator import BlockAllocator
-from engine.config import EngineConfig
+from engine.config import EngineConfig, named_proposers
 from engine.kernels.cpu.model import NativeModel
 from engine.kv_cache import KVPool
 from engine.memory import effective_max_context
@@ -18,7 +19,7 @@ from engine.speculation.heads.proposer import HeadProposer
 from engine.speculation.heads.reference import HeadMaths, TorchHeads
 from engine.speculation.heads.weights import FILE, DraftHeads, load_heads
 from engine.speculation.models.open import Target, load_draft_model, open_draft_model
-from engine.speculation.models.room import room_in
+from engine.speculation.models.room import Room, room_in
 from engine.speculation.models.self_draft import self_draft
 from engine.speculation.ngrams.lookahead import Lookahead
 from engine.speculation.ngrams.prompt_lookup import PromptLookup
@@ -29,16 +30,23 @@ from engine.weights.loader import LoadedModel
 NONE = "none"
 AUTO = "auto"
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Parts:
-    """What of an engine proposers are made from."""
+    """What of an engine proposers are made from. `num_running`: sequences, at the moment."""
 
     config: EngineConfig
     loaded: LoadedModel
     kv: KVPool
     allocator: BlockAllocator
     sampler: TokenSampler
+    num_running: Callable[[], int]
+
+    @property
+    def room(self) -> Room:
+        return room_in(self.allocator, self.num_running)
 
 
 def make_proposers(parts: Parts) -> list[Proposer]:
@@ -51,16 +59,10 @@ def proposer_names(config: EngineConfig) -> tuple[str, ...]:
 
     Raises ValueError for names that are not known.
     """
-    if config.speculation == NONE:
-        return ()
-    if config.speculation == AUTO:
-        given = {"heads": heads_path(config), "draft_model": config.draft_model, "self_draft": config.self_draft_layers}
-        return ("prompt_lookup", *(name for name, value in given.items() if value))
-    names = tuple(dict.fromkeys(name.strip() for name in config.speculation.split(",")))
-    for name in names:
-        if name not in _KINDS:
-            raise ValueError(f"speculation: {name!r} is not known; give {AUTO}, {NONE} or some of {', '.join(_KINDS)}")
-    return names
+    if config.speculation != AUTO:
+        return named_proposers(config.speculation)
+    given = {"heads": heads_path(config), "draft_model": config.draft_model, "self_draft": config.self_draft_layers}
+    return ("prompt_lookup", *(name for name, value in given.items() if value))
 
 
 def heads_path(config: EngineConfig) -> Path | None:
@@ -71,14 +73,32 @@ def heads_path(config: EngineConfig) -> Path | None:
     return beside if beside.is_file() else None
 
 
-def _heads(parts: Parts) -> HeadProposer:
-    path, model = heads_path(parts.config), parts.loaded.model
+def given_heads(config: EngineConfig) -> Path:
+    """Raises ValueError where there are none."""
+    path = heads_path(config)
     if path is None:
-        raise ValueError(f"draft_heads: no {FILE} lies beside the model; give the path of one, or train it")
-    heads, config = load_heads(path), parts.loaded.config
+        raise ValueError(f"draft_heads: no {FILE} is in the model's folder; give the path of one, or train it (make train-heads)")
+    if not path.is_file():
+        raise ValueError(f"draft_heads: {path} is no file; give one that was trained for the model (make train-heads)")
+    return path
+
+
+def given_draft_model(config: EngineConfig) -> str:
+    """Raises ValueError where there is none."""
+    if not config.draft_model:
+        raise ValueError("draft_model: empty; give the folder or .gguf file of a smaller model with the same vocabulary")
+    return config.draft_model
+
+
+def _heads(parts: Parts) -> HeadProposer:
+    path, config = given_heads(parts.config), parts.loaded.config
+    heads = load_heads(path)
     if why := heads.why_not(config.hidden_size, config.vocab_size):
         raise ValueError(f"draft_heads: {path}: {why}")
-    return HeadProposer(_maths(heads, model), parts.sampler, config.vocab_size, config.eos_token_ids)
+    if not heads.is_for(parts.loaded.weights_hash):
+        others = "draft_heads: %s was trained for other weights (%.12s) than the model's (%.12s): it may guess badly"
+        logger.warning(others, path, heads.trained_for, parts.loaded.weights_hash)
+    return HeadProposer(_maths(heads, parts.loaded.model), parts.sampler, config.vocab_size, config.eos_token_ids)
 
 
 def _maths(heads: DraftHeads, model: NativeModel | DecoderModel) -> HeadMaths:
@@ -90,10 +110,9 @@ def _maths(heads: DraftHeads, model: NativeModel | DecoderModel) -> HeadMaths:
 
 
 def _draft_model(parts: Parts) -> Proposer:
-    if not parts.config.draft_model:
-        raise ValueError("draft_model: empty; give the folder or .gguf file of a smaller model with the same vocabulary")
     target = Target(parts.config, parts.loaded.config, parts.kv.shape)
-    return open_draft_model(load_draft_model(parts.config.draft_model, target), target, room_in(parts.allocator))
+    loaded = load_draft_model(given_draft_model(parts.config), target)
+    return open_draft_model(loaded, target, parts.room, inner=PromptLookup())
 
 
 def _self_draft(parts: Parts) -> Proposer:
@@ -103,9 +122,10 @@ def _self_draft(parts: Parts) -> Proposer:
         parts.config.self_draft_layers,
         parts.kv.tensor,
         parts.sampler,
-        room_in(parts.allocator),
+        parts.room,
         eos_token_ids=config.eos_token_ids,
         max_context=effective_max_context(parts.config, config),
+        inner=PromptLookup(),
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from engine.config import named_proposers
 from pdmesh import models
 from pdmesh.client_channel import DEFAULT_ADDRESS
 from pdmesh.commands.tls import exports
@@ -73,6 +74,8 @@ class Options:
             raise ValueError("port: must be between 0 and 65535")
         if self.http_port is not None and not 0 <= self.http_port <= 65535:
             raise ValueError("http_port: must be between 0 and 65535")
+        if self.speculation:
+            named_proposers(self.speculation)
         if self.scaling.autoscale:
             self.scaling.prepared(_mesh_config(self, Path("model")))
         self.scaling.check_objectives(models.model_name(self.model))

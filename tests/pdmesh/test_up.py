@@ -56,6 +56,13 @@ def test_every_worker_is_told_who_guesses(tmp_path: Path) -> None:
     assert not any("--speculation" in plan.argv for plan in usual)
 
 
+def test_who_cannot_guess_is_said_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.run(["up", "--speculation", "prompt_lookup,oracle"])
+    assert ended.value.code == cli.EXIT_USAGE
+    assert "--speculation: 'oracle' is not known; give auto or none alone" in capsys.readouterr().err
+
+
 def test_priorities_are_promised_more_than_the_model(tmp_path: Path) -> None:
     path = tmp_path / "promised.toml"
     path.write_text("[smollm2]\nttft_ms = 5000\ntpot_ms = 200\n[smollm2.interactive]\nttft_ms = 150\n")

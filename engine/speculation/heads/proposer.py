@@ -5,15 +5,17 @@ guessed for from its second step on. Recurrent heads guess a chain, token by tok
 sequence as a tree. A token is drawn as the model will draw it, with the noise of its place and the request's parameters, so that
 sampled outputs are guessed as often as the heads' distribution is the model's; only a grammar is not looked at.
 
-The chance of a token is its probability by the heads, at the request's temperature. It ranks drafts well, but is no frequency:
-who decides how much to verify compares it with what became of earlier drafts.
+The chance of a token is how likely the model draws it, too, if its logits are nearly the heads' (models/chance.py; for a greedy
+sequence the heads' own probability). It ranks drafts well, but is no frequency: who decides how much to verify compares it with
+what became of earlier drafts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from collections.abc import Sequence as Sequence_
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,21 +23,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sampling import SampledToken, SampleRow
+from engine.finish import stops
+from engine.runner import TokenSampler
+from engine.sampling import SampleRow
 from engine.sequence import Sequence
 from engine.speculation.draft import NOTHING, Draft, Verified
 from engine.speculation.heads.reference import HeadMaths, Root
 from engine.speculation.heads.tree import best_tree
+from engine.speculation.models.chance import chance_of
 from engine.speculation.proposer import Ask
 
 NAME = "heads"
 _MOST_SIBLINGS = 4  # of a tree's node: what is less likely than three others is hardly ever drawn
-
-
-class TokenSampler(Protocol):
-    """See engine/sampling.py."""
-
-    def sample(self, logits: Tensor, rows: list[SampleRow]) -> list[SampledToken]: ...
 
 
 class _Memory(NamedTuple):
@@ -50,13 +49,13 @@ class _Branch:
 
     def __init__(self, ask: Ask, eos_token_ids: frozenset[int], max_depth: int) -> None:
         sequence, request = ask.sequence, ask.sequence.group.request
-        self.ask, self.tokens, self.chances, self.kept = ask, [], [], 1.0  # type: tuple[Ask, list[int], list[float], float]
+        self.ask = ask
+        self.tokens: list[int] = []
+        self.chances: list[float] = []
+        self.kept = 1.0  # the product of the chances
         self.most = min(ask.max_depth, ask.max_tokens, max_depth)
         self.last = sequence.output[-1]
         self._request, self._choice, self._eos = request, sequence.choices[0], eos_token_ids
-        params = request.sampling
-        ends = frozenset(params.stop_token_ids)
-        self._ends = ends if params.ignore_eos else ends | eos_token_ids
         self.is_plain = self.row().is_plain  # then every later row is
 
     def root(self, hidden: Tensor) -> Root:
@@ -76,21 +75,29 @@ class _Branch:
 
     def take(self, token_id: int, chance: float) -> bool:
         """Puts a token behind the others, if it is worth its place; False: the draft ends here."""
-        if self.kept * chance < self.ask.least_chance:
+        if not _is_number(chance) or self.kept * chance < self.ask.least_chance:
             return False
         self.tokens.append(token_id)
         self.chances.append(chance)
         self.kept *= chance
         self.last = token_id
-        return len(self.tokens) < self.most and token_id not in self._ends
+        return len(self.tokens) < self.most and not self._is_end(token_id)
 
     def take_all(self, tokens: list[int], chances: list[float]) -> None:
-        """A whole draft, up to a token that ends the output."""
-        length = next((at + 1 for at, token_id in enumerate(tokens) if token_id in self._ends), len(tokens))
-        self.tokens, self.chances = tokens[:length], chances[:length]
+        """A whole draft, up to a token that ends the output, or to where weights that are too large leave no numbers."""
+        for token_id, chance in zip(tokens, chances, strict=True):
+            if not _is_number(chance):
+                break
+            self.tokens.append(token_id)
+            self.chances.append(chance)
+            if self._is_end(token_id):
+                break
 
     def draft(self) -> Draft:
         return Draft.chain(self.tokens, self.chances, NAME) if self.tokens else NOTHING
+
+    def _is_end(self, token_id: int) -> bool:
+        return stops(self._request.sampling, token_id, self._eos)
 
 
 class HeadProposer:
@@ -184,12 +191,17 @@ class HeadProposer:
         """scores [n, V'] -> the token that each branch goes on with, drawn with the noise of its place as from a model that knows
         no others, and its chance."""
         logits, rows = scores.numpy(), [branch.row() for branch in branches]
+        is_good = np.isfinite(logits).all(axis=1)  # what weights that are too large have left is nobody's guess
         # numpy: operators of torch that have this many elements wake its threads, which wait for those that compute steps.
         full = self._room(len(rows))
-        full.numpy()[:, self._places] = logits
+        full.numpy()[:, self._places] = np.where(is_good[:, None], logits, np.float32(0.0))
         tokens = [token.token_id for token in self._sampler.sample(full, rows)]
         places = np.searchsorted(self._places, tokens)
-        return [(token, _chance(logits[i], place, rows[i])) for i, (token, place) in enumerate(zip(tokens, places, strict=True))]
+        chances = [
+            chance_of(logits[i], place, row, self._places) if is_good[i] else 0.0
+            for i, (place, row) in enumerate(zip(places, rows, strict=True))
+        ]
+        return list(zip(tokens, chances, strict=True))
 
     def _room(self, num_rows: int) -> Tensor:
         """[num_rows, vocab] float32, -inf where no head scores: it is written once and used again and again."""
@@ -198,7 +210,6 @@ class HeadProposer:
         return self._full[:num_rows]
 
 
-def _chance(logits: NDArray[np.float32], place: int, row: SampleRow) -> float:
-    """The probability of one of the tokens [V'] at the row's temperature."""
-    scores = np.exp((logits - logits.max()) / np.float32(row.params.temperature or 1.0))
-    return float(scores[place] / scores.sum())
+def _is_number(chance: float) -> bool:
+    """Not what is left where weights are too large: nothing, infinity or NaN."""
+    return 0.0 < chance < math.inf

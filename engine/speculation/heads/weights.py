@@ -34,9 +34,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.config import MAX_DRAFT_TOKENS
+
 FILE = "draft_heads.safetensors"
 FORMAT, VERSION = "pdmesh.draft_heads", "1"
 KINDS = ("recurrent", "medusa")
+MAX_DEPTH = MAX_DRAFT_TOKENS
 _ELSE = "train the heads for this model (python -m benchmarks.spec.train_heads)"
 
 
@@ -100,7 +103,7 @@ def load_heads(path: str | Path) -> DraftHeads:
             heads = DraftHeads(kind, hidden, depth, metadata.get("trained_for", ""), token_ids, norm, head, blocks)
         check_heads(heads)
     except BadHeads as error:
-        raise BadHeads(f"draft heads {path}: {error}") from error
+        raise BadHeads(f"draft_heads: {path}: {error}") from error
     return heads
 
 
@@ -128,8 +131,8 @@ def check_heads(heads: DraftHeads) -> None:
     """Raises BadHeads, naming the field, unless shapes, ids and numbers are as they must be."""
     _check_kind(heads.kind)
     hidden, ids = heads.hidden_size, heads.token_ids
-    if heads.depth < 1:
-        raise BadHeads(f"depth: {heads.depth}; it must be at least 1")
+    if not 1 <= heads.depth <= MAX_DEPTH:
+        raise BadHeads(f"depth: {heads.depth}; it must be 1 to {MAX_DEPTH}")
     expected = 1 if heads.kind == "recurrent" else heads.depth
     if len(heads.blocks) != expected:
         raise BadHeads(f"blocks: {len(heads.blocks)} of them; {heads.kind} heads of depth {heads.depth} have {expected}")
@@ -165,8 +168,8 @@ def _check_format(metadata: Mapping[str, str]) -> None:
 
 def _count(metadata: Mapping[str, str], name: str) -> int:
     value = metadata.get(name, "")
-    if not (value.isascii() and value.isdigit()):
-        raise BadHeads(f"{name}: {value!r} is not a count; the file is damaged, train the heads anew")
+    if not (value.isascii() and value.isdigit() and len(value) < 10):
+        raise BadHeads(f"{name}: {value[:20]!r} is not a count; the file is damaged, train the heads anew")
     return int(value)
 
 

@@ -4,7 +4,7 @@ A greedy target draws the token if it has the highest logit there, too. If its l
 size of standard Gumbel noise, the chance of that is the token's softmax probability at temperature 1. At temperature T both draw
 argmax(logits + T * noise) with the same noise: the chance is then the softmax of those sums, of which the greedy case is T = 0.
 (Not the probability with which the draft draws the token: behind "once upon a time there was a" a hundred tokens are as likely as
-each other, and two models that agree on that draw the same one, always.)
+each other, and two models that agree on that draw the same one, always.) Draft heads draw with that noise, too.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ def chances(logits: Tensor, token_ids: Sequence_[int], rows: Sequence_[SampleRow
     """logits [R, V] float32, and the token drawn from each row -> R numbers in (0, 1]."""
     # In NumPy: on the CPU torch shares out operations of this size over threads that then wait for each other.
     of_rows: NDArray[np.float32] = logits.cpu().numpy()
-    return [_chance(of_rows[i], token_id, row) for i, (token_id, row) in enumerate(zip(token_ids, rows, strict=True))]
+    return [chance_of(of_rows[i], token_id, row) for i, (token_id, row) in enumerate(zip(token_ids, rows, strict=True))]
 
 
-def _chance(logits: NDArray[np.float32], token_id: int, row: SampleRow) -> float:
+def chance_of(logits: NDArray[np.float32], place: int, row: SampleRow, token_ids: NDArray[np.int64] | None = None) -> float:
+    """Of the token whose logit stands at `place` in [V]: those of the tokens `token_ids` [V], or of all tokens in order."""
     temperature = row.params.temperature
-    ids = np.flatnonzero(logits > logits.max() - REACH * max(1.0, temperature))
-    scores, own = logits[ids].astype(np.float64), float(logits[token_id])
+    near = np.flatnonzero(logits > logits.max() - REACH * max(1.0, temperature))
+    scores, own = logits[near].astype(np.float64), float(logits[place])
     if temperature:
-        noise = gumbel(row.params.seed, row.choice, row.index, torch.from_numpy(np.append(ids, token_id))).numpy()
+        places = np.append(near, place)
+        tokens = torch.from_numpy(places if token_ids is None else token_ids[places])
+        noise = gumbel(row.params.seed, row.choice, row.index, tokens).numpy()
         scores, own = scores + temperature * noise[:-1], own + temperature * float(noise[-1])
-    leads = own - scores[ids != token_id]
+    leads = own - scores[near != place]
     # What would win against the drawn token cannot be drawn: penalties, a grammar or a filter stand against it.
     return 1.0 / (1.0 + float(np.exp(-leads[leads >= 0]).sum()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Sequence_
 from dataclasses import replace
 
+from engine.finish import stops
 from engine.grammar import Matcher
 from engine.sampling import SampleRow
 from engine.sampling_params import SamplingParams
@@ -70,12 +71,7 @@ class Course:
         self._chances.append(chance)
         if self._matcher is not None:
             self._matcher.take(token_id)
-        self.is_over = len(self._chances) == self.depth or self._ends(token_id)
-
-    def _ends(self, token_id: int) -> bool:
-        """Nothing comes behind it. (Before min_tokens such a token is not drawn.)"""
-        params = self._params
-        return token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self._eos_token_ids)
+        self.is_over = len(self._chances) == self.depth or stops(self._params, token_id, self._eos_token_ids)
 
     def _row(self, ahead: tuple[int, ...]) -> SampleRow:
         return SampleRow(

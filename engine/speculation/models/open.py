@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from engine.config import EngineConfig
 from engine.kernels.cpu.model import NativeModel
 from engine.kv_cache import KVShape
-from engine.memory import effective_max_context
+from engine.memory import DoesNotFit, effective_max_context
 from engine.model_config import ModelConfig
 from engine.sampling import Sampler
 from engine.speculation.models.kv import ParallelKV
@@ -37,13 +40,12 @@ def load_draft_model(path: str, target: Target) -> LoadedModel:
     """In the numbers and on the device of the target's engine.
 
     Raises ValueError, naming `draft_model` and what to do, for one that cannot draft for this target, before its weights are
-    read; and what load_model() raises.
+    read, and for one that cannot be loaded (DoesNotFit where there is no memory).
     """
-    if not Path(path).exists():
-        raise ValueError(f"draft_model: {path} does not exist; give a model folder or a .gguf file")
-    source, _ = open_checkpoint(Path(path))
-    check_draft_model(path, source.config, target)
-    return load_model(replace(target.config, model=path, max_context=target.max_context))
+    check_draft_model(path, target.config, target.model)
+    own = replace(target.config, model=path, max_context=target.max_context)
+    with _told_of(path):
+        return load_model(own)
 
 
 def open_draft_model(
@@ -56,7 +58,7 @@ def open_draft_model(
     catch_up_tokens: int = CATCH_UP_TOKENS,
 ) -> ModelDraft:
     """Raises ValueError for a model of another vocabulary, DoesNotFit where there is no memory for its KV pool."""
-    _check_vocabulary_size(loaded.config, target)
+    _check_vocabulary_size(loaded.config, target.model)
     return ModelDraft(
         name,
         loaded.model,
@@ -70,39 +72,61 @@ def open_draft_model(
     )
 
 
-def check_draft_model(path: str, model: ModelConfig, target: Target) -> None:
-    """Raises ValueError unless it has the target's tokens and sees as many of them."""
+def check_draft_model(path: str, config: EngineConfig, target: ModelConfig) -> None:
+    """Raises ValueError unless it has the target's tokens and sees as many of them. `config`: of the target's engine. No weights
+    are read."""
+    max_context = effective_max_context(config, target)
+    with _told_of(path):
+        model = open_checkpoint(Path(path))[0].config
     _check_vocabulary_size(model, target)
-    own, others = vocabulary_hash(path), vocabulary_hash(target.config.model)
+    own, others = vocabulary_hash(path), vocabulary_hash(config.model)
     if own is not None and others is not None and own != others:
         raise ValueError(
-            f"draft_model: the tokens of {path} are not those of {target.config.model} (tokenizer.json differs); "
+            f"draft_model: the tokens of {path} are not those of {config.model} (tokenizer.json differs); "
             "give a model with the same tokenizer"
         )
-    if model.max_context < target.max_context:
+    if model.max_context < max_context:
         raise ValueError(
-            f"draft_model: it sees {model.max_context} tokens, max_context is {target.max_context}; "
+            f"draft_model: it sees {model.max_context} tokens, max_context is {max_context}; "
             f"give max_context={model.max_context}, or a draft model with a longer context"
         )
 
 
 def vocabulary_hash(path: str) -> str | None:
     """Of the tokens and their ids in a model folder's tokenizer.json; None where there is none. What does not change ids, such as
-    a template or how texts are normalized, may differ."""
+    a template or how texts are normalized, may differ. Raises ValueError for a file that lists none."""
     file = Path(path) / "tokenizer.json"
     if not file.is_file():
         return None
-    content = json.loads(file.read_text(encoding="utf-8"))
-    vocabulary = content["model"]["vocab"]
-    if isinstance(vocabulary, list):  # a Unigram model's: [token, score] in the order of their ids
-        vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
-    ids = {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens", ())}}
+    try:
+        ids = _ids(json.loads(file.read_text(encoding="utf-8")))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"draft_model: {file} lists no tokens ({error!r}); get it again") from error
     return hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()
 
 
-def _check_vocabulary_size(model: ModelConfig, target: Target) -> None:
-    if model.vocab_size != target.model.vocab_size:
+def _ids(content: Any) -> dict[str, int]:
+    """Of a tokenizer.json."""
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, list):  # a Unigram model's: [token, score] in the order of their ids
+        vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
+    return {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens", ())}}
+
+
+def _check_vocabulary_size(model: ModelConfig, target: ModelConfig) -> None:
+    if model.vocab_size != target.vocab_size:
         raise ValueError(
-            f"draft_model: it has {model.vocab_size} tokens, the model has {target.model.vocab_size}; "
+            f"draft_model: it has {model.vocab_size} tokens, the model has {target.vocab_size}; "
             "give a model with the same vocabulary"
         )
+
+
+@contextlib.contextmanager
+def _told_of(path: str) -> Iterator[None]:
+    """What is wrong with the draft model is not said as if it were the target."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        kind = DoesNotFit if isinstance(error, DoesNotFit) else ValueError
+        problem = str(error).removeprefix("model: ")
+        raise kind(f"draft_model: {problem if path in problem else f'{path}: {problem}'}") from error

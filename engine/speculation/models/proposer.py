@@ -35,6 +35,8 @@ from engine.speculation.models.room import Room
 from engine.speculation.proposer import Ask, Proposer
 
 CATCH_UP_TOKENS = 256  # in one call, over all sequences
+LEAST_AHEAD = 0.2
+"""A guess of the inner proposer that is wrong costs a row of a pass, one that is right saves a pass."""
 
 
 class ModelDraft:
@@ -56,7 +58,7 @@ class ModelDraft:
         inner: Proposer | None = None,
         catch_up_tokens: int = CATCH_UP_TOKENS,
     ) -> None:
-        """`eos_token_ids`: the target's. `max_context`: tokens that the model can see. `inner` guesses chains for the model."""
+        """`eos_token_ids`: the target's. `max_context`: tokens that the model can see. `inner` guesses for the model."""
         self.name = name
         self.kv = kv
         self._model = model
@@ -116,9 +118,9 @@ class ModelDraft:
         able = [course for course in courses if course.depth > 1 and course.is_unconstrained]
         if self._inner is None or not able:
             return
-        asks = [Ask(course.sequence, course.depth - 1, course.depth - 1) for course in able]
+        asks = [Ask(course.sequence, course.depth - 1, 2 * (course.depth - 1), LEAST_AHEAD) for course in able]
         for course, draft in zip(able, self._inner.propose(asks), strict=True):
-            course.ahead = draft.token_ids if draft.is_chain else ()
+            course.ahead = draft.token_ids[: len(draft.branches[0])] if draft else ()
 
     def _forward(self, chunks: list[Chunk]) -> Tensor:
         kv = self.kv.tensor

@@ -45,9 +45,7 @@ def self_draft(
 ) -> ModelDraft:
     """`kv`: the target's pool, whose owner `room` asks for slots. Raises ValueError for a number of layers that is no part of
     the model's."""
-    most = model.config.num_layers - 1
-    if not 1 <= num_layers <= most:
-        raise ValueError(f"self_draft_layers: {num_layers} is not allowed; give 1 to {most}: the model has {most + 1} layers")
+    check_num_layers(num_layers, model.config)
     return ModelDraft(
         name,
         model.first_layers(num_layers),
@@ -58,3 +56,12 @@ def self_draft(
         max_context=max_context,
         inner=inner,
     )
+
+
+def check_num_layers(num_layers: int, model: ModelConfig) -> None:
+    """Raises ValueError unless it is a part of the model's."""
+    most = model.num_layers - 1
+    if most < 1:
+        raise ValueError("self_draft_layers: the model has one layer, which is all of it; let somebody else guess")
+    if not 1 <= num_layers <= most:
+        raise ValueError(f"self_draft_layers: {num_layers} is not allowed; give 1 to {most}: the model has {most + 1} layers")

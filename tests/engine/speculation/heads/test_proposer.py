@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from engine.noise import gumbel
 from engine.sampling import Sampler, SampleRow
 from engine.sequence import Sequence
 from engine.speculation.draft import NOTHING, Draft, Verified
@@ -69,14 +70,15 @@ def test_a_chain_is_drawn_as_the_model_draws(way: dict[str, object]) -> None:
     assert draft.proposer == proposer.name == "heads"
 
 
-def test_chances_are_probabilities_at_the_temperature() -> None:
+def test_chances_are_probabilities_given_the_noise() -> None:
     proposer, maths = make_proposer(), TorchHeads(make_heads(), make_embedding())
     logits = maths.score(maths.advance(0, maths.begin([hidden_of(0)]), [13])).logits[0]
     for temperature in (0.0, 0.7, 1e-9):
-        [draft] = proposer.propose([Ask(taught(proposer, 0, temperature=temperature), 1, 1)])
+        sequence = taught(proposer, 0, temperature=temperature, seed=3)
+        [draft] = proposer.propose([Ask(sequence, 1, 1)])
         at = maths.heads.token_ids.tolist().index(draft.token_ids[0])
-        heat = 1.0 if temperature == 0.0 else temperature
-        assert draft.chances[0] == pytest.approx(float(((logits - logits.max()) / heat).softmax(-1)[at]), rel=1e-4)
+        noise = gumbel(3, 0, len(sequence.output), maths.heads.token_ids)
+        assert draft.chances[0] == pytest.approx(float((logits + temperature * noise).softmax(-1)[at]), rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["recurrent", "medusa"])

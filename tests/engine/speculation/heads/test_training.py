@@ -16,7 +16,8 @@ from benchmarks.spec.train_heads_prompts import TOPICS, requests
 from engine.config import EngineConfig
 from engine.noise import gumbel
 from engine.speculation.heads.reference import TorchHeads, begin_states
-from engine.speculation.heads.weights import load_heads
+from engine.speculation.heads.weights import FILE, load_heads
+from engine.speculation.setup import heads_path, proposer_names
 from engine.weights.loader import load_model
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
 
@@ -139,3 +140,15 @@ class TestTrainHeads:
     def test_a_model_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(SystemExit, match=r"train_heads: .*none"):
             train_heads.main(["--model", str(tmp_path / "none"), "--out", str(tmp_path / "out"), "--small"])
+
+    def test_where_nothing_can_be_written_is_said_before_anything_is_computed(self, model: Path, tmp_path: Path) -> None:
+        for out, message in ((tmp_path, "is a folder; give the file"), (model / "config.json" / "heads", "cannot be")):
+            with pytest.raises(SystemExit, match=f"train_heads: --out: .*{message}"):
+                train_heads.main(["--model", str(model), "--out", str(out), "--small", "--data", str(tmp_path / "data")])
+            assert not (tmp_path / "data").exists()
+
+    def test_the_file_is_where_an_engine_looks(self, model: Path) -> None:
+        train_heads.main(["--model", str(model), "--small", "--depth", "2", "--width", "32"])
+        assert heads_path(EngineConfig(str(model))) == model / FILE
+        assert proposer_names(EngineConfig(str(model), speculation="auto")) == ("prompt_lookup", "heads")
+        (model / FILE).unlink()

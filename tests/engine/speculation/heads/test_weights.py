@@ -72,7 +72,9 @@ def put(name: str, value: Any) -> Callable[[dict[str, Any], dict[str, str]], Non
         (put("hidden_size", "-3"), "hidden_size: '-3' is not a count"),
         (put("hidden_size", "64"), "norm: shape (32,) instead of (64,)"),
         (drop("depth"), "depth: '' is not a count"),
-        (put("depth", "0"), "depth: 0; it must be at least 1"),
+        (put("depth", "0"), "depth: 0; it must be 1 to 64"),
+        (put("depth", "65"), "depth: 65; it must be 1 to 64"),
+        (put("depth", "9" * 5000), "depth: '99999999999999999999' is not a count"),
         (put("kind", "medusa"), "blocks.1.mix: missing"),
         (drop("blocks.0.gate"), "blocks.0.gate: missing"),
         (drop("token_ids"), "token_ids: missing"),
@@ -89,7 +91,7 @@ def test_what_is_wrong_is_named(path: Path, change: Callable[[dict[str, Any], di
     rewrite(path, change)
     with pytest.raises(BadHeads) as raised:
         load_heads(path)
-    assert str(raised.value).startswith(f"draft heads {path}: {message}")
+    assert str(raised.value).startswith(f"draft_heads: {path}: {message}")
 
 
 def test_a_file_that_is_missing_or_cut_off(path: Path, tmp_path: Path) -> None:

@@ -161,9 +161,12 @@ def test_a_draft_preempts_nobody(models: Models, kind: str) -> None:
         assert engine.stats().num_preemptions == 0
 
 
-@pytest.mark.parametrize("speculation", ["draft_model", "self_draft", "auto"])
-def test_by_name(models: Models, speculation: str) -> None:
-    """As an engine is told in its configuration. Whether the proposer is asked again is a matter of time, so not how often."""
+@pytest.mark.parametrize(
+    ("speculation", "names"),
+    [("draft_model", ["draft_model"]), ("self_draft", ["self_draft"]), ("auto", ["prompt_lookup", "draft_model", "self_draft"])],
+)
+def test_by_name(models: Models, speculation: str, names: list[str]) -> None:
+    """As an engine is told in its configuration, whatever guessing costs."""
     native = "native" in models.target.numeric_mode
     config = EngineConfig(
         model=str(models.folder),
@@ -175,7 +178,13 @@ def test_by_name(models: Models, speculation: str) -> None:
         speculation=speculation,
         draft_model=str(models.other_folder),
         self_draft_layers=1,
+        draft_length=LENGTH,
     )
     engine = open_engine(config, models.target)
     expected = answers(engine_of(models.target), varied_requests())
     assert answers(engine, varied_requests()) == expected
+    assert engine.speculator is not None
+    assert [proposer.name for proposer in engine.speculator._proposers] == names
+    by_proposer = engine.speculator.tally.stats().by_proposer
+    assert set(by_proposer) <= set(names)
+    assert sum(sum(counts.verified) for counts in by_proposer.values()) > 40

@@ -74,6 +74,14 @@ def test_a_shorter_context(folder: Path, loaded: LoadedModel, tmp_path: Path) ->
     assert load_draft_model(str(near), target_of(folder, loaded, max_context=128)).config.max_context == 128
 
 
+def test_what_is_wrong_with_its_weights_is_not_said_of_the_model(folder: Path, loaded: LoadedModel, tmp_path: Path) -> None:
+    other = make_tiny_model(tmp_path)
+    [weights] = other.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=f"^draft_model: {weights} cannot be read"):
+        load_draft_model(str(other), target_of(folder, loaded))
+
+
 def test_no_such_model(folder: Path, loaded: LoadedModel, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"draft_model: .*/none does not exist; give a model folder or a \.gguf file"):
         load_draft_model(str(tmp_path / "none"), target_of(folder, loaded))

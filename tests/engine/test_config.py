@@ -1,0 +1,41 @@
+"""What an engine is told is checked before anything is loaded, and every error names the field."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.config import MAX_DRAFT_TOKENS, PROPOSERS, EngineConfig, named_proposers
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"speculation": "oracle"}, "speculation: 'oracle' is not known; give auto or none alone, or some of prompt_lookup, "),
+        ({"speculation": "prompt_lookup,auto"}, "speculation: 'auto' is not known; give auto or none alone"),
+        ({"speculation": "heads, ,retrieval"}, "speculation: '' is not known"),
+        ({"speculation": ""}, "speculation: '' is not known"),
+        ({"max_draft_tokens": 0}, "max_draft_tokens: 0 is less than 1"),
+        ({"max_draft_tokens": 65}, "max_draft_tokens: 65 is more than 64; give at most that"),
+        ({"self_draft_layers": -1}, "self_draft_layers: -1 is less than 0"),
+        ({"draft_length": -1}, "draft_length: -1 is less than 0"),
+        (
+            {"draft_length": 17},
+            "draft_length: 17 is more than max_draft_tokens, 16; give at most that, or raise max_draft_tokens",
+        ),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        EngineConfig("model", **settings).validate()  # type: ignore[arg-type]
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize("speculation", ["auto", "none", *PROPOSERS, ",".join(PROPOSERS)])
+def test_settings_that_can(speculation: str) -> None:
+    EngineConfig("model", speculation=speculation).validate()
+    EngineConfig("model", speculation=speculation, max_draft_tokens=MAX_DRAFT_TOKENS, draft_length=MAX_DRAFT_TOKENS).validate()
+
+
+def test_each_name_counts_once() -> None:
+    assert named_proposers("heads, retrieval ,heads") == ("heads", "retrieval")
+    assert named_proposers("auto") == named_proposers("none") == ()
