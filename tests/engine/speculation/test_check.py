@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -69,7 +70,7 @@ def test_else_the_weights_are_read(folder: Path) -> None:
 
 
 def _other_size(draft: Path) -> None:
-    change(draft / "config.json", lambda content: content.update(vocab_size=400))
+    change(draft / "config.json", lambda content: content.__setitem__("vocab_size", 400))
 
 
 def _other_tokens(draft: Path) -> None:
@@ -88,7 +89,7 @@ def _no_config(draft: Path) -> None:
     (draft / "config.json").unlink()
 
 
-def change(path: Path, how: Callable[[dict[str, dict[str, dict[str, int]]]], object]) -> None:
+def change(path: Path, how: Callable[[dict[str, Any]], object]) -> None:
     content = json.loads(path.read_text())
     how(content)
     path.write_text(json.dumps(content))
