@@ -68,15 +68,21 @@ def _compared(
 ) -> Iterator[Figure]:
     """In batches, then alone, where the prompts are in the prefix cache and answers are shorter: enough for some drafts each."""
     for batch in (MOST_SEQS, 1):
+        before, how = counts(guessed(engine)), "alone" if batch == 1 else f"batches of {batch}"
         for kind, tasks in kinds.items():
             asked, expected = (tasks, wanted[kind]) if batch > 1 else (_short(tasks), _firsts(wanted[kind]))
-            before, started_s = counts(guessed(engine)), time.perf_counter()
+            so_far, started_s = counts(guessed(engine)), time.perf_counter()
             got = answers(engine, asked, batch, scripted, wanted[kind])
-            verified, kept = (now - then for now, then in zip(counts(guessed(engine)), before, strict=True))
-            check_evidence(f"{name}, {kind}", verified, kept, may_be_right=may_be_right)
-            how = "alone" if batch == 1 else f"batches of {batch}"
+            verified, kept = _since(so_far, engine)
             say(f"{name}, {kind}, {how}: {time.perf_counter() - started_s:.1f} s")
             yield _counted(f"{kind}: {name}, {how} ({kept} of {verified} kept)", got, expected)
+        check_evidence(f"{name}, {how}", *_since(before, engine), may_be_right=may_be_right)
+
+
+def _since(before: tuple[int, int], engine: Engine) -> tuple[int, int]:
+    """Drafted tokens that were verified and kept since then."""
+    verified, kept = counts(guessed(engine))
+    return verified - before[0], kept - before[1]
 
 
 def check_evidence(name: str, verified: int, kept: int, *, may_be_right: bool) -> None:
