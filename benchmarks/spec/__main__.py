@@ -119,7 +119,10 @@ class Parts:
         return [task.prompt for task in self.workloads["prose"][:2]]
 
     async def _mesh_figures(self) -> list[Figure]:
-        return [figure async for figure in mesh.mesh_figures(self.folder, self.prompts, self.equal_guesses, self.bench)]
+        # Lookahead guesses from guesses that were verified: prompt lookup's.
+        guesses = [guess for guess in self.equal_guesses if guess.name not in ("lookahead", "prompt_lookup,retrieval")]
+        guesses.append(Guess("prompt_lookup,lookahead", "prompt_lookup,lookahead", {}))
+        return [figure async for figure in mesh.mesh_figures(self.folder, self.prompts, guesses, self.bench)]
 
 
 def main() -> None:

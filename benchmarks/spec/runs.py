@@ -93,9 +93,9 @@ def guessed(engine: Engine) -> SpeculationStats:
     return SpeculationStats() if engine.speculator is None else engine.speculator.tally.stats()
 
 
-def counts(stats: SpeculationStats) -> tuple[int, int]:
-    """Drafted tokens that were verified, and those of them that were kept."""
-    each = stats.by_proposer.values()
+def counts(stats: SpeculationStats, proposer: str | None = None) -> tuple[int, int]:
+    """Drafted tokens that were verified, and those of them that were kept; of one proposer, or of all."""
+    each = [one for name, one in stats.by_proposer.items() if proposer in (None, name)]
     return sum(one.num_verified for one in each), sum(one.num_kept for one in each)
 
 

@@ -12,6 +12,8 @@ from engine.speculation.draft import NOTHING, Draft, Verified
 from engine.speculation.proposer import Ask
 
 GOLDEN = (math.sqrt(5) - 1) / 2
+LEAST_CHANCE = 0.001
+"""What is said of a wrong token: better than no draft, and worse than anybody's."""
 
 
 class Scripted:
@@ -43,7 +45,8 @@ class Scripted:
         self._at = (self._at + GOLDEN) % 1.0
         num_right = right_run(self.right, self._at)
         tokens = [token if place < num_right else (token + 1) % self._vocab_size for place, token in enumerate(answer)]
-        return Draft.chain(tokens, [self.right] * len(tokens), self.name) if tokens else NOTHING
+        chance = max(self.right, LEAST_CHANCE)
+        return Draft.chain(tokens, [chance] * len(tokens), self.name) if tokens else NOTHING
 
 
 def right_run(right: float, at: float) -> float:

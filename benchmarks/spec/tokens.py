@@ -15,13 +15,14 @@ from benchmarks.spec.runs import MOST_SEQS, Bench, Output, Task, answer, counts,
 from benchmarks.spec.scripted import Scripted
 from engine.engine import Engine
 from engine.sampling_params import SamplingParams
+from engine.speculation.ngrams.lookahead import NAME as LOOKAHEAD
+from engine.speculation.ngrams.lookahead import Lookahead
 
 NUM_BATCHED, NUM_ALONE = 24, 8
 """Tokens of an answer."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_BATCHED)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=NUM_BATCHED)
 DRAFT = 4
-WRONG, RIGHT = "always wrong", "always right"
 Kinds = Mapping[str, Sequence[Task]]
 Outputs = list[Output]
 
@@ -33,6 +34,23 @@ class Guess:
     name: str
     speculation: str
     settings: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Way:
+    """An engine that guesses. `script`: who is told the answers before; `counted`: the proposer whose guesses are to be verified
+    for a run to show anything, else anybody's."""
+
+    name: str
+    engine: Engine
+    script: Scripted | None = None
+    may_be_right: bool = True
+    counted: str | None = None
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Drafted tokens that were verified so far, and kept."""
+        return counts(guessed(self.engine), self.counted)
 
 
 def kinds_of(prompts: Sequence[tuple[int, ...]], others: Kinds) -> dict[str, Sequence[Task]]:
@@ -52,37 +70,40 @@ def engine_figures(bench: Bench, kinds: Kinds, guesses: Sequence[Guess]) -> Iter
     for kind, tasks in kinds.items():
         yield _counted(f"{kind}: none, alone", answers(plain, _short(tasks), 1), _firsts(wanted[kind]))
     del plain
+    for way in _ways(bench, guesses):
+        yield from _compared(way, kinds, wanted)
+
+
+def _ways(bench: Bench, guesses: Sequence[Guess]) -> Iterator[Way]:
+    """One after the other: two pools at most are open."""
     for guess in guesses:
-        engine = bench.guessing(guess.speculation, draft_length=DRAFT, **guess.settings)
-        yield from _compared(guess.name, engine, None, kinds, wanted, may_be_right=True)
-        del engine
-    for name, right in ((WRONG, 0.0), (RIGHT, 1.0)):
-        scripted = Scripted(right, DRAFT, bench.loaded.config.vocab_size)
-        engine = bench.engine([scripted], draft_length=DRAFT)
-        yield from _compared(name, engine, scripted, kinds, wanted, may_be_right=name == RIGHT)
-        del engine
+        if guess.speculation != LOOKAHEAD:
+            yield Way(guess.name, bench.guessing(guess.speculation, draft_length=DRAFT, **guess.settings))
+    vocab_size = bench.loaded.config.vocab_size
+    wrong, right = Scripted(0.0, DRAFT, vocab_size), Scripted(1.0, DRAFT, vocab_size)
+    # Lookahead guesses from guesses that were verified; by itself it begins to seldom.
+    lookahead = bench.engine([Lookahead(), wrong], draft_length=DRAFT)
+    yield Way("lookahead, where it has nothing a wrong guess", lookahead, wrong, counted=LOOKAHEAD)
+    yield Way("always wrong", bench.engine([wrong], draft_length=DRAFT), wrong, may_be_right=False)
+    yield Way("always right", bench.engine([right], draft_length=DRAFT), right)
 
 
-def _compared(
-    name: str, engine: Engine, scripted: Scripted | None, kinds: Kinds, wanted: Mapping[str, Outputs], *, may_be_right: bool
-) -> Iterator[Figure]:
+def _compared(way: Way, kinds: Kinds, wanted: Mapping[str, Outputs]) -> Iterator[Figure]:
     """In batches, then alone, where the prompts are in the prefix cache and answers are shorter: enough for some drafts each."""
     for batch in (MOST_SEQS, 1):
-        before, how = counts(guessed(engine)), "alone" if batch == 1 else f"batches of {batch}"
+        before, how = way.counts, "alone" if batch == 1 else f"batches of {batch}"
         for kind, tasks in kinds.items():
             asked, expected = (tasks, wanted[kind]) if batch > 1 else (_short(tasks), _firsts(wanted[kind]))
-            so_far, started_s = counts(guessed(engine)), time.perf_counter()
-            got = answers(engine, asked, batch, scripted, wanted[kind])
-            verified, kept = _since(so_far, engine)
-            say(f"{name}, {kind}, {how}: {time.perf_counter() - started_s:.1f} s")
-            yield _counted(f"{kind}: {name}, {how} ({kept} of {verified} kept)", got, expected)
-        check_evidence(f"{name}, {how}", *_since(before, engine), may_be_right=may_be_right)
+            so_far, started_s = way.counts, time.perf_counter()
+            got = answers(way.engine, asked, batch, way.script, wanted[kind])
+            verified, kept = _since(so_far, way.counts)
+            say(f"{way.name}, {kind}, {how}: {time.perf_counter() - started_s:.1f} s")
+            yield _counted(f"{kind}: {way.name}, {how} ({kept} of {verified} kept)", got, expected)
+        check_evidence(f"{way.name}, {how}", *_since(before, way.counts), may_be_right=way.may_be_right)
 
 
-def _since(before: tuple[int, int], engine: Engine) -> tuple[int, int]:
-    """Drafted tokens that were verified and kept since then."""
-    verified, kept = counts(guessed(engine))
-    return verified - before[0], kept - before[1]
+def _since(before: tuple[int, int], now: tuple[int, int]) -> tuple[int, int]:
+    return now[0] - before[0], now[1] - before[1]
 
 
 def check_evidence(name: str, verified: int, kept: int, *, may_be_right: bool) -> None:

@@ -18,6 +18,7 @@ from benchmarks.spec.tokens import answers, check_evidence, kinds_of
 from benchmarks.spec.turns import Turns, rates, take_turns, typical
 from engine.engine import Engine
 from engine.sampling_params import SamplingParams
+from engine.speculation.ngrams.lookahead import Lookahead
 from engine.speculation.tally import ProposerStats, SpeculationStats
 from tests.support.mock_engine import VOCAB_SIZE, make_engine
 
@@ -151,6 +152,16 @@ def test_kinds_are_drawn_in_all_ways_and_no_longer_than_the_others() -> None:
     assert [task.params.greedy for tasks in kinds.values() for task in tasks] == [True, True, False, False, False]
     assert len({task.params.seed for task in kinds["sampled"]}) == 2
     assert len({task.params.max_tokens for tasks in kinds.values() for task in tasks}) == 1
+
+
+def test_a_proposer_that_begins_seldom_guesses_behind_wrong_guesses() -> None:
+    wrong = Scripted(0.0, 4, VOCAB_SIZE)
+    script = answers(make_engine(), TASKS, 5)
+    engine = make_engine(proposers=[Lookahead(), wrong], draft_length=4, num_blocks=64)
+    assert answers(engine, TASKS, 5, wrong, script) == script
+    lookahead, both = counts(guessed(engine), "lookahead"), counts(guessed(engine))
+    assert 0 < lookahead[0] < both[0]
+    assert lookahead[1] == both[1]
 
 
 def test_kept_by_depth_is_of_all_proposers() -> None:
