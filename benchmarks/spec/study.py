@@ -16,8 +16,8 @@ from engine.speculation.tally import SpeculationStats
 LENGTH = 4
 LAYERS = (8, 15, 20, 24)
 KINDS = ("prose", "copying")
-NUM_TASKS = 8
-NUM_TOKENS = 96
+NUM_TASKS = 4
+NUM_TOKENS = 64
 HEAD = (
     f"| workload | proposer | speed-up, {LENGTH} tokens always | tokens per row-step | kept by depth | drafting, ms per step |\n"
     "| --- | --- | --- | --- | --- | --- |"

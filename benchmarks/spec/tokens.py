@@ -83,7 +83,7 @@ def _ways(bench: Bench, guesses: Sequence[Guess]) -> Iterator[Way]:
     wrong, right = Scripted(0.0, DRAFT, vocab_size), Scripted(1.0, DRAFT, vocab_size)
     # Lookahead guesses from guesses that were verified; by itself it begins to seldom.
     lookahead = bench.engine([Lookahead(), wrong], draft_length=DRAFT)
-    yield Way("lookahead, where it has nothing a wrong guess", lookahead, wrong, counted=LOOKAHEAD)
+    yield Way("lookahead, beside wrong guesses", lookahead, wrong, counted=LOOKAHEAD)
     yield Way("always wrong", bench.engine([wrong], draft_length=DRAFT), wrong, may_be_right=False)
     yield Way("always right", bench.engine([right], draft_length=DRAFT), right)
 
