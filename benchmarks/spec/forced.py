@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from statistics import median
 
 from benchmarks.harness import Figure, say
-from benchmarks.spec.runs import Bench, Task, answer, guessed
+from benchmarks.spec.runs import Bench, Task, answer, guessed, of_length
 from benchmarks.spec.scripted import Scripted
 from engine.engine import Engine
 from engine.exports import LayerSignal
@@ -64,7 +64,7 @@ def forced_figures(bench: Bench, prompts: Sequence[tuple[int, ...]], rounds: int
 
 def _forced(bench: Bench, plain: Engine, tasks: list[Task], right: float, length: int, rounds: int) -> list[Figure]:
     scripted = Scripted(right, length, bench.loaded.config.vocab_size)
-    engine = bench.engine([scripted], draft_length=length, max_draft_tokens=length)
+    engine = bench.engine([scripted], **of_length(length))
     reached, allowed = [], []
     for task in tasks * rounds:
         with timed(plain) as slow_timer, timed(engine) as fast_timer:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.engine_runs import Draw, flags_of
 from benchmarks.harness import Figure, say
-from benchmarks.spec.runs import MOST_SEQS, Bench, Task
+from benchmarks.spec.runs import MOST_SEQS, Bench, Task, of_length
 from benchmarks.spec.tokens import DRAFT, NUM_ALONE, Guess, answers, check_evidence
 from pdmesh.client import AsyncClient
 from pdmesh.launcher import LocalMesh
@@ -40,7 +40,7 @@ async def mesh_figures(folder: Path, prompts: Prompts, guesses: Sequence[Guess],
     """Against one engine of this process in which nobody guesses."""
     wanted = {kind: _expected(bench, prompts, draw) for kind, draw in DRAWS.items()}
     for guess in (Guess("none", "none", {}), *guesses):
-        settings = {"speculation": guess.speculation, "draft_length": DRAFT, **guess.settings}
+        settings = {"speculation": guess.speculation, **of_length(DRAFT), **guess.settings}
         async with _mesh(folder, settings) as mesh, AsyncClient(mesh.router_addresses) as client:
             async for figure in _compared(client, guess, prompts, wanted):
                 yield figure

@@ -82,6 +82,11 @@ class Bench:
         return _closing(Engine(config, hash_block=hash_block, loaded=self.loaded))
 
 
+def of_length(length: int) -> dict[str, int]:
+    """Settings of an engine whose drafts have so many tokens, whatever they cost; no proposer is asked for more than that."""
+    return {"draft_length": length, "max_draft_tokens": length}
+
+
 def _closing(engine: Engine) -> Engine:
     """Its pool goes when it does."""
     weakref.finalize(engine, engine.kv.close)

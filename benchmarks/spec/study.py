@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness import Figure, say
-from benchmarks.spec.runs import Bench, Task, answer, guessed
+from benchmarks.spec.runs import Bench, Task, answer, guessed, of_length
 from benchmarks.spec.tokens import Guess
 from engine.engine import Engine
 from engine.speculation.tally import SpeculationStats
@@ -66,7 +66,7 @@ def study_figures(bench: Bench, workloads: Mapping[str, Sequence[Task]], guesses
         tasks = [task.shorter(NUM_TOKENS) for task in workloads[kind][:NUM_TASKS]]
         for guess in guesses:
             rows.append(
-                _row(kind, guess.name, bench, bench.guessing(guess.speculation, draft_length=LENGTH, **guess.settings), tasks)
+                _row(kind, guess.name, bench, bench.guessing(guess.speculation, **of_length(LENGTH), **guess.settings), tasks)
             )
             say(str(rows[-1]))
             yield from rows[-1].figures()

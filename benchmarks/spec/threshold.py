@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from benchmarks.harness import Figure, say
-from benchmarks.spec.runs import Bench, Task, as_many, groups
+from benchmarks.spec.runs import Bench, Task, as_many, groups, of_length
 from benchmarks.spec.turns import rates, warm
 from engine.engine import Engine
 
@@ -39,7 +39,7 @@ def _measured(bench: Bench, some: Sequence[Sequence[Task]], rounds: int) -> dict
 
 def _engines(bench: Bench, some: Sequence[Sequence[Task]]) -> dict[str, Engine]:
     engines = {THRESHOLD: bench.guessing("auto")}
-    engines |= {f"fixed {length}": bench.guessing("auto", draft_length=length) for length in LENGTHS}
+    engines |= {f"fixed {length}": bench.guessing("auto", **of_length(length)) for length in LENGTHS}
     for engine in engines.values():
         for group in some:
             if len(group) > 1:  # alone, a prompt is over before the clock starts

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.harness import Figure, say
-from benchmarks.spec.runs import MOST_SEQS, Bench, Output, Task, answer, counts, groups, guessed
+from benchmarks.spec.runs import MOST_SEQS, Bench, Output, Task, answer, counts, groups, guessed, of_length
 from benchmarks.spec.scripted import Scripted
 from engine.engine import Engine
 from engine.sampling_params import SamplingParams
@@ -78,14 +78,14 @@ def _ways(bench: Bench, guesses: Sequence[Guess]) -> Iterator[Way]:
     """One after the other: two pools at most are open."""
     for guess in guesses:
         if guess.speculation != LOOKAHEAD:
-            yield Way(guess.name, bench.guessing(guess.speculation, draft_length=DRAFT, **guess.settings))
+            yield Way(guess.name, bench.guessing(guess.speculation, **of_length(DRAFT), **guess.settings))
     vocab_size = bench.loaded.config.vocab_size
     wrong, right = Scripted(0.0, DRAFT, vocab_size), Scripted(1.0, DRAFT, vocab_size)
     # Lookahead guesses from guesses that were verified; by itself it begins to seldom.
-    lookahead = bench.engine([Lookahead(), wrong], draft_length=DRAFT)
+    lookahead = bench.engine([Lookahead(), wrong], **of_length(DRAFT))
     yield Way("lookahead, beside wrong guesses", lookahead, wrong, counted=LOOKAHEAD)
-    yield Way("always wrong", bench.engine([wrong], draft_length=DRAFT), wrong, may_be_right=False)
-    yield Way("always right", bench.engine([right], draft_length=DRAFT), right)
+    yield Way("always wrong", bench.engine([wrong], **of_length(DRAFT)), wrong, may_be_right=False)
+    yield Way("always right", bench.engine([right], **of_length(DRAFT)), right)
 
 
 def _compared(way: Way, kinds: Kinds, wanted: Mapping[str, Outputs]) -> Iterator[Figure]:
