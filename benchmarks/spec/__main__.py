@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,31 +14,38 @@ from pathlib import Path
 from benchmarks import parts
 from benchmarks.harness import RESULTS, Figure, say
 from benchmarks.router.results import save_to
-from benchmarks.spec import curve, speed, tokens
+from benchmarks.spec import curve, forced, gain, mesh, safety, study, threshold, tokens
 from benchmarks.spec.prompts import varied_prompts
 from benchmarks.spec.runs import Bench, Task
-from benchmarks.spec.workloads import WORKLOADS, jobs
+from benchmarks.spec.tokens import Guess
+from benchmarks.spec.workloads import WORKLOADS, Job, jobs
 from engine.speculation.heads.weights import FILE
 from engine.speculation.setup import heads_path
 from pdmesh.models import DEFAULT_MODEL, ensure_model
+from text.grammar import GrammarCompiler
 from text.tokenizer import Tokenizer
 
 PATH = RESULTS / "spec.json"
 NUM_JOBS = 36
 """Of each workload: so many are different texts."""
+NUM_OTHER = 24
+"""Of the workloads that are drawn in other ways: so many are compared token by token."""
 SELF_DRAFT_LAYERS = 24
+PARTS = ("tokens", "mesh", "curve", "forced", "gain", "safety", "threshold", "study")
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What the parts share. `quick`: to see that all work, in short."""
+    """What the parts share. `quick`: to see that all work, in short. `num_prompts`: of the varied ones, those that are compared
+    token by token."""
 
     folder: Path
+    num_prompts: int
     quick: bool
 
     @cached_property
     def bench(self) -> Bench:
-        return Bench(self.folder, self_draft_layers=SELF_DRAFT_LAYERS)
+        return Bench(self.folder)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -49,54 +56,86 @@ class Parts:
         return {kind: self._tasks(kind) for kind in WORKLOADS}
 
     def _tasks(self, kind: str) -> list[Task]:
+        return [self._task(job) for job in jobs(kind, 2 if self.quick else NUM_JOBS, self.tokenizer.encode)]
+
+    def _task(self, job: Job) -> Task:
         encode = self.tokenizer.encode
-        return [Task(tuple(encode(job.prompt)), job.params) for job in jobs(kind, 2 if self.quick else NUM_JOBS, encode)]
+        grammar = self._grammars.compile("json_schema", job.schema) if job.schema else None
+        return Task(tuple(encode(job.prompt)), job.params, grammar, tuple(encode(job.right)))
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        config = self.bench.loaded.config
+        return GrammarCompiler(self.tokenizer.to_json(), config.vocab_size, config.eos_token_ids)
 
     @cached_property
     def prompts(self) -> list[tuple[int, ...]]:
-        prompts = varied_prompts()[:: 25 if self.quick else 1]
-        return [tuple(self.tokenizer.encode(prompt.text)) for prompt in prompts]
+        """Of all kinds, however few are wanted."""
+        prompts = varied_prompts()
+        wanted = prompts[:: max(1, len(prompts) // (8 if self.quick else self.num_prompts))]
+        return [tuple(self.tokenizer.encode(prompt.text)) for prompt in wanted]
 
     @cached_property
-    def names(self) -> list[str]:
-        """Of proposers and their combinations; heads only where some are trained."""
-        names = ["auto", "prompt_lookup", "retrieval", "lookahead", "self_draft", "prompt_lookup,retrieval"]
+    def guesses(self) -> list[Guess]:
+        """Proposers and combinations whose worth is measured; heads only where some are trained."""
+        names = ("auto", "prompt_lookup", "retrieval", "lookahead", "prompt_lookup,retrieval")
+        found = [Guess(name, name, {}) for name in names]
+        found.append(Guess("self_draft", "self_draft", {"self_draft_layers": SELF_DRAFT_LAYERS}))
         if heads_path(self.bench.config) is None:
             say(f"heads: skipped: there is no {FILE} beside the model; make train-heads")
-            return names
-        return [*names, "heads"]
+            return found
+        return [*found, Guess("heads", "heads", {})]
 
     @property
-    def rounds(self) -> int:
-        return 1 if self.quick else 3
+    def equal_guesses(self) -> list[Guess]:
+        """And a draft model. No other model of the same vocabulary is at hand: as fast as the target, it is worth nothing, and
+        nearly always right."""
+        return [*self.guesses, Guess("draft_model (the model itself)", "draft_model", {"draft_model": str(self.folder)})]
+
+    @property
+    def equal_kinds(self) -> dict[str, Sequence[Task]]:
+        kinds = ("penalties, min-p", "logprobs", "JSON schema")
+        return tokens.kinds_of(self.prompts, {kind: self.workloads[kind][:NUM_OTHER] for kind in kinds})
+
+    def rounds(self, count: int) -> int:
+        return 1 if self.quick else count
 
     def figures(self, part: str) -> parts.Measured:
-        names, workloads = self.names, self.workloads
-        measures: Mapping[str, Callable[[], parts.Measured]] = {
-            "tokens": lambda: tokens.engine_figures(self.bench, self.prompts, names),
-            "mesh": lambda: tokens.mesh_figures(self.folder, self.prompts, ["prompt_lookup", "auto"], self.bench),
+        if part == "mesh":
+            return self._mesh_figures()
+        measures: Mapping[str, Callable[[], Iterable[Figure]]] = {
+            "tokens": lambda: tokens.engine_figures(self.bench, self.equal_kinds, self.equal_guesses),
             "curve": lambda: curve.cost_figures(self.bench),
-            "forced": lambda: curve.forced_figures(self.bench, [task.prompt for task in workloads["prose"][:3]], self.rounds),
-            "gain": lambda: speed.gain_figures(self.bench, workloads, names, self.rounds),
-            "safety": lambda: speed.safety_figures(self.bench, workloads, self.rounds),
-            "threshold": lambda: speed.threshold_figures(self.bench, workloads["mixed"], self.rounds),
+            "forced": lambda: forced.forced_figures(self.bench, self._forced_prompts, self.rounds(3)),
+            "gain": lambda: gain.gain_figures(self.bench, self.workloads, self.guesses),
+            "safety": lambda: safety.safety_figures(self.bench, self.workloads, self.rounds(8)),
+            "threshold": lambda: threshold.threshold_figures(self.bench, self.workloads["mixed"], self.rounds(3)),
+            "study": lambda: study.study_figures(self.bench, self.workloads, study.guesses_to_study(self.guesses)),
         }
-        return measures[part]()
+        return list(measures[part]())
 
+    @property
+    def _forced_prompts(self) -> list[tuple[int, ...]]:
+        return [task.prompt for task in self.workloads["prose"][:2]]
 
-PARTS = ("tokens", "mesh", "curve", "forced", "gain", "safety", "threshold")
+    async def _mesh_figures(self) -> list[Figure]:
+        # Lookahead guesses from guesses that were verified: prompt lookup's.
+        guesses = [guess for guess in self.equal_guesses if guess.name not in ("lookahead", "prompt_lookup,retrieval")]
+        guesses.append(Guess("prompt_lookup,lookahead", "prompt_lookup,lookahead", {}))
+        return [figure async for figure in mesh.mesh_figures(self.folder, self.prompts, guesses, self.bench)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spec", description=__doc__)
     parser.add_argument("--only", default="", help=f"of {','.join(PARTS)}")
+    parser.add_argument("--prompts", type=int, default=200, help="so many of the 200 varied prompts, in tokens and mesh")
     parser.add_argument("--quick", action="store_true", help="to see that all work, in short; no results are written")
     arguments = parser.parse_args()
     try:
         names = parts.chosen(arguments.only, PARTS)
     except ValueError as error:
         parser.error(str(error))
-    shared = Parts(ensure_model(DEFAULT_MODEL, say), arguments.quick)
+    shared = Parts(ensure_model(DEFAULT_MODEL, say), max(1, arguments.prompts), arguments.quick)
     sys.exit(parts.told(parts.run(names, shared.figures, _forget if arguments.quick else _save)))
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 
-from benchmarks.harness import say
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.grammar import Grammar
+from engine.outputs import StepResult, TokenLogprobs
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.speculation.proposer import Proposer
+from engine.speculation.tally import SpeculationStats
 from engine.weights.loader import LoadedModel, load_model
 from text.block_hash import hash_block
 
@@ -24,17 +25,36 @@ Opened = Callable[[], Engine]
 
 @dataclass(frozen=True)
 class Task:
-    """One request: token ids and how to sample."""
+    """One request: token ids and how to sample. `right`: the answer to a task that has one."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
+    grammar: Grammar | None = None
+    right: tuple[int, ...] = ()
+
+    def shorter(self, max_tokens: int) -> Task:
+        """With at most so many tokens to answer."""
+        return replace(self, params=replace(self.params, max_tokens=min(max_tokens, self.params.max_tokens)))
+
+
+@dataclass
+class Output:
+    """What one request was answered: two that are equal are so bit for bit, log-probabilities too."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def first(self, count: int) -> Output:
+        return Output(self.token_ids[:count], self.logprobs[:count])
 
 
 @dataclass(frozen=True)
 class Answered:
-    """`decode_s`: from the step in which the last request got its first token to the end; `num_tokens` drawn in that time."""
+    """`total_s`: from the first step to the end. `decode_s`: from the step in which the last request got its first token to the
+    end; `num_tokens` drawn in that time."""
 
-    outputs: dict[str, tuple[int, ...]]
+    outputs: list[Output]
+    total_s: float
     decode_s: float
     num_tokens: int
 
@@ -47,7 +67,7 @@ class Bench:
     """Loads the model once. Engines share its weights and threads, so only one of them may step at a time."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
-        fields: dict[str, object] = {"num_blocks": 3072, "max_num_seqs": MOST_SEQS, "speculation": "none", **settings}
+        fields: dict[str, object] = {"num_blocks": 4096, "max_num_seqs": MOST_SEQS, "speculation": "none", **settings}
         self.config = EngineConfig(model=str(folder), **fields)  # type: ignore[arg-type]
         self.loaded: LoadedModel = load_model(self.config)
 
@@ -62,28 +82,79 @@ class Bench:
         return _closing(Engine(config, hash_block=hash_block, loaded=self.loaded))
 
 
+def of_length(length: int) -> dict[str, int]:
+    """Settings of an engine whose drafts have so many tokens, whatever they cost; no proposer is asked for more than that."""
+    return {"draft_length": length, "max_draft_tokens": length}
+
+
 def _closing(engine: Engine) -> Engine:
     """Its pool goes when it does."""
     weakref.finalize(engine, engine.kv.close)
     return engine
 
 
+def guessed(engine: Engine) -> SpeculationStats:
+    """Since it was opened; zeros where nobody guesses."""
+    return SpeculationStats() if engine.speculator is None else engine.speculator.tally.stats()
+
+
+def counts(stats: SpeculationStats, proposer: str | None = None) -> tuple[int, int]:
+    """Drafted tokens that were verified, and those of them that were kept; of one proposer, or of all."""
+    each = [one for name, one in stats.by_proposer.items() if proposer in (None, name)]
+    return sum(one.num_verified for one in each), sum(one.num_kept for one in each)
+
+
 def answer(engine: Engine, tasks: Sequence[Task]) -> Answered:
     """All tasks at once; ids are their numbers."""
     for number, task in enumerate(tasks):
-        if not engine.add(EngineRequest(str(number), task.prompt, task.params)):
-            raise RuntimeError(f"tasks: the engine takes no more than {number} at once")
-    outputs: dict[str, list[int]] = {str(number): [] for number in range(len(tasks))}
+        _add(engine, number, task)
+    outputs = [Output() for _ in tasks]
+    begun_s = time.perf_counter()
     started_s, num_before = 0.0, 0
     while (result := engine.step()) is not None:
-        for update in result.updates:
-            outputs[update.request_id] += update.token_ids
-        if not started_s and all(outputs.values()):
-            started_s, num_before = time.perf_counter(), sum(map(len, outputs.values()))
-    decode_s = time.perf_counter() - started_s
+        _take(result, outputs)
+        if not started_s and all(output.token_ids for output in outputs):
+            started_s, num_before = time.perf_counter(), num_drawn(outputs)
+    ended_s = time.perf_counter()
     engine.check_integrity()
-    answers = {name: tuple(tokens) for name, tokens in outputs.items()}
-    return Answered(answers, decode_s, sum(map(len, outputs.values())) - num_before)
+    return Answered(outputs, ended_s - begun_s, ended_s - started_s, num_drawn(outputs) - num_before)
+
+
+def answer_arriving(engine: Engine, tasks: Sequence[Task], batch: int) -> Answered:
+    """About `batch` tasks at a time: another one arrives whenever so many more tokens were drawn that it is due, whether or not
+    others have ended. Tokens are the clock, so that engines of any speed meet the same prompts beside the same outputs."""
+    apart = sum(task.params.max_tokens for task in tasks) / len(tasks) / batch
+    outputs: list[Output] = []
+    begun_s = time.perf_counter()
+    while len(outputs) < len(tasks) or engine.has_work:
+        while len(outputs) < len(tasks) and _is_due(len(outputs), num_drawn(outputs) / apart, engine, batch):
+            _add(engine, len(outputs), tasks[len(outputs)])
+            outputs.append(Output())
+        result = engine.step()
+        _take(result, outputs)
+    total_s = time.perf_counter() - begun_s
+    engine.check_integrity()
+    return Answered(outputs, total_s, total_s, num_drawn(outputs))
+
+
+def _is_due(number: int, clock: float, engine: Engine, batch: int) -> bool:
+    """The first half of a batch at once; then one by one. An engine that has nothing to do is given the next."""
+    return clock >= number - batch // 2 or not engine.has_work
+
+
+def _add(engine: Engine, number: int, task: Task) -> None:
+    if not engine.add(EngineRequest(str(number), task.prompt, task.params, grammar=task.grammar)):
+        raise RuntimeError(f"tasks: the engine takes no more than {number} at once")
+
+
+def _take(result: StepResult | None, outputs: Sequence[Output]) -> None:
+    for update in result.updates if result else ():
+        outputs[int(update.request_id)].token_ids += update.token_ids
+        outputs[int(update.request_id)].logprobs += update.logprobs
+
+
+def num_drawn(outputs: Sequence[Output]) -> int:
+    return sum(len(output.token_ids) for output in outputs)
 
 
 def groups(tasks: Sequence[Task], batch: int) -> Iterator[Sequence[Task]]:
@@ -92,32 +163,6 @@ def groups(tasks: Sequence[Task], batch: int) -> Iterator[Sequence[Task]]:
         yield tasks[first : first + batch]
 
 
-def speeds(engines: Mapping[str, Engine], tasks: Sequence[Task], batch: int, rounds: int) -> dict[str, float]:
-    """Tokens per second of each engine over all tasks, `batch` at a time: the engines take turns at every group, the order turned
-    round by round; medians over the rounds. Raises AssertionError when two engines answer differently."""
-    found: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(rounds):
-        names = list(engines) if number % 2 == 0 else [*engines][::-1]
-        total = {name: [0.0, 0] for name in names}
-        for group in groups(tasks, batch):
-            answers = {name: answer(engines[name], group) for name in names}
-            first, *others = answers.values()
-            assert all(other.outputs == first.outputs for other in others), "engines draw different tokens"
-            for name, answered in answers.items():
-                total[name][0] += answered.decode_s
-                total[name][1] += answered.num_tokens
-        for name, (seconds, tokens) in total.items():
-            found[name].append(tokens / seconds)
-        rates = "  ".join(f"{name} {values[-1]:.0f}/s" for name, values in found.items())
-        say(f"round {number + 1}/{rounds} batch {batch}  {rates}")
-    return {name: median(values) for name, values in found.items()}
-
-
-def ratio(over: Opened, under: Opened, tasks: Sequence[Task], batch: int, rounds: int) -> float:
-    """Tokens per second of the one to those of the other: the median of the rounds' ratios. Each round has new engines: what one
-    has learned from these very tasks is none of the next one's."""
-    ratios = []
-    for _ in range(rounds):
-        found = speeds({"over": over(), "under": under()}, tasks, batch, 1)
-        ratios.append(found["over"] / found["under"])
-    return median(ratios)
+def as_many(tasks: Sequence[Task], count: int) -> list[Task]:
+    """The first `count`, from the beginning again where there are fewer."""
+    return [tasks[number % len(tasks)] for number in range(count)]

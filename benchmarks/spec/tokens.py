@@ -1,87 +1,143 @@
-"""Item 1: whoever guesses, however wrongly, alone, batched and through a mesh of processes: no token is another one."""
+"""Item 1, in one engine: whoever guesses, however wrongly, alone and batched: no token and no log-probability is another one.
+
+Policies verify what pays and may verify nothing; here every proposer's guesses are verified DRAFT at a time, whatever they cost,
+and a run in which none was, or in which none of a proposer's came true that can be right, fails: it would prove nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from benchmarks import mesh_runs
-from benchmarks.engine_runs import Draw
-from benchmarks.equality_ways import Task as MeshTask
 from benchmarks.harness import Figure, say
-from benchmarks.spec.runs import MOST_SEQS, Bench, Task, answer, groups
+from benchmarks.spec.runs import MOST_SEQS, Bench, Output, Task, answer, counts, groups, guessed, of_length
 from benchmarks.spec.scripted import Scripted
 from engine.engine import Engine
 from engine.sampling_params import SamplingParams
+from engine.speculation.ngrams.lookahead import NAME as LOOKAHEAD
+from engine.speculation.ngrams.lookahead import Lookahead
 
-NUM_TOKENS = 48
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=NUM_TOKENS)
-PENALIZED = SamplingParams(
-    temperature=1.0, min_p=0.05, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1, max_tokens=NUM_TOKENS
-)
-DRAFT = 5
-Outputs = list[tuple[int, ...]]
-
-
-def engine_figures(bench: Bench, prompts: Sequence[tuple[int, ...]], names: Sequence[str]) -> list[Figure]:
-    """Each of the proposers, and two that know the answer, against an engine in which nobody guesses."""
-    figures = []
-    for kind, params in {"greedy": GREEDY, "sampled": SAMPLED, "penalties, min-p": PENALIZED}.items():
-        tasks = [Task(prompt, replace(params, seed=number)) for number, prompt in enumerate(prompts)]
-        expected = _answers(bench.engine(), tasks, MOST_SEQS)
-        assert _answers(bench.engine(), tasks, 1) == expected, "batching changes tokens without speculation"
-        for batch in (1, MOST_SEQS):
-            for name in names:
-                engine = bench.guessing(name)
-                figures.append(_figure(f"{kind}: {name}", engine, batch, _answers(engine, tasks, batch), expected))
-            for name, right in (("always wrong", 0.0), ("always right", 1.0)):
-                scripted = Scripted(right, DRAFT, bench.loaded.config.vocab_size)
-                engine = bench.engine([scripted], draft_length=DRAFT)
-                outputs = _answers(engine, tasks, batch, scripted, expected)
-                figures.append(_figure(f"{kind}: {name}", engine, batch, outputs, expected))
-    return figures
+NUM_BATCHED, NUM_ALONE = 24, 8
+"""Tokens of an answer."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_BATCHED)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=NUM_BATCHED)
+DRAFT = 4
+Kinds = Mapping[str, Sequence[Task]]
+Outputs = list[Output]
 
 
-async def mesh_figures(folder: Path, prompts: Sequence[tuple[int, ...]], names: Sequence[str], bench: Bench) -> list[Figure]:
-    """Through real processes, prefill and decode separated and not, against an engine in which nobody guesses."""
-    figures = []
-    for kind, draw in {"greedy": Draw(), "sampled": Draw(temperature=0.8, seed=20_26)}.items():
-        tasks = [Task(prompt, draw.params(NUM_TOKENS)) for prompt in prompts]
-        expected = _answers(bench.engine(), tasks, MOST_SEQS)
-        for name in names:
-            async with MeshTask(folder, prompts, draw, NUM_TOKENS, {"speculation": name}).mesh("--kv-memory-mb", "512") as mesh:
-                for mode in ("remote", "local"):
-                    streams = await mesh_runs.run(mesh.router_addresses, prompts, draw, NUM_TOKENS, mode=mode, together=True)
-                    outputs = [tuple(tokens) for tokens in mesh_runs.tokens(streams)]
-                    figures.append(_counted(f"{kind}: {name}, mesh, {mode}", outputs, expected))
-    return figures
+@dataclass(frozen=True)
+class Guess:
+    """One way to guess. `settings`: of the engine's configuration."""
+
+    name: str
+    speculation: str
+    settings: Mapping[str, object]
 
 
-def _answers(
-    engine: Engine, tasks: Sequence[Task], batch: int, scripted: Scripted | None = None, script: Outputs | None = None
+@dataclass(frozen=True)
+class Way:
+    """An engine that guesses. `script`: who is told the answers before; `counted`: the proposer whose guesses are to be verified
+    for a run to show anything, else anybody's."""
+
+    name: str
+    engine: Engine
+    script: Scripted | None = None
+    may_be_right: bool = True
+    counted: str | None = None
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Drafted tokens that were verified so far, and kept."""
+        return counts(guessed(self.engine), self.counted)
+
+
+def kinds_of(prompts: Sequence[tuple[int, ...]], others: Kinds) -> dict[str, Sequence[Task]]:
+    """All prompts greedy and sampled, and the workloads that are drawn in other ways."""
+    drawn = {"greedy": GREEDY, "sampled": SAMPLED}
+    of_prompts = {
+        kind: [Task(prompt, replace(params, seed=number)) for number, prompt in enumerate(prompts)]
+        for kind, params in drawn.items()
+    }
+    return {**of_prompts, **{kind: [task.shorter(NUM_BATCHED) for task in tasks] for kind, tasks in others.items()}}
+
+
+def engine_figures(bench: Bench, kinds: Kinds, guesses: Sequence[Guess]) -> Iterator[Figure]:
+    """Each way to guess, and two that know the answer, against an engine in which nobody does."""
+    plain = bench.engine()
+    wanted = {kind: answers(plain, tasks, MOST_SEQS) for kind, tasks in kinds.items()}
+    for kind, tasks in kinds.items():
+        yield _counted(f"{kind}: none, alone", answers(plain, _short(tasks), 1), _firsts(wanted[kind]))
+    del plain
+    for way in _ways(bench, guesses):
+        yield from _compared(way, kinds, wanted)
+
+
+def _ways(bench: Bench, guesses: Sequence[Guess]) -> Iterator[Way]:
+    """One after the other: two pools at most are open."""
+    for guess in guesses:
+        if guess.speculation != LOOKAHEAD:
+            yield Way(guess.name, bench.guessing(guess.speculation, **of_length(DRAFT), **guess.settings))
+    vocab_size = bench.loaded.config.vocab_size
+    wrong, right = Scripted(0.0, DRAFT, vocab_size), Scripted(1.0, DRAFT, vocab_size)
+    # Lookahead guesses from guesses that were verified; by itself it begins to seldom.
+    lookahead = bench.engine([Lookahead(), wrong], **of_length(DRAFT))
+    yield Way("lookahead, beside wrong guesses", lookahead, wrong, counted=LOOKAHEAD)
+    yield Way("always wrong", bench.engine([wrong], **of_length(DRAFT)), wrong, may_be_right=False)
+    yield Way("always right", bench.engine([right], **of_length(DRAFT)), right)
+
+
+def _compared(way: Way, kinds: Kinds, wanted: Mapping[str, Outputs]) -> Iterator[Figure]:
+    """In batches, then alone, where the prompts are in the prefix cache and answers are shorter: enough for some drafts each."""
+    for batch in (MOST_SEQS, 1):
+        before, how = way.counts, "alone" if batch == 1 else f"batches of {batch}"
+        for kind, tasks in kinds.items():
+            asked, expected = (tasks, wanted[kind]) if batch > 1 else (_short(tasks), _firsts(wanted[kind]))
+            so_far, started_s = way.counts, time.perf_counter()
+            got = answers(way.engine, asked, batch, way.script, wanted[kind])
+            verified, kept = _since(so_far, way.counts)
+            say(f"{way.name}, {kind}, {how}: {time.perf_counter() - started_s:.1f} s")
+            yield _counted(f"{kind}: {way.name}, {how} ({kept} of {verified} kept)", got, expected)
+        check_evidence(f"{way.name}, {how}", *_since(before, way.counts), may_be_right=way.may_be_right)
+
+
+def _since(before: tuple[int, int], now: tuple[int, int]) -> tuple[int, int]:
+    return now[0] - before[0], now[1] - before[1]
+
+
+def check_evidence(name: str, verified: int, kept: int, *, may_be_right: bool) -> None:
+    """Raises AssertionError where a run shows nothing of speculation."""
+    assert verified, f"{name}: no drafted token was verified, so equal tokens prove nothing"
+    if may_be_right:
+        assert kept, f"{name}: none of {verified} drafted tokens was kept, so equal tokens prove little"
+    else:
+        assert not kept, f"{name}: {kept} of {verified} drafted tokens were kept"
+
+
+def answers(
+    engine: Engine, tasks: Sequence[Task], batch: int, scripted: Scripted | None = None, script: Sequence[Output] = ()
 ) -> Outputs:
+    """So many tasks at a time; `script`: what the tasks answer, for who is to know."""
     outputs: Outputs = []
     whole = [*tasks, *[tasks[-1]] * (-len(tasks) % batch)]
     for group in groups(whole, batch):
-        if scripted is not None and script is not None:
-            known = script[len(outputs) :] + [script[-1]] * batch
-            scripted.answers = {str(number): known[number] for number in range(batch)}
-        answered = answer(engine, group).outputs
-        outputs += [answered[str(number)] for number in range(batch)]
+        if scripted is not None:
+            known = [*script[len(outputs) :], *[script[-1]] * batch]
+            scripted.answers = [output.token_ids for output in known[:batch]]
+        outputs += answer(engine, group).outputs
     return outputs[: len(tasks)]
 
 
-def _figure(name: str, engine: Engine, batch: int, outputs: Outputs, expected: Outputs) -> Figure:
-    assert engine.speculator is not None
-    stats = engine.speculator.tally.stats()
-    kept = sum(each.num_kept for each in stats.by_proposer.values())
-    drafted = sum(each.num_verified for each in stats.by_proposer.values())
-    return _counted(f"{name}, {'alone' if batch == 1 else f'batches of {batch}'} ({kept} of {drafted} kept)", outputs, expected)
+def _short(tasks: Sequence[Task]) -> list[Task]:
+    return [task.shorter(NUM_ALONE) for task in tasks]
 
 
-def _counted(name: str, outputs: Outputs, expected: Outputs) -> Figure:
+def _firsts(outputs: Sequence[Output]) -> Outputs:
+    return [output.first(NUM_ALONE) for output in outputs]
+
+
+def _counted(name: str, outputs: Sequence[Output], expected: Sequence[Output]) -> Figure:
     equal = sum(got == want for got, want in zip(outputs, expected, strict=True))
     say(f"{name}: {equal} of {len(expected)}")
     return Figure(name, equal, f"of {len(expected)} prompts equal", "higher", len(expected), len(expected))

@@ -1,14 +1,16 @@
-"""Named workloads to be timed: what is copied, what is invented, and both together.
+"""Named workloads to be timed: what is copied, what is invented, both together, and that drawn in other ways.
 
 Any number of jobs, the same ones every time; the first 36 are different texts, so that no batch shares its answers.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
+from benchmarks.constrained_schemas import prompt, schema
 from benchmarks.spec.prompts import chat, varied_prompts
 from benchmarks.spec.tasks import COPYING
 from benchmarks.spec.texts import CITIES, HOBBIES, THINGS, person
@@ -22,6 +24,7 @@ class Job:
     prompt: str
     params: SamplingParams
     right: str = ""  # the answer to a task that has one: how much of it came says whether the model did the task
+    schema: str = ""  # JSON: the answer is a document of it
 
 
 def copying(number: int, encode: Encode) -> Job:
@@ -78,7 +81,32 @@ def mixed(number: int, encode: Encode) -> Job:
     return Job(chosen[turn // len(kinds) % len(chosen)].text, _params(turn, 128))
 
 
-WORKLOADS: dict[str, Callable[[int, Encode], Job]] = {"copying": copying, "prose": prose, "mixed": mixed}
+def penalized(number: int, encode: Encode) -> Job:
+    """The mixed jobs, with all penalties and min-p; nothing is greedy."""
+    job = mixed(number, encode)
+    params = replace(job.params, temperature=1.0, top_p=1.0, min_p=0.05, seed=number)
+    return replace(job, params=replace(params, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1))
+
+
+def with_logprobs(number: int, encode: Encode) -> Job:
+    """The mixed jobs, with the log-probabilities of five tokens each."""
+    job = mixed(number, encode)
+    return replace(job, params=replace(job.params, logprobs=5))
+
+
+def json_schema(number: int, encode: Encode) -> Job:
+    """Objects of a schema each, by a grammar."""
+    return Job(chat(prompt(number).strip()), _params(number, 128), schema=json.dumps(schema(number)))
+
+
+WORKLOADS: dict[str, Callable[[int, Encode], Job]] = {
+    "copying": copying,
+    "prose": prose,
+    "mixed": mixed,
+    "penalties, min-p": penalized,
+    "logprobs": with_logprobs,
+    "JSON schema": json_schema,
+}
 
 
 def jobs(workload: str, count: int, encode: Encode) -> list[Job]:
