@@ -6,7 +6,9 @@ So the same token is drawn wherever and in whatever order it is drawn (Salmon et
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _MASK = 2**64 - 1
@@ -24,6 +26,23 @@ def gumbel(seed: int, choice: int, index: int, token_ids: Tensor) -> Tensor:
     bits = random_bits(seed, choice, index, token_ids)
     v = bits.to(torch.float32).add_(0.5).mul_(2.0**-32)
     return torch.log1p(v.neg_()).neg_().log_().neg_()
+
+
+def gumbel_array(seed: int, choice: int, index: int, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """`gumbel` in NumPy, up to its rounding: for estimates. Torch shares out arrays of this size over threads, which take longer
+    to wake up than to compute while those of the model's step wait for them."""
+    first, second = _keys(seed, choice, index)
+    x = (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+    x = _mix_array(_mix_array(x + np.uint64(first)) ^ np.uint64(second))
+    v = ((x >> np.uint64(32)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    with np.errstate(divide="ignore"):  # the few v that round to 1, as above
+        return -np.log(-np.log1p(-v))
+
+
+def _mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
+    return x ^ (x >> np.uint64(31))
 
 
 def random_bits(seed: int, choice: int, index: int, token_ids: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.logits import keep_min_p, keep_top_k, keep_top_p, penalize
-from engine.noise import gumbel, random_bits
+from engine.noise import gumbel, gumbel_array, random_bits
 from engine.outputs import TokenLogprobs
 from engine.sampling import SampledToken, Sampler, SampleRow
 from engine.sampling_params import SamplingParams
@@ -101,6 +101,13 @@ def test_noise_is_the_function_it_says() -> None:
 def test_noise_is_pinned() -> None:
     assert random_bits(42, 0, 0, torch.arange(4)).tolist() == [4097627741, 2785541123, 1757602773, 3614473156]
     assert torch.isfinite(gumbel(42, 0, 0, torch.arange(10_000))).all()
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**31), st.integers(0, 2**31))
+def test_noise_in_numpy_is_the_same_but_for_rounding(seed: int, choice: int, index: int) -> None:
+    ids = torch.arange(0, 200_000, 101)
+    noise = torch.from_numpy(gumbel_array(seed, choice, index, ids.numpy()))
+    torch.testing.assert_close(noise, gumbel(seed, choice, index, ids), rtol=1e-5, atol=1e-5)
 
 
 def test_noise_of_a_token_does_not_depend_on_which_others_are_asked_for() -> None:

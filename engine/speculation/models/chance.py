@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Sequence_
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.noise import gumbel
+from engine.noise import gumbel_array
 from engine.sampling import SampleRow
 
 # Tokens so much (in logits; at temperatures above 1 in proportion) below the likeliest hardly ever come near the drawn one.
@@ -37,8 +36,8 @@ def chance_of(logits: NDArray[np.float32], place: int, row: SampleRow, token_ids
     scores, own = logits[near].astype(np.float64), float(logits[place])
     if temperature:
         places = np.append(near, place)
-        tokens = torch.from_numpy(places if token_ids is None else token_ids[places])
-        noise = gumbel(row.params.seed, row.choice, row.index, tokens).numpy()
+        tokens = places if token_ids is None else token_ids[places]
+        noise = gumbel_array(row.params.seed, row.choice, row.index, tokens)
         scores, own = scores + temperature * noise[:-1], own + temperature * float(noise[-1])
     leads = own - scores[near != place]
     # What would win against the drawn token cannot be drawn: penalties, a grammar or a filter stand against it.
