@@ -25,6 +25,7 @@ MOST_SAVED = 8
 """Steps. What has not been spent for long is not spent at once."""
 SHORTEST, LONGEST = 32, 512
 """Steps without a probe."""
+RETRY = 4
 CONFIRMED = 1.1
 """A step that took so many times what was believed, or more, or so small a part, was worth making."""
 SIZES = (1, 2, 4, 8)
@@ -49,6 +50,10 @@ class Wait:
     def again(self) -> None:
         """There was no need for a probe."""
         self._left = self._length
+
+    def retry(self) -> None:
+        """There was nothing to probe with. Soon again: who runs a model is asked for a few steps in a row, and then not for long."""
+        self._left = RETRY
 
     def learned(self, ratio: float) -> None:
         """A probe took `ratio` times what was believed."""
@@ -87,15 +92,17 @@ class Probing:
         price_s = curve.step_s(load.num_rows + TRIAL_TOKENS) - curve.step_s(load.num_rows)
         return self._saved_s > TRIAL_STEPS * price_s
 
-    def pick(self, drafts: Sequence[Draft], load: Load, curve: CostCurve, asking_s: float = 0.0) -> list[Draft]:
-        """Of drafts that the policy has refused: what is verified all the same, most often nothing. `asking_s`: what it took to
-        get the drafts."""
+    def pay(self, seconds: float, plain_s: float) -> None:
+        """From what is saved; `plain_s`: a step without drafts."""
+        self._saved_s = max(-MOST_SAVED * plain_s, min(MOST_SAVED * plain_s, self._saved_s - seconds))
+
+    def pick(self, drafts: Sequence[Draft], load: Load, curve: CostCurve) -> list[Draft]:
+        """Of drafts that the policy has refused: what is verified all the same, most often nothing."""
         picked = self._trial(drafts) if self._saved_s > 0 else None
         if picked is None and self.wants_draft:
             picked = self._small(drafts, load, curve)
-            self._save(-asking_s, curve.step_s(load.num_rows))
             if picked is None:
-                self._drafted.learned(1.0)
+                self._drafted.retry()
         self._is_probe = picked is not None
         return [NOTHING] * len(drafts) if picked is None else picked
 
@@ -104,20 +111,17 @@ class Probing:
         is_probe, self._is_probe = self._is_probe, False
         if step is None:
             return
-        self._save(SHARE * step.took_s, step.plain_s)
+        self.pay(-SHARE * step.took_s, step.plain_s)
         ratio = step.took_s / step.believed_s
         if not step.has_drafts:
             self._drafted.step()
             self._plain.learned(ratio) if self._plain.is_over else self._plain.again()
         elif is_probe:
-            self._save(-max(0.0, step.took_s - step.plain_s), step.plain_s)
+            self.pay(max(0.0, step.took_s - step.plain_s), step.plain_s)
             self._drafted.learned(ratio)
         else:
             self._drafted.again()
             self._plain.step()
-
-    def _save(self, more_s: float, plain_s: float) -> None:
-        self._saved_s = max(-MOST_SAVED * plain_s, min(MOST_SAVED * plain_s, self._saved_s + more_s))
 
     def _trial(self, drafts: Sequence[Draft]) -> list[Draft] | None:
         if not any(draft.is_trial for draft in drafts):

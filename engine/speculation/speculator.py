@@ -25,7 +25,7 @@ from engine.speculation.constrained import follow
 from engine.speculation.cost_curve import CostCurve
 from engine.speculation.door import Door
 from engine.speculation.draft import NOTHING, Draft, Verified
-from engine.speculation.policy import MARGIN, Choice, Load, choose, fixed, may_pay
+from engine.speculation.policy import Choice, Load, choose, fixed, may_pay
 from engine.speculation.probing import Probing, Step
 from engine.speculation.proposer import Ask, Proposer, promise
 from engine.speculation.tally import Tally
@@ -34,7 +34,7 @@ SURE = 0.97
 """No guess has a better chance, or hardly one."""
 PATIENCE = 4
 LONGEST_REST = 8
-LOOKING = 0.01
+LOOKING = 0.004
 """After more than so many steps for which nothing was worth verifying, nobody is asked for a step, then for two, up to so many:
 looking costs a hundredth of a small model's step. Where it costs more, rests grow until it takes LOOKING of the time. Proposers
 learn from the tokens of those steps when they are asked again."""
@@ -93,7 +93,8 @@ class Speculator:
         self.curve = curve
         self._bounds, self._device, self._clock_ns = bounds, device, clock_ns
         self._proposers = [Door(proposer, bounds.vocab_size, self.tally.fault) for proposer in proposers]
-        self._free = {door.name: door for door in self._proposers if door.is_free}
+        self._free = [door for door in self._proposers if door.is_free]
+        self._makers = {door.name: door for door in self._free}
         self._dear = [Asking(door, clock_ns) for door in self._proposers if not door.is_free]
         self._probing = Probing()
         self._threshold = 0.0
@@ -129,13 +130,13 @@ class Speculator:
                     self._learn_from(piece.sequence, draw.verified, draw.hidden)
         for asking in self._dear:
             asking.learn(draws)
-        for door in self._free.values():
+        for door in self._free:
             door.forgive()
         self._correct_curve(plan, step_ns / 1e9)
 
     def _learn_from(self, sequence: Sequence, verified: Verified, hidden: Tensor | None) -> None:
         self.tally.verified(verified)
-        if verified.draft and (maker := self._free.get(verified.draft.proposer)) is not None:
+        if verified.draft and (maker := self._makers.get(verified.draft.proposer)) is not None:
             maker.judge(verified)
         for door in self._proposers:
             if door.is_open:
@@ -157,20 +158,24 @@ class Speculator:
         probes = self._may_probe(has_prompts=has_prompts)
         is_due = probes and self._probing.wants_draft
         asks = [ask for sequence in decoding if (ask := self._ask(sequence, 0.0 if is_due else self._threshold)) is not None]
-        if not asks or not (is_due or self._bounds.fixed_length or self._may_pay(load, len(asks))):
+        is_worth_it = bool(asks) and self._may_pay(load, len(asks))
+        if not asks or not (is_due or is_worth_it):
             return {}
         if probes and self._probing.affords_trial(load, self.curve):
             asks[0] = asks[0]._replace(may_try=True)
         started_ns = self._clock_ns()
-        drafts = self._propose(asks, load, is_due=is_due)
+        drafts = self._propose(asks, load, at_any_price=not is_worth_it)
+        if not is_worth_it:
+            self._probing.pay((self._clock_ns() - started_ns) / 1e9, self.curve.step_s(load.num_rows))
         choice = self._choose(asks, drafts, load, decoding)
         self._threshold = choice.threshold
         if probes and not any(choice.drafts):
-            asking_s = (self._clock_ns() - started_ns) / 1e9
-            choice = replace(choice, drafts=self._probing.pick(drafts, load, self.curve, asking_s))
+            choice = replace(choice, drafts=self._probing.pick(drafts, load, self.curve))
         return {ask.sequence: _allowed(ask.sequence, draft) for ask, draft in zip(asks, choice.drafts, strict=True) if draft}
 
     def _may_pay(self, load: Load, num_asks: int) -> bool:
+        if self._bounds.fixed_length:
+            return True
         most = min(num_asks * self._bounds.max_depth, self._bounds.max_tokens)
         return may_pay(load, self.curve, most, SURE)
 
@@ -191,17 +196,16 @@ class Speculator:
         num_prompt_tokens = self._num_prompt_tokens if has_prompts else 0
         return Load(len(decoding), num_prompt_tokens, self.curve.context_s * context)
 
-    def _propose(self, asks: list[Ask], load: Load, *, is_due: bool) -> list[Draft]:
-        """The best draft of each sequence. `is_due`: something is to be found, whatever it costs."""
+    def _propose(self, asks: list[Ask], load: Load, *, at_any_price: bool) -> list[Draft]:
+        """The best draft of each sequence."""
         best = [NOTHING] * len(asks)
-        for door in self._free.values():
+        for door in self._free:
             if door.is_open:
                 best = [max(pair, key=promise) for pair in zip(best, door.believed(door.propose(asks)), strict=True)]
-        is_due = is_due and sum(map(promise, best)) <= MARGIN * load.num_decoding
         for asking in self._dear:
             if not asking.proposer.is_open:
                 continue
-            if is_due or self._bounds.fixed_length:
+            if at_any_price or self._bounds.fixed_length:
                 best = asking.ask_all(asks, best)
             else:
                 best = asking.improve(asks, best, load, self.curve)

@@ -43,7 +43,9 @@ class Liar:
 
     wants_hidden = False
 
-    def __init__(self, right: float, claimed: float, *, price_s: float = 0.0, is_free: bool = True, depth: int = MAX_DEPTH) -> None:
+    def __init__(
+        self, right: float, claimed: float, *, price_s: float = 0.0, is_free: bool = True, depth: int = MAX_DEPTH
+    ) -> None:
         self.name = "liar"
         self.is_free = is_free
         self.right, self.claimed, self.price_s, self.depth = right, claimed, price_s, depth
