@@ -68,7 +68,7 @@ class Door:
                 self._proposer.restore(sequence, hidden)
 
     def _checked(self, ask: Ask, draft: Draft) -> Draft:
-        if not draft:
+        if not len(draft):  # raises for what is no draft at all
             return NOTHING
         if draft.proposer != self.name:
             raise ValueError(f"proposer: {draft.proposer!r} in a draft of {self.name!r}")

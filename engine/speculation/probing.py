@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.speculation.cost_curve import CostCurve
+from engine.speculation.cost_curve import OUTLIER, CostCurve
 from engine.speculation.draft import NOTHING, Draft
 from engine.speculation.policy import MARGIN, Load
 
@@ -23,7 +23,7 @@ SHARE = 0.003
 """Of the time of all steps."""
 MOST_SAVED = 8
 """Steps. What has not been spent for long is not spent at once."""
-SHORTEST, LONGEST = 32, 512
+SHORTEST, LONGEST = 32, 256
 """Steps without a probe."""
 RETRY = 4
 CONFIRMED = 1.1
@@ -52,7 +52,7 @@ class Wait:
         self._left = self._length
 
     def retry(self) -> None:
-        """There was nothing to probe with. Soon again: who runs a model is asked for a few steps in a row, and then not for long."""
+        """There was nothing to probe with. Soon again: who runs a model is asked for a few steps in a row, then for long not."""
         self._left = RETRY
 
     def learned(self, ratio: float) -> None:
@@ -113,6 +113,8 @@ class Probing:
             return
         self.pay(-SHARE * step.took_s, step.plain_s)
         ratio = step.took_s / step.believed_s
+        if not 1 / OUTLIER < ratio < OUTLIER:  # the curve will change, or has
+            self._drafted, self._plain = Wait(), Wait()
         if not step.has_drafts:
             self._drafted.step()
             self._plain.learned(ratio) if self._plain.is_over else self._plain.again()
