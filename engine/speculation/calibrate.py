@@ -130,9 +130,9 @@ class Meter:
 
 
 def in_order(rows: Iterable[int]) -> list[int]:
-    """The first ones, then the last, then what lies in the middle of the widest gap (in indices), and so on."""
+    """Of rows with 1 among them: the first ones, then the last, then what lies in the middle of the widest gap (in indices), and so on."""
     rows = sorted(rows)
-    first = [r for r in FIRST_ROWS if r in rows] or rows[:1]
+    first = [r for r in FIRST_ROWS if r in rows]
     ordered, known = list(first), {rows.index(r) for r in first}
     while len(ordered) < len(rows):
         edges = [*sorted(known), *([] if len(rows) - 1 in known else [2 * (len(rows) - 1) - max(known)])]
