@@ -33,7 +33,7 @@ class Faulty(Guesser):
 
     def __init__(self, method: str, is_free: bool) -> None:
         super().__init__(1.0, wants_hidden=True)
-        self.is_free = is_free  # type: ignore[misc]
+        self.is_free = is_free
         self._method, self._left = method, FAULTY_CALL
         self.num_after = 0
 
@@ -62,7 +62,7 @@ class Making(Guesser):
 
     def __init__(self, make: Any, is_free: bool = True) -> None:
         super().__init__(1.0)
-        self.is_free = is_free  # type: ignore[misc]
+        self.is_free = is_free
         self._make, self.num_calls = make, 0
 
     def propose(self, asks: Sequence_[Ask]) -> list[Draft]:

@@ -126,9 +126,9 @@ def test_trials_in_vain_become_rare() -> None:
 
 def test_no_trial_begins_where_none_may() -> None:
     proposer, sequence = Lookahead(), decoding([1], [2])
-    for at in range(4 * _SHORTEST_PAUSE):
+    for _ in range(4 * _SHORTEST_PAUSE):
         assert not propose(proposer, sequence)
-        step(proposer, sequence, NOTHING, lambda path, at=at: at)
+        step(proposer, sequence, NOTHING, lambda path: len(sequence.output))
     assert propose(proposer, sequence, may_try=True).is_trial
 
 
