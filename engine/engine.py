@@ -33,7 +33,7 @@ from engine.sampling import Sampler
 from engine.scheduler import Scheduler
 from engine.sequence import Phase
 from engine.sequence import Sequence as EngineSequence
-from engine.speculation.calibrate import LONG_CONTEXT, measure_curve
+from engine.speculation.calibrate import LONGEST, measure_curve
 from engine.speculation.check import check_speculation
 from engine.speculation.draft import Draft
 from engine.speculation.handover import unpacked
@@ -216,7 +216,7 @@ class Engine:
 
     def _make_speculator(self, proposers: Sequence[Proposer], loaded: LoadedModel) -> Speculator:
         limits, config = self._limits(), self.config
-        self.kv.reach(min(self._pool.num_total, num_blocks_for(LONG_CONTEXT, config.block_size)) - 1)
+        self.kv.reach(min(self._pool.num_total, num_blocks_for(LONGEST, config.block_size)) - 1)
         curve = measure_curve(
             loaded.model,
             self.sampler,
@@ -224,8 +224,14 @@ class Engine:
             max_context=limits.max_context,
             max_rows=config.max_num_batched_tokens,
         )
-        bounds = Bounds(config.max_draft_tokens, config.max_num_batched_tokens, limits.max_context, config.draft_length)
-        return Speculator(proposers, curve, bounds)
+        bounds = Bounds(
+            config.draft_length or config.max_draft_tokens,
+            config.max_num_batched_tokens,
+            limits.max_context,
+            config.draft_length,
+            limits.vocab_size,
+        )
+        return Speculator(proposers, curve, bounds, device=self.kv.tensor.device)
 
     def _drafts(self) -> dict[EngineSequence, Draft]:
         if self.speculator is None:

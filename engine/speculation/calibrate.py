@@ -1,12 +1,21 @@
 """Measures the cost curve of this engine on this machine: steps of one sequence with more and more rows.
 
-Before the first request, in about a second on a laptop's model; the blocks that it writes to are nobody's yet.
+Before the first request, in a second or two; the blocks that it writes to are nobody's yet. A large model takes longer for each
+step, so fewer points are measured: the few that decide most first, then those that halve the gaps between them. The curve is
+corrected by every later step, so a point that is missing, or was measured while others had the machine, is no harm for long.
 """
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,47 +25,121 @@ from engine.blocks import num_blocks_for
 from engine.runner import ForwardModel, TokenSampler
 from engine.sampling import SampleRow
 from engine.sampling_params import SamplingParams
-from engine.speculation.cost_curve import CostCurve
+from engine.speculation.cost_curve import CostCurve, rising
+from engine.weights.hash import cache_folder
 
-ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+FIRST_ROWS = (1, 8, 4, 2)
+"""Measured however long they take."""
 ROUNDS = 8
-MAX_S = 2.0
-"""Of rounds after the first: a large model is measured once or twice. The best time counts: others had the machine meanwhile."""
+"""The best time counts: others had the machine meanwhile."""
+SETTLED = 0.99
+"""A round in which no point became faster than this part of what it was is the last."""
+BUDGET_S = 2.0
+"""Of all steps together, but for the first ones."""
 LONG_CONTEXT = 512
+LONGEST = max(LONG_CONTEXT, ROWS[-1])
+"""Tokens of the longest sequence that a step is measured with."""
+LEAST_CONTEXT_SHARE = 0.01
+"""Of the shortest step, for attention to LONG_CONTEXT: what is believed to take nothing could not be corrected in proportion."""
+LOCK_S = 20.0
+"""Workers that start together on one machine measure one after the other, but none waits longer for it."""
+_LOCK_POLL_S = 0.05
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
+
+logger = logging.getLogger(__name__)
+
+
+class Shape(NamedTuple):
+    """Of a step: its tokens, and all tokens of its sequence."""
+
+    num_rows: int
+    context: int
 
 
 def measure_curve(model: ForwardModel, sampler: TokenSampler, kv: Tensor, *, max_context: int, max_rows: int) -> CostCurve:
-    """`kv`: the pool, of which nobody has a block. Rounds are interleaved, so that a machine's bad moment meets all points."""
-    num_slots = kv.shape[2] * kv.shape[3]
-    most = min(max_context, num_slots)
-    rows = tuple(r for r in ROWS if r <= min(max_rows, most)) or (1,)
-    long = min(LONG_CONTEXT, most)
-    few = [r for r in (1, 8) if r <= min(rows[-1], long)]
-    points = [(r, r) for r in rows] + [(r, long) for r in few]
-    for first in range(0, long, rows[-1]):  # what is attended to is to be there
-        run_step(model, sampler, kv, min(rows[-1], long - first), min(first + rows[-1], long))
-    seconds = _measure(points, lambda point: run_step(model, sampler, kv, *point))
-    short = [seconds[(r, r)] for r in rows]
-    curve = CostCurve(rows, _rising(short))
-    slopes = [max(0.0, seconds[(r, long)] - curve.step_s(r)) / max(1, long - r) for r in few]
-    per_row = (slopes[-1] - slopes[0]) / (few[-1] - few[0]) if len(few) > 1 else 0.0
-    return CostCurve(rows, curve.seconds, slopes[0], max(0.0, per_row))
-
-
-def _measure(points: list[tuple[int, int]], run: Callable[[tuple[int, int]], None]) -> dict[tuple[int, int], float]:
-    taken: dict[tuple[int, int], list[float]] = {point: [] for point in points}
-    for point in points:
-        run(point)  # buffers grow, pages are touched
+    """`kv`: the pool, of which nobody has a block; `max_rows`: no step will have more."""
     started_s = time.monotonic()
-    for _ in range(ROUNDS):
-        for point in points:
-            before_s = time.perf_counter()
-            run(point)
-            taken[point].append(time.perf_counter() - before_s)
-        if time.monotonic() - started_s > MAX_S:
-            break
-    return {point: min(times) for point, times in taken.items()}
+    most = min(max_context, kv.shape[2] * kv.shape[3])
+    with machine_to_itself(cache_folder() / "calibration.lock"):
+        curve = measured(lambda shape: run_step(model, sampler, kv, *shape), most, max_rows, time.perf_counter)
+    points = ", ".join(f"{rows}: {1e3 * seconds:.2f}" for rows, seconds in zip(curve.rows, curve.seconds, strict=True))
+    logger.info("speculation: ms of a step by rows: %s (measured in %.1f s)", points, time.monotonic() - started_s)
+    return curve
+
+
+def measured(run: Callable[[Shape], None], max_context: int, max_rows: int, clock_s: Callable[[], float]) -> CostCurve:
+    """By running steps and reading the clock."""
+    rows = tuple(r for r in ROWS if r <= min(max_rows, max_context)) or (1,)
+    meter = Meter(run, clock_s)
+    short = meter.measure([Shape(r, r) for r in in_order(rows)], num_certain=len(set(FIRST_ROWS) & set(rows)))
+    points = sorted(shape.num_rows for shape in short)
+    curve = CostCurve(tuple(points), rising([short[Shape(r, r)] for r in points], len(points) - 1))
+    context_s, row_context_s = _attention(meter, curve, min(LONG_CONTEXT, max_context))
+    return replace(curve, context_s=context_s, row_context_s=row_context_s)
+
+
+def _attention(meter: Meter, curve: CostCurve, context: int) -> tuple[float, float]:
+    """Seconds for each token of the context: of a sequence's first row, and of a further one. As little as may be where there is
+    no time to measure it: the curve is corrected by steps (`CostCurve.saw`), and so is this, by those with long contexts."""
+    least_s = LEAST_CONTEXT_SHARE * curve.seconds[0] / LONG_CONTEXT
+    chunk, few = min(curve.rows[-1], context), min(8, curve.rows[-1], context)
+    fill = [Shape(min(chunk, context - first), min(first + chunk, context)) for first in range(0, context, chunk)]
+    if curve.step_s(chunk) * len(fill) > meter.left_s or few < 2:
+        return least_s, least_s / LONG_CONTEXT
+    for shape in fill:  # what is attended to is to be there
+        meter.run(shape)
+    shapes = [Shape(1, context), Shape(few, context)]
+    seconds = meter.measure(shapes, num_certain=len(shapes))
+    one_s, few_s = (max(0.0, seconds[shape] - curve.step_s(shape.num_rows)) / context for shape in shapes)
+    return max(least_s, one_s), max(least_s / LONG_CONTEXT, (few_s - one_s) / (few - 1))
+
+
+class Meter:
+    """Times steps, as long as the budget lasts."""
+
+    def __init__(self, run: Callable[[Shape], None], clock_s: Callable[[], float], budget_s: float = BUDGET_S) -> None:
+        self.run = run
+        self.left_s = budget_s
+        self._clock_s = clock_s
+
+    def measure(self, shapes: list[Shape], *, num_certain: int) -> dict[Shape, float]:
+        """Seconds of each; of the first `num_certain` in any case. The others are left out where they would take too long.
+
+        Rounds are interleaved, so that a machine's bad moment meets all points."""
+        best = {shape: self._time(shape) for shape in shapes[:num_certain]}
+        for shape in shapes[num_certain:]:
+            nearest = max(best, key=lambda known: (known.num_rows <= shape.num_rows, -abs(known.num_rows - shape.num_rows)))
+            if 2 * best[nearest] * max(1.0, shape.num_rows / nearest.num_rows) < self.left_s / 2:
+                best[shape] = self._time(shape)
+        for _ in range(ROUNDS):
+            if sum(best.values()) > self.left_s / 2:  # the rest is for what is measured next
+                break
+            before = best
+            best = {shape: min(seconds, self._time(shape)) for shape, seconds in before.items()}
+            if all(best[shape] > SETTLED * before[shape] for shape in best):
+                break
+        return best
+
+    def _time(self, shape: Shape) -> float:
+        started_s = self._clock_s()
+        self.run(shape)
+        took_s = self._clock_s() - started_s
+        self.left_s -= took_s
+        return took_s
+
+
+def in_order(rows: Iterable[int]) -> list[int]:
+    """Of rows with 1 among them: the first ones, the last, then what lies in the middle of the widest gap each time."""
+    rows = sorted(rows)
+    first = [r for r in FIRST_ROWS if r in rows]
+    ordered, known = list(first), {rows.index(r) for r in first}
+    while len(ordered) < len(rows):
+        edges = [*sorted(known), *([] if len(rows) - 1 in known else [2 * (len(rows) - 1) - max(known)])]
+        low, high = max(pairwise(edges), key=lambda edge: (edge[1] - edge[0], -edge[0]))
+        known.add((low + high) // 2)
+        ordered.append(rows[(low + high) // 2])
+    return ordered
 
 
 def run_step(model: ForwardModel, sampler: TokenSampler, kv: Tensor, num_rows: int, context: int) -> None:
@@ -79,8 +162,23 @@ def _row(index: int) -> SampleRow:
     return SampleRow(_GREEDY, 0, index, (), (), frozenset())
 
 
-def _rising(seconds: list[float]) -> tuple[float, ...]:
-    """More rows never take less: what was measured as if they did is noise."""
-    for index in range(len(seconds) - 2, -1, -1):
-        seconds[index] = min(seconds[index], seconds[index + 1])
-    return tuple(seconds)
+@contextmanager
+def machine_to_itself(lock: Path, wait_s: float = LOCK_S) -> Iterator[None]:
+    """Against others that hold the same lock; goes on without it after `wait_s`, or where it cannot be had at all. The kernel
+    releases it when its holder dies."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            _acquire(stack.enter_context(lock.open("w")).fileno(), time.monotonic() + wait_s)
+        yield
+
+
+def _acquire(descriptor: int, until_s: float) -> None:
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= until_s:
+                return
+            time.sleep(_LOCK_POLL_S)

@@ -8,6 +8,9 @@ PRIOR_WEIGHT = 8.0  # guesses that a prior counts for
 MEMORY = 400.0  # about so many of the last guesses decide: what is asked of an engine changes
 _EVEN = 2.0  # guesses kept and guesses missed that a sequence's own way begins with, as promised
 _FADING = 0.96  # about the last 25 guesses of a sequence decide
+_TRUST_FADING = 0.992  # about the last 125 verified guesses of a proposer decide
+NEARLY = 0.93
+FORGIVEN = 0.002  # guesses in a step
 
 
 class Calibration:
@@ -67,3 +70,31 @@ class Bent:
         """The calibration's chance with this sequence's odds."""
         odds = chance * self.factor
         return odds / (1.0 - chance + odds)
+
+
+class Trust:
+    """How far a proposer's chances can be believed: what was kept of its verified guesses, by what it had promised of them.
+
+    Guesses that are not verified teach nothing, so one that is not believed is forgiven little by little: of wrong guesses that
+    cost the part c of a step, about FORGIVEN / c are verified in a step, whatever they promise, and cost FORGIVEN of it.
+    """
+
+    __slots__ = ("_kept", "_promised")
+
+    def __init__(self) -> None:
+        self._kept = self._promised = PRIOR_WEIGHT
+
+    @property
+    def factor(self) -> float:
+        """On its chances, at most 1. One that is nearly right is right: the rest is chance."""
+        return min(1.0, self._kept / (NEARLY * self._promised))
+
+    def saw(self, claimed: float, kept: bool) -> None:
+        """`claimed`: by itself."""
+        self._kept = _TRUST_FADING * self._kept + kept
+        self._promised = _TRUST_FADING * self._promised + claimed
+
+    def forgive(self) -> None:
+        if self._kept < self._promised:
+            self._kept += FORGIVEN
+            self._promised += FORGIVEN

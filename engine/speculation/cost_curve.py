@@ -1,23 +1,80 @@
 """How long a step takes by the number of tokens that it computes: measured when the engine starts, corrected by every step.
 
 A step that verifies drafts reads the weights once, as one without does, and computes more rows; from some number of rows on the
-rows cost more than they bring. That curve decides how much is drafted. Only its shape matters, so a machine that is slower or
-faster for a while does no harm.
+rows cost more than they bring. That curve decides how much is drafted. Its shape matters, hardly its height: a machine that is
+slower for a while is slower for all numbers of rows. So a step's time moves the whole curve, and bends it a little. Where a point
+was not seen for long, what is seen now bends it at once. A time that is far off is one of three things:
+
+    longer once             something held the step up: ignored
+    longer again and again  while other steps take what they should: the point is wrong, or attention, where others have short
+                            contexts. While none does: the machine is slower
+    shorter                 nothing makes a step shorter: all that is believed was too dear. If it was the point alone, steps of
+                            other sizes will be longer again and again
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 LEARNING = 0.02
-"""Weight of a step's time: once in the whole curve, as the machine may be faster or slower now, and once in the points beside the
-step's number of rows. So what is seen of one point alone does not bend the curve, and what was not drafted for long is not dear
-for ever."""
+"""Weight of a step's time in the points beside its number of rows, and twice that in the whole curve."""
+STALE_LEARNING = 0.5
+STALE_AFTER = 32
+"""Steps. What is seldom verified is learned from few steps, and says nothing about the machine's speed."""
 OUTLIER = 2.0
-"""A step that took this much more than expected was held up by something else; one that took this much less shows that the
-measurement was."""
+"""A step that took so many times what was expected, or so small a part of it."""
+PATIENCE = 3
+"""So many of a kind that took much longer, one after the other, are believed."""
+WITNESSES = 8
+"""The last steps, among which one of another kind says whether the machine is slower."""
+BEYOND = 1.25
+"""Steps of so many times the rows of the last point make another point."""
+
+
+SHORTEST_S = 1e-6
+"""No step is shorter."""
+LONG_CONTEXT = 0.125
+"""Attention takes so large a part of the rest, or a larger one: such steps are told apart from others of as many rows."""
+
+
+class Kind(NamedTuple):
+    """Steps that are alike: the point of the curve at or behind their number of rows; whether attention takes much of them."""
+
+    point: int
+    is_long: bool
+
+
+class Seen(NamedTuple):
+    """What became of the steps of a kind: which one was the last, how many in a row took much longer than expected."""
+
+    at: int = 0
+    num_late: int = 0
+
+
+@dataclass(frozen=True)
+class History:
+    """Of the steps that a curve has seen. `latest`: the kinds of the last ones, and whether they took about what was expected."""
+
+    num_steps: int = 0
+    seen: Mapping[Kind, Seen] = field(default_factory=dict)
+    latest: tuple[tuple[Kind, bool], ...] = ()
+
+    def of(self, kind: Kind) -> Seen:
+        return self.seen.get(kind, Seen())
+
+    def after(self, kind: Kind, num_late: int = 0) -> History:
+        """One step later, which was of this kind."""
+        number = self.num_steps + 1
+        return History(number, {**self.seen, kind: Seen(number, num_late)}, (*self.latest, (kind, not num_late))[-WITNESSES:])
+
+    def witness(self, kind: Kind) -> Kind | None:
+        """The kind of the latest step of another one, if it took what was expected."""
+        other = next(((other, fitted) for other, fitted in reversed(self.latest) if other != kind), None)
+        return other[0] if other is not None and other[1] else None
 
 
 @dataclass(frozen=True)
@@ -29,12 +86,13 @@ class CostCurve:
     seconds: tuple[float, ...]
     context_s: float = 0.0
     row_context_s: float = 0.0
+    history: History = History()
 
     def step_s(self, num_rows: int) -> float:
-        """Without attention. Beyond the last measured number of rows, in proportion to it."""
+        """Without attention. Beyond the last measured number of rows as it rises before that."""
         last = len(self.rows) - 1
         if num_rows >= self.rows[last]:
-            return self.seconds[last] * num_rows / self.rows[last]
+            return self.seconds[last] + self._last_row_s * (num_rows - self.rows[last])
         right = bisect_left(self.rows, num_rows)
         if right == 0:
             return self.seconds[0]
@@ -46,25 +104,79 @@ class CostCurve:
         one that is paid for rows are cheap."""
         points = zip(pairwise(self.rows), pairwise(self.seconds), strict=True)
         ahead = [(after - before) / (to - at) for (at, to), (before, after) in points if to > num_rows]
-        return min([*ahead, self.seconds[-1] / self.rows[-1]])
+        return min([*ahead, self._last_row_s])
+
+    @property
+    def _last_row_s(self) -> float:
+        if len(self.rows) == 1:
+            return self.seconds[0] / self.rows[0]
+        return (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
 
     def saw(self, num_rows: int, attention_s: float, step_s: float) -> CostCurve:
-        """Corrected by one step, whose attention is believed to have taken `attention_s`."""
-        expected_s, actual_s = self.step_s(num_rows), step_s - attention_s
-        if num_rows > self.rows[-1] or not 0 < actual_s < expected_s * OUTLIER:
+        """Corrected by one step, whose attention is believed to have taken `attention_s`. What is wrong is laid to attention by
+        its share of the step: steps with short contexts teach the curve, those with long ones both."""
+        if step_s < SHORTEST_S:
             return self
-        ratio = actual_s / expected_s
-        if ratio < 1 / OUTLIER:
-            return replace(self, seconds=tuple([ratio * point_s for point_s in self.seconds]))
-        seconds = [point_s * (1 + LEARNING * (ratio - 1)) for point_s in self.seconds]
-        right = bisect_left(self.rows, num_rows)
-        for index in {max(0, right - 1), right}:
-            gap = abs(self.rows[index] - num_rows) / max(1, self.rows[right] - self.rows[max(0, right - 1)])
-            seconds[index] += LEARNING * max(0.0, 1.0 - gap) * (actual_s - expected_s)
-        return replace(self, seconds=_rising(seconds, right))
+        if num_rows >= BEYOND * self.rows[-1]:
+            return self._reaching(num_rows).saw(num_rows, attention_s, step_s)
+        believed_s = self.step_s(num_rows)
+        kind = Kind(min(bisect_left(self.rows, num_rows), len(self.rows) - 1), attention_s > LONG_CONTEXT * believed_s)
+        ratio = step_s / (believed_s + attention_s)
+        num_late = self.history.of(kind).num_late + 1 if ratio > OUTLIER else 0
+        if 0 < num_late < PATIENCE:
+            return replace(self, history=self.history.after(kind, num_late))
+        if num_late:
+            curve = self._put_right(kind, num_rows, attention_s, step_s)
+        elif ratio < 1 / OUTLIER:
+            curve = self._scaled(ratio, attention_s / (believed_s + attention_s))
+        else:
+            curve = self._bent(kind, num_rows, attention_s, ratio)
+        return replace(curve, history=self.history.after(kind))
+
+    def _put_right(self, kind: Kind, num_rows: int, attention_s: float, step_s: float) -> CostCurve:
+        """What is wrong is what this kind of step does not share with the latest one that took what was expected."""
+        witness, believed_s = self.history.witness(kind), self.step_s(num_rows)
+        if witness is None:
+            whole_s = believed_s + attention_s
+            return self._scaled(step_s / whole_s, attention_s / whole_s)
+        if kind.is_long and not witness.is_long:
+            return self._scaled((step_s - believed_s) / attention_s, 1.0)
+        return self._moved(kind.point, num_rows, step_s - attention_s - believed_s)
+
+    def _bent(self, kind: Kind, num_rows: int, attention_s: float, ratio: float) -> CostCurve:
+        believed_s = self.step_s(num_rows)
+        share = attention_s / (believed_s + attention_s)
+        more_s = (1 - share) * (ratio - 1) * believed_s
+        if self.history.num_steps - self.history.of(kind).at > STALE_AFTER:
+            return self._moved(kind.point, num_rows, STALE_LEARNING * more_s)
+        return self._scaled(1 + 2 * LEARNING * (ratio - 1), share)._moved(kind.point, num_rows, LEARNING * more_s)
+
+    def _scaled(self, factor: float, attention_share: float) -> CostCurve:
+        """The machine is slower or faster; or attention is, as far as it has a share in what was seen."""
+        of_curve, of_attention = 1 + (1 - attention_share) * (factor - 1), 1 + attention_share * (factor - 1)
+        return replace(
+            self,
+            seconds=tuple([of_curve * point_s for point_s in self.seconds]),
+            context_s=of_attention * self.context_s,
+            row_context_s=of_attention * self.row_context_s,
+        )
+
+    def _moved(self, index: int, num_rows: int, more_s: float) -> CostCurve:
+        """A step of `num_rows` takes so much more: the points beside it move, the nearer one more."""
+        seconds, before = list(self.seconds), max(0, index - 1)
+        width = max(1, self.rows[index] - self.rows[before])
+        near = min(1.0, max(0.0, (num_rows - self.rows[before]) / width)) if index else 1.0
+        weights = {index: near} if index == before else {before: 1.0 - near, index: near}
+        whole = sum(weight * weight for weight in weights.values())
+        for point, weight in weights.items():
+            seconds[point] = max(seconds[point] + weight / whole * more_s, LEARNING * seconds[point])
+        return replace(self, seconds=rising(seconds, index))
+
+    def _reaching(self, num_rows: int) -> CostCurve:
+        return replace(self, rows=(*self.rows, num_rows), seconds=(*self.seconds, self.step_s(num_rows)))
 
 
-def _rising(seconds: list[float], at: int) -> tuple[float, ...]:
+def rising(seconds: list[float], at: int) -> tuple[float, ...]:
     """More rows never take less: what was measured beside `at` gives way to it."""
     for index in range(at - 1, -1, -1):
         seconds[index] = min(seconds[index], seconds[index + 1])

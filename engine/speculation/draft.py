@@ -8,12 +8,14 @@ Depth first: a token that does not follow the one before it begins another branc
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 ROOT = -1
+_ROUNDED = 1e-6
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Draft:
     parents: tuple[int, ...] = ()
     chances: tuple[float, ...] = ()
     proposer: str = ""
+    is_trial: bool = False  # unlikely, and to be verified now and then to learn from what is drawn behind it
 
     @classmethod
     def chain(cls, token_ids: Sequence[int], chances: Sequence[float], proposer: str) -> Draft:
@@ -31,6 +34,23 @@ class Draft:
         if len(token_ids) != len(chances):
             raise ValueError(f"chances: {len(chances)} for {len(token_ids)} tokens")
         return cls(tuple(token_ids), tuple(range(-1, len(token_ids) - 1)), tuple(chances), proposer)
+
+    def why_not(self, max_depth: int, max_tokens: int, vocab_size: int | None) -> str:
+        """What is wrong with it; empty where nothing is. Raises TypeError where it does not even consist of numbers."""
+        size = len(self.token_ids)
+        if not size == len(self.parents) == len(self.chances):
+            return f"{size} tokens have {len(self.parents)} parents and {len(self.chances)} chances"
+        if size > max_tokens:
+            return f"{size} tokens; {max_tokens} were allowed"
+        if not all(0.0 <= chance <= 1.0 + _ROUNDED for chance in self.chances):  # nor are they any that are no numbers
+            return f"chances are not between 0 and 1: {self.chances}"
+        ids = [operator.index(token_id) for token_id in self.token_ids]
+        if min(ids, default=0) < 0 or (vocab_size is not None and max(ids, default=0) >= vocab_size):
+            return f"tokens are not of the vocabulary: {self.token_ids}"
+        if not all(ROOT <= parent < at for at, parent in enumerate(self.parents)):
+            return f"parents do not stand before their children: {self.parents}"
+        deepest = max(self.depths, default=0)
+        return f"{deepest} tokens one behind the other; {max_depth} were allowed" if deepest > max_depth else ""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -83,6 +103,7 @@ class Draft:
             tuple(new_index[self.parents[index]] for index in kept),
             tuple(self.chances[index] for index in kept),
             self.proposer,
+            self.is_trial,
         )
 
     def first(self, max_tokens: int) -> Draft:
@@ -90,7 +111,7 @@ class Draft:
         if len(self) <= max_tokens:
             return self
         cut = slice(0, max_tokens)
-        return Draft(self.token_ids[cut], self.parents[cut], self.chances[cut], self.proposer)
+        return Draft(self.token_ids[cut], self.parents[cut], self.chances[cut], self.proposer, self.is_trial)
 
     def up_to(self, max_depth: int) -> Draft:
         """Without what is deeper."""

@@ -72,6 +72,18 @@ def choose(drafts: Sequence[Draft], contexts: Sequence[int], load: Load, curve: 
     return Choice(chosen, threshold(best_rate, load.num_rows + best, curve), best_expected)
 
 
+def may_pay(load: Load, curve: CostCurve, max_tokens: int, best_chance: float) -> bool:
+    """False: even `max_tokens` drafted tokens, all of `best_chance`, would not pay, nor would fewer."""
+    plain_s = curve.step_s(load.num_rows) + load.attention_s
+    most = load.num_rows + max_tokens
+    ends = [rows for rows in curve.rows if load.num_rows < rows < most]  # between points the rate only rises or only falls
+    return any(
+        (load.num_decoding + best_chance * (rows - load.num_rows)) * plain_s
+        > (1 + MARGIN) * load.num_decoding * (curve.step_s(rows) + load.attention_s)
+        for rows in (*ends, most)
+    )
+
+
 def threshold(rate: float, num_rows: int, curve: CostCurve) -> float:
     """The chance below which no drafted token pays: what a row more costs at least, in tokens that come at `rate` meanwhile."""
     return min(1.0, rate * curve.least_row_s(num_rows))

@@ -3,7 +3,7 @@
 A proposer is asked before a step for all sequences that decode, and told after the step what became of each draft. What it
 remembers of a sequence is its own, kept in a `WeakKeyDictionary`: sequences come and go without notice, may be preempted (then
 their blocks are others afterwards) and may begin with any number of tokens, here or elsewhere computed. A proposer may be wrong
-about anything but its bounds: it costs time, never a token.
+about anything but its bounds: it costs time, never a token. One that raises, or drafts beyond its bounds, is asked no more.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Ask(NamedTuple):
     max_depth: int  # at least 1: drafts that go further could not be used
     max_tokens: int  # of the whole tree
     least_chance: float = 0.0  # a token that is kept with a smaller chance than this is not worth its place in the step
+    may_try: bool = False  # a trial (`Draft.is_trial`) may begin now
 
 
 class Proposer(Protocol):

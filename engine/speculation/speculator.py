@@ -3,15 +3,18 @@
 draft(running, ...)  free proposers, then those that run a model where that may pay; the policy; grammars ─► a draft each
 the step             verifies them beside everything else (scheduler.py, runner.py)
 learn(draws, ...)    every proposer hears what the model drew, the cost curve what the step took
+
+Nobody here is trusted: proposers stand behind a Door, and what the policy never does is tried now and then (`probing.py`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from engine.runner import Draw
@@ -20,9 +23,10 @@ from engine.sequence import Sequence
 from engine.speculation.asking import Asking
 from engine.speculation.constrained import follow
 from engine.speculation.cost_curve import CostCurve
-from engine.speculation.draft import NOTHING, Draft
-from engine.speculation.handover import TakesOver
-from engine.speculation.policy import Choice, Load, choose, fixed, threshold
+from engine.speculation.door import Door
+from engine.speculation.draft import NOTHING, Draft, Verified
+from engine.speculation.policy import Choice, Load, choose, fixed, may_pay
+from engine.speculation.probing import Probing, Step
 from engine.speculation.proposer import Ask, Proposer, promise
 from engine.speculation.tally import Tally
 
@@ -30,8 +34,10 @@ SURE = 0.97
 """No guess has a better chance, or hardly one."""
 PATIENCE = 4
 LONGEST_REST = 8
+LOOKING = 0.004
 """After more than so many steps for which nothing was worth verifying, nobody is asked for a step, then for two, up to so many:
-looking costs a hundredth of a small model's step. Proposers learn from the tokens of those steps when they are asked again."""
+looking costs a hundredth of a small model's step. Where it costs more, rests grow until it takes LOOKING of the time. Proposers
+learn from the tokens of those steps when they are asked again."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class Bounds:
     max_tokens: int  # of a step, everything together
     max_context: int
     fixed_length: int = 0  # 0: by threshold
+    vocab_size: int | None = None  # token ids are below; None: nobody knows
 
 
 class Rest:
@@ -58,26 +65,38 @@ class Rest:
         self._left -= 1
         return True
 
-    def saw(self, was_worth_it: bool) -> None:
-        """Somebody was asked."""
+    def saw(self, was_worth_it: bool, price: float = 0.0) -> None:
+        """Somebody was asked, which took `price` times what a step takes."""
         if was_worth_it:
             self._num_fruitless = self._length = 0
             return
         self._num_fruitless += 1
         if self._num_fruitless > PATIENCE:
-            self._left = self._length = min(self._longest, max(1, 2 * self._length))
+            longest = max(self._longest, int(price / LOOKING)) if self._longest else 0
+            self._left = self._length = min(longest, max(1, 2 * self._length))
 
 
 class Speculator:
     """Asks, chooses, learns. Of the engine thread, as the engine is."""
 
-    def __init__(self, proposers: Sequence_[Proposer], curve: CostCurve, bounds: Bounds) -> None:
+    def __init__(
+        self,
+        proposers: Sequence_[Proposer],
+        curve: CostCurve,
+        bounds: Bounds,
+        *,
+        device: torch.device | None = None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`device`: of the model's hidden states; None: where they are."""
         self.tally = Tally()
         self.curve = curve
-        self._bounds = bounds
-        self._free = [proposer for proposer in proposers if proposer.is_free]
-        self._dear = [Asking(proposer) for proposer in proposers if not proposer.is_free]
-        self._proposers = list(proposers)
+        self._bounds, self._device, self._clock_ns = bounds, device, clock_ns
+        self._proposers = [Door(proposer, bounds.vocab_size, self.tally.fault) for proposer in proposers]
+        self._free = [door for door in self._proposers if door.is_free]
+        self._makers = {door.name: door for door in self._free}
+        self._dear = [Asking(door, clock_ns) for door in self._proposers if not door.is_free]
+        self._probing = Probing()
         self._threshold = 0.0
         self._num_prompt_tokens = 0  # of the step before: the next one's is planned after the drafts
         self._rest = Rest(longest=0 if bounds.fixed_length else LONGEST_REST)
@@ -90,14 +109,16 @@ class Speculator:
         """A draft for each sequence that is to have one. `has_prompts`: some are beside those that decode."""
         if self._rest.is_on():
             return {}
-        started_ns = time.monotonic_ns()
+        started_ns = self._clock_ns()
         # The property's arithmetic (is_going_on), without calling it for each sequence.
         decoding = [each for each in running if each.output and each.num_to_restore <= each.num_computed]
+        if not decoding or (self._may_probe(has_prompts=has_prompts) and self._probing.wants_plain):
+            return {}
         load = self._load(decoding, has_prompts=has_prompts)
-        chosen = self._choose_from(decoding, load) if decoding and self._may_pay(load) else {}
-        if decoding:
-            self._rest.saw(bool(chosen))
-        self.tally.drafted(time.monotonic_ns() - started_ns)
+        chosen = self._choose_from(decoding, load, has_prompts=has_prompts)
+        took_ns = self._clock_ns() - started_ns
+        self._rest.saw(bool(chosen), took_ns / 1e9 / (self.curve.step_s(load.num_rows) + load.attention_s))
+        self.tally.drafted(took_ns)
         return chosen
 
     def learn(self, plan: Plan, draws: Mapping[Sequence, list[Draw]], step_ns: int) -> None:
@@ -106,36 +127,59 @@ class Speculator:
         for piece in plan.pieces:
             for draw in draws.get(piece.sequence, ()):
                 if draw.verified is not None:
-                    self.tally.verified(draw.verified)
-                    for proposer in self._proposers:
-                        proposer.learn(piece.sequence, draw.verified, draw.hidden)
+                    self._learn_from(piece.sequence, draw.verified, draw.hidden)
         for asking in self._dear:
             asking.learn(draws)
+        for door in self._free:
+            door.forgive()
         self._correct_curve(plan, step_ns / 1e9)
+
+    def _learn_from(self, sequence: Sequence, verified: Verified, hidden: Tensor | None) -> None:
+        self.tally.verified(verified)
+        if verified.draft and (maker := self._makers.get(verified.draft.proposer)) is not None:
+            maker.judge(verified)
+        for door in self._proposers:
+            if door.is_open:
+                door.learn(sequence, verified, hidden)
 
     def take_over(self, sequence: Sequence, hidden: Tensor) -> None:
         """Its last token was drawn elsewhere, from `hidden` [hidden_size] float32. Of no use behind what a grammar has forced."""
         if not sequence.num_unreported:
-            for proposer in self._proposers:
-                if isinstance(proposer, TakesOver):
-                    proposer.restore(sequence, hidden)
+            hidden = hidden.to(self._device or hidden.device)
+            for door in self._proposers:
+                if door.is_open:
+                    door.restore(sequence, hidden)
 
-    def _may_pay(self, load: Load) -> bool:
-        """False: a row takes as long as a sure token is worth."""
-        if self._bounds.fixed_length:
-            return True
-        plain_rate = load.num_decoding / (self.curve.step_s(load.num_rows) + load.attention_s)
-        return threshold(plain_rate, load.num_rows, self.curve) < SURE
+    def _may_probe(self, *, has_prompts: bool) -> bool:
+        """Beside prompts a step's time would say nothing; a fixed length learns nothing."""
+        return not has_prompts and not self._bounds.fixed_length
 
-    def _choose_from(self, decoding: list[Sequence], load: Load) -> dict[Sequence, Draft]:
-        asks = [ask for sequence in decoding if (ask := self._ask(sequence)) is not None]
-        if not asks:
+    def _choose_from(self, decoding: list[Sequence], load: Load, *, has_prompts: bool) -> dict[Sequence, Draft]:
+        probes = self._may_probe(has_prompts=has_prompts)
+        is_due = probes and self._probing.wants_draft
+        asks = [ask for sequence in decoding if (ask := self._ask(sequence, 0.0 if is_due else self._threshold)) is not None]
+        is_worth_it = bool(asks) and self._may_pay(load, len(asks))
+        if not asks or not (is_due or is_worth_it):
             return {}
-        choice = self._choose(asks, self._propose(asks, load), load, decoding)
+        if probes and self._probing.affords_trial(load, self.curve):
+            asks[0] = asks[0]._replace(may_try=True)
+        started_ns = self._clock_ns()
+        drafts = self._propose(asks, load, at_any_price=not is_worth_it)
+        if not is_worth_it:
+            self._probing.pay((self._clock_ns() - started_ns) / 1e9, self.curve.step_s(load.num_rows))
+        choice = self._choose(asks, drafts, load, decoding)
         self._threshold = choice.threshold
+        if probes and not any(choice.drafts):
+            choice = replace(choice, drafts=self._probing.pick(drafts, load, self.curve))
         return {ask.sequence: follow(ask.sequence, draft) for ask, draft in zip(asks, choice.drafts, strict=True) if draft}
 
-    def _ask(self, sequence: Sequence) -> Ask | None:
+    def _may_pay(self, load: Load, num_asks: int) -> bool:
+        if self._bounds.fixed_length:
+            return True
+        most = min(num_asks * self._bounds.max_depth, self._bounds.max_tokens)
+        return may_pay(load, self.curve, most, SURE)
+
+    def _ask(self, sequence: Sequence, least_chance: float) -> Ask | None:
         """None: there is no use in guessing behind this sequence's next token."""
         request = sequence.group.request
         room = min(
@@ -145,20 +189,23 @@ class Speculator:
         )
         if room < 1 or request.prefill_only or len(sequence.choices) > 1:
             return None
-        return Ask(sequence, room, self._bounds.max_depth, self._threshold)
+        return Ask(sequence, room, self._bounds.max_depth, least_chance)
 
     def _load(self, decoding: list[Sequence], *, has_prompts: bool) -> Load:
         context = sum([sequence.num_tokens for sequence in decoding])
         num_prompt_tokens = self._num_prompt_tokens if has_prompts else 0
         return Load(len(decoding), num_prompt_tokens, self.curve.context_s * context)
 
-    def _propose(self, asks: list[Ask], load: Load) -> list[Draft]:
+    def _propose(self, asks: list[Ask], load: Load, *, at_any_price: bool) -> list[Draft]:
         """The best draft of each sequence."""
         best = [NOTHING] * len(asks)
-        for proposer in self._free:
-            best = [max(pair, key=promise) for pair in zip(best, proposer.propose(asks), strict=True)]
+        for door in self._free:
+            if door.is_open:
+                best = [max(pair, key=promise) for pair in zip(best, door.believed(door.propose(asks)), strict=True)]
         for asking in self._dear:
-            if self._bounds.fixed_length:
+            if not asking.proposer.is_open:
+                continue
+            if at_any_price or self._bounds.fixed_length:
                 best = asking.ask_all(asks, best)
             else:
                 best = asking.improve(asks, best, load, self.curve)
@@ -174,11 +221,20 @@ class Speculator:
 
     def _correct_curve(self, plan: Plan, step_s: float) -> None:
         """By steps without prompts: those compute more than the curve speaks of."""
-        pieces = plan.pieces
-        if not all(piece.sequence.output for piece in pieces):
+        pieces, curve = plan.pieces, self.curve
+        if not pieces or not all(piece.sequence.output for piece in pieces):
+            self._probing.saw(None)
             return
-        contexts = [(piece.num_rows, piece.sequence.num_tokens) for piece in pieces]
-        attention_s = sum(
-            [context * (self.curve.context_s + (num_rows - 1) * self.curve.row_context_s) for num_rows, context in contexts]
+        contexts = [(piece.num_rows - 1, len(piece.draft), piece.sequence.num_tokens) for piece in pieces]
+        drafted_s = curve.row_context_s * sum([num_drafted * context for _, num_drafted, context in contexts])
+        attention_s = sum([context * (curve.context_s + num_more * curve.row_context_s) for num_more, _, context in contexts])
+        num_rows, num_drafted = plan.num_tokens, sum([num_drafted for _, num_drafted, _ in contexts])
+        self._probing.saw(
+            Step(
+                step_s,
+                curve.step_s(num_rows) + attention_s,
+                curve.step_s(num_rows - num_drafted) + attention_s - drafted_s,
+                bool(num_drafted),
+            )
         )
-        self.curve = self.curve.saw(plan.num_tokens, attention_s, step_s)
+        self.curve = curve.saw(num_rows, attention_s, step_s)

@@ -36,6 +36,7 @@ class SpeculationStats:
     num_tokens: int = 0  # that they gave
     drafting_s: float = 0.0
     by_proposer: dict[str, ProposerStats] = field(default_factory=dict)
+    failed: tuple[str, ...] = ()  # proposers that are not asked any more
 
 
 class Tally:
@@ -43,12 +44,17 @@ class Tally:
 
     def __init__(self) -> None:
         self._num_rows = self._num_drafts = self._num_tokens = self._drafting_ns = 0
+        self._failed: list[str] = []
         self._verified: defaultdict[str, list[int]] = defaultdict(lambda: [0] * MAX_POSITION)
         self._kept: defaultdict[str, list[int]] = defaultdict(lambda: [0] * MAX_POSITION)
 
     def drafted(self, took_ns: int) -> None:
         """Drafts were made for a step."""
         self._drafting_ns += took_ns
+
+    def fault(self, proposer: str) -> None:
+        """It is not asked any more."""
+        self._failed.append(proposer)
 
     def verified(self, verified: Verified) -> None:
         """One sequence's part of a step, with a draft or without."""
@@ -72,4 +78,5 @@ class Tally:
             self._num_tokens,
             self._drafting_ns / 1e9,
             {name: ProposerStats(tuple(counts), tuple(self._kept[name])) for name, counts in self._verified.items()},
+            tuple(self._failed),
         )

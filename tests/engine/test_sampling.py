@@ -103,6 +103,7 @@ def test_noise_is_pinned() -> None:
     assert torch.isfinite(gumbel(42, 0, 0, torch.arange(10_000))).all()
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31), st.integers(0, 2**31))
 def test_noise_in_numpy_is_the_same_but_for_rounding(seed: int, choice: int, index: int) -> None:
     ids = torch.arange(0, 200_000, 101)

@@ -13,6 +13,7 @@ also computes rows that are no guesses, in order to fill the pool; here the reje
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequence_
+from dataclasses import replace
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor
@@ -21,18 +22,17 @@ from engine.sequence import Sequence
 from engine.speculation.chance import Calibration
 from engine.speculation.draft import NOTHING, ROOT, Draft, Verified
 from engine.speculation.ngrams.trail import Branch, tree
+from engine.speculation.probing import TRIAL_STEPS, TRIAL_TOKENS
 from engine.speculation.proposer import Ask
 
 NAME = "lookahead"
 _NGRAM = 4  # tokens
-_WINDOW = 4  # tokens of a trajectory
+_WINDOW = TRIAL_TOKENS  # tokens of a trajectory
 _MOST_POOLED = 1024  # n-grams of a sequence
 _POOLED, _DRAWN = 0, _NGRAM - 1  # first buckets of guesses from the pool and from the trajectory: one bucket for each depth
 _PRIORS = (0.15, 0.3, 0.3, 0.1, 0.2, 0.2, 0.2)
 
-# A trial: one sequence has its whole window verified for some steps, whatever that is believed to be worth.
-_TRIAL_STEPS = 8
-_TRIAL_CHANCE = 0.9  # what is said of each token then
+# A trial: one sequence is to have its whole window verified for some steps, although that is not believed to be worth much.
 _TRIAL_SUCCESS = 4  # tokens kept
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 128, 1 << 14  # steps; doubled while trials do not succeed
 
@@ -68,7 +68,8 @@ class Lookahead:
 
     def _trial(self, ask: Ask) -> Draft:
         tokens = self._thread(ask.sequence).window(ask.sequence.output)[: min(ask.max_depth, ask.max_tokens)]
-        return Draft.chain(tokens, [_TRIAL_CHANCE] * len(tokens), NAME)
+        chances = self._calibration.chances[_DRAWN : _DRAWN + len(tokens)]
+        return replace(Draft.chain(tokens, chances, NAME), is_trial=True)
 
     def _draft(self, ask: Ask) -> Draft:
         pooled, drawn = self._thread(ask.sequence).guess(ask.sequence.output)
@@ -182,8 +183,8 @@ class _Trials:
                 self._end()
         else:
             self._wait -= 1
-            if self._wait <= 0 and asks:
-                self._left, self._kept, self._sequence = _TRIAL_STEPS, 0, ref(asks[0].sequence)
+            if self._wait <= 0 and asks and asks[0].may_try:
+                self._left, self._kept, self._sequence = TRIAL_STEPS, 0, ref(asks[0].sequence)
         if not self._left:
             return None
         sequence = self._sequence() if self._sequence else None

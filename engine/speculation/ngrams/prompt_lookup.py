@@ -6,50 +6,24 @@ are entered as they come, a long prompt in portions, and a sequence that copies 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Sequence_
-from weakref import WeakKeyDictionary
-
-from torch import Tensor
-
 from engine.sequence import Sequence
-from engine.speculation.draft import Draft, Verified
 from engine.speculation.ngrams.index import NgramIndex
+from engine.speculation.ngrams.reading import Reading
 from engine.speculation.ngrams.trail import Rungs, Trail
-from engine.speculation.proposer import Ask
 
 NAME = "prompt_lookup"
-_PORTION = 2048  # pairs entered in a step, of all sequences: about 0.3 ms
 
 
-class PromptLookup:
-    """A Proposer. It learns from the tokens that came, so that it knows what a draft is worth while nobody has any verified."""
-
-    name = NAME
-    is_free = True
-    wants_hidden = False
+class PromptLookup(Reading):
+    """A Proposer."""
 
     def __init__(self) -> None:
-        self._rungs = Rungs()
-        self._readers: WeakKeyDictionary[Sequence, _Reader] = WeakKeyDictionary()
-
-    def propose(self, asks: Sequence_[Ask]) -> list[Draft]:
-        left = _PORTION
-        drafts: list[Draft] = []
-        for ask in asks:
-            sequence = ask.sequence
-            reader = self._readers.get(sequence)
-            if reader is None:
-                reader = self._readers[sequence] = _Reader(sequence, self._rungs)
-            left -= reader.read(sequence.output, left)
-            drafts.append(reader.trail.draft(ask, NAME))
-        return drafts
-
-    def learn(self, sequence: Sequence, verified: Verified, hidden: Tensor | None) -> None:
-        """Nothing here: `propose` finds the new tokens in the sequence."""
+        rungs = Rungs()
+        super().__init__(NAME, lambda sequence: _Reader(sequence, rungs))
 
 
 class _Reader:
-    """What is known of one sequence."""
+    """See Reader."""
 
     __slots__ = ("_behind_prompt", "_index", "trail")
 

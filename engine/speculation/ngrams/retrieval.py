@@ -9,48 +9,24 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
-from weakref import WeakKeyDictionary
-
-from torch import Tensor
 
 from engine.sequence import Sequence
-from engine.speculation.draft import Draft, Verified
 from engine.speculation.ngrams.index import LONGEST, NO_MATCH, Match, match_length
+from engine.speculation.ngrams.reading import Reading
 from engine.speculation.ngrams.trail import Rungs, Trail
-from engine.speculation.proposer import Ask
 
 NAME = "retrieval"
 _SHORTEST = 3  # tokens of a match
-_PORTION = 2048  # tokens entered in a step, of all sequences
 _PLACE_BITS = 24
 
 
-class Retrieval:
+class Retrieval(Reading):
     """A Proposer. Its memory: 4 bytes for each of `max_tokens` of outputs, and 16 bytes for each of `num_buckets`."""
 
-    name = NAME
-    is_free = True
-    wants_hidden = False
-
     def __init__(self, max_tokens: int = 1 << 20, num_buckets: int = 1 << 19) -> None:
-        self._rungs = Rungs()
-        self._store = _Store(max_tokens, num_buckets)
-        self._readers: WeakKeyDictionary[Sequence, _Reader] = WeakKeyDictionary()
-
-    def propose(self, asks: Sequence_[Ask]) -> list[Draft]:
-        left = _PORTION
-        drafts: list[Draft] = []
-        for ask in asks:
-            sequence = ask.sequence
-            reader = self._readers.get(sequence)
-            if reader is None:
-                reader = self._readers[sequence] = _Reader(sequence, self._store, self._rungs)
-            left -= reader.read(sequence.output, left)
-            drafts.append(reader.trail.draft(ask, NAME))
-        return drafts
-
-    def learn(self, sequence: Sequence, verified: Verified, hidden: Tensor | None) -> None:
-        """Nothing here: `propose` finds the new tokens in the sequence."""
+        rungs, store = Rungs(), _Store(max_tokens, num_buckets)
+        self._store = store
+        super().__init__(NAME, lambda sequence: _Reader(sequence, store, rungs))
 
 
 class _Document:

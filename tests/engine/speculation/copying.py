@@ -24,8 +24,16 @@ def decoding(prompt: Sequence_[int], output: Sequence_[int] = (), cache_root: by
     return sequence
 
 
-def propose(proposer: Proposer, sequence: Sequence, depth: int = 8, tokens: int = 16, least_chance: float = 0.0) -> Draft:
-    [draft] = proposer.propose([Ask(sequence, depth, tokens, least_chance)])
+def propose(
+    proposer: Proposer,
+    sequence: Sequence,
+    depth: int = 8,
+    tokens: int = 16,
+    least_chance: float = 0.0,
+    *,
+    may_try: bool = False,
+) -> Draft:
+    [draft] = proposer.propose([Ask(sequence, depth, tokens, least_chance, may_try)])
     assert len(draft) <= tokens
     assert max(draft.depths, default=0) <= depth
     assert all(0.0 <= chance <= 1.0 for chance in draft.chances)

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from engine.sequence import Sequence
+from engine.speculation.cost_curve import CostCurve
 from engine.speculation.handover import packed, unpacked
+from engine.speculation.speculator import Bounds, Speculator
+from tests.engine.speculation.copying import decoding
 from tests.support.engine_requests import PROMPT, request
 from tests.support.guesser import Guesser
 from tests.support.mock_engine import make_engine
@@ -84,3 +87,17 @@ def test_who_does_not_want_it_is_not_asked() -> None:
     engine.start("r", {0: 11}, draft_states={0: packed(torch.zeros(HIDDEN_SIZE))})
     assert proposer.states == []
     engine.release("r")
+
+
+def test_it_goes_where_the_model_s_own_states_are() -> None:
+    """Learned states lie on the model's device; one that comes from elsewhere is to lie beside them."""
+
+    devices: list[str] = []
+
+    class OnDevice(Restored):
+        def restore(self, sequence: Sequence, hidden: Tensor) -> None:
+            devices.append(hidden.device.type)
+
+    speculator = Speculator([OnDevice()], CostCurve((1,), (1.0,)), Bounds(4, 64, 64), device=torch.device("meta"))
+    speculator.take_over(decoding(PROMPT, [3]), torch.ones(HIDDEN_SIZE))
+    assert devices == ["meta"]

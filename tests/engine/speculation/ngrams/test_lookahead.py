@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from engine.sequence import Sequence
 from engine.speculation.draft import NOTHING, ROOT, Draft
-from engine.speculation.ngrams.lookahead import _LONGEST_PAUSE, _SHORTEST_PAUSE, _TRIAL_STEPS, Lookahead
+from engine.speculation.ngrams.lookahead import _LONGEST_PAUSE, _SHORTEST_PAUSE, Lookahead
+from engine.speculation.probing import TRIAL_STEPS
 from engine.speculation.proposer import Ask
 from tests.engine.speculation.copying import decoding, propose, step, verify
 
@@ -104,22 +105,31 @@ def _num_steps(model: Callable[[list[int]], int], num_tokens: int) -> int:
 
 
 def test_trials_in_vain_become_rare() -> None:
-    """A policy verifies nothing that is unlikely: what a trial says is likely is verified all the same."""
+    """A policy verifies nothing that is unlikely but in trials, and those say what they are."""
     proposer = Lookahead()
     sequences = [decoding([1], [2]) for _ in range(4)]
     random_ = random.Random(11)
     tried: list[int] = []
     num_steps = 20_000
     for at in range(num_steps):
-        drafts = proposer.propose([Ask(sequence, 8, 8, least_chance=0.5) for sequence in sequences])
+        drafts = proposer.propose([Ask(sequence, 8, 8, least_chance=0.5, may_try=True) for sequence in sequences])
         assert sum(bool(len(draft)) for draft in drafts) <= 1, "one sequence at a time"
         tried += [at] * any(len(draft) for draft in drafts)
+        assert all(draft.is_trial and sum(draft.cumulative) < 0.6 for draft in drafts if len(draft))
         for sequence, draft in zip(sequences, drafts, strict=True):
             step(proposer, sequence, draft, lambda path: random_.randrange(10**6))
     pauses, pause = 0, _SHORTEST_PAUSE
     while pause <= min(num_steps, _LONGEST_PAUSE):
         pauses, pause = pauses + 1, 2 * pause
-    assert 2 * _TRIAL_STEPS <= len(tried) <= pauses * _TRIAL_STEPS
+    assert 2 * TRIAL_STEPS <= len(tried) <= pauses * TRIAL_STEPS
+
+
+def test_no_trial_begins_where_none_may() -> None:
+    proposer, sequence = Lookahead(), decoding([1], [2])
+    for _ in range(4 * _SHORTEST_PAUSE):
+        assert not propose(proposer, sequence)
+        step(proposer, sequence, NOTHING, lambda path: len(sequence.output))
+    assert propose(proposer, sequence, may_try=True).is_trial
 
 
 def test_a_trial_that_succeeds_is_followed_up() -> None:
@@ -131,7 +141,7 @@ def test_a_trial_that_succeeds_is_followed_up() -> None:
         step(proposer, sequence, wrong_draft(5, 6), lambda path: random_.randrange(10**6))
     kept = 0
     for _ in range(1500):
-        draft = propose(proposer, sequence, least_chance=0.5)
+        draft = propose(proposer, sequence, least_chance=0.5, may_try=True)
         kept += len(step(proposer, sequence, draft, lambda path: ([*sequence.output, *path][-1] + 1) % 20).kept)
     assert kept > 1000
 

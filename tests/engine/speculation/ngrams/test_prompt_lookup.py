@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.speculation.draft import ROOT
-from engine.speculation.ngrams import prompt_lookup
+from engine.speculation.ngrams import reading
 from engine.speculation.ngrams.index import LONGEST, NgramIndex, match_length
 from engine.speculation.ngrams.prompt_lookup import PromptLookup
 from tests.engine.speculation.copying import decoding, propose, run, verify
@@ -132,7 +132,7 @@ def test_a_sequence_that_copies_is_believed_more_than_others() -> None:
 
 
 def test_a_long_prompt_is_entered_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_lookup, "_PORTION", 16)
+    monkeypatch.setattr(reading, "PORTION", 16)
     proposer, sequence = PromptLookup(), decoding(TEXT, TEXT[:3])
     answers = [len(propose(proposer, sequence, depth=2)) for _ in range(5)]
     assert answers == [0, 0, 0, 2, 2]

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from engine.speculation.draft import ROOT
-from engine.speculation.ngrams import retrieval
+from engine.speculation.ngrams import reading
 from engine.speculation.ngrams.retrieval import Retrieval
 from tests.engine.speculation.copying import decoding, propose, run
 
@@ -115,7 +115,7 @@ def test_an_output_longer_than_all_memory_goes_on() -> None:
 
 
 def test_a_long_history_is_entered_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrieval, "_PORTION", 16)
+    monkeypatch.setattr(reading, "PORTION", 16)
     proposer = Retrieval()
     writer, reader = decoding([1], TEXT), decoding([2], TEXT[40:44])
     for _ in range(2):

@@ -1,0 +1,88 @@
+"""A proposer as the speculator meets it: whatever it does wrong costs guesses, never the engine.
+
+What it raises ends here, and a draft that breaks its bounds is taken for the same: the proposer is not asked again. One that is
+only wrong about its chances is believed less (`Trust`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Sequence_
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torch import Tensor
+
+from engine.sequence import Sequence
+from engine.speculation.chance import Trust
+from engine.speculation.draft import NOTHING, ROOT, Draft, Verified
+from engine.speculation.handover import TakesOver
+from engine.speculation.proposer import Ask, Proposer
+
+logger = logging.getLogger(__name__)
+
+
+class Door:
+    """A Proposer that never raises."""
+
+    def __init__(self, proposer: Proposer, vocab_size: int | None, on_fault: Callable[[str], None]) -> None:
+        """`vocab_size`: token ids are below; None: nobody knows. `on_fault(name)` is told once."""
+        self.name, self.is_free, self.wants_hidden = proposer.name, proposer.is_free, proposer.wants_hidden
+        self.is_open = True
+        self._proposer, self._vocab_size, self._on_fault = proposer, vocab_size, on_fault
+        self._trust, self._factor = Trust(), 1.0
+
+    def propose(self, asks: Sequence_[Ask]) -> list[Draft]:
+        with self._watched():
+            drafts = self._proposer.propose(asks)
+            return [self._checked(ask, draft) for ask, draft in zip(asks, drafts, strict=True)]
+        return [NOTHING] * len(asks)
+
+    def believed(self, drafts: list[Draft]) -> list[Draft]:
+        """Its drafts with chances as they have come true lately."""
+        factor = self._factor = self._trust.factor
+        if factor == 1.0:
+            return drafts
+        return [replace(draft, chances=tuple([factor * chance for chance in draft.chances])) for draft in drafts]
+
+    def judge(self, verified: Verified) -> None:
+        """A draft of its own, as believed in this step."""
+        draft, reached = verified.draft, {ROOT, *verified.kept}
+        for index, parent in enumerate(draft.parents):
+            if parent in reached:
+                self._trust.saw(draft.chances[index] / self._factor, index in reached)
+
+    def forgive(self) -> None:
+        """Once for each step."""
+        self._trust.forgive()
+
+    def learn(self, sequence: Sequence, verified: Verified, hidden: Tensor | None) -> None:
+        with self._watched():
+            self._proposer.learn(sequence, verified, hidden)
+
+    def restore(self, sequence: Sequence, hidden: Tensor) -> None:
+        """See TakesOver; nothing where it is none."""
+        if isinstance(self._proposer, TakesOver):
+            with self._watched():
+                self._proposer.restore(sequence, hidden)
+
+    def _checked(self, ask: Ask, draft: Draft) -> Draft:
+        if not len(draft):  # raises for what is no draft at all
+            return NOTHING
+        if draft.proposer != self.name:
+            raise ValueError(f"proposer: {draft.proposer!r} in a draft of {self.name!r}")
+        if why := draft.why_not(ask.max_depth, ask.max_tokens, self._vocab_size):
+            raise ValueError(why)
+        if max(draft.chances) > 1.0:  # rounded
+            return replace(draft, chances=tuple([min(1.0, chance) for chance in draft.chances]))
+        return draft
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self.is_open = False
+            logger.exception("speculation: %s has failed and is not asked again; the engine goes on without it", self.name)
+            self._on_fault(self.name)
