@@ -36,7 +36,8 @@ def gumbel_array(seed: int, choice: int, index: int, token_ids: NDArray[np.int64
     x = _mix_array(_mix_array(x + np.uint64(first)) ^ np.uint64(second))
     v = ((x >> np.uint64(32)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
     with np.errstate(divide="ignore"):  # the few v that round to 1, as above
-        return -np.log(-np.log1p(-v))
+        noise: NDArray[np.float32] = -np.log(-np.log1p(-v))
+    return noise
 
 
 def _mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

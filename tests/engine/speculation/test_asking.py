@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Sequence_
 
 from engine.engine import Engine
-from engine.speculation.asking import LONGEST_PAUSE, PROBE
+from engine.speculation.habit import LONGEST_PAUSE, PROBE
 from engine.speculation.draft import Draft
 from engine.speculation.proposer import Ask
 from tests.support.engine_requests import assert_whole, request
@@ -59,7 +59,7 @@ def test_who_becomes_right_is_found_again() -> None:
 def test_a_free_guess_that_promises_as_much_saves_the_question() -> None:
     dear, free = Dear(1.0), Guesser(1.0, seed=1)
     engine = make_engine(proposers=[free, dear])
-    assert calls_in(engine, dear, 200) < 100
+    assert calls_in(engine, dear, 200) < 140  # where the free draft is short, and so a longer one is hoped for
     while engine.step() is not None:
         pass
     assert_whole(engine)

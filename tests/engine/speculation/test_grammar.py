@@ -4,6 +4,7 @@ engine that guesses answers is what one answers that does not, to the last bit o
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ GUESSERS = {
     "wrong first": (0.0, True),
     "half tree": (0.5, True),
 }
-DRAWS: dict[str, dict[str, object]] = {
+DRAWS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "repetition": {"temperature": 0.0, "repetition_penalty": 1.4},
     "penalties": {"presence_penalty": 0.6, "frequency_penalty": 0.4},
@@ -59,7 +60,7 @@ def with_logprobs(each: EngineRequest) -> EngineRequest:
     return replace(each, request_id=f"{each.request_id} told", sampling=replace(each.sampling, logprobs=3))
 
 
-def unconstrained(model: Model, name: str, **sampling: object) -> EngineRequest:
+def unconstrained(model: Model, name: str, **sampling: Any) -> EngineRequest:
     return replace(model.request(name, **{"ignore_eos": True, "max_tokens": 30, **sampling}), grammar=None)
 
 

@@ -112,7 +112,8 @@ def test_ngrams_save_passes_of_the_model_that_drafts(folder: Path, loaded: Loade
 
 def only_proposer(engine: Engine) -> ModelDraft:
     assert engine.speculator is not None
-    [proposer] = engine.speculator._proposers
+    [door] = engine.speculator._proposers
+    proposer = door._proposer
     assert isinstance(proposer, ModelDraft)
     return proposer
 
