@@ -104,20 +104,22 @@ class ModelRunner:
         if len(owners) > len(logits):
             logits = logits[[owner.row for owner in owners]]
         tokens = self._sampler.sample(logits, [self._sample_row(owner) for owner in owners])
+        states = None if hidden is None else hidden.unbind()
         draws: dict[Sequence, list[Draw]] = {}
         for owner, first in ((owner, index) for index, owner in enumerate(owners) if owner.node == ROOT):
             drawn = tokens[first : first + 1 + len(owner.piece.draft)]
-            draws.setdefault(owner.piece.sequence, []).append(self._draw_of(owner, drawn, hidden))
+            draws.setdefault(owner.piece.sequence, []).append(self._draw_of(owner, drawn, states))
         return draws
 
-    def _draw_of(self, owner: _Owner, drawn: list[SampledToken], hidden: Tensor | None) -> Draw:
-        """`drawn`: from all rows of the owner's piece. Moves the KV of what is kept to where the block table says."""
+    def _draw_of(self, owner: _Owner, drawn: list[SampledToken], states: Sequence_[Tensor] | None) -> Draw:
+        """`drawn`: from all rows of the owner's piece; `states`: the rows of `hidden`. Moves what is kept to where the
+        block table says."""
         piece = owner.piece
         if len(piece.sequence.choices) > 1:
             return Draw(owner.choice, (drawn[0],))
         verified = Verified(piece.draft, tuple([token.token_id for token in drawn]))
         self._move_kept(piece, verified)
-        last = None if hidden is None else hidden[owner.row + verified.rows[-1]]
+        last = None if states is None else states[owner.row + verified.rows[-1]]
         return Draw(owner.choice, tuple([drawn[row] for row in verified.rows]), verified, last)
 
     def _move_kept(self, piece: Piece, verified: Verified) -> None:

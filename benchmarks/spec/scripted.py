@@ -26,6 +26,7 @@ class Scripted:
     name = "scripted"
     is_free = True
     wants_hidden = False
+    learns = False
 
     def __init__(self, right: float, length: int, vocab_size: int) -> None:
         self.right, self.length = right, length

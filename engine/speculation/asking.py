@@ -36,6 +36,7 @@ class Asking:
         self._prices: dict[tuple[int, int], Price] = {}  # of a call, by how many sequences of each kind: powers of two
         self._bent: WeakKeyDictionary[Sequence, Bent] = WeakKeyDictionary()
         self._hopes: WeakKeyDictionary[Sequence, Hope] = WeakKeyDictionary()
+        self._probing_ns = 0
         self._proposed: dict[Sequence, Draft] = {}  # in this step, as the proposer gave them
 
     def ask_all(self, asks: Sequence_[Ask], drafts: list[Draft]) -> list[Draft]:
@@ -46,21 +47,36 @@ class Asking:
         """The same, but the proposer is asked only where that may pay."""
         self._proposed = {}
         asked: list[int] = []
+        is_probe = False
         for is_greedy, habit in self._habits.items():
-            hopeful = [
-                index
-                for index, ask in enumerate(asks)
-                if _is_greedy(ask.sequence) is is_greedy and self._hope_of(ask.sequence) > promise(drafts[index])
-            ]
-            if hopeful and habit.is_due():
-                if not habit.is_probing():
+            members = [index for index, ask in enumerate(asks) if _is_greedy(ask.sequence) is is_greedy]
+            if not members or not habit.is_due():
+                continue
+            if hopeful := [index for index in members if self._hope_of(asks[index].sequence) > promise(drafts[index])]:
+                if habit.is_probing():
+                    is_probe = True
+                else:
                     habit.decide(*self._worth(habit, hopeful, asks, drafts, load, curve))
                 asked += hopeful
         if not asked:
             return drafts
         plain_s = curve.step_s(load.num_rows) + load.attention_s
         least = self._price(asked, asks).token_s / len(asked) * load.num_decoding / plain_s
-        return self._ask(asked, [ask._replace(least_chance=max(ask.least_chance, least)) for ask in asks], drafts)
+        started_ns = self._clock_ns()
+        better = self._ask(asked, [ask._replace(least_chance=max(ask.least_chance, least)) for ask in asks], drafts)
+        if is_probe:
+            self._probing_ns += self._clock_ns() - started_ns
+        return better
+
+    def take_probing_ns(self) -> int:
+        """Spent on probes since this was asked the last time: they are paid for otherwise."""
+        spent_ns, self._probing_ns = self._probing_ns, 0
+        return spent_ns
+
+    @property
+    def may_be_next(self) -> bool:
+        """Whether it may be asked in the next step: if not, it need not know what becomes of this one."""
+        return any(habit.is_next for habit in self._habits.values())
 
     def learn(self, draws: Mapping[Sequence, list[Draw]]) -> None:
         """What became of the drafts that it was asked for."""

@@ -23,12 +23,17 @@ from engine.speculation.proposer import Ask, Proposer
 logger = logging.getLogger(__name__)
 
 
+Lesson = tuple[Sequence, Verified, Tensor | None]
+"""See Proposer.learn."""
+
+
 class Door:
     """A Proposer that never raises."""
 
     def __init__(self, proposer: Proposer, vocab_size: int | None, on_fault: Callable[[str], None]) -> None:
         """`vocab_size`: token ids are below; None: nobody knows. `on_fault(name)` is told once."""
         self.name, self.is_free, self.wants_hidden = proposer.name, proposer.is_free, proposer.wants_hidden
+        self.learns = proposer.learns
         self.is_open = True
         self._proposer, self._vocab_size, self._on_fault = proposer, vocab_size, on_fault
         self._trust, self._factor = Trust(), 1.0
@@ -57,9 +62,12 @@ class Door:
         """Once for each step."""
         self._trust.forgive()
 
-    def learn(self, sequence: Sequence, verified: Verified, hidden: Tensor | None) -> None:
+    def learn(self, lessons: Sequence_[Lesson]) -> None:
+        """What became of the sequences of a step."""
         with self._watched():
-            self._proposer.learn(sequence, verified, hidden)
+            learn = self._proposer.learn
+            for lesson in lessons:
+                learn(*lesson)
 
     def restore(self, sequence: Sequence, hidden: Tensor) -> None:
         """See TakesOver; nothing where it is none."""

@@ -131,6 +131,8 @@ class Verified:
 
     @cached_property
     def kept(self) -> tuple[int, ...]:
+        if not self.draft.token_ids:
+            return ()
         children: dict[tuple[int, int], int] = {}
         for index, (parent, token_id) in enumerate(zip(self.draft.parents, self.draft.token_ids, strict=True)):
             children.setdefault((parent, token_id), index)

@@ -77,6 +77,11 @@ class Habit:
         self._pause = FIRST_PAUSE
         self._num_to_skip, self._num_to_probe = 0, PROBE
 
+    @property
+    def is_next(self) -> bool:
+        """Whether it would be asked in the next step."""
+        return not self._num_to_skip
+
     def is_due(self) -> bool:
         """Whether to ask now. Once for each step in which there is somebody to ask for."""
         if not self._num_to_skip:

@@ -40,6 +40,7 @@ class Choice:
     drafts: list[Draft]
     threshold: float
     num_expected: float  # tokens of drafts that are kept, on average
+    gain: float = 0.0  # of these drafts, in steps without drafts: what their tokens are worth less what they take
 
 
 def choose(drafts: Sequence[Draft], contexts: Sequence[int], load: Load, curve: CostCurve, max_tokens: int) -> Choice:
@@ -57,19 +58,21 @@ def choose(drafts: Sequence[Draft], contexts: Sequence[int], load: Load, curve: 
     )[:max_tokens]
     best_rate = (1.0 + MARGIN) * plain_rate
     expected, attention_s, best, best_expected = float(load.num_decoding), load.attention_s, 0, 0.0
+    gain = 0.0
     for count, (negative, number, _) in enumerate(candidates, start=1):
         expected -= negative
         attention_s += curve.row_context_s * contexts[number]
         rate = expected / (curve.step_s(load.num_rows + count) + attention_s)
         if rate > best_rate:
             best_rate, best, best_expected = rate, count, expected - load.num_decoding
+            gain = expected / load.num_decoding - expected / rate / plain_s
     if not best:
         return Choice([NOTHING] * len(drafts), least, 0.0)
     wanted = [[False] * len(draft) for draft in drafts]
     for _, number, index in candidates[:best]:
         wanted[number][index] = True
     chosen = [draft.keep(keep) if any(keep) else NOTHING for draft, keep in zip(drafts, wanted, strict=True)]
-    return Choice(chosen, threshold(best_rate, load.num_rows + best, curve), best_expected)
+    return Choice(chosen, threshold(best_rate, load.num_rows + best, curve), best_expected, gain)
 
 
 def may_pay(load: Load, curve: CostCurve, max_tokens: int, best_chance: float) -> bool:

@@ -44,8 +44,8 @@ class Wait:
     def is_over(self) -> bool:
         return self._left <= 0
 
-    def step(self) -> None:
-        self._left -= 1
+    def step(self, count: int) -> None:
+        self._left -= count
 
     def again(self) -> None:
         """There was no need for a probe."""
@@ -106,24 +106,27 @@ class Probing:
         self._is_probe = picked is not None
         return [NOTHING] * len(drafts) if picked is None else picked
 
-    def saw(self, step: Step | None) -> None:
-        """Once for each step that decodes. None: with prompts beside, whose times say nothing here."""
+    def saw(self, step: Step | None, num_alike: int = 1) -> bool:
+        """What a step was that decodes. None: with prompts beside, whose times say nothing here. `num_alike`: this is told
+        once for so many that were like it, itself included. True: this one says more than one of many."""
         is_probe, self._is_probe = self._is_probe, False
         if step is None:
-            return
-        self.pay(-SHARE * step.took_s, step.plain_s)
+            return False
+        self.pay(-SHARE * step.took_s * num_alike, step.plain_s)
         ratio = step.took_s / step.believed_s
-        if not 1 / OUTLIER < ratio < OUTLIER:  # the curve will change, or has
+        is_off = not 1 / OUTLIER < ratio < OUTLIER
+        if is_off:  # the curve will change, or has
             self._drafted, self._plain = Wait(), Wait()
         if not step.has_drafts:
-            self._drafted.step()
+            self._drafted.step(num_alike)
             self._plain.learned(ratio) if self._plain.is_over else self._plain.again()
         elif is_probe:
             self.pay(max(0.0, step.took_s - step.plain_s), step.plain_s)
             self._drafted.learned(ratio)
         else:
             self._drafted.again()
-            self._plain.step()
+            self._plain.step(num_alike)
+        return is_probe or is_off
 
     def _trial(self, drafts: Sequence[Draft]) -> list[Draft] | None:
         if not any(draft.is_trial for draft in drafts):

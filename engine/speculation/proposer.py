@@ -43,6 +43,11 @@ class Proposer(Protocol):
         """It guesses from the model's hidden states: see `learn`."""
         ...
 
+    @property
+    def learns(self) -> bool:
+        """It wants to be told what the model drew; others find the new tokens in the sequence when they are asked next."""
+        ...
+
     def propose(self, asks: Sequence_[Ask]) -> list[Draft]:
         """A draft for each, within its bounds; an empty one (`NOTHING`) where there is nothing to guess."""
         ...

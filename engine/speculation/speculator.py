@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,12 +33,17 @@ from engine.speculation.tally import Tally
 
 SURE = 0.97
 """No guess has a better chance, or hardly one."""
-PATIENCE = 4
+FIRST_WORTH, WORTH_LEARNING = 0.1, 0.1
+"""What looking for drafts is worth, in steps, before anything is known; and the weight of each look."""
 LONGEST_REST = 8
 LOOKING = 0.004
-"""After more than so many steps for which nothing was worth verifying, nobody is asked for a step, then for two, up to so many:
-looking costs a hundredth of a small model's step. Where it costs more, rests grow until it takes LOOKING of the time. Proposers
-learn from the tokens of those steps when they are asked again."""
+"""Where looking is worth less than it takes, nobody is asked for a step, then for two, up to so many: looking costs hundredths of a
+small model's step. Rests grow until it takes LOOKING of the time. Proposers learn from the tokens of those steps when
+they are asked again."""
+LOOK_EVERY = 4
+"""Of so many steps that are alike one corrects the curve."""
+NUM_FIRST = 128
+"""Each of so many first steps does."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,13 @@ class Rest:
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
-        self._num_fruitless = self._length = self._left = 0
+        self._worth = FIRST_WORTH
+        self._length = self._left = 0
+
+    @property
+    def goes_on(self) -> bool:
+        """Nobody will be asked in the next step."""
+        return self._left > 0
 
     def is_on(self) -> bool:
         """Asked once for each step."""
@@ -65,15 +77,18 @@ class Rest:
         self._left -= 1
         return True
 
-    def saw(self, was_worth_it: bool, price: float = 0.0) -> None:
-        """Somebody was asked, which took `price` times what a step takes."""
-        if was_worth_it:
-            self._num_fruitless = self._length = 0
+    def saw(self, gain: float, price: float) -> None:
+        """Somebody was asked, which took `price` times what a step takes; what was found is worth `gain` steps."""
+        self._worth += WORTH_LEARNING * (gain - price - self._worth)
+        if self._worth > 0 or not self._longest:
+            self._length = 0
             return
-        self._num_fruitless += 1
-        if self._num_fruitless > PATIENCE:
-            longest = max(self._longest, int(price / LOOKING)) if self._longest else 0
-            self._left = self._length = min(longest, max(1, 2 * self._length))
+        self._left = self._length = min(max(self._longest, int(price / LOOKING)), max(1, 2 * self._length))
+
+
+class _Chosen(NamedTuple):
+    drafts: dict[Sequence, Draft]
+    gain: float  # in steps
 
 
 class Speculator:
@@ -99,7 +114,9 @@ class Speculator:
         self._probing = Probing()
         self._threshold = 0.0
         self._num_prompt_tokens = 0  # of the step before: the next one's is planned after the drafts
-        self._rest = Rest(longest=0 if bounds.fixed_length else LONGEST_REST)
+        self._is_asked_always = bool(bounds.fixed_length)
+        self._rest = Rest(longest=0 if self._is_asked_always else LONGEST_REST)
+        self._num_plain = self._num_seen = 0
 
     @property
     def wants_hidden(self) -> bool:
@@ -117,30 +134,42 @@ class Speculator:
         load = self._load(decoding, has_prompts=has_prompts)
         chosen = self._choose_from(decoding, load, has_prompts=has_prompts)
         took_ns = self._clock_ns() - started_ns
-        self._rest.saw(bool(chosen), took_ns / 1e9 / (self.curve.step_s(load.num_rows) + load.attention_s))
+        plain_s = self.curve.step_s(load.num_rows) + load.attention_s
+        probing_ns = sum([asking.take_probing_ns() for asking in self._dear])
+        self._rest.saw(chosen.gain, (took_ns - probing_ns) / 1e9 / plain_s)
         self.tally.drafted(took_ns)
-        return chosen
+        return chosen.drafts
 
     def learn(self, plan: Plan, draws: Mapping[Sequence, list[Draw]], step_ns: int) -> None:
         """After the sequences have taken their tokens. `step_ns`: what the plan's computation took."""
         self._num_prompt_tokens = sum(piece.num_tokens for piece in plan.pieces if not piece.sequence.output)
-        for piece in plan.pieces:
-            for draw in draws.get(piece.sequence, ()):
-                if draw.verified is not None:
-                    self._learn_from(piece.sequence, draw.verified, draw.hidden)
+        lessons = [
+            (piece.sequence, draw.verified, draw.hidden)
+            for piece in plan.pieces
+            for draw in draws.get(piece.sequence, ())
+            if draw.verified is not None
+        ]
+        self._judge([verified for _, verified, _ in lessons])
+        for door in self._free:
+            if door.learns and door.is_open:
+                door.learn(lessons)
         for asking in self._dear:
             asking.learn(draws)
+            if asking.proposer.learns and asking.proposer.is_open and (self._is_asked_always or self._may_ask_next(asking)):
+                asking.proposer.learn(lessons)
         for door in self._free:
             door.forgive()
         self._correct_curve(plan, step_ns / 1e9)
 
-    def _learn_from(self, sequence: Sequence, verified: Verified, hidden: Tensor | None) -> None:
-        self.tally.verified(verified)
-        if verified.draft and (maker := self._makers.get(verified.draft.proposer)) is not None:
-            maker.judge(verified)
-        for door in self._proposers:
-            if door.is_open:
-                door.learn(sequence, verified, hidden)
+    def _may_ask_next(self, asking: Asking) -> bool:
+        return not self._rest.goes_on and (asking.may_be_next or self._probing.wants_draft)
+
+    def _judge(self, outcomes: Sequence_[Verified]) -> None:
+        drafted = [verified for verified in outcomes if verified.draft]
+        self.tally.stepped(len(outcomes), drafted)
+        for verified in drafted:
+            if (maker := self._makers.get(verified.draft.proposer)) is not None:
+                maker.judge(verified)
 
     def take_over(self, sequence: Sequence, hidden: Tensor) -> None:
         """Its last token was drawn elsewhere, from `hidden` [hidden_size] float32. Of no use behind what a grammar has forced."""
@@ -154,13 +183,13 @@ class Speculator:
         """Beside prompts a step's time would say nothing; a fixed length learns nothing."""
         return not has_prompts and not self._bounds.fixed_length
 
-    def _choose_from(self, decoding: list[Sequence], load: Load, *, has_prompts: bool) -> dict[Sequence, Draft]:
+    def _choose_from(self, decoding: list[Sequence], load: Load, *, has_prompts: bool) -> _Chosen:
         probes = self._may_probe(has_prompts=has_prompts)
         is_due = probes and self._probing.wants_draft
         asks = [ask for sequence in decoding if (ask := self._ask(sequence, 0.0 if is_due else self._threshold)) is not None]
         is_worth_it = bool(asks) and self._may_pay(load, len(asks))
         if not asks or not (is_due or is_worth_it):
-            return {}
+            return _Chosen({}, 0.0)
         if probes and self._probing.affords_trial(load, self.curve):
             asks[0] = asks[0]._replace(may_try=True)
         started_ns = self._clock_ns()
@@ -171,7 +200,8 @@ class Speculator:
         self._threshold = choice.threshold
         if probes and not any(choice.drafts):
             choice = replace(choice, drafts=self._probing.pick(drafts, load, self.curve))
-        return {ask.sequence: follow(ask.sequence, draft) for ask, draft in zip(asks, choice.drafts, strict=True) if draft}
+        drafted = {ask.sequence: follow(ask.sequence, draft) for ask, draft in zip(asks, choice.drafts, strict=True) if draft}
+        return _Chosen(drafted, choice.gain)
 
     def _may_pay(self, load: Load, num_asks: int) -> bool:
         if self._bounds.fixed_length:
@@ -220,21 +250,29 @@ class Speculator:
         )
 
     def _correct_curve(self, plan: Plan, step_s: float) -> None:
-        """By steps without prompts: those compute more than the curve speaks of."""
-        pieces, curve = plan.pieces, self.curve
-        if not pieces or not all(piece.sequence.output for piece in pieces):
+        """By steps without prompts: those compute more than the curve speaks of. By a part of them: there are thousands, and each
+        takes as long as a guess."""
+        if not plan.pieces or not all(piece.sequence.output for piece in plan.pieces):
             self._probing.saw(None)
             return
-        contexts = [(piece.num_rows - 1, len(piece.draft), piece.sequence.num_tokens) for piece in pieces]
-        drafted_s = curve.row_context_s * sum([num_drafted * context for _, num_drafted, context in contexts])
-        attention_s = sum([context * (curve.context_s + num_more * curve.row_context_s) for num_more, _, context in contexts])
-        num_rows, num_drafted = plan.num_tokens, sum([num_drafted for _, num_drafted, _ in contexts])
-        self._probing.saw(
-            Step(
-                step_s,
-                curve.step_s(num_rows) + attention_s,
-                curve.step_s(num_rows - num_drafted) + attention_s - drafted_s,
-                bool(num_drafted),
-            )
-        )
-        self.curve = curve.saw(num_rows, attention_s, step_s)
+        num_drafted = sum([len(piece.draft) for piece in plan.pieces])
+        if not num_drafted and not self._probing.wants_plain:
+            self._num_plain += 1
+            if self._num_plain < LOOK_EVERY and self._num_seen > NUM_FIRST:
+                return
+        num_alike, self._num_plain = max(1, self._num_plain), 0
+        self._look_at(plan, step_s, num_drafted, num_alike)
+
+    def _look_at(self, plan: Plan, step_s: float, num_drafted: int, num_alike: int) -> None:
+        curve, num_rows = self.curve, plan.num_tokens
+        context = sum([piece.sequence.num_tokens for piece in plan.pieces])
+        known = sum([(piece.num_tokens - 1) * piece.sequence.num_tokens for piece in plan.pieces if piece.num_tokens > 1])
+        drafted = sum([len(piece.draft) * piece.sequence.num_tokens for piece in plan.pieces]) if num_drafted else 0
+        plain_attention_s = curve.context_s * context + curve.row_context_s * known
+        attention_s = plain_attention_s + curve.row_context_s * drafted
+        believed_s = curve.step_s(num_rows) + attention_s
+        plain_s = curve.step_s(num_rows - num_drafted) + plain_attention_s
+        is_telling = self._probing.saw(Step(step_s, believed_s, plain_s, bool(num_drafted)), num_alike)
+        self._num_seen += 1
+        if is_telling or not num_drafted or self._num_seen < NUM_FIRST or not self._num_seen % LOOK_EVERY:
+            self.curve = curve.saw(num_rows, attention_s, step_s)

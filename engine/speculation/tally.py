@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.speculation.draft import Verified
@@ -56,14 +57,15 @@ class Tally:
         """It is not asked any more."""
         self._failed.append(proposer)
 
-    def verified(self, verified: Verified) -> None:
-        """One sequence's part of a step, with a draft or without."""
-        self._num_rows += 1
-        self._num_tokens += 1
-        draft = verified.draft
-        if not draft:
-            return
-        kept = verified.kept
+    def stepped(self, num_rows: int, drafted: Iterable[Verified]) -> None:
+        """So many sequences' parts of a step, and what became of those that had a draft."""
+        self._num_rows += num_rows
+        self._num_tokens += num_rows
+        for verified in drafted:
+            self._verified_one(verified)
+
+    def _verified_one(self, verified: Verified) -> None:
+        draft, kept = verified.draft, verified.kept
         self._num_drafts += 1
         self._num_tokens += len(kept)
         for depth in draft.depths:

@@ -21,6 +21,7 @@ class Guesser:
     name = "guesser"
     vocab_size = VOCAB_SIZE
     is_free = True
+    learns = True
 
     def __init__(self, right: float, *, branches: bool = False, seed: int = 0, wants_hidden: bool = False) -> None:
         self.wants_hidden = wants_hidden

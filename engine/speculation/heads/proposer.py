@@ -103,7 +103,7 @@ class _Branch:
 class HeadProposer:
     """See Proposer."""
 
-    name, is_free, wants_hidden = NAME, False, True
+    name, is_free, wants_hidden, learns = NAME, False, True, True
 
     def __init__(self, maths: HeadMaths, sampler: TokenSampler, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """`sampler`: the model's, so that a guess is drawn as the token itself."""

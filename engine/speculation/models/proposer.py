@@ -87,6 +87,10 @@ class ModelDraft:
         if self._inner is not None:
             self._inner.learn(sequence, verified, None)
 
+    @property
+    def learns(self) -> bool:
+        return self._inner is not None and self._inner.learns
+
     def _plan(self, asks: Sequence_[Ask]) -> tuple[list[Course], list[Chunk]]:
         """Who is drafted for, and what is computed for those that lack too much. Who lacks least comes first: a long prompt
         takes what the others leave."""

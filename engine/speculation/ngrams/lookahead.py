@@ -43,6 +43,7 @@ class Lookahead:
     name = NAME
     is_free = True
     wants_hidden = False
+    learns = True
 
     def __init__(self) -> None:
         self._calibration = Calibration(_PRIORS)

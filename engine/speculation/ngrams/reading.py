@@ -33,6 +33,7 @@ class Reading:
 
     is_free = True
     wants_hidden = False
+    learns = False
 
     def __init__(self, name: str, open_reader: Callable[[Sequence], Reader]) -> None:
         self.name = name

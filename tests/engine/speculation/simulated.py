@@ -42,6 +42,7 @@ class Liar:
     """Guesses `depth` tokens, each right with the chance `right`, and says that it is `claimed`. Asking takes `price_s`."""
 
     wants_hidden = False
+    learns = False
 
     def __init__(
         self, right: float, claimed: float, *, price_s: float = 0.0, is_free: bool = True, depth: int = MAX_DEPTH

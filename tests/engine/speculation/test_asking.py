@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Sequence_
 
 from engine.engine import Engine
-from engine.speculation.habit import LONGEST_PAUSE, PROBE
 from engine.speculation.draft import Draft
+from engine.speculation.habit import LONGEST_PAUSE, PROBE
 from engine.speculation.proposer import Ask
 from tests.support.engine_requests import assert_whole, request
 from tests.support.guesser import Guesser

@@ -291,6 +291,7 @@ class Scripted:
 
     name = "scripted"
     is_free = True
+    learns = True
     wants_hidden = False
 
     def __init__(self, output: tuple[int, ...], num_right: int) -> None:
