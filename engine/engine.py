@@ -30,7 +30,7 @@ from engine.requests import RequestTable
 from engine.reservations import Reservations, ReservedBlocks
 from engine.runner import ModelRunner, TokenSampler
 from engine.sampling import Sampler
-from engine.scheduler import Scheduler
+from engine.scheduler import Plan, Scheduler
 from engine.sequence import Phase
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.calibrate import LONGEST, measure_curve
@@ -181,7 +181,7 @@ class Engine:
             return None
         self.kv.reach(self._pool.highest_used)
         planned_ns = time.monotonic_ns()
-        draws = self._runner.run(plan, self.exports.begin(plan))
+        draws = self._runner.run(plan, self.exports.begin(plan), keep_hidden=self._wants_hidden(plan))
         computed_ns = time.monotonic_ns()
         result = self._progress.postprocess(plan, draws, started_ns, self.exports.end())
         if self.speculator is not None:
@@ -239,6 +239,12 @@ class Engine:
         scheduler = self._scheduler
         has_prompts = bool(scheduler.waiting) or not all(sequence.is_going_on for sequence in scheduler.running)
         return self.speculator.draft(scheduler.running, has_prompts=has_prompts)
+
+    def _wants_hidden(self, plan: Plan) -> bool:
+        """For who guesses next here, or takes a hand-off."""
+        if self.speculator is None:
+            return False
+        return self.speculator.wants_hidden_now or any(piece.sequence.group.request.prefill_only for piece in plan.pieces)
 
     def _limits(self) -> Limits:
         return Limits(

@@ -78,12 +78,13 @@ class ModelRunner:
         self._eos_token_ids = frozenset(eos_token_ids)
 
     @torch.inference_mode()
-    def run(self, plan: Plan, signal: LayerSignal | None = None) -> dict[Sequence, list[Draw]]:
-        """Computes the plan's pieces; the draws of the sequences that reach their end."""
+    def run(self, plan: Plan, signal: LayerSignal | None = None, *, keep_hidden: bool = True) -> dict[Sequence, list[Draw]]:
+        """Computes the plan's pieces; the draws of the sequences that reach their end. `keep_hidden`: somebody wants hidden
+        states of this step, if anybody ever does."""
         pieces = plan.pieces
         self._copy_blocks(pieces)
         batch = build_batch(pieces, self._kv.shape[3], self._kv.device)
-        if self._hidden_size is None:
+        if self._hidden_size is None or not keep_hidden:
             return self._draw(pieces, self._model.forward(batch, self._kv, signal), None)
         hidden = torch.empty((len(batch.logits_rows), self._hidden_size), dtype=torch.float32, device=self._kv.device)
         return self._draw(pieces, self._model.forward(batch, self._kv, signal, hidden), hidden)

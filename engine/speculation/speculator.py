@@ -37,9 +37,9 @@ FIRST_WORTH, WORTH_LEARNING = 0.1, 0.1
 """What looking for drafts is worth, in steps, before anything is known; and the weight of each look."""
 LONGEST_REST = 8
 LOOKING = 0.004
-"""Where looking is worth less than it takes, nobody is asked for a step, then for two, up to so many: looking costs hundredths of a
-small model's step. Rests grow until it takes LOOKING of the time. Proposers learn from the tokens of those steps when
-they are asked again."""
+"""Where looking is worth less than it takes, nobody is asked for a step, then for two, up to so many: a look costs hundredths of
+a small model's step. Rests grow until it takes LOOKING of the time. Proposers learn from the tokens of those steps when they are
+asked again."""
 LOOK_EVERY = 4
 """Of so many steps that are alike one corrects the curve."""
 NUM_FIRST = 128
@@ -122,6 +122,13 @@ class Speculator:
     def wants_hidden(self) -> bool:
         return any(proposer.wants_hidden for proposer in self._proposers)
 
+    @property
+    def wants_hidden_now(self) -> bool:
+        """Of the step that has been drafted for: they may be asked behind it."""
+        return any(door.wants_hidden for door in self._free) or any(
+            asking.proposer.wants_hidden and self._may_ask_next(asking) for asking in self._dear
+        )
+
     def draft(self, running: Iterable[Sequence], *, has_prompts: bool) -> dict[Sequence, Draft]:
         """A draft for each sequence that is to have one. `has_prompts`: some are beside those that decode."""
         if self._rest.is_on():
@@ -155,13 +162,15 @@ class Speculator:
                 door.learn(lessons)
         for asking in self._dear:
             asking.learn(draws)
-            if asking.proposer.learns and asking.proposer.is_open and (self._is_asked_always or self._may_ask_next(asking)):
+            if asking.proposer.learns and asking.proposer.is_open and self._may_ask_next(asking):
                 asking.proposer.learn(lessons)
         for door in self._free:
             door.forgive()
         self._correct_curve(plan, step_ns / 1e9)
 
     def _may_ask_next(self, asking: Asking) -> bool:
+        if self._is_asked_always:
+            return True
         return not self._rest.goes_on and (asking.may_be_next or self._probing.wants_draft)
 
     def _judge(self, outcomes: Sequence_[Verified]) -> None:
