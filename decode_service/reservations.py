@@ -189,11 +189,12 @@ class Reservations:
         if is_local and record.reservation.state is State.RESERVED:
             # Before the engine runs it: its first tokens may be here sooner than the answer to this call.
             record.reservation = transition(record.reservation, Started(), time.monotonic())
+        if is_local:
             self._spans.begin(record, record.submission.received_ns)
 
         def fill(engine: Engine) -> ReservedBlocks | None:
-            record.engine_entered_ns = monotonic_ns()
             blocks = reserve(engine)
+            record.engine_entered_ns = monotonic_ns()  # the engine's own clock of the request begins here
             if blocks is not None and is_local:
                 engine.run_local(record.engine_id, record.named_request)
             return blocks

@@ -132,6 +132,7 @@ class Frontend:
         self, making: Coroutine[object, object, Job], received_ns: int, trace: RequestTrace = NO_TRACE
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         timings = RequestTimings(received_ns, spans=trace.spans)
+        timings.routed(received_ns)
         request: Request | None = None
         error: BaseException | None = None
         try:
@@ -153,7 +154,6 @@ class Frontend:
             raise self._going()
         if self.on_asked is not None:
             self.on_asked(job.tenant, len(job.prompt) + job.num_choices * job.sampling.max_tokens)
-        timings.routed(timings.received_ns)
         request = Request(self.core, job, timings)
         self._requests.add(request)
         return request

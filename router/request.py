@@ -115,9 +115,11 @@ class Request:
 
     async def _admit(self) -> None:
         began_ns = now_ns()
-        ticket = self._ticket = await self._core.gate.enter(applicant_of(self._core, self.job))
-        await failpoints.hit_async("router.admission")
-        self._timings.queued(began_ns)
+        try:
+            ticket = self._ticket = await self._core.gate.enter(applicant_of(self._core, self.job))
+            await failpoints.hit_async("router.admission")
+        finally:
+            self._timings.queued(began_ns)
         self._timings.on_submitting = lambda: self._submitting(ticket)
 
     def _teach(self) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import statistics
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -44,8 +44,8 @@ class Traced:
         prompt = oracle.prompt_of(number, length)
         return await client.generate(prompt, mode=mode, request_id=f"r{number}", **settings)  # type: ignore[arg-type]
 
-    async def trace(self, request_id: str, wanted: set[str]) -> Trace:
-        return await trace_of(self.receiver, request_id, wanted)
+    async def trace(self, request_id: str, wanted: set[str], enough: Callable[[Trace], bool] = lambda _: True) -> Trace:
+        return await trace_of(self.receiver, request_id, wanted, enough)
 
     def disarm(self) -> None:
         for arming in self.armings.values():
@@ -151,11 +151,14 @@ async def test_a_prefill_that_fails_is_retried_in_sight(traced: Traced, client: 
     for name in ("prefill-0", "prefill-1"):
         traced.armings[name].arm("prefill.accepted", "error@1")
     result = await traced.ask(client)
-    trace = await traced.trace(result.request_id, {"retry", "decode"})
+    num_retries = result.timings.num_retries
+    trace = await traced.trace(
+        result.request_id, {"retry", "decode"}, lambda trace: len(trace.of("prefill", "prefill")) >= num_retries
+    )
     failed = [span for span in trace.all("attempt") if span.is_failed]
-    assert len(failed) == result.timings.num_retries == len(trace.all("retry")) >= 1
+    assert len(failed) == num_retries == len(trace.all("retry")) >= 1
     assert sum(span.duration_ns for span in trace.all("retry")) == result.timings.retry_ns
-    broken = [span for span in trace.spans if span.name == "prefill" and span.process.startswith("prefill") and span.is_failed]
+    broken = [span for span in trace.of("prefill", "prefill") if span.is_failed]
     assert len(broken) == len(failed)
     assert {trace.parent(trace.parent(span)).span_id for span in broken} == {span.span_id for span in failed}
 
@@ -167,7 +170,7 @@ async def test_what_a_cancel_leaves(traced: Traced, client: AsyncClient) -> None
     )
     async with stream:
         async for event in stream:
-            if isinstance(event, Delta) and event.token_ids:
+            if isinstance(event, Delta) and event.first_index:  # the first token comes from prefill
                 break
     trace = await traced.trace(f"r{number}", {"decode", "generate tiny"})
     assert (trace.root.attributes["error.type"], trace.root.is_failed) == ("CANCELLED", False)
@@ -177,7 +180,7 @@ async def test_what_a_cancel_leaves(traced: Traced, client: AsyncClient) -> None
 
 async def test_what_an_error_leaves(traced: Traced, client: AsyncClient) -> None:
     for name in ("prefill-0", "prefill-1"):
-        traced.armings[name].arm("engine.compute", "delay:400")
+        traced.armings[name].arm("engine.compute", "delay:2000")
     with pytest.raises(DeadlineExceeded):
         await traced.ask(client, timeout=0.5, length=200)
     root = next(
@@ -213,7 +216,7 @@ async def test_parts_add_up_to_ttft_for_each_of_many_requests_under_load(traced:
         missing_ms = ttft_ms - sum(trace.ttft_parts_ms().values())
         if abs(missing_ms) > max(1.0, 0.02 * ttft_ms):
             off.append(f"{result.request_id}: {missing_ms:.2f} of {ttft_ms:.2f} ms: {trace.ttft_parts_ms()}")
-    assert not off
+    assert not off, "\n".join([f"{len(off)} of 200", *off[:20]])
 
 
 DELAY_MS = 50
@@ -302,18 +305,15 @@ async def test_a_request_that_moves(traced: Traced, client: AsyncClient) -> None
                 traced.disarm()
             if isinstance(event, Completed):
                 assert event.timings.decode_worker != left
-    trace = await traced.trace(f"r{number}", {"migrate", "generate tiny"})
+    trace = await traced.trace(f"r{number}", {"migrate"}, lambda trace: len(trace.all("submit")) == 2)
     (move,) = trace.all("migrate")
     assert (move.attributes["pdmesh.from.worker"], move.attributes["pdmesh.moved"]) == (left, True)
     assert trace.parent(move) is trace.root
     inside = {trace.path(span) for span in trace.below(move)}
     stay = "generate@router/migrate@router/attempt@router"
     assert {stay, f"{stay}/reserve@router", f"{stay}/reserve@router/submit@decode"} <= inside
-    trace = await traced.trace(f"r{number}", {"decode"})
-    await asyncio.to_thread(
-        traced.receiver.wait,
-        lambda spans: sum(span.trace_id == trace.root.trace_id and span.name == "decode" for span in spans) == 2,
-    )
+    trace = await traced.trace(f"r{number}", {"decode"}, lambda trace: len(trace.all("decode")) == 2)
+    assert {span.process for span in trace.all("decode")} == set(DECODES)
     await traced.mesh.wait_ready(60)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tests.otlp_receiver import OtlpReceiver, Received
@@ -29,6 +29,10 @@ class Trace:
     def all(self, name: str) -> list[Received]:
         """By time."""
         return [span for span in self.spans if span.name == name]
+
+    def of(self, name: str, process: str) -> list[Received]:
+        """Those of processes whose names begin so: a router's and a worker's `prefill` are two spans."""
+        return [span for span in self.all(name) if span.process.startswith(process)]
 
     def parent(self, span: Received) -> Received:
         """Raises ValueError for one that is not there."""
@@ -72,8 +76,10 @@ def _ms(spans: Iterable[Received]) -> float:
     return sum(span.duration_ns for span in spans) / 1e6
 
 
-async def trace_of(receiver: OtlpReceiver, request_id: str, wanted: set[str], timeout_s: float = 20.0) -> Trace:
-    """Of the request of that id, once spans of all `wanted` names are there."""
+async def trace_of(
+    receiver: OtlpReceiver, request_id: str, wanted: set[str], enough: Callable[[Trace], bool], timeout_s: float = 20.0
+) -> Trace:
+    """Of the request of that id, once all `wanted` names are there and it is `enough`: each process sends in its own time."""
 
     def found(spans: Sequence[Received]) -> Trace | None:
         roots = [span for span in spans if span.attributes.get("gen_ai.response.id") == request_id]
@@ -84,7 +90,7 @@ async def trace_of(receiver: OtlpReceiver, request_id: str, wanted: set[str], ti
 
     def is_complete(spans: list[Received]) -> bool:
         trace = found(spans)
-        return trace is not None and wanted <= trace.names
+        return trace is not None and wanted <= trace.names and enough(trace)
 
     trace = found(await asyncio.to_thread(receiver.wait, is_complete, timeout_s))
     assert trace is not None
