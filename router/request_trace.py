@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 PROVIDER = "pdmesh"
-MAX_MODEL_CHARS = 100  # of a name that may be of no model
 CHAT, COMPLETION = "chat", "text_completion"
 _PRIORITIES = {
     common_pb2.PRIORITY_INTERACTIVE: "interactive",
@@ -62,23 +61,21 @@ class RequestTrace:
 OFF = RequestTrace()
 
 
-def open_trace(core: Core, operation: str, model: str, caller: SpanContext | None, received_ns: int) -> RequestTrace:
+def open_trace(core: Core, operation: str, caller: SpanContext | None, received_ns: int) -> RequestTrace:
     """Of a request that came at `received_ns`; `caller` is its context, if it has one."""
-    return LiveTrace(core, operation, model, caller, received_ns) if core.tracing.is_on else OFF
+    return LiveTrace(core, operation, caller, received_ns) if core.tracing.is_on else OFF
 
 
 class LiveTrace(RequestTrace):
     """Between the request's arrival and its end."""
 
-    def __init__(self, core: Core, operation: str, model: str, caller: SpanContext | None, received_ns: int) -> None:
+    def __init__(self, core: Core, operation: str, caller: SpanContext | None, received_ns: int) -> None:
         self._core = core
         self._tracing: Tracing = core.tracing
         self._received_ns = received_ns
         self._goals = (0, 0)
         self._workers: set[Worker] = set()
         attributes: dict[str, Value] = {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER}
-        if model:
-            attributes["gen_ai.request.model"] = model[:MAX_MODEL_CHARS]
         self._root = self._tracing.begin("generate", caller, start_ns=received_ns, kind=Kind.SERVER, attributes=attributes)
         self.live = self.spans = LiveSpans(self._tracing, self._root, self._workers)
 

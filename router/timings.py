@@ -120,7 +120,7 @@ class RequestTimings:
     def submitted(self, mode: mesh_pb2.PrefillMode.ValueType, decode_worker: str, num_cached_tokens: int) -> None:
         """Submit was answered. LOCAL: the prompt is being computed already."""
         now = now_ns()
-        if self.first_received_ns is not None:
+        if self.first_received_ns is not None and self._before is not None:
             self._go_back()  # the token came from the attempt before, while this one was being asked for
         elif self.attempt_ns is not None:
             self.submit_ns = now - self.attempt_ns
