@@ -1,0 +1,82 @@
+"""Settings of traces and metrics, which the configuration of every process of the mesh holds (flattened)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_ENDPOINT = re.compile(r"(?P<scheme>https?://)?(?P<target>(\[[0-9A-Fa-f:.]+\]|[^:/\s\[\]]+):[0-9]{1,5})/?")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A collector: "host:port" of OTLP over gRPC, and whether the way there is encrypted."""
+
+    target: str
+    encrypted: bool
+
+
+@dataclass(frozen=True)
+class TelemetryConfig:
+    """Where traces and metrics go. `metrics_port` None: no endpoint for scrapers."""
+
+    otlp_endpoint: str = field(
+        default="",
+        metadata={
+            "help": "collector that gets traces and metrics by OTLP over gRPC, host:port or https://host:port; empty: what "
+            "OTEL_EXPORTER_OTLP_ENDPOINT says, else nothing is sent"
+        },
+    )
+    trace_requests: bool = field(default=True, metadata={"help": "send traces of requests where there is a collector"})
+    trace_share: float = field(
+        default=1.0,
+        metadata={
+            "help": "share of requests whose trace is sent; those that fail or miss an objective always are, and a caller's own "
+            "trace is sent if the caller sends it"
+        },
+    )
+    trace_held_spans: int = field(
+        default=8192, metadata={"help": "spans of other requests that are held for a while, in case that their trace is wanted"}
+    )
+    metrics_port: int | None = field(
+        default=None, metadata={"help": "port of /metrics for Prometheus; 0 picks a free one, empty: no such port"}
+    )
+    metrics_host: str = field(default="", metadata={"help": "address to listen on for /metrics; empty: --host"})
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field."""
+        if self.otlp_endpoint:
+            parse_endpoint(self.otlp_endpoint)
+        if not 0 <= self.trace_share <= 1:
+            raise ValueError("trace_share: must be between 0 and 1")
+        if self.trace_held_spans < 0:
+            raise ValueError("trace_held_spans: must not be negative")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise ValueError("metrics_port: must be between 0 and 65535")
+
+    def endpoint(self, env: Mapping[str, str]) -> Endpoint | None:
+        """The collector, ours or OpenTelemetry's own setting in `env`; None: nothing is sent. Raises ValueError, naming the
+        variable, for one that cannot be read."""
+        if self.otlp_endpoint:
+            return parse_endpoint(self.otlp_endpoint)
+        for name in ENDPOINT_VARIABLES:
+            if env.get(name) and _speaks_grpc(env):
+                return parse_endpoint(env[name], name)
+        return None
+
+
+def parse_endpoint(text: str, name: str = "otlp_endpoint") -> Endpoint:
+    """Raises ValueError that begins with `name`."""
+    match = _ENDPOINT.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{name}: {text[:100]!r} is no collector; give host:port, http://host:port or https://host:port")
+    return Endpoint(match["target"], match["scheme"] == "https://")
+
+
+def _speaks_grpc(env: Mapping[str, str]) -> bool:
+    """Whether what the environment names is meant for us: others may use OTLP over HTTP, which has another port."""
+    protocol = next((env[name] for name in PROTOCOL_VARIABLES if env.get(name)), "grpc")
+    return protocol == "grpc" and env.get("OTEL_SDK_DISABLED", "").lower() != "true"

@@ -1,0 +1,164 @@
+"""Spans as OTLP's messages, and the gRPC call that takes them to a collector.
+
+Encoded here and not by OpenTelemetry's SDK: from our spans it takes half the time, which a busy process would miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from urllib.parse import unquote
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.common.v1 import common_pb2
+from opentelemetry.proto.resource.v1 import resource_pb2
+from opentelemetry.proto.trace.v1 import trace_pb2
+
+from runtime.config import ConfigError
+from runtime.telemetry.config import Endpoint
+from runtime.telemetry.propagation import SpanContext
+from runtime.telemetry.sending import Answer, Sender
+from runtime.telemetry.spans import Attributes, Event, Span, Value
+
+SCOPE = "pdmesh"
+HEADERS_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
+CA_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "OTEL_EXPORTER_OTLP_CERTIFICATE")
+_SAMPLED_FLAG = 0x01
+_MISSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 5000))
+
+
+def open_outbox(endpoint: Endpoint, service: str, resource: Attributes, env: Mapping[str, str]) -> Sender:
+    """To the collector at `endpoint`. Raises ConfigError for certificates that cannot be read."""
+    return Sender(OtlpExporter(endpoint, encode_resource(service, resource, env), env))
+
+
+class OtlpExporter:
+    """Calls `TraceService/Export`."""
+
+    def __init__(self, endpoint: Endpoint, resource: resource_pb2.Resource, env: Mapping[str, str]) -> None:
+        self._resource = resource
+        self._clock_ns = time.time_ns() - time.monotonic_ns()  # once: spans of a process keep their distances
+        self._headers = tuple(headers(env))
+        self._channel = _open_channel(endpoint, env)
+        self._stub = trace_service_pb2_grpc.TraceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def send(self, spans: Sequence[Span], timeout_s: float) -> tuple[Answer, str]:
+        """One call."""
+        request = encode_request(spans, self._resource, self._clock_ns)
+        try:
+            answer = self._stub.Export(request, timeout=timeout_s, metadata=self._headers)
+        except grpc.RpcError as error:
+            code = error.code()
+            words = f"{code.name}: {error.details()}"
+            return (Answer.MISSING if code in _MISSING else Answer.REFUSED), words
+        except ValueError:  # the channel was closed meanwhile
+            return Answer.MISSING, "closed"
+        if answer.partial_success.rejected_spans:
+            return Answer.REFUSED, answer.partial_success.error_message
+        return Answer.TAKEN, ""
+
+    def close(self) -> None:
+        """Ends a call under way."""
+        self._channel.close()
+
+
+def encode_resource(service: str, resource: Attributes, env: Mapping[str, str]) -> resource_pb2.Resource:
+    """Who speaks: OTEL_RESOURCE_ATTRIBUTES, over which ours win."""
+    given: dict[str, Value] = dict(_pairs(env.get("OTEL_RESOURCE_ATTRIBUTES", "")))
+    all_of_them = {**given, **resource, "service.name": service, "process.pid": os.getpid(), "telemetry.sdk.language": "python"}
+    return resource_pb2.Resource(attributes=_attributes(all_of_them))
+
+
+def encode_request(
+    spans: Sequence[Span], resource: resource_pb2.Resource, clock_ns: int
+) -> trace_service_pb2.ExportTraceServiceRequest:
+    """`clock_ns`: what the wall clock is ahead of the monotonic one."""
+    scope = trace_pb2.ScopeSpans(
+        scope=common_pb2.InstrumentationScope(name=SCOPE), spans=[encode_span(span, clock_ns) for span in spans]
+    )
+    return trace_service_pb2.ExportTraceServiceRequest(
+        resource_spans=[trace_pb2.ResourceSpans(resource=resource, scope_spans=[scope])]
+    )
+
+
+def encode_span(span: Span, clock_ns: int) -> trace_pb2.Span:
+    """As OTLP has it."""
+    context = span.context
+    encoded = trace_pb2.Span(
+        trace_id=context.trace_id.to_bytes(16, "big"),
+        span_id=context.span_id.to_bytes(8, "big"),
+        parent_span_id=span.parent_id.to_bytes(8, "big") if span.parent_id else b"",
+        name=span.name,
+        kind=span.kind.value,  # type: ignore[arg-type]  # numbered alike
+        flags=_SAMPLED_FLAG if context.is_sampled else 0,
+        trace_state=context.state,
+        start_time_unix_nano=span.start_ns + clock_ns,
+        end_time_unix_nano=span.end_ns + clock_ns,
+        attributes=_attributes(span.attributes),
+        events=[_event(event, clock_ns) for event in span.events],
+        links=[_link(link) for link in span.links],
+        dropped_events_count=span.num_dropped_events,
+    )
+    if span.is_failed:
+        encoded.status.code = trace_pb2.Status.STATUS_CODE_ERROR
+        encoded.status.message = span.problem
+    return encoded
+
+
+def headers(env: Mapping[str, str]) -> list[tuple[str, str]]:
+    """What the environment says is to be sent along, such as a key of the collector's."""
+    text = next((env[name] for name in HEADERS_VARIABLES if env.get(name)), "")
+    return [(key.lower(), value) for key, value in _pairs(text)]
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    """`key=value,key=value`, percent-encoded; what is none is left out, as OpenTelemetry does."""
+    pairs = (part.partition("=") for part in text.split(","))
+    return [(key.strip(), unquote(value.strip())) for key, separator, value in pairs if separator and key.strip()]
+
+
+def _attributes(attributes: Attributes) -> list[common_pb2.KeyValue]:
+    return [common_pb2.KeyValue(key=key, value=_value(value)) for key, value in attributes.items()]
+
+
+def _value(value: Value) -> common_pb2.AnyValue:
+    match value:
+        case str():
+            return common_pb2.AnyValue(string_value=value)
+        case bool():
+            return common_pb2.AnyValue(bool_value=value)
+        case int():
+            return common_pb2.AnyValue(int_value=value)
+        case float():
+            return common_pb2.AnyValue(double_value=value)
+        case _:
+            return common_pb2.AnyValue(array_value=common_pb2.ArrayValue(values=[_value(item) for item in value]))
+
+
+def _event(event: Event, clock_ns: int) -> trace_pb2.Span.Event:
+    return trace_pb2.Span.Event(name=event.name, time_unix_nano=event.at_ns + clock_ns, attributes=_attributes(event.attributes))
+
+
+def _link(context: SpanContext) -> trace_pb2.Span.Link:
+    return trace_pb2.Span.Link(trace_id=context.trace_id.to_bytes(16, "big"), span_id=context.span_id.to_bytes(8, "big"))
+
+
+def _open_channel(endpoint: Endpoint, env: Mapping[str, str]) -> grpc.Channel:
+    if not endpoint.encrypted:
+        return grpc.insecure_channel(endpoint.target, options=_OPTIONS)
+    return grpc.secure_channel(endpoint.target, grpc.ssl_channel_credentials(_read_ca(env)), options=_OPTIONS)
+
+
+def _read_ca(env: Mapping[str, str]) -> bytes | None:
+    """Whom to believe that it is the collector; None: the CAs of this machine."""
+    for name in CA_VARIABLES:
+        if env.get(name):
+            with contextlib.suppress(OSError):
+                return Path(env[name]).read_bytes()
+            raise ConfigError(name, f"{env[name]} cannot be read", "name a PEM file with the collector's CA")
+    return None

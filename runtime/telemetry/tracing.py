@@ -1,0 +1,163 @@
+"""Makes the spans of a process, and hands those that have ended to whoever sends them.
+
+    tracing = open_tracing(config, "pdmesh-router", {"service.instance.id": router_id}, os.environ)
+    parent = tracing.extract(context.invocation_metadata())
+    span = tracing.begin("generate tiny", parent, kind=Kind.SERVER, attributes={"gen_ai.request.model": "tiny"})
+    stub.Submit(request, metadata=tracing.inject(span))
+    span.end()
+    tracing.close()
+
+Where nothing is sent there is `OFF`: the same methods, which do nothing; OpenTelemetry is not even imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from runtime.config import ConfigError
+from runtime.telemetry import propagation
+from runtime.telemetry.config import TelemetryConfig
+from runtime.telemetry.keeping import Held, is_sampled
+from runtime.telemetry.propagation import Metadata, SpanContext
+from runtime.telemetry.spans import MAX_LINKS, Attributes, Event, Kind, Span
+
+logger = logging.getLogger(__name__)
+
+
+class Outbox(Protocol):
+    """Where spans go that are to be sent. Never blocks, never raises."""
+
+    def put(self, span: Span) -> None:
+        """Sent soon, or dropped and counted."""
+
+    def close(self, timeout_s: float) -> None:
+        """Send what is left within so many seconds; idempotent."""
+
+
+class Tracing:
+    """The spans of one process. On one thread (but `outbox` sends on its own)."""
+
+    is_on = True
+
+    def __init__(self, outbox: Outbox, *, share: float = 1.0, max_held_spans: int = 8192) -> None:
+        """`share` of the traces that begin here are sent as they come."""
+        self._outbox = outbox
+        self._share = share
+        self._held = Held(max_held_spans)
+        self._random = random.Random()
+
+    def extract(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> SpanContext | None:
+        """The caller's context; None without one."""
+        return propagation.extract(metadata or ())
+
+    def inject(self, span: Span | None) -> Metadata | None:
+        """Metadata of a call that `span` stands for; None: nothing to add."""
+        return None if span is None else propagation.inject(span.context)
+
+    def begin(
+        self,
+        name: str,
+        parent: SpanContext | None,
+        *,
+        start_ns: int,
+        kind: Kind = Kind.INTERNAL,
+        attributes: Attributes | None = None,
+    ) -> Span:
+        """A span that lives until its `end`; without a `parent` it is the root of a new trace."""
+        context = self._new_trace() if parent is None else self._child_of(parent)
+        return Span(name, context, 0 if parent is None else parent.span_id, kind, start_ns, attributes or {}, self._emit)
+
+    def record(
+        self,
+        name: str,
+        parent: SpanContext | None,
+        start_ns: int,
+        end_ns: int,
+        *,
+        kind: Kind = Kind.INTERNAL,
+        attributes: Attributes | None = None,
+        events: Sequence[Event] = (),
+        links: Sequence[SpanContext] = (),
+    ) -> None:
+        """A span that is over already."""
+        span = self.begin(name, parent, start_ns=start_ns, kind=kind, attributes=attributes)
+        span.events.extend(events)
+        span.links = links[:MAX_LINKS]
+        span.end(end_ns)
+
+    def keep(self, trace_ids: Iterable[int]) -> None:
+        """These traces are to be sent after all: what is held of them, and what comes."""
+        for trace_id in trace_ids:
+            for span in self._held.keep(trace_id):
+                self._outbox.put(span)
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Sends what is left, for at most so many seconds; blocks that long."""
+        self._outbox.close(timeout_s)
+
+    def _emit(self, span: Span) -> None:
+        if span.context.is_sampled or not self._held.hold(span):
+            self._outbox.put(span)
+
+    def _new_trace(self) -> SpanContext:
+        trace_id = self._random.getrandbits(128) or 1
+        return SpanContext(trace_id, self._new_span_id(), is_sampled(trace_id, self._share))
+
+    def _child_of(self, parent: SpanContext) -> SpanContext:
+        return SpanContext(parent.trace_id, self._new_span_id(), parent.is_sampled, parent.state)
+
+    def _new_span_id(self) -> int:
+        return self._random.getrandbits(64) or 1
+
+
+class _Nowhere:
+    def put(self, span: Span) -> None:
+        """Nothing."""
+
+    def close(self, timeout_s: float) -> None:
+        """Nothing."""
+
+
+class _NoTracing(Tracing):
+    """Nobody is told anything. `begin` gives a span for callers that do not ask whether it `is_on`; those on busy paths do."""
+
+    is_on = False
+
+    def extract(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> SpanContext | None:
+        return None
+
+    def inject(self, span: Span | None) -> Metadata | None:
+        return None
+
+    def _emit(self, span: Span) -> None:
+        """Nothing."""
+
+
+OFF: Tracing = _NoTracing(_Nowhere(), max_held_spans=0)
+
+
+def open_tracing(config: TelemetryConfig, service: str, resource: Attributes, env: Mapping[str, str] | None = None) -> Tracing:
+    """`OFF` unless there is a collector and traces are wanted. A collector that does not answer costs nothing but the spans.
+
+    `service` is the name of this kind of process; `resource` says which of them it is. `env`: this process's unless given. Raises
+    ConfigError."""
+    env = os.environ if env is None else env
+    try:
+        endpoint = config.endpoint(env) if config.trace_requests else None
+    except ValueError as error:
+        name, _, problem = str(error).partition(": ")
+        raise ConfigError(name, problem) from error
+    if endpoint is None:
+        return OFF
+    try:
+        from runtime.telemetry.otlp import open_outbox  # imports OpenTelemetry, for nothing where nothing is sent
+    except ImportError as error:
+        remedy = "pip install 'pdmesh[services]'"
+        raise ConfigError("otlp_endpoint", f"a package is missing that sends traces ({error.name})", remedy) from error
+    logger.info("traces go to %s", endpoint.target)
+    outbox = open_outbox(endpoint, service, resource, env)
+    return Tracing(outbox, share=config.trace_share, max_held_spans=config.trace_held_spans)
