@@ -15,6 +15,7 @@ from planning.objectives import ModelObjective
 from protos.v1 import mesh_pb2
 from router import explain, status
 from router.core import Core
+from router.demands import goals_ms
 from router.job import Job
 from router.jobs import Jobs
 from router.request import Request
@@ -114,7 +115,20 @@ class Frontend:
         self, making: Coroutine[object, object, Job], received_ns: int
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         timings = RequestTimings(received_ns)
-        job = await making
+        request: Request | None = None
+        error: BaseException | None = None
+        try:
+            request = self._begin(await making, timings)
+            async with aclosing(request.messages()) as messages:
+                async for message in messages:
+                    yield message
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self._end(request, timings, error)
+
+    def _begin(self, job: Job, timings: RequestTimings) -> Request:
         if self._draining:
             raise self._going()
         if self.on_asked is not None:
@@ -122,13 +136,16 @@ class Frontend:
         timings.routed(timings.received_ns)
         request = Request(self.core, job, timings)
         self._requests.add(request)
-        messages = request.messages()
-        try:
-            async for message in messages:
-                yield message
-        finally:
-            await messages.aclose()
-            self._requests.discard(request)
+        return request
+
+    def _end(self, request: Request | None, timings: RequestTimings, error: BaseException | None) -> None:
+        """Whoever closes a stream behind its last message has not left early."""
+        if request is None:
+            self.core.metrics.ended(None, (0, 0), 0, timings, error)
+            return
+        self._requests.discard(request)
+        error, job = None if request.is_complete else error, request.job
+        self.core.metrics.ended(job, goals_ms(self.core, job), request.num_generated, timings, error)
 
     def _going(self) -> Unavailable:
         return Unavailable("this router is going; use another one")

@@ -36,6 +36,7 @@ class Request:
         self._task: asyncio.Task[None] | None = None
         self._submitted = False
         self._failed = False
+        self.is_complete = False  # the last message was made
 
     async def messages(self) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         """`started`, deltas, `completed`. Raises MeshError. However it ends, the request's work ends with it."""
@@ -68,6 +69,11 @@ class Request:
         if self._task is not None and self._course.is_winding_up:
             await asyncio.wait((self._task,), timeout=SETTLE_S)
 
+    @property
+    def num_generated(self) -> int:
+        """Output tokens, without those that the client had before."""
+        return self._book.num_tokens - num_emitted(self.job)
+
     def fail(self, error: MeshError) -> None:
         """End the stream with `error` after what is queued."""
         self._course.outbox.fail(error)
@@ -77,7 +83,7 @@ class Request:
         if self._task is not None and not self._course.is_winding_up:
             self._task.cancel()
         if self._visit is not None:
-            self._visit.ended(self._book.num_tokens - num_emitted(self.job), self._timings.parts.prefill_cached_tokens)
+            self._visit.ended(self.num_generated, self._timings.parts.prefill_cached_tokens)
         if self._ticket is not None:
             self._core.gate.leave(self._ticket, self._used_tokens())
             self._ticket = None
@@ -133,6 +139,7 @@ class Request:
 
     def _completed(self) -> mesh_pb2.GenerateResponse:
         timings = self._timings.message()
+        self.is_complete = True
         self._teach()
         usage = mesh_pb2.Usage(
             prompt_tokens=len(self.job.prompt),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from kvtransfer.transports.registry import TRANSPORTS
+from runtime.telemetry.config import TelemetryConfig
 from runtime.tls import TlsConfig
 from worker.cpus import problem_with
 from worker.roles import ROLE_NAMES
@@ -41,6 +42,7 @@ class WorkerConfig:
     drain_grace_s: float = field(default=30.0, metadata={"help": "how long running requests may finish after SIGTERM"})
     cpus: tuple[int, ...] = field(default=(), metadata={"help": "cores of the engine's threads, such as 0,1; empty: any (Linux)"})
     tls: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig, metadata={"flatten": True})
     exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
 
     def validate(self) -> None:
