@@ -27,6 +27,7 @@ from runtime.cache_root import cache_root_of
 from runtime.config import ConfigError
 from runtime.identity import new_epoch
 from runtime.server import GrpcServer
+from runtime.telemetry.metrics import Readings
 from runtime.tls import Tls, open_tls
 from worker.config import WorkerConfig
 from worker.control import Changes, ControlServicer
@@ -34,8 +35,9 @@ from worker.cpus import bind
 from worker.description import Description, describe, identity_of, layout_of
 from worker.dispatch import Dispatcher
 from worker.grammars import compiler_for
-from worker.latency import StepWatch, prior_for
+from worker.latency import StepWatch, limits_for, prior_for
 from worker.load import LoadReporter
+from worker.metrics import Seen, WorkerMetrics, read
 from worker.prefix_publisher import PrefixPublisher, list_blocks
 from worker.roles import Role, RoleGate, roles_of
 from worker.token_request import TokenRequestTranslator
@@ -63,6 +65,7 @@ class Worker:
         self._config = config
         self._worker_id = worker_id
         self._on_failure = on_failure
+        self.metrics = WorkerMetrics.open(config, worker_id, self.epoch, engine.cost, self._read_metrics)
         self._engine_loop = EngineLoop(engine, self._on_step, on_failure, self.dispatcher.on_ready)
         self._publisher = PrefixPublisher(engine, self._engine_loop, self.epoch, worker_id) if config.redis else None
         self._grammars = compiler_for(engine)
@@ -85,6 +88,7 @@ class Worker:
                 layout.block_size,
                 lambda: self.dispatcher.num_steps,
                 engine.exports.signal.tell_every,
+                self.metrics.pushed,
             ),
             check_new_work=self.gate.checker(worker_pb2.ROLE_PREFILL),
             owns_requests=lambda: bool(self.decode.reservations.active),
@@ -128,6 +132,7 @@ class Worker:
             self._tasks.append(self._background(work))
         if self._publisher is not None:
             self._tasks.append(self._background(self._publisher.run(BlockStream(self._config.redis, self._config.mesh))))
+        await self.metrics.start()
         await self._server.set_serving(True)
         return self.description
 
@@ -167,6 +172,7 @@ class Worker:
         await self._sender.close()
         await self._engine_loop.stop()
         self.engine.kv.close()
+        await self.metrics.stop()
 
     async def _finish_work(self, roles: set[Role], timeout_s: float, reason: str) -> None:
         try:
@@ -189,10 +195,17 @@ class Worker:
     def _on_step(self, result: StepResult) -> None:
         try:
             self.watch.on_step(result)
+            self.metrics.on_step(result)
             self.load.on_step(result)  # before anybody hears of the tokens and asks how busy this worker is
             self.dispatcher.on_step(result)
         except Exception as error:  # noqa: BLE001  results that were lost cannot be had again
             self._on_failure(error)
+
+    def _read_metrics(self, readings: Readings) -> None:
+        # The limits have been measured when the engine started, and are only looked up.
+        limits = limits_for(self.engine) if self.watch.model is not None else None
+        expired = self.decode.keeper.num_expired
+        read(readings, Seen(self.load.stats, self.load.report(), limits, dict(self._receiver.num_corrupt), expired))
 
     def _background(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

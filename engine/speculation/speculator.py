@@ -103,12 +103,15 @@ class Speculator:
     def learn(self, plan: Plan, draws: Mapping[Sequence, list[Draw]], step_ns: int) -> None:
         """After the sequences have taken their tokens. `step_ns`: what the plan's computation took."""
         self._num_prompt_tokens = sum(piece.num_tokens for piece in plan.pieces if not piece.sequence.output)
+        num_drafted = 0
         for piece in plan.pieces:
             for draw in draws.get(piece.sequence, ()):
                 if draw.verified is not None:
                     self.tally.verified(draw.verified)
+                    num_drafted += len(draw.verified.draft)
                     for proposer in self._proposers:
                         proposer.learn(piece.sequence, draw.verified, draw.hidden)
+        self.tally.computed(step_ns, plan.num_tokens, num_drafted)
         for asking in self._dear:
             asking.learn(draws)
         self._correct_curve(plan, step_ns / 1e9)

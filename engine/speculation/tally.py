@@ -36,19 +36,25 @@ class SpeculationStats:
     num_tokens: int = 0  # that they gave
     drafting_s: float = 0.0
     by_proposer: dict[str, ProposerStats] = field(default_factory=dict)
+    verifying_s: float = 0.0  # computing drafted tokens: their part of the steps that did
 
 
 class Tally:
     """Counts on the engine thread."""
 
     def __init__(self) -> None:
-        self._num_rows = self._num_drafts = self._num_tokens = self._drafting_ns = 0
+        self._num_rows = self._num_drafts = self._num_tokens = self._drafting_ns = self._verifying_ns = 0
         self._verified: defaultdict[str, list[int]] = defaultdict(lambda: [0] * MAX_POSITION)
         self._kept: defaultdict[str, list[int]] = defaultdict(lambda: [0] * MAX_POSITION)
 
     def drafted(self, took_ns: int) -> None:
         """Drafts were made for a step."""
         self._drafting_ns += took_ns
+
+    def computed(self, took_ns: int, num_tokens: int, num_drafted: int) -> None:
+        """A step of so many tokens, drafted ones included. All are counted alike, though some share what is read."""
+        if num_drafted:
+            self._verifying_ns += took_ns * num_drafted // num_tokens
 
     def verified(self, verified: Verified) -> None:
         """One sequence's part of a step, with a draft or without."""
@@ -72,4 +78,5 @@ class Tally:
             self._num_tokens,
             self._drafting_ns / 1e9,
             {name: ProposerStats(tuple(counts), tuple(self._kept[name])) for name, counts in self._verified.items()},
+            self._verifying_ns / 1e9,
         )
