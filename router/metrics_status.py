@@ -81,9 +81,11 @@ class StatusReader:
         for worker in self._core.fleet.workers.values():
             if worker.last is None:
                 continue
+            name, key = worker.last.info.worker_id, (worker.address, worker.last.info.epoch)
             for role in worker.last.load.roles:
                 readings.put(instruments.WORKERS, 1, _ROLES.get(role, ""), _state(worker))
-            name, key = worker.last.info.worker_id, (worker.address, worker.last.info.epoch)
+                readings.put(instruments.BREAKER_OPEN, 0, name, _ROLES.get(role, ""))
+                readings.put(instruments.EJECTIONS, 0, name, _ROLES.get(role, ""))
             if worker.current is not None:
                 readings.put(instruments.REPORT_AGE, max(0.0, now - worker.last.reported_at), name)
             for breaker in breakers.of(key):

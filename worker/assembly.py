@@ -205,7 +205,8 @@ class Worker:
         # The limits have been measured when the engine started, and are only looked up.
         limits = limits_for(self.engine) if self.watch.model is not None else None
         expired = self.decode.keeper.num_expired
-        read(readings, Seen(self.load.stats, self.load.report(), limits, dict(self._receiver.num_corrupt), expired))
+        corrupt = {transport: self._receiver.num_corrupt[transport] for transport in self._config.transports}
+        read(readings, Seen(self.load.stats, self.load.report(), limits, corrupt, expired))
 
     def _background(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
