@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import get_args
 
 from autoscaler import instruments
 from autoscaler.decision import Decision, PoolDecision
 from autoscaler.loop import Loop
-from autoscaler.loop_history import Entry
+from autoscaler.loop_history import Entry, Kind
 from runtime.telemetry.metrics import OFF, Metrics, Readings
 
 _HOLDS = ("stale", "cool-down", "step", "budget", "grew", "set by", "failed starts")
@@ -21,6 +22,8 @@ class AutoscalerMetrics:
     def __init__(self, metrics: Metrics = OFF) -> None:
         self.metrics = metrics
         self._loop: Loop | None = None
+        for kind in get_args(Kind):  # shown from the beginning: a rate needs a first value
+            metrics.add(instruments.EVENTS, 0, kind)
 
     def watch(self, loop: Loop) -> None:
         """Read this one from now on."""

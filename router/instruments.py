@@ -54,7 +54,7 @@ PREDICTION_ERROR = histogram(
     "pdmesh.prediction.error", "Predicted less measured, of requests without trouble", _ERROR_S, ("what",), unit="s"
 )
 PREDICTION_MISS = histogram(
-    "pdmesh.prediction.error", "The same without its sign, as a share of what was measured", _ERROR_SHARE, ("what",), unit="1"
+    "pdmesh.prediction.deviation", "The same without its sign, as a share of what was measured", _ERROR_SHARE, ("what",), unit="1"
 )
 DECISION_TIME = histogram("pdmesh.policy.decision", "What a choice of workers takes", _DECISION_S, ("policy",), unit="s")
 
