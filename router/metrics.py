@@ -73,10 +73,10 @@ class RequestMetrics:
         observe(instruments.TTFT, parts.ttft_ns / 1e9, *who, trace=trace)
         model, priority = job.model.name, who[4]
         for part in _TTFT_PARTS:
-            observe(instruments.TTFT_PART, getattr(parts, f"{part}_ns") / 1e9, model, priority, part, trace=trace)
+            observe(instruments.TTFT_PART, getattr(parts, f"{part}_ns") / 1e9, model, priority, part)
         if parts.mode == mesh_pb2.PREFILL_MODE_REMOTE and parts.kv_bytes:
             for part in _HANDOFF_PARTS:
-                observe(instruments.HANDOFF_PART, getattr(parts, f"{part}_ns") / 1e9, model, part, trace=trace)
+                observe(instruments.HANDOFF_PART, getattr(parts, f"{part}_ns") / 1e9, model, part)
 
     def _counted(self, job: Job, parts: mesh_pb2.Timings, num_output_tokens: int) -> None:
         model, num_input = job.model.name, len(job.prompt)

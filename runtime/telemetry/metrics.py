@@ -38,7 +38,7 @@ class Kind(enum.Enum):
     HISTOGRAM = "histogram"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is one, and quickly found
 class Instrument:
     """One name of the catalogue. `unit` as in UCUM: s, By, 1 (a ratio), {token}; `buckets`: upper bounds of a histogram."""
 

@@ -147,6 +147,8 @@ def _histogram_points(
                 attributes=_attributes(labels, names), start_time_unix_nano=began_ns, time_unix_nano=now_ns
             )
         _add_sample(point, sample)
+    for point in points.values():  # with bounds below zero, Prometheus' client gives neither count nor sum
+        point.count = sum(point.bucket_counts)
     return list(points.values())
 
 
@@ -154,8 +156,6 @@ def _add_sample(point: metrics_pb2.HistogramDataPoint, sample: Sample) -> None:
     """Prometheus' buckets contain those below, OTLP's do not."""
     if sample.name.endswith("_sum"):
         point.sum = sample.value
-    elif sample.name.endswith("_count"):
-        point.count = round(sample.value)
     elif sample.name.endswith("_bucket"):
         point.bucket_counts.append(round(sample.value) - sum(point.bucket_counts))
         if sample.labels["le"] != "+Inf":

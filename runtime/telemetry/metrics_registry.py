@@ -1,4 +1,4 @@
-"""Instruments on Prometheus' client: a registry of this process, whose label sets are bounded.
+"""Counters and histograms of this process, whose label sets are bounded, as families that Prometheus' client makes texts of.
 
 A label takes MAX_VALUES values, those that came first; what comes later is counted as "other", so that nobody who names himself
 (tenants do) can fill the memory of whoever stores the figures. And no instrument has more than MAX_SERIES sets of labels.
@@ -7,13 +7,17 @@ A label takes MAX_VALUES values, those that came first; what comes later is coun
 from __future__ import annotations
 
 import threading
+import time
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 
-import prometheus_client
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.samples import Exemplar
+from prometheus_client.utils import floatToGoString
 
 from runtime.telemetry.metrics import Instrument, Kind
 
@@ -24,7 +28,6 @@ MAX_SERIES = 1000
 MAX_CHARS = 100
 
 Labels = tuple[str, ...]
-Series = prometheus_client.Counter | prometheus_client.Histogram
 
 
 class LabelGuard:
@@ -50,68 +53,95 @@ class LabelGuard:
         return value
 
 
+class Distribution:
+    """A histogram's series: how many fell into each bucket, those beyond the last bound at the end."""
+
+    __slots__ = ("bounds", "counts", "examples", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.examples: list[Exemplar | None] = [None] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, trace: str) -> None:
+        """One more."""
+        bucket = bisect_left(self.bounds, value)
+        self.counts[bucket] += 1
+        self.total += value
+        if trace:
+            self.examples[bucket] = Exemplar({"trace_id": trace}, value, time.time())
+
+    def buckets(self) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
+        """As Prometheus has them: each contains those below."""
+        found = list[tuple[str, float] | tuple[str, float, Exemplar]]()
+        ends = [*map(floatToGoString, self.bounds), "+Inf"]
+        for end, count, example in zip(ends, accumulate(self.counts), self.examples, strict=True):
+            found.append((end, float(count)) if example is None else (end, float(count), example))
+        return found
+
+
 class Registry:
-    """Counters and histograms, which may be used on any thread; `families` of them."""
+    """Counters and histograms, which may be used on any thread; `families` of them.
+
+    Counted here, in a microsecond, and not by Prometheus' client, which takes several: it is asked for the texts only."""
 
     def __init__(self, guard: LabelGuard | None = None, max_series: int = MAX_SERIES) -> None:
-        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.guard = guard or LabelGuard()
         self.catalogue: dict[str, Instrument] = {}
-        self._registry = CollectorRegistry(auto_describe=False)
+        self._process = CollectorRegistry(auto_describe=False)
         self._max_series = max_series
-        self._parents: dict[str, Series] = {}
-        self._series: dict[tuple[str, Labels], Series] = {}
-        self._num_series: defaultdict[str, int] = defaultdict(int)
+        self._totals: defaultdict[Instrument, dict[Labels, float]] = defaultdict(dict)
+        self._distributions: defaultdict[Instrument, dict[Labels, Distribution]] = defaultdict(dict)
         self._lock = threading.Lock()
-        ProcessCollector(registry=self._registry)
+        ProcessCollector(registry=self._process)
 
     def add(self, instrument: Instrument, amount: float, labels: Labels) -> None:
         """A counter grows."""
-        series = self._series.get((instrument.name, labels)) or self._find(instrument, labels)
-        assert isinstance(series, prometheus_client.Counter), f"{instrument.name} is no counter"
-        series.inc(amount)
+        with self._lock:
+            totals = self._totals[instrument]
+            if labels not in totals:
+                labels = self._folded(instrument, labels, totals)
+            totals[labels] = totals.get(labels, 0.0) + amount
 
     def observe(self, instrument: Instrument, value: float, labels: Labels, trace: str) -> None:
         """A histogram gets one more."""
-        series = self._series.get((instrument.name, labels)) or self._find(instrument, labels)
-        assert isinstance(series, prometheus_client.Histogram), f"{instrument.name} is no histogram"
-        series.observe(value, {"trace_id": trace} if trace else None)
+        with self._lock:
+            distributions = self._distributions[instrument]
+            series = distributions.get(labels)
+            if series is None:
+                labels = self._folded(instrument, labels, distributions)
+                series = distributions.setdefault(labels, Distribution(instrument.buckets))
+            series.observe(value, trace)
 
     def families(self) -> list[Metric]:
         """As they are now, the process's own figures among them."""
-        return list(self._registry.collect())
+        found: list[Metric] = list(self._process.collect())
+        with self._lock:
+            totals = [(instrument, dict(series)) for instrument, series in self._totals.items()]
+            distributions = [(instrument, list(series.items())) for instrument, series in self._distributions.items()]
+        for instrument, series in totals:
+            counts = CounterMetricFamily(instrument.family, instrument.help, labels=instrument.label_names)
+            for labels, value in series.items():
+                counts.add_metric(labels, value)
+            found.append(counts)
+        for instrument, each in distributions:
+            family = HistogramMetricFamily(instrument.family, instrument.help, labels=instrument.label_names)
+            for labels, distribution in each:
+                family.add_metric(labels, distribution.buckets(), distribution.total)
+            found.append(family)
+        return found
 
     def note(self, instrument: Instrument) -> None:
         """It belongs to the catalogue of this process."""
         self.catalogue[instrument.family] = instrument
 
-    def _find(self, instrument: Instrument, labels: Labels) -> Series:
-        """The series of these labels, or that of others where there are too many. Labels are remembered only where they stay as
-        they are: those that are folded have no end."""
+    def _folded(self, instrument: Instrument, labels: Labels, known: Collection[Labels]) -> Labels:
+        """The labels of the series that counts these, or of that of others where there are too many. Only the folded ones are
+        remembered: raw ones have no end."""
+        self.note(instrument)
         folded = self.guard.fold(instrument.labels, labels)
-        with self._lock:
-            if (instrument.name, folded) not in self._series and self._num_series[instrument.name] >= self._max_series:
-                folded = (OTHER,) * len(labels)
-            series = self._series.get((instrument.name, folded))
-            if series is None:
-                parent = self._parent(instrument)
-                series = self._series[instrument.name, folded] = parent.labels(*folded) if labels else parent
-                self._num_series[instrument.name] += 1
-            return series
-
-    def _parent(self, instrument: Instrument) -> Series:
-        parent = self._parents.get(instrument.name)
-        if parent is None:
-            self.note(instrument)
-            parent = self._parents[instrument.name] = self._made(instrument)
-        return parent
-
-    def _made(self, instrument: Instrument) -> Series:
-        name, labels = instrument.family, instrument.label_names
-        if instrument.kind is Kind.HISTOGRAM:
-            bounds = instrument.buckets
-            return prometheus_client.Histogram(name, instrument.help, labels, registry=self._registry, buckets=bounds)
-        return prometheus_client.Counter(name, instrument.help, labels, registry=self._registry)
+        return folded if folded in known or len(known) < self._max_series else (OTHER,) * len(labels)
 
 
 class Reading:

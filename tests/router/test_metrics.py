@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from protos.v1 import common_pb2, mesh_pb2
 from router import instruments
 from router.admission_counts import AdmissionCounts
-from router.metrics import priority_name
+from router.metrics import RequestMetrics, priority_name
 from router.metrics_status import AdmissionTotals
 from runtime.telemetry.config import TelemetryConfig
 from tests.router.mesh import Mesh, request, running_mesh
@@ -119,6 +119,22 @@ async def test_all_of_the_catalogue_is_shown(model_folder: Path, promise: str) -
     without = {instruments.PREDICTION_ERROR, instruments.PREDICTION_MISS, instruments.REFUSED}
     for instrument in set(instruments.ALL) - without:
         assert set(instrument.samples) <= shown, instrument.name
+
+
+async def test_a_bucket_names_a_trace_of_its_requests(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, trace = RequestMetrics.ended, "4bf92f3577b34da6a3ce929d0e0e4736"
+
+    def traced(metrics: RequestMetrics, *about: Any, **named: Any) -> None:
+        ended(metrics, *about, **{**named, "trace": trace})
+
+    monkeypatch.setattr(RequestMetrics, "ended", traced)
+    async with running_mesh(model_folder, telemetry=SHOWN) as mesh:
+        await mesh.generate(request())
+        samples = (await look(mesh)).samples
+    names = {sample.name for sample in samples if sample.exemplar is not None and sample.exemplar.labels == {"trace_id": trace}}
+    assert {name.removesuffix("_seconds_bucket").rpartition("_server_")[2] for name in names} == {
+        "request_duration", "time_to_first_token", "time_per_output_token",
+    }  # fmt: skip
 
 
 async def test_off_shows_nothing_and_counts_nothing(model_folder: Path) -> None:

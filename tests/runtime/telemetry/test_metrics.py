@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -81,6 +82,33 @@ async def test_a_reader_that_fails_takes_nothing_from_the_others() -> None:
         metrics.read_by(broken)
         metrics.read_by(lambda readings: readings.put(WIDE, 1, "a"))
         assert (await look(url)).value("pdmesh_wide_bytes") == 1
+
+
+@given(st.lists(st.floats(-10, 10), max_size=60), st.lists(st.floats(-5, 5), min_size=1, max_size=8, unique=True).map(sorted))
+def test_each_value_is_in_the_first_bucket_that_it_fits(values: list[float], bounds: list[float]) -> None:
+    registry, size = Registry(), histogram("pdmesh.size", "Size", tuple(bounds))
+    for value in values:
+        registry.observe(size, value, (), "")
+    samples = [sample for family in registry.families() for sample in family.samples if sample.name == "pdmesh_size_bucket"]
+    wanted = [sum(value <= bound for value in values) for bound in bounds]
+    assert [sample.value for sample in samples] == ([*wanted, len(values)] if values else [])
+
+
+def test_threads_lose_nothing() -> None:
+    registry, num_threads = Registry(), 8
+
+    def count() -> None:
+        for _ in range(2000):
+            registry.add(ASKED, 1, ("a",))
+            registry.observe(TOOK, 0.5, ("m",), "")
+
+    threads = [threading.Thread(target=count) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    values = {sample.name: sample.value for family in registry.families() for sample in family.samples}
+    assert values["pdmesh_asked_total"] == values["gen_ai_took_seconds_count"] == num_threads * 2000
 
 
 @given(st.lists(st.text(max_size=200), max_size=300))
