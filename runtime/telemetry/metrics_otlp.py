@@ -83,6 +83,10 @@ class OtlpMetricsExporter:
             self._stub.Export(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
             self._note(None)
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                logger.info("the collector takes no metrics, only other signals: none are sent")
+                self._closing.set()
+                return
             self._note(f"{error.code().name}: {error.details()}")
         except ValueError:  # the channel was closed meanwhile
             return

@@ -51,7 +51,7 @@ class Prometheus:
     async def is_ready(self) -> bool:
         """It answers."""
         try:
-            await self.ask("status/buildinfo")
+            await asyncio.to_thread(urllib.request.urlopen, f"{self.url}/-/ready", timeout=10)
         except OSError:
             return False
         return True

@@ -9,29 +9,27 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from autoscaler import instruments as autoscaler
 from pdmesh.monitoring import rules
-from pdmesh.monitoring.__main__ import FOLDER, main, manifests, plain_files
+from pdmesh.monitoring.__main__ import main, manifests, own_files, plain_files
+from pdmesh.monitoring.catalogue import CATALOGUE
 from pdmesh.monitoring.dashboards_fleet import all_dashboards
 from pdmesh.monitoring.panels import COLUMNS, Dashboard
-from router import instruments as router
-from worker import instruments as worker
 
-CATALOGUE = (*router.ALL, *worker.ALL, *autoscaler.ALL)
+ALL = [instrument for instruments in CATALOGUE.values() for instrument in instruments]
 DASHBOARDS = all_dashboards()
 _OF_THE_PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes", "up"}
 _NAMES = re.compile(r"\b(?:pdmesh|gen_ai|process)[_:][a-zA-Z0-9_:]+(?=\s*[{\[\)(\s*/]|$)")
 
 
 def test_what_stands_in_the_folder_is_what_the_code_makes() -> None:
-    for name, text in manifests().items():
-        assert (FOLDER / name).read_text(encoding="utf-8") == text, f"{name}: run python -m pdmesh.monitoring"
+    for path, text in own_files().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python -m pdmesh.monitoring"
 
 
 def test_names_of_the_catalogue_are_told_apart() -> None:
     """Those of the readers of OTLP, and those of Prometheus."""
-    assert len({each.name for each in CATALOGUE}) == len({each.family for each in CATALOGUE}) == len(CATALOGUE)
-    for each in CATALOGUE:
+    assert len({each.name for each in ALL}) == len({each.family for each in ALL}) == len(ALL)
+    for each in ALL:
         assert list(each.buckets) == sorted(set(each.buckets)) and each.help[0].isupper() | each.help[0].isdigit()
 
 
@@ -51,7 +49,7 @@ def test_a_dashboard_is_whole(dashboard: Dashboard) -> None:
 
 def _known() -> set[str]:
     """Samples, records, and labels, which look alike."""
-    samples = {name for each in CATALOGUE for name in (*each.samples, *each.label_names)}
+    samples = {name for each in ALL for name in (*each.samples, *each.label_names)}
     return samples | _OF_THE_PROCESS | {rule.record for group in rules.groups() for rule in group.rules}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -11,6 +12,8 @@ from runtime.telemetry import metrics_otlp
 from runtime.telemetry.config import TelemetryConfig
 from runtime.telemetry.metrics import counter, histogram, open_metrics
 from tests.otlp_metrics_receiver import OtlpMetricsReceiver
+from tests.otlp_receiver import OtlpReceiver
+from tests.support.waiting import eventually
 
 ASKED = counter("pdmesh.asked", "Questions", ("tenant",))
 TOOK = histogram("gen_ai.took", "How long", (0.1, 1.0), ("gen_ai.request.model", "error.type"), unit="s")
@@ -48,6 +51,15 @@ async def test_the_last_figures_are_sent_at_the_end() -> None:
         metrics.add(ASKED, 1, "a")
         await metrics.stop()
         assert receiver.wait(lambda names: "pdmesh.asked" in names)["pdmesh.asked"].sum.data_points[0].as_double == 1
+
+
+async def test_a_collector_of_traces_alone_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_otlp.OtlpMetricsExporter.__init__, "__defaults__", ((), 0.02))
+    with OtlpReceiver() as receiver:
+        metrics = open_metrics(TelemetryConfig(otlp_endpoint=receiver.endpoint), "s", RESOURCE, {}, host="127.0.0.1")
+        await metrics.start()
+        await eventually(lambda: "metrics-otlp" not in {thread.name for thread in threading.enumerate()})
+        await metrics.stop()
 
 
 async def test_a_collector_that_is_away_stops_nobody() -> None:
