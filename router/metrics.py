@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from planning.objectives import PRIORITIES
 from protos.v1 import mesh_pb2
@@ -26,6 +27,7 @@ _TTFT_PARTS = (
 )  # fmt: skip
 _HANDOFF_PARTS = ("kv_exposed", "decode_queue")
 
+logger = logging.getLogger(__name__)
 Goals = tuple[int, int]
 """TTFT and TPOT in milliseconds, 0: none."""
 
@@ -49,6 +51,20 @@ class RequestMetrics:
         """`job` None: the request was not valid. `error` None: its last message was made. `trace`: its id, if it is sent."""
         if not self.metrics.is_on:
             return
+        try:
+            self._note(job, goals, num_output_tokens, timings, error, trace)
+        except Exception:  # a bug in what is counted of a request must not end it
+            logger.exception("a request is not in the metrics")
+
+    def _note(
+        self,
+        job: Job | None,
+        goals: Goals,
+        num_output_tokens: int,
+        timings: RequestTimings,
+        error: BaseException | None,
+        trace: str,
+    ) -> None:
         parts = timings.parts if timings.parts.total_ns else timings.message()
         problem = None if error is None else _problem_of(error)
         error_type = "" if problem is None else problem.code.name
