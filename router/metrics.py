@@ -46,6 +46,7 @@ class RequestMetrics:
         num_output_tokens: int,
         timings: RequestTimings,
         error: BaseException | None,
+        *,
         trace: str = "",
     ) -> None:
         """`job` None: the request was not valid. `error` None: its last message was made. `trace`: its id, if it is sent."""

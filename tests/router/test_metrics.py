@@ -72,7 +72,8 @@ async def test_parts_of_ttft_add_up(model_folder: Path) -> None:
 async def test_errors_refusals_and_those_who_leave_are_told_apart(model_folder: Path, promise: str) -> None:
     settings: dict[str, Any] = {"telemetry": SHOWN, "objectives": promise, "max_inflight": 1, "max_queued": 0}
     async with running_mesh(model_folder, **settings) as mesh:
-        stream = mesh.stub.Generate(request(max_tokens=400))
+        mesh["p0"].prefill_plan = ["mute"]  # it stays until it is cancelled
+        stream = mesh.stub.Generate(request())
         await anext(aiter(stream))
         for wrong in (request(max_tokens=10**9), request()):  # the second finds no place
             with pytest.raises(grpc.aio.AioRpcError):
