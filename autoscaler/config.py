@@ -12,6 +12,7 @@ from planning import objectives
 from planning.capacity_load import Goals
 from planning.objectives import ModelObjective
 from runtime.config import ConfigError
+from runtime.telemetry.config import TelemetryConfig
 from runtime.tls import TlsConfig
 
 _TARGET = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]+):([0-9]{1,5})")
@@ -42,6 +43,7 @@ class AutoscalerConfig:
     )
     api_key: str = field(default="", metadata={"help": "key of an admin, for routers that ask for one", "secret": True})
     tls: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig, metadata={"flatten": True})
     scaling: AutoscalerSettings = field(default_factory=AutoscalerSettings, metadata={"flatten": True})
     kubernetes: KubernetesSettings = field(default_factory=KubernetesSettings)
     external_metrics: MetricsSettings = field(default_factory=MetricsSettings)

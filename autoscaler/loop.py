@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from autoscaler.collect import Collector
 from autoscaler.collect_pools import Pools
 from autoscaler.decision import Decision
-from autoscaler.forecast import State
+from autoscaler.forecast import Expected, State
 from autoscaler.loop_history import Held, History, held_of
 from autoscaler.loop_objectives import ObjectivesFile
 from autoscaler.loop_restraint import FailedStarts, restrained, with_hold
@@ -80,6 +80,7 @@ class Loop:
         self._parts, self._settings = parts, settings
         self._starts = {name: Starts(STUCK_STARTS * parts.scaling.of(name).start_s) for name in PoolName}
         self.ended_at = time.monotonic()  # of the latest round that came to its end, whatever it decided
+        self.num_ready: dict[PoolName, int] = {}  # as of the latest round that was decided on
         self._failing: set[PoolName] = set()  # pools whose starts have failed, which is told once until some succeed
         self._leads = False
         self._before: Policy | None = None  # what was known before something was restored, while that is on trial
@@ -95,6 +96,14 @@ class Loop:
     def clock(self) -> Callable[[], float]:
         """By which decisions are dated."""
         return self._parts.clock
+
+    def expected(self, now_s: float) -> Expected:
+        """Requests a second that are expected now."""
+        return self._parts.policy.expected(now_s)
+
+    def num_failed_starts(self, now_s: float) -> dict[PoolName, int]:
+        """Of the pools that there are, those that have been awaited for too long."""
+        return {name: self._starts[name].num_failed(now_s) for name in self.num_ready}
 
     async def run(self) -> None:
         """Until cancelled. A round that fails is logged, and the next one tries again."""
@@ -175,6 +184,7 @@ class Loop:
         pools.follow(self._starts, now_s)
         await self._tell_failed_starts(asked, now_s)
         views = pools.views(self._starts, now_s, heard_s)
+        self.num_ready = {view.name: view.num_ready for view in views}
         if parts.collector.lost_registry:
             views = with_hold(views, "an outage of the registry (Redis)", now_s + 2 * self._settings.period_s)
         decision = restrained(self._decide(Snapshot(now_s, traffic, views)), self._hopeless())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -14,12 +15,16 @@ from autoscaler.config import AutoscalerConfig, objective_of
 from autoscaler.dry_run import DryRunPlatform, DryRunRoles
 from autoscaler.forecasters import forecaster_of
 from autoscaler.loop import Listener, Loop, LoopSettings, Parts
+from autoscaler.loop_history import History
 from autoscaler.loop_objectives import ObjectivesFile
+from autoscaler.metrics import AutoscalerMetrics
 from autoscaler.policy import Policy
 from autoscaler.roles import RoleChanger
 from runtime import config as configuration
 from runtime import log, process
 from runtime.server import GrpcServer
+from runtime.telemetry.metrics import open_metrics
+from runtime.telemetry.resource import resource_of
 from runtime.tls import open_tls
 
 if TYPE_CHECKING:
@@ -32,8 +37,8 @@ SICK_PERIODS = 10
 logger = logging.getLogger(__name__)
 
 
-def open_loop(config: AutoscalerConfig, *listeners: Listener) -> Loop:
-    """Starts nothing yet; `listeners` will hear of each decision. Raises ConfigError."""
+def open_loop(config: AutoscalerConfig, *listeners: Listener, history: History | None = None) -> Loop:
+    """Starts nothing yet; `listeners` will hear of each decision, `history` of what is done. Raises ConfigError."""
     objectives = ObjectivesFile(config.objectives, config.model, config.transit_ms)
     tls = open_tls(config.tls)
     collector = Collector(config.routers, objectives.model, window_s=config.window_s, tls=tls, api_key=config.api_key)
@@ -45,6 +50,7 @@ def open_loop(config: AutoscalerConfig, *listeners: Listener) -> Loop:
         scaling=config.scaling,
         objectives=objectives,
         on_decision=list(listeners),
+        history=history or History(),
     )
     return Loop(parts, LoopSettings(period_s=config.period_s))
 
@@ -75,14 +81,16 @@ def _say(text: str) -> None:
 
 async def serve(config: AutoscalerConfig, life: process.Lifecycle) -> None:
     """Rounds until the process is to stop."""
-    metrics = await _open_metrics(config)
-    loop = open_loop(config, *([metrics.on_decision] if metrics is not None else []))
+    metrics, shown = await _open_metrics(config), _metrics_of(config)
+    listeners = [shown.decided, *([metrics.on_decision] if metrics is not None else [])]
+    loop = open_loop(config, *listeners, history=History(shown.happened))
+    shown.watch(loop)
     server = GrpcServer(config.host, config.port, tls=open_tls(config.tls), callers="any")
-    port = await server.start()
+    port, metrics_url = await server.start(), await shown.metrics.start()
     rounds = asyncio.create_task(loop.run(), name="rounds")
     wellness = asyncio.create_task(_follow(loop, server, config.period_s), name="health")
     try:
-        life.ready(f"{config.host}:{port}")
+        life.ready(f"{config.host}:{port}", metrics_url=metrics_url)
         await life.wait_for_stop()
     finally:
         for task in (rounds, wellness):
@@ -92,6 +100,13 @@ async def serve(config: AutoscalerConfig, life: process.Lifecycle) -> None:
         if metrics is not None:
             await metrics.close()
         await server.drain(0.5)
+        await shown.metrics.stop()
+
+
+def _metrics_of(config: AutoscalerConfig) -> AutoscalerMetrics:
+    """Of this process. Raises ConfigError."""
+    resource = resource_of(socket.gethostname(), "", ("autoscaler",))
+    return AutoscalerMetrics(open_metrics(config.telemetry, "pdmesh-autoscaler", resource, os.environ, host=config.host))
 
 
 async def _follow(loop: Loop, server: GrpcServer, period_s: float) -> None:

@@ -21,7 +21,7 @@ from autoscaler.correction import Correction
 from autoscaler.decision import Decision, Flip, PoolDecision
 from autoscaler.demand import Demand, demand
 from autoscaler.flips import flip
-from autoscaler.forecast import Forecaster, State
+from autoscaler.forecast import Expected, Forecaster, State
 from autoscaler.forecasters import forecaster_of
 from autoscaler.lengths import SmoothedLengths
 from autoscaler.memory import PoolMemory
@@ -93,6 +93,10 @@ class Policy:
     def goals(self) -> Goals:
         """What pools are sized for."""
         return self._goals
+
+    def expected(self, time_s: float) -> Expected:
+        """Requests a second at that time, which is not before the latest snapshot."""
+        return self._forecaster.at(time_s)
 
     def aim(self, goals: Goals) -> None:
         """From now on for these; what was learned stays."""

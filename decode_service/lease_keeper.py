@@ -23,6 +23,7 @@ class LeaseKeeper:
     def __init__(self, reservations: Reservations, outboxes: Outboxes) -> None:
         self._reservations = reservations
         self._outboxes = outboxes
+        self.num_expired = 0  # leases
 
     async def run(self) -> None:
         """Ticks until cancelled."""
@@ -43,6 +44,7 @@ class LeaseKeeper:
     def _end(self, record: Record, event: Event, failure: MeshError | None) -> None:
         """Once at a time for each record: ending waits for writers and for the engine, longer than a tick."""
         if not record.is_ending and not record.is_released:
+            self.num_expired += isinstance(event, LeaseExpired)
             record.is_ending = True
             start(self._reservations.end(record, event, failure)).add_done_callback(lambda _: _ended(record))
 

@@ -59,6 +59,7 @@ class Receiver:
             raise ValueError(f"transports: {', '.join(unknown)} unknown; there are {', '.join(TRANSPORTS)}")
         check_memory(memory, identity, layout)
         self._shared = Host(memory, delegate, identity, layout)
+        self.num_corrupt = self._shared.num_corrupt
         self._transports = [each for each in socket_transports(tls).values() if each.name in transports and each.receives()]
         self.takes_calls = GRPC.name in transports
         self.grpc_address: str | None = None

@@ -8,7 +8,8 @@ quiesce has returned, no byte goes into its blocks.
 import asyncio
 import hmac
 import logging
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 import grpc
 
@@ -39,6 +40,7 @@ class Host:
     delegate: ReceiverDelegate
     identity: common_pb2.Identity
     layout: common_pb2.KVLayout
+    num_corrupt: Counter[str] = field(default_factory=Counter)  # parts whose checksum was wrong, by transport
 
 
 class Session:
@@ -281,6 +283,7 @@ class Connection:
             manifest.accept(part, num_bytes=header.num_bytes)
         else:
             logger.warning("part %d of %s arrived corrupt over %s", part.part_id, self._where(), self.transport)
+            self._host.num_corrupt[self.transport] += 1
             manifest.reject(part)
         message = "" if ok else f"part_end.crc32c: it says {expected:#010x}, what arrived has {crc32c:#010x}"
         reply = transfer_pb2.PartReply(part_id=header.part_id, ok=ok, message=message)

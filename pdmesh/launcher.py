@@ -39,6 +39,7 @@ from pdmesh.launcher_plan import (
     worker_plans,
 )
 from pdmesh.launcher_redis import RedisMember, require_redis
+from pdmesh.local_metrics import Target
 from runtime.child import StartFailed
 from runtime.tls import TlsConfig
 
@@ -92,6 +93,12 @@ class LocalMesh:
     def http_urls(self) -> tuple[str, ...]:
         """Of OpenAI's API on all routers that serve it, without a path."""
         return tuple(router.http_url for router in self.routers if router.http_url)
+
+    @property
+    def metrics_targets(self) -> tuple[Target, ...]:
+        """Where routers and workers show their metrics now; none without config.metrics_port."""
+        kinds = ((self.routers, "router"), (self.workers, "worker"))
+        return tuple(Target(member.name, role, member.metrics_urls) for group, role in kinds for member in group)
 
     @property
     def tls(self) -> TlsConfig:

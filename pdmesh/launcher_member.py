@@ -87,6 +87,15 @@ class Member:
         return str(self._latest.ready_line.get("http_url", ""))
 
     @property
+    def metrics_urls(self) -> tuple[str, ...]:
+        """Where its processes show their metrics; none if they do not, or while it is not ready."""
+        if not self.running or self._process is None:
+            return ()
+        with contextlib.suppress(RuntimeError):
+            return tuple(url for url in str(self._process.ready_line.get("metrics_url", "")).split(",") if url)
+        return ()
+
+    @property
     def _latest(self) -> ManagedProcess:
         if self._process is None:
             raise RuntimeError(f"{self.name} has not been started")

@@ -33,10 +33,14 @@ class LocalMeshConfig:
     num_decode: int = 1
     num_both: int = 0  # workers with both roles
     num_routers: int = 1
+    router_processes: int = 1  # of each router
     device: str = "cpu"
     host: str = "127.0.0.1"
     port: int = 8100  # of the first router, the others follow; 0: any free ones
     http_port: int | None = None  # OpenAI's API on the first router, the others follow; 0: any free ones; None: no HTTP
+    metrics_port: int | None = (
+        None  # /metrics of the first router, the others and the workers follow; 0: any free ones; None: no such
+    )
     redis: str = EMBEDDED_REDIS  # or a URL
     mesh: str = "default"
     num_threads: int = 0  # of each worker; 0: the cores divided by the workers
@@ -70,6 +74,16 @@ class LocalMeshConfig:
         """Workers among which cores and memory are shared out."""
         return max(1, self.num_workers, self.max_workers)
 
+    @property
+    def autoscaler_metrics_port(self) -> int | None:
+        """Behind those of the routers, whether there is an autoscaler or not; the workers follow."""
+        return self.metrics_port and self.metrics_port + self.num_routers * self.router_processes
+
+    @property
+    def num_metrics_ports(self) -> int:
+        """That processes of the beginning have."""
+        return self.num_routers * self.router_processes + 1 + self.num_workers
+
     def validate(self) -> None:
         """Raises ValueError that names the field."""
         for name in ("num_prefill", "num_decode", "num_both", "num_threads", "max_workers"):
@@ -81,6 +95,8 @@ class LocalMeshConfig:
             raise ValueError("num_decode: a mesh needs a worker that decodes; give at least 1")
         if self.num_routers < 1:
             raise ValueError("num_routers: a mesh needs a router; give at least 1")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535 - self.num_metrics_ports:
+            raise ValueError("metrics_port: must be a port that leaves one for each process behind it")
         if self.throwaway_tls and self.tls.is_set:
             raise ValueError("throwaway_tls: excludes certificates of your own (tls)")
 
@@ -106,13 +122,18 @@ def worker_plans(config: LocalMeshConfig, redis_url: str, cores: Sequence[int]) 
     counts = {"prefill": config.num_prefill, "decode": config.num_decode, "worker": config.num_both}
     named = [(f"{prefix}-{index}", roles) for prefix, roles in ROLES_OF_PREFIX.items() for index in range(counts[prefix])]
     sets = cpu_sets(config, cores) or [()] * len(named)
-    return [_worker(config, name, roles, redis_url, threads, cpus) for (name, roles), cpus in zip(named, sets, strict=True)]
+    first = config.autoscaler_metrics_port
+    return [
+        _worker(config, name, roles, redis_url, threads, cpus, metrics_port=first and first + 1 + number)
+        for number, ((name, roles), cpus) in enumerate(zip(named, sets, strict=True))
+    ]
 
 
 def worker_plan(config: LocalMeshConfig, name: str, redis_url: str, cores: Sequence[int]) -> ProcessPlan:
     """That of one more; its name begins with its roles, as those of `worker_plans` do."""
     roles = ROLES_OF_PREFIX[name.rpartition("-")[0]]
-    return _worker(config, name, roles, redis_url, num_threads(config, cores), ())
+    port = None if config.metrics_port is None else 0
+    return _worker(config, name, roles, redis_url, num_threads(config, cores), (), metrics_port=port)
 
 
 def num_threads(config: LocalMeshConfig, cores: Sequence[int]) -> int:
@@ -130,7 +151,14 @@ def cpu_sets(config: LocalMeshConfig, cores: Sequence[int]) -> list[tuple[int, .
 
 
 def _worker(
-    config: LocalMeshConfig, name: str, roles: tuple[str, ...], redis_url: str, threads: int, cpus: tuple[int, ...]
+    config: LocalMeshConfig,
+    name: str,
+    roles: tuple[str, ...],
+    redis_url: str,
+    threads: int,
+    cpus: tuple[int, ...],
+    *,
+    metrics_port: int | None,
 ) -> ProcessPlan:
     flags = {
         "--worker-id": name,
@@ -140,6 +168,7 @@ def _worker(
         "--device": config.device,
         "--host": config.host,
         "--port": "0",
+        **_metrics_flag(metrics_port),
         "--mesh": config.mesh,
         "--num-threads": str(threads),
         **({"--cpus": ",".join(map(str, cpus))} if cpus else {}),
@@ -160,6 +189,8 @@ def router_plans(config: LocalMeshConfig, redis_url: str) -> list[ProcessPlan]:
 def _router(config: LocalMeshConfig, index: int, redis_url: str) -> ProcessPlan:
     name = f"router-{index}"
     flags = {
+        **({"--processes": str(config.router_processes)} if config.router_processes > 1 else {}),
+        **_metrics_flag(config.metrics_port and config.metrics_port + index * config.router_processes),
         "--host": config.host,
         "--port": str(config.port + index if config.port else 0),
         "--http-port": "" if config.http_port is None else str(config.http_port + index if config.http_port else 0),
@@ -168,6 +199,10 @@ def _router(config: LocalMeshConfig, index: int, redis_url: str) -> ProcessPlan:
         "--drain-grace-s": str(config.stop_grace_s / 2),
     }
     return ProcessPlan(name, ("router",), _command("router", flags, config.router_args), _environment(config, redis_url))
+
+
+def _metrics_flag(port: int | None) -> dict[str, str]:
+    return {} if port is None else {"--metrics-port": str(port)}
 
 
 def with_port(plan: ProcessPlan, port: int, flag: str = "--port") -> ProcessPlan:

@@ -55,6 +55,7 @@ class HandoffTools:
     block_size: int
     num_steps: Callable[[], int]  # of the engine, so far
     tell_every: Callable[[int], None]  # layers of a step, of which `on_ready` is to hear
+    pushed: Callable[[PushResult, int], None] = lambda result, exposed_ns: None  # hears of each hand-off that succeeded
 
 
 class Handoff:
@@ -186,6 +187,7 @@ class Handoff:
             return _finished("")
         committed_ns = time.monotonic_ns()
         self._assignment.spans.committed(first.drawn_ns, committed_ns)
+        self._tools.pushed(result, committed_ns - first.drawn_ns)
         return prefill_pb2.HandoffOutcome(
             status=prefill_pb2.HANDOFF_STATUS_COMMITTED,
             kv_bytes=result.num_bytes,

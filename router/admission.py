@@ -174,6 +174,7 @@ class Admission:
         ticket = Ticket(applicant, next(self._numbers), now)
         _note_expected(ticket, forecast, wait_s or 0.0)
         self._room.push(ticket, limits.weight, now)
+        tally.num_waited += 1
         self.places.open(ticket, tally)
         self._turns.note_latest_start(ticket, forecast)
         lane.tick(now, is_full=self.places.is_full)

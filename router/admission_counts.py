@@ -15,6 +15,7 @@ class Tally:
     num_inflight: int = 0
     num_queued: int = 0
     num_admitted: int = 0
+    num_waited: int = 0  # of those that got a place, and of others, for an answer
     refused: Counter[str] = field(default_factory=Counter)
 
 
@@ -44,5 +45,6 @@ class AdmissionCounts:
         for name, priority in [key for key in self.tallies if key[0] == quiet]:
             old, others = self.tallies.pop((name, priority)), self.tallies.setdefault((OTHERS, priority), Tally())
             others.num_admitted += old.num_admitted
+            others.num_waited += old.num_waited
             others.refused.update(old.refused)
         return True

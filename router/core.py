@@ -15,6 +15,7 @@ from router.forecast import Forecaster
 from router.gate import Gate
 from router.hedge import HedgeLimits, Hedging
 from router.judge import Judge
+from router.metrics import RequestMetrics
 from router.migration import Movable
 from router.other_policies import PreferencePolicy, preference
 from router.output_lengths import OutputLengths
@@ -52,6 +53,7 @@ class Core:
     room: RoomLine = field(default_factory=RoomLine)
     background: Background = field(default_factory=Background)
     movers: set[Movable] = field(default_factory=set)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
     tracing: Tracing = OFF
     epoch: int = field(default_factory=new_epoch)
     judge: Judge = field(init=False)

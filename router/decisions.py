@@ -1,6 +1,6 @@
 """The latest decisions of this router's policy: what was predicted and what came. Bounded; no prompt is kept, only lengths."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -8,7 +8,7 @@ from statistics import median
 from protos.v1 import mesh_pb2
 from router.candidates import Demand, Placement
 from router.timings import RequestTimings
-from router.views import WorkerKey
+from router.views import Mode, WorkerKey
 
 MAX_DECISIONS = 1024
 MAX_COMPARED = 512
@@ -51,6 +51,7 @@ class Decisions:
         self._ttft_errors: deque[float] = deque(maxlen=MAX_COMPARED)
         self._tpot_errors: deque[float] = deque(maxlen=MAX_COMPARED)
         self._num_compared = 0
+        self.counts: Counter[tuple[str, Mode]] = Counter()  # by policy and mode, of all
 
     def __len__(self) -> int:
         return len(self._ring)
@@ -63,6 +64,7 @@ class Decisions:
     def record(self, decision: Decision) -> None:
         """Keep it, instead of the oldest."""
         self._ring.append(decision)
+        self.counts[decision.policy, decision.placement.mode] += 1
 
     def latest(self, count: int) -> list[Decision]:
         """The newest first."""

@@ -15,6 +15,7 @@ from planning.objectives import ModelObjective
 from protos.v1 import mesh_pb2
 from router import explain, status
 from router.core import Core
+from router.demands import goals_ms
 from router.job import Job
 from router.jobs import Jobs
 from router.request import Request
@@ -162,9 +163,12 @@ class Frontend:
         """Whoever closes a stream behind its last message has not left early."""
         if request is None:
             trace.ended(timings, None, error)
+            self.core.metrics.ended(None, (0, 0), 0, timings, error)
             return
         self._requests.discard(request)
-        trace.ended(timings, request.brought, None if request.is_complete else error)
+        error, job = None if request.is_complete else error, request.job
+        trace.ended(timings, request.brought, error)
+        self.core.metrics.ended(job, goals_ms(self.core, job), request.num_generated, timings, error, trace=trace.sent_as)
 
     def _trace(self, operation: str, received_ns: int, metadata: RequestMetadata | None) -> RequestTrace:
         return open_trace(self.core, operation, self.core.tracing.extract(metadata), received_ns)

@@ -33,6 +33,7 @@ class Job:
     slo_ttft_ms: int = 0
     slo_tpot_ms: int = 0
     attempt: int = 0
+    is_chat: bool = False
     _names: dict[tuple[bytes, int], list[int]] = field(default_factory=dict, repr=False)
 
     @property

@@ -29,6 +29,7 @@ class _Rest:
     resume: mesh_pb2.Resume | None
     deadline: float | None
     grammar: CompiledGrammar | None
+    is_chat: bool
 
 
 class Jobs:
@@ -126,6 +127,7 @@ class Jobs:
             slo_ttft_ms=options.slo_ttft_ms,
             slo_tpot_ms=options.slo_tpot_ms,
             attempt=options.attempt,
+            is_chat=rest.is_chat,
         )
 
 
@@ -141,4 +143,5 @@ def deadline_of(time_left_s: float | None) -> float | None:
 async def _rest(model: ServedModel, request: mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest, deadline: float | None) -> _Rest:
     resume = request.resume if request.HasField("resume") else None
     grammar = await constraint.compile_constraint(model.grammars, request.sampling)
-    return _Rest(request.sampling, request.options, resume, deadline, grammar)
+    is_chat = isinstance(request, mesh_pb2.ChatRequest)
+    return _Rest(request.sampling, request.options, resume, deadline, grammar, is_chat)

@@ -21,6 +21,7 @@ from router.forecaster import PolicyForecaster
 from router.frontend import Frontend
 from router.kserve.service import SERVICE_NAME as KSERVE
 from router.kserve.service import InferenceService
+from router.metrics_status import StatusReader
 from router.migration import Mover
 from router.openai.gateway import open_gateway
 from router.prefix_follower import PrefixFollower
@@ -36,6 +37,7 @@ from runtime.block_stream import BlockStream
 from runtime.channel import Channels
 from runtime.registry import Registry
 from runtime.server import Callers, ConnectionLimits, GrpcServer
+from runtime.telemetry.metrics import open_metrics
 from runtime.telemetry.resource import resource_of
 from runtime.telemetry.tracing import open_tracing
 from runtime.tls import open_tls
@@ -64,6 +66,10 @@ class Router:
         self.core = Core.build(config, router_id, models, fleet, goals, tenants=self.tenants)
         self.core.forecaster = PolicyForecaster(self.core)
         resource = resource_of(router_id, config.mesh, ("router",), self.core.epoch)
+        self.metrics = open_metrics(config.telemetry, "pdmesh-router", resource, os.environ, host=config.host)
+        self.metrics_url = ""
+        self.metrics.read_by(StatusReader(self.core, self._registry_connected).read)
+        self.core.metrics.metrics = self.metrics
         self.core.tracing = open_tracing(config.telemetry, "pdmesh-router", resource)
         self.registry = Registry(config.redis, config.mesh) if config.redis else None
         self.shared: SharedState | None = None
@@ -97,6 +103,7 @@ class Router:
 
     async def start(self) -> str:
         """Listen and look for workers; returns the address. Health is NOT_SERVING until one can own a request."""
+        self.metrics_url = await self.metrics.start()
         if self.keys is not None:
             await self.keys.start()
         if self.http is not None:
@@ -136,6 +143,7 @@ class Router:
         await self.follower.stop()
         await self.core.fleet.stop()
         await self.channels.close()
+        await self.metrics.stop()
         await asyncio.to_thread(self.core.tracing.close)
 
     def _registry_connected(self) -> bool:
@@ -186,7 +194,8 @@ async def serve(config: RouterConfig, life: process.Lifecycle) -> None:
     router = Router(config)
     address = await router.start()
     spare_collector()
-    life.ready(address, router_id=router.core.router_id, http_url=router.http.url if router.http is not None else "")
+    http_url = router.http.url if router.http is not None else ""
+    life.ready(address, router_id=router.core.router_id, http_url=http_url, metrics_url=router.metrics_url)
     beats = asyncio.create_task(processes.beat_forever(), name="heartbeat") if config.heartbeat_on_stdout else None
     try:
         await life.wait_for_stop()

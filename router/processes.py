@@ -23,6 +23,7 @@ from runtime import ports
 from runtime.child import ManagedProcess, StartFailed
 from runtime.config import ConfigError, to_env
 from runtime.process import Lifecycle
+from runtime.telemetry.config import TelemetryConfig
 
 START_TIMEOUT_S = 120.0
 FIRST_BACKOFF_S = 0.2
@@ -81,6 +82,11 @@ class Replica:
         self._process = self._new()
         self._task: asyncio.Task[None] | None = None
         self._num_failures = 0
+
+    @property
+    def metrics_url(self) -> str:
+        """Where it shows its metrics; "" where it does not."""
+        return str(self._process.ready_line.get("metrics_url", ""))
 
     async def start(self) -> None:
         """Returns when it is ready. Raises StartFailed."""
@@ -151,7 +157,13 @@ async def serve(config: RouterConfig, life: Lifecycle) -> None:
         replicas = [Replica(replica_config(config, base, number)) for number in range(config.processes)]
         try:
             await asyncio.gather(*(replica.start() for replica in replicas))
-            life.ready(f"{config.host}:{config.port}", router_id=base, http_url=_http_url(config), processes=config.processes)
+            life.ready(
+                f"{config.host}:{config.port}",
+                router_id=base,
+                http_url=_http_url(config),
+                processes=config.processes,
+                metrics_url=",".join(replica.metrics_url for replica in replicas),
+            )
             await life.wait_for_stop()
         finally:
             await asyncio.gather(*(replica.stop() for replica in replicas), return_exceptions=True)
@@ -173,7 +185,13 @@ def replica_config(config: RouterConfig, base: str, number: int) -> RouterConfig
         max_streams=_part(config.max_streams, config.processes, number, least=1),
         http_max_connections=_part(config.http_max_connections, config.processes, number, least=1),
         tenants_share=config.tenants_share / config.processes,
+        telemetry=_telemetry_of(config.telemetry, number),
     )
+
+
+def _telemetry_of(config: TelemetryConfig, number: int) -> TelemetryConfig:
+    """A scraper wants to see each process: they have consecutive ports."""
+    return replace(config, metrics_port=config.metrics_port + number) if config.metrics_port else config
 
 
 def _part(total: int, num_parts: int, number: int, *, least: int) -> int:

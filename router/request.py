@@ -72,6 +72,11 @@ class Request:
             await asyncio.wait((self._task,), timeout=SETTLE_S)
 
     @property
+    def num_generated(self) -> int:
+        """Output tokens, without those that the client had before."""
+        return self._book.num_tokens - num_emitted(self.job)
+
+    @property
     def brought(self) -> Yield:
         """What has come of it so far."""
         drafts = self._course.drafts
@@ -86,7 +91,7 @@ class Request:
         if self._task is not None and not self._course.is_winding_up:
             self._task.cancel()
         if self._visit is not None:
-            self._visit.ended(self._book.num_tokens - num_emitted(self.job), self._timings.parts.prefill_cached_tokens)
+            self._visit.ended(self.num_generated, self._timings.parts.prefill_cached_tokens)
         if self._ticket is not None:
             self._core.gate.leave(self._ticket, self._used_tokens())
             self._ticket = None

@@ -27,6 +27,7 @@ from runtime.cache_root import cache_root_of
 from runtime.config import ConfigError
 from runtime.identity import new_epoch
 from runtime.server import GrpcServer
+from runtime.telemetry.metrics import Readings
 from runtime.telemetry.resource import resource_of
 from runtime.telemetry.tracing import open_tracing
 from runtime.tls import Tls, open_tls
@@ -36,8 +37,9 @@ from worker.cpus import bind
 from worker.description import Description, describe, identity_of, layout_of
 from worker.dispatch import Dispatcher
 from worker.grammars import compiler_for
-from worker.latency import StepWatch, prior_for
+from worker.latency import StepWatch, limits_for, prior_for
 from worker.load import LoadReporter
+from worker.metrics import Seen, WorkerMetrics, read
 from worker.prefix_publisher import PrefixPublisher, list_blocks
 from worker.roles import Role, RoleGate, roles_of
 from worker.step_spans import StepSpans
@@ -71,6 +73,7 @@ class Worker:
         self._spans = DecodeSpans(self.tracing, lambda: self.dispatcher.num_steps)
         self._step_spans = StepSpans(self._spans)
         self._on_failure = on_failure
+        self.metrics = WorkerMetrics.open(config, worker_id, self.epoch, engine.cost, self._read_metrics)
         self._engine_loop = EngineLoop(engine, self._on_step, on_failure, self.dispatcher.on_ready)
         self._publisher = PrefixPublisher(engine, self._engine_loop, self.epoch, worker_id) if config.redis else None
         self._grammars = compiler_for(engine)
@@ -93,6 +96,7 @@ class Worker:
                 layout.block_size,
                 lambda: self.dispatcher.num_steps,
                 engine.exports.signal.tell_every,
+                self.metrics.pushed,
             ),
             check_new_work=self.gate.checker(worker_pb2.ROLE_PREFILL),
             owns_requests=lambda: bool(self.decode.reservations.active),
@@ -139,6 +143,7 @@ class Worker:
             self._tasks.append(self._background(work))
         if self._publisher is not None:
             self._tasks.append(self._background(self._publisher.run(BlockStream(self._config.redis, self._config.mesh))))
+        await self.metrics.start()
         await self._server.set_serving(True)
         return self.description
 
@@ -178,6 +183,7 @@ class Worker:
         await self._sender.close()
         await self._engine_loop.stop()
         self.engine.kv.close()
+        await self.metrics.stop()
         self._step_spans.flush()
         await asyncio.to_thread(self.tracing.close)
 
@@ -202,11 +208,19 @@ class Worker:
     def _on_step(self, result: StepResult) -> None:
         try:
             self.watch.on_step(result)
+            self.metrics.on_step(result)
             self.load.on_step(result)  # before anybody hears of the tokens and asks how busy this worker is
             self._step_spans.on_step(result)
             self.dispatcher.on_step(result)
         except Exception as error:  # noqa: BLE001  results that were lost cannot be had again
             self._on_failure(error)
+
+    def _read_metrics(self, readings: Readings) -> None:
+        # The limits have been measured when the engine started, and are only looked up.
+        limits = limits_for(self.engine) if self.watch.model is not None else None
+        expired = self.decode.keeper.num_expired
+        corrupt = {transport: self._receiver.num_corrupt[transport] for transport in self._config.transports}
+        read(readings, Seen(self.load.stats, self.load.report(), limits, corrupt, expired))
 
     def _background(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

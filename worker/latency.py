@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from engine.engine import Engine
-from engine.hardware import measure_limits
+from engine.hardware import MachineLimits, measure_limits
 from engine.outputs import StepResult
 from engine.pacing import Pacer, StepCost
 from planning.latency_fit import LatencyFit
@@ -19,10 +19,14 @@ TELL_STEPS = 32
 """After so many steps the engine is told anew what they cost."""
 
 
-def prior_for(engine: Engine) -> LatencyModel:
+def limits_for(engine: Engine) -> MachineLimits:
     """To be called on the engine thread, whose cores are the ones that count; measures for some 50 ms, once per process."""
-    cost = engine.cost
-    measured = measure_limits(cost.backend, cost.numbers, engine.config.device, engine.config.num_threads)
+    return measure_limits(engine.cost.backend, engine.cost.numbers, engine.config.device, engine.config.num_threads)
+
+
+def prior_for(engine: Engine) -> LatencyModel:
+    """On the engine thread."""
+    cost, measured = engine.cost, limits_for(engine)
     return prior_of(
         Hardware(measured.operations_per_s, measured.bytes_per_s),
         ModelShape(

@@ -55,6 +55,11 @@ class LoadReporter:
                 self._take(await self._engine.call(Engine.stats))
             await asyncio.sleep(REFRESH_S)
 
+    @property
+    def stats(self) -> EngineStats:
+        """As of the last step, or of the last refresh."""
+        return self._stats
+
     def on_step(self, result: StepResult) -> None:
         """Called on the event loop, step by step."""
         if result.stats is not None:

@@ -73,7 +73,7 @@ async def _announced(life: Lifecycle, config: WorkerConfig, worker: Worker, addr
         announcer.start()
         worker.changes.subscribe(announcer.renew_now)
     logger.info("worker %s serves %s at %s", worker.info().worker_id, config.served_name, address)
-    life.ready(address, worker_id=worker.info().worker_id, epoch=f"{worker.epoch:016x}")
+    life.ready(address, worker_id=worker.info().worker_id, epoch=f"{worker.epoch:016x}", metrics_url=worker.metrics.url)
     await life.wait_for_stop()
     worker.gate.draining = True
     if registry is not None and announcer is not None:

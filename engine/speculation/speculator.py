@@ -157,6 +157,8 @@ class Speculator:
             if draw.verified is not None
         ]
         self._judge([verified for _, verified, _ in lessons])
+        num_drafted = sum([len(piece.draft) for piece in plan.pieces])
+        self.tally.computed(step_ns, plan.num_tokens, num_drafted)
         for door in self._free:
             if door.learns and door.is_open:
                 door.learn(lessons)

@@ -38,13 +38,14 @@ class SpeculationStats:
     drafting_s: float = 0.0
     by_proposer: dict[str, ProposerStats] = field(default_factory=dict)
     failed: tuple[str, ...] = ()  # proposers that are not asked any more
+    verifying_s: float = 0.0  # computing drafted tokens: their part of the steps that did
 
 
 class Tally:
     """Counts on the engine thread."""
 
     def __init__(self) -> None:
-        self._num_rows = self._num_drafts = self._num_tokens = self._drafting_ns = 0
+        self._num_rows = self._num_drafts = self._num_tokens = self._drafting_ns = self._verifying_ns = 0
         self._failed: list[str] = []
         self._verified: defaultdict[str, list[int]] = defaultdict(lambda: [0] * MAX_POSITION)
         self._kept: defaultdict[str, list[int]] = defaultdict(lambda: [0] * MAX_POSITION)
@@ -64,6 +65,11 @@ class Tally:
         for verified in drafted:
             self._verified_one(verified)
 
+    def computed(self, took_ns: int, num_tokens: int, num_drafted: int) -> None:
+        """A step of so many tokens, drafted ones included. All are counted alike, though some share what is read."""
+        if num_drafted:
+            self._verifying_ns += took_ns * num_drafted // num_tokens
+
     def _verified_one(self, verified: Verified) -> None:
         draft, kept = verified.draft, verified.kept
         self._num_drafts += 1
@@ -81,4 +87,5 @@ class Tally:
             self._drafting_ns / 1e9,
             {name: ProposerStats(tuple(counts), tuple(self._kept[name])) for name, counts in self._verified.items()},
             tuple(self._failed),
+            self._verifying_ns / 1e9,
         )

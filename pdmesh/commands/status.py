@@ -12,7 +12,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from pdmesh import local_decisions
+from pdmesh import local_decisions, local_metrics
 from pdmesh.client import Client
 from pdmesh.commands.options import Connection, flat
 from pdmesh.errors import MeshError
@@ -58,11 +58,15 @@ def _show_again(client: Client, options: Options) -> None:
 
 def _look(client: Client, options: Options) -> str:
     status = client.status(timeout=options.connection.timeout)
-    decided = local_decisions.latest([worker.info.address for worker in status.workers if worker.alive])
+    addresses = [worker.info.address for worker in status.workers if worker.alive]
+    decided, metrics = local_decisions.latest(addresses), local_metrics.shown(addresses)
     if options.json:
         shown = MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-        return json.dumps(shown | ({"autoscaler": decided} if decided is not None else {}))
-    return "\n".join([*status_lines(status, palette(sys.stdout)), *decision_lines(decided, time.time(), palette(sys.stdout))])
+        more = {"autoscaler": decided, "metrics": metrics}
+        return json.dumps(shown | {name: value for name, value in more.items() if value is not None})
+    colours = palette(sys.stdout)
+    lines = [*status_lines(status, colours), *decision_lines(decided, time.time(), colours), *metrics_lines(metrics, colours)]
+    return "\n".join(lines)
 
 
 def status_lines(status: mesh_pb2.GetStatusResponse, colours: Palette) -> list[str]:
@@ -86,6 +90,15 @@ def decision_lines(decided: Mapping[str, Any] | None, wall_s: float, colours: Pa
     head = f"AUTOSCALER (pdmesh up --autoscale on this machine; decided {max(0.0, wall_s - decided['at_s']):.0f} s ago)"
     texts = (textwrap.wrap(pool["text"], MAX_WIDTH, subsequent_indent="  ") for pool in decided["pools"])
     return ["", colours.bold(head), *(line for lines in texts for line in lines)]
+
+
+def metrics_lines(metrics: Mapping[str, Any] | None, colours: Palette) -> list[str]:
+    """Where the processes of a mesh on this machine show their metrics; nothing where they do not."""
+    if metrics is None:
+        return []
+    rows = [(each["labels"]["instance"], f"http://{each['targets'][0]}/metrics") for each in metrics["targets"]]
+    head, *lines = table(("PROCESS", "METRICS"), rows)
+    return ["", colours.bold(head), *lines, f"for Prometheus: {metrics['file']}"]
 
 
 def _router_lines(status: mesh_pb2.GetStatusResponse, colours: Palette) -> list[str]:

@@ -17,10 +17,11 @@ from engine.config import named_proposers
 from pdmesh import models
 from pdmesh.client_channel import DEFAULT_ADDRESS
 from pdmesh.commands.tls import exports
-from pdmesh.commands.up_autoscale import AutoscaleOptions, local_loop, scaled
+from pdmesh.commands.up_autoscale import AutoscaleOptions, local_loop, metrics_of, scaled
 from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_plan import EMBEDDED_REDIS, LocalMeshConfig, check_packages
 from pdmesh.local_decisions import DecisionFile
+from pdmesh.local_metrics import TARGETS_FILE, MetricsFiles, Target, follow
 from pdmesh.render import palette
 from pdmesh.render_mesh import process_table
 from runtime.child import StartFailed
@@ -44,6 +45,10 @@ class Options:
     port: int = field(default=8100, metadata={"help": "port of the (first) router; 0: any free one"})
     http_port: int | None = field(
         default=8000, metadata={"help": "port of OpenAI's API over HTTP on the (first) router; 0: any free one; empty: none"}
+    )
+    metrics_port: int | None = field(
+        default=None,
+        metadata={"help": "port of /metrics of the (first) router, the other processes follow; 0: any free ones; empty: none"},
     )
     redis: str = field(default=EMBEDDED_REDIS, metadata={"help": "embedded, or the URL of a Redis", "secret": True})
     mesh: str = field(default="default", metadata={"help": "name of the mesh: meshes that share a Redis need different ones"})
@@ -87,6 +92,7 @@ class Options:
             parse_endpoint(self.otlp_endpoint)
         if self.tls and self.certificates.is_set:
             raise ValueError("tls: makes certificates, and others are given; leave out one of them")
+        _mesh_config(self, Path("model")).validate()
 
 
 def run(options: Options) -> int:
@@ -120,10 +126,12 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
         num_decode=options.decode,
         num_both=options.both,
         num_routers=options.routers,
+        router_processes=options.router_processes,
         device=options.device,
         host=options.host,
         port=options.port,
         http_port=options.http_port,
+        metrics_port=options.metrics_port,
         redis=options.redis,
         mesh=options.mesh,
         num_threads=options.threads,
@@ -134,12 +142,8 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
         throwaway_tls=options.tls,
         otlp_endpoint=options.otlp_endpoint,
         worker_args=(*_speculation(options.speculation), *options.worker_args),
-        router_args=(*_processes(options.router_processes), *options.router_args),
+        router_args=options.router_args,
     )
-
-
-def _processes(number: int) -> tuple[str, ...]:
-    return () if number == 1 else ("--processes", str(number))
 
 
 def _speculation(value: str) -> tuple[str, ...]:
@@ -167,7 +171,7 @@ async def _serve(config: LocalMeshConfig, scaling: AutoscaleOptions) -> int:
     try:
         async with mesh:
             print(_summary(mesh, scaling), flush=True)
-            async with _scaled(mesh, scaling):
+            async with _scaled(mesh, scaling) as targets, _metrics_told(mesh, targets):
                 await stop.wait()
             _say("stopping (Ctrl-C again: at once)")
     except asyncio.CancelledError:
@@ -178,15 +182,37 @@ async def _serve(config: LocalMeshConfig, scaling: AutoscaleOptions) -> int:
 
 
 @asynccontextmanager
-async def _scaled(mesh: LocalMesh, scaling: AutoscaleOptions) -> AsyncIterator[None]:
-    """With --autoscale, workers come and go inside. Raises ConfigError."""
-    if not scaling.autoscale:
+async def _metrics_told(mesh: LocalMesh, more: tuple[Target, ...]) -> AsyncIterator[None]:
+    """With --metrics-port, whoever wants to see finds it inside."""
+    if mesh.config.metrics_port is None:
         yield
+        return
+    files = MetricsFiles(mesh.log_dir)
+    following = asyncio.create_task(follow(files, lambda: ((*mesh.metrics_targets, *more), mesh.worker_addresses)))
+    try:
+        yield
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        files.remove()
+
+
+@asynccontextmanager
+async def _scaled(mesh: LocalMesh, scaling: AutoscaleOptions) -> AsyncIterator[tuple[Target, ...]]:
+    """With --autoscale, workers come and go inside; gives where that shows its metrics. Raises ConfigError."""
+    if not scaling.autoscale:
+        yield ()
         return
     path, shown = scaling.objectives_file(mesh.config, mesh.log_dir), DecisionFile(lambda: mesh.worker_addresses)
     try:
-        async with scaled(local_loop(mesh, scaling, path, _say, listeners=[shown.decided])):
-            yield
+        metrics = metrics_of(mesh.config)
+        loop = local_loop(mesh, scaling, path, _say, listeners=[shown.decided], metrics=metrics)
+        url = await metrics.metrics.start()
+        try:
+            async with scaled(loop):
+                yield (Target("autoscaler", "autoscaler", (url,) if url else ()),)
+        finally:
+            await metrics.metrics.stop()
     finally:
         shown.remove()
 
@@ -205,10 +231,17 @@ def _summary(mesh: LocalMesh, scaling: AutoscaleOptions) -> str:
             f"{config.name_of_model} on {config.device}; logs in {mesh.log_dir}",
             *scaling.summary(config, mesh.log_dir),
             *(f"OpenAI's API: {url}/v1" for url in mesh.http_urls),
+            *_metrics_lines(mesh),
             f'try: pdmesh chat{flag} "What is the capital of France?" --temperature 0',
             "stop: Ctrl-C",
         ]
     )
+
+
+def _metrics_lines(mesh: LocalMesh) -> list[str]:
+    if mesh.config.metrics_port is None:
+        return []
+    return [f"metrics: {mesh.routers[0].metrics_urls[0]} and others; for Prometheus: {mesh.log_dir / TARGETS_FILE}"]
 
 
 def _tls_lines(config: LocalMeshConfig) -> list[str]:

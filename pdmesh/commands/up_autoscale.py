@@ -13,6 +13,7 @@ from autoscaler.collect import Collector
 from autoscaler.config import goals_of, objective_of, promise
 from autoscaler.loop import Listener, Loop, LoopSettings, Parts
 from autoscaler.loop_history import Entry, History, append_to
+from autoscaler.metrics import AutoscalerMetrics
 from autoscaler.policy import Policy
 from autoscaler.roles import RoleChanger
 from autoscaler.settings import AutoscalerSettings, PoolSettings
@@ -20,6 +21,9 @@ from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_plan import LocalMeshConfig, usable_cores
 from pdmesh.launcher_scale import LocalPlatform
 from planning.objectives import load as load_objectives
+from runtime.telemetry.config import TelemetryConfig
+from runtime.telemetry.metrics import open_metrics
+from runtime.telemetry.resource import resource_of
 from runtime.tls import open_tls
 
 if TYPE_CHECKING:
@@ -142,9 +146,11 @@ def local_loop(
     say: Callable[[str], None],
     settings: LoopSettings | None = None,
     listeners: Iterable[Listener] = (),
+    metrics: AutoscalerMetrics | None = None,
 ) -> Loop:
-    """For a mesh that is ready; what is done is said, and written beside the logs; `listeners` hear of each decision. Raises
-    ConfigError."""
+    """For a mesh that is ready; what is done is said, and written beside the logs; `listeners` hear of each decision, and
+    `metrics` of all. Raises ConfigError."""
+    metrics = metrics or AutoscalerMetrics()
     objective = objective_of(str(objectives), mesh.config.name_of_model)
     goals, tls = goals_of(objective, TRANSIT_MS), open_tls(mesh.tls)
     scaling = options.scaling(mesh.config, max(worker.start_s for worker in mesh.workers))
@@ -153,6 +159,7 @@ def local_loop(
     def tell(entry: Entry) -> None:
         say(f"{entry.kind}: {entry.text}")
         write(entry)
+        metrics.happened(entry)
 
     parts = Parts(
         policy=Policy(scaling, goals),
@@ -161,9 +168,18 @@ def local_loop(
         roles=RoleChanger(drain_timeout_s=30.0, tls=tls),
         scaling=scaling,
         history=History(tell),
-        on_decision=list(listeners),
+        on_decision=[*listeners, metrics.decided],
     )
-    return Loop(parts, settings or LoopSettings(period_s=PERIOD_S))
+    loop = Loop(parts, settings or LoopSettings(period_s=PERIOD_S))
+    metrics.watch(loop)
+    return loop
+
+
+def metrics_of(config: LocalMeshConfig) -> AutoscalerMetrics:
+    """What it shows, if the mesh shows anything."""
+    telemetry = TelemetryConfig(metrics_port=config.autoscaler_metrics_port)
+    resource = resource_of("autoscaler", config.mesh, ("autoscaler",))
+    return AutoscalerMetrics(open_metrics(telemetry, "pdmesh-autoscaler", resource, {}, host=config.host))
 
 
 @asynccontextmanager

@@ -1,1 +1,1 @@
-"""What a process says of itself: traces over OTLP. The only place that knows OpenTelemetry."""
+"""What a process says of itself: traces and metrics. The only place that knows OpenTelemetry and Prometheus' client."""

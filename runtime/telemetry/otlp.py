@@ -44,7 +44,7 @@ class OtlpExporter:
         self._resource = resource
         self._clock_ns = time.time_ns() - time.monotonic_ns()  # once: spans of a process keep their distances
         self._headers = tuple(headers(env))
-        self._channel = _open_channel(endpoint, env)
+        self._channel = open_channel(endpoint, env)
         self._stub = trace_service_pb2_grpc.TraceServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def send(self, spans: Sequence[Span], timeout_s: float) -> tuple[Answer, str]:
@@ -148,7 +148,8 @@ def _link(context: SpanContext) -> trace_pb2.Span.Link:
     return trace_pb2.Span.Link(trace_id=context.trace_id.to_bytes(16, "big"), span_id=context.span_id.to_bytes(8, "big"))
 
 
-def _open_channel(endpoint: Endpoint, env: Mapping[str, str]) -> grpc.Channel:
+def open_channel(endpoint: Endpoint, env: Mapping[str, str]) -> grpc.Channel:
+    """Encrypted or not. Raises ConfigError for certificates that cannot be read."""
     if not endpoint.encrypted:
         return grpc.insecure_channel(endpoint.target, options=_OPTIONS)
     return grpc.secure_channel(endpoint.target, grpc.ssl_channel_credentials(_read_ca(env)), options=_OPTIONS)

@@ -61,7 +61,8 @@ def test_it_asks_the_routers_and_keeps_their_objectives(mesh: str, tls: TlsConfi
 @pytest.mark.parametrize("mesh", MESHES)
 def test_its_probes_ask_for_the_health_of_its_port(mesh: str, tls: TlsConfig) -> None:
     _, container, config = _own(mesh, tls)
-    assert container["ports"] == [{"name": "grpc", "containerPort": config.port}]
+    metrics = {"name": "scrape", "containerPort": config.telemetry.metrics_port}
+    assert container["ports"] == [{"name": "grpc", "containerPort": config.port}, metrics]
     assert config.host == "0.0.0.0"
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         way = "tcpSocket" if config.tls.is_set else "grpc"  # the kubelet's gRPC probes speak no TLS
@@ -192,6 +193,8 @@ def test_where_others_scale_it_watches_and_shows_what_it_wants(folder: str, tls:
     found, config, container = _example(folder, tls)
     assert config.platform == "dry-run" and not config.scaling.flips and config.external_metrics.is_set
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    scraped = ports.pop("scrape")
+    assert scraped == config.telemetry.metrics_port
     assert set(ports.values()) == {config.port, config.external_metrics.port, config.external_metrics.json_port} - {None}
     shown = "pdmesh-wanted" if "keda" in folder else "pdmesh-external-metrics"
     service = found["Service", shown]["spec"]

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.k8s.dockerfile import ROOT, is_sent, stages
 from tests.k8s.kustomize import FOLDER
@@ -107,10 +108,11 @@ z = ["a", "d[e]"]
 @pytest.mark.parametrize("extras", ["services,loadtest", "worker"])
 def test_what_is_installed_is_in_the_lock(extras: str) -> None:
     lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
-    pinned = dict(line.lower().split("==") for line in lock.splitlines() if "==" in line)
+    pins = (line.split("==") for line in lock.splitlines() if "==" in line)
+    pinned = {canonicalize_name(name): version for name, version in pins}
     wanted = _requirements().requirements((ROOT / "pyproject.toml").read_text(encoding="utf-8"), extras.split(","))
     for each in map(Requirement, [*wanted, "setuptools"]):
-        assert each.specifier.contains(pinned[each.name.lower()]), each
+        assert each.specifier.contains(pinned[canonicalize_name(each.name)]), each
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.k8s.meshes import MESHES, of_kind, selects, workloads
 
 NAME = "kubernetes.io/metadata.name"
 APP = "app.kubernetes.io/name"
-GRPC, KV = {50051, 50061}, {50052, 50062}
+GRPC, KV, METRICS = {50051, 50061}, {50052, 50062}, {9464, 9465}
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ def _is_meant(peer: Manifest, other: Peer) -> bool:
 def _expected(source: str, target: str, port: int) -> bool:
     """The drawing in k8s/base/network.yaml. The API server is no pod: to get there, the autoscaler gets out at its ports."""
     workers = ("pdmesh-prefill", "pdmesh-decode")
+    if port in METRICS:
+        return source == "monitoring" and target in (*workers, "pdmesh-router", "pdmesh-autoscaler")
     if target == "dns":
         return True
     if source == "pdmesh-autoscaler":

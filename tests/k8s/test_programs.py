@@ -100,7 +100,8 @@ def test_ports_and_files_are_those_of_the_program(mesh: str, workload: Workload,
     config = config_of(workload, container, tls)
     ports = [port["containerPort"] for port in container["ports"]]
     is_router = isinstance(config, RouterConfig)
-    assert ports == ([config.port, config.http_port] if is_router else [config.port, config.transfer_port])
+    served = [config.port, config.http_port] if isinstance(config, RouterConfig) else [config.port, config.transfer_port]
+    assert set(ports) == {*served, *_metrics_ports(config)} and len(ports) == len(set(ports))
     read = [config.api_keys, config.tenants, config.objectives, *config.model_folders().values()] if is_router else []
     read += [config.engine.model] if isinstance(config, WorkerConfig) else []
     given = environment(workload, container)
@@ -108,6 +109,13 @@ def test_ports_and_files_are_those_of_the_program(mesh: str, workload: Workload,
     assert [path for path in read if not is_below(path, _mounts(container))] == []
     assert config.host == "0.0.0.0"
     assert config.redis.startswith("redis://")
+
+
+def _metrics_ports(config: RouterConfig | WorkerConfig) -> list[int]:
+    """One of each process."""
+    first = config.telemetry.metrics_port
+    assert first
+    return [first + number for number in range(config.processes if isinstance(config, RouterConfig) else 1)]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -129,7 +137,7 @@ def test_workers_of_a_pod_have_names_and_ports_of_their_own(mesh: str, tls: TlsC
         workers = [config for config in configs if isinstance(config, WorkerConfig)]
         assert len({config.worker_id for config in workers}) == len(workers)
         assert all(config.advertise for config in workers)
-        ports = [port for config in workers for port in (config.port, config.transfer_port)]
+        ports = [port for config in workers for port in (config.port, config.transfer_port, *_metrics_ports(config))]
         assert len(set(ports)) == len(ports)
 
 
@@ -209,3 +217,16 @@ def test_the_load_test_aims_at_the_routers(mesh: str, tls: TlsConfig) -> None:
     host, _, port = config_of(job, job.containers[0], tls).target.partition(":")
     services = {manifest["metadata"]["name"]: manifest["spec"] for manifest in manifests(mesh) if manifest["kind"] == "Service"}
     assert int(port) in {each["port"] for each in services[host]["ports"]}
+
+
+@pytest.mark.parametrize(("mesh", "workload", "container"), SERVERS, ids=_SERVER_IDS)
+def test_what_prometheus_looks_for_are_the_ports_of_metrics(
+    mesh: str, workload: Workload, container: Manifest, tls: TlsConfig
+) -> None:
+    """By their names, in scrape.yaml."""
+    config = config_of(workload, container, tls)
+    assert isinstance(config, RouterConfig | WorkerConfig)
+    (scrape,) = [each for each in of_kind(mesh, "ConfigMap") if each["metadata"]["name"] == "pdmesh-prometheus-scrape"]
+    assert "regex: pdmesh;scrape.*" in scrape["data"]["pdmesh.scrape.yaml"]
+    found = [port["containerPort"] for port in container["ports"] if port["name"].startswith("scrape")]
+    assert found == _metrics_ports(config) and workload.labels["app.kubernetes.io/part-of"] == "pdmesh"

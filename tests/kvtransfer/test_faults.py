@@ -61,6 +61,7 @@ async def test_a_corrupt_part_is_sent_again(world: World, monkeypatch: pytest.Mo
     job = world.job()
     await world.sender.push(job, timeout_s=10)
     world.check_arrived(job)
+    assert sum(world.receiver.num_corrupt.values()) == 1
 
 
 async def test_corrupt_twice_fails_the_attempt(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

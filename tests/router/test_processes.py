@@ -23,12 +23,19 @@ from runtime import ports
 from runtime.channel import connect
 from runtime.child import ManagedProcess
 from runtime.config import ConfigError
+from runtime.telemetry.config import TelemetryConfig
 from tests.support.waiting import alive, eventually
 
 
 def test_restarts_slow_down_to_a_bound() -> None:
     delays = [backoff_s(number) for number in range(1, 40)]
     assert delays == sorted(delays) and delays[0] < 1 and delays[-1] == MAX_BACKOFF_S
+
+
+@pytest.mark.parametrize(("first", "ports"), [(None, [None, None]), (0, [0, 0]), (9464, [9464, 9465])])
+def test_each_process_shows_its_metrics_on_a_port_of_its_own(first: int | None, ports: list[int | None]) -> None:
+    config = RouterConfig(models=("m=f",), processes=2, telemetry=TelemetryConfig(metrics_port=first))
+    assert [replica_config(config, "r", number).telemetry.metrics_port for number in range(2)] == ports
 
 
 @pytest.mark.parametrize(("inflight", "queued", "num"), [(256, 256, 2), (7, 1, 3), (1, 0, 4)])

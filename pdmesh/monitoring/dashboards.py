@@ -1,0 +1,182 @@
+"""The dashboards: overview against objectives, one class of requests, and (dashboards_fleet.py) hand-off, workers, autoscaler."""
+
+from __future__ import annotations
+
+from pdmesh.monitoring.panels import Dashboard, Panel, Query, Row, Variable
+
+RATE = "[$__rate_interval]"
+TTFT, TPOT = "gen_ai_server_time_to_first_token_seconds", "gen_ai_server_time_per_output_token_seconds"
+GOOD = ((float("-inf"), "red"), (0.9, "orange"), (0.99, "green"))
+MODEL, TENANT, PRIORITY = (
+    Variable("model", "gen_ai_request_model", "pdmesh_requests_total"),
+    Variable("tenant", "tenant", "pdmesh_requests_total"),
+    Variable("priority", "priority", "pdmesh_requests_total"),
+)
+_MODEL_IS = 'gen_ai_request_model=~"$model"'
+_CLASS_IS = f'{_MODEL_IS}, tenant=~"$tenant", priority=~"$priority"'
+
+
+def quantiles(metric: str, matchers: str, by: str = "", shares: tuple[float, ...] = (0.5, 0.9, 0.99)) -> list[Query]:
+    """Of a histogram, a line for each share and each value of the labels `by`."""
+    legend = " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(",") if label)
+    rate = f"sum by ({', '.join(['le', *([by] if by else [])])}) (rate({metric}_bucket{{{matchers}}}{RATE}))"
+    return [
+        Query(f"histogram_quantile({share:g}, {rate})", f"p{100 * share:g} {legend}".strip(), exemplars=share == max(shares))
+        for share in shares
+    ]
+
+
+def mean(metric: str, matchers: str, by: str) -> str:
+    """Of a histogram."""
+    total, count = (f"sum by ({by}) (rate({metric}_{what}{{{matchers}}}{RATE}))" for what in ("sum", "count"))
+    return f"{total} / ({count} > 0)"
+
+
+def _objective(what: str) -> Query:
+    return Query(f'max by (priority) (pdmesh_objective_seconds{{{_MODEL_IS}, what="{what}"}})', "objective {{priority}}")
+
+
+def overview() -> Dashboard:
+    """Is what was promised kept, and is there room?"""
+    by_class = "{{gen_ai_request_model}} {{tenant}} {{priority}}"
+    requests = f"sum by (priority) (rate(pdmesh_requests_total{{{_MODEL_IS}}}{RATE}))"
+    objectives = Row(
+        "Against the objectives",
+        [
+            Panel(
+                "Requests that meet their TTFT objective",
+                [Query(f"1 - pdmesh:ttft_missed:ratio_rate5m{{{_MODEL_IS}}}", by_class)],
+                "percentunit", "stat", 6, 5, thresholds=GOOD,
+            ),
+            Panel(
+                "Requests that meet their TPOT objective",
+                [Query(f"1 - pdmesh:tpot_missed:ratio_rate5m{{{_MODEL_IS}}}", by_class)],
+                "percentunit", "stat", 6, 5, thresholds=GOOD,
+            ),
+            Panel("Goodput", [Query(f"sum(pdmesh:goodput:rate5m{{{_MODEL_IS}}})", "good")], "reqps", "stat", 6, 5,
+                  text="Requests that ended well and met everything that was promised"),
+            Panel("Errors", [Query(f"max(pdmesh:errors:ratio_rate5m{{{_MODEL_IS}}})", "worst class")], "percentunit", "stat", 6,
+                  5, thresholds=((float("-inf"), "green"), (0.001, "orange"), (0.01, "red"))),
+            Panel("TTFT", [*quantiles(TTFT, _MODEL_IS), _objective("ttft")], "s", width=12),
+            Panel("TPOT", [*quantiles(TPOT, _MODEL_IS), _objective("tpot")], "s", width=12),
+            Panel(
+                "How fast the budget of the TTFT objective is used up",
+                [_burn("ttft", window) for window in ("5m", "1h", "6h")],
+                width=12, text="1: as fast as the objective allows. Alerts at 14.4 over an hour and 6 over six.",
+            ),
+            Panel("How fast that of TPOT is", [_burn("tpot", window) for window in ("5m", "1h", "6h")], width=12),
+        ],
+    )  # fmt: skip
+    traffic = Row(
+        "Traffic",
+        [
+            Panel("Requests by priority", [Query(requests, "{{priority}}")], "reqps", stacked=True),
+            Panel(
+                "How they end",
+                [Query(f"sum by (error_type) (rate(pdmesh_requests_total{{{_MODEL_IS}}}{RATE}))", "{{error_type}}")],
+                "reqps", text="No name: well",
+            ),
+            Panel(
+                "Refused, by reason",
+                [Query(f"sum by (reason) (rate(pdmesh_admission_refused_total{RATE}))", "{{reason}}")], "reqps",
+            ),
+            Panel(
+                "Tokens",
+                [Query(f"sum by (type) (rate(pdmesh_tokens_total{{{_MODEL_IS}}}{RATE}))", "{{type}}")],
+                text="input, output, and what of the input was cached",
+            ),
+            Panel(
+                "In flight and waiting",
+                [
+                    Query("sum by (priority) (pdmesh_admission_inflight)", "in flight {{priority}}"),
+                    Query("sum by (priority) (pdmesh_admission_queued)", "waiting {{priority}}"),
+                    Query("sum(pdmesh_admission_max_inflight)", "places"),
+                ],
+            ),
+            Panel(
+                "Workers",
+                [Query("max by (role, state) (sum by (instance, role, state) (pdmesh_router_workers))", "{{role}} {{state}}")],
+                text="As the router sees them that knows most",
+            ),
+        ],
+    )  # fmt: skip
+    return Dashboard("pdmesh-overview", "pdmesh: overview", [objectives, traffic], [MODEL], "What was promised, and what comes")
+
+
+def _burn(what: str, window: str) -> Query:
+    missed = f"max by (gen_ai_request_model) (pdmesh:{what}_missed:ratio_rate{window}{{{_MODEL_IS}}})"
+    allowed = "(1 - min by (gen_ai_request_model) (pdmesh_objective_share))"
+    return Query(f"{missed} / {allowed}", f"{{{{gen_ai_request_model}}}} over {window}")
+
+
+def request_class() -> Dashboard:
+    """Where the time of one class of requests goes."""
+    part_is = f'{_MODEL_IS}, priority=~"$priority"'
+    first = Row(
+        "Until the first token",
+        [
+            Panel("TTFT", quantiles(TTFT, _CLASS_IS), "s", width=8),
+            Panel(
+                "TTFT, all requests",
+                [Query(f"sum by (le) (rate({TTFT}_bucket{{{_CLASS_IS}}}{RATE}))", "{{le}}", exemplars=True)],
+                "s", "heatmap", 8, text="Dots lead to traces",
+            ),
+            Panel(
+                "What it consists of", [Query(mean("pdmesh_ttft_part_seconds", part_is, "part"), "{{part}}")], "s", stacked=True,
+                text="Means of the parts; they add up to the mean TTFT. Of all tenants.",
+            ),
+            Panel("Its slow end, by part", quantiles("pdmesh_ttft_part_seconds", part_is, "part", (0.99,)), "s"),
+            Panel(
+                "LOCAL and REMOTE", [Query(f"sum by (mode) (rate(pdmesh_requests_total{{{_CLASS_IS}}}{RATE}))", "{{mode}}")],
+                "reqps", stacked=True,
+            ),
+            Panel(
+                "Prompt tokens that were cached",
+                [Query(
+                    f'sum(rate(pdmesh_tokens_total{{{_CLASS_IS}, type="cached"}}{RATE}))'
+                    f' / (sum(rate(pdmesh_tokens_total{{{_CLASS_IS}, type="input"}}{RATE})) > 0)', "share",
+                )],
+                "percentunit", at_most=1,
+            ),
+        ],
+    )  # fmt: skip
+    after = Row(
+        "After it",
+        [
+            Panel("TPOT", quantiles(TPOT, _CLASS_IS), "s"),
+            Panel(
+                "What a hand-off adds before the second token",
+                [Query(mean("pdmesh_handoff_part_seconds", _MODEL_IS, "part"), "{{part}}")], "s", stacked=True,
+            ),
+            Panel("All of a request", quantiles("gen_ai_server_request_duration_seconds", _CLASS_IS), "s"),
+            Panel(
+                "Tokens of a request",
+                [
+                    Query(
+                        f"histogram_quantile({share}, sum by (le, gen_ai_token_type)"
+                        f" (rate(gen_ai_client_token_usage_bucket{{{_MODEL_IS}}}{RATE})))",
+                        f"p{100 * share:g} {{{{gen_ai_token_type}}}}",
+                    )
+                    for share in (0.5, 0.95)
+                ],
+            ),
+            Panel(
+                "Tried again, lost and gone on, moved, hedged",
+                [
+                    Query(f"sum(rate(pdmesh_request_retries_total{{{_MODEL_IS}}}{RATE}))", "retries"),
+                    Query(f"sum(rate(pdmesh_request_resubmissions_total{{{_MODEL_IS}}}{RATE}))", "resubmissions"),
+                    Query(f"sum(rate(pdmesh_migrations_total{RATE}))", "migrations"),
+                    Query(f"sum(rate(pdmesh_hedges_total{RATE}))", "hedges"),
+                ],
+                "reqps",
+            ),
+            Panel(
+                "How far predictions are off",
+                [*quantiles("pdmesh_prediction_deviation_ratio", "", "what", (0.5, 0.9))],
+                "percentunit", text="|predicted - measured| / measured",
+            ),
+        ],
+    )  # fmt: skip
+    return Dashboard(
+        "pdmesh-class", "pdmesh: one class of requests", [first, after], [MODEL, TENANT, PRIORITY], "Where its time goes"
+    )

@@ -1,0 +1,75 @@
+"""Rules and dashboards as files of Prometheus and Grafana, and as ConfigMaps of Kubernetes. Pure; no YAML library is needed:
+texts are quoted as in JSON, which YAML reads."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable, Mapping
+
+from pdmesh.monitoring.panels import Dashboard
+from pdmesh.monitoring.rules import Group, Rule
+
+HEAD = "# Made by `python -m pdmesh.monitoring`, from pdmesh/monitoring/: change it there.\n"
+
+
+def rules_file(groups: Iterable[Group]) -> str:
+    """As Prometheus reads it (`rule_files`)."""
+    return "groups:\n" + "".join(map(_group, groups))
+
+
+def rules_manifest(groups: Iterable[Group]) -> str:
+    """A ConfigMap whose key is a file for Prometheus."""
+    return HEAD + _config_map("pdmesh-prometheus-rules", {}, {"pdmesh.rules.yaml": rules_file(groups)})
+
+
+def dashboards_manifest(dashboards: Iterable[Dashboard]) -> str:
+    """A ConfigMap for each, with the label by which Grafana's sidecar finds it; and how Grafana without one finds the folder."""
+    found = [
+        _config_map(f"pdmesh-dashboard-{dashboard.name.removeprefix('pdmesh-')}", {"grafana_dashboard": "1"}, _files(dashboard))
+        for dashboard in dashboards
+    ]
+    return HEAD + "---\n".join([*found, _config_map("pdmesh-grafana-provisioning", {}, {"pdmesh.yaml": PROVISIONING})])
+
+
+PROVISIONING = """\
+# Mounted into /etc/grafana/provisioning/dashboards, with the dashboards' ConfigMaps below the path.
+apiVersion: 1
+providers:
+  - name: pdmesh
+    folder: pdmesh
+    type: file
+    options:
+      path: /var/lib/grafana/dashboards/pdmesh
+"""
+
+
+def _files(dashboard: Dashboard) -> dict[str, str]:
+    return {f"{dashboard.name}.json": dashboard.to_json() + "\n"}
+
+
+def _config_map(name: str, labels: Mapping[str, str], files: Mapping[str, str]) -> str:
+    more = "".join(f"    {key}: {json.dumps(value)}\n" for key, value in labels.items())
+    data = "".join(f"  {key}: |\n{textwrap.indent(text, '    ')}" for key, text in files.items())
+    return (
+        f"apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {name}\n  labels:\n    app.kubernetes.io/name: {name}\n"
+        f"    app.kubernetes.io/part-of: pdmesh\n{more}data:\n{data}"
+    )
+
+
+def _group(group: Group) -> str:
+    return f"  - name: {group.name}\n    interval: {group.interval}\n    rules:\n" + "".join(map(_rule, group.rules))
+
+
+def _rule(rule: Rule) -> str:
+    lines = [f"record: {rule.record}" if rule.record else f"alert: {rule.alert}", f"expr: {_quoted(rule.expr)}"]
+    if rule.wait:
+        lines.append(f"for: {rule.wait}")
+    for name, pairs in (("labels", rule.labels), ("annotations", rule.annotations)):
+        if pairs:
+            lines += [f"{name}:", *(f"  {key}: {_quoted(value)}" for key, value in pairs.items())]
+    return "      - " + "\n        ".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,145 @@
+"""What a router knows anyway, as metrics: looked at when somebody scrapes, never counted twice."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from planning.objectives import PRIORITIES
+from protos.v1 import mesh_pb2, worker_pb2
+from router import instruments
+from router.admission_counts import MAX_TENANTS, OTHERS, Tally
+from router.breaker_status import BreakerStatuses
+from router.core import Core
+from router.metrics import priority_name, tenant_name
+from router.worker import Worker
+from runtime.telemetry.metrics import Instrument, Readings
+
+_ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
+
+
+class StatusReader:
+    """Reads one router on its event loop."""
+
+    def __init__(self, core: Core, registry_connected: Callable[[], bool]) -> None:
+        self._core = core
+        self._registry_connected = registry_connected
+        self._admission = AdmissionTotals()
+
+    def read(self, readings: Readings) -> None:
+        """For `Metrics.read_by`."""
+        self._read_counts(readings)
+        self._read_admission(readings)
+        self._read_traffic(readings)
+        self._read_objectives(readings)
+        self._read_workers(readings)
+
+    def _read_counts(self, readings: Readings) -> None:
+        core = self._core
+        for (policy, mode), count in core.decisions.counts.items():
+            readings.put(instruments.DECISIONS, count, policy, mode.value)
+        readings.put(instruments.MIGRATIONS, core.num_migrations)
+        readings.put(instruments.HEDGES, core.num_hedges)
+        readings.put(instruments.MISMATCHES, core.num_token_mismatches)
+        readings.put(instruments.PREFIX_BLOCKS, len(core.prefixes.told))
+        readings.put(instruments.REGISTRY, self._registry_connected())
+
+    def _read_admission(self, readings: Readings) -> None:
+        admission = self._core.gate.admission
+        self._admission.look(admission.places.counts.tallies)
+        for instrument, counts in self._admission.counters.items():
+            for labels, count in counts.items():
+                readings.put(instrument, count, *labels)
+        for (tenant, priority), tally in admission.places.counts.tallies.items():
+            labels = (tenant_name(tenant), priority_name(priority))
+            readings.put(instruments.INFLIGHT, tally.num_inflight, *labels)
+            readings.put(instruments.QUEUED, tally.num_queued, *labels)
+        readings.put(instruments.MAX_INFLIGHT, admission.max_inflight)
+        readings.put(instruments.MAX_QUEUED, admission.max_queued)
+
+    def _read_traffic(self, readings: Readings) -> None:
+        now = time.monotonic()
+        for model, traffic in self._core.traffic.models.items():
+            readings.put(instruments.ARRIVALS, traffic.inputs.count, model)
+            readings.put(instruments.UNPLACED, traffic.num_queued, model)
+            readings.put(instruments.UNPLACED_AGE, traffic.queue_wait_s(now), model)
+
+    def _read_objectives(self, readings: Readings) -> None:
+        for model, objective in self._core.objectives.items():
+            readings.put(instruments.OBJECTIVE_SHARE, objective.quantile, model)
+            for priority, number in PRIORITIES.items():
+                bounds = objective.bounds(number)
+                for what, bound_ms in (("ttft", bounds.ttft_ms), ("tpot", bounds.tpot_ms)):
+                    if bound_ms is not None:
+                        readings.put(instruments.OBJECTIVE, bound_ms / 1000, model, priority, what)
+
+    def _read_workers(self, readings: Readings) -> None:
+        now = time.monotonic()
+        breakers = BreakerStatuses(self._core.judge, self._core.fleet.roster, now)
+        for worker in self._core.fleet.workers.values():
+            if worker.last is None:
+                continue
+            name, key = worker.last.info.worker_id, (worker.address, worker.last.info.epoch)
+            for role in worker.last.load.roles:
+                readings.put(instruments.WORKERS, 1, _ROLES.get(role, ""), _state(worker))
+                readings.put(instruments.BREAKER_OPEN, 0, name, _ROLES.get(role, ""))
+                readings.put(instruments.EJECTIONS, 0, name, _ROLES.get(role, ""))
+            if worker.current is not None:
+                readings.put(instruments.REPORT_AGE, max(0.0, now - worker.last.reported_at), name)
+            for breaker in breakers.of(key):
+                self._read_breaker(readings, name, breaker)
+
+    def _read_breaker(self, readings: Readings, worker: str, breaker: mesh_pb2.BreakerStatus) -> None:
+        role = _ROLES.get(breaker.role, "")
+        readings.put(instruments.BREAKER_OPEN, breaker.left_out, worker, role)
+        readings.put(instruments.EJECTIONS, breaker.num_ejections, worker, role)
+
+
+@dataclass(eq=False)
+class AdmissionTotals:
+    """Counts of admission that never go back, made of tallies that do: those of tenants that are quiet are added to others' when
+    there are many, and begin anew when they come back."""
+
+    counters: Mapping[Instrument, Counter[tuple[str, ...]]] = field(
+        default_factory=lambda: {each: Counter() for each in (instruments.ADMITTED, instruments.WAITED, instruments.REFUSED)}
+    )
+    _names: set[str] = field(default_factory=lambda: {OTHERS})
+    _seen: dict[tuple[str, int], Counter[tuple[Instrument, str]]] = field(default_factory=dict)
+
+    def look(self, tallies: Mapping[tuple[str, int], Tally]) -> None:
+        """What has come since the last look, under the name that it was counted for. What a tenant did between the last look and
+        being added to the others is others'."""
+        now = {key: _counts(tally) for key, tally in tallies.items()}
+        moved: defaultdict[int, Counter[tuple[Instrument, str]]] = defaultdict(Counter)
+        for (tenant, priority), counts in self._seen.items():
+            if (tenant, priority) not in now or any(counts[what] > now[tenant, priority][what] for what in counts):
+                moved[priority] += counts
+                self._seen[tenant, priority] = Counter()
+        for (tenant, priority), counts in now.items():
+            before = self._seen.get((tenant, priority), Counter())
+            self._add(tenant, priority, counts - before - (moved[priority] if tenant == OTHERS else Counter()))
+        self._seen = now
+
+    def _add(self, tenant: str, priority: int, counts: Counter[tuple[Instrument, str]]) -> None:
+        if tenant not in self._names and len(self._names) >= MAX_TENANTS:
+            tenant = OTHERS
+        self._names.add(tenant)
+        for instrument in (instruments.ADMITTED, instruments.WAITED):  # shown from the beginning: a rate needs a first value
+            self.counters[instrument][tenant_name(tenant), priority_name(priority)] += 0
+        for (instrument, reason), count in counts.items():
+            labels = (tenant_name(tenant), priority_name(priority))
+            self.counters[instrument][(*labels, reason) if instrument is instruments.REFUSED else labels] += count
+
+
+def _counts(tally: Tally) -> Counter[tuple[Instrument, str]]:
+    refused = {(instruments.REFUSED, reason): count for reason, count in tally.refused.items()}
+    admitted = {(instruments.ADMITTED, ""): tally.num_admitted, (instruments.WAITED, ""): tally.num_waited}
+    return Counter({**admitted, **refused})
+
+
+def _state(worker: Worker) -> str:
+    if worker.current is None or worker.last is None:
+        return "lost"
+    return "draining" if worker.last.load.draining else "alive"
