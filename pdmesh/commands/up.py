@@ -43,6 +43,9 @@ class Options:
     http_port: int | None = field(
         default=8000, metadata={"help": "port of OpenAI's API over HTTP on the (first) router; 0: any free one; empty: none"}
     )
+    console: bool = field(default=True, metadata={"help": "serve a page that shows the mesh at work"})
+    console_port: int = field(default=8200, metadata={"help": "port of that page; 0: any free one"})
+    console_host: str = field(default="127.0.0.1", metadata={"help": "address of that page; whoever gets there may use the mesh"})
     redis: str = field(default=EMBEDDED_REDIS, metadata={"help": "embedded, or the URL of a Redis", "secret": True})
     mesh: str = field(default="default", metadata={"help": "name of the mesh: meshes that share a Redis need different ones"})
     threads: int = field(default=0, metadata={"help": "threads of each worker; 0: the cores divided by the workers"})
@@ -73,6 +76,8 @@ class Options:
             raise ValueError("port: must be between 0 and 65535")
         if self.http_port is not None and not 0 <= self.http_port <= 65535:
             raise ValueError("http_port: must be between 0 and 65535")
+        if not 0 <= self.console_port <= 65535:
+            raise ValueError("console_port: must be between 0 and 65535")
         if self.scaling.autoscale:
             self.scaling.prepared(_mesh_config(self, Path("model")))
         self.scaling.check_objectives(models.model_name(self.model))
@@ -115,6 +120,8 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
         host=options.host,
         port=options.port,
         http_port=options.http_port,
+        console_port=options.console_port if options.console else None,
+        console_host=options.console_host,
         redis=options.redis,
         mesh=options.mesh,
         num_threads=options.threads,
@@ -195,6 +202,7 @@ def _summary(mesh: LocalMesh, scaling: AutoscaleOptions) -> str:
             f"{config.name_of_model} on {config.device}; logs in {mesh.log_dir}",
             *scaling.summary(config, mesh.log_dir),
             *(f"OpenAI's API: {url}/v1" for url in mesh.http_urls),
+            *([f"console: {mesh.console_url}"] if mesh.console_url else []),
             f'try: pdmesh chat{flag} "What is the capital of France?" --temperature 0',
             "stop: Ctrl-C",
         ]

@@ -151,10 +151,10 @@ def _link(context: SpanContext) -> trace_pb2.Span.Link:
 def _open_channel(endpoint: Endpoint, env: Mapping[str, str]) -> grpc.Channel:
     if not endpoint.encrypted:
         return grpc.insecure_channel(endpoint.target, options=_OPTIONS)
-    return grpc.secure_channel(endpoint.target, grpc.ssl_channel_credentials(_read_ca(env)), options=_OPTIONS)
+    return grpc.secure_channel(endpoint.target, grpc.ssl_channel_credentials(read_ca(env)), options=_OPTIONS)
 
 
-def _read_ca(env: Mapping[str, str]) -> bytes | None:
+def read_ca(env: Mapping[str, str]) -> bytes | None:
     """Whom to believe that it is the collector; None: the CAs of this machine."""
     for name in CA_VARIABLES:
         if env.get(name):
