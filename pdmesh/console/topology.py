@@ -108,12 +108,14 @@ class Topology:
         try:
             router.status = await router.stub.GetStatus(mesh_pb2.GetStatusRequest(), timeout=TIMEOUT_S, metadata=self._metadata)
             router.problem = ""
-            if self._is_watched:
+        except grpc.aio.AioRpcError as error:
+            router.problem = error_from_rpc(error).message or error.code().name
+            return
+        if self._is_watched:
+            with contextlib.suppress(grpc.aio.AioRpcError):  # not for everybody: then there are no decisions to be seen
                 latest = mesh_pb2.ExplainRequest(latest=MAX_DECISIONS)
                 explained = await router.stub.Explain(latest, timeout=TIMEOUT_S, metadata=self._metadata)
                 router.decisions = explained.decisions
-        except grpc.aio.AioRpcError as error:
-            router.problem = error_from_rpc(error).message or error.code().name
 
     def _read_scaling(self) -> None:
         """What `pdmesh up --autoscale` on this machine has decided since the last look; what changes nothing only once."""
