@@ -188,7 +188,7 @@ async def send(address: str, *bodies: bytes) -> list[bytes]:
     """By OTLP; the answers."""
     async with grpc.aio.insecure_channel(address) as channel:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(TRACES)
-        return [await call(body, timeout=10) for body in bodies]
+        return [await call(body, timeout=60) for body in bodies]
 
 
 def some_requests(count: int, end_ns: int, seed: int = 3) -> list[Made]:
