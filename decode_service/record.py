@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from decode_service.outputs import RequestOutput
+from decode_service.spans import DecodeSpan, DecodeSpans
 from engine.outputs import PrefillTiming, RequestStarted, SequenceUpdate
 from engine.request import EngineRequest
 from engine.reservations import ReservedBlocks
 from kvtransfer.reservation import Mode, ReservationState, State
 from protos.v1 import common_pb2, decode_pb2
 from runtime.errors import MeshError
+from runtime.telemetry.worker_context import SubmitContext
 
 if TYPE_CHECKING:
     from decode_service.outbox import Outbox
@@ -30,6 +32,7 @@ class Submission:
     request: EngineRequest
     deadline: float | None
     received_ns: int
+    trace: SubmitContext | None = None
 
     @property
     def next_indexes(self) -> dict[int, int]:
@@ -68,12 +71,14 @@ class Record:
     outbox: Outbox
     stream_generation: int
     on_finished: Callable[[Record], None]
+    spans: DecodeSpans
     output: RequestOutput = field(init=False)
     blocks: ReservedBlocks | None = None
     handoff: Handoff = Handoff()
     engine_entered_ns: int = 0
     started: RequestStarted | None = None
     first_token_ns: int = 0
+    span: DecodeSpan | None = None
     is_ending: bool = False
 
     def __post_init__(self) -> None:
@@ -102,6 +107,11 @@ class Record:
     def engine_request(self) -> EngineRequest:
         return self.submission.request
 
+    @property
+    def named_request(self) -> EngineRequest:
+        """The request under the id that the engine knows it by."""
+        return replace(self.engine_request, request_id=self.engine_id)
+
     def renew_lease(self, now: float) -> None:
         """Its router is there and follows it. While blocks are written, only the writer's own progress renews; behind an attempt
         that failed, only the next one does: its router may not know, if it was prefill that stalled."""
@@ -118,6 +128,8 @@ class Record:
     def on_started(self, started: RequestStarted, ended_ns: int) -> None:
         self.started = started
         self.first_token_ns = ended_ns
+        if self.span is not None:
+            self.spans.started(self, started, ended_ns)
         self.outbox.mark_started(self)
 
     def resume(self, next_indexes: Mapping[int, int]) -> None:

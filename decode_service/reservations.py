@@ -16,7 +16,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 from decode_service.ended import EndedRequests
 from decode_service.outbox import Outbox, Outboxes
@@ -25,8 +24,8 @@ from decode_service.record import Beginning, Handoff, Record, Submission, failed
 from decode_service.refusals import OUTPUT_GONE, no_room, refusal_of, released_by_worker
 from decode_service.request_locks import RequestLocks
 from decode_service.settings import ReservationSettings
+from decode_service.spans import DecodeSpans
 from engine.engine import Engine
-from engine.request import EngineRequest
 from engine.reservations import ReservedBlocks
 from kvtransfer.grant import new_token
 from kvtransfer.reservation import (
@@ -62,6 +61,7 @@ class Reservations:
         outboxes: Outboxes,
         quiesce: Callable[[str], Awaitable[None]],
         check_new_work: Callable[[], None],
+        spans: DecodeSpans | None = None,
     ) -> None:
         """`quiesce(reservation_id)` returns once nobody writes into its blocks; `check_new_work` raises when none is taken."""
         self._settings = settings
@@ -70,6 +70,7 @@ class Reservations:
         self._outboxes = outboxes
         self._quiesce = quiesce
         self._check_new_work = check_new_work
+        self._spans = spans or DecodeSpans()
         self._by_request: dict[str, Record] = {}
         self._by_reservation: dict[str, Record] = {}
         self._active: dict[str, Record] = {}  # those that hold something in the engine
@@ -154,9 +155,10 @@ class Reservations:
             outbox=outbox,
             stream_generation=outbox.generation_of_submit,
             on_finished=self._on_finished,
+            spans=self._spans,
         )
         self._remember(record)
-        await self._fill_or_drop(record, lambda engine: engine.reserve(_named(record)))
+        await self._fill_or_drop(record, lambda engine: engine.reserve(record.named_request))
         await hit_async("decode.reserved")
         return record
 
@@ -179,7 +181,7 @@ class Reservations:
         if submission.mode is Mode.LOCAL:
             await self._fill_or_drop(record, lambda _: record.blocks)
         else:
-            await self._fill_or_drop(record, lambda engine: engine.restate(record.engine_id, _named(record)))
+            await self._fill_or_drop(record, lambda engine: engine.restate(record.engine_id, record.named_request))
 
     async def _fill_or_drop(self, record: Record, reserve: Callable[[Engine], ReservedBlocks | None]) -> None:
         """Reserves on the engine and, for LOCAL, starts there. Without room nothing is kept."""
@@ -187,19 +189,22 @@ class Reservations:
         if is_local and record.reservation.state is State.RESERVED:
             # Before the engine runs it: its first tokens may be here sooner than the answer to this call.
             record.reservation = transition(record.reservation, Started(), time.monotonic())
+        if is_local:
+            self._spans.begin(record, record.submission.received_ns)
 
         def fill(engine: Engine) -> ReservedBlocks | None:
-            record.engine_entered_ns = monotonic_ns()
             blocks = reserve(engine)
+            record.engine_entered_ns = monotonic_ns()  # the engine's own clock of the request begins here
             if blocks is not None and is_local:
-                engine.run_local(record.engine_id, _named(record))
+                engine.run_local(record.engine_id, record.named_request)
             return blocks
 
         try:
             record.blocks = await self._engine.call(fill)
             if record.blocks is None:
                 raise no_room(self._settings.retry_delay_s)
-        except Exception:
+        except Exception as error:
+            self._spans.end(record, str(error))
             await self._free(record, None)
             raise
 
@@ -210,6 +215,7 @@ class Reservations:
             record.reservation = transition(record.reservation, Committed(attempt), time.monotonic())
             accept()
             record.handoff = handoff
+            self._spans.begin(record, monotonic_ns())
             try:
                 await self._start(record, beginning)
             except Exception as error:
@@ -248,6 +254,7 @@ class Reservations:
             return False  # the lease was renewed meanwhile
         record.reservation = after
         reason = after.released_reason or "released"
+        self._spans.end(record, reason, failure)
         logger.info("request %s attempt %d released: %s", record.request_id, record.submission.attempt, reason)
         await self._free(record, failure or MeshCancelled(reason))
         if failure is not None:
@@ -270,6 +277,7 @@ class Reservations:
     def _on_finished(self, record: Record) -> None:
         """The engine has drawn the last token and freed the blocks. The output stays for a router that lost its stream."""
         record.reservation = transition(record.reservation, Finished(), time.monotonic())
+        self._spans.end(record)
         self._sinks.remove(record.engine_id)
         self._settle(record)
         self._kept.append((time.monotonic() + self._settings.keep_output_s, record))
@@ -292,8 +300,3 @@ class Reservations:
 
     def _engine_id(self, request_id: str) -> str:
         return f"d:{request_id}:{next(self._serial)}"
-
-
-def _named(record: Record) -> EngineRequest:
-    """The request under the id that the engine knows it by."""
-    return replace(record.engine_request, request_id=record.engine_id)

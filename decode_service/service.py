@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decode_service.delegate import PushDelegate
 from decode_service.lease_keeper import LeaseKeeper
@@ -13,6 +13,7 @@ from decode_service.refusals import released_by_worker
 from decode_service.reservations import Reservations
 from decode_service.servicer import DecodeServicer, Endpoints
 from decode_service.settings import DecodeSettings
+from decode_service.spans import DecodeSpans
 from decode_service.validation import SubmitValidator, Translate
 from kvtransfer.reservation import Failed
 from protos.v1 import common_pb2, worker_pb2
@@ -33,6 +34,7 @@ class Surroundings:
     check_new_work: Callable[[], None]
     num_steps: Callable[[], int]
     load_report: Callable[[], worker_pb2.LoadReport]
+    spans: DecodeSpans = field(default_factory=DecodeSpans)
 
 
 class DecodeService:
@@ -47,6 +49,7 @@ class DecodeService:
             outboxes=self._outboxes,
             quiesce=around.quiesce,
             check_new_work=around.check_new_work,
+            spans=around.spans,
         )
         self.delegate = PushDelegate(self.reservations, epoch=around.epoch, block_size=around.layout.block_size)
         self.keeper = LeaseKeeper(self.reservations, self._outboxes)
@@ -58,6 +61,7 @@ class DecodeService:
             lease_s=settings.reservation.lease_s,
             stream_timeout_s=settings.stream.stream_timeout_s,
             endpoints=around.endpoints,
+            spans=around.spans,
         )
 
     async def wait_idle(self) -> None:

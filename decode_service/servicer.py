@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from decode_service.outbox import Outbox, Outboxes, Stream
 from decode_service.ports import start
 from decode_service.record import Record, monotonic_ns
 from decode_service.reservations import Reservations
+from decode_service.spans import DecodeSpans
 from decode_service.validation import SubmitValidator, check_attach, check_id
 from engine.errors import InvalidRequest, RequestTooLarge
 from kvtransfer.reservation import Cancelled
 from protos.v1 import common_pb2, decode_pb2
 from protos.v1.decode_pb2_grpc import DecodeServiceServicer
+from runtime import log
 from runtime.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from runtime.telemetry.spans import Value
+from runtime.telemetry.worker_context import SubmitContext, read_submit
 
 if TYPE_CHECKING:
     from protos.v1.decode_pb2_grpc import _MaybeAsyncIterator, _ServicerContext
@@ -37,6 +42,7 @@ class DecodeServicer(DecodeServiceServicer):
         lease_s: float,
         stream_timeout_s: float,
         endpoints: Endpoints,
+        spans: DecodeSpans | None = None,
     ) -> None:
         self._reservations = reservations
         self._outboxes = outboxes
@@ -45,16 +51,31 @@ class DecodeServicer(DecodeServiceServicer):
         self._lease_ms = round(lease_s * 1000)
         self._stream_timeout_s = stream_timeout_s
         self._endpoints = endpoints
+        self._spans = spans or DecodeSpans()
 
     async def Submit(self, request: decode_pb2.SubmitRequest, context: _ServicerContext) -> decode_pb2.SubmitResponse:
         received_ns = monotonic_ns()
+        trace = read_submit(context.invocation_metadata()) if self._spans.tracing.is_on else None
+        log.belongs_to("" if trace is None else trace.call.trace_name)
+        attributes: dict[str, Value] = {"pdmesh.attempt": request.attempt}
+        error: BaseException | None = None
+        try:
+            record = await self._submit(request, received_ns, trace)
+            attributes.update(_granted_attributes(record))
+            return decode_pb2.SubmitResponse(reservation=self._granted(record))
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self._spans.submitted(trace, received_ns, attributes, error)
+
+    async def _submit(self, request: decode_pb2.SubmitRequest, received_ns: int, trace: SubmitContext | None) -> Record:
         submission = await self._validator.check(request, now=time.monotonic(), received_ns=received_ns)
         try:
-            record = await self._reservations.submit(submission)
+            return await self._reservations.submit(replace(submission, trace=trace))
         except (InvalidRequest, RequestTooLarge) as error:
             field, _, problem = str(error).partition(": ")
             raise InvalidArgument(f"request.{field}", problem or field) from error
-        return decode_pb2.SubmitResponse(reservation=self._granted(record))
 
     async def Cancel(self, request: decode_pb2.CancelRequest, context: _ServicerContext) -> decode_pb2.CancelResponse:
         check_id("request_id", request.request_id)
@@ -106,6 +127,13 @@ class DecodeServicer(DecodeServiceServicer):
             num_cached_tokens=blocks.num_cached_tokens if blocks else 0,
             layout=self._layout,
         )
+
+
+def _granted_attributes(record: Record) -> dict[str, Value]:
+    blocks = record.blocks
+    if blocks is None:
+        return {}
+    return {"pdmesh.cached_tokens": blocks.num_cached_tokens, "pdmesh.kv.blocks": len(blocks.block_ids)}
 
 
 async def _read(requests: AsyncIterator[decode_pb2.AttachRequest], outbox: Outbox, stream: Stream) -> None:

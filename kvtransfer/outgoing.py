@@ -15,6 +15,7 @@ import grpc
 from kvtransfer.errors import FrameError, NoAnswer, PeerClosed, PushFailed, TransportUnavailable, code_of, push_failed
 from kvtransfer.memory import KVMemory, part_views
 from kvtransfer.parts import Part
+from kvtransfer.push import PartMoved
 from kvtransfer.stream import Stream, expect, release, wait_set
 from kvtransfer.transports.base import Outgoing
 from protos.v1 import transfer_pb2
@@ -39,6 +40,8 @@ class OutgoingConnection:
         self.outgoing = outgoing
         self.num_bytes = 0  # verified by the receiver
         self.busy_s = 0.0  # while something was under way
+        self.on_part: Callable[[PartMoved], None] | None = None  # hears of what the receiver has verified
+        self._sent_ns: dict[int, int] = {}  # by part, while somebody hears of it
         self._memory = memory
         self._reply_timeout_s = reply_timeout_s
         self._unanswered: dict[int, Part] = {}
@@ -145,6 +148,8 @@ class OutgoingConnection:
             num_bytes=part.num_bytes(self._memory.bytes_per_layer_block),
         )
         self._unanswered[part.part_id] = part
+        if self.on_part is not None:
+            self._sent_ns.setdefault(part.part_id, time.monotonic_ns())
         self._progress()
         try:
             crc32c = await self.outgoing.send_part(header, views, ids, lambda _count: self._progress())
@@ -198,6 +203,7 @@ class OutgoingConnection:
         if reply.ok:
             self.num_bytes += part.num_bytes(self._memory.bytes_per_layer_block)
             del self._unanswered[reply.part_id]
+            self._tell_moved(part)
             if not self._unanswered:
                 self.busy_s += time.monotonic() - self._busy_since
         elif part.part_id in self._sent_again:
@@ -205,6 +211,13 @@ class OutgoingConnection:
         else:
             self._sent_again.add(part.part_id)
             self._corrupt.append(part)
+
+    def _tell_moved(self, part: Part) -> None:
+        sent_ns = self._sent_ns.pop(part.part_id, None)
+        if self.on_part is not None and sent_ns is not None:
+            num_bytes = part.num_bytes(self._memory.bytes_per_layer_block)
+            layers, now_ns = part.layers, time.monotonic_ns()
+            self.on_part(PartMoved(layers.start, layers.stop, part.num_blocks, num_bytes, self.transport, sent_ns, now_ns))
 
     def _progress(self) -> None:
         self._last_progress = time.monotonic()

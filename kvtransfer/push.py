@@ -8,12 +8,38 @@ from protos.v1 import common_pb2
 
 
 @dataclass(frozen=True)
+class PartMoved:
+    """A group of layers of some blocks that the receiver has verified. Monotonic nanoseconds: `sent_ns` when its first byte was
+    about to be sent, for the first time; `verified_ns` when the receiver's answer came."""
+
+    layer_start: int
+    layer_end: int
+    num_blocks: int
+    num_bytes: int
+    transport: str
+    sent_ns: int
+    verified_ns: int
+
+    def joined(self, other: "PartMoved") -> "PartMoved":
+        """Both as one, from the first byte to the last answer."""
+        return PartMoved(
+            min(self.layer_start, other.layer_start),
+            max(self.layer_end, other.layer_end),
+            max(self.num_blocks, other.num_blocks),
+            self.num_bytes + other.num_bytes,
+            self.transport,
+            min(self.sent_ns, other.sent_ns),
+            max(self.verified_ns, other.verified_ns),
+        )
+
+
+@dataclass(frozen=True)
 class PushJob:
     """The KV of one request for one reservation.
 
     source_block_ids are the ids in the sender's pool of all blocks of the request, the prefix that decode holds included;
     num_tokens is how many tokens they hold; `feed` says what of them may be sent by now. While `num_steps()` grows the sender is
-    at work, so the lease is kept though nothing is to be sent.
+    at work, so the lease is kept though nothing is to be sent. `on_part` hears of each part once the receiver has it.
     """
 
     reservation: common_pb2.Reservation
@@ -21,6 +47,7 @@ class PushJob:
     num_tokens: int
     feed: KVFeed
     num_steps: Callable[[], int] = lambda: 0
+    on_part: Callable[[PartMoved], None] | None = None
 
 
 @dataclass(frozen=True)

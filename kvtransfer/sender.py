@@ -159,6 +159,8 @@ class Sender:
         try:
             endpoint = await self._connect(job, opened)
             lease_s = job.reservation.lease_ms / 1000 or math.inf
+            for connection in opened:
+                connection.on_part = job.on_part
             try:
                 yield OutgoingSession(opened, pipeline, self._memory.num_layers, lease_s)
             except PushFailed as error:

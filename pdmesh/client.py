@@ -39,6 +39,7 @@ from pdmesh.client_types import (
 from pdmesh.errors import Cancelled, error_from_rpc
 from protos.v1 import mesh_pb2
 from protos.v1.mesh_pb2_grpc import MeshStub
+from runtime.telemetry.propagation import Metadata
 from runtime.tls import ClientTlsConfig, TlsConfig, open_tls
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class _Base:
         self._policy = RetryPolicy(resume_timeout_s=resume_timeout_s, retry_overload=retry_overload)
         self._preference = Preference()
         self._tls = None if tls is None else open_tls(tls)
-        self._metadata = (("authorization", f"Bearer {checked_key(api_key)}"),) if api_key else None
+        self._metadata: Metadata = (("authorization", f"Bearer {checked_key(api_key)}"),) if api_key else ()
         self._closed = False
 
     def _check_open(self) -> None:
@@ -187,12 +188,12 @@ class Client(_Base):
     def _stream(self, request: Request, timeout: float | None) -> Stream:
         return Stream(self._open, request, self._retrier(timeout), self._preference)
 
-    def _open(self, address: int, request: Request, timeout: float | None) -> SyncCall:
+    def _open(self, address: int, request: Request, timeout: float | None, trace: Metadata) -> SyncCall:
         self._check_open()
-        stub = self._stubs[address]
+        stub, metadata = self._stubs[address], (*self._metadata, *trace)
         if isinstance(request, mesh_pb2.ChatRequest):
-            return stub.Chat(request, timeout=timeout, metadata=self._metadata)
-        return stub.Generate(request, timeout=timeout, metadata=self._metadata)
+            return stub.Chat(request, timeout=timeout, metadata=metadata)
+        return stub.Generate(request, timeout=timeout, metadata=metadata)
 
     def _unary(self, method: Callable[[MeshStub], _Unary[Q, R]], request: Q, timeout: float | None) -> R:
         retrier = self._retrier(timeout)
@@ -288,12 +289,12 @@ class AsyncClient(_Base):
     def _stream(self, request: Request, timeout: float | None) -> AsyncStream:
         return AsyncStream(self._open, request, self._retrier(timeout), self._preference)
 
-    def _open(self, address: int, request: Request, timeout: float | None) -> AsyncCall:
+    def _open(self, address: int, request: Request, timeout: float | None, trace: Metadata) -> AsyncCall:
         self._check_open()
-        stub = self._stubs[address]
+        stub, metadata = self._stubs[address], (*self._metadata, *trace)
         if isinstance(request, mesh_pb2.ChatRequest):
-            return stub.Chat(request, timeout=timeout, metadata=self._metadata)
-        return stub.Generate(request, timeout=timeout, metadata=self._metadata)
+            return stub.Chat(request, timeout=timeout, metadata=metadata)
+        return stub.Generate(request, timeout=timeout, metadata=metadata)
 
     async def _unary(self, method: Callable[[MeshAsyncStub], _Unary[Q, Awaitable[R]]], request: Q, timeout: float | None) -> R:
         retrier = self._retrier(timeout)

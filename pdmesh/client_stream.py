@@ -15,9 +15,11 @@ import grpc
 from pdmesh.client_channel import Preference
 from pdmesh.client_retry import Retrier, unasked
 from pdmesh.client_session import StreamSession
-from pdmesh.client_types import Event
+from pdmesh.client_types import Completed, Event
 from pdmesh.errors import Cancelled, MeshError, Unavailable, error_from_rpc
 from protos.v1 import mesh_pb2
+from runtime.telemetry.caller import begin_request
+from runtime.telemetry.propagation import Metadata
 
 Request = mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest
 
@@ -46,22 +48,39 @@ class _Attempts:
         self._retrier = retrier
         self._preference = preference
         self._num_calls = 0
+        self._span = begin_request("chat" if isinstance(request, mesh_pb2.ChatRequest) else "text_completion", request.model)
 
-    def next_call(self) -> tuple[int, Request, float | None]:
-        """Index of the router to ask, what to ask, and the seconds that it has."""
+    def next_call(self) -> tuple[int, Request, float | None, Metadata]:
+        """Index of the router to ask, what to ask, the seconds that it has, and the caller's trace."""
         request = self.session.request(self._num_calls)
         self._num_calls += 1
-        return self._retrier.address, request, self._retrier.time_left(time.monotonic())
+        return self._retrier.address, request, self._retrier.time_left(time.monotonic()), self._span.metadata
 
     def accept(self, response: mesh_pb2.GenerateResponse) -> Event | None:
         self._retrier.progressed(time.monotonic())
         self._preference.address = self._retrier.address
-        return self.session.accept(response)
+        event = self.session.accept(response)
+        if isinstance(event, Completed):
+            self._complete(event)
+        return event
+
+    def _complete(self, event: Completed) -> None:
+        usage = event.usage
+        self._span.set({"gen_ai.usage.input_tokens": usage.prompt_tokens, "gen_ai.usage.output_tokens": usage.completion_tokens})
+        self._span.end()
+
+    def left(self) -> None:
+        """Nobody reads on: of a stream that is not complete, its caller has left."""
+        self._span.end("" if self.session.completed else "CANCELLED")
 
     def failed(self, error: MeshError) -> float:
         """Seconds until the next attempt; raises when there is none. The caller has not cancelled the stream."""
         error = unasked(error)
-        delay = self._retrier.failed(error, time.monotonic(), resuming=self.session.resuming)
+        try:
+            delay = self._retrier.failed(error, time.monotonic(), resuming=self.session.resuming)
+        except MeshError as final:
+            self._span.end(final.code.name, final.message)
+            raise
         if isinstance(error, Unavailable):
             self.session.lost()
         return delay
@@ -79,7 +98,7 @@ class Stream:
 
     def __init__(
         self,
-        open_call: Callable[[int, Request, float | None], SyncCall],
+        open_call: Callable[[int, Request, float | None, Metadata], SyncCall],
         request: Request,
         retrier: Retrier,
         preference: Preference,
@@ -132,6 +151,7 @@ class Stream:
     def close(self) -> None:
         """Ends the request, if it has not ended; the iterator is exhausted then."""
         self._closed = True
+        self._attempts.left()
         self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -147,7 +167,7 @@ class AsyncStream:
 
     def __init__(
         self,
-        open_call: Callable[[int, Request, float | None], AsyncCall],
+        open_call: Callable[[int, Request, float | None, Metadata], AsyncCall],
         request: Request,
         retrier: Retrier,
         preference: Preference,
@@ -213,6 +233,7 @@ class AsyncStream:
     async def aclose(self) -> None:
         """Ends the request, if it has not ended; the iterator is exhausted then."""
         self._closed = True
+        self._attempts.left()
         self._call.cancel()
 
     async def __aenter__(self) -> Self:

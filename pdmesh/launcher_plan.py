@@ -51,6 +51,7 @@ class LocalMeshConfig:
     log_dir: str = ""  # empty: a new temporary folder, which stays
     tls: TlsConfig = field(default_factory=TlsConfig)  # certificates of every process; none: nothing is encrypted
     throwaway_tls: bool = False  # make certificates for this mesh, and delete them when it stops
+    otlp_endpoint: str = ""  # collector that gets traces and metrics of every process; empty: what the environment says
     worker_args: tuple[str, ...] = ()
     router_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)  # added to every process's environment
@@ -202,7 +203,9 @@ def _environment(config: LocalMeshConfig, redis_url: str) -> dict[str, str]:
     and the certificates, or that there are none, whatever our own environment says."""
     root = str(Path(pdmesh.__file__).resolve().parent.parent)
     path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
-    return {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PDMESH_REDIS": redis_url, **to_env(config.tls), **config.env}
+    collector = {"PDMESH_OTLP_ENDPOINT": config.otlp_endpoint} if config.otlp_endpoint else {}
+    python = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**python, "PDMESH_REDIS": redis_url, **to_env(config.tls), **collector, **config.env}
 
 
 def check_packages() -> None:

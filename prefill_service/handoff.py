@@ -21,6 +21,7 @@ from kvtransfer.push import PushJob, PushResult
 from kvtransfer.sender import Sender
 from prefill_service.first_tokens import FirstTokens, FirstTokensSink
 from prefill_service.ports import EngineCalls, Sinks
+from prefill_service.spans import NO_SPANS, Spans
 from protos.v1 import common_pb2, prefill_pb2
 from runtime.errors import DeadlineExceeded, ResourceExhausted
 from runtime.failpoints import hit_async
@@ -41,6 +42,7 @@ class Assignment:
     num_tokens: int  # whose KV decode is to have: prompt and history
     deadline: float | None
     received_ns: int
+    spans: Spans = NO_SPANS
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Handoff:
         self._push: asyncio.Task[PushResult] | None = None
         self._cancelled = False
         self.failed = False
+        self.problem: str | None = None  # why the push failed
         self.task = asyncio.create_task(self._run())
         self.task.add_done_callback(lambda _: self._events.put_nowait(None))
 
@@ -104,6 +107,7 @@ class Handoff:
         if not await self._tools.engine.call(self._add):
             raise ResourceExhausted("this worker's prefill queue is full", retry_delay_s=RETRY_DELAY_S)
         first = await self._first_tokens(sink)
+        self._assignment.spans.computed(first, first.queue_ns(self._assignment.received_ns, self._entered_ns))
         self._events.put_nowait(first)
         await hit_async("prefill.computed")
         self._feed.end(_ending(first))
@@ -116,11 +120,20 @@ class Handoff:
             len(ready.block_ids) if count >= num_tokens else count // block_size
             for count in (ready.num_tokens, ready.num_step_tokens)
         )
+        if ready.num_tokens == ready.num_step_tokens:  # at the end of a step
+            self._assignment.spans.chunk(self._tools.num_steps(), ready.num_tokens)
         self._feed.advance(Ready(num_blocks, num_step_blocks, ready.num_layers))
         if self._feed.group:
             self._tools.tell_every(self._feed.group)
         if self._push is None:
-            job = PushJob(self._assignment.reservation, ready.block_ids, num_tokens, self._feed, self._tools.num_steps)
+            job = PushJob(
+                self._assignment.reservation,
+                ready.block_ids,
+                num_tokens,
+                self._feed,
+                self._tools.num_steps,
+                self._assignment.spans.part_moved if self._assignment.spans.is_on else None,
+            )
             self._push = asyncio.create_task(self._tools.sender.push(job, timeout_s=MAX_PUSH_S))
 
     async def _clean_up(self, engine_id: str) -> None:
@@ -161,7 +174,7 @@ class Handoff:
         except PushFailed as error:
             if first.all_finished:  # decode's blocks go with the lease, or when the router cancels there
                 return _finished(f"decode could not be told: {error}")
-            self.failed = True
+            self.failed, self.problem = True, str(error)
             logger.warning("hand-off to reservation %s failed: %s", reservation_id, error)
             return prefill_pb2.HandoffOutcome(
                 status=prefill_pb2.HANDOFF_STATUS_FAILED,
@@ -171,11 +184,13 @@ class Handoff:
             )
         if not result.committed:
             return _finished("")
+        committed_ns = time.monotonic_ns()
+        self._assignment.spans.committed(first.drawn_ns, committed_ns)
         return prefill_pb2.HandoffOutcome(
             status=prefill_pb2.HANDOFF_STATUS_COMMITTED,
             kv_bytes=result.num_bytes,
             transport=result.transport,
-            kv_exposed_ns=time.monotonic_ns() - first.drawn_ns,
+            kv_exposed_ns=committed_ns - first.drawn_ns,
         )
 
 

@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from engine.errors import InvalidRequest, RequestTooLarge
 from prefill_service.handoff import Handoff, HandoffTools
+from prefill_service.spans import Spans, open_spans
 from prefill_service.validation import PrefillValidator
 from protos.v1 import prefill_pb2
 from protos.v1.prefill_pb2_grpc import PrefillServiceServicer
+from runtime import log
 from runtime.errors import InvalidArgument
+from runtime.telemetry.steps import StepLog
+from runtime.telemetry.tracing import OFF, Tracing
 
 if TYPE_CHECKING:
     from protos.v1.prefill_pb2_grpc import _ServicerContext
@@ -29,6 +36,8 @@ class PrefillServicer(PrefillServiceServicer):
         *,
         check_new_work: Callable[[], None],
         owns_requests: Callable[[], bool] = lambda: False,
+        tracing: Tracing = OFF,
+        steps: StepLog | None = None,
     ) -> None:
         """`check_new_work` raises when none is taken. While the worker `owns_requests` it computes what continues one, whatever
         its roles, and also when it drains: that is how they leave it, as its cache holds nearly all of their KV."""
@@ -36,6 +45,8 @@ class PrefillServicer(PrefillServiceServicer):
         self._tools = tools
         self._check_new_work = check_new_work
         self._owns_requests = owns_requests
+        self._tracing = tracing
+        self._steps = steps or StepLog()
         self._serial = itertools.count(1)
         self._running: set[Handoff] = set()
         self._idle = asyncio.Event()
@@ -50,20 +61,30 @@ class PrefillServicer(PrefillServiceServicer):
         self, request: prefill_pb2.PrefillRequest, context: _ServicerContext
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         received_ns = time.monotonic_ns()
+        call = self._tracing.extract(context.invocation_metadata())
+        spans = open_spans(self._tracing, self._steps, call, received_ns, request.reservation.attempt)
+        log.belongs_to(spans.trace_name)
+        handoff: Handoff | None = None
+        error: BaseException | None = None
+        try:
+            handoff = await self._accept(request, received_ns, spans)
+            context.add_done_callback(cast("Any", partial(_cancel, handoff)))
+            async with aclosing(_events(handoff)) as events:
+                async for event in events:
+                    yield event
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            spans.end(error, handoff.problem if handoff is not None else None)
+
+    async def _accept(self, request: prefill_pb2.PrefillRequest, received_ns: int, spans: Spans) -> Handoff:
+        """Its hand-off runs. Raises MeshError."""
         self._check(request)
         engine_id = f"p:{request.request_id}:{next(self._serial)}"
         assignment = await self._validator.check(request, engine_id, now=time.monotonic(), received_ns=received_ns)
         self._check(request)  # compiling a constraint takes a while
-        handoff = self._begin(Handoff(assignment, self._tools))
-        context.add_done_callback(cast("Any", lambda _: handoff.cancel()))
-        try:
-            async for event in handoff.events():
-                yield event
-        except (InvalidRequest, RequestTooLarge) as error:
-            field, _, problem = str(error).partition(": ")
-            raise InvalidArgument(f"request.{field}", problem or field) from error
-        finally:
-            handoff.cancel()
+        return self._begin(Handoff(replace(assignment, spans=spans), self._tools))
 
     def _check(self, request: prefill_pb2.PrefillRequest) -> None:
         if not (request.request.emitted and self._owns_requests()):
@@ -90,3 +111,19 @@ class PrefillServicer(PrefillServiceServicer):
         self.num_handoff_failures += handoff.failed
         if not self._running:
             self._idle.set()
+
+
+def _cancel(handoff: Handoff, _: object) -> None:
+    handoff.cancel()
+
+
+async def _events(handoff: Handoff) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
+    """What the router is to be told. Whoever stops listening ends the hand-off."""
+    try:
+        async for event in handoff.events():
+            yield event
+    except (InvalidRequest, RequestTooLarge) as error:
+        field, _, problem = str(error).partition(": ")
+        raise InvalidArgument(f"request.{field}", problem or field) from error
+    finally:
+        handoff.cancel()

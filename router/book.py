@@ -62,6 +62,11 @@ class Book:
         return any(pages.token_ids or pages.finish_reason for pages in self._choices)
 
     @property
+    def finish_reasons(self) -> tuple[common_pb2.FinishReason.ValueType, ...]:
+        """One of each choice; unspecified: it goes on."""
+        return tuple(pages.finish_reason for pages in self._choices)
+
+    @property
     def has_gap(self) -> bool:
         """Some choice has tokens that wait for an earlier one."""
         return any(pages.early for pages in self._choices)

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from runtime.telemetry.config import TelemetryConfig
 from runtime.tls import TlsConfig
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -154,6 +155,7 @@ class RouterConfig:
     log_requests: bool = field(
         default=False, metadata={"help": "write the text of prompts into the log; otherwise nothing that a client says is kept"}
     )
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig, metadata={"flatten": True})
     heartbeat_on_stdout: bool = field(
         default=False, metadata={"help": "say on stdout each second that this process answers, for the one that started it"}
     )

@@ -25,8 +25,10 @@ from router.prefix_index import PrefixIndex
 from router.room_line import RoomLine
 from router.served_model import ServedModel
 from router.tenant_limits import TenantBook
+from router.trace_keeper import TraceKeeper
 from router.traffic import Traffic
 from runtime.identity import new_epoch
+from runtime.telemetry.tracing import OFF, Tracing
 
 
 @dataclass(eq=False)
@@ -50,10 +52,12 @@ class Core:
     room: RoomLine = field(default_factory=RoomLine)
     background: Background = field(default_factory=Background)
     movers: set[Movable] = field(default_factory=set)
+    tracing: Tracing = OFF
     epoch: int = field(default_factory=new_epoch)
     judge: Judge = field(init=False)
     traffic: Traffic = field(init=False)
     hedging: Hedging = field(init=False)
+    trace_keeper: TraceKeeper = field(init=False)
     num_token_mismatches: int = 0
     num_hedges: int = 0
     num_migrations: int = 0
@@ -62,6 +66,7 @@ class Core:
         self.judge = Judge(self.fleet.views)
         self.traffic = Traffic(self.models, time.monotonic())
         self.hedging = Hedging(HedgeLimits(share=self.config.hedge_share))
+        self.trace_keeper = TraceKeeper(self.background)
 
     @classmethod
     def build(

@@ -19,9 +19,11 @@ from router.health import Role
 from router.job import Job
 from router.outbox import Outbox
 from router.placer import Need, Placed, Placer
+from router.spans import Spans
 from router.timings import RequestTimings, now_ns
 from router.views import WorkerKey
 from router.worker_views import kind_of
+from runtime import log
 from runtime.errors import DeadlineExceeded, MeshError, Unavailable
 
 MIN_PACE_STEPS = 8
@@ -53,6 +55,7 @@ class Course:
 
     async def run(self) -> None:
         """To the end. Errors go to the outbox; on cancellation both legs are told in the background."""
+        log.belongs_to(self._timings.spans.trace_name)
         limit = asyncio.timeout_at(self._job.deadline)
         try:
             async with limit:
@@ -127,6 +130,7 @@ class Course:
     async def _fill(self, placed: Placed, need: Need) -> None:
         """Raises LegLost, MeshError."""
         await Filling(self._core, self._job, self._book, self, placed, need).run()
+        need.timings.spans.filled()
 
     async def _follow(self, placed: Placed) -> Placed:
         """Until the stay ends, wherever it is by then; returns that one. Raises LegLost, MeshError."""
@@ -147,10 +151,20 @@ class Course:
             self._asked = None
 
     async def _move(self, placed: Placed, reason: str) -> Placed:
+        """`_try_move`, as a span."""
+        spans = self._timings.spans.moving(now_ns(), placed.leg.info.worker_id, reason)
+        now_at = placed
+        try:
+            now_at = await self._try_move(placed, reason, spans)
+            return now_at
+        finally:
+            spans.moved(None if now_at is placed else now_at.leg.info.worker_id)
+
+    async def _try_move(self, placed: Placed, reason: str, spans: Spans) -> Placed:
         """To another worker while the present stay goes on; when that one ends meanwhile, the next is needed only if it was lost.
         Returns where the request is now."""
         old = placed.leg
-        arriving = asyncio.create_task(self._arrive(old), name=f"move {old.wire_id}")
+        arriving = asyncio.create_task(self._arrive(old, spans), name=f"move {old.wire_id}")
         try:
             new = await _arrival(arriving, old)
         except (LegLost, MeshError) as error:
@@ -170,11 +184,11 @@ class Course:
         old.leave(f"it goes on elsewhere: {reason}")
         return new
 
-    async def _arrive(self, old: DecodeLeg) -> Placed | None:
+    async def _arrive(self, old: DecodeLeg, spans: Spans) -> Placed | None:
         """The next stay, when its tokens come; None without room elsewhere. Its timings are nobody's: the client has a first
         token. Raises LegLost, MeshError."""
         self._kind = kind_of(old.info)
-        need = self._need(RequestTimings(now_ns()))
+        need = self._need(RequestTimings(now_ns(), spans=spans))
         placed = await self._placer.place_elsewhere(need, old)
         if placed is None:
             return None
@@ -193,7 +207,7 @@ class Course:
         parts = self._timings.parts
         logger.warning("%s: %s; %d tokens are out, it goes on elsewhere", leg.wire_id, loss, self._book.num_tokens)
         self._core.judge.failed(leg.key, Role.DECODE, str(loss))
-        self._timings.failed()
+        self._timings.failed(str(loss))
         self._book.drop_early()
         self._avoid = frozenset({leg.key})
         if self._book.anything_emitted:

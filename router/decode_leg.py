@@ -21,6 +21,7 @@ from router.timings import RequestTimings
 from router.views import Mode, WorkerKey
 from router.worker import Incarnation, Worker
 from runtime.errors import DeadlineExceeded, MeshError, Unavailable, error_from_rpc
+from runtime.telemetry.spans import Attributes
 
 MAX_HELD_SPANS = 4096
 CANCEL_TIMEOUT_S = 1.0
@@ -90,15 +91,15 @@ class DecodeLeg:
         """The process on which it is."""
         return self._incarnation
 
-    async def submit(self, mode: Mode, emitted: list[common_pb2.EmittedChoice]) -> common_pb2.Reservation:
-        """The next attempt. Raises MeshError as the worker answered."""
+    async def submit(self, mode: Mode, emitted: list[common_pb2.EmittedChoice], *, because: str = "") -> common_pb2.Reservation:
+        """The next attempt; `because`: what speaks against one that is under way. Raises MeshError as the worker answered."""
         self.attempt += 1
         waited_before = self._waits_for_first
         self._waits_for_first = waited_before or mode is Mode.REMOTE  # until the answer, what comes is of the attempt before
         self._got_first = False
         self._unfinished -= {choice.index for choice in emitted if choice.finish_reason}
         self.worker.link.follow(self.wire_id, self.info.epoch, self)
-        self._timings.submitting()
+        self._timings.submitting(self._described(mode), because)
         self._failed_meanwhile = None
         try:
             response = await self._call_submit(self._submit_request(mode, emitted))
@@ -112,6 +113,9 @@ class DecodeLeg:
         self._expect_first(mode)
         self._timings.submitted(WIRE_MODES[mode], self.info.worker_id, response.reservation.num_cached_tokens)
         return response.reservation
+
+    def _described(self, mode: Mode) -> Attributes:
+        return {"pdmesh.attempt": self.attempt, "pdmesh.mode": mode.value, "pdmesh.decode.worker": self.info.worker_id}
 
     def _expect_first(self, mode: Mode) -> None:
         """This attempt is in force now: its first tokens come from prefill, or from decode itself."""
@@ -217,6 +221,7 @@ class DecodeLeg:
     async def _call_submit(self, request: decode_pb2.SubmitRequest) -> decode_pb2.SubmitResponse:
         """Raises MeshError, also when the worker falls silent meanwhile."""
         self._submitting = self._submitted = True
+        self._timings.spans.took_part(self.worker)
         try:
             response = await unless(self._incarnation.lost, self._rpc(request))
         finally:
@@ -227,7 +232,8 @@ class DecodeLeg:
 
     async def _rpc(self, request: decode_pb2.SubmitRequest) -> decode_pb2.SubmitResponse:
         try:
-            return await self.worker.decode.Submit(request, timeout=self._submit_timeout_s())
+            metadata = self._timings.spans.submit_metadata
+            return await self.worker.decode.Submit(request, timeout=self._submit_timeout_s(), metadata=metadata)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from error
 

@@ -44,12 +44,16 @@ def demand_of(
     )
 
 
+def goals_ms(core: Core, job: Job) -> tuple[int, int]:
+    """TTFT and TPOT that the request is to have: its own objectives, or its model's for requests of its priority; 0: none."""
+    objective = core.objectives.get(job.model.name)
+    promised = Bounds(None, None) if objective is None else objective.bounds(job.priority)
+    return job.slo_ttft_ms or promised.ttft_ms or 0, job.slo_tpot_ms or promised.tpot_ms or 0
+
+
 def tpot_goal_ms(core: Core, job: Job) -> int:
     """The request's own objective, or what its model promises requests of its priority; 0: none."""
-    if job.slo_tpot_ms:
-        return job.slo_tpot_ms
-    objective = core.objectives.get(job.model.name)
-    return 0 if objective is None else objective.bounds(job.priority).tpot_ms or 0
+    return goals_ms(core, job)[1]
 
 
 def _expected(core: Core, job: Job, num_emitted: int) -> float:

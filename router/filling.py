@@ -26,6 +26,7 @@ from router.prefill_call import PrefillCall, PrefillEnd, PrefillTarget
 from router.silence import SilenceClock
 from router.views import Mode, WorkerKey
 from runtime.errors import FailedPrecondition, MeshError
+from runtime.telemetry.spans import Attributes
 
 OUTCOME_GRACE_S = 1.0
 """How long a Prefill call may still report its hand-off when every choice has ended already."""
@@ -81,20 +82,25 @@ class Filling:
         """
         began = asyncio.get_running_loop().time()
         call = PrefillCall(prefill, lambda first: self._on_first_tokens(prefill, began, first))
+        spans = self._timings.spans
         self._timings.prefilling(call.worker_id)
+        spans.took_part(prefill.worker)
         request = self._job.token_request(attempt.emitted)
         running = asyncio.create_task(
-            call.run(self._leg, self._job, attempt.reservation, request), name=f"prefill {self._leg.wire_id}"
+            call.run(self._leg, self._job, attempt.reservation, request, spans.prefill_metadata),
+            name=f"prefill {self._leg.wire_id}",
         )
         try:
             hedge = await self._watch(running, call, prefill, began)
             if hedge is not None or not running.done():
                 return hedge
             end = running.result()
+            spans.prefilled(_moved(end), end.problem)
             if self._is_committed(prefill, call, end):
                 return None
             return await self._after_failure(prefill, end)
         finally:
+            spans.prefilled({}, None if self._whole.is_winding_up or self._leg.ended.done() else "it was given up")
             running.cancel()
 
     async def _watch(
@@ -137,16 +143,17 @@ class Filling:
         self._tried |= {prefill.key}
         following, emitted = self._next_prefill(), self._book.history()
         try:
-            reservation = await self._leg.submit(_mode(following), emitted)
+            reservation = await self._leg.submit(_mode(following), emitted, because=f"{late}; it is fenced")
         except MeshError as error:
             _give_up(following)
+            self._timings.withdrawn(error.message)
             logger.info("%s: %s; it stays there all the same: %s", self._leg.wire_id, late, error.message)
             return None
         except asyncio.CancelledError:
             _give_up(following)
             raise
         self._core.num_hedges += 1
-        self._note_retry(f"{late}; it is fenced")
+        self._count_retry(f"{late}; it is fenced")
         return Attempt(following, reservation, emitted)
 
     async def _after_failure(self, prefill: PrefillTarget, end: PrefillEnd) -> Attempt | None:
@@ -222,7 +229,10 @@ class Filling:
         self._placer.remember(self._job, holders)
 
     def _note_retry(self, problem: str) -> None:
-        self._timings.failed()
+        self._timings.failed(problem)
+        self._count_retry(problem)
+
+    def _count_retry(self, problem: str) -> None:
         self._timings.parts.num_retries += 1
         logger.warning("%s attempt %d: %s", self._leg.wire_id, self._leg.attempt, problem)
 
@@ -237,6 +247,14 @@ class Filling:
 def _stalled_s(config: RouterConfig) -> float:
     """Seconds of silence in which at least two reports are missing."""
     return max(STALLED_SHARE * config.stream_timeout_s, 2.5 * config.report_period_ms / 1000)
+
+
+def _moved(end: PrefillEnd) -> Attributes:
+    """What a hand-off moved, for its span."""
+    outcome = end.outcome
+    if outcome is None:
+        return {}
+    return {"pdmesh.kv.bytes": outcome.kv_bytes, "pdmesh.kv.transport": outcome.transport}
 
 
 def _mode(prefill: PrefillTarget | None) -> Mode:

@@ -8,7 +8,7 @@ KServe v2, vLLM's engine     ┘
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing
 
 from planning.objectives import ModelObjective
@@ -18,10 +18,15 @@ from router.core import Core
 from router.job import Job
 from router.jobs import Jobs
 from router.request import Request
+from router.request_trace import CHAT, COMPLETION, RequestTrace, open_trace
+from router.request_trace import OFF as NO_TRACE
 from router.timings import RequestTimings, now_ns
+from runtime import failpoints
 from runtime.errors import InvalidArgument, Unavailable
 
 LAST_WORDS_S = 2.0
+RequestMetadata = Iterable[tuple[str, str | bytes]]
+"""Of a gRPC call, or headers."""
 
 
 class Frontend:
@@ -40,16 +45,29 @@ class Frontend:
         self._idle.set()
 
     def generate(
-        self, request: mesh_pb2.GenerateRequest, time_left_s: float | None, received_ns: int | None = None
+        self,
+        request: mesh_pb2.GenerateRequest,
+        time_left_s: float | None,
+        received_ns: int | None = None,
+        metadata: RequestMetadata | None = None,
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        """`started`, deltas, `completed`. `received_ns`: when it had arrived here, if not just now. Raises MeshError."""
-        return self._stream(self._jobs.from_generate(request, time_left_s), received_ns or now_ns())
+        """`started`, deltas, `completed`. `received_ns`: when it had arrived here, if not just now. `metadata` (or headers) may
+        name the caller's trace. Raises MeshError."""
+        received_ns = received_ns or now_ns()
+        trace = self._trace(COMPLETION, request.model, received_ns, metadata)
+        return self._stream(self._jobs.from_generate(request, time_left_s), received_ns, trace)
 
     def chat(
-        self, request: mesh_pb2.ChatRequest, time_left_s: float | None, received_ns: int | None = None
+        self,
+        request: mesh_pb2.ChatRequest,
+        time_left_s: float | None,
+        received_ns: int | None = None,
+        metadata: RequestMetadata | None = None,
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         """As `generate`."""
-        return self._stream(self._jobs.from_chat(request, time_left_s), received_ns or now_ns())
+        received_ns = received_ns or now_ns()
+        trace = self._trace(CHAT, request.model, received_ns, metadata)
+        return self._stream(self._jobs.from_chat(request, time_left_s), received_ns, trace)
 
     async def tokenize(self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None = None) -> mesh_pb2.TokenizeResponse:
         """Raises MeshError."""
@@ -94,7 +112,7 @@ class Frontend:
                     request.fail(Unavailable("this router is going; resume on another one"))
 
     async def _stream(
-        self, making: Coroutine[object, object, Job], received_ns: int
+        self, making: Coroutine[object, object, Job], received_ns: int, trace: RequestTrace = NO_TRACE
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         if self._draining:
             making.close()
@@ -102,7 +120,7 @@ class Frontend:
         self._num_streams += 1
         self._idle.clear()
         try:
-            async with aclosing(self._made(making, received_ns)) as messages:
+            async with aclosing(self._made(making, received_ns, trace)) as messages:
                 async for message in messages:
                     yield message
         finally:
@@ -111,24 +129,45 @@ class Frontend:
                 self._idle.set()
 
     async def _made(
-        self, making: Coroutine[object, object, Job], received_ns: int
+        self, making: Coroutine[object, object, Job], received_ns: int, trace: RequestTrace = NO_TRACE
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        timings = RequestTimings(received_ns)
-        job = await making
+        timings = RequestTimings(received_ns, spans=trace.spans)
+        timings.routed(received_ns)
+        request: Request | None = None
+        error: BaseException | None = None
+        try:
+            job = await making
+            await failpoints.hit_async("router.route")
+            request = self._begin(job, timings)
+            trace.admitted(request.job)
+            async with aclosing(request.messages()) as messages:
+                async for message in messages:
+                    yield message
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self._end(request, timings, trace, error)
+
+    def _begin(self, job: Job, timings: RequestTimings) -> Request:
         if self._draining:
             raise self._going()
         if self.on_asked is not None:
             self.on_asked(job.tenant, len(job.prompt) + job.num_choices * job.sampling.max_tokens)
-        timings.routed(timings.received_ns)
         request = Request(self.core, job, timings)
         self._requests.add(request)
-        messages = request.messages()
-        try:
-            async for message in messages:
-                yield message
-        finally:
-            await messages.aclose()
-            self._requests.discard(request)
+        return request
+
+    def _end(self, request: Request | None, timings: RequestTimings, trace: RequestTrace, error: BaseException | None) -> None:
+        """Whoever closes a stream behind its last message has not left early."""
+        if request is None:
+            trace.ended(timings, None, error)
+            return
+        self._requests.discard(request)
+        trace.ended(timings, request.brought, None if request.is_complete else error)
+
+    def _trace(self, operation: str, model: str, received_ns: int, metadata: RequestMetadata | None) -> RequestTrace:
+        return open_trace(self.core, operation, model, self.core.tracing.extract(metadata), received_ns)
 
     def _going(self) -> Unavailable:
         return Unavailable("this router is going; use another one")

@@ -36,6 +36,8 @@ from runtime.block_stream import BlockStream
 from runtime.channel import Channels
 from runtime.registry import Registry
 from runtime.server import Callers, ConnectionLimits, GrpcServer
+from runtime.telemetry.resource import resource_of
+from runtime.telemetry.tracing import open_tracing
 from runtime.tls import open_tls
 
 SERVICE_NAME = "pdmesh.v1.Mesh"
@@ -61,6 +63,8 @@ class Router:
         models = served_model.load(config.model_folders())
         self.core = Core.build(config, router_id, models, fleet, goals, tenants=self.tenants)
         self.core.forecaster = PolicyForecaster(self.core)
+        resource = resource_of(router_id, config.mesh, ("router",), self.core.epoch)
+        self.core.tracing = open_tracing(config.telemetry, "pdmesh-router", resource)
         self.registry = Registry(config.redis, config.mesh) if config.redis else None
         self.shared: SharedState | None = None
         if config.redis:
@@ -132,6 +136,7 @@ class Router:
         await self.follower.stop()
         await self.core.fleet.stop()
         await self.channels.close()
+        await asyncio.to_thread(self.core.tracing.close)
 
     def _registry_connected(self) -> bool:
         return self.registry is not None and self.registry.connected

@@ -220,7 +220,7 @@ class Placer:
         try:
             reservation = await leg.submit(choice.mode, need.emitted)
         except MeshError as error:
-            need.timings.failed()
+            need.timings.failed(error.message)
             decode[0].done(sent)
             _give_up(prefill)
             self._note_refusal(leg, error)

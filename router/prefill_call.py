@@ -13,6 +13,8 @@ from router.decode_leg import DecodeLeg
 from router.job import Job
 from router.views import WorkerKey
 from router.worker import Dispatched, Incarnation, Worker
+from runtime import failpoints
+from runtime.telemetry.propagation import Metadata
 
 _INNOCENT = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.FAILED_PRECONDITION)
 
@@ -62,7 +64,12 @@ class PrefillCall:
         self._on_first_tokens = on_first_tokens
 
     async def run(
-        self, leg: DecodeLeg, job: Job, reservation: common_pb2.Reservation, request: common_pb2.TokenRequest
+        self,
+        leg: DecodeLeg,
+        job: Job,
+        reservation: common_pb2.Reservation,
+        request: common_pb2.TokenRequest,
+        metadata: Metadata | None = None,
     ) -> PrefillEnd:
         """Never raises but when cancelled: whatever goes wrong is a reason to try elsewhere."""
         message = prefill_pb2.PrefillRequest(
@@ -72,7 +79,7 @@ class PrefillCall:
             identity=leg.info.identity,
             time_left_ms=time_left_ms(job.deadline),
         )
-        call = self._target.worker.prefill.Prefill(message, timeout=time_left_s(job.deadline))
+        call = self._target.worker.prefill.Prefill(message, timeout=time_left_s(job.deadline), metadata=metadata)
         try:
             end = await unless(self._target.incarnation.lost, self._read(call))
             return end or PrefillEnd(None, f"prefill worker {self.worker_id} fell silent")
@@ -84,6 +91,7 @@ class PrefillCall:
         try:
             async for event in call:
                 if event.HasField("first_tokens"):
+                    await failpoints.hit_async("router.first_token")
                     self.got_first_tokens = True
                     self._target.computed()
                     self._on_first_tokens(event.first_tokens)

@@ -13,8 +13,10 @@ from router.course import Course
 from router.job import Job
 from router.learning import learn
 from router.output import Output, ResumeMismatch
+from router.request_trace import Yield
 from router.timings import RequestTimings, now_ns
 from router.traffic import Visit
+from runtime import failpoints
 from runtime.errors import DeadlineExceeded, InvalidArgument, MeshError, ResourceExhausted
 
 # How long a complete answer waits for the rest of its timings. The report is on its way already: it takes a millisecond or two.
@@ -36,6 +38,7 @@ class Request:
         self._task: asyncio.Task[None] | None = None
         self._submitted = False
         self._failed = False
+        self.is_complete = False  # the last message was made
 
     async def messages(self) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         """`started`, deltas, `completed`. Raises MeshError. However it ends, the request's work ends with it."""
@@ -67,6 +70,12 @@ class Request:
         """A short answer can end before prefill's report of the hand-off has been read: the timings of `completed` need it."""
         if self._task is not None and self._course.is_winding_up:
             await asyncio.wait((self._task,), timeout=SETTLE_S)
+
+    @property
+    def brought(self) -> Yield:
+        """What has come of it so far."""
+        drafts = self._course.drafts
+        return Yield(self._output.num_tokens, self._book.finish_reasons, drafts.num_drafted, drafts.num_accepted)
 
     def fail(self, error: MeshError) -> None:
         """End the stream with `error` after what is queued."""
@@ -106,8 +115,11 @@ class Request:
 
     async def _admit(self) -> None:
         began_ns = now_ns()
-        ticket = self._ticket = await self._core.gate.enter(applicant_of(self._core, self.job))
-        self._timings.queued(began_ns)
+        try:
+            ticket = self._ticket = await self._core.gate.enter(applicant_of(self._core, self.job))
+            await failpoints.hit_async("router.admission")
+        finally:
+            self._timings.queued(began_ns)
         self._timings.on_submitting = lambda: self._submitting(ticket)
 
     def _teach(self) -> None:
@@ -133,6 +145,7 @@ class Request:
 
     def _completed(self) -> mesh_pb2.GenerateResponse:
         timings = self._timings.message()
+        self.is_complete = True
         self._teach()
         usage = mesh_pb2.Usage(
             prompt_tokens=len(self.job.prompt),

@@ -23,12 +23,13 @@ class MeshService(MeshServicer):
     def Generate(
         self, request: mesh_pb2.GenerateRequest, context: _ServicerContext
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        request_metadata.fill(request.options, context.invocation_metadata())
-        return self._frontend.generate(request, context.time_remaining())
+        metadata = context.invocation_metadata()
+        request_metadata.fill(request.options, metadata)
+        return self._frontend.generate(request, context.time_remaining(), metadata=metadata)
 
     def Chat(self, request: mesh_pb2.ChatRequest, context: _ServicerContext) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         request_metadata.fill(request.options, context.invocation_metadata())
-        return self._frontend.chat(request, context.time_remaining())
+        return self._frontend.chat(request, context.time_remaining(), metadata=context.invocation_metadata())
 
     async def Tokenize(self, request: mesh_pb2.TokenizeRequest, context: _ServicerContext) -> mesh_pb2.TokenizeResponse:
         return await self._frontend.tokenize(request, context.time_remaining())

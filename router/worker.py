@@ -185,6 +185,11 @@ class Worker:
         """All blocks of the worker's prefix cache, from itself."""
         return self._control.ListBlocks(worker_pb2.ListBlocksRequest(), timeout=timeout_s)
 
+    async def keep_traces(self, trace_ids: Iterable[int], timeout_s: float) -> None:
+        """Spans that the worker holds of these traces are wanted. Raises AioRpcError."""
+        ids = [trace_id.to_bytes(16, "big") for trace_id in trace_ids]
+        await self._control.KeepTraces(worker_pb2.KeepTracesRequest(trace_ids=ids), timeout=timeout_s)
+
     def link_changed(self) -> None:
         """The DecodeLink attached or broke."""
         self._view_changed()

@@ -1,8 +1,8 @@
 """Structured logs on stderr: one line for each event, as `key=value` text or JSON.
 
 `configure` once at the start; then the standard library's loggers. More fields: `logger.info("took over", extra={"fields":
-{"epoch": 7}})`. The level comes from PDMESH_LOG, such as "info" or "info,kvtransfer=debug". Logs never hold prompts, outputs
-or token ids.
+{"epoch": 7}})`. Lines about a request that is traced have its `trace_id`. The level comes from PDMESH_LOG, such as "info" or
+"info,kvtransfer=debug". Logs never hold prompts, outputs or token ids.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Literal, TextIO
 
@@ -19,6 +20,7 @@ from runtime.config import ConfigError
 
 VARIABLE = "PDMESH_LOG"
 Format = Literal["text", "json"]
+_trace: ContextVar[str] = ContextVar("trace", default="")
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -32,6 +34,11 @@ def configure(
     logging.root.handlers[:] = [handler]
     for name, level in levels.items():
         logging.getLogger(name or None).setLevel(level)
+
+
+def belongs_to(trace: str) -> None:
+    """What this task logs from now on, and tasks that it starts, names the trace; "" names none."""
+    _trace.set(trace)
 
 
 def parse_levels(text: str) -> dict[str, int]:
@@ -59,6 +66,8 @@ class _Formatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if trace := _trace.get():
+            fields["trace_id"] = trace
         extra = getattr(record, "fields", None)
         if isinstance(extra, dict):
             fields.update((f"{key}_" if key in fields else str(key), value) for key, value in extra.items())

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Coroutine
 
 from decode_service.service import DecodeService, Surroundings
-from decode_service.settings import DecodeSettings, ReservationSettings, StreamSettings
+from decode_service.spans import DecodeSpans
 from engine.engine import Engine
 from engine.errors import EngineStopped
 from engine.loop import EngineLoop
@@ -27,6 +27,8 @@ from runtime.cache_root import cache_root_of
 from runtime.config import ConfigError
 from runtime.identity import new_epoch
 from runtime.server import GrpcServer
+from runtime.telemetry.resource import resource_of
+from runtime.telemetry.tracing import open_tracing
 from runtime.tls import Tls, open_tls
 from worker.config import WorkerConfig
 from worker.control import Changes, ControlServicer
@@ -38,6 +40,7 @@ from worker.latency import StepWatch, prior_for
 from worker.load import LoadReporter
 from worker.prefix_publisher import PrefixPublisher, list_blocks
 from worker.roles import Role, RoleGate, roles_of
+from worker.step_spans import StepSpans
 from worker.token_request import TokenRequestTranslator
 
 STREAM_END_GRACE_S = 2.0  # for frames and answers that are on their way when everything has ended
@@ -62,6 +65,11 @@ class Worker:
         self.description: Description | None = None
         self._config = config
         self._worker_id = worker_id
+        self.tracing = open_tracing(
+            config.telemetry, "pdmesh-worker", resource_of(worker_id, config.mesh, config.roles, self.epoch)
+        )
+        self._spans = DecodeSpans(self.tracing, lambda: self.dispatcher.num_steps)
+        self._step_spans = StepSpans(self._spans)
         self._on_failure = on_failure
         self._engine_loop = EngineLoop(engine, self._on_step, on_failure, self.dispatcher.on_ready)
         self._publisher = PrefixPublisher(engine, self._engine_loop, self.epoch, worker_id) if config.redis else None
@@ -88,8 +96,10 @@ class Worker:
             ),
             check_new_work=self.gate.checker(worker_pb2.ROLE_PREFILL),
             owns_requests=lambda: bool(self.decode.reservations.active),
+            tracing=self.tracing,
+            steps=self._spans.steps,
         )
-        self.decode = DecodeService(_decode_settings(config), self._surroundings(identity, layout, translate))
+        self.decode = DecodeService(config.decode_settings, self._surroundings(identity, layout, translate))
         self._receiver = _receiver(config, engine, self.decode, identity, layout, tls)
         self._server = GrpcServer(config.host, config.port, tls=tls)
         self._tasks: list[asyncio.Task[None]] = []
@@ -113,6 +123,7 @@ class Worker:
             changes=self.changes,
             set_roles=self.set_roles,
             list_blocks=lambda: list_blocks(self._engine_loop, self.epoch),
+            keep_traces=self.tracing.keep,
         )
         add_decode = decode_pb2_grpc.add_DecodeServiceServicer_to_server
         add_prefill = prefill_pb2_grpc.add_PrefillServiceServicer_to_server
@@ -167,6 +178,8 @@ class Worker:
         await self._sender.close()
         await self._engine_loop.stop()
         self.engine.kv.close()
+        self._step_spans.flush()
+        await asyncio.to_thread(self.tracing.close)
 
     async def _finish_work(self, roles: set[Role], timeout_s: float, reason: str) -> None:
         try:
@@ -190,6 +203,7 @@ class Worker:
         try:
             self.watch.on_step(result)
             self.load.on_step(result)  # before anybody hears of the tokens and asks how busy this worker is
+            self._step_spans.on_step(result)
             self.dispatcher.on_step(result)
         except Exception as error:  # noqa: BLE001  results that were lost cannot be had again
             self._on_failure(error)
@@ -226,6 +240,7 @@ class Worker:
             check_new_work=self.gate.checker(worker_pb2.ROLE_DECODE),
             num_steps=lambda: self.dispatcher.num_steps,
             load_report=self.load.report,
+            spans=self._spans,
         )
 
     @property
@@ -270,13 +285,6 @@ def _receiver(
         advertise=config.advertise or None,
         idle_timeout_s=config.lease_s,
         tls=tls,
-    )
-
-
-def _decode_settings(config: WorkerConfig) -> DecodeSettings:
-    return DecodeSettings(
-        stream=StreamSettings(config.stream_timeout_s, config.grace_s, config.report_period_s),
-        reservation=ReservationSettings(lease_s=config.lease_s, keep_output_s=config.keep_output_s),
     )
 
 

@@ -7,8 +7,10 @@ import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from decode_service.settings import DecodeSettings, ReservationSettings, StreamSettings
 from engine.config import EngineConfig
 from kvtransfer.transports.registry import TRANSPORTS
+from runtime.telemetry.config import TelemetryConfig
 from runtime.tls import TlsConfig
 from worker.cpus import problem_with
 from worker.roles import ROLE_NAMES
@@ -41,6 +43,7 @@ class WorkerConfig:
     drain_grace_s: float = field(default=30.0, metadata={"help": "how long running requests may finish after SIGTERM"})
     cpus: tuple[int, ...] = field(default=(), metadata={"help": "cores of the engine's threads, such as 0,1; empty: any (Linux)"})
     tls: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig, metadata={"flatten": True})
     exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
 
     def validate(self) -> None:
@@ -85,6 +88,14 @@ class WorkerConfig:
     def keep_output_s(self) -> float:
         """How long finished output is kept: a router notices a broken stream, and may then take the grace period to come back."""
         return 2 * self.stream_timeout_s + self.grace_s
+
+    @property
+    def decode_settings(self) -> DecodeSettings:
+        """What of it concerns the decode service."""
+        return DecodeSettings(
+            stream=StreamSettings(self.stream_timeout_s, self.grace_s, self.report_period_s),
+            reservation=ReservationSettings(lease_s=self.lease_s, keep_output_s=self.keep_output_s),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from protos.v1 import worker_pb2
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 DEFAULT_DRAIN_S = 30.0
 DEFAULT_PERIOD_S = 0.2
 MIN_PERIOD_MS, MAX_PERIOD_MS = 20, 10_000
+MAX_TRACES, TRACE_ID_BYTES = 1024, 16
 
 
 class Changes:
@@ -56,7 +57,7 @@ class Changes:
 
 
 class ControlServicer(WorkerControlServicer):
-    """GetInfo, Watch, SetRoles and ListBlocks."""
+    """GetInfo, Watch, SetRoles, ListBlocks and KeepTraces."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class ControlServicer(WorkerControlServicer):
         changes: Changes,
         set_roles: Callable[[frozenset[Role], float], Awaitable[None]],
         list_blocks: Callable[[], AsyncIterator[worker_pb2.BlockList]],
+        keep_traces: Callable[[Sequence[int]], None],
     ) -> None:
         """`set_roles(roles, drain_timeout_s)` returns when removed roles have no work left."""
         self._info = info
@@ -73,6 +75,7 @@ class ControlServicer(WorkerControlServicer):
         self._changes = changes
         self._set_roles = set_roles
         self._list_blocks = list_blocks
+        self._keep_traces = keep_traces
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: _ServicerContext) -> worker_pb2.WorkerInfo:
         return self._info()
@@ -98,3 +101,12 @@ class ControlServicer(WorkerControlServicer):
     ) -> AsyncIterator[worker_pb2.BlockList]:
         async for part in self._list_blocks():
             yield part
+
+    async def KeepTraces(self, request: worker_pb2.KeepTracesRequest, context: _ServicerContext) -> worker_pb2.KeepTracesResponse:
+        if len(request.trace_ids) > MAX_TRACES:
+            raise InvalidArgument("trace_ids", f"{len(request.trace_ids)} are too many; send at most {MAX_TRACES}")
+        for index, trace_id in enumerate(request.trace_ids):
+            if len(trace_id) != TRACE_ID_BYTES:
+                raise InvalidArgument(f"trace_ids[{index}]", f"has {len(trace_id)} bytes; a trace id has {TRACE_ID_BYTES}")
+        self._keep_traces([int.from_bytes(trace_id, "big") for trace_id in request.trace_ids])
+        return worker_pb2.KeepTracesResponse()

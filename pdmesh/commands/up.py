@@ -24,6 +24,7 @@ from pdmesh.render import palette
 from pdmesh.render_mesh import process_table
 from runtime.child import StartFailed
 from runtime.config import ConfigError
+from runtime.telemetry.config import parse_endpoint
 from runtime.tls import TlsConfig
 
 
@@ -57,6 +58,9 @@ class Options:
     certificates: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
     log_dir: str = field(default="", metadata={"help": "folder for the logs of the processes; empty: a new temporary one"})
     start_timeout_s: float = field(default=180.0, metadata={"help": "how long the processes may take to get ready"})
+    otlp_endpoint: str = field(
+        default="", metadata={"help": "collector that gets the traces of all processes, OTLP over gRPC, host:port; empty: none"}
+    )
     scaling: AutoscaleOptions = field(default_factory=AutoscaleOptions, metadata={"flatten": True})
     worker_args: tuple[str, ...] = field(default=(), metadata={"help": "more flags for each worker, such as --max-num-seqs=32"})
     router_args: tuple[str, ...] = field(default=(), metadata={"help": "more flags for each router, such as --max-queued=16"})
@@ -81,6 +85,8 @@ class Options:
         if self.scaling.autoscale:
             self.scaling.prepared(_mesh_config(self, Path("model")))
         self.scaling.check_objectives(models.model_name(self.model))
+        if self.otlp_endpoint:
+            parse_endpoint(self.otlp_endpoint)
         if self.tls and self.certificates.is_set:
             raise ValueError("tls: makes certificates, and others are given; leave out one of them")
 
@@ -130,6 +136,7 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
         log_dir=options.log_dir,
         tls=options.certificates,
         throwaway_tls=options.tls,
+        otlp_endpoint=options.otlp_endpoint,
         worker_args=(*_speculation(options.speculation), *options.worker_args),
         router_args=(*_processes(options.router_processes), *options.router_args),
     )

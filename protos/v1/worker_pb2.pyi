@@ -561,3 +561,44 @@ class BlockChange(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BlockChange: _TypeAlias = BlockChange  # noqa: Y015
+
+@_typing.final
+class KeepTracesRequest(_message.Message):
+    """KeepTracesRequest names traces."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRACE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def trace_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """trace_ids as W3C Trace Context has them, 16 bytes each. At most 1024."""
+
+    def __init__(
+        self,
+        *,
+        trace_ids: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["trace_ids", b"trace_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepTracesRequest: _TypeAlias = KeepTracesRequest  # noqa: Y015
+
+@_typing.final
+class KeepTracesResponse(_message.Message):
+    """KeepTracesResponse has no fields."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepTracesResponse: _TypeAlias = KeepTracesResponse  # noqa: Y015

@@ -55,6 +55,11 @@ class WorkerControlStub:
                 request_serializer=protos_dot_v1_dot_worker__pb2.ListBlocksRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_worker__pb2.BlockList.FromString,
                 _registered_method=True)
+        self.KeepTraces = channel.unary_unary(
+                '/pdmesh.v1.WorkerControl/KeepTraces',
+                request_serializer=protos_dot_v1_dot_worker__pb2.KeepTracesRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_worker__pb2.KeepTracesResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerControlServicer:
@@ -90,6 +95,13 @@ class WorkerControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepTraces(self, request, context):
+        """KeepTraces has the worker send what it holds, or will have, of traces that were not sampled: their requests went badly.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +124,11 @@ def add_WorkerControlServicer_to_server(servicer, server):
                     servicer.ListBlocks,
                     request_deserializer=protos_dot_v1_dot_worker__pb2.ListBlocksRequest.FromString,
                     response_serializer=protos_dot_v1_dot_worker__pb2.BlockList.SerializeToString,
+            ),
+            'KeepTraces': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepTraces,
+                    request_deserializer=protos_dot_v1_dot_worker__pb2.KeepTracesRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_worker__pb2.KeepTracesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +240,33 @@ class WorkerControl:
             '/pdmesh.v1.WorkerControl/ListBlocks',
             protos_dot_v1_dot_worker__pb2.ListBlocksRequest.SerializeToString,
             protos_dot_v1_dot_worker__pb2.BlockList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepTraces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.WorkerControl/KeepTraces',
+            protos_dot_v1_dot_worker__pb2.KeepTracesRequest.SerializeToString,
+            protos_dot_v1_dot_worker__pb2.KeepTracesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,8 @@ class WorkerControlStub:
     """SetRoles changes the roles of a running worker; a role that is taken away is drained first. INVALID_ARGUMENT: unknown or no role."""
     ListBlocks: _grpc.UnaryStreamMultiCallable[_worker_pb2.ListBlocksRequest, _worker_pb2.BlockList]
     """ListBlocks streams the names of all prompt blocks that the worker's prefix cache holds, for a router whose index has a gap."""
+    KeepTraces: _grpc.UnaryUnaryMultiCallable[_worker_pb2.KeepTracesRequest, _worker_pb2.KeepTracesResponse]
+    """KeepTraces has the worker send what it holds, or will have, of traces that were not sampled: their requests went badly."""
 
 @_typing.type_check_only
 class WorkerControlAsyncStub(WorkerControlStub):
@@ -59,6 +61,8 @@ class WorkerControlAsyncStub(WorkerControlStub):
     """SetRoles changes the roles of a running worker; a role that is taken away is drained first. INVALID_ARGUMENT: unknown or no role."""
     ListBlocks: _aio.UnaryStreamMultiCallable[_worker_pb2.ListBlocksRequest, _worker_pb2.BlockList]  # type: ignore[assignment]
     """ListBlocks streams the names of all prompt blocks that the worker's prefix cache holds, for a router whose index has a gap."""
+    KeepTraces: _aio.UnaryUnaryMultiCallable[_worker_pb2.KeepTracesRequest, _worker_pb2.KeepTracesResponse]  # type: ignore[assignment]
+    """KeepTraces has the worker send what it holds, or will have, of traces that were not sampled: their requests went badly."""
 
 class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
     """WorkerControl is served by every worker."""
@@ -96,5 +100,13 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.BlockList], _abc.AsyncIterator[_worker_pb2.BlockList]]:
         """ListBlocks streams the names of all prompt blocks that the worker's prefix cache holds, for a router whose index has a gap."""
+
+    @_abc_1.abstractmethod
+    def KeepTraces(
+        self,
+        request: _worker_pb2.KeepTracesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.KeepTracesResponse, _abc.Awaitable[_worker_pb2.KeepTracesResponse]]:
+        """KeepTraces has the worker send what it holds, or will have, of traces that were not sampled: their requests went badly."""
 
 def add_WorkerControlServicer_to_server(servicer: WorkerControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

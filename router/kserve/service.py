@@ -11,7 +11,7 @@ from protos.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
 from protos.v1 import mesh_pb2
 from router import request_metadata
 from router.foreign import renamed
-from router.frontend import Frontend
+from router.frontend import Frontend, RequestMetadata
 from router.kserve import metadata
 from router.kserve.catalogue import VERSION
 from router.kserve.many import Many
@@ -66,7 +66,8 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def ModelInfer(self, request: pb.ModelInferRequest, context: _ServicerContext) -> pb.ModelInferResponse:
         ask = Ask.read(request, can_stream=False)
         request_metadata.fill(ask.message.options, context.invocation_metadata() or ())
-        async with aclosing(self._responses(ask, context.time_remaining())) as responses:
+        metadata = context.invocation_metadata()
+        async with aclosing(self._responses(ask, context.time_remaining(), metadata)) as responses:
             return await anext(responses)
 
     async def ModelStreamInfer(
@@ -77,17 +78,19 @@ class InferenceService(GRPCInferenceServiceServicer):
         def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
             ask = Ask.read(request, can_stream=True)
             request_metadata.fill(ask.message.options, context.invocation_metadata() or ())
-            return self._responses(ask, context.time_remaining())
+            return self._responses(ask, context.time_remaining(), context.invocation_metadata())
 
         async with aclosing(Many(answer, wants_status=wants_status).responses(request_iterator)) as responses:
             async for response in responses:
                 yield response
 
-    async def _responses(self, ask: Ask, time_left_s: float | None) -> AsyncGenerator[pb.ModelInferResponse, None]:
+    async def _responses(
+        self, ask: Ask, time_left_s: float | None, metadata: RequestMetadata | None
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         """One for each piece, or one in all."""
         answer = Answer(ask)
         try:
-            async with aclosing(self._messages(ask, time_left_s)) as messages:
+            async with aclosing(self._messages(ask, time_left_s, metadata)) as messages:
                 async for message in messages:
                     if not ask.streamed:
                         answer.take(message)
@@ -100,12 +103,14 @@ class InferenceService(GRPCInferenceServiceServicer):
             if ask.empty_final:
                 yield answer.empty_final()
 
-    def _messages(self, ask: Ask, time_left_s: float | None) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
+    def _messages(
+        self, ask: Ask, time_left_s: float | None, metadata: RequestMetadata | None
+    ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         limits = [limit for limit in (ask.timeout_s, time_left_s) if limit is not None]
         limit = min(limits, default=None)
         if isinstance(ask.message, mesh_pb2.ChatRequest):
-            return self._frontend.chat(ask.message, limit)
-        return self._frontend.generate(ask.message, limit)
+            return self._frontend.chat(ask.message, limit, metadata=metadata)
+        return self._frontend.generate(ask.message, limit, metadata=metadata)
 
     def _ready(self) -> dict[str, bool]:
         """Models served here by name: does a worker decode it now?"""

@@ -93,10 +93,11 @@ class Handlers:
         deadline = None if limit_s is None else loop.time() + limit_s
         sent = await body.read(request, self._settings.max_body_bytes)
         received_ns: int = request.scope[RECEIVED_NS]
+        sent_headers = request.headers.items()
         call = await parsed(parse, sent, options)
         time_left_s = None if deadline is None else deadline - loop.time()
         answer = Answer(call, options.request_id, int(time.time()), self._echo(call))
-        stream = merged([partial(self._open, wanted, time_left_s, received_ns) for wanted in call.requests])
+        stream = merged([partial(self._open, wanted, time_left_s, received_ns, sent_headers) for wanted in call.requests])
         try:
             if call.streaming is None:
                 whole = await while_connected(request.receive, _whole(answer, stream))
@@ -107,13 +108,13 @@ class Handlers:
         return EventStream(_events(call, answer, begun, stream))
 
     def _open(
-        self, wanted: MeshRequest, time_left_s: float | None, received_ns: int
+        self, wanted: MeshRequest, time_left_s: float | None, received_ns: int, sent_headers: list[tuple[str, str]]
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         if not wanted.sampling.HasField("seed"):
             wanted.sampling.seed = secrets.randbits(53)  # a number that JavaScript's clients can repeat
         if isinstance(wanted, mesh_pb2.ChatRequest):
-            return self._frontend.chat(wanted, time_left_s, received_ns)
-        return self._frontend.generate(wanted, time_left_s, received_ns)
+            return self._frontend.chat(wanted, time_left_s, received_ns, sent_headers)
+        return self._frontend.generate(wanted, time_left_s, received_ns, sent_headers)
 
     def _echo(self, call: Call) -> Callable[[int, str], str]:
         def echo(number: int, model: str) -> str:

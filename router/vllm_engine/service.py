@@ -47,7 +47,8 @@ class VllmEngineService(VllmEngineServicer):
         answer = Answer(request)
         with self._running.enter(request.request_id) as run:
             try:
-                async with aclosing(self._frontend.generate(message, context.time_remaining())) as messages:
+                time_left_s, metadata = context.time_remaining(), context.invocation_metadata()
+                async with aclosing(self._frontend.generate(message, time_left_s, metadata=metadata)) as messages:
                     while (event := await run.next(messages)) is not None:
                         for response in answer.responses(event):
                             yield response

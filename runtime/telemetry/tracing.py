@@ -13,6 +13,7 @@ Where nothing is sent there is `OFF`: the same methods, which do nothing; OpenTe
 from __future__ import annotations
 
 import logging
+import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
@@ -139,10 +140,12 @@ class _NoTracing(Tracing):
 OFF: Tracing = _NoTracing(_Nowhere(), max_held_spans=0)
 
 
-def open_tracing(config: TelemetryConfig, service: str, resource: Attributes, env: Mapping[str, str]) -> Tracing:
+def open_tracing(config: TelemetryConfig, service: str, resource: Attributes, env: Mapping[str, str] | None = None) -> Tracing:
     """`OFF` unless there is a collector and traces are wanted. A collector that does not answer costs nothing but the spans.
 
-    `service` is the name of this kind of process; `resource` says which of them it is. Raises ConfigError."""
+    `service` is the name of this kind of process; `resource` says which of them it is. `env`: this process's unless given. Raises
+    ConfigError."""
+    env = os.environ if env is None else env
     try:
         endpoint = config.endpoint(env) if config.trace_requests else None
     except ValueError as error:

@@ -13,6 +13,7 @@ import grpc.aio
 from protos.v1 import common_pb2, mesh_pb2
 from protos.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
 from runtime.errors import MeshError, status_of
+from runtime.telemetry.propagation import SpanContext, extract
 
 NUM_TOKENS = 12
 SEED = 7
@@ -46,6 +47,7 @@ class Script:
     workers: Sequence[mesh_pb2.WorkerStatus] = ()
     requests: list[mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest] = field(default_factory=list)
     time_left_s: list[float | None] = field(default_factory=list)
+    callers: list[SpanContext | None] = field(default_factory=list)  # as the metadata say
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     complete: bool = False
 
@@ -86,6 +88,7 @@ class FakeMesh(MeshServicer):
         script = self.script
         script.requests.append(request)
         script.time_left_s.append(context.time_remaining())
+        script.callers.append(extract(context.invocation_metadata() or ()))
         context.add_done_callback(script.ended)  # type: ignore[arg-type]  # the stubs name a class where a function goes
         if script.messages is not None:
             for message in script.messages:

@@ -41,6 +41,9 @@ class FakeWorker(WorkerControlServicer):
     async def Watch(self, request: worker_pb2.WatchRequest, context: Context) -> AsyncIterator[worker_pb2.LoadReport]:
         yield worker_pb2.LoadReport(worker_id=self.info.worker_id, epoch=self.info.epoch, roles=self.info.roles)
 
+    async def KeepTraces(self, request: worker_pb2.KeepTracesRequest, context: Context) -> worker_pb2.KeepTracesResponse:
+        return worker_pb2.KeepTracesResponse()
+
     async def start(self) -> None:
         self.server = grpc.aio.server()
         add_WorkerControlServicer_to_server(self, self.server)

@@ -12,8 +12,8 @@ from pdmesh import cli
 from pdmesh.commands.up import Options, _mesh_config, _summary
 from pdmesh.commands.up_autoscale import DECISIONS_FILE, AutoscaleOptions
 from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig, worker_plans
-from runtime.config import ConfigError, load
+from pdmesh.launcher_plan import LocalMeshConfig, router_plans, worker_plans
+from runtime.config import ConfigError, load, parse
 from worker.config import WorkerConfig
 
 OPTIONS = AutoscaleOptions(autoscale=True, max_workers=5, min_workers=2, ttft_ms=700, tpot_ms=40, quantile=0.95)
@@ -98,3 +98,16 @@ def test_there_is_a_console_unless_nobody_wants_one(tmp_path: Path) -> None:
 def test_without_autoscaling_nothing_is_said_of_it(tmp_path: Path) -> None:
     text = "\n".join(_lines(AutoscaleOptions(), MODEL, tmp_path))
     assert "autoscaling is" not in text and DECISIONS_FILE not in text and "stop: Ctrl-C" in text
+
+
+def test_every_process_is_told_of_the_collector(tmp_path: Path) -> None:
+    config = _mesh_config(replace(Options(), otlp_endpoint="there:4317"), tmp_path)
+    for plan in (*worker_plans(config, "redis://", [0]), *router_plans(config, "redis://")):
+        assert plan.env["PDMESH_OTLP_ENDPOINT"] == "there:4317"
+    usual = worker_plans(_mesh_config(Options(), tmp_path), "redis://", [0])
+    assert all("PDMESH_OTLP_ENDPOINT" not in plan.env for plan in usual), "what the environment says is for them as well"
+
+
+def test_a_collector_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--otlp-endpoint"):
+        parse(Options, ["--otlp-endpoint", "there"], {}, prog="pdmesh up")

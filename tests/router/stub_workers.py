@@ -7,6 +7,7 @@ import math
 import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -21,6 +22,7 @@ from protos.v1 import (
 )
 from runtime.errors import Aborted, Cancelled, FailedPrecondition, MeshError, ResourceExhausted
 from runtime.server import GrpcServer
+from runtime.telemetry.worker_context import SubmitContext, read_submit
 from tests.router import stub_model
 from tests.router.stub_prefill import BY_TOKEN, TIMINGS, StubPrefill
 
@@ -70,6 +72,8 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     submits: list[decode_pb2.SubmitRequest] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     attaches: list[decode_pb2.AttachRequest] = field(default_factory=list)
+    contexts: list[SubmitContext | None] = field(default_factory=list)
+    kept: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -152,10 +156,15 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     async def ListBlocks(self, request: worker_pb2.ListBlocksRequest, context: object) -> AsyncIterator[worker_pb2.BlockList]:
         yield worker_pb2.BlockList(epoch=self.epoch, is_last=True)
 
+    async def KeepTraces(self, request: worker_pb2.KeepTracesRequest, context: object) -> worker_pb2.KeepTracesResponse:
+        self.kept.extend(request.trace_ids)
+        return worker_pb2.KeepTracesResponse()
+
     # DecodeService
 
-    async def Submit(self, request: decode_pb2.SubmitRequest, context: object) -> decode_pb2.SubmitResponse:
+    async def Submit(self, request: decode_pb2.SubmitRequest, context: Any) -> decode_pb2.SubmitResponse:
         self.submits.append(request)
+        self.contexts.append(read_submit(context.invocation_metadata()))
         if self.submit_errors:
             raise self.submit_errors.pop(0)
         if request.request_id in self.cancelled:

@@ -1,0 +1,164 @@
+"""What decode does for a request, as spans: `submit` below the router's call, the rest below its attempt.
+
+    submit                     receipt of Submit to its answer
+    decode ─┬─ prefill.queue, prefill.compute      LOCAL: from Submit's receipt on
+            └─ decode.queue                        REMOTE: from the commit to the first step
+
+Nothing is done for a token; `worker/step_spans.py` makes spans of many steps and links them to the `decode` spans in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from engine.outputs import RequestStarted
+from protos.v1 import common_pb2
+from runtime.errors import MeshError
+from runtime.telemetry.propagation import SpanContext
+from runtime.telemetry.spans import Kind, Span, Value
+from runtime.telemetry.steps import StepLog, chunk_events
+from runtime.telemetry.tracing import OFF, Tracing
+from runtime.telemetry.worker_context import SubmitContext
+
+if TYPE_CHECKING:
+    from decode_service.record import Record
+
+MAX_ENDED = 64
+_REASONS = {
+    common_pb2.FINISH_REASON_UNSPECIFIED: "unfinished",
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+}
+
+
+@dataclass(eq=False)
+class DecodeSpan:
+    """One stay that is being filled by decode itself, or decodes."""
+
+    span: Span
+    first_step: int = 0
+    has_finished: bool = False  # in the step that started it, of which more is to be told
+
+
+@dataclass(eq=False)
+class DecodeSpans:
+    """Those of one worker. Records whose Submit came without a context have none."""
+
+    tracing: Tracing = OFF
+    num_steps: Callable[[], int] = lambda: 0  # of the engine, so far
+    steps: StepLog = field(default_factory=StepLog)
+    _running: dict[str, SpanContext] = field(default_factory=dict)
+    _ended: list[SpanContext] = field(default_factory=list)
+
+    def submitted(
+        self,
+        context: SubmitContext | None,
+        received_ns: int,
+        attributes: Mapping[str, Value],
+        error: BaseException | None,
+    ) -> None:
+        """Submit was answered, just now."""
+        if context is None:
+            return
+        span = self.tracing.begin("submit", context.call, start_ns=received_ns, kind=Kind.SERVER, attributes=attributes)
+        if isinstance(error, MeshError):
+            span.fail(error.code.name, error.message)
+        elif error is not None:
+            span.fail(type(error).__name__)
+        span.end()
+
+    def begin(self, record: Record, started_ns: int) -> None:
+        """The record's stay begins: it was committed, or prefills here."""
+        context = record.submission.trace
+        if context is None:
+            return
+        self.end(record, "another attempt began")
+        attributes: dict[str, Value] = {
+            "pdmesh.mode": record.submission.mode.name.lower(),
+            "pdmesh.attempt": record.submission.attempt,
+        }
+        span = self.tracing.begin("decode", context.attempt, start_ns=started_ns, attributes=attributes)
+        record.span = DecodeSpan(span)
+        self._running[record.engine_id] = span.context
+
+    def started(self, record: Record, started: RequestStarted, ended_ns: int) -> None:
+        """Its first token, or its first step, came with the latest step, which ended at `ended_ns`."""
+        if record.span is None:
+            return
+        step = record.span.first_step = self.num_steps()
+        if started.timing is None:
+            self._record_decode_queue(record.span.span, started.decode_queue_ns, step, ended_ns)
+        else:
+            self._record_prefill(record, record.span.span, started, ended_ns)
+        if record.span.has_finished:
+            self.end(record)
+
+    def end(self, record: Record, reason: str = "", failure: MeshError | None = None) -> None:
+        """Its stay is over; `reason`: why, unless it has finished; `failure`: what its router is told of it."""
+        open_span = record.span
+        if open_span is None:
+            return
+        if record.started is None and not reason:
+            open_span.has_finished = True
+            return
+        record.span, span = None, open_span.span
+        span.set({**_outcome(record), **_steps(open_span, self.num_steps())})
+        if reason:
+            span.set({"pdmesh.reason": reason})
+        if failure is not None:
+            span.fail(failure.code.name, failure.message)
+        if record.handoff.kv_bytes:
+            span.set({"pdmesh.kv.bytes": record.handoff.kv_bytes, "pdmesh.kv.transport": record.handoff.transport})
+        span.end()
+        self._running.pop(record.engine_id, None)
+        if len(self._ended) < MAX_ENDED:
+            self._ended.append(span.context)
+
+    def take_served(self) -> list[SpanContext]:
+        """The `decode` spans that live, and those that ended since the last call."""
+        ended, self._ended = self._ended, []
+        return [*self._running.values(), *ended]
+
+    def _record_decode_queue(self, span: Span, queue_ns: int, number: int, ended_ns: int) -> None:
+        step = self.steps.of(number)
+        first_step_ns = ended_ns if step is None else step.started_ns
+        self.tracing.record("decode.queue", span.context, first_step_ns - queue_ns, first_step_ns)
+
+    def _record_prefill(self, record: Record, span: Span, started: RequestStarted, ended_ns: int) -> None:
+        timing, received_ns = started.timing, record.submission.received_ns
+        assert timing is not None, "it was prefilled here"
+        queue_ns, began_ns = record.engine_entered_ns - received_ns + timing.queue_ns, ended_ns - timing.compute_ns
+        self.tracing.record("prefill.queue", span.context, received_ns, received_ns + queue_ns)
+        attributes: dict[str, Value] = {
+            "pdmesh.cached_tokens": timing.num_cached_tokens,
+            "pdmesh.tokens": timing.num_computed_tokens,
+            "pdmesh.steps": timing.num_steps,
+        }
+        events = chunk_events(self.steps.between(received_ns, ended_ns)[-timing.num_steps :])
+        self.tracing.record("prefill.compute", span.context, began_ns, ended_ns, attributes=attributes, events=events)
+
+
+def _outcome(record: Record) -> dict[str, Value]:
+    choices = record.output.choices.values()
+    attributes: dict[str, Value] = {
+        "pdmesh.cached_tokens": record.blocks.num_cached_tokens if record.blocks else 0,
+        "gen_ai.usage.output_tokens": sum(len(choice.token_ids) for choice in choices),
+        "gen_ai.response.finish_reasons": [_REASONS[choice.finish_reason] for choice in choices],
+    }
+    if any(choice.num_drafted for choice in choices):
+        attributes["pdmesh.drafted_tokens"] = sum(choice.num_drafted for choice in choices)
+        attributes["pdmesh.accepted_tokens"] = sum(choice.num_accepted for choice in choices)
+    return attributes
+
+
+def _steps(span: DecodeSpan, last: int) -> dict[str, Value]:
+    """The engine's steps that it took part in, to be found in `decode.step`."""
+    if not span.first_step:
+        return {}
+    return {
+        "pdmesh.first_step": span.first_step,
+        "pdmesh.last_step": last,
+        "pdmesh.steps": last - span.first_step + 1,
+    }

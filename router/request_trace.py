@@ -1,0 +1,200 @@
+"""One request's trace at the router: the `generate` span, what the GenAI conventions and we say of it, and whether it is kept.
+
+A trace that is not sampled is sent all the same when its request failed or missed an objective: this process is told, and so are
+the workers that took part (trace_keeper.py). Neither prompts nor outputs are in any attribute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from protos.v1 import common_pb2, mesh_pb2
+from router.demands import goals_ms
+from router.job import Job
+from router.spans import NO_SPANS, LiveSpans, Spans
+from router.timings import RequestTimings
+from runtime.errors import Cancelled, MeshError, as_mesh_error
+from runtime.telemetry.propagation import SpanContext
+from runtime.telemetry.spans import Kind, Span, Value
+from runtime.telemetry.tracing import Tracing
+
+if TYPE_CHECKING:
+    from router.core import Core
+    from router.worker import Worker
+
+PROVIDER = "pdmesh"
+MAX_MODEL_CHARS = 100  # of a name that may be of no model
+CHAT, COMPLETION = "chat", "text_completion"
+_REASONS = {
+    common_pb2.FINISH_REASON_UNSPECIFIED: "unfinished",
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+}
+_PRIORITIES = {
+    common_pb2.PRIORITY_INTERACTIVE: "interactive",
+    common_pb2.PRIORITY_STANDARD: "standard",
+    common_pb2.PRIORITY_BATCH: "batch",
+}
+_MODES = {mesh_pb2.PREFILL_MODE_LOCAL: "local", mesh_pb2.PREFILL_MODE_REMOTE: "remote"}
+
+
+@dataclass(frozen=True)
+class Yield:
+    """What a request has brought when it ends. `finish_reasons`: one of each choice."""
+
+    num_tokens: int
+    finish_reasons: tuple[common_pb2.FinishReason.ValueType, ...]
+    num_drafted: int
+    num_accepted: int
+
+
+class RequestTrace:
+    """Nobody is told."""
+
+    spans: Spans = NO_SPANS
+
+    def admitted(self, job: Job) -> None:
+        """The request was found valid."""
+
+    def ended(self, timings: RequestTimings, brought: Yield | None, error: BaseException | None) -> None:
+        """The last message was handed over, or `error` ended the stream; `brought` None: it was never valid."""
+
+
+OFF = RequestTrace()
+
+
+def open_trace(core: Core, operation: str, model: str, caller: SpanContext | None, received_ns: int) -> RequestTrace:
+    """Of a request that came at `received_ns`; `caller` is its context, if it has one."""
+    return LiveTrace(core, operation, model, caller, received_ns) if core.tracing.is_on else OFF
+
+
+class LiveTrace(RequestTrace):
+    """Between the request's arrival and its end."""
+
+    def __init__(self, core: Core, operation: str, model: str, caller: SpanContext | None, received_ns: int) -> None:
+        self._core = core
+        self._tracing: Tracing = core.tracing
+        self._received_ns = received_ns
+        self._goals = (0, 0)
+        self._workers: set[Worker] = set()
+        attributes: dict[str, Value] = {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER}
+        if model:
+            attributes["gen_ai.request.model"] = model[:MAX_MODEL_CHARS]
+        self._root = self._tracing.begin("generate", caller, start_ns=received_ns, kind=Kind.SERVER, attributes=attributes)
+        self.live = self.spans = LiveSpans(self._tracing, self._root, self._workers)
+
+    @property
+    def root(self) -> Span:
+        """The `generate` span."""
+        return self._root
+
+    def admitted(self, job: Job) -> None:
+        self._goals = goals_ms(self._core, job)
+        self._root.name = f"generate {job.model.name}"
+        self._root.set({**_request_attributes(job), **_goal_attributes(self._goals)})
+
+    def ended(self, timings: RequestTimings, brought: Yield | None, error: BaseException | None) -> None:
+        parts = timings.parts if timings.parts.total_ns else timings.message()
+        if timings.first_handed_ns is not None:
+            self.spans.returned(timings.first_handed_ns - parts.first_token_return_ns, timings.first_handed_ns)
+        self._root.set({**_timing_attributes(parts), **_brought_attributes(brought)})
+        problem = None if error is None else _problem_of(error)
+        is_met = problem is None and self._meets(parts)
+        if any(self._goals):
+            self._root.set({"pdmesh.slo.met": is_met})
+        if problem is not None:
+            self._note(problem)
+        self.live.close(self._received_ns + parts.total_ns)
+        if not is_met and not isinstance(problem, Cancelled):
+            self._keep()
+
+    def _meets(self, parts: mesh_pb2.Timings) -> bool:
+        ttft_ms, tpot_ms = self._goals
+        return not (ttft_ms and parts.ttft_ns > ttft_ms * 1e6) and not (tpot_ms and parts.tpot_ns > tpot_ms * 1e6)
+
+    def _note(self, problem: MeshError) -> None:
+        """Who leaves has made no error."""
+        if isinstance(problem, Cancelled):
+            self._root.set({"error.type": problem.code.name})
+        else:
+            self._root.fail(problem.code.name, problem.message)
+
+    def _keep(self) -> None:
+        context = self._root.context
+        if not context.is_sampled:
+            self._tracing.keep((context.trace_id,))
+            self._core.trace_keeper.keep(context.trace_id, self._workers)
+
+
+def _problem_of(error: BaseException) -> MeshError:
+    """A stream that is closed or cancelled before its end is one whose client has left."""
+    if isinstance(error, (GeneratorExit, asyncio.CancelledError)):
+        return Cancelled("the client left")
+    return error if isinstance(error, MeshError) else as_mesh_error(error)
+
+
+def _request_attributes(job: Job) -> dict[str, Value]:
+    sampling = job.sampling
+    return {
+        "gen_ai.request.model": job.model.name,
+        "gen_ai.response.model": job.model.name,
+        "gen_ai.response.id": job.request_id,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+        "gen_ai.request.seed": str(sampling.seed),  # 64 bits without a sign: more than OTLP's numbers hold
+        "gen_ai.request.choice.count": sampling.n,
+        "gen_ai.usage.input_tokens": len(job.prompt),
+        "pdmesh.tenant": job.tenant,
+        "pdmesh.priority": _PRIORITIES.get(job.priority, ""),
+        "pdmesh.client_attempt": job.attempt,
+    }
+
+
+def _goal_attributes(goals: tuple[int, int]) -> Mapping[str, Value]:
+    named = zip(("pdmesh.slo.ttft_ms", "pdmesh.slo.tpot_ms"), goals, strict=True)
+    return {name: goal for name, goal in named if goal}
+
+
+def _brought_attributes(brought: Yield | None) -> Mapping[str, Value]:
+    if brought is None:
+        return {}
+    attributes: dict[str, Value] = {
+        "gen_ai.usage.output_tokens": brought.num_tokens,
+        "gen_ai.response.finish_reasons": [_REASONS[reason] for reason in brought.finish_reasons],
+    }
+    if brought.num_drafted:
+        attributes.update({"pdmesh.drafted_tokens": brought.num_drafted, "pdmesh.accepted_tokens": brought.num_accepted})
+    return attributes
+
+
+def _timing_attributes(parts: mesh_pb2.Timings) -> Mapping[str, Value]:
+    attributes: dict[str, Value] = {
+        "pdmesh.timing.route_ms": parts.route_ns / 1e6,
+        "pdmesh.timing.admission_queue_ms": parts.admission_queue_ns / 1e6,
+        "pdmesh.timing.reserve_ms": parts.reserve_ns / 1e6,
+        "pdmesh.timing.prefill_queue_ms": parts.prefill_queue_ns / 1e6,
+        "pdmesh.timing.prefill_compute_ms": parts.prefill_compute_ns / 1e6,
+        "pdmesh.timing.first_token_return_ms": parts.first_token_return_ns / 1e6,
+        "pdmesh.timing.retry_ms": parts.retry_ns / 1e6,
+        "pdmesh.timing.kv_exposed_ms": parts.kv_exposed_ns / 1e6,
+        "pdmesh.timing.decode_queue_ms": parts.decode_queue_ns / 1e6,
+        "pdmesh.mode": _MODES.get(parts.mode, ""),
+        "pdmesh.decode.worker": parts.decode_worker,
+        "pdmesh.prefill.worker": parts.prefill_worker,
+        "pdmesh.cached_tokens": parts.prefill_cached_tokens,
+        "pdmesh.kv.bytes": parts.kv_bytes,
+        "pdmesh.kv.transport": parts.transport,
+        "pdmesh.retries": parts.num_retries,
+        "pdmesh.resubmissions": parts.num_resubmissions,
+    }
+    if parts.ttft_ns:
+        attributes["pdmesh.ttft_ms"] = parts.ttft_ns / 1e6
+        attributes["gen_ai.response.time_to_first_chunk"] = parts.ttft_ns / 1e9
+    if parts.tpot_ns:
+        attributes["pdmesh.tpot_ms"] = parts.tpot_ns / 1e6
+    return attributes

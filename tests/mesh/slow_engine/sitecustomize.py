@@ -1,0 +1,30 @@
+"""Put on PYTHONPATH by a test: failpoints within the engine, which knows none. `engine.step` before each step is planned,
+`engine.compute` while it is computed."""
+
+from __future__ import annotations
+
+from engine.engine import Engine
+from engine.exports import LayerSignal
+from engine.outputs import StepResult
+from engine.runner import Draw, ModelRunner
+from engine.scheduler import Plan
+from engine.sequence import Sequence
+from runtime import failpoints
+
+_step, _run = Engine.step, ModelRunner.run
+
+
+def step(self: Engine) -> StepResult | None:
+    if self.has_work:
+        failpoints.hit("engine.step")
+    return _step(self)
+
+
+def run(self: ModelRunner, plan: Plan, signal: LayerSignal | None = None) -> dict[Sequence, list[Draw]]:
+    if any(piece.num_tokens > 1 for piece in plan.pieces):
+        failpoints.hit("engine.compute")
+    return _run(self, plan, signal)
+
+
+Engine.step = step  # type: ignore[method-assign]
+ModelRunner.run = run  # type: ignore[method-assign]
