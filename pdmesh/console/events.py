@@ -16,11 +16,10 @@ class TooMany(Exception):
 
 
 class Events:
-    """One text for everybody, made once when it is due. `on_watch` is called as long as anybody looks."""
+    """One text for everybody, made once when it is due."""
 
-    def __init__(self, make: Callable[[], str], on_watch: Callable[[], None]) -> None:
+    def __init__(self, make: Callable[[], str]) -> None:
         self._make = make
-        self._on_watch = on_watch
         self._changed = asyncio.Event()
         self._published = asyncio.Condition()
         self._text, self._number = "", 0
@@ -58,11 +57,9 @@ class Events:
             raise TooMany
         self._num_clients += 1
         try:
-            self._on_watch()
             yield f"retry: 2000\ndata: {self._make()}\n\n"
             number = self._number
             while not self._is_closed:
-                self._on_watch()
                 is_news = await self._wait(number)
                 if is_news:
                     number = self._number

@@ -46,7 +46,7 @@ class ConsoleProcess:
         self._store = Store(Bounds(config.max_traces, config.max_age_s, config.max_mib << 20))
         self._topology = Topology(routers, open_tls(config.tls), metadata, on_change=self._changed)
         state = State(self._store, self._topology)
-        self._events = Events(state.snapshot, self._topology.watch)
+        self._events = Events(state.snapshot)
         tls = config.tls if config.tls.is_set else None
         console = Console(state, self._events, Mesh(routers, tls, config.api_key))
         self._http = HttpServer(console.app(config.allowed_hosts), config.host, config.port)

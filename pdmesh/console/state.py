@@ -26,7 +26,8 @@ class State:
         self._topology = topology
 
     def snapshot(self) -> str:
-        """JSON."""
+        """JSON, for somebody who looks now: the routers are asked more often from then on."""
+        self._topology.watch()
         now_s = time.time()
         self._store.prune(now_s)
         requests = list(self._store.requests())

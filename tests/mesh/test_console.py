@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import fields
 from pathlib import Path
@@ -45,10 +46,11 @@ async def http(mesh: LocalMesh) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def state(http: httpx.AsyncClient, condition: Callable[[Any], object]) -> Any:
-    """The first that is so."""
-    async with asyncio.timeout(30):
-        while not condition(seen := (await http.get("/api/state")).json()):  # noqa: ASYNC110  # in another process
-            await asyncio.sleep(0.05)
+    """The first that is so; AssertionError, with the last one, where none comes."""
+    deadline = time.monotonic() + 30
+    while not condition(seen := (await http.get("/api/state")).json()):
+        assert time.monotonic() < deadline, seen
+        await asyncio.sleep(0.05)
     return seen
 
 
