@@ -1,6 +1,6 @@
 // Why requests went where they went, and why pools grew or shrank.
 import { h, show, empty } from "./dom.js";
-import { ago, ms } from "./format.js";
+import { ago, ms, plural } from "./format.js";
 
 const opened = new Set();
 
@@ -10,7 +10,7 @@ function candidates(decision) {
     h("td", {}, each.chosen ? "✓" : ""), h("td", {}, each.prefill || "(decode itself)"), h("td", {}, each.decode), h("td", {}, each.ttft_ms ? ms(each.ttft_ms) : ""),
     h("td", {}, String(each.cached_tokens)), h("td", {}, each.cost === null ? "" : each.cost.toFixed(3)), h("td", {}, each.note)));
   const box = h("details", { "data-key": `d${decision.request_id}`, open: opened.has(decision.request_id) },
-    h("summary", {}, `${decision.candidates.length} of ${decision.num_workers} workers' candidates`),
+    h("summary", {}, `${plural(decision.candidates.length, "candidate")} among ${plural(decision.num_workers, "worker")}`),
     h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["", "prefill", "decode", "TTFT", "cached", "cost", "note"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows))));
   box.addEventListener("toggle", () => (box.open ? opened.add(decision.request_id) : opened.delete(decision.request_id)));
   return box;

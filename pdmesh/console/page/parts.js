@@ -1,6 +1,6 @@
 // The parts of the time to the first token: their names, colours, and what makes each of them long.
 import { h } from "./dom.js";
-import { ms, percent } from "./format.js";
+import { edge, ms, percent } from "./format.js";
 
 export const PARTS = [
   ["route", "router", 1, "route", "Validation, tokenization and the choice of workers took it: a long text, or a busy router."],
@@ -36,7 +36,7 @@ const where = (part, request) => ({
 }[part.process] ?? "");
 
 // Sentences: how long the first token took, which part dominates, what that means.
-export function verdict(request) {
+export function verdict(request, reasons = []) {
   const lines = [];
   const top = partsOf(request).sort((a, b) => b.value - a.value)[0];
   if (request.error && request.error !== "CANCELLED") lines.push(h("p", { class: "verdict bad-text" }, h("b", {}, `It failed: ${request.error}`)));
@@ -45,7 +45,8 @@ export function verdict(request) {
     lines.push(h("p", { class: "verdict" }, "First token after ", h("b", {}, ms(request.ttft_ms)), `; ${percent(top.value / request.ttft_ms)} of it was `,
       h("b", { class: top.process }, top.name), `${where(top, request)} (${ms(top.value)}).`, objective(request.ttft_ms, request.objective_ttft_ms)));
     const isLate = request.objective_ttft_ms && request.ttft_ms > request.objective_ttft_ms;
-    if (isLate || top.value > 0.5 * request.ttft_ms) lines.push(h("p", { class: "advice" }, top.advice));
+    if (reasons.length) lines.push(h("p", { class: "advice" }, `An attempt failed and was made again: ${reasons.join("; ")}.`));
+    else if (isLate || top.value > 0.5 * request.ttft_ms) lines.push(h("p", { class: "advice" }, top.advice));
   }
   if (request.tpot_ms !== null) {
     lines.push(h("p", { class: "verdict" }, "Then ", h("b", {}, ms(request.tpot_ms)), " per token.", objective(request.tpot_ms, request.objective_tpot_ms)));
@@ -56,5 +57,5 @@ export function verdict(request) {
 
 function objective(value, bound) {
   if (!bound) return null;
-  return value > bound ? h("span", { class: "bad-text" }, ` ${ms(value - bound)} over the objective of ${ms(bound)}.`) : ` The objective is ${ms(bound)}.`;
+  return value > bound ? h("span", { class: "bad-text" }, ` ${ms(value - bound)} over the objective of ${edge(bound)}.`) : ` The objective is ${edge(bound)}.`;
 }

@@ -1,6 +1,6 @@
 // KV pools, prefix caches and speculation of the workers.
 import { h, show, empty } from "./dom.js";
-import { count, percent } from "./format.js";
+import { count, percent, plural } from "./format.js";
 
 function hits(worker) {
   const all = worker.hit_tokens + worker.prefilled_tokens;
@@ -14,7 +14,7 @@ function notes(worker) {
     worker.blocks.cached ? `${count(worker.blocks.cached)} blocks hold a reusable prefix` : null, hits(worker),
     guess && guess.verified ? `${guess.tokens_per_step.toFixed(2)} tokens a step, ${percent(guess.kept / guess.verified)} of guesses kept` : null,
     worker.preemptions ? `${count(worker.preemptions)} preempted` : null,
-    worker.handoff_failures ? `${count(worker.handoff_failures)} hand-offs failed` : null,
+    worker.handoff_failures ? `${plural(worker.handoff_failures, "failed hand-off")}` : null,
   ].filter(Boolean).join(" · ");
 }
 

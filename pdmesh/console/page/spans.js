@@ -6,11 +6,11 @@ function millis(nanoseconds, from) {
   return Number(since / MS) + Number(since % MS) / 1e6;
 }
 
-function processOf(span, request) {
+// By whose work it is; decode workers that compute a prompt themselves do a prefill's work.
+function processOf(span) {
+  if (span.name === "retry") return "client";
   if (span.service === "pdmesh-router") return "router";
   if (span.service !== "pdmesh-worker") return "client";
-  if (span.instance === request.prefill_worker && span.instance !== request.decode_worker) return "prefill";
-  if (span.instance === request.decode_worker && span.instance !== request.prefill_worker) return "decode";
   return /^(prefill|kv)/.test(span.name) ? "prefill" : "decode";
 }
 
@@ -29,10 +29,10 @@ export function rowsOf(trace, request) {
     seen.add(span.span_id);
     const below = (children.get(span.span_id) ?? []).sort((a, b) => (BigInt(a.start_ns) < BigInt(b.start_ns) ? -1 : 1));
     rows.push({
-      span, depth, process: processOf(span, request), isWrapper: below.length > 0,
+      span, depth, process: processOf(span), isWrapper: below.length > 0,
       start: millis(span.start_ns, from), end: millis(span.end_ns, from),
       ticks: span.events.map((event) => ({ at: millis(event.at_ns, from), ...event })),
-      steps: span.name === "decode" ? trace.steps.map((step) => ({ at: millis(step.start_ns, from), step })) : [],
+      steps: span.name === "decode" ? trace.steps.map((step) => ({ at: millis(step.start_ns, from), step })) : [], // of other attempts, too: lanes show those within
     });
     for (const child of below) visit(child, depth + 1);
   };

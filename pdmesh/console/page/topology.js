@@ -2,14 +2,13 @@
 import { h, s, show, empty } from "./dom.js";
 import { perSecond, plural, size } from "./format.js";
 
-const NODE_H = 50, GAP = 12, MAX_GAP = 44, TITLE_H = 24, FULL_H = 236, WIDE = 520, MAX_NODES = 24, MAX_IDLE = 48;
+const NODE_H = 50, GAP = 12, MAX_GAP = 64, TITLE_H = 24, FULL_H = 280, WIDE = 520, MAX_NODES = 24, MAX_IDLE = 48;
 const TITLES = { router: "Routers", prefill: "Prefill", decode: "Decode", both: "Prefill and decode" };
 let built = { signature: "", nodes: new Map(), flows: new Map() };
 
-function routerNode(router, state) {
-  const name = router.id || router.address;
+function routerNode(router) {
   return {
-    id: `r:${router.id}`, kind: "router", name: name.length > 14 && state.routers.length < 10 ? `router ${name.slice(0, 6)}` : name,
+    id: `r:${router.id}`, kind: "router", name: router.id || router.address,
     state: router.problem ? "lost" : "alive", share: router.max_inflight ? router.inflight / router.max_inflight : 0,
     line: router.problem ? "does not answer" : `${router.inflight} in flight · ${router.queued} queued`,
     tip: `${router.id}\n${router.address}\n${router.problem || `${router.inflight} of ${router.max_inflight} requests in flight, ${router.queued} of ${router.max_queued} queued`}`,
@@ -31,7 +30,7 @@ function workerNode(worker) {
 }
 
 function layers(state) {
-  const nodes = [...state.routers.map((router) => routerNode(router, state)), ...state.workers.map(workerNode)];
+  const nodes = [...state.routers.map(routerNode), ...state.workers.map(workerNode)];
   return [["router"], ["prefill"], ["decode", "both"]]
     .map((kinds) => nodes.filter((node) => kinds.includes(node.kind)))
     .filter((layer) => layer.length)

@@ -29,7 +29,7 @@ function timeLabel(row, left, right) {
   if (left > 100) return h("span", { class: "wf-time", style: { right: "0" } }, `${text}, at ${ms(row.start)} →`);
   if (right < 78) return h("span", { class: "wf-time", style: { left: `${right}%` } }, text);
   if (left > 22) return h("span", { class: "wf-time", style: { right: `${100 - left}%` } }, text);
-  return h("span", { class: "wf-time", style: { right: `${Math.max(0, 100 - right)}%` } }, text);
+  return h("span", { class: `wf-time${row.isWrapper ? "" : " inside"}`, style: { right: `${Math.max(0, 100 - right)}%` } }, text);
 }
 
 function lane(row, domain, mark) {
@@ -42,7 +42,7 @@ function lane(row, domain, mark) {
   const inside = (time) => time >= 0 && time <= domain;
   return h("div", { class: "wf-lane" }, bar,
     row.ticks.filter((tick) => inside(tick.at)).map((tick) => h("span", { class: "wf-tick", style: { left: `${at(tick.at)}%` } })),
-    row.steps.filter((step) => inside(step.at)).map((step) => h("span", { class: "wf-step decode", style: { left: `${at(step.at)}%` } })),
+    row.steps.filter((step) => inside(step.at) && step.at >= row.start && step.at <= row.end).map((step) => h("span", { class: "wf-step decode", style: { left: `${at(step.at)}%` } })),
     mark && mark <= domain ? h("span", { class: "wf-mark", style: { left: `${at(mark)}%` } }) : null,
     timeLabel(row, left, right));
 }
@@ -54,15 +54,15 @@ function rowElement(row, domain, mark, opened) {
   return { element: h("div", { class: `wf-row${opened.has(row.span.span_id) ? " open" : ""}`, "data-tip": tipOf(row), "data-span": row.span.name }, name, lane(row, domain, mark)), toggle };
 }
 
-function axisElement(domain) {
+function axisElement(domain, isNarrow) {
   return [h("div", { class: "wf-axis" }), h("div", { class: "wf-axis", "aria-hidden": "true" },
-    [0, 0.25, 0.5, 0.75, 1].map((share) => h("span", { style: { left: `${100 * share}%` } }, ms(domain * share))))];
+    (isNarrow ? [0, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1]).map((share) => h("span", { style: { left: `${100 * share}%` } }, ms(domain * share))))];
 }
 
 function lanes(container, rows, request, view, opened) {
   const total = Math.max(...rows.map((row) => row.end), 0.001);
   const domain = view === "first" && request.ttft_ms ? Math.min(total, request.ttft_ms * 1.06) : total;
-  const grid = h("div", { class: "wf", role: "group", "aria-label": "Spans over time" }, axisElement(domain));
+  const grid = h("div", { class: "wf", role: "group", "aria-label": "Spans over time" }, axisElement(domain, container.clientWidth < 560));
   for (const row of rows) {
     const { element, toggle } = rowElement(row, domain, request.ttft_ms, opened);
     element.addEventListener("click", () => {
@@ -76,6 +76,9 @@ function lanes(container, rows, request, view, opened) {
   show(container, grid);
 }
 
+// Why attempts failed, each reason once.
+const reasonsOf = (rows) => [...new Set(rows.filter((row) => row.span.name === "retry").map((row) => row.span.attributes["pdmesh.reason"]).filter(Boolean))];
+
 export const startView = (request) => (request.ttft_ms && request.total_ms > 3 * request.ttft_ms ? "first" : "all");
 
 // `trace`: what /api/traces gave; `view`: "all" or "first" (to the first token). `tools`: where the choice between them stands.
@@ -86,7 +89,7 @@ export function drawWaterfall(container, tools, trace, request, view, opened = n
     return;
   }
   const body = h("div", {});
-  show(container, verdict(request), stack(request, true), partsLegend(request), body);
+  show(container, verdict(request, reasonsOf(rows)), stack(request, true), partsLegend(request), body);
   const choose = (chosen) => {
     show(tools, [["first", "To the first token"], ["all", "All of it"]].map(([key, label]) =>
       h("button", { type: "button", "aria-pressed": key === chosen, onclick: () => { choose(key); tools.querySelector('[aria-pressed="true"]')?.focus(); } }, label)));
