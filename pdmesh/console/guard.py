@@ -1,7 +1,7 @@
 """Keeps other people's pages away from the console: what a browser sends along says who asks.
 
 - a name that was made to point here (DNS rebinding) stands in Host, and is none that we answer to;
-- another site's form or script stands in Origin, and only our own page may ask for something to be done.
+- another site's form or script stands in Origin and Sec-Fetch-Site, and only our own page may ask for more than the page.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Guard:
         """ASGI."""
         if scope["type"] != "http":
             return
-        problem = self._problem(scope["method"], Headers(scope=scope))
+        problem = self._problem(scope["method"], scope["path"], Headers(scope=scope))
         if problem:
             await PlainTextResponse(problem + "\n", status_code=403, headers=HEADERS)(scope, receive, send)
             return
@@ -54,12 +54,12 @@ class Guard:
 
         await self._app(scope, receive, with_headers)
 
-    def _problem(self, method: str, headers: Headers) -> str:
+    def _problem(self, method: str, path: str, headers: Headers) -> str:
         """Why it is not answered; "" if it is."""
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_ours(hosts[0]):
             return "this console does not answer to that Host; --allowed-hosts names more"
-        if method in _SAFE:
+        if method in _SAFE and not path.startswith("/api/"):  # a link to the page may stand anywhere
             return ""
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
         if (origin is not None and urlsplit(origin).netloc.lower() != hosts[0].lower()) or site not in ("same-origin", "none"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -226,6 +227,8 @@ class Script:
 
     problem: grpc.StatusCode | None = None
     num_waiting: int = 1
+    hangs: bool = False  # after the first token
+    left: asyncio.Event = field(default_factory=asyncio.Event)  # a client has
     metadata: list[dict[str, str]] = field(default_factory=list)
     requests: list[mesh_pb2.ChatRequest] = field(default_factory=list)
 
@@ -259,6 +262,9 @@ class MadeRouter(MeshServicer):
         yield mesh_pb2.GenerateResponse(started=mesh_pb2.Started(request_id="r-chat", seed=1, model=MODEL))
         for index, text in enumerate(("Paris", " is", " it.")):
             yield mesh_pb2.GenerateResponse(delta=mesh_pb2.Delta(first_index=index, token_ids=[index], text=text))
+            if self.script.hangs:
+                context.add_done_callback(lambda _: self.script.left.set())
+                await asyncio.Event().wait()
         usage = mesh_pb2.Usage(prompt_tokens=4, completion_tokens=3)
         timings = mesh_pb2.Timings(ttft_ns=50 * MS, tpot_ns=9 * MS, total_ns=70 * MS)
         yield mesh_pb2.GenerateResponse(completed=mesh_pb2.Completed(usage=usage, timings=timings))

@@ -96,6 +96,24 @@ async def test_only_our_own_page_may_ask_for_something(console: Running, headers
     assert "access-control-allow-origin" not in answer.headers
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+async def test_other_sites_may_link_to_the_page_but_not_keep_us_busy(console: Running, site: str) -> None:
+    headers = {"sec-fetch-site": site}
+    assert (await console.http.get("/", headers=headers)).status_code == 200
+    for path in ("/api/state", "/api/events"):
+        assert (await console.http.get(path, headers=headers)).status_code == 403
+
+
+async def test_who_leaves_takes_the_request_along(console: Running) -> None:
+    console.script.hangs = True
+    async with console.http.stream("POST", "/api/generate", json=PROMPT) as answer:
+        async for line in answer.aiter_lines():
+            if "Paris" in line:
+                break
+    async with asyncio.timeout(15):
+        await console.script.left.wait()
+
+
 @pytest.mark.parametrize(("body", "status"), [
     ("no json", 400), ("[]", 400), ("{}", 400), ('{"prompt": "  "}', 400), ('{"prompt": 7}', 400),
     (json.dumps({"prompt": "x" * 20_000}), 400), (json.dumps({"prompt": "x" * MAX_BODY_BYTES}), 413),
