@@ -193,10 +193,10 @@ class Reservations:
             self._spans.begin(record, record.submission.received_ns)
 
         def fill(engine: Engine) -> ReservedBlocks | None:
-            blocks = reserve(engine)
-            record.engine_entered_ns = monotonic_ns()  # the engine's own clock of the request begins here
+            blocks, request = reserve(engine), record.named_request
+            record.engine_entered_ns = monotonic_ns()  # the engine's own clock of the request begins in the next line
             if blocks is not None and is_local:
-                engine.run_local(record.engine_id, record.named_request)
+                engine.run_local(record.engine_id, request)
             return blocks
 
         try:

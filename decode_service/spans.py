@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.outputs import RequestStarted
-from protos.v1 import common_pb2
 from runtime.errors import MeshError
+from runtime.telemetry.problems import finish_word, problem_of
 from runtime.telemetry.propagation import SpanContext
 from runtime.telemetry.spans import Kind, Span, Value
 from runtime.telemetry.steps import StepLog, chunk_events
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from decode_service.record import Record
 
 MAX_ENDED = 64
-_REASONS = {
-    common_pb2.FINISH_REASON_UNSPECIFIED: "unfinished",
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-}
 
 
 @dataclass(eq=False)
@@ -63,10 +58,8 @@ class DecodeSpans:
         if context is None:
             return
         span = self.tracing.begin("submit", context.call, start_ns=received_ns, kind=Kind.SERVER, attributes=attributes)
-        if isinstance(error, MeshError):
-            span.fail(error.code.name, error.message)
-        elif error is not None:
-            span.fail(type(error).__name__)
+        if error is not None:
+            span.fail(*problem_of(error))
         span.end()
 
     def begin(self, record: Record, started_ns: int) -> None:
@@ -108,7 +101,7 @@ class DecodeSpans:
         if reason:
             span.set({"pdmesh.reason": reason})
         if failure is not None:
-            span.fail(failure.code.name, failure.message)
+            span.fail(*problem_of(failure))
         if record.handoff.kv_bytes:
             span.set({"pdmesh.kv.bytes": record.handoff.kv_bytes, "pdmesh.kv.transport": record.handoff.transport})
         span.end()
@@ -145,7 +138,7 @@ def _outcome(record: Record) -> dict[str, Value]:
     attributes: dict[str, Value] = {
         "pdmesh.cached_tokens": record.blocks.num_cached_tokens if record.blocks else 0,
         "gen_ai.usage.output_tokens": sum(len(choice.token_ids) for choice in choices),
-        "gen_ai.response.finish_reasons": [_REASONS[choice.finish_reason] for choice in choices],
+        "gen_ai.response.finish_reasons": [finish_word(choice.finish_reason) for choice in choices],
     }
     if any(choice.num_drafted for choice in choices):
         attributes["pdmesh.drafted_tokens"] = sum(choice.num_drafted for choice in choices)

@@ -11,11 +11,10 @@ longer than it looks from the events. `Spans` itself does nothing.
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from kvtransfer.push import PartMoved
-from runtime.errors import MeshError
+from runtime.telemetry.problems import is_departure, problem_of
 from runtime.telemetry.propagation import SpanContext
 from runtime.telemetry.spans import Kind, Value
 from runtime.telemetry.steps import StepLog, chunk_events
@@ -111,20 +110,14 @@ class LiveSpans(Spans):
         num_bytes = sum(part.num_bytes for part in self._parts)
         if self._parts:
             self._root.set({"pdmesh.kv.bytes": num_bytes, "pdmesh.kv.transport": self._parts[0].transport})
+        error_type, words = ("", "") if error is None else problem_of(error)
         if problem is not None:
             self._root.fail("handoff_failed", problem)
-        elif isinstance(error, (GeneratorExit, asyncio.CancelledError)):
-            self._root.set({"error.type": "CANCELLED"})
-        elif error is not None:
-            self._fail(error)
+        elif is_departure(error_type):
+            self._root.set({"error.type": error_type})
+        elif error_type:
+            self._root.fail(error_type, words)
         self._root.end()
-
-    def _fail(self, error: BaseException) -> None:
-        """The words of an error that is none of ours may hold anything."""
-        if isinstance(error, MeshError):
-            self._root.fail(error.code.name, error.message)
-        else:
-            self._root.fail(type(error).__name__)
 
     def _record_push(self, part: PartMoved) -> None:
         attributes: dict[str, Value] = {

@@ -54,7 +54,7 @@ class Frontend:
         """`started`, deltas, `completed`. `received_ns`: when it had arrived here, if not just now. `metadata` (or headers) may
         name the caller's trace. Raises MeshError."""
         received_ns = received_ns or now_ns()
-        trace = self._trace(COMPLETION, request.model, received_ns, metadata)
+        trace = self._trace(COMPLETION, received_ns, metadata)
         return self._stream(self._jobs.from_generate(request, time_left_s), received_ns, trace)
 
     def chat(
@@ -66,7 +66,7 @@ class Frontend:
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         """As `generate`."""
         received_ns = received_ns or now_ns()
-        trace = self._trace(CHAT, request.model, received_ns, metadata)
+        trace = self._trace(CHAT, received_ns, metadata)
         return self._stream(self._jobs.from_chat(request, time_left_s), received_ns, trace)
 
     async def tokenize(self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None = None) -> mesh_pb2.TokenizeResponse:
@@ -166,8 +166,8 @@ class Frontend:
         self._requests.discard(request)
         trace.ended(timings, request.brought, None if request.is_complete else error)
 
-    def _trace(self, operation: str, model: str, received_ns: int, metadata: RequestMetadata | None) -> RequestTrace:
-        return open_trace(self.core, operation, model, self.core.tracing.extract(metadata), received_ns)
+    def _trace(self, operation: str, received_ns: int, metadata: RequestMetadata | None) -> RequestTrace:
+        return open_trace(self.core, operation, self.core.tracing.extract(metadata), received_ns)
 
     def _going(self) -> Unavailable:
         return Unavailable("this router is going; use another one")

@@ -6,7 +6,7 @@ the workers that took part (trace_keeper.py). Neither prompts nor outputs are in
 
 from __future__ import annotations
 
-import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from router.demands import goals_ms
 from router.job import Job
 from router.spans import NO_SPANS, LiveSpans, Spans
 from router.timings import RequestTimings
-from runtime.errors import Cancelled, MeshError, as_mesh_error
+from runtime.telemetry.problems import finish_word, is_departure, problem_of
 from runtime.telemetry.propagation import SpanContext
 from runtime.telemetry.spans import Kind, Span, Value
 from runtime.telemetry.tracing import Tracing
@@ -25,14 +25,9 @@ if TYPE_CHECKING:
     from router.core import Core
     from router.worker import Worker
 
+logger = logging.getLogger(__name__)
 PROVIDER = "pdmesh"
-MAX_MODEL_CHARS = 100  # of a name that may be of no model
 CHAT, COMPLETION = "chat", "text_completion"
-_REASONS = {
-    common_pb2.FINISH_REASON_UNSPECIFIED: "unfinished",
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-}
 _PRIORITIES = {
     common_pb2.PRIORITY_INTERACTIVE: "interactive",
     common_pb2.PRIORITY_STANDARD: "standard",
@@ -66,23 +61,21 @@ class RequestTrace:
 OFF = RequestTrace()
 
 
-def open_trace(core: Core, operation: str, model: str, caller: SpanContext | None, received_ns: int) -> RequestTrace:
+def open_trace(core: Core, operation: str, caller: SpanContext | None, received_ns: int) -> RequestTrace:
     """Of a request that came at `received_ns`; `caller` is its context, if it has one."""
-    return LiveTrace(core, operation, model, caller, received_ns) if core.tracing.is_on else OFF
+    return LiveTrace(core, operation, caller, received_ns) if core.tracing.is_on else OFF
 
 
 class LiveTrace(RequestTrace):
     """Between the request's arrival and its end."""
 
-    def __init__(self, core: Core, operation: str, model: str, caller: SpanContext | None, received_ns: int) -> None:
+    def __init__(self, core: Core, operation: str, caller: SpanContext | None, received_ns: int) -> None:
         self._core = core
         self._tracing: Tracing = core.tracing
         self._received_ns = received_ns
         self._goals = (0, 0)
         self._workers: set[Worker] = set()
         attributes: dict[str, Value] = {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER}
-        if model:
-            attributes["gen_ai.request.model"] = model[:MAX_MODEL_CHARS]
         self._root = self._tracing.begin("generate", caller, start_ns=received_ns, kind=Kind.SERVER, attributes=attributes)
         self.live = self.spans = LiveSpans(self._tracing, self._root, self._workers)
 
@@ -97,43 +90,38 @@ class LiveTrace(RequestTrace):
         self._root.set({**_request_attributes(job), **_goal_attributes(self._goals)})
 
     def ended(self, timings: RequestTimings, brought: Yield | None, error: BaseException | None) -> None:
+        try:
+            self._end(timings, brought, error)
+        except Exception:  # a bug in what is said of a request must not end it
+            logger.exception("the trace of a request is incomplete")
+
+    def _end(self, timings: RequestTimings, brought: Yield | None, error: BaseException | None) -> None:
         parts = timings.parts if timings.parts.total_ns else timings.message()
         if timings.first_handed_ns is not None:
             self.spans.returned(timings.first_handed_ns - parts.first_token_return_ns, timings.first_handed_ns)
         self._root.set({**_timing_attributes(parts), **_brought_attributes(brought)})
-        problem = None if error is None else _problem_of(error)
-        is_met = problem is None and self._meets(parts)
+        error_type, words = ("", "") if error is None else problem_of(error)
+        has_left = is_departure(error_type)
+        is_met = error is None and self._meets(parts)
         if any(self._goals):
             self._root.set({"pdmesh.slo.met": is_met})
-        if problem is not None:
-            self._note(problem)
+        if has_left:
+            self._root.set({"error.type": error_type})
+        elif error is not None:
+            self._root.fail(error_type, words)
         self.live.close(self._received_ns + parts.total_ns)
-        if not is_met and not isinstance(problem, Cancelled):
+        if not is_met and not has_left:
             self._keep()
 
     def _meets(self, parts: mesh_pb2.Timings) -> bool:
         ttft_ms, tpot_ms = self._goals
         return not (ttft_ms and parts.ttft_ns > ttft_ms * 1e6) and not (tpot_ms and parts.tpot_ns > tpot_ms * 1e6)
 
-    def _note(self, problem: MeshError) -> None:
-        """Who leaves has made no error."""
-        if isinstance(problem, Cancelled):
-            self._root.set({"error.type": problem.code.name})
-        else:
-            self._root.fail(problem.code.name, problem.message)
-
     def _keep(self) -> None:
         context = self._root.context
         if not context.is_sampled:
             self._tracing.keep((context.trace_id,))
             self._core.trace_keeper.keep(context.trace_id, self._workers)
-
-
-def _problem_of(error: BaseException) -> MeshError:
-    """A stream that is closed or cancelled before its end is one whose client has left."""
-    if isinstance(error, (GeneratorExit, asyncio.CancelledError)):
-        return Cancelled("the client left")
-    return error if isinstance(error, MeshError) else as_mesh_error(error)
 
 
 def _request_attributes(job: Job) -> dict[str, Value]:
@@ -165,7 +153,7 @@ def _brought_attributes(brought: Yield | None) -> Mapping[str, Value]:
         return {}
     attributes: dict[str, Value] = {
         "gen_ai.usage.output_tokens": brought.num_tokens,
-        "gen_ai.response.finish_reasons": [_REASONS[reason] for reason in brought.finish_reasons],
+        "gen_ai.response.finish_reasons": [finish_word(reason) for reason in brought.finish_reasons],
     }
     if brought.num_drafted:
         attributes.update({"pdmesh.drafted_tokens": brought.num_drafted, "pdmesh.accepted_tokens": brought.num_accepted})

@@ -226,10 +226,11 @@ class LiveSpans(Spans):
 
     def _bury(self, attempt: _Attempt, at_ns: int, reason: str) -> None:
         """It has failed, unless it had its first token before."""
+        has_failed = attempt.span.is_open
         for span in (attempt.reserve, attempt.prefill, attempt.span):
             if span is not None and span.is_open:
                 span.fail("attempt_failed", reason)
                 span.end(at_ns)
-        if attempt.retry_since_ns is not None:
+        if attempt.retry_since_ns is not None and has_failed:
             attributes = {"pdmesh.reason": reason}
             self._tracing.record("retry", self._root.context, attempt.retry_since_ns, at_ns, attributes=attributes)

@@ -107,20 +107,26 @@ class RequestTimings:
 
     def withdrawn(self, problem: str) -> None:
         """Submit was refused, and the attempt that was to be superseded goes on."""
-        if self._before is not None:
-            before, self._before = self._before, None
+        self._go_back()
+        self.spans.withdrawn(now_ns(), problem)
+
+    def _go_back(self) -> None:
+        """To the figures of the attempt that a hedge was to supersede."""
+        before, self._before = self._before, None
+        if before is not None:
             self.attempt_ns, self.submit_ns, self.call_ns = before.attempt_ns, before.submit_ns, before.call_ns
             self.first_local, self.parts.retry_ns = before.first_local, before.retry_ns
-        self.spans.withdrawn(now_ns(), problem)
 
     def submitted(self, mode: mesh_pb2.PrefillMode.ValueType, decode_worker: str, num_cached_tokens: int) -> None:
         """Submit was answered. LOCAL: the prompt is being computed already."""
         now = now_ns()
-        self._before = None
-        if self.attempt_ns is not None:
+        if self.first_received_ns is not None and self._before is not None:
+            self._go_back()  # the token came from the attempt before, while this one was being asked for
+        elif self.attempt_ns is not None:
             self.submit_ns = now - self.attempt_ns
             self.first_local = mode == mesh_pb2.PREFILL_MODE_LOCAL
             self.call_ns = self.call_ns if self.first_local else now
+        self._before = None
         self.spans.submitted(now, {"pdmesh.cached_tokens": num_cached_tokens})
         self.parts.mode = mode
         self.parts.decode_worker = decode_worker

@@ -73,6 +73,10 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Takes nothing more; idempotent."""
         self._server.stop(None).wait()
 
     def Export(

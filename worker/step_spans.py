@@ -75,4 +75,7 @@ class StepSpans:
             "pdmesh.step.prefill_tokens": batch.prefill_tokens,
         }
         links = self._decode.take_served()[:MAX_LINKS]
-        self._decode.tracing.record("decode.step", None, batch.started_ns, batch.ended_ns, attributes=attributes, links=links)
+        span = self._decode.tracing.begin("decode.step", None, start_ns=batch.started_ns, attributes=attributes)
+        span.links = links
+        if span.context.is_sampled:  # else nobody will ever ask for it: it would only take the place of others
+            span.end(batch.ended_ns)

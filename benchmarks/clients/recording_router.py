@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from protos.v1 import mesh_pb2
 from router import main as router_main
-from router.frontend import Frontend
+from router.frontend import Frontend, RequestMetadata
 
 FILE_VARIABLE = "BENCH_CLIENTS_RECORDS"
 
@@ -23,14 +23,22 @@ class RecordingFrontend(Frontend):
     """Writes down what `completed` says."""
 
     def generate(
-        self, request: mesh_pb2.GenerateRequest, time_left_s: float | None, received_ns: int | None = None
+        self,
+        request: mesh_pb2.GenerateRequest,
+        time_left_s: float | None,
+        received_ns: int | None = None,
+        metadata: RequestMetadata | None = None,
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        return _recorded(super().generate(request, time_left_s, received_ns))
+        return _recorded(super().generate(request, time_left_s, received_ns, metadata))
 
     def chat(
-        self, request: mesh_pb2.ChatRequest, time_left_s: float | None, received_ns: int | None = None
+        self,
+        request: mesh_pb2.ChatRequest,
+        time_left_s: float | None,
+        received_ns: int | None = None,
+        metadata: RequestMetadata | None = None,
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        return _recorded(super().chat(request, time_left_s, received_ns))
+        return _recorded(super().chat(request, time_left_s, received_ns, metadata))
 
 
 async def _recorded(

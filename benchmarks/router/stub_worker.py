@@ -201,6 +201,10 @@ class StubControl(worker_pb2_grpc.WorkerControlServicer):
         """It caches nothing."""
         yield worker_pb2.BlockList(epoch=self.epoch, is_last=True)
 
+    async def KeepTraces(self, request: worker_pb2.KeepTracesRequest, context: object) -> worker_pb2.KeepTracesResponse:
+        """It has none."""
+        return worker_pb2.KeepTracesResponse()
+
 
 def _outcome(status: prefill_pb2.HandoffStatus.ValueType) -> prefill_pb2.PrefillEvent:
     return prefill_pb2.PrefillEvent(outcome=prefill_pb2.HandoffOutcome(status=status, transport="tcp"))

@@ -153,8 +153,11 @@ def open_tracing(config: TelemetryConfig, service: str, resource: Attributes, en
         raise ConfigError(name, problem) from error
     if endpoint is None:
         return OFF
-    from runtime.telemetry.otlp import open_outbox  # imports OpenTelemetry, for nothing where nothing is sent
-
+    try:
+        from runtime.telemetry.otlp import open_outbox  # imports OpenTelemetry, for nothing where nothing is sent
+    except ImportError as error:
+        remedy = "pip install 'pdmesh[services]'"
+        raise ConfigError("otlp_endpoint", f"a package is missing that sends traces ({error.name})", remedy) from error
     logger.info("traces go to %s", endpoint.target)
     outbox = open_outbox(endpoint, service, resource, env)
     return Tracing(outbox, share=config.trace_share, max_held_spans=config.trace_held_spans)

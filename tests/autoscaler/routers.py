@@ -92,7 +92,7 @@ class ToldWorker(worker_pb2_grpc.WorkerControlServicer):
     asked: list[worker_pb2.SetRolesRequest] = field(default_factory=list)
 
     # Nobody asks for these here.
-    Watch = ListBlocks = None  # type: ignore[assignment]
+    Watch = ListBlocks = KeepTraces = None  # type: ignore[assignment]
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: object) -> worker_pb2.WorkerInfo:
         return self.info

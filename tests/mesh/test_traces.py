@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
+import httpx
 import pytest
 import pytest_asyncio
 
 from benchmarks.chaos.arming import Arming
 from pdmesh.client import AsyncClient, Completed, Delta
 from pdmesh.client_types import Generation
-from pdmesh.errors import DeadlineExceeded, MeshError
+from pdmesh.errors import MeshError
 from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan
 from tests.mesh import oracle
@@ -25,7 +26,8 @@ from tests.otlp_receiver import OtlpReceiver
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SLOW_ENGINE = Path(__file__).parent / "slow_engine"
-NAMES = ("router-0", "prefill-0", "prefill-1", "decode-0", "decode-1")
+PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
+DELAY_MS = 50
 _numbers = count(9000)
 
 
@@ -57,7 +59,7 @@ class Traced:
 async def traced(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Traced]:
     """Two workers of each kind, all of them with failpoints in their engines; what dies is started again."""
     folder = tmp_path_factory.mktemp("failpoints")
-    armings = {name: Arming(folder / name) for name in NAMES}
+    armings = {name: Arming(folder / name) for name in ("router-0", *PREFILLS, *DECODES)}
 
     def adjust(plan: ProcessPlan) -> ProcessPlan:
         env = {**plan.env, **armings[plan.name].environment}
@@ -71,6 +73,7 @@ async def traced(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
             num_prefill=2,
             num_decode=2,
             port=0,
+            http_port=0,
             num_threads=1,
             stop_grace_s=30,
             router_args=("--policy=least-loaded", "--hedge-share=0", "--rebalance=off"),
@@ -148,7 +151,7 @@ async def test_a_local_request(traced: Traced, client: AsyncClient) -> None:
 
 
 async def test_a_prefill_that_fails_is_retried_in_sight(traced: Traced, client: AsyncClient) -> None:
-    for name in ("prefill-0", "prefill-1"):
+    for name in PREFILLS:
         traced.armings[name].arm("prefill.accepted", "error@1")
     result = await traced.ask(client)
     num_retries = result.timings.num_retries
@@ -179,24 +182,26 @@ async def test_what_a_cancel_leaves(traced: Traced, client: AsyncClient) -> None
 
 
 async def test_what_an_error_leaves(traced: Traced, client: AsyncClient) -> None:
-    for name in ("prefill-0", "prefill-1"):
+    """A deadline that the router keeps: a client's own would end the call at both ends at once."""
+    for name in PREFILLS:
         traced.armings[name].arm("engine.compute", "delay:2000")
-    with pytest.raises(DeadlineExceeded):
-        await traced.ask(client, timeout=0.5, length=200)
-    root = next(
-        span
-        for span in await asyncio.to_thread(
-            traced.receiver.wait, lambda spans: any(span.attributes.get("error.type") == "DEADLINE_EXCEEDED" for span in spans)
-        )
-        if span.attributes.get("error.type") == "DEADLINE_EXCEEDED"
-    )
-    assert root.is_failed
+    async with httpx.AsyncClient(timeout=60) as http:
+        body = {"model": "tiny", "prompt": oracle.prompt_of(next(_numbers), 200), "max_tokens": 8}
+        headers = {"X-Request-Id": "late", "X-Request-Timeout-Ms": "500", "X-Prefill-Mode": "remote"}
+        answer = await http.post(f"{traced.mesh.http_urls[0]}/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 504
+    trace = await traced.trace("late", {"attempt", "reserve", "prefill"})
+    assert (trace.root.is_failed, trace.root.attributes["error.type"]) == (True, "DEADLINE_EXCEEDED")
+    assert all(span.end_ns <= trace.root.end_ns for span in trace.spans if span.process == trace.root.process)
+
+
+async def test_what_is_refused_has_a_trace_without_a_word_of_it(traced: Traced, client: AsyncClient) -> None:
     with pytest.raises(MeshError):
-        await client.generate("never to be seen", model="nobody", request_id="unknown", timeout=5)
-    await asyncio.to_thread(
+        await client.generate("never to be seen", model="nobody", timeout=5)
+    spans = await asyncio.to_thread(
         traced.receiver.wait, lambda spans: any(span.attributes.get("error.type") == "NOT_FOUND" for span in spans)
     )
-    assert "never to be seen" not in repr(traced.receiver.spans)
+    assert "never to be seen" not in repr(spans) and "nobody" not in repr(spans)
 
 
 async def test_parts_add_up_to_ttft_for_each_of_many_requests_under_load(traced: Traced, client: AsyncClient) -> None:
@@ -217,10 +222,6 @@ async def test_parts_add_up_to_ttft_for_each_of_many_requests_under_load(traced:
         if abs(missing_ms) > max(1.0, 0.02 * ttft_ms):
             off.append(f"{result.request_id}: {missing_ms:.2f} of {ttft_ms:.2f} ms: {trace.ttft_parts_ms()}")
     assert not off, "\n".join([f"{len(off)} of 200", *off[:20]])
-
-
-DELAY_MS = 50
-PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What clients say stays out of the logs, unless the operator wants it there."""
+"""What clients say stays out of traces, and of the logs unless the operator wants it there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import httpx
 import pytest
 
 from protos.v1 import common_pb2, mesh_pb2
+from runtime.telemetry.otlp import encode_request, encode_resource
+from runtime.telemetry.tracing import Tracing
 from tests.router.mesh import Mesh, running_mesh
+from tests.runtime.telemetry.collected import Collected
 
 CANARY = "canary-6f1d"
 
@@ -43,7 +46,11 @@ async def test_the_canary(
     caplog.set_level(logging.DEBUG)
     for name in ("httpx", "httpcore"):  # the client's own words
         monkeypatch.setattr(logging.getLogger(name), "level", logging.CRITICAL)
+    spans = Collected()
     async with running_mesh(model_folder, http_port=0, max_prompt_bytes=100_000, log_requests=switched_on) as mesh:
+        mesh.router.core.tracing = Tracing(spans)
         await _say_it_everywhere(mesh)
     assert len(caplog.records) > 5
     assert (CANARY in caplog.text) is switched_on
+    assert sum(span.name.startswith("generate") for span in spans.spans) >= 7
+    assert CANARY not in str(encode_request(spans.spans, encode_resource("pdmesh-router", {}, {}), 0))

@@ -276,6 +276,14 @@ def test_remote_parts_are_submit_then_prefill_call() -> None:
     )
 
 
+def test_a_local_token_may_come_before_its_submit_is_answered() -> None:
+    timings = RequestTimings(received_ns=now_ns())
+    timings.submitting()
+    timings.first_token()
+    timings.submitted(mesh_pb2.PREFILL_MODE_LOCAL, "d", 0)
+    assert timings.first_local and timings.submit_ns > 0
+
+
 @pytest.mark.parametrize(("submit_ns", "reserve_ns", "queue_ns"), [(500, 500, 200), (900, 700, 0)])
 def test_local_reserve_is_the_first_share_of_the_queue(submit_ns: int, reserve_ns: int, queue_ns: int) -> None:
     parts = _timings(mesh_pb2.PREFILL_MODE_LOCAL, submit_ns)

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from protos.v1 import mesh_pb2
+from protos.v1 import common_pb2, mesh_pb2
 from router.hedge import HedgeLimits
 from router.spans import MAX_PARTS, LiveSpans
 from router.timings import RequestTimings
@@ -260,6 +260,8 @@ async def test_a_client_that_leaves_has_made_no_error(model_folder: Path) -> Non
     ("message", "code"),
     [
         (request(max_tokens=0), "INVALID_ARGUMENT"),
+        (request(stop=["secret" * 1000]), "INVALID_ARGUMENT"),
+        (request(constraint=common_pb2.Constraint(json_schema='{"secret": ')), "INVALID_ARGUMENT"),
         (mesh_pb2.GenerateRequest(model="?" * 500, text="secret words"), "NOT_FOUND"),
     ],
 )
@@ -271,7 +273,7 @@ async def test_what_is_refused_has_a_trace_without_its_text(
             await seen.ask(message)
         root = await seen.root()
         assert (root.is_failed, root.attributes["error.type"]) == (True, code)
-        shown = f"{root.attributes} {root.name}"
+        shown = f"{root.attributes} {root.name} {root.problem}"
         assert "secret" not in shown and len(shown) < 2000
 
 
@@ -330,6 +332,28 @@ def test_very_many_parts_are_counted_only() -> None:
     for number in range(MAX_PARTS + 5):
         timings.queued(number)
     assert len(outbox.spans) == MAX_PARTS and root.attributes["pdmesh.dropped_parts"] == 5
+
+
+@pytest.mark.parametrize("is_accepted", [True, False])
+def test_a_token_that_comes_while_a_hedge_is_asked_for_is_the_late_attempts(is_accepted: bool) -> None:
+    outbox = Collected()
+    tracing = Tracing(outbox)
+    timings = RequestTimings(0, spans=LiveSpans(tracing, tracing.begin("generate", None, start_ns=0), set()))
+    timings.submitting({"pdmesh.attempt": 1})
+    timings.submitted(REMOTE, "d", 0)
+    timings.prefilling("p")
+    before = (timings.submit_ns, timings.call_ns, timings.parts.retry_ns)
+    timings.submitting({"pdmesh.attempt": 2}, "late")
+    timings.first_token()
+    if is_accepted:
+        timings.submitted(LOCAL, "d", 0)
+    else:
+        timings.withdrawn("it has just committed")
+    timings.spans.filled()
+    assert (timings.submit_ns, timings.call_ns, timings.parts.retry_ns) == before
+    assert "retry" not in outbox.names
+    first = next(span for span in outbox.spans if span.name == "attempt" and span.attributes["pdmesh.attempt"] == 1)
+    assert not first.is_failed and first.end_ns == timings.first_received_ns
 
 
 def test_withdrawn_timings_are_those_of_the_attempt_before() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -59,3 +60,24 @@ def test_levels_come_from_the_environment() -> None:
 def test_an_unknown_level_is_named() -> None:
     with pytest.raises(ConfigError, match=r"PDMESH_LOG: 'loud' has no known level; give debug\|info"):
         log.configure("router", env={"PDMESH_LOG": "loud"})
+
+
+async def test_lines_about_a_traced_request_name_its_trace_also_in_tasks_that_it_starts() -> None:
+    stream = io.StringIO()
+    log.configure("router", format_="json", env={}, stream=stream)
+    logger = logging.getLogger("some.part")
+
+    async def request(trace: str) -> None:
+        log.belongs_to(trace)
+        logger.info("begun")
+        await asyncio.create_task(_says(logger))
+
+    await asyncio.gather(*(asyncio.create_task(request(trace)) for trace in ("abc", "", "def")))
+    logger.info("of nobody")
+    said = [(line["message"], line.get("trace_id")) for line in map(json.loads, stream.getvalue().splitlines())]
+    begun = [("begun", trace) for trace in ("abc", None, "def")]
+    assert said == [*begun, *[("inside", trace) for _, trace in begun], ("of nobody", None)]
+
+
+async def _says(logger: logging.Logger) -> None:
+    logger.info("inside")

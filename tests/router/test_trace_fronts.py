@@ -1,0 +1,77 @@
+"""Whatever protocol a caller speaks, its trace goes on: in headers over HTTP, in metadata over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from protos.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
+from protos.vllm.vllm_engine_pb2_grpc import VllmEngineStub
+from runtime.channel import connect
+from runtime.telemetry.propagation import SpanContext, inject
+from runtime.telemetry.spans import Span
+from runtime.telemetry.tracing import Tracing
+from tests.router.kserve import calls
+from tests.router.mesh import Mesh
+from tests.router.mesh import running_mesh as running
+from tests.router.openai.conftest import client_of
+from tests.router.vllm_engine import test_generate as vllm_engine
+from tests.runtime.telemetry.collected import Collected
+from tests.support.waiting import eventually
+
+METADATA = inject(SpanContext(0xABC, 0xDEF, True, "vendor=1"))
+HEADERS = dict(METADATA)
+
+
+async def _chat(mesh: Mesh) -> None:
+    async with client_of(mesh) as client:
+        messages = [{"role": "user", "content": "hi"}]
+        await client.chat.completions.create(model="tiny", messages=messages, max_tokens=4, extra_headers=HEADERS)  # type: ignore[arg-type]
+
+
+async def _stream(mesh: Mesh) -> None:
+    async with client_of(mesh) as client:
+        stream = await client.completions.create(model="tiny", prompt="hi", max_tokens=4, stream=True, extra_headers=HEADERS)
+        async for _ in stream:
+            pass
+
+
+async def _infer(mesh: Mesh) -> None:
+    channel = connect(mesh.router.server.address)
+    await GRPCInferenceServiceStub(channel).ModelInfer(calls.request(), metadata=METADATA)
+    await channel.close()
+
+
+async def _infer_stream(mesh: Mesh) -> None:
+    channel = connect(mesh.router.server.address)
+    async for _ in GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([calls.request()]), metadata=METADATA):
+        pass
+    await channel.close()
+
+
+async def _vllm(mesh: Mesh) -> None:
+    channel = connect(mesh.router.server.address)
+    async for _ in VllmEngineStub(channel).Generate(vllm_engine.request(), metadata=METADATA):
+        pass
+    await channel.close()
+
+
+@pytest.mark.parametrize("ask", [_chat, _stream, _infer, _infer_stream, _vllm])
+async def test_a_trace_goes_on(model_folder: Path, ask: Callable[[Mesh], Awaitable[None]]) -> None:
+    async with running(model_folder, http_port=0) as mesh:
+        outbox = Collected()
+        mesh.router.core.tracing = Tracing(outbox, share=0.0)
+        await ask(mesh)
+
+        def roots() -> list[Span]:
+            return [span for span in outbox.spans if span.name == "generate tiny"]
+
+        await eventually(roots)
+        (root,) = roots()
+        assert (root.context.trace_id, root.parent_id, root.context.state) == (0xABC, 0xDEF, "vendor=1")
+        assert "error.type" not in root.attributes
+        is_chat = ask is _chat
+        assert root.attributes["gen_ai.operation.name"] == ("chat" if is_chat else "text_completion")
+        await mesh.until_whole()
