@@ -24,7 +24,7 @@ from typing import Self
 from pdmesh.certificates import CertificateError, make_certificates
 from pdmesh.client import AsyncClient
 from pdmesh.errors import MeshError
-from pdmesh.launcher_console import Traces
+from pdmesh.launcher_console import Traces, require_free
 from pdmesh.launcher_member import Member, OnEvent, start_all
 from pdmesh.launcher_plan import (
     EMBEDDED_REDIS,
@@ -209,6 +209,7 @@ class LocalMesh:
     def _take_traces(self) -> None:
         """All processes are told where to send their traces before there is a console: what they send until then comes later."""
         self.console = None
+        require_free(self.config.console_host, self.config.console_port or 0)
         self._traces = Traces.reserve(self.config.env)
         self.config = replace(self.config, env=self._traces.env)
 

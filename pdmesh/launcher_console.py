@@ -52,6 +52,16 @@ class Traces:
         return self.given
 
 
+def require_free(host: str, port: int) -> None:
+    """Before models are loaded for nothing. Raises StartFailed when the page's port is taken; 0 never is."""
+    if not port:
+        return
+    try:
+        ports.reserve(host, port, "--console-port").close()
+    except ConfigError as error:
+        raise StartFailed(f"console: {error}; --no-console leaves it out") from None
+
+
 def user_collector(env: Mapping[str, str]) -> str:
     """Where traces would go without a console, by `env` and our own environment; "" for nowhere. Raises StartFailed."""
     known = {**os.environ, **env}

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -236,6 +237,14 @@ async def test_a_console_is_told_who_the_routers_are_and_everybody_where_it_take
             pids = mesh.pids
             assert "console" in pids
         assert not any(exists(pid) for pid in pids.values()) and not mesh.config.env
+
+
+async def test_a_page_whose_port_is_taken_ends_the_start_at_once(stand_ins: None, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        mesh = LocalMesh(config(tmp_path, console_port=taken.getsockname()[1]))
+        with pytest.raises(StartFailed, match=r"--console-port: cannot listen .* --no-console"):
+            await mesh.start()
+    assert mesh.pids == {} and mesh.workers == ()
 
 
 def test_processes_with_a_console_send_their_traces_to_it_and_others_where_they_like() -> None:
