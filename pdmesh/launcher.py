@@ -16,9 +16,7 @@ import itertools
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,11 +24,13 @@ from typing import Self
 from pdmesh.certificates import CertificateError, make_certificates
 from pdmesh.client import AsyncClient
 from pdmesh.errors import MeshError
-from pdmesh.launcher_member import Member, OnEvent
+from pdmesh.launcher_console import Traces, require_free
+from pdmesh.launcher_member import Member, OnEvent, start_all
 from pdmesh.launcher_plan import (
     EMBEDDED_REDIS,
     LocalMeshConfig,
     ProcessPlan,
+    console_plan,
     cpu_sets,
     router_plans,
     usable_cores,
@@ -64,9 +64,11 @@ class LocalMesh:
         self.redis_url = config.redis
         self.routers: tuple[Member, ...] = ()
         self.workers: tuple[Member, ...] = ()
+        self.console: Member | None = None
         self.started = False  # whether everything is ready, and not stopped
         self._redis: RedisMember | None = None
         self._certificates: tempfile.TemporaryDirectory[str] | None = None
+        self._traces: Traces | None = None
         self._on_event = on_event
         self._on_progress = on_progress
 
@@ -99,6 +101,11 @@ class LocalMesh:
         """Where routers and workers show their metrics now; none without config.metrics_port."""
         kinds = ((self.routers, "router"), (self.workers, "worker"))
         return tuple(Target(member.name, role, member.metrics_urls) for group, role in kinds for member in group)
+
+    @property
+    def console_url(self) -> str:
+        """Of the console's page; "" without one."""
+        return "" if self.console is None else self.console.http_url
 
     @property
     def tls(self) -> TlsConfig:
@@ -189,18 +196,35 @@ class LocalMesh:
             await require_redis(self.redis_url, min(_REDIS_PATIENCE_S, self.config.start_timeout_s))
         if self.config.throwaway_tls and self._certificates is None:
             await self._make_certificates()
+        if self.config.console_port is not None:
+            self._take_traces()
         cores = usable_cores()
         if self.config.bind_cpus and not cpu_sets(self.config, cores):
             self._on_event(f"workers are not bound to cores: {len(cores)} cores are too few for the threads of all of them")
         self.workers = tuple(self._member(plan) for plan in worker_plans(self.config, self.redis_url, cores))
         self.routers = tuple(self._member(plan) for plan in router_plans(self.config, self.redis_url))
-        await _start_all(self._members, self._on_progress)
+        await start_all(self._members, self._on_progress)
         for router in self.routers:
             router.plan = with_port(router.plan, int(router.address.rpartition(":")[2]))
             if self.config.http_port is not None:
                 router.plan = with_port(router.plan, int(router.http_url.rpartition(":")[2]), "--http-port")
+        if self._traces is not None:
+            await self._start_console(self._traces)
         await self.wait_ready(self.config.start_timeout_s)
         self.started = True
+
+    def _take_traces(self) -> None:
+        """All processes are told where to send their traces before there is a console: what they send until then comes later."""
+        self.console = None
+        require_free(self.config.console_host, self.config.console_port or 0)
+        self._traces = Traces.reserve(self.config.env)
+        self.config = replace(self.config, env=self._traces.env)
+
+    async def _start_console(self, traces: Traces) -> None:
+        routers, forward = self.router_addresses, traces.forward
+        self.console = self._member(console_plan(self.config, traces.address, routers, forward=forward, redis_url=self.redis_url))
+        await self.console.start()
+        self.console.plan = with_port(self.console.plan, int(self.console.http_url.rpartition(":")[2]))
 
     async def _make_certificates(self) -> None:
         """In a folder that only this user may look into."""
@@ -225,7 +249,7 @@ class LocalMesh:
 
     @property
     def _members(self) -> tuple[Member, ...]:
-        return (*self.workers, *self.routers)
+        return (*self.workers, *self.routers, *(() if self.console is None else (self.console,)))
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Waits until every router sees the present process of every worker alive. Raises TimeoutError."""
@@ -255,11 +279,15 @@ class LocalMesh:
 
     async def _stop(self) -> None:
         self.started = False
-        for group in (self.routers, self.workers):
+        # The console comes last: it takes what the others say at their end.
+        for group in (self.routers, self.workers, () if self.console is None else (self.console,)):
             await asyncio.gather(*(member.stop(self.config.stop_grace_s) for member in group))
         if self._redis is not None:
             await self._redis.stop()
             self._redis = None
+        if self._traces is not None:
+            self.config = replace(self.config, env=self._traces.release())
+            self._traces = None
         self._delete_certificates()
 
     async def __aenter__(self) -> Self:
@@ -270,17 +298,3 @@ class LocalMesh:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.stop()
-
-
-async def _start_all(members: Sequence[Member], on_progress: OnEvent) -> None:
-    """Starts all at once; the first that fails ends the wait for the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for member in members:
-                group.create_task(member.start(partial(_named_progress, on_progress, member.name)))
-    except* StartFailed as failures:
-        raise failures.exceptions[0] from None
-
-
-def _named_progress(on_progress: OnEvent, name: str, text: str) -> None:
-    on_progress(f"{name}: {text}")

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from pdmesh.launcher_plan import ProcessPlan
@@ -158,3 +159,17 @@ class Member:
         # A full disk must not end a mesh.
         with contextlib.suppress(OSError), self.log_path.open("a", encoding="utf-8") as log:
             log.write(line + "\n")
+
+
+async def start_all(members: Sequence[Member], on_progress: OnEvent) -> None:
+    """Starts all at once; the first that fails ends the wait for the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for member in members:
+                group.create_task(member.start(partial(_named_progress, on_progress, member.name)))
+    except* StartFailed as failures:
+        raise failures.exceptions[0] from None
+
+
+def _named_progress(on_progress: OnEvent, name: str, text: str) -> None:
+    on_progress(f"{name}: {text}")

@@ -41,6 +41,8 @@ class LocalMeshConfig:
     metrics_port: int | None = (
         None  # /metrics of the first router, the others and the workers follow; 0: any free ones; None: no such
     )
+    console_port: int | None = None  # the page that shows the mesh; 0: any free one; None: no console
+    console_host: str = "127.0.0.1"
     redis: str = EMBEDDED_REDIS  # or a URL
     mesh: str = "default"
     num_threads: int = 0  # of each worker; 0: the cores divided by the workers
@@ -106,14 +108,14 @@ class ProcessPlan:
     """One process to be run."""
 
     name: str
-    roles: tuple[str, ...]  # "router", or of a worker: "prefill", "decode"
+    roles: tuple[str, ...]  # "router", "console", or of a worker: "prefill", "decode"
     argv: tuple[str, ...]
     env: Mapping[str, str]
 
     @property
     def is_worker(self) -> bool:
         """Whether it runs an engine."""
-        return "router" not in self.roles
+        return not {"router", "console"}.intersection(self.roles)
 
 
 def worker_plans(config: LocalMeshConfig, redis_url: str, cores: Sequence[int]) -> list[ProcessPlan]:
@@ -203,6 +205,22 @@ def _router(config: LocalMeshConfig, index: int, redis_url: str) -> ProcessPlan:
 
 def _metrics_flag(port: int | None) -> dict[str, str]:
     return {} if port is None else {"--metrics-port": str(port)}
+
+
+def console_plan(
+    config: LocalMeshConfig, otlp_address: str, routers: Sequence[str], *, forward: str = "", redis_url: str = ""
+) -> ProcessPlan:
+    """The console, which takes traces at `otlp_address` and hands them on to the collector at `forward`, if there is one."""
+    host, _, port = otlp_address.rpartition(":")
+    flags = {
+        "--routers": ",".join(routers),
+        "--host": config.console_host,
+        "--port": str(config.console_port),
+        "--otlp-host": host,
+        "--otlp-port": port,
+        "--forward-otlp": forward,
+    }
+    return ProcessPlan("console", ("console",), _command("pdmesh.console", flags, ()), _environment(config, redis_url))
 
 
 def with_port(plan: ProcessPlan, port: int, flag: str = "--port") -> ProcessPlan:

@@ -57,6 +57,11 @@ class RequestTrace:
     def ended(self, timings: RequestTimings, brought: Yield | None, error: BaseException | None) -> None:
         """The last message was handed over, or `error` ended the stream; `brought` None: it was never valid."""
 
+    @property
+    def sent_as(self) -> str:
+        """The trace's id, if it is sent: what an exemplar may name. Known once it has ended."""
+        return ""
+
 
 OFF = RequestTrace()
 
@@ -75,6 +80,7 @@ class LiveTrace(RequestTrace):
         self._received_ns = received_ns
         self._goals = (0, 0)
         self._workers: set[Worker] = set()
+        self._is_kept = False
         attributes: dict[str, Value] = {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER}
         self._root = self._tracing.begin("generate", caller, start_ns=received_ns, kind=Kind.SERVER, attributes=attributes)
         self.live = self.spans = LiveSpans(self._tracing, self._root, self._workers)
@@ -83,6 +89,11 @@ class LiveTrace(RequestTrace):
     def root(self) -> Span:
         """The `generate` span."""
         return self._root
+
+    @property
+    def sent_as(self) -> str:
+        context = self._root.context
+        return context.trace_name if context.is_sampled or self._is_kept else ""
 
     def admitted(self, job: Job) -> None:
         self._goals = goals_ms(self._core, job)
@@ -120,6 +131,7 @@ class LiveTrace(RequestTrace):
     def _keep(self) -> None:
         context = self._root.context
         if not context.is_sampled:
+            self._is_kept = True
             self._tracing.keep((context.trace_id,))
             self._core.trace_keeper.keep(context.trace_id, self._workers)
 

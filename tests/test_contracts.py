@@ -12,6 +12,7 @@ TORCH_FREE = [
     "text.tokenizer",
     "text.choice_text",
     "pdmesh.client",
+    "pdmesh.console.main",
     "runtime.server",
     "runtime.registry",
 ]

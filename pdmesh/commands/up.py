@@ -50,6 +50,9 @@ class Options:
         default=None,
         metadata={"help": "port of /metrics of the (first) router, the other processes follow; 0: any free ones; empty: none"},
     )
+    console: bool = field(default=True, metadata={"help": "serve a page that shows the mesh at work"})
+    console_port: int = field(default=8200, metadata={"help": "port of that page; 0: any free one"})
+    console_host: str = field(default="127.0.0.1", metadata={"help": "address of that page; whoever gets there may use the mesh"})
     redis: str = field(default=EMBEDDED_REDIS, metadata={"help": "embedded, or the URL of a Redis", "secret": True})
     mesh: str = field(default="default", metadata={"help": "name of the mesh: meshes that share a Redis need different ones"})
     threads: int = field(default=0, metadata={"help": "threads of each worker; 0: the cores divided by the workers"})
@@ -85,6 +88,8 @@ class Options:
             raise ValueError("http_port: must be between 0 and 65535")
         if self.speculation:
             named_proposers(self.speculation)
+        if not 0 <= self.console_port <= 65535:
+            raise ValueError("console_port: must be between 0 and 65535")
         if self.scaling.autoscale:
             self.scaling.prepared(_mesh_config(self, Path("model")))
         self.scaling.check_objectives(models.model_name(self.model))
@@ -132,6 +137,8 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
         port=options.port,
         http_port=options.http_port,
         metrics_port=options.metrics_port,
+        console_port=options.console_port if options.console else None,
+        console_host=options.console_host,
         redis=options.redis,
         mesh=options.mesh,
         num_threads=options.threads,
@@ -232,6 +239,7 @@ def _summary(mesh: LocalMesh, scaling: AutoscaleOptions) -> str:
             *scaling.summary(config, mesh.log_dir),
             *(f"OpenAI's API: {url}/v1" for url in mesh.http_urls),
             *_metrics_lines(mesh),
+            *([f"console: {mesh.console_url}"] if mesh.console_url else []),
             f'try: pdmesh chat{flag} "What is the capital of France?" --temperature 0',
             "stop: Ctrl-C",
         ]

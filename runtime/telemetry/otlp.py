@@ -152,10 +152,10 @@ def open_channel(endpoint: Endpoint, env: Mapping[str, str]) -> grpc.Channel:
     """Encrypted or not. Raises ConfigError for certificates that cannot be read."""
     if not endpoint.encrypted:
         return grpc.insecure_channel(endpoint.target, options=_OPTIONS)
-    return grpc.secure_channel(endpoint.target, grpc.ssl_channel_credentials(_read_ca(env)), options=_OPTIONS)
+    return grpc.secure_channel(endpoint.target, grpc.ssl_channel_credentials(read_ca(env)), options=_OPTIONS)
 
 
-def _read_ca(env: Mapping[str, str]) -> bytes | None:
+def read_ca(env: Mapping[str, str]) -> bytes | None:
     """Whom to believe that it is the collector; None: the CAs of this machine."""
     for name in CA_VARIABLES:
         if env.get(name):

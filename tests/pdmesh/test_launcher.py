@@ -6,9 +6,11 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 
 from pdmesh import launcher, launcher_redis
 from pdmesh.launcher import LocalMesh
+from pdmesh.launcher_console import user_collector
 from pdmesh.launcher_member import MAX_BACKOFF_S, Member, backoff_s, how_it_ended
 from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan, check_packages, router_plans, with_port, worker_plans
 from runtime.child import StartFailed
@@ -212,6 +215,57 @@ async def test_redis_of_the_user_has_to_answer(
     with pytest.raises(StartFailed, match=problem):
         await mesh.start()
     assert mesh.pids == {}
+
+
+async def test_a_console_is_told_who_the_routers_are_and_everybody_where_it_takes_traces(
+    stand_ins: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PDMESH_OTLP_ENDPOINT", "collector.example:4317")
+    mesh = LocalMesh(config(tmp_path, console_port=0))
+    for _ in range(2):  # the same mesh may be started again
+        async with mesh:
+            assert mesh.console is not None and mesh.console_url.startswith("http://127.0.0.1:")
+            endpoint = mesh.config.env["PDMESH_OTLP_ENDPOINT"]
+            assert flag(mesh.console.plan, "--otlp-port") == endpoint.rpartition(":")[2]
+            assert flag(mesh.console.plan, "--routers") == mesh.router_address
+            assert flag(mesh.console.plan, "--forward-otlp") == "http://collector.example:4317"
+            assert not mesh.console.plan.is_worker
+            page = await asyncio.to_thread(_read, mesh.console_url)
+            assert "pdmesh console" in page
+            mesh.kill("console")
+            await until(lambda: mesh.member("console").num_restarts == 1 and mesh.member("console").running)
+            pids = mesh.pids
+            assert "console" in pids
+        assert not any(exists(pid) for pid in pids.values()) and not mesh.config.env
+
+
+async def test_a_page_whose_port_is_taken_ends_the_start_at_once(stand_ins: None, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        mesh = LocalMesh(config(tmp_path, console_port=taken.getsockname()[1]))
+        with pytest.raises(StartFailed, match=r"--console-port: cannot listen .* --no-console"):
+            await mesh.start()
+    assert mesh.pids == {} and mesh.workers == ()
+
+
+def test_processes_with_a_console_send_their_traces_to_it_and_others_where_they_like() -> None:
+    told = LocalMeshConfig(model="m", env={"PDMESH_OTLP_ENDPOINT": "127.0.0.1:9"})
+    for each in (*worker_plans(told, "", cores=[0]), *router_plans(told, "")):
+        assert each.env["PDMESH_OTLP_ENDPOINT"] == "127.0.0.1:9"
+    assert "PDMESH_OTLP_ENDPOINT" not in router_plans(LocalMeshConfig(model="m"), "")[0].env
+
+
+def test_a_collector_that_cannot_be_read_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "no collector at all")
+    with pytest.raises(StartFailed, match="OTEL_EXPORTER_OTLP_ENDPOINT"):
+        user_collector({})
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")  # not meant for us
+    assert user_collector({}) == ""
+    assert user_collector({"PDMESH_OTLP_ENDPOINT": "https://there:1"}) == "https://there:1"
+
+
+def _read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return str(response.read().decode())
 
 
 async def test_without_restart_death_is_only_reported(stand_ins: None, tmp_path: Path) -> None:

@@ -94,6 +94,14 @@ def test_bad_objectives_are_wrong_use_before_anything_starts(
     assert not (tmp_path / "logs").exists()
 
 
+def test_there_is_a_console_unless_nobody_wants_one(tmp_path: Path) -> None:
+    assert _mesh_config(Options(), tmp_path).console_port == 8200
+    assert _mesh_config(replace(Options(), console_port=0), tmp_path).console_port == 0
+    assert _mesh_config(replace(Options(), console=False), tmp_path).console_port is None
+    with pytest.raises(ValueError, match="console_port"):
+        replace(Options(), console_port=70_000).validate()
+
+
 def test_without_autoscaling_nothing_is_said_of_it(tmp_path: Path) -> None:
     text = "\n".join(_lines(AutoscaleOptions(), MODEL, tmp_path))
     assert "autoscaling is" not in text and DECISIONS_FILE not in text and "stop: Ctrl-C" in text

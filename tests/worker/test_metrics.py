@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from engine.hardware import ModelCost
 from engine.outputs import StepWork
-from engine.speculation.draft import NOTHING, Verified
 from engine.speculation.tally import Tally
 from runtime.telemetry.config import TelemetryConfig
 from tests.runtime.telemetry.scrape import Page, scrape
@@ -116,7 +115,7 @@ def test_a_step_costs_what_its_shape_says() -> None:
 
 def test_verifying_is_the_drafted_share_of_a_step() -> None:
     tally = Tally()
-    tally.verified(Verified(NOTHING, (5,)))
+    tally.stepped(1, [])
     tally.computed(8_000_000, 8, 0)
     tally.computed(8_000_000, 8, 2)
     assert tally.stats().verifying_s == pytest.approx(0.002)

@@ -20,10 +20,12 @@ def step(self: Engine) -> StepResult | None:
     return _step(self)
 
 
-def run(self: ModelRunner, plan: Plan, signal: LayerSignal | None = None) -> dict[Sequence, list[Draw]]:
+def run(
+    self: ModelRunner, plan: Plan, signal: LayerSignal | None = None, *, keep_hidden: bool = True
+) -> dict[Sequence, list[Draw]]:
     if any(piece.num_tokens > 1 for piece in plan.pieces):
         failpoints.hit("engine.compute")
-    return _run(self, plan, signal)
+    return _run(self, plan, signal, keep_hidden=keep_hidden)
 
 
 Engine.step = step  # type: ignore[method-assign]

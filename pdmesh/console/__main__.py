@@ -1,0 +1,6 @@
+"""`python -m pdmesh.console`."""
+
+from pdmesh.console.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""All that the page shows, as one JSON text, made again only when something has changed."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict
+from typing import Any
+
+from pdmesh.console import figures
+from pdmesh.console.figures import Query
+from pdmesh.console.store import Store
+from pdmesh.console.summary import RequestSummary
+from pdmesh.console.topology import Topology
+from runtime.telemetry.received import ReceivedSpan
+
+NUM_RECENT, NUM_SLOWEST, NUM_FOUND = 25, 25, 100
+
+
+class State:
+    """Store and topology together."""
+
+    def __init__(self, store: Store, topology: Topology) -> None:
+        self._store = store
+        self._topology = topology
+
+    def snapshot(self) -> str:
+        """JSON, for somebody who looks now: the routers are asked more often from then on."""
+        self._topology.watch()
+        now_s = time.time()
+        self._store.prune(now_s)
+        requests = list(self._store.requests())
+        recent = sorted(requests, key=lambda request: -request.end_s)[:NUM_RECENT]
+        return _json(
+            {
+                "at_s": now_s,
+                "window": self._window(len(requests)),
+                "rates": figures.rates(requests, now_s),
+                "models": figures.by_model(requests),
+                "flows": figures.flows(requests, now_s),
+                "recent": [request_view(request) for request in recent],
+                "slowest": [request_view(request) for request in figures.slowest(requests, NUM_SLOWEST)],
+                **self._topology.view(now_s),
+            }
+        )
+
+    def found(self, query: Query) -> str:
+        """JSON: requests that it asks for, the latest first; at most NUM_FOUND of `total`."""
+        requests = sorted((each for each in self._store.requests() if query.takes(each)), key=lambda each: -each.end_s)
+        return _json({"total": len(requests), "requests": [request_view(request) for request in requests[:NUM_FOUND]]})
+
+    def trace(self, trace_id: str) -> str | None:
+        """JSON: the spans of one, and engine steps that took part in it. None: it is not known."""
+        spans = self._store.trace(trace_id)
+        if spans is None:
+            return None
+        steps = self._store.steps_of(trace_id)
+        requests = [request_view(each) for each in self._store.requests() if each.trace_id == trace_id]
+        return _json(
+            {
+                "trace_id": trace_id,
+                "requests": requests,
+                "spans": [span_view(span) for span in spans],
+                "steps": [span_view(span) for span in steps],
+            }
+        )
+
+    def _window(self, num_requests: int) -> dict[str, Any]:
+        bounds = self._store.bounds
+        return {
+            "num_requests": num_requests,
+            "num_traces": self._store.num_traces,
+            "max_traces": bounds.max_traces,
+            "max_age_s": bounds.max_age_s,
+            "num_bytes": self._store.num_bytes,
+            "num_dropped_spans": self._store.num_dropped,
+        }
+
+
+def request_view(request: RequestSummary) -> dict[str, Any]:
+    """One request for the page."""
+    return {**asdict(request), "dominant": request.dominant()}
+
+
+def span_view(span: ReceivedSpan) -> dict[str, Any]:
+    """One span for the page; times in whole nanoseconds since 1970 as text, for JavaScript's numbers are too short for them."""
+    details = span.read()
+    return {
+        "span_id": span.span_id,
+        "parent_id": span.parent_id,
+        "name": span.name,
+        "kind": details.kind,
+        "service": span.process.service,
+        "instance": span.process.instance,
+        "start_ns": str(span.start_ns),
+        "end_ns": str(span.end_ns),
+        "failed": details.is_failed,
+        "problem": details.problem,
+        "attributes": details.attributes,
+        "events": [{"name": e.name, "at_ns": str(e.at_ns), "attributes": e.attributes} for e in details.events],
+    }
+
+
+def _json(value: object) -> str:
+    """As browsers read it: they know no NaN."""
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    """Numbers that are none become None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return value
