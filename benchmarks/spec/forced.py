@@ -35,9 +35,9 @@ class TimedRunner:
         self.runner = runner
         self.seconds: dict[int, list[float]] = {}
 
-    def run(self, plan: Plan, signal: LayerSignal | None = None) -> dict[EngineSequence, list[Draw]]:
+    def run(self, plan: Plan, signal: LayerSignal | None = None, *, keep_hidden: bool = True) -> dict[EngineSequence, list[Draw]]:
         started_s = time.perf_counter()
-        draws = self.runner.run(plan, signal)
+        draws = self.runner.run(plan, signal, keep_hidden=keep_hidden)
         self.seconds.setdefault(plan.num_tokens, []).append(time.perf_counter() - started_s)
         return draws
 
