@@ -17,12 +17,19 @@ def finish_reason(
     """
     if not output:
         return None
-    if len(output) > params.min_tokens and _stops(params, output[-1], eos_token_ids):
+    if len(output) > params.min_tokens and stops(params, output[-1], eos_token_ids):
         return FinishReason.STOP
     if len(output) >= params.max_tokens or prompt_length + len(output) >= max_context:
         return FinishReason.LENGTH
     return None
 
 
-def _stops(params: SamplingParams, token_id: int, eos_token_ids: Collection[int]) -> bool:
+def stops(params: SamplingParams, token_id: int, eos_token_ids: Collection[int]) -> bool:
+    """Nothing comes behind this token. (Before `min_tokens` no such token is drawn.)"""
     return token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids)
+
+
+def end_tokens(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """All tokens that stop a choice."""
+    ends = frozenset(params.stop_token_ids)
+    return ends if params.ignore_eos else ends | eos_token_ids

@@ -60,12 +60,13 @@ def with_logprobs(each: EngineRequest) -> EngineRequest:
 
 
 def unconstrained(model: Model, name: str, **sampling: object) -> EngineRequest:
-    return replace(model.request(name, **{"ignore_eos": True, "max_tokens": 30, **sampling}), grammar=None)
+    params = {"ignore_eos": True, "max_tokens": 30, **sampling}
+    return replace(model.request(name, **params), grammar=None)  # type: ignore[arg-type]
 
 
 def constrained(model: Model) -> list[EngineRequest]:
     asked = [each for each in requests(model) if each.grammar is not None]
-    drawn = [model.request(f"{name} in JSON", **DRAWS[name]) for name in ("top p", "everything")]
+    drawn = [model.request(f"{name} in JSON", **DRAWS[name]) for name in ("top p", "everything")]  # type: ignore[arg-type]
     return [*asked, *drawn, *map(with_logprobs, asked)]
 
 
