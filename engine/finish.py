@@ -25,5 +25,11 @@ def finish_reason(
 
 
 def stops(params: SamplingParams, token_id: int, eos_token_ids: Collection[int]) -> bool:
-    """Nothing comes behind this token. (Before `min_tokens` it is not drawn.)"""
+    """Nothing comes behind this token. (Before `min_tokens` no such token is drawn.)"""
     return token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids)
+
+
+def end_tokens(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """All tokens that stop a choice."""
+    ends = frozenset(params.stop_token_ids)
+    return ends if params.ignore_eos else ends | eos_token_ids

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.finish import end_tokens
 from engine.grammar import Bits
 from engine.logits import apply_temperature, forbid, keep_allowed, keep_min_p, keep_top_k, keep_top_p, penalize
 from engine.noise import gumbel
@@ -35,10 +36,7 @@ class SampleRow:
     @property
     def forbidden(self) -> frozenset[int]:
         """Tokens that would end the request before min_tokens."""
-        if self.index >= self.params.min_tokens:
-            return frozenset()
-        ends = frozenset(self.params.stop_token_ids)
-        return ends if self.params.ignore_eos else ends | self.eos_token_ids
+        return frozenset() if self.index >= self.params.min_tokens else end_tokens(self.params, self.eos_token_ids)
 
     @property
     def is_plain(self) -> bool:

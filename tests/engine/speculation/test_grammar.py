@@ -4,7 +4,6 @@ engine that guesses answers is what one answers that does not, to the last bit o
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -29,7 +28,7 @@ GUESSERS = {
     "wrong first": (0.0, True),
     "half tree": (0.5, True),
 }
-DRAWS: dict[str, dict[str, Any]] = {
+DRAWS: dict[str, dict[str, object]] = {
     "greedy": {"temperature": 0.0},
     "repetition": {"temperature": 0.0, "repetition_penalty": 1.4},
     "penalties": {"presence_penalty": 0.6, "frequency_penalty": 0.4},
@@ -60,13 +59,14 @@ def with_logprobs(each: EngineRequest) -> EngineRequest:
     return replace(each, request_id=f"{each.request_id} told", sampling=replace(each.sampling, logprobs=3))
 
 
-def unconstrained(model: Model, name: str, **sampling: Any) -> EngineRequest:
-    return replace(model.request(name, **{"ignore_eos": True, "max_tokens": 30, **sampling}), grammar=None)
+def unconstrained(model: Model, name: str, **sampling: object) -> EngineRequest:
+    params = {"ignore_eos": True, "max_tokens": 30, **sampling}
+    return replace(model.request(name, **params), grammar=None)  # type: ignore[arg-type]
 
 
 def constrained(model: Model) -> list[EngineRequest]:
     asked = [each for each in requests(model) if each.grammar is not None]
-    drawn = [model.request(f"{name} in JSON", **DRAWS[name]) for name in ("top p", "everything")]
+    drawn = [model.request(f"{name} in JSON", **DRAWS[name]) for name in ("top p", "everything")]  # type: ignore[arg-type]
     return [*asked, *drawn, *map(with_logprobs, asked)]
 
 
