@@ -130,7 +130,7 @@ class Meter:
 
 
 def in_order(rows: Iterable[int]) -> list[int]:
-    """Of rows with 1 among them: the first ones, the last, then what lies in the middle of the widest gap (in indices) each time."""
+    """Of rows with 1 among them: the first ones, the last, then the middle of the widest gap (in indices) each time."""
     rows = sorted(rows)
     first = [r for r in FIRST_ROWS if r in rows]
     ordered, known = list(first), {rows.index(r) for r in first}
