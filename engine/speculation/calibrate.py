@@ -37,6 +37,8 @@ SETTLED = 0.99
 """A round in which no point became faster than this part of what it was is the last."""
 BUDGET_S = 2.0
 """Of all steps together, but for the first ones."""
+WORTH = 8
+"""A point is left out if a step there takes more than one such part of what is left: better few points measured several times."""
 LONG_CONTEXT = 512
 LONGEST = max(LONG_CONTEXT, ROWS[-1])
 """Tokens of the longest sequence that a step is measured with."""
@@ -110,7 +112,7 @@ class Meter:
         best = {shape: self._time(shape) for shape in shapes[:num_certain]}
         for shape in shapes[num_certain:]:
             nearest = max(best, key=lambda known: (known.num_rows <= shape.num_rows, -abs(known.num_rows - shape.num_rows)))
-            if 2 * best[nearest] * max(1.0, shape.num_rows / nearest.num_rows) < self.left_s / 2:
+            if best[nearest] * max(1.0, shape.num_rows / nearest.num_rows) < self.left_s / WORTH:
                 best[shape] = self._time(shape)
         for _ in range(ROUNDS):
             if sum(best.values()) > self.left_s / 2:  # the rest is for what is measured next
