@@ -33,10 +33,14 @@ FIRST_ROWS = (1, 8, 4, 2)
 """Measured however long they take."""
 ROUNDS = 8
 """The best time counts: others had the machine meanwhile."""
+FEWEST_ROUNDS = 3
 SETTLED = 0.99
-"""A round in which no point became faster than this part of what it was is the last."""
+"""A round in which no point became faster than this part of what it was is the last, unless it is one of
+the first."""
 BUDGET_S = 2.0
 """Of all steps together, but for the first ones."""
+WORTH = 8
+"""A point is left out if a step there takes more than one such part of what is left: better few points measured several times."""
 LONG_CONTEXT = 512
 LONGEST = max(LONG_CONTEXT, ROWS[-1])
 """Tokens of the longest sequence that a step is measured with."""
@@ -110,14 +114,14 @@ class Meter:
         best = {shape: self._time(shape) for shape in shapes[:num_certain]}
         for shape in shapes[num_certain:]:
             nearest = max(best, key=lambda known: (known.num_rows <= shape.num_rows, -abs(known.num_rows - shape.num_rows)))
-            if 2 * best[nearest] * max(1.0, shape.num_rows / nearest.num_rows) < self.left_s / 2:
+            if best[nearest] * max(1.0, shape.num_rows / nearest.num_rows) < self.left_s / WORTH:
                 best[shape] = self._time(shape)
-        for _ in range(ROUNDS):
+        for number in range(ROUNDS):
             if sum(best.values()) > self.left_s / 2:  # the rest is for what is measured next
                 break
             before = best
             best = {shape: min(seconds, self._time(shape)) for shape, seconds in before.items()}
-            if all(best[shape] > SETTLED * before[shape] for shape in best):
+            if number >= FEWEST_ROUNDS and all(best[shape] > SETTLED * before[shape] for shape in best):
                 break
         return best
 
@@ -130,7 +134,7 @@ class Meter:
 
 
 def in_order(rows: Iterable[int]) -> list[int]:
-    """Of rows with 1 among them: the first ones, the last, then what lies in the middle of the widest gap each time."""
+    """Of rows with 1 among them: the first ones, the last, then the middle of the widest gap (in indices) each time."""
     rows = sorted(rows)
     first = [r for r in FIRST_ROWS if r in rows]
     ordered, known = list(first), {rows.index(r) for r in first}
