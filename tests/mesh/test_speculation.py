@@ -81,13 +81,13 @@ async def on_both(mesh: LocalMesh, prompt: list[int] | str, **options: object) -
     """The answer of who guesses, and of who does not: asked at once, each gets one. Of more and more, as who has the prompt in
     its cache is preferred, and an answer may be there before the next is asked for."""
     answers: dict[str, Generation] = {}
-    async with AsyncClient(mesh.router_addresses) as client:
-        for num_asked in range(2, 16):
+    num_asked = 2
+    async with asyncio.timeout(90), AsyncClient(mesh.router_addresses) as client:
+        while len(answers) < 2:  # also while one of them is left out for a moment, as it was slow
             asked = [client.generate(prompt, timeout=60, **options) for _ in range(num_asked)]  # type: ignore[arg-type]
             answers |= {answer.timings.decode_worker: answer for answer in await asyncio.gather(*asked)}
-            if len(answers) == 2:
-                return answers[GUESSING], answers[PLAIN]
-    raise AssertionError(f"only {set(answers)} answered")
+            num_asked = min(16, num_asked + 1)
+    return answers[GUESSING], answers[PLAIN]
 
 
 def tokens(answer: Generation) -> list[list[int]]:
