@@ -115,7 +115,7 @@ async def test_the_event_loop_goes_on_while_a_step_takes_long() -> None:
     entered, proceed = threading.Event(), threading.Event()
     run = engine._runner.run
 
-    def slow(plan: object, signal: object) -> object:
+    def slow(plan: object, signal: object, *, keep_hidden: bool) -> object:
         entered.set()
         assert proceed.wait(DEADLINE_S)
         return run(plan, signal)  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ async def test_a_failing_step_is_reported_and_fails_calls() -> None:
     engine = make_engine()
     entered, proceed = threading.Event(), threading.Event()
 
-    def broken(_plan: object, _signal: object) -> object:
+    def broken(_plan: object, _signal: object, *, keep_hidden: bool) -> object:
         entered.set()
         proceed.wait(DEADLINE_S)
         raise RuntimeError("no such kernel")
