@@ -7,7 +7,7 @@ from difflib import SequenceMatcher
 from statistics import mean
 
 from benchmarks.harness import Figure, say
-from benchmarks.spec.runs import Bench, Output, Task, answer, counts, guessed
+from benchmarks.spec.runs import Answering, Bench, Task, answer, counts, guessed, together
 from benchmarks.spec.tokens import Guess
 from engine.engine import Engine
 
@@ -27,11 +27,6 @@ class Timed:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.decode_s = 0.0
-
-    def run(self, task: Task) -> list[Output]:
-        answered = answer(self.engine, [task])
-        self.decode_s += answered.decode_s
-        return answered.outputs
 
     @property
     def told(self) -> str:
@@ -68,18 +63,23 @@ def tasks_of(workloads: Mapping[str, Sequence[Task]]) -> dict[str, Sequence[Task
 
 
 def _measured(bench: Bench, tasks: Sequence[Task], guesses: Sequence[Guess], kind: str) -> tuple[float, dict[str, Timed]]:
-    """Seconds without, and of each way: all take turns at every task, between two runs without."""
-    off = Timed(bench.engine())
+    """Seconds without, and of each way: all take turns at every step, between two without."""
+    off, again = Timed(bench.engine()), Timed(bench.engine())
     ways = {guess.name: Timed(bench.guessing(guess.speculation, **guess.settings)) for guess in guesses}
     for number, task in enumerate(tasks):
-        names = list(ways) if number % 2 == 0 else [*ways][::-1]
-        expected = off.run(task)
-        for name in names:
-            assert ways[name].run(task) == expected, f"{name} changed an answer"
-        assert off.run(task) == expected
-        so_far = "  ".join(f"{name} {off.decode_s / 2 / way.decode_s:.2f}x" for name, way in ways.items())
+        answer_in_turns([off, *ways.values(), again], task)
+        off_s = (off.decode_s + again.decode_s) / 2
+        so_far = "  ".join(f"{name} {off_s / way.decode_s:.2f}x" for name, way in ways.items())
         say(f"{kind} {number + 1}/{len(tasks)}: {so_far}")
-    return off.decode_s / 2, ways
+    return off_s, ways
+
+
+def answer_in_turns(timed: Sequence[Timed], task: Task) -> None:
+    """Raises AssertionError when two of them answer differently."""
+    answers = together([Answering(each.engine, [task]) for each in timed])
+    assert all(other.outputs == answers[0].outputs for other in answers), "speculation changed an answer"
+    for each, answered in zip(timed, answers, strict=True):
+        each.decode_s += answered.decode_s
 
 
 def _figure(kind: str, name: str, value: float, told: str) -> Figure:

@@ -104,47 +104,91 @@ def counts(stats: SpeculationStats, proposer: str | None = None) -> tuple[int, i
     return sum(one.num_verified for one in each), sum(one.num_kept for one in each)
 
 
-def answer(engine: Engine, tasks: Sequence[Task]) -> Answered:
-    """All tasks at once; ids are their numbers."""
-    for number, task in enumerate(tasks):
-        _add(engine, number, task)
-    outputs = [Output() for _ in tasks]
-    begun_s = time.perf_counter()
-    started_s, num_before = 0.0, 0
-    while (result := engine.step()) is not None:
-        _take(result, outputs)
-        if not started_s and all(output.token_ids for output in outputs):
-            started_s, num_before = time.perf_counter(), num_drawn(outputs)
-    ended_s = time.perf_counter()
-    engine.check_integrity()
-    return Answered(outputs, ended_s - begun_s, ended_s - started_s, num_drawn(outputs) - num_before)
+class Answering:
+    """One engine at one group of requests, a step at a time; ids are the tasks' numbers."""
+
+    def __init__(self, engine: Engine, tasks: Sequence[Task]) -> None:
+        """All tasks at once."""
+        self.engine, self.tasks = engine, tasks
+        self.outputs: list[Output] = []
+        self.total_s = self._before_s = 0.0
+        self._num_before = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        for task in self.tasks:
+            self._add(task)
+
+    @property
+    def is_over(self) -> bool:
+        return not self.engine.has_work
+
+    def step(self) -> None:
+        begun_s = time.perf_counter()
+        result = self.engine.step()
+        self.total_s += time.perf_counter() - begun_s
+        _take(result, self.outputs)
+        if not self._before_s and all(output.token_ids for output in self.outputs):
+            self._before_s, self._num_before = self.total_s, num_drawn(self.outputs)
+
+    def answered(self) -> Answered:
+        """When it is over."""
+        self.engine.check_integrity()
+        return Answered(self.outputs, self.total_s, self.total_s - self._before_s, num_drawn(self.outputs) - self._num_before)
+
+    def _add(self, task: Task) -> None:
+        number = len(self.outputs)
+        if not self.engine.add(EngineRequest(str(number), task.prompt, task.params, grammar=task.grammar)):
+            raise RuntimeError(f"tasks: the engine takes no more than {number} at once")
+        self.outputs.append(Output())
 
 
-def answer_arriving(engine: Engine, tasks: Sequence[Task], batch: int) -> Answered:
+class Arriving(Answering):
     """About `batch` tasks at a time: another one arrives whenever so many more tokens were drawn that it is due, whether or not
     others have ended. Tokens are the clock, so that engines of any speed meet the same prompts beside the same outputs."""
-    apart = sum(task.params.max_tokens for task in tasks) / len(tasks) / batch
-    outputs: list[Output] = []
-    begun_s = time.perf_counter()
-    while len(outputs) < len(tasks) or engine.has_work:
-        while len(outputs) < len(tasks) and _is_due(len(outputs), num_drawn(outputs) / apart, engine, batch):
-            _add(engine, len(outputs), tasks[len(outputs)])
-            outputs.append(Output())
-        result = engine.step()
-        _take(result, outputs)
-    total_s = time.perf_counter() - begun_s
-    engine.check_integrity()
-    return Answered(outputs, total_s, total_s, num_drawn(outputs))
+
+    def __init__(self, engine: Engine, tasks: Sequence[Task], batch: int) -> None:
+        self._batch = batch
+        self._apart = sum(task.params.max_tokens for task in tasks) / len(tasks) / batch
+        super().__init__(engine, tasks)
+
+    def _begin(self) -> None:
+        """Nobody is there before the first step."""
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.outputs) == len(self.tasks) and not self.engine.has_work
+
+    def step(self) -> None:
+        while len(self.outputs) < len(self.tasks) and self._is_due(len(self.outputs)):
+            self._add(self.tasks[len(self.outputs)])
+        super().step()
+
+    def answered(self) -> Answered:
+        """Prompts are computed all the time: what is timed is everything."""
+        self.engine.check_integrity()
+        return Answered(self.outputs, self.total_s, self.total_s, num_drawn(self.outputs))
+
+    def _is_due(self, number: int) -> bool:
+        """The first half of a batch at once; then one by one. An engine that has nothing to do is given the next."""
+        return num_drawn(self.outputs) / self._apart >= number - self._batch // 2 or not self.engine.has_work
 
 
-def _is_due(number: int, clock: float, engine: Engine, batch: int) -> bool:
-    """The first half of a batch at once; then one by one. An engine that has nothing to do is given the next."""
-    return clock >= number - batch // 2 or not engine.has_work
+def answer(engine: Engine, tasks: Sequence[Task]) -> Answered:
+    """All tasks at once, to their end."""
+    [answered] = together([Answering(engine, tasks)])
+    return answered
 
 
-def _add(engine: Engine, number: int, task: Task) -> None:
-    if not engine.add(EngineRequest(str(number), task.prompt, task.params, grammar=task.grammar)):
-        raise RuntimeError(f"tasks: the engine takes no more than {number} at once")
+def together(answerings: Sequence[Answering]) -> list[Answered]:
+    """To their ends, a step of each in turn, in an order that is turned each time: what the machine is doing beside them it does
+    to all of them."""
+    going = list(answerings)
+    while going:
+        for each in going:
+            each.step()
+        going = [each for each in reversed(going) if not each.is_over]
+    return [each.answered() for each in answerings]
 
 
 def _take(result: StepResult | None, outputs: Sequence[Output]) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from benchmarks.harness import Figure, say
-from benchmarks.spec.runs import Answered, Bench, Task, answer_arriving, as_many, groups
+from benchmarks.spec.runs import Arriving, Bench, Task, as_many, groups
 from benchmarks.spec.turns import Turns, take_turns, warm
-from engine.engine import Engine
 
 KINDS = ("copying", "prose", "mixed", "penalties, min-p", "logprobs", "JSON schema")
 BATCHES = (1, 4, 16, 32)
@@ -22,12 +21,12 @@ GOAL = 0.98
 
 def safety_figures(bench: Bench, workloads: Mapping[str, Sequence[Task]], rounds: int) -> Iterator[Figure]:
     """Speculation ÷ none, each with the ratio of none to itself: what of it is noise."""
-    off = bench.engine()
+    off = (bench.engine(), bench.engine())
     for kind in KINDS:
         on = bench.guessing("auto")
         tasks = [task.shorter(NUM_TOKENS) for task in as_many(workloads[kind], max(BATCHES))]
-        warm(off, tasks)
-        warm(on, tasks)
+        for engine in (*off, on):
+            warm(engine, tasks)
         for batch in BATCHES:
             some = list(groups(tasks, batch))[: NUM_GROUPS[batch]]
             yield from _figures(f"{kind}, batch {batch}", take_turns(off, on, some, rounds))
@@ -36,16 +35,12 @@ def safety_figures(bench: Bench, workloads: Mapping[str, Sequence[Task]], rounds
 
 def arriving_figures(bench: Bench, tasks: Sequence[Task], rounds: int) -> Iterator[Figure]:
     """Prompts come, and are computed, beside sequences that decode."""
-    off, on = bench.engine(prefix_caching=False), bench.guessing("auto", prefix_caching=False)
+    on = bench.guessing("auto", prefix_caching=False)
+    off = (bench.engine(prefix_caching=False), bench.engine(prefix_caching=False))
     short = [task.shorter(NUM_TOKENS) for task in tasks if len(task.prompt) <= LONGEST_ARRIVING]
     for batch in BATCHES:
-        run = partial(_arriving, batch=batch)
-        found = take_turns(off, on, [as_many(short, max(8, batch))], rounds, run)
+        found = take_turns(off, on, [as_many(short, max(8, batch))], rounds, partial(Arriving, batch=batch))
         yield from _figures(f"prompts arriving, about {batch} at a time", found)
-
-
-def _arriving(engine: Engine, tasks: Sequence[Task], *, batch: int) -> Answered:
-    return answer_arriving(engine, tasks, batch)
 
 
 def _figures(name: str, turns: Turns) -> list[Figure]:

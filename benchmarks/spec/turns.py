@@ -1,7 +1,7 @@
-"""Engines that take turns at the same requests, and what of their times a noisy machine cannot change.
+"""Engines that answer the same requests, a step of each in turn, and what of their times a noisy machine cannot change.
 
-A group of requests is answered by each engine in turn before the next group begins: off, on, off. So a machine that gets slower
-or faster meanwhile does so for all of them, and the two of "off" say how far apart equals are.
+A step takes milliseconds, and the machine gets slower or faster for longer than that: whatever happens meets all of the engines.
+Two of them are equal, and say how far apart equals are.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
-from benchmarks.spec.runs import Answered, Task, answer
+from benchmarks.spec.runs import Answering, Task, answer, together
 from engine.engine import Engine
 
-Run = Callable[[Engine, Sequence[Task]], Answered]
+Begin = Callable[[Engine, Sequence[Task]], Answering]
 Seconds = list[list[float]]
 """By group, of its runs."""
 
@@ -34,21 +34,23 @@ class Turns:
 
     @property
     def ratio(self) -> float:
-        """Seconds of the outer one ÷ those of the inner one: how much faster the inner one is."""
+        """Seconds of the outer ones ÷ those of the inner one: how much faster the inner one is."""
         return (typical(self.before) + typical(self.after)) / 2 / typical(self.between)
 
     @property
     def noise(self) -> float:
-        """The same ratio of the outer one to itself."""
+        """The same ratio of the outer ones to each other."""
         return typical(self.before) / typical(self.after)
 
 
-def take_turns(outer: Engine, inner: Engine, groups: Sequence[Sequence[Task]], rounds: int, run: Run = answer) -> Turns:
-    """Raises AssertionError when they answer differently."""
+def take_turns(
+    outer: tuple[Engine, Engine], inner: Engine, groups: Sequence[Sequence[Task]], rounds: int, begin: Begin = Answering
+) -> Turns:
+    """`outer`: two that are equal. Raises AssertionError when they answer differently."""
     turns = Turns([[] for _ in groups], [[] for _ in groups], [[] for _ in groups])
     for _ in range(rounds):
         for number, group in enumerate(groups):
-            first, middle, last = run(outer, group), run(inner, group), run(outer, group)
+            first, middle, last = together([begin(engine, group) for engine in (outer[0], inner, outer[1])])
             assert first.outputs == middle.outputs == last.outputs, "speculation changed an answer"
             turns.before[number].append(first.decode_s)
             turns.between[number].append(middle.decode_s)
@@ -63,15 +65,12 @@ def warm(engine: Engine, tasks: Sequence[Task]) -> None:
 
 
 def rates(engines: Mapping[str, Engine], groups: Sequence[Sequence[Task]]) -> dict[str, float]:
-    """Tokens per second of each engine over all groups; they take turns at every group, in an order that is turned each time.
-    Raises AssertionError when two of them answer differently."""
+    """Tokens per second of each engine over all groups. Raises AssertionError when two of them answer differently."""
     seconds, num_tokens = dict.fromkeys(engines, 0.0), 0
-    for number, group in enumerate(groups):
-        names = list(engines) if number % 2 == 0 else [*engines][::-1]
-        answers = {name: answer(engines[name], group) for name in names}
-        first, *others = answers.values()
-        assert all(other.outputs == first.outputs for other in others), "engines answer differently"
-        num_tokens += first.num_tokens
-        for name, answered in answers.items():
+    for group in groups:
+        answers = together([Answering(engine, group) for engine in engines.values()])
+        assert all(other.outputs == answers[0].outputs for other in answers), "engines answer differently"
+        num_tokens += answers[0].num_tokens
+        for name, answered in zip(engines, answers, strict=True):
             seconds[name] += answered.decode_s
     return {name: num_tokens / seconds[name] for name in engines}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.spec.forced import expected, timed
 from benchmarks.spec.gain import likeness, tasks_of
-from benchmarks.spec.runs import Answered, Output, Task, answer, answer_arriving, as_many, counts, groups, guessed
+from benchmarks.spec.runs import Answering, Arriving, Output, Task, answer, as_many, counts, groups, guessed, together
 from benchmarks.spec.scripted import Scripted, right_run
 from benchmarks.spec.study import Row, kept_by_depth
 from benchmarks.spec.tokens import answers, check_evidence, kinds_of
@@ -33,8 +33,9 @@ def with_script(right: float, length: int, script: Sequence[Output]) -> tuple[En
     return make_engine(proposers=[scripted], draft_length=length, num_blocks=64), scripted
 
 
-def took(seconds: float) -> Answered:
-    return Answered([], seconds, seconds, 1)
+def arriving(engine: Engine, batch: int) -> list[Output]:
+    [answered] = together([Arriving(engine, TASKS, batch)])
+    return answered.outputs
 
 
 class TestForced:
@@ -79,13 +80,13 @@ class TestRuns:
     def test_arriving_tasks_are_answered_the_same(self) -> None:
         alone = [answer(make_engine(), [task]).outputs[0] for task in TASKS]
         for batch in (1, 2, 4):
-            assert answer_arriving(make_engine(), TASKS, batch).outputs == alone
+            assert arriving(make_engine(), batch) == alone
 
     def test_tasks_arrive_beside_others_but_not_all_at_once(self) -> None:
         steps = {}
         for batch in (1, 2, 5):
             engine = make_engine()
-            answer_arriving(engine, TASKS, batch)
+            arriving(engine, batch)
             steps[batch] = engine.stats().num_steps
         assert steps[1] > steps[2] > steps[5]
 
@@ -98,10 +99,15 @@ class TestRuns:
 
     def test_engines_that_answer_differently_are_found(self) -> None:
         other = [replace(task, params=replace(task.params, seed=99)) for task in TASKS]
-        runs = iter([answer(make_engine(), TASKS[:2]), answer(make_engine(), other[:2]), answer(make_engine(), TASKS[:2])])
-        engine = make_engine()
+        first, inner, last = make_engine(), make_engine(), make_engine()
         with pytest.raises(AssertionError, match="changed an answer"):
-            take_turns(engine, engine, [TASKS[:2]], 1, lambda *_: next(runs))
+            take_turns(
+                (first, last),
+                inner,
+                [TASKS[:2]],
+                1,
+                lambda engine, tasks: Answering(engine, other[:2] if engine is inner else tasks),
+            )
 
     def test_rates_are_of_all_groups(self) -> None:
         found = rates({"a": make_engine(), "b": make_engine()}, list(groups(TASKS, 2)))
@@ -120,11 +126,20 @@ class TestTurns:
         turns = Turns([[2.0, 2.0, 2.0]], [[1.0, 1.0, 50.0]], [[2.0, 2.0, 2.0]])
         assert (turns.ratio, turns.noise) == (2.0, 1.0)
 
-    def test_a_machine_that_gets_slower_favours_nobody(self) -> None:
-        seconds = iter([1.0, 1.1, 1.2] * 3)
-        turns = take_turns(make_engine(), make_engine(), [TASKS[:1]], 3, lambda *_: took(next(seconds)))
-        assert turns.ratio == pytest.approx(1.0)
-        assert turns.noise == pytest.approx(1 / 1.2)
+    def test_engines_step_in_turns_so_that_a_machine_that_gets_slower_favours_nobody(self) -> None:
+        order: list[int] = []
+
+        class Noted(Answering):
+            def step(self) -> None:
+                order.append(id(self.engine))
+                super().step()
+
+        engines = [make_engine(), make_engine(), make_engine()]
+        turns = take_turns((engines[0], engines[2]), engines[1], [TASKS[:2]], 2, Noted)
+        assert len(turns.before[0]) == len(turns.between[0]) == len(turns.after[0]) == 2
+        rounds = [order[first : first + 3] for first in range(0, len(order), 3)]
+        assert all(sorted(each) == sorted(map(id, engines)) for each in rounds)
+        assert rounds[0] == rounds[1][::-1], "nobody is always first"
 
 
 class TestEvidence:
