@@ -114,8 +114,7 @@ class Speculator:
         self._probing = Probing()
         self._threshold = 0.0
         self._num_prompt_tokens = 0  # of the step before: the next one's is planned after the drafts
-        self._is_asked_always = bool(bounds.fixed_length)
-        self._rest = Rest(longest=0 if self._is_asked_always else LONGEST_REST)
+        self._rest = Rest(longest=0 if bounds.fixed_length else LONGEST_REST)
         self._num_plain = self._num_seen = 0
 
     @property
@@ -171,7 +170,7 @@ class Speculator:
         self._correct_curve(plan, step_ns / 1e9)
 
     def _may_ask_next(self, asking: Asking) -> bool:
-        if self._is_asked_always:
+        if self._bounds.fixed_length:
             return True
         return not self._rest.goes_on and (asking.may_be_next or self._probing.wants_draft)
 
