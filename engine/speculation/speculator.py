@@ -146,9 +146,10 @@ class Speculator:
         self.tally.drafted(took_ns)
         return chosen.drafts
 
-    def learn(self, plan: Plan, draws: Mapping[Sequence, list[Draw]], step_ns: int) -> None:
-        """After the sequences have taken their tokens. `step_ns`: what the plan's computation took."""
-        self._num_prompt_tokens = sum(piece.num_tokens for piece in plan.pieces if not piece.sequence.output)
+    def learn(self, plan: Plan, draws: Mapping[Sequence, list[Draw]], step_ns: int, num_prompt_tokens: int) -> None:
+        """After the sequences have taken their tokens. `step_ns`: what the plan's computation took; `num_prompt_tokens`: of it,
+        those that were no new output."""
+        self._num_prompt_tokens = num_prompt_tokens
         lessons = [
             (piece.sequence, draw.verified, draw.hidden)
             for piece in plan.pieces
@@ -262,7 +263,7 @@ class Speculator:
     def _correct_curve(self, plan: Plan, step_s: float) -> None:
         """By steps without prompts: those compute more than the curve speaks of. By a part of them: there are thousands, and each
         takes as long as a guess."""
-        if not plan.pieces or not all(piece.sequence.output for piece in plan.pieces):
+        if not plan.pieces or self._num_prompt_tokens:
             self._probing.saw(None)
             return
         num_drafted = sum([len(piece.draft) for piece in plan.pieces])
