@@ -137,6 +137,6 @@ class Written:
 def test_a_proposer_that_failed_is_shown() -> None:
     tally, written = Tally(), Written()
     tally.fault("heads")
-    stats = EngineStats(*[0] * 17, speculation=tally.stats())
+    stats = EngineStats(*[0] * 17, speculation=tally.stats())  # type: ignore[misc, arg-type]
     read(written, Seen(stats, worker_pb2.LoadReport(), None, {}, 0))
     assert written.of[instruments.FAILED_PROPOSER] == {("heads",): 1}
