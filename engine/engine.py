@@ -98,7 +98,7 @@ class Engine:
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer)
         self._table = RequestTable(limits, self._allocator, self._scheduler)
         self._reservations = Reservations(limits, self._table, self._allocator, self._scheduler)
-        counters = Counters()
+        self._counters = counters = Counters()
         tally = self.speculator.tally if self.speculator else None
         self._census = Census(counters, self._table, self._scheduler, self._allocator, self.pacer, tally)
         self._progress = Progress(self._table, self._allocator, counters, self._census)
@@ -183,9 +183,11 @@ class Engine:
         planned_ns = time.monotonic_ns()
         draws = self._runner.run(plan, self.exports.begin(plan), keep_hidden=self._wants_hidden(plan))
         computed_ns = time.monotonic_ns()
+        num_prefilled = self._counters.num_prefilled_tokens
         result = self._progress.postprocess(plan, draws, started_ns, self.exports.end())
         if self.speculator is not None:
-            self.speculator.learn(plan, draws, computed_ns - planned_ns)
+            num_prompt_tokens = self._counters.num_prefilled_tokens - num_prefilled
+            self.speculator.learn(plan, draws, computed_ns - planned_ns, num_prompt_tokens)
         return result
 
     @property

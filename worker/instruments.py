@@ -42,6 +42,7 @@ SPECULATION_ROWS = counter("pdmesh.speculation.rows", "Sequences' parts of steps
 SPECULATION_TOKENS = counter("pdmesh.speculation.tokens", "Tokens that these gave")
 DRAFTING = counter("pdmesh.speculation.drafting", "Time in which drafts were made", unit="s")
 VERIFYING = counter("pdmesh.speculation.verifying", "Drafted tokens' part of the steps that computed them", unit="s")
+FAILED_PROPOSER = gauge("pdmesh.speculation.failed", "1: this proposer broke and is not asked any more", ("proposer",))
 MODEL_ERROR = gauge("pdmesh.engine.latency.error", "Median error of the latency model, by kind of step", ("kind",), unit="1")
 ROLES = gauge("pdmesh.worker.role", "1: it takes work of this role", ("role",))
 DRAINING = gauge("pdmesh.worker.draining", "1: it takes no new work")
@@ -52,5 +53,5 @@ AT_SCRAPE = (
     PEAK_OPERATIONS, PEAK_BANDWIDTH, HANDOFF_FAILURES, CORRUPT, LEASES_EXPIRED, SEQUENCES, MAX_SEQUENCES, WAITING_TOKENS, BLOCKS,
     BLOCKS_TOTAL, STEPS, TOKENS, PREEMPTIONS, MODEL_ERROR, ROLES, DRAINING,
 )  # fmt: skip
-SPECULATION = (DRAFTED, ACCEPTED, SPECULATION_ROWS, SPECULATION_TOKENS, DRAFTING, VERIFYING)
+SPECULATION = (DRAFTED, ACCEPTED, SPECULATION_ROWS, SPECULATION_TOKENS, DRAFTING, VERIFYING, FAILED_PROPOSER)
 ALL = (*PER_STEP, *PER_HANDOFF, *AT_SCRAPE, *SPECULATION)

@@ -156,6 +156,8 @@ def _read_speculation(readings: Readings, stats: SpeculationStats) -> None:
     readings.put(instruments.SPECULATION_TOKENS, stats.num_tokens)
     readings.put(instruments.DRAFTING, stats.drafting_s)
     readings.put(instruments.VERIFYING, stats.verifying_s)
+    for proposer in stats.failed:
+        readings.put(instruments.FAILED_PROPOSER, 1, proposer)
 
 
 def _kind(work: StepWork) -> str:

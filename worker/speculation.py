@@ -44,6 +44,7 @@ def speculation_message(recent: RecentDrafts) -> worker_pb2.SpeculationReport:
         num_tokens=stats.num_tokens,
         drafting_s=stats.drafting_s,
         proposers=[_proposer(name, counts) for name, counts in stats.by_proposer.items()],
+        failed_proposers=stats.failed,
     )
 
 

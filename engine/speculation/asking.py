@@ -141,4 +141,4 @@ class Asking:
 
 
 def _is_greedy(sequence: Sequence) -> bool:
-    return not sequence.group.request.sampling.temperature
+    return sequence.group.request.sampling.greedy

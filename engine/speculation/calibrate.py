@@ -1,8 +1,8 @@
 """Measures the cost curve of this engine on this machine: steps of one sequence with more and more rows.
 
 Before the first request, in a second or two; the blocks that it writes to are nobody's yet. A large model takes longer for each
-step, so fewer points are measured: the few that decide most first, then those that halve the gaps between them. The curve is
-corrected by every later step, so a point that is missing, or was measured while others had the machine, is no harm for long.
+step, so fewer points are measured: the few that decide most first, then those that halve the gaps between them. Later steps
+correct the curve (speculator.py), so a point that is missing, or was measured while others had the machine, is no harm for long.
 """
 
 from __future__ import annotations

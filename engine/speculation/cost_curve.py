@@ -1,4 +1,4 @@
-"""How long a step takes by the number of tokens that it computes: measured when the engine starts, corrected by every step.
+"""How long a step takes by the number of tokens that it computes: measured when the engine starts, corrected by steps.
 
 A step that verifies drafts reads the weights once, as one without does, and computes more rows; from some number of rows on the
 rows cost more than they bring. That curve decides how much is drafted. Its shape matters, hardly its height: a machine that is

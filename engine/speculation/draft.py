@@ -113,10 +113,6 @@ class Draft:
         cut = slice(0, max_tokens)
         return Draft(self.token_ids[cut], self.parents[cut], self.chances[cut], self.proposer, self.is_trial)
 
-    def up_to(self, max_depth: int) -> Draft:
-        """Without what is deeper."""
-        return self if max(self.depths, default=0) <= max_depth else self.keep([depth <= max_depth for depth in self.depths])
-
 
 NOTHING = Draft()
 

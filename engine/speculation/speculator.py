@@ -114,8 +114,7 @@ class Speculator:
         self._probing = Probing()
         self._threshold = 0.0
         self._num_prompt_tokens = 0  # of the step before: the next one's is planned after the drafts
-        self._is_asked_always = bool(bounds.fixed_length)
-        self._rest = Rest(longest=0 if self._is_asked_always else LONGEST_REST)
+        self._rest = Rest(longest=0 if bounds.fixed_length else LONGEST_REST)
         self._num_plain = self._num_seen = 0
 
     @property
@@ -147,9 +146,10 @@ class Speculator:
         self.tally.drafted(took_ns)
         return chosen.drafts
 
-    def learn(self, plan: Plan, draws: Mapping[Sequence, list[Draw]], step_ns: int) -> None:
-        """After the sequences have taken their tokens. `step_ns`: what the plan's computation took."""
-        self._num_prompt_tokens = sum(piece.num_tokens for piece in plan.pieces if not piece.sequence.output)
+    def learn(self, plan: Plan, draws: Mapping[Sequence, list[Draw]], step_ns: int, num_prompt_tokens: int) -> None:
+        """After the sequences have taken their tokens. `step_ns`: what the plan's computation took; `num_prompt_tokens`: of it,
+        those that were no new output."""
+        self._num_prompt_tokens = num_prompt_tokens
         lessons = [
             (piece.sequence, draw.verified, draw.hidden)
             for piece in plan.pieces
@@ -171,7 +171,7 @@ class Speculator:
         self._correct_curve(plan, step_ns / 1e9)
 
     def _may_ask_next(self, asking: Asking) -> bool:
-        if self._is_asked_always:
+        if self._bounds.fixed_length:
             return True
         return not self._rest.goes_on and (asking.may_be_next or self._probing.wants_draft)
 
@@ -263,7 +263,7 @@ class Speculator:
     def _correct_curve(self, plan: Plan, step_s: float) -> None:
         """By steps without prompts: those compute more than the curve speaks of. By a part of them: there are thousands, and each
         takes as long as a guess."""
-        if not plan.pieces or not all(piece.sequence.output for piece in plan.pieces):
+        if not plan.pieces or self._num_prompt_tokens:
             self._probing.saw(None)
             return
         num_drafted = sum([len(piece.draft) for piece in plan.pieces])

@@ -166,11 +166,17 @@ def _load_row(worker: mesh_pb2.WorkerStatus) -> tuple[str, ...]:
 
 def _speculation_lines(workers: Sequence[mesh_pb2.WorkerStatus], colours: Palette) -> list[str]:
     """Nothing where nobody guesses."""
-    rows = [_speculation_row(worker) for worker in workers if worker.load.HasField("speculation")]
-    if not rows:
+    guessing = [worker for worker in workers if worker.load.HasField("speculation")]
+    if not guessing:
         return []
-    head, *lines = table(("WORKER", "TOKENS/STEP", "GUESSED", "KEPT", "TOOK", "KEPT BY PROPOSER"), rows)
-    return ["", colours.bold(head), *lines]
+    columns = ("WORKER", "TOKENS/STEP", "GUESSED", "KEPT", "TOOK", "KEPT BY PROPOSER")
+    head, *lines = table(columns, [_speculation_row(worker) for worker in guessing])
+    failed = [
+        f"{worker.info.worker_id}: {name} has failed and guesses no more; the worker's log says why"
+        for worker in guessing
+        for name in worker.load.speculation.failed_proposers
+    ]
+    return ["", colours.bold(head), *lines, *map(colours.bad, failed)]
 
 
 def _speculation_row(worker: mesh_pb2.WorkerStatus) -> tuple[str, ...]:

@@ -38,44 +38,62 @@ def _objective(what: str) -> Query:
 
 def overview() -> Dashboard:
     """Is what was promised kept, and is there room?"""
+    objectives = Row("Against the objectives", [*_attainment(), *_latencies()])
+    return Dashboard(
+        "pdmesh-overview", "pdmesh: overview", [objectives, _traffic()], [MODEL], "What was promised, and what comes"
+    )
+
+
+def _attainment() -> list[Panel]:
     by_class = "{{gen_ai_request_model}} {{tenant}} {{priority}}"
-    requests = f"sum by (priority) (rate(pdmesh_requests_total{{{_MODEL_IS}}}{RATE}))"
-    objectives = Row(
-        "Against the objectives",
-        [
-            Panel(
-                "Requests that meet their TTFT objective",
-                [Query(f"1 - pdmesh:ttft_missed:ratio_rate5m{{{_MODEL_IS}}}", by_class)],
-                "percentunit", "stat", 6, 5, thresholds=GOOD,
-            ),
-            Panel(
-                "Requests that meet their TPOT objective",
-                [Query(f"1 - pdmesh:tpot_missed:ratio_rate5m{{{_MODEL_IS}}}", by_class)],
-                "percentunit", "stat", 6, 5, thresholds=GOOD,
-            ),
-            Panel("Goodput", [Query(f"sum(pdmesh:goodput:rate5m{{{_MODEL_IS}}})", "good")], "reqps", "stat", 6, 5,
-                  text="Requests that ended well and met everything that was promised"),
-            Panel("Errors", [Query(f"max(pdmesh:errors:ratio_rate5m{{{_MODEL_IS}}})", "worst class")], "percentunit", "stat", 6,
-                  5, thresholds=((float("-inf"), "green"), (0.001, "orange"), (0.01, "red"))),
-            Panel("TTFT", [*quantiles(TTFT, _MODEL_IS), _objective("ttft")], "s", width=12),
-            Panel("TPOT", [*quantiles(TPOT, _MODEL_IS), _objective("tpot")], "s", width=12),
-            Panel(
-                "How fast the budget of the TTFT objective is used up",
-                [_burn("ttft", window) for window in ("5m", "1h", "6h")],
-                width=12, text="1: as fast as the objective allows. Alerts at 14.4 over an hour and 6 over six.",
-            ),
-            Panel("How fast that of TPOT is", [_burn("tpot", window) for window in ("5m", "1h", "6h")], width=12),
-        ],
-    )  # fmt: skip
-    traffic = Row(
+    return [
+        Panel(
+            "Requests that meet their TTFT objective",
+            [Query(f"1 - pdmesh:ttft_missed:ratio_rate5m{{{_MODEL_IS}}}", by_class)],
+            "percentunit", "stat", 6, 5, thresholds=GOOD,
+        ),
+        Panel(
+            "Requests that meet their TPOT objective",
+            [Query(f"1 - pdmesh:tpot_missed:ratio_rate5m{{{_MODEL_IS}}}", by_class)],
+            "percentunit", "stat", 6, 5, thresholds=GOOD,
+        ),
+        Panel("Goodput", [Query(f"sum(pdmesh:goodput:rate5m{{{_MODEL_IS}}})", "good")], "reqps", "stat", 6, 5,
+              text="Requests that ended well and met everything that was promised"),
+        Panel("Errors", [Query(f"max(pdmesh:errors:ratio_rate5m{{{_MODEL_IS}}})", "worst class")], "percentunit", "stat", 6,
+              5, thresholds=((float("-inf"), "green"), (0.001, "orange"), (0.01, "red"))),
+    ]  # fmt: skip
+
+
+def _latencies() -> list[Panel]:
+    return [
+        Panel("TTFT", [*quantiles(TTFT, _MODEL_IS), _objective("ttft")], "s", width=12),
+        Panel("TPOT", [*quantiles(TPOT, _MODEL_IS), _objective("tpot")], "s", width=12),
+        Panel(
+            "How fast the budget of the TTFT objective is used up",
+            [_burn("ttft", window) for window in ("5m", "1h", "6h")],
+            width=12, text="1: as fast as the objective allows. Alerts at 14.4 over an hour and 6 over six.",
+        ),
+        Panel("How fast that of TPOT is", [_burn("tpot", window) for window in ("5m", "1h", "6h")], width=12),
+    ]  # fmt: skip
+
+
+def _burn(what: str, window: str) -> Query:
+    missed = f"max by (gen_ai_request_model) (pdmesh:{what}_missed:ratio_rate{window}{{{_MODEL_IS}}})"
+    allowed = "(1 - min by (gen_ai_request_model) (pdmesh_objective_share))"
+    return Query(f"{missed} / {allowed}", f"{{{{gen_ai_request_model}}}} over {window}")
+
+
+def _traffic() -> Row:
+    in_flight = [
+        Query("sum by (priority) (pdmesh_admission_inflight)", "in flight {{priority}}"),
+        Query("sum by (priority) (pdmesh_admission_queued)", "waiting {{priority}}"),
+        Query("sum(pdmesh_admission_max_inflight)", "places"),
+    ]
+    return Row(
         "Traffic",
         [
-            Panel("Requests by priority", [Query(requests, "{{priority}}")], "reqps", stacked=True),
-            Panel(
-                "How they end",
-                [Query(f"sum by (error_type) (rate(pdmesh_requests_total{{{_MODEL_IS}}}{RATE}))", "{{error_type}}")],
-                "reqps", text="No name: well",
-            ),
+            Panel("Requests by priority", [_requests("priority", _MODEL_IS)], "reqps", stacked=True),
+            Panel("How they end", [_requests("error_type", _MODEL_IS)], "reqps", text="No name: well"),
             Panel(
                 "Refused, by reason",
                 [Query(f"sum by (reason) (rate(pdmesh_admission_refused_total{RATE}))", "{{reason}}")], "reqps",
@@ -85,14 +103,7 @@ def overview() -> Dashboard:
                 [Query(f"sum by (type) (rate(pdmesh_tokens_total{{{_MODEL_IS}}}{RATE}))", "{{type}}")],
                 text="input, output, and what of the input was cached",
             ),
-            Panel(
-                "In flight and waiting",
-                [
-                    Query("sum by (priority) (pdmesh_admission_inflight)", "in flight {{priority}}"),
-                    Query("sum by (priority) (pdmesh_admission_queued)", "waiting {{priority}}"),
-                    Query("sum(pdmesh_admission_max_inflight)", "places"),
-                ],
-            ),
+            Panel("In flight and waiting", in_flight),
             Panel(
                 "Workers",
                 [Query("max by (role, state) (sum by (instance, role, state) (pdmesh_router_workers))", "{{role}} {{state}}")],
@@ -100,83 +111,69 @@ def overview() -> Dashboard:
             ),
         ],
     )  # fmt: skip
-    return Dashboard("pdmesh-overview", "pdmesh: overview", [objectives, traffic], [MODEL], "What was promised, and what comes")
 
 
-def _burn(what: str, window: str) -> Query:
-    missed = f"max by (gen_ai_request_model) (pdmesh:{what}_missed:ratio_rate{window}{{{_MODEL_IS}}})"
-    allowed = "(1 - min by (gen_ai_request_model) (pdmesh_objective_share))"
-    return Query(f"{missed} / {allowed}", f"{{{{gen_ai_request_model}}}} over {window}")
+def _requests(label: str, matchers: str) -> Query:
+    return Query(f"sum by ({label}) (rate(pdmesh_requests_total{{{matchers}}}{RATE}))", f"{{{{{label}}}}}")
 
 
 def request_class() -> Dashboard:
     """Where the time of one class of requests goes."""
+    rows = [Row("Until the first token", [*_first_tokens(), *_prompts()]), Row("After it", [*_later_tokens(), *_troubles()])]
+    return Dashboard("pdmesh-class", "pdmesh: one class of requests", rows, [MODEL, TENANT, PRIORITY], "Where its time goes")
+
+
+def _first_tokens() -> list[Panel]:
     part_is = f'{_MODEL_IS}, priority=~"$priority"'
-    first = Row(
-        "Until the first token",
-        [
-            Panel("TTFT", quantiles(TTFT, _CLASS_IS), "s", width=8),
-            Panel(
-                "TTFT, all requests",
-                [Query(f"sum by (le) (rate({TTFT}_bucket{{{_CLASS_IS}}}{RATE}))", "{{le}}", exemplars=True)],
-                "s", "heatmap", 8, text="Dots lead to traces",
-            ),
-            Panel(
-                "What it consists of", [Query(mean("pdmesh_ttft_part_seconds", part_is, "part"), "{{part}}")], "s", stacked=True,
-                text="Means of the parts; they add up to the mean TTFT. Of all tenants.",
-            ),
-            Panel("Its slow end, by part", quantiles("pdmesh_ttft_part_seconds", part_is, "part", (0.99,)), "s"),
-            Panel(
-                "LOCAL and REMOTE", [Query(f"sum by (mode) (rate(pdmesh_requests_total{{{_CLASS_IS}}}{RATE}))", "{{mode}}")],
-                "reqps", stacked=True,
-            ),
-            Panel(
-                "Prompt tokens that were cached",
-                [Query(
-                    f'sum(rate(pdmesh_tokens_total{{{_CLASS_IS}, type="cached"}}{RATE}))'
-                    f' / (sum(rate(pdmesh_tokens_total{{{_CLASS_IS}, type="input"}}{RATE})) > 0)', "share",
-                )],
-                "percentunit", at_most=1,
-            ),
-        ],
-    )  # fmt: skip
-    after = Row(
-        "After it",
-        [
-            Panel("TPOT", quantiles(TPOT, _CLASS_IS), "s"),
-            Panel(
-                "What a hand-off adds before the second token",
-                [Query(mean("pdmesh_handoff_part_seconds", _MODEL_IS, "part"), "{{part}}")], "s", stacked=True,
-            ),
-            Panel("All of a request", quantiles("gen_ai_server_request_duration_seconds", _CLASS_IS), "s"),
-            Panel(
-                "Tokens of a request",
-                [
-                    Query(
-                        f"histogram_quantile({share}, sum by (le, gen_ai_token_type)"
-                        f" (rate(gen_ai_client_token_usage_bucket{{{_MODEL_IS}}}{RATE})))",
-                        f"p{100 * share:g} {{{{gen_ai_token_type}}}}",
-                    )
-                    for share in (0.5, 0.95)
-                ],
-            ),
-            Panel(
-                "Tried again, lost and gone on, moved, hedged",
-                [
-                    Query(f"sum(rate(pdmesh_request_retries_total{{{_MODEL_IS}}}{RATE}))", "retries"),
-                    Query(f"sum(rate(pdmesh_request_resubmissions_total{{{_MODEL_IS}}}{RATE}))", "resubmissions"),
-                    Query(f"sum(rate(pdmesh_migrations_total{RATE}))", "migrations"),
-                    Query(f"sum(rate(pdmesh_hedges_total{RATE}))", "hedges"),
-                ],
-                "reqps",
-            ),
-            Panel(
-                "How far predictions are off",
-                [*quantiles("pdmesh_prediction_deviation_ratio", "", "what", (0.5, 0.9))],
-                "percentunit", text="|predicted - measured| / measured",
-            ),
-        ],
-    )  # fmt: skip
-    return Dashboard(
-        "pdmesh-class", "pdmesh: one class of requests", [first, after], [MODEL, TENANT, PRIORITY], "Where its time goes"
-    )
+    return [
+        Panel("TTFT", quantiles(TTFT, _CLASS_IS), "s", width=8),
+        Panel(
+            "TTFT, all requests",
+            [Query(f"sum by (le) (rate({TTFT}_bucket{{{_CLASS_IS}}}{RATE}))", "{{le}}", exemplars=True)],
+            "s", "heatmap", 8, text="Dots lead to traces",
+        ),
+        Panel(
+            "What it consists of", [Query(mean("pdmesh_ttft_part_seconds", part_is, "part"), "{{part}}")], "s", stacked=True,
+            text="Means of the parts; they add up to the mean TTFT. Of all tenants.",
+        ),
+        Panel("Its slow end, by part", quantiles("pdmesh_ttft_part_seconds", part_is, "part", (0.99,)), "s"),
+    ]  # fmt: skip
+
+
+def _prompts() -> list[Panel]:
+    cached, everything = (f'sum(rate(pdmesh_tokens_total{{{_CLASS_IS}, type="{kind}"}}{RATE}))' for kind in ("cached", "input"))
+    return [
+        Panel("LOCAL and REMOTE", [_requests("mode", _CLASS_IS)], "reqps", stacked=True),
+        Panel("Prompt tokens that were cached", [Query(f"{cached} / ({everything} > 0)", "share")], "percentunit", at_most=1),
+    ]
+
+
+def _later_tokens() -> list[Panel]:
+    return [
+        Panel("TPOT", quantiles(TPOT, _CLASS_IS), "s"),
+        Panel(
+            "What a hand-off adds before the second token",
+            [Query(mean("pdmesh_handoff_part_seconds", _MODEL_IS, "part"), "{{part}}")], "s", stacked=True,
+        ),
+        Panel("All of a request", quantiles("gen_ai_server_request_duration_seconds", _CLASS_IS), "s"),
+        Panel("Tokens of a request", [_tokens_of_a_request(share) for share in (0.5, 0.95)]),
+    ]  # fmt: skip
+
+
+def _tokens_of_a_request(share: float) -> Query:
+    rate = f"sum by (le, gen_ai_token_type) (rate(gen_ai_client_token_usage_bucket{{{_MODEL_IS}}}{RATE}))"
+    return Query(f"histogram_quantile({share}, {rate})", f"p{100 * share:g} {{{{gen_ai_token_type}}}}")
+
+
+def _troubles() -> list[Panel]:
+    counted = [
+        Query(f"sum(rate(pdmesh_request_retries_total{{{_MODEL_IS}}}{RATE}))", "retries"),
+        Query(f"sum(rate(pdmesh_request_resubmissions_total{{{_MODEL_IS}}}{RATE}))", "resubmissions"),
+        Query(f"sum(rate(pdmesh_migrations_total{RATE}))", "migrations"),
+        Query(f"sum(rate(pdmesh_hedges_total{RATE}))", "hedges"),
+    ]
+    off_by = quantiles("pdmesh_prediction_deviation_ratio", "", "what", (0.5, 0.9))
+    return [
+        Panel("Tried again, lost and gone on, moved, hedged", counted, "reqps"),
+        Panel("How far predictions are off", off_by, "percentunit", text="|predicted - measured| / measured"),
+    ]

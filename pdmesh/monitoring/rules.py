@@ -99,7 +99,13 @@ def _fleet() -> Group:
 
 def _alerts() -> Group:
     burns = [alert for what in ("ttft", "tpot") for alert in _burns(what)]
-    return Group("pdmesh-alerts", [*burns, *_error_alerts(), *_state_alerts()])
+    return Group("pdmesh-alerts", [*burns, *_request_alerts(), *_worker_alerts(), *_autoscaler_alerts()])
+
+
+def _alert(name: str, expr: str, summary: str, description: str, *, wait: str = "", severity: str = "ticket") -> Rule:
+    """A ticket is for working hours, a page wakes somebody."""
+    annotations = {"summary": summary, "description": description}
+    return Rule(expr, alert=name, wait=wait, labels={"severity": severity}, annotations=annotations)
 
 
 @dataclass(frozen=True)
@@ -119,17 +125,15 @@ _BURNS = (_Burn(14.4, "1h", "5m", "2m", "page"), _Burn(6.0, "6h", "30m", "15m", 
 def _burns(what: str) -> list[Rule]:
     words = {"ttft": "time to the first token", "tpot": "time per output token"}[what]
     return [
-        Rule(
+        _alert(
+            f"Pdmesh{what.capitalize()}ObjectiveBurns" + ("Fast" if burn.severity == "page" else "Slowly"),
             " and ".join(_burning(f"pdmesh:{what}_missed:ratio_rate{window}", burn.speed) for window in (burn.long, burn.short)),
-            alert=f"Pdmesh{what.capitalize()}ObjectiveBurns" + ("Fast" if burn.severity == "page" else "Slowly"),
+            f"{{{{ $labels.gen_ai_request_model }}}}: too many {{{{ $labels.priority }}}} requests of "
+            f"{{{{ $labels.tenant }}}} miss their {words}",
+            f"{{{{ $value | humanizePercentage }}}} of them over {burn.long}: the budget of the objective is "
+            f"used up {burn.speed:g} times as fast as allowed. The dashboard of a request class shows which part grew.",
             wait=burn.wait,
-            labels={"severity": burn.severity},
-            annotations={
-                "summary": f"{{{{ $labels.gen_ai_request_model }}}}: too many {{{{ $labels.priority }}}} requests of "
-                f"{{{{ $labels.tenant }}}} miss their {words}",
-                "description": f"{{{{ $value | humanizePercentage }}}} of them over {burn.long}: the budget of the objective is "
-                f"used up {burn.speed:g} times as fast as allowed. The dashboard of a request class shows which part grew.",
-            },
+            severity=burn.severity,
         )
         for burn in _BURNS
     ]
@@ -142,105 +146,84 @@ def _burning(ratio: str, speed: float) -> str:
     return f"({ratio} >= on ({MODEL}) group_left () clamp_max({speed:g} * {allowed}, 0.9))"
 
 
-def _error_alerts() -> list[Rule]:
+def _request_alerts() -> list[Rule]:
+    refused, admitted = (
+        f"sum by (tenant, priority) (rate(pdmesh_admission_{what}_total[5m]))" for what in ("refused", "admitted")
+    )
     return [
-        Rule(
+        _alert(
+            "PdmeshErrors",
             "pdmesh:errors:ratio_rate1h > 0.01 and pdmesh:errors:ratio_rate5m > 0.01",
-            alert="PdmeshErrors",
+            "{{ $labels.gen_ai_request_model }}: {{ $value | humanizePercentage }} of {{ $labels.priority }} requests of "
+            "{{ $labels.tenant }} fail",
+            "More than 1 % over an hour and still now, refusals and faults of clients not counted.",
             wait="2m",
-            labels={"severity": "page"},
-            annotations={
-                "summary": "{{ $labels.gen_ai_request_model }}: {{ $value | humanizePercentage }} of {{ $labels.priority }} "
-                "requests of {{ $labels.tenant }} fail",
-                "description": "More than 1 % over an hour and still now, refusals and faults of clients not counted.",
-            },
+            severity="page",
         ),
-        Rule(
-            "sum by (tenant, priority) (rate(pdmesh_admission_refused_total[5m]))"
-            " / (sum by (tenant, priority) (rate(pdmesh_admission_refused_total[5m]))"
-            " + sum by (tenant, priority) (rate(pdmesh_admission_admitted_total[5m])) > 0) > 0.05",
-            alert="PdmeshRefusals",
+        _alert(
+            "PdmeshRefusals",
+            f"{refused} / ({refused} + {admitted} > 0) > 0.05",
+            "{{ $value | humanizePercentage }} of {{ $labels.priority }} requests of {{ $labels.tenant }} are refused",
+            "The reasons are in pdmesh_admission_refused_total: rate is the tenant's own, all others say "
+            "that workers are too few.",
             wait="5m",
-            labels={"severity": "ticket"},
-            annotations={
-                "summary": "{{ $value | humanizePercentage }} of {{ $labels.priority }} requests of {{ $labels.tenant }} are "
-                "refused",
-                "description": "The reasons are in pdmesh_admission_refused_total: rate is the tenant's own, all others say "
-                "that workers are too few.",
-            },
         ),
-        Rule(
+        _alert(
+            "PdmeshTokenMismatch",
             "sum by (job) (increase(pdmesh_token_mismatches_total[10m])) > 0",
-            alert="PdmeshTokenMismatch",
-            labels={"severity": "ticket"},
-            annotations={
-                "summary": "A repeated token had another value",
-                "description": "Requests that went on elsewhere got other tokens than before: this is a bug, please report it.",
-            },
+            "A repeated token had another value",
+            "Requests that went on elsewhere got other tokens than before: this is a bug, please report it.",
         ),
     ]
 
 
-def _state_alerts() -> list[Rule]:
+def _worker_alerts() -> list[Rule]:
     return [
-        Rule(
+        _alert(
+            "PdmeshKvFull",
             "pdmesh:kv_occupancy:ratio > 0.95",
-            alert="PdmeshKvFull",
+            "{{ $labels.instance }}: {{ $value | humanizePercentage }} of its KV blocks are in use",
+            "Requests wait for room or are moved away; more decode workers, or a larger pool, would help.",
             wait="5m",
-            labels={"severity": "ticket"},
-            annotations={
-                "summary": "{{ $labels.instance }}: {{ $value | humanizePercentage }} of its KV blocks are in use",
-                "description": "Requests wait for room or are moved away; more decode workers, or a larger pool, would help.",
-            },
         ),
-        Rule(
+        _alert(
+            "PdmeshTargetDown",
             'up{job=~"pdmesh.*"} == 0',
-            alert="PdmeshTargetDown",
+            "{{ $labels.instance }} shows no metrics",
+            "It is down, or its port is not reached: what is known of it is old.",
             wait="1m",
-            labels={"severity": "ticket"},
-            annotations={
-                "summary": "{{ $labels.instance }} shows no metrics",
-                "description": "It is down, or its port is not reached: what is known of it is old.",
-            },
         ),
-        Rule(
+        _alert(
+            "PdmeshWorkerSilent",
             "max by (worker) (pdmesh_router_worker_report_age_seconds) > 5",
-            alert="PdmeshWorkerSilent",
+            "{{ $labels.worker }} has told routers nothing for {{ $value | humanizeDuration }}",
+            "Routers decide by what it said before.",
             wait="30s",
-            labels={"severity": "ticket"},
-            annotations={
-                "summary": "{{ $labels.worker }} has told routers nothing for {{ $value | humanizeDuration }}",
-                "description": "Routers decide by what it said before.",
-            },
         ),
-        Rule(
+        _alert(
+            "PdmeshBreakerOpen",
             "max by (worker, role) (pdmesh_breaker_open) > 0",
-            alert="PdmeshBreakerOpen",
+            "{{ $labels.worker }} is left out as {{ $labels.role }} worker",
+            "It failed or was slow; `pdmesh status` says why.",
             wait="1m",
-            labels={"severity": "ticket"},
-            annotations={
-                "summary": "{{ $labels.worker }} is left out as {{ $labels.role }} worker",
-                "description": "It failed or was slow; `pdmesh status` says why.",
-            },
         ),
-        Rule(
+    ]
+
+
+def _autoscaler_alerts() -> list[Rule]:
+    return [
+        _alert(
+            "PdmeshAutoscalerHolds",
             "max by (reason) (pdmesh_autoscaler_held) > 0 or on () (min(pdmesh_autoscaler_round_age_seconds) > 60)",
-            alert="PdmeshAutoscalerHolds",
+            "The autoscaler has changed nothing for a while, because its figures are old or rounds do not end",
+            "Its log says what it does not hear; the number of workers stays as it is.",
             wait="5m",
-            labels={"severity": "ticket"},
-            annotations={
-                "summary": "The autoscaler has changed nothing for a while, because its figures are old or rounds do not end",
-                "description": "Its log says what it does not hear; the number of workers stays as it is.",
-            },
         ),
-        Rule(
+        _alert(
+            "PdmeshStartsFail",
             "sum by (pool) (pdmesh_autoscaler_failed_starts) > 0",
-            alert="PdmeshStartsFail",
+            "{{ $value }} {{ $labels.pool }} workers were asked for and do not come",
+            "No room on the cluster, or they end before they serve.",
             wait="5m",
-            labels={"severity": "ticket"},
-            annotations={
-                "summary": "{{ $value }} {{ $labels.pool }} workers were asked for and do not come",
-                "description": "No room on the cluster, or they end before they serve.",
-            },
         ),
     ]

@@ -477,8 +477,8 @@ class Usage(_message.Message):
     before a resumed stream is in the usage of none. 0 means that nothing was guessed.
     """
     accepted_tokens: _builtins.int
-    """accepted_tokens of them came true: so many tokens cost no step of their own. They count as the workers drew them, those behind a
-    stop string included.
+    """accepted_tokens of them came true. Each saved a step, but for one that ended its choice: nothing comes behind it in the step that
+    verified it. They count as the workers drew them, those behind a stop string included.
     """
     def __init__(
         self,

@@ -348,6 +348,7 @@ class SpeculationReport(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFTING_S_FIELD_NUMBER: _builtins.int
     PROPOSERS_FIELD_NUMBER: _builtins.int
+    FAILED_PROPOSERS_FIELD_NUMBER: _builtins.int
     tokens_per_row: _builtins.float
     """tokens_per_row lately, at least 1. 0 means that the worker does not say."""
     computed_per_row: _builtins.float
@@ -364,6 +365,10 @@ class SpeculationReport(_message.Message):
     def proposers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposerReport]:
         """proposers that have guessed since start."""
 
+    @_builtins.property
+    def failed_proposers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """failed_proposers broke, and are not asked any more until the worker starts again; its log says why. They cost guesses, no token."""
+
     def __init__(
         self,
         *,
@@ -374,10 +379,11 @@ class SpeculationReport(_message.Message):
         num_tokens: _builtins.int = ...,
         drafting_s: _builtins.float = ...,
         proposers: _abc.Iterable[Global___ProposerReport] | None = ...,
+        failed_proposers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_per_row", b"computed_per_row", "drafting_s", b"drafting_s", "num_drafts", b"num_drafts", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "proposers", b"proposers", "tokens_per_row", b"tokens_per_row"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_per_row", b"computed_per_row", "drafting_s", b"drafting_s", "failed_proposers", b"failed_proposers", "num_drafts", b"num_drafts", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "proposers", b"proposers", "tokens_per_row", b"tokens_per_row"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

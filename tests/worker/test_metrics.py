@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator
 
 import pytest
@@ -10,15 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.hardware import ModelCost
-from engine.outputs import StepWork
+from engine.outputs import EngineStats, StepWork
 from engine.speculation.tally import Tally
+from protos.v1 import worker_pb2
 from runtime.telemetry.config import TelemetryConfig
+from runtime.telemetry.metrics import Instrument
 from tests.runtime.telemetry.scrape import Page, scrape
 from tests.support.mini_router import MiniRouter
 from tests.support.waiting import eventually
 from tests.support.worker_mesh import Model, Peer, only_transport, running_worker, token_request
 from worker import instruments
-from worker.metrics import StepCounts
+from worker.metrics import Seen, StepCounts, read
 
 PROMPT = [10 + (7 * i) % 200 for i in range(53)]
 SHOWN = TelemetryConfig(metrics_port=0)
@@ -119,3 +122,21 @@ def test_verifying_is_the_drafted_share_of_a_step() -> None:
     tally.computed(8_000_000, 8, 0)
     tally.computed(8_000_000, 8, 2)
     assert tally.stats().verifying_s == pytest.approx(0.002)
+
+
+class Written:
+    """See Readings."""
+
+    def __init__(self) -> None:
+        self.of: defaultdict[Instrument, dict[tuple[str, ...], float]] = defaultdict(dict)
+
+    def put(self, instrument: Instrument, value: float, *labels: str) -> None:
+        self.of[instrument][labels] = value
+
+
+def test_a_proposer_that_failed_is_shown() -> None:
+    tally, written = Tally(), Written()
+    tally.fault("heads")
+    stats = EngineStats(*[0] * 17, speculation=tally.stats())  # type: ignore[misc, arg-type]
+    read(written, Seen(stats, worker_pb2.LoadReport(), None, {}, 0))
+    assert written.of[instruments.FAILED_PROPOSER] == {("heads",): 1}

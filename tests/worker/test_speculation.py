@@ -6,7 +6,7 @@ from dataclasses import astuple
 
 import pytest
 
-from engine.speculation.tally import ProposerStats, SpeculationStats
+from engine.speculation.tally import ProposerStats, SpeculationStats, Tally
 from worker.speculation import HALF_LIFE_ROWS, RecentDrafts, speculation_message
 
 
@@ -76,4 +76,13 @@ def test_the_message_holds_depths_as_far_as_drafts_went() -> None:
     assert (message.num_rows, message.num_drafts, message.num_tokens, message.drafting_s) == (20, 9, 26, 0.25)
     told = [(each.name, list(each.verified), list(each.kept)) for each in message.proposers]
     assert told == [("heads", [9, 7], [5, 1]), ("lookup", [], [])]
+    assert not message.failed_proposers
     assert message.tokens_per_row == recent.tokens_per_row > 1.0
+
+
+def test_the_message_names_who_has_failed() -> None:
+    recent, tally = RecentDrafts(), Tally()
+    recent.take(tally.stats())
+    tally.fault("heads")
+    recent.take(tally.stats())
+    assert list(speculation_message(recent).failed_proposers) == ["heads"]

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.finish import stops
+from engine.finish import end_tokens
 from engine.runner import TokenSampler
 from engine.sampling import SampleRow
 from engine.sequence import Sequence
@@ -56,6 +56,7 @@ class _Branch:
         self.most = min(ask.max_depth, ask.max_tokens, max_depth)
         self.last = sequence.output[-1]
         self._request, self._choice, self._eos = request, sequence.choices[0], eos_token_ids
+        self._ends = end_tokens(request.sampling, eos_token_ids)
         self.is_plain = self.row().is_plain  # then every later row is
 
     def root(self, hidden: Tensor) -> Root:
@@ -81,7 +82,7 @@ class _Branch:
         self.chances.append(chance)
         self.kept *= chance
         self.last = token_id
-        return len(self.tokens) < self.most and not self._is_end(token_id)
+        return len(self.tokens) < self.most and token_id not in self._ends
 
     def take_all(self, tokens: list[int], chances: list[float]) -> None:
         """A whole draft, up to a token that ends the output, or to where weights that are too large leave no numbers."""
@@ -90,14 +91,11 @@ class _Branch:
                 break
             self.tokens.append(token_id)
             self.chances.append(chance)
-            if self._is_end(token_id):
+            if token_id in self._ends:
                 break
 
     def draft(self) -> Draft:
         return Draft.chain(self.tokens, self.chances, NAME) if self.tokens else NOTHING
-
-    def _is_end(self, token_id: int) -> bool:
-        return stops(self._request.sampling, token_id, self._eos)
 
 
 class HeadProposer:

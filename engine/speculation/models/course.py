@@ -6,7 +6,7 @@ from collections.abc import Sequence as Sequence_
 from dataclasses import replace
 
 from engine.finish import stops
-from engine.grammar import Matcher
+from engine.grammar import Bits
 from engine.sampling import SampleRow
 from engine.sampling_params import SamplingParams
 from engine.speculation.draft import Draft
@@ -29,15 +29,14 @@ class Course:
         self._params = without_logprobs(request.sampling)
         self._eos_token_ids = eos_token_ids
         self._output = list(ask.sequence.output)  # and behind it what is drafted
+        self._num_known = len(self._output)
         self._chances: list[float] = []
         self._cumulative = 1.0
-        matcher = ask.sequence.matcher()
-        self._matcher: Matcher | None = matcher.copy() if matcher else None
 
     @property
     def is_unconstrained(self) -> bool:
         """No grammar says what may come."""
-        return self._matcher is None
+        return self.sequence.group.request.grammar is None
 
     @property
     def chunk(self) -> Chunk:
@@ -60,7 +59,7 @@ class Course:
         self.ahead = ()
 
     def draft(self, proposer: str) -> Draft:
-        return Draft.chain(self._output[len(self._output) - len(self._chances) :], self._chances, proposer)
+        return Draft.chain(self._output[self._num_known :], self._chances, proposer)
 
     def _append(self, token_id: int, chance: float) -> None:
         self._cumulative *= chance
@@ -69,8 +68,6 @@ class Course:
             return
         self._output.append(token_id)
         self._chances.append(chance)
-        if self._matcher is not None:
-            self._matcher.take(token_id)
         self.is_over = len(self._chances) == self.depth or stops(self._params, token_id, self._eos_token_ids)
 
     def _row(self, ahead: tuple[int, ...]) -> SampleRow:
@@ -81,8 +78,14 @@ class Course:
             prompt=self._prompt,
             output=[*self._output, *ahead] if ahead else self._output,
             eos_token_ids=self._eos_token_ids,
-            allowed=self._matcher.allowed() if self._matcher else None,
+            allowed=self._allowed(ahead),
         )
+
+    def _allowed(self, ahead: tuple[int, ...]) -> Bits | None:
+        """Found once: the step that verifies the draft asks for the same places."""
+        if self.is_unconstrained:
+            return None
+        return self.sequence.matcher_behind((*self._output[self._num_known :], *ahead)).allowed()
 
 
 def without_logprobs(params: SamplingParams) -> SamplingParams:

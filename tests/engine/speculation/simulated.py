@@ -117,7 +117,7 @@ class Machine:
             self.num_tokens += len(draw.tokens)
         took_s = self._took_s(plan.num_tokens) * self._random.uniform(1 - NOISE, 1 + NOISE)
         self.clock.spend(took_s)
-        self.speculator.learn(plan, draws, round(1e9 * took_s))
+        self.speculator.learn(plan, draws, round(1e9 * took_s), 0)
         self.running = [self._begin() if len(each.output) > _LENGTH else each for each in self.running]
 
     def _took_s(self, num_rows: int) -> float:

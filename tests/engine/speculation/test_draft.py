@@ -35,7 +35,6 @@ def test_places() -> None:
 
 
 def test_cutting() -> None:
-    assert TREE.up_to(1).token_ids == (7, 5)
     assert TREE.keep([True, False, True, True, True]).token_ids == (7, 5, 6)
     assert TREE.keep([True, False, True, True, True]).parents == (-1, -1, 1)
     assert TREE.first(9) is TREE

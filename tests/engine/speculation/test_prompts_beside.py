@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.scheduler import PROMPTS_PER_DRAFT
+from engine.speculation.cost_curve import CostCurve
 from tests.support.engine_requests import PROMPT, assert_answers, assert_whole, request
 from tests.support.guesser import Guesser
 from tests.support.mock_engine import Collector, make_engine
@@ -44,3 +45,17 @@ def test_beside_prompts_they_have_a_part_of_the_step() -> None:
     result = engine.step()
     assert result is not None
     assert result.work.prefill_tokens >= budget - 1 - budget // PROMPTS_PER_DRAFT
+
+
+def test_steps_with_prompts_say_nothing_of_the_curve() -> None:
+    """Not even the last of a prompt, which draws a token: it computes more rows than it draws from."""
+    engine = make_engine(max_num_batched_tokens=64, proposers=[Guesser(1.0)])
+    assert engine.speculator is not None
+    engine.speculator.curve = CostCurve((1, 64), (0.001, 0.001))
+    seen = []
+    for name in ("a", "b"):
+        engine.add(request(name, PROMPT, max_tokens=40))
+        for _ in range(2):
+            engine.step()
+            seen.append(engine.speculator.curve.history.num_steps)
+    assert seen == [0, 1, 1, 2]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from engine.engine import Engine
+from engine.grammar import Bits
 from engine.request import EngineRequest
 from engine.sequence import Sequence
+from engine.speculation.constrained import allowed_on_tree
 from engine.speculation.draft import NOTHING, Draft, Verified
 from engine.speculation.models.open import open_draft_model
 from engine.speculation.models.proposer import ModelDraft
@@ -33,7 +35,7 @@ from tests.engine.speculation.models.driver import (
 )
 from tests.support.mock_engine import Collector, run_to_end
 from tests.support.tiny_models import IM_END, VOCAB_SIZE, make_tiny_model
-from text.grammar import GrammarCompiler
+from text.grammar import CompiledGrammar, GrammarCompiler, GrammarMatcher
 from text.tokenizer import Tokenizer
 
 
@@ -270,13 +272,11 @@ class TestBounds:
 
 
 def test_a_grammar_is_followed(pair: Pair) -> None:
-    compiler = GrammarCompiler(Tokenizer.load(pair.folder).to_json(), VOCAB_SIZE, {IM_END})
-    grammar = compiler.compile("regex", "(yes|no|[a-f0-9]{6}), (maybe|never) [0-9]+")
+    grammar = _grammar(pair)
     for loaded in (pair.target, pair.other):
         engine = engine_of(pair.target)
         proposer, oracle = drafting(engine, loaded), Oracle(loaded)
-        plain = request("g", prompt(12), temperature=1.2, max_tokens=30, ignore_eos=False)
-        engine.add(EngineRequest("g", plain.prompt, plain.sampling, grammar=grammar))
+        engine.add(_constrained(grammar))
         num_drafts = 0
         while go_on(engine, Collector(), 1):
             for sequence, draft in propose(engine, proposer).items():
@@ -284,6 +284,38 @@ def test_a_grammar_is_followed(pair: Pair) -> None:
                 assert grammar.first_stray([*sequence.output, *draft.token_ids]) is None
                 num_drafts += len(draft) > 0
         assert num_drafts > 3
+
+
+def test_what_a_grammar_allows_behind_a_guess_is_found_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the draft; the step that verifies it looks behind the last guess at most."""
+    num_found, original = 0, GrammarMatcher._find_allowed
+
+    def counted(matcher: GrammarMatcher) -> Bits:
+        nonlocal num_found
+        num_found += 1
+        return original(matcher)
+
+    monkeypatch.setattr(GrammarMatcher, "_find_allowed", counted)
+    engine, num_drafts = engine_of(pair.target), 0
+    proposer = drafting(engine, pair.other)
+    engine.add(_constrained(_grammar(pair)))
+    while go_on(engine, Collector(), 1):
+        for sequence, draft in propose(engine, proposer).items():
+            if draft:
+                before = num_found
+                allowed_on_tree(sequence, draft)
+                assert num_found <= before + 1
+                num_drafts += 1
+    assert num_drafts > 3
+
+
+def _grammar(pair: Pair) -> CompiledGrammar:
+    compiler = GrammarCompiler(Tokenizer.load(pair.folder).to_json(), VOCAB_SIZE, {IM_END})
+    return compiler.compile("regex", "(yes|no|[a-f0-9]{6}), (maybe|never) [0-9]+")
+
+
+def _constrained(grammar: CompiledGrammar) -> EngineRequest:
+    return replace(request("g", prompt(12), temperature=1.2, max_tokens=30, ignore_eos=False), grammar=grammar)
 
 
 class Scripted:
