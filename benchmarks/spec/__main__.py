@@ -108,7 +108,7 @@ class Parts:
             "curve": lambda: curve.cost_figures(self.bench),
             "forced": lambda: forced.forced_figures(self.bench, self._forced_prompts, self.rounds(3)),
             "gain": lambda: gain.gain_figures(self.bench, self.workloads, self.guesses),
-            "safety": lambda: safety.safety_figures(self.bench, self.workloads, self.rounds(8)),
+            "safety": lambda: safety.safety_figures(self.bench, self.workloads, self.rounds(2)),
             "threshold": lambda: threshold.threshold_figures(self.bench, self.workloads["mixed"], self.rounds(3)),
             "study": lambda: study.study_figures(self.bench, self.workloads, study.guesses_to_study(self.guesses)),
         }

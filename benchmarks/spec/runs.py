@@ -43,6 +43,7 @@ class Output:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    is_over: bool = field(default=False, compare=False)
 
     def first(self, count: int) -> Output:
         return Output(self.token_ids[:count], self.logprobs[:count])
@@ -174,6 +175,34 @@ class Arriving(Answering):
         return num_drawn(self.outputs) / self._apart >= number - self._batch // 2 or not self.engine.has_work
 
 
+class Refilled(Answering):
+    """`batch` tasks at a time: where one ends the next begins, as in service. What is timed are the steps of full batches, from
+    the first in which all have their first token to that which leaves no task to begin."""
+
+    def __init__(self, engine: Engine, tasks: Sequence[Task], batch: int) -> None:
+        """Prompts should be in the prefix cache: they count as steps, too."""
+        self._batch = batch
+        self._full: tuple[float, int] | None = None  # seconds and tokens when the last task began
+        super().__init__(engine, tasks)
+
+    def _begin(self) -> None:
+        for task in self.tasks[: self._batch]:
+            self._add(task)
+
+    def step(self) -> None:
+        super().step()
+        while len(self.outputs) < len(self.tasks) and sum(not output.is_over for output in self.outputs) < self._batch:
+            self._add(self.tasks[len(self.outputs)])
+            self._full = (self.total_s, num_drawn(self.outputs))
+
+    def answered(self) -> Answered:
+        plain = super().answered()
+        if self._full is None:
+            return plain
+        until_s, num_tokens = self._full
+        return Answered(self.outputs, self.total_s, until_s - self._before_s, num_tokens - self._num_before)
+
+
 def answer(engine: Engine, tasks: Sequence[Task]) -> Answered:
     """All tasks at once, to their end."""
     [answered] = together([Answering(engine, tasks)])
@@ -181,13 +210,13 @@ def answer(engine: Engine, tasks: Sequence[Task]) -> Answered:
 
 
 def together(answerings: Sequence[Answering]) -> list[Answered]:
-    """To their ends, a step of each in turn, in an order that is turned each time: what the machine is doing beside them it does
-    to all of them."""
+    """To their ends, a step of each in turn: what the machine is doing beside them it does to all of them. Always in the same
+    order: one that had two turns in a row would find the caches as it left them."""
     going = list(answerings)
     while going:
         for each in going:
             each.step()
-        going = [each for each in reversed(going) if not each.is_over]
+        going = [each for each in going if not each.is_over]
     return [each.answered() for each in answerings]
 
 
@@ -195,6 +224,7 @@ def _take(result: StepResult | None, outputs: Sequence[Output]) -> None:
     for update in result.updates if result else ():
         outputs[int(update.request_id)].token_ids += update.token_ids
         outputs[int(update.request_id)].logprobs += update.logprobs
+        outputs[int(update.request_id)].is_over = update.finish_reason is not None
 
 
 def num_drawn(outputs: Sequence[Output]) -> int:

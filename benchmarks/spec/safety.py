@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from benchmarks.harness import Figure, say
-from benchmarks.spec.runs import Arriving, Bench, Task, as_many, groups
+from benchmarks.spec.runs import Arriving, Bench, Refilled, Task, as_many
 from benchmarks.spec.turns import Turns, take_turns, warm
 
 KINDS = ("copying", "prose", "mixed", "penalties, min-p", "logprobs", "JSON schema")
 BATCHES = (1, 4, 16, 32)
-NUM_GROUPS: Mapping[int, int] = {1: 4, 4: 2, 16: 1, 32: 1}
+NUM_TASKS: Mapping[int, int] = {1: 8, 4: 32, 16: 48, 32: 64}
+"""By batch."""
 NUM_TOKENS = 64
 """Of an answer at most."""
 LONGEST_ARRIVING = 200
@@ -24,12 +25,12 @@ def safety_figures(bench: Bench, workloads: Mapping[str, Sequence[Task]], rounds
     off = (bench.engine(), bench.engine())
     for kind in KINDS:
         on = bench.guessing("auto")
-        tasks = [task.shorter(NUM_TOKENS) for task in as_many(workloads[kind], max(BATCHES))]
+        tasks = [task.shorter(NUM_TOKENS) for task in as_many(workloads[kind], max(NUM_TASKS.values()))]
         for engine in (*off, on):
             warm(engine, tasks)
         for batch in BATCHES:
-            some = list(groups(tasks, batch))[: NUM_GROUPS[batch]]
-            yield from _figures(f"{kind}, batch {batch}", take_turns(off, on, some, rounds))
+            found = take_turns(off, on, [tasks[: NUM_TASKS[batch]]], rounds, partial(Refilled, batch=batch))
+            yield from _figures(f"{kind}, batch {batch}", found)
     yield from arriving_figures(bench, workloads["mixed"], rounds)
 
 
