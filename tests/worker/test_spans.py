@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import grpc.aio
 import pytest
 
+from benchmarks.observability.otlp_receiver import OtlpReceiver, Received
 from protos.v1 import decode_pb2, mesh_pb2, prefill_pb2, worker_pb2
 from runtime.telemetry.config import TelemetryConfig
 from runtime.telemetry.propagation import SpanContext, inject
 from runtime.telemetry.worker_context import submit_metadata
-from tests.otlp_receiver import OtlpReceiver, Received
 from tests.support.mini_router import MiniRouter
 from tests.support.waiting import eventually
 from tests.support.worker_mesh import LOCAL, REMOTE, Model, Peer, running_worker, token_request
