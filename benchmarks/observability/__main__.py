@@ -40,7 +40,7 @@ async def _of_traces(name: str, options: Options, traced: Traced, client: AsyncC
         answered = await adding_up.under_load(traced, client, 16 if options.quick else 200)
         return adding_up.figures([trace for _, trace in answered])
     if name == "delays":
-        return await delays.figures(traced, client, 3 if options.quick else 9)
+        return await delays.figures(traced, client, 3 if options.quick else 11)
     return await spans.figures(traced, client, 4 if options.quick else 40)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness import Figure
@@ -12,7 +13,7 @@ from benchmarks.observability.traces import REMOTE_SPANS
 from pdmesh.client import AsyncClient
 
 DELAY_MS = 50
-LENGTH, NUM_TOKENS = 40, 3
+LENGTH, NUM_TOKENS = 20, 3
 """Of the prompts: one step each. Of the answers."""
 
 
@@ -40,24 +41,32 @@ Parts = Mapping[str, float]
 
 
 async def moved(traced: Traced, client: AsyncClient, delay: Delay, repeats: int = 5) -> dict[str, float]:
-    """By how much each part is longer with the delay than without it."""
-    before = await medians(traced, client, repeats)
-    traced.arm(delay.processes, delay.point, f"delay:{DELAY_MS}")
-    try:
-        after = await medians(traced, client, repeats)
-    finally:
+    """By how much each part is longer with the delay than just before without it: the median of a few pairs."""
+    request_ids: list[str] = []
+    for _ in range(repeats):
+        request_ids.append(await _asked(traced, client))
+        traced.arm(delay.processes, delay.point, f"delay:{DELAY_MS}")
+        request_ids.append(await _asked(traced, client))
         traced.disarm()
-    return {name: after[name] - before[name] for name in after}
+    parts = await _parts(traced, request_ids)
+    pairs = list(zip(parts[::2], parts[1::2], strict=True))
+    return {name: statistics.median(after[name] - before[name] for before, after in pairs) for name in parts[0]}
 
 
 async def medians(traced: Traced, client: AsyncClient, repeats: int = 5) -> dict[str, float]:
-    """Of a few separated requests, one after the other."""
-    parts: list[Parts] = []
-    for _ in range(repeats):
-        result = await traced.ask(client, length=LENGTH, max_tokens=NUM_TOKENS)
-        trace = await traced.trace(result.request_id, REMOTE_SPANS)
-        parts.append(trace.ttft_parts_ms() | trace.gap_parts_ms())
+    """Of a few requests, one after the other."""
+    parts = await _parts(traced, [await _asked(traced, client) for _ in range(repeats)])
     return {name: statistics.median(each[name] for each in parts) for name in parts[0]}
+
+
+async def _asked(traced: Traced, client: AsyncClient) -> str:
+    """One separated request, until it is answered; its id."""
+    return (await traced.ask(client, length=LENGTH, max_tokens=NUM_TOKENS)).request_id
+
+
+async def _parts(traced: Traced, request_ids: Sequence[str]) -> list[Parts]:
+    traces = await asyncio.gather(*(traced.trace(each, REMOTE_SPANS) for each in request_ids))
+    return [trace.ttft_parts_ms() | trace.gap_parts_ms() for trace in traces]
 
 
 async def figures(traced: Traced, client: AsyncClient, repeats: int) -> list[Figure]:

@@ -146,7 +146,7 @@ async def moved_one(traced: Traced, client: AsyncClient) -> Moved:
             if isinstance(event, Completed):
                 finished_by = event.timings.decode_worker
     traced.disarm()
-    await traced.mesh.wait_ready(PATIENCE_S)
+    await traced.mesh.wait_ready(TIMEOUT_S)
     return Moved(request_id, left, finished_by)
 
 
