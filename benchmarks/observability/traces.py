@@ -65,17 +65,17 @@ class Trace:
         return self.ttft_ms - sum(self.ttft_parts_ms().values())
 
     def ttft_parts_ms(self) -> dict[str, float]:
-        """What TTFT consists of. What a failed attempt took is retry. LOCAL: the prompt waits from Submit's receipt on, so the
-        Submit call lies beside prefill.queue and is counted there."""
+        """What TTFT consists of. What a failed attempt took is retry. LOCAL: the prompt waits for no answer to Submit, so of that
+        call `submit` counts, which ends when the engine has the prompt."""
         last = next(attempt for attempt in self.all("attempt") if not attempt.is_failed)
         attempt = self.below(last)
-        is_local = last.attributes["pdmesh.mode"] == "local"
+        reserving = "submit" if last.attributes["pdmesh.mode"] == "local" else "reserve"
         mine = [span for span in self.spans if span.parent_id == self.root.span_id and span.end_ns <= last.end_ns]
         parts = {
             "route": _ms(span for span in mine if span.name == "route"),
             "admission": _ms(span for span in mine if span.name == "admission"),
             "retry": _ms(span for span in mine if span.name == "retry"),
-            "reserve": 0.0 if is_local else _ms(span for span in attempt if span.name == "reserve"),
+            "reserve": _ms(span for span in attempt if span.name == reserving),
             "first_token_return": _ms(self.all("first_token_return")),
         }
         for name in ("prefill.queue", "prefill.compute"):

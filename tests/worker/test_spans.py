@@ -139,6 +139,8 @@ async def test_a_local_stay_in_spans(model: Model, receiver: OtlpReceiver) -> No
         assert {spans[name].parent_id for name in ("prefill.queue", "prefill.compute")} == {spans["decode"].span_id}
         started = workers.router.of("a").started
         assert started is not None
+        assert spans["submit"].duration_ns == started.local_prefill.reserve_ns > 0
+        assert spans["prefill.queue"].start_ns == spans["submit"].end_ns
         assert spans["prefill.queue"].duration_ns == started.local_prefill.prefill_queue_ns
         assert spans["prefill.compute"].duration_ns == started.local_prefill.prefill_compute_ns
         assert [event.attributes["pdmesh.step.prefill_tokens"] for event in spans["prefill.compute"].events] == [64, 64, 22]
