@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -13,40 +13,47 @@ from benchmarks.cpu_time import process_cpu_ns
 from benchmarks.harness import Figure, say
 from benchmarks.observability.looking import scraper
 from benchmarks.observability.turns import AT_ONCE, Turn, jobs, ratios, spread
-from benchmarks.observability.ways import ALL, OFF, ON, TRACES, Side, Way, sides
+from benchmarks.observability.ways import ALL, OFF, ON, TRACES, Lookers, Side, Way
 from benchmarks.router.options import Options
 from benchmarks.router.processes import running
 
 GOAL = 0.98
+ROUNDS, SIZE, QUICK_SIZE = 8, 24, 12
+"""Pairs of turns of each way. Requests of a turn: seven to ten seconds' work."""
 IDLE_S = 5.0
-KINDS = ("router", "prefill", "decode", "console", "collector", "scraper")
+TELLING = ("router", "console", "collector", "scraper")
+KINDS = ("prefill", "decode", *TELLING)
 Taken = Sequence[tuple[Way, Turn]]
 
 
 async def figures(options: Options) -> list[Figure]:
-    """Off, on, off, on …: each turn is compared with those beside it."""
-    rounds, size = (2, 12) if options.quick else (9, 60)
+    """The mesh that is off beside one of the others: off, on, off, on …, so that each turn is compared with those beside it."""
     with tempfile.TemporaryDirectory() as folder, running("benchmarks.observability.sink") as sink:
-        async with scraper(Path(folder)) as scraping, sides(options.model, sink, scraping) as meshes:
-            idle = [await _idle_figure(meshes[way]) for way in (OFF, ALL)]
-            taken = await _take_turns(meshes, rounds, size)
+        async with scraper(Path(folder)) as scraping:
+            lookers, taken, idle = Lookers(sink, sink.hear()["address"], scraping), list[Taken](), list[Figure]()
+            async with lookers.side(OFF, options.model) as off:
+                for way in ON:
+                    async with lookers.side(way, options.model) as on:
+                        taken.append(await _take_turns(off, on, options))
+                        idle += [await _idle_figure(side) for side in (off, on) if way is ALL]
             return [*_throughput_figures(taken), *_cpu_figures(taken, scraping.name), *idle]
 
 
-async def _take_turns(meshes: Mapping[Way, Side], rounds: int, size: int) -> Taken:
+async def _take_turns(off: Side, on: Side, options: Options) -> Taken:
     """The first of each is not counted: it is slower, whatever is told to whom."""
-    for number, way in enumerate(meshes):
-        await meshes[way].take_turn(jobs(-1 - number, max(AT_ONCE, size // 2)))
+    size = QUICK_SIZE if options.quick else SIZE
+    order = [off, on] * (2 if options.quick else ROUNDS) + [off]
+    for number, side in enumerate((off, on)):
+        await side.take_turn(jobs(-1 - number, size))
     taken: list[tuple[Way, Turn]] = []
-    order = [way for on in ON for way in (OFF, on)] * rounds + [OFF]
-    for number, way in enumerate(order):
-        taken.append((way, await meshes[way].take_turn(jobs(number, size))))
-        say(f"turn {number + 1}/{len(order)}  {way.name}: {taken[-1][1].tokens_per_s:.1f} tokens/s")
+    for number, side in enumerate(order):
+        taken.append((side.way, await side.take_turn(jobs(number, size))))
+        say(f"turn {number + 1}/{len(order)}  {side.way.name}: {taken[-1][1].tokens_per_s:.1f} tokens/s")
     return taken
 
 
-def _throughput_figures(taken: Taken) -> list[Figure]:
-    off = median(turn.tokens_per_s for way, turn in taken if way is OFF)
+def _throughput_figures(taken: Sequence[Taken]) -> list[Figure]:
+    off = median(turn.tokens_per_s for each in taken for way, turn in each if way is OFF)
     work = f"SmolLM2-135M, one router, one prefill and one decode worker, {AT_ONCE} requests at a time"
     found = _compared(taken, lambda turn: turn.tokens_per_s)
     return [
@@ -55,13 +62,23 @@ def _throughput_figures(taken: Taken) -> list[Figure]:
     ]
 
 
-def _cpu_figures(taken: Taken, scraper_name: str) -> list[Figure]:
+def _cpu_figures(taken: Sequence[Taken], scraper_name: str) -> list[Figure]:
     """All processes of a mesh, and whoever takes what it tells, together; then each kind."""
     found = _compared(taken, lambda turn: turn.cpu_ms(""))
+    turns = {way: [turn for each in taken for its, turn in each if its is way] for way in (OFF, *ON)}
     return [
-        *(_ratio_figure("CPU time per request", way, found[way], "lower") for way in (OFF, *ON)),
-        *(_each_figure([turn for each, turn in taken if each is way], way, scraper_name) for way in (OFF, *ON)),
+        *(_ratio_figure("CPU time per request", way, found[way], "lower") for way in turns),
+        *(_added_figure(turns[way], turns[OFF], way) for way in ON),
+        *(_each_figure(turns[way], way, scraper_name) for way in turns),
     ]
+
+
+def _added_figure(on: Sequence[Turn], off: Sequence[Turn], way: Way) -> Figure:
+    """Without the workers: what their engines take varies more from turn to turn than what telling adds there."""
+    added = median(turn.cpu_ms(*TELLING) for turn in on) - median(turn.cpu_ms(*TELLING) for turn in off)
+    share = added / median(turn.cpu_ms("") for turn in off)
+    name = f"CPU time that {way.name} add in the router and beside the mesh, ÷ all of it, off"
+    return Figure(name, round(share, 4), "ratio", "lower", peer=f"{added:.2f} ms per request")
 
 
 def _ratio_figure(
@@ -77,13 +94,16 @@ def _each_figure(turns: Sequence[Turn], way: Way, scraper_name: str) -> Figure:
     return Figure(f"CPU time per request, {way.name}", round(whole, 2), "ms", "lower", peer=told)
 
 
-def _compared(taken: Taken, value: Callable[[Turn], float]) -> dict[Way, list[float]]:
-    found = ratios([(way.name, value(turn)) for way, turn in taken], OFF.name)
-    return {way: found[way.name] for way in (OFF, *ON)}
+def _compared(taken: Sequence[Taken], value: Callable[[Turn], float]) -> dict[Way, list[float]]:
+    found: dict[Way, list[float]] = {way: [] for way in (OFF, *ON)}
+    for each in taken:
+        for way, their in ratios([(way, value(turn)) for way, turn in each], OFF).items():
+            found[way] += their
+    return found
 
 
 async def _idle_figure(side: Side) -> Figure:
-    """That the meshes which wait for their turn take nothing worth speaking of from the one that works."""
+    """What a mesh that waits for its turn takes from the one that works."""
     pids = side.mesh.pids.values()
     before = sum(map(process_cpu_ns, pids))
     await asyncio.sleep(IDLE_S)

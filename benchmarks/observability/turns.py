@@ -6,17 +6,18 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, quantiles, stdev
+from typing import TypeVar
 
 from benchmarks.cpu_time import process_cpu_ns
 from pdmesh.client import AsyncClient
 
-AT_ONCE = 16
+AT_ONCE = 12
 TIMEOUT_S = 120.0
-PROMPT_TOKENS, OUTPUT_TOKENS = (64, 192), (16, 48)
-"""From, to: as many of each length as of any other, in no order."""
+PROMPT_TOKENS, OUTPUT_TOKENS = (32, 300), (32, 128)
+"""From, to: as in a chat; each length as likely as any other."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,13 @@ def _cpu_s(pids: Mapping[str, int]) -> dict[str, float]:
     return {name: process_cpu_ns(pid) / 1e9 for name, pid in pids.items()}
 
 
-def ratios(values: Sequence[tuple[str, float]], base: str) -> dict[str, list[float]]:
+Name = TypeVar("Name", bound=Hashable)
+
+
+def ratios(values: Sequence[tuple[Name, float]], base: Name) -> dict[Name, list[float]]:
     """Of each value that has one of `base` before and behind it, its ratio to the mean of these two, by name. `base` itself is
     compared with the next of its own on either side: how far apart equals are. Pure."""
-    found: dict[str, list[float]] = {}
+    found: dict[Name, list[float]] = {}
     bases = [index for index, (name, _) in enumerate(values) if name == base]
     for index, (name, value) in enumerate(values):
         before = max((at for at in bases if at < index), default=None)

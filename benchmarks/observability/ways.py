@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,29 +82,36 @@ class Side:
                 await stack.enter_async_context(self.page.looking(self.mesh.console_url))
             return await turn(self.client, self.pids, work)
 
-
-@asynccontextmanager
-async def sides(model: Path, sink: Process, scraper: Scraper) -> AsyncIterator[Mapping[Way, Side]]:
-    """All at once; those whose turn it is not do next to nothing. Raises StartFailed."""
-    collector, page = sink.hear()["address"], Page()
-    async with AsyncExitStack() as stack:
-        found: dict[Way, Side] = {}
-        for way in (OFF, *ON):
-            say(f"a mesh: {way.name}")
-            mesh = await stack.enter_async_context(LocalMesh(way.config(model, collector), on_event=say))
-            client = await stack.enter_async_context(AsyncClient(mesh.router_addresses))
-            found[way] = Side(way, mesh, client, sink, scraper, page)
-        yield found
-        await check_looked(found[ALL])
+    async def check_looked(self) -> None:
+        """What nobody has looked at costs nothing, and says nothing. Raises RuntimeError."""
+        seen: dict[str, int] = {}
+        if self.way.sent:
+            seen["calls to the collector"] = self.sink.ask()["num_calls"]
+        if self.way.scraped:
+            seen["scrapes"] = await self.scraper.count()
+        if self.way.shown:
+            seen["states of the page"] = self.page.num_states
+        say(", ".join(f"{name}: {count}" for name, count in seen.items()))
+        if missing := [name for name, count in seen.items() if not count]:
+            raise RuntimeError(f"nobody looked: no {', no '.join(missing)}")
 
 
-async def check_looked(side: Side) -> None:
-    """What nobody has looked at costs nothing, and says nothing. Raises RuntimeError."""
-    seen = {
-        "calls to the collector": int(side.sink.ask()["num_calls"]),
-        "scrapes": await side.scraper.count(),
-        "states of the page": side.page.num_states,
-    }
-    say(", ".join(f"{name}: {count}" for name, count in seen.items()))
-    if missing := [name for name, count in seen.items() if not count]:
-        raise RuntimeError(f"nobody looked: no {', no '.join(missing)}")
+@dataclass(frozen=True)
+class Lookers:
+    """Who takes what meshes tell. `collector`: the address of `sink`."""
+
+    sink: Process
+    collector: str
+    scraper: Scraper
+
+    @asynccontextmanager
+    async def side(self, way: Way, model: Path) -> AsyncIterator[Side]:
+        """A mesh that is told of in this way. Raises StartFailed."""
+        say(f"a mesh: {way.name}")
+        async with (
+            LocalMesh(way.config(model, self.collector), on_event=say) as mesh,
+            AsyncClient(mesh.router_addresses) as client,
+        ):
+            side = Side(way, mesh, client, self.sink, self.scraper, Page())
+            yield side
+            await side.check_looked()
