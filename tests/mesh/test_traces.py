@@ -71,6 +71,10 @@ async def test_a_local_request(traced: Traced, client: AsyncClient) -> None:
     result = await traced.ask(client, "local")
     trace = await traced.trace(result.request_id, LOCAL_SPANS)
     assert {trace.path(span) for span in trace.spans} == spans.LOCAL
+    (submit,), (queue,), (compute,) = trace.all("submit"), trace.all("prefill.queue"), trace.all("prefill.compute")
+    timings = result.timings
+    assert (submit.duration_ns, queue.duration_ns) == (timings.reserve_ns, timings.prefill_queue_ns)
+    assert submit.end_ns == queue.start_ns and queue.end_ns <= compute.start_ns + 1e6
 
 
 async def test_a_prefill_that_fails_is_retried_in_sight(traced: Traced, client: AsyncClient) -> None:
