@@ -9,7 +9,7 @@ CODE := pdmesh simulator worker router prefill_service decode_service autoscaler
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh test-k8s equality
-.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec train-heads stubs format clean
+.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-observability train-heads stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -106,6 +106,9 @@ bench-soak: $(READY) model kernels  ## an hour of mixed traffic over all protoco
 
 bench-spec: $(READY) model kernels  ## speculative decoding: same tokens, what it brings, that it never loses (slow; trained heads if there are some)
 	$(BIN)/python -m benchmarks.spec
+
+bench-observability: $(READY) model kernels  ## what traces, metrics and the console cost; whether parts, delays and spans are true (ten minutes)
+	$(BIN)/python -m benchmarks.observability $(ARGS)
 
 train-heads: $(READY) model kernels  ## trains draft heads for SmolLM2 on its own outputs, into the cache (half an hour)
 	$(BIN)/python -m benchmarks.spec.train_heads

@@ -157,7 +157,8 @@ class Record:
 
     def _prefill_timings(self, timing: PrefillTiming, now_ns: int) -> common_pb2.PrefillTimings:
         return common_pb2.PrefillTimings(
-            prefill_queue_ns=self.engine_entered_ns - self.submission.received_ns + timing.queue_ns,
+            reserve_ns=self.engine_entered_ns - self.submission.received_ns,
+            prefill_queue_ns=timing.queue_ns,
             prefill_compute_ns=timing.compute_ns,
             return_ns=max(now_ns - self.first_token_ns, 0),
             service_ns=max(now_ns - self.submission.received_ns, 0),

@@ -15,7 +15,7 @@ from decode_service.reservations import Reservations
 from decode_service.spans import DecodeSpans
 from decode_service.validation import SubmitValidator, check_attach, check_id
 from engine.errors import InvalidRequest, RequestTooLarge
-from kvtransfer.reservation import Cancelled
+from kvtransfer.reservation import Cancelled, Mode
 from protos.v1 import common_pb2, decode_pb2
 from protos.v1.decode_pb2_grpc import DecodeServiceServicer
 from runtime import log
@@ -59,15 +59,18 @@ class DecodeServicer(DecodeServiceServicer):
         log.belongs_to("" if trace is None else trace.call.trace_name)
         attributes: dict[str, Value] = {"pdmesh.attempt": request.attempt}
         error: BaseException | None = None
+        ended_ns: int | None = None
         try:
             record = await self._submit(request, received_ns, trace)
             attributes.update(_granted_attributes(record))
+            if record.submission.mode is Mode.LOCAL:
+                ended_ns = max(received_ns, record.engine_entered_ns)  # of a repeated Submit, it had the prompt before
             return decode_pb2.SubmitResponse(reservation=self._granted(record))
         except BaseException as caught:
             error = caught
             raise
         finally:
-            self._spans.submitted(trace, received_ns, attributes, error)
+            self._spans.submitted(trace, received_ns, attributes, error, ended_ns)
 
     async def _submit(self, request: decode_pb2.SubmitRequest, received_ns: int, trace: SubmitContext | None) -> Record:
         submission = await self._validator.check(request, now=time.monotonic(), received_ns=received_ns)

@@ -1,7 +1,7 @@
 """What decode does for a request, as spans: `submit` below the router's call, the rest below its attempt.
 
-    submit                     receipt of Submit to its answer
-    decode ─┬─ prefill.queue, prefill.compute      LOCAL: from Submit's receipt on
+    submit                     receipt of Submit to its answer; LOCAL: until the engine has the prompt, which waits for no answer
+    decode ─┬─ prefill.queue, prefill.compute      LOCAL: from then on
             └─ decode.queue                        REMOTE: from the commit to the first step
 
 Nothing is done for a token; `worker/step_spans.py` makes spans of many steps and links them to the `decode` spans in them.
@@ -53,14 +53,15 @@ class DecodeSpans:
         received_ns: int,
         attributes: Mapping[str, Value],
         error: BaseException | None,
+        ended_ns: int | None = None,
     ) -> None:
-        """Submit was answered, just now."""
+        """Submit was answered, just now if not at `ended_ns`."""
         if context is None:
             return
         span = self.tracing.begin("submit", context.call, start_ns=received_ns, kind=Kind.SERVER, attributes=attributes)
         if error is not None:
             span.fail(*problem_of(error))
-        span.end()
+        span.end(ended_ns)
 
     def begin(self, record: Record, started_ns: int) -> None:
         """The record's stay begins: it was committed, or prefills here."""
@@ -120,16 +121,16 @@ class DecodeSpans:
         self.tracing.record("decode.queue", span.context, first_step_ns - queue_ns, first_step_ns)
 
     def _record_prefill(self, record: Record, span: Span, started: RequestStarted, ended_ns: int) -> None:
-        timing, received_ns = started.timing, record.submission.received_ns
+        timing, entered_ns = started.timing, record.engine_entered_ns
         assert timing is not None, "it was prefilled here"
-        queue_ns, began_ns = record.engine_entered_ns - received_ns + timing.queue_ns, ended_ns - timing.compute_ns
-        self.tracing.record("prefill.queue", span.context, received_ns, received_ns + queue_ns)
+        self.tracing.record("prefill.queue", span.context, entered_ns, entered_ns + timing.queue_ns)
         attributes: dict[str, Value] = {
             "pdmesh.cached_tokens": timing.num_cached_tokens,
             "pdmesh.tokens": timing.num_computed_tokens,
             "pdmesh.steps": timing.num_steps,
         }
-        events = chunk_events(self.steps.between(received_ns, ended_ns)[-timing.num_steps :])
+        events = chunk_events(self.steps.between(entered_ns, ended_ns)[-timing.num_steps :])
+        began_ns = ended_ns - timing.compute_ns
         self.tracing.record("prefill.compute", span.context, began_ns, ended_ns, attributes=attributes, events=events)
 
 

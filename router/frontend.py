@@ -70,6 +70,14 @@ class Frontend:
         trace = self._trace(CHAT, received_ns, metadata)
         return self._stream(self._jobs.from_chat(request, time_left_s), received_ns, trace)
 
+    def refused(self, operation: str, error: BaseException, received_ns: int, metadata: RequestMetadata | None = None) -> None:
+        """A request ended before it could be made one of ours: it leaves a trace, and is counted, as those that are found invalid
+        here. `operation`: what it was to be."""
+        trace = self._trace(operation, received_ns, metadata)
+        timings = RequestTimings(received_ns, spans=trace.spans)
+        timings.routed(received_ns)
+        self._end(None, timings, trace, error)
+
     async def tokenize(self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None = None) -> mesh_pb2.TokenizeResponse:
         """Raises MeshError."""
         return await self._jobs.tokenize(request, time_left_s)

@@ -6,8 +6,8 @@
 REMOTE  the Submit call, then, from its answer on, the Prefill call. Of the latter the worker measures queue, compute, return and
         the whole (service); call duration − service is the wire, which belongs to first_token_return, like the router's own time
         until the hand-over.
-LOCAL   one call's worth: the worker's clock starts with the receipt of Submit, so its queue time contains the Submit call. That
-        share of it is shown as reserve.
+LOCAL   one call's worth: the worker measures from the receipt of Submit on, reserve until its engine has the prompt, then queue,
+        compute and return. The prompt waits for no answer to Submit, which may even come behind its first token.
 All values are monotonic nanoseconds of this router; durations of workers travel as durations. What is counted here is told to
 `spans` with the same two clock readings, so that the spans of a trace have the durations of the timings.
 """
@@ -196,8 +196,8 @@ class RequestTimings:
     def _add_first_token_parts(self, received_ns: int, handed_ns: int) -> None:
         worker = self.prefill or common_pb2.PrefillTimings()
         wire_ns = max(0, received_ns - self.call_ns - worker.service_ns)
-        self.parts.reserve_ns = min(self.submit_ns, worker.prefill_queue_ns) if self.first_local else self.submit_ns
-        self.parts.prefill_queue_ns = worker.prefill_queue_ns - (self.parts.reserve_ns if self.first_local else 0)
+        self.parts.reserve_ns = worker.reserve_ns if self.first_local else self.submit_ns
+        self.parts.prefill_queue_ns = worker.prefill_queue_ns
         self.parts.prefill_compute_ns = worker.prefill_compute_ns
         self.parts.first_token_return_ns = worker.return_ns + wire_ns + handed_ns - received_ns
 

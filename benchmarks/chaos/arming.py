@@ -35,6 +35,11 @@ class Arming:
         if self._armed.pop(name, None) is not None:
             self._write()
 
+    def disarm_all(self) -> None:
+        """As `disarm`, of every name."""
+        for name in list(self._armed):
+            self.disarm(name)
+
     def was_hit(self, name: str) -> bool:
         """Has `name` acted since it was armed?"""
         return self._count(name) > self._hits_before.get(name, 0)

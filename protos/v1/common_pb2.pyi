@@ -588,8 +588,9 @@ class PrefillTimings(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
+    RESERVE_NS_FIELD_NUMBER: _builtins.int
     prefill_queue_ns: _builtins.int
-    """prefill_queue_ns: from receipt of the request to its first engine step."""
+    """prefill_queue_ns: from receipt of the request to its first engine step; without reserve_ns, where that is set."""
     prefill_compute_ns: _builtins.int
     """prefill_compute_ns: from the start of that step to the first token."""
     return_ns: _builtins.int
@@ -602,6 +603,10 @@ class PrefillTimings(_message.Message):
     """num_computed_tokens computed for this request."""
     num_steps: _builtins.int
     """num_steps over which the prompt was computed (chunks)."""
+    reserve_ns: _builtins.int
+    """reserve_ns: from receipt of the request until the engine had it, where decode computes the prompt itself. Zero: prefill_queue_ns
+    begins with the receipt.
+    """
     def __init__(
         self,
         *,
@@ -612,10 +617,11 @@ class PrefillTimings(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         num_computed_tokens: _builtins.int = ...,
         num_steps: _builtins.int = ...,
+        reserve_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_steps", b"num_steps", "prefill_compute_ns", b"prefill_compute_ns", "prefill_queue_ns", b"prefill_queue_ns", "return_ns", b"return_ns", "service_ns", b"service_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_steps", b"num_steps", "prefill_compute_ns", b"prefill_compute_ns", "prefill_queue_ns", b"prefill_queue_ns", "reserve_ns", b"reserve_ns", "return_ns", b"return_ns", "service_ns", b"service_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

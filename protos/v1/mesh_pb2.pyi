@@ -533,7 +533,7 @@ class Timings(_message.Message):
     admission_queue_ns: _builtins.int
     """admission_queue_ns: waiting for a place."""
     reserve_ns: _builtins.int
-    """reserve_ns: the Submit call."""
+    """reserve_ns: the Submit call; local, its share until the engine has the prompt."""
     prefill_queue_ns: _builtins.int
     """prefill_queue_ns: on the prefilling worker, before the first step."""
     prefill_compute_ns: _builtins.int

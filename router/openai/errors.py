@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 
 import grpc
 
-from router.openai.fields import JsonObject
-from runtime.errors import MeshError
+from router.openai.fields import JsonObject, UnknownName
+from runtime.errors import DeadlineExceeded, InvalidArgument, MeshError
 
 Names = Mapping[str, str]
 """A field of pdmesh.v1 to the name by which the client knows it; also for what lies below the field."""
@@ -35,6 +36,17 @@ class HttpError(Exception):
         self.message = message
         self.param = param
         self.code = code
+
+
+def as_told(error: HttpError | MeshError) -> MeshError:
+    """As traces and metrics tell it: they have the codes of gRPC, and no word of a caller's."""
+    if isinstance(error, UnknownName):
+        return InvalidArgument("body", error.message)
+    if isinstance(error, MeshError):
+        return error
+    if error.status == HTTPStatus.REQUEST_TIMEOUT:
+        return DeadlineExceeded(error.message)
+    return InvalidArgument(error.param or "body", error.message)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,15 @@ import math
 from collections.abc import Collection, Mapping
 
 from router.validation import refuse
+from runtime.errors import InvalidArgument
 
 JsonObject = dict[str, object]
 MAX_UINT32 = 2**32 - 1
 MAX_SHOWN_CHARS = 60
+
+
+class UnknownName(InvalidArgument):
+    """Its field is a word of the caller's."""
 
 
 class Fields:
@@ -86,7 +91,8 @@ class Fields:
             if value is None or name in self._read or name in ignored:
                 continue
             if name not in harmless:
-                refuse(self.param(name[:MAX_SHOWN_CHARS]), "is not known here; leave it out")
+                param = self.param(name[:MAX_SHOWN_CHARS])
+                raise UnknownName(param, f"{param}: is not known here; leave it out")
             if not any(type(value) is type(good) and value == good for good in harmless[name]):
                 refuse(self.param(name), "is not supported; leave it out")
 

@@ -22,9 +22,10 @@ from router.openai import body, chat_request, completion_request, headers, reque
 from router.openai.answer import Answer
 from router.openai.call import Call, MeshRequest
 from router.openai.connection import RECEIVED_NS, EventStream, while_connected
-from router.openai.errors import HttpError, answer_to, renamed
+from router.openai.errors import HttpError, answer_to, as_told, renamed
 from router.openai.fields import JsonObject
 from router.openai.merge import Numbered, PromptError, merged
+from router.request_trace import CHAT, COMPLETION
 from runtime.errors import MeshError, NotFound, as_mesh_error
 from runtime.work_threads import WorkThreads
 
@@ -87,16 +88,16 @@ class Handlers:
         return json_response({"status": "not ready"}, 503)
 
     async def _answer(self, request: Request, parse: Parse) -> Response:
-        loop = asyncio.get_running_loop()
         callers.authenticate(self._settings.keys, request.headers.get("authorization"))
-        options, limit_s = headers.options(request.headers, request_id.of(request.scope)), headers.time_left_s(request.headers)
-        deadline = None if limit_s is None else loop.time() + limit_s
-        sent = await body.read(request, self._settings.max_body_bytes)
-        received_ns: int = request.scope[RECEIVED_NS]
         sent_headers = request.headers.items()
-        call = await parsed(parse, sent, options)
-        time_left_s = None if deadline is None else deadline - loop.time()
-        answer = Answer(call, options.request_id, int(time.time()), self._echo(call))
+        try:
+            call, time_left_s = await self._read(request, parse)
+        except (HttpError, MeshError) as error:
+            operation = CHAT if parse is chat_request.parse else COMPLETION
+            self._frontend.refused(operation, as_told(error), request.scope[RECEIVED_NS], sent_headers)
+            raise
+        received_ns: int = request.scope[RECEIVED_NS]  # of its last byte
+        answer = Answer(call, request_id.of(request.scope), int(time.time()), self._echo(call))
         stream = merged([partial(self._open, wanted, time_left_s, received_ns, sent_headers) for wanted in call.requests])
         try:
             if call.streaming is None:
@@ -106,6 +107,15 @@ class Handlers:
         except PromptError as error:
             raise _as_client_knows(call, error) from error
         return EventStream(_events(call, answer, begun, stream))
+
+    async def _read(self, request: Request, parse: Parse) -> tuple[Call, float | None]:
+        """What is asked for, and how many seconds are left for it, None: any. Raises HttpError, MeshError."""
+        loop = asyncio.get_running_loop()
+        options, limit_s = headers.options(request.headers, request_id.of(request.scope)), headers.time_left_s(request.headers)
+        deadline = None if limit_s is None else loop.time() + limit_s
+        sent = await body.read(request, self._settings.max_body_bytes)
+        call = await parsed(parse, sent, options)
+        return call, None if deadline is None else deadline - loop.time()
 
     def _open(
         self, wanted: MeshRequest, time_left_s: float | None, received_ns: int, sent_headers: list[tuple[str, str]]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from benchmarks.observability.prometheus import BINARY, Prometheus, running_prometheus
 from pdmesh import local_metrics
 from pdmesh.client import AsyncClient
 from pdmesh.commands.up import _metrics_told, _scaled
@@ -26,7 +27,6 @@ from pdmesh.monitoring.manifests import rules_file
 from pdmesh.monitoring.panels import Dashboard
 from tests.mesh import oracle
 from tests.mesh.checks import Footprint
-from tests.mesh.prometheus import BINARY, Prometheus, running_prometheus
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = [
@@ -74,7 +74,7 @@ async def prometheus(mesh: LocalMesh, tmp_path_factory: pytest.TempPathFactory) 
     targets = mesh.log_dir / local_metrics.TARGETS_FILE
     loading = asyncio.create_task(_load(mesh))
     try:
-        async with running_prometheus(folder, folder / "pdmesh.rules.yaml", targets) as prometheus:
+        async with running_prometheus(folder, targets, folder / "pdmesh.rules.yaml") as prometheus:
             yield prometheus
     finally:
         loading.cancel()

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from benchmarks.observability.otlp_receiver import OtlpReceiver
+from benchmarks.observability.traces import REMOTE_SPANS, trace_of
 from engine.sampling_params import SamplingParams
 from pdmesh.client import AsyncClient
 from pdmesh.client_types import Generation
@@ -15,8 +17,6 @@ from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_plan import LocalMeshConfig
 from tests.mesh import oracle
 from tests.mesh.checks import assert_whole
-from tests.mesh.traces import REMOTE_SPANS, trace_of
-from tests.otlp_receiver import OtlpReceiver
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 from protos.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
@@ -16,7 +17,7 @@ from runtime.telemetry.tracing import Tracing
 from tests.router.kserve import calls
 from tests.router.mesh import Mesh
 from tests.router.mesh import running_mesh as running
-from tests.router.openai.conftest import client_of
+from tests.router.openai.conftest import client_of, url
 from tests.router.vllm_engine import test_generate as vllm_engine
 from tests.runtime.telemetry.collected import Collected
 from tests.support.waiting import eventually
@@ -75,3 +76,30 @@ async def test_a_trace_goes_on(model_folder: Path, ask: Callable[[Mesh], Awaitab
         is_chat = ask is _chat
         assert root.attributes["gen_ai.operation.name"] == ("chat" if is_chat else "text_completion")
         await mesh.until_whole()
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "problem"),
+    [
+        (b'{"secret', {}, "body"),
+        (b'{"model": "tiny", "prompt": "secret", "max_tokens": "secret"}', {}, "max_tokens"),
+        (b'{"model": "tiny", "prompt": "hi", "secret": 1}', {}, "body"),
+        (b"{}", {"Content-Type": "text/secret"}, "Content-Type"),
+        (b"{}", {"X-Request-Timeout-Ms": "secret"}, "X-Request-Timeout-Ms"),
+    ],
+)
+async def test_what_cannot_be_read_over_http_leaves_a_trace_without_its_text(
+    model_folder: Path, body: bytes, headers: dict[str, str], problem: str
+) -> None:
+    async with running(model_folder, http_port=0) as mesh:
+        outbox = Collected()
+        mesh.router.core.tracing = Tracing(outbox, share=0.0)
+        async with httpx.AsyncClient(trust_env=False) as http:
+            sent = {"Content-Type": "application/json", **HEADERS, **headers}
+            answer = await http.post(url(mesh, "/v1/completions"), content=body, headers=sent)
+        assert answer.status_code in (400, 415)
+        root = next(span for span in outbox.spans if span.name == "generate")
+        assert (root.context.trace_id, root.parent_id) == (0xABC, 0xDEF)
+        assert (root.is_failed, root.attributes["error.type"], root.problem) == (True, "INVALID_ARGUMENT", problem)
+        assert "secret" not in f"{root.attributes} {root.name} {root.problem}"
+        assert all(not span.is_open for span in outbox.spans)

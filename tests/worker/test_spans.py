@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import grpc.aio
 import pytest
 
+from benchmarks.observability.otlp_receiver import OtlpReceiver, Received
 from protos.v1 import decode_pb2, mesh_pb2, prefill_pb2, worker_pb2
 from runtime.telemetry.config import TelemetryConfig
 from runtime.telemetry.propagation import SpanContext, inject
 from runtime.telemetry.worker_context import submit_metadata
-from tests.otlp_receiver import OtlpReceiver, Received
 from tests.support.mini_router import MiniRouter
 from tests.support.waiting import eventually
 from tests.support.worker_mesh import LOCAL, REMOTE, Model, Peer, running_worker, token_request
@@ -139,6 +139,8 @@ async def test_a_local_stay_in_spans(model: Model, receiver: OtlpReceiver) -> No
         assert {spans[name].parent_id for name in ("prefill.queue", "prefill.compute")} == {spans["decode"].span_id}
         started = workers.router.of("a").started
         assert started is not None
+        assert spans["submit"].duration_ns == started.local_prefill.reserve_ns > 0
+        assert spans["prefill.queue"].start_ns == spans["submit"].end_ns
         assert spans["prefill.queue"].duration_ns == started.local_prefill.prefill_queue_ns
         assert spans["prefill.compute"].duration_ns == started.local_prefill.prefill_compute_ns
         assert [event.attributes["pdmesh.step.prefill_tokens"] for event in spans["prefill.compute"].events] == [64, 64, 22]

@@ -12,9 +12,9 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from benchmarks.observability.otlp_receiver import OtlpReceiver
 from pdmesh.console.otlp import METRICS, TRACES
 from runtime.telemetry.received import MAX_SPAN_BYTES, Unreadable, read_export
-from tests.otlp_receiver import OtlpReceiver
 from tests.pdmesh.console.conftest import Running, running_console
 from tests.pdmesh.console.made import Script, exports, made_router, send, spans_of
 from tests.pdmesh.console.test_store import MADE

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from benchmarks.observability.otlp_receiver import OtlpReceiver
 from runtime.ports import reserve
 from runtime.telemetry.config import Endpoint, TelemetryConfig
 from runtime.telemetry.propagation import SpanContext
 from runtime.telemetry.sending import Answer, Sender
 from runtime.telemetry.spans import Event, Kind, Span, Value
 from runtime.telemetry.tracing import Tracing, open_tracing
-from tests.otlp_receiver import OtlpReceiver
 
 SERVER_KIND = 2
 

@@ -1,4 +1,4 @@
-"""A collector as small as can be: takes traces by OTLP over gRPC and remembers them, for tests."""
+"""A collector as small as can be: takes traces by OTLP over gRPC and remembers them, for tests and measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Put on PYTHONPATH by a test: failpoints within the engine, which knows none. `engine.step` before each step is planned,
+"""Put on PYTHONPATH (`traced.py`): failpoints within the engine, which knows none. `engine.step` before each step is planned,
 `engine.compute` while it is computed."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real Prometheus for tests: started on a free port, asked over HTTP."""
+"""A real Prometheus for tests and measurements: started on a free port, asked over HTTP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 BINARY = shutil.which("prometheus")
 _CONFIG = """\
 global: {{scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}}
-rule_files: ["{rules}"]
+rule_files: {rules}
 scrape_configs:
   - job_name: pdmesh
     file_sd_configs: [{{files: ["{targets}"], refresh_interval: 1s}}]
@@ -26,10 +26,11 @@ scrape_configs:
 
 
 class Prometheus:
-    """One that runs."""
+    """One that runs, as process `pid`."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, pid: int) -> None:
         self.url = url
+        self.pid = pid
 
     async def ask(self, path: str, **arguments: str) -> Any:
         """`data` of an answer. Raises AssertionError with what is wrong with the question."""
@@ -58,10 +59,10 @@ class Prometheus:
 
 
 @asynccontextmanager
-async def running_prometheus(folder: Path, rules: Path, targets: Path) -> AsyncIterator[Prometheus]:
+async def running_prometheus(folder: Path, targets: Path, *rules: Path) -> AsyncIterator[Prometheus]:
     """It scrapes `targets` (file_sd) and evaluates `rules`, each second. Only where BINARY is."""
     assert BINARY is not None
-    (folder / "prometheus.yaml").write_text(_CONFIG.format(rules=rules, targets=targets))
+    (folder / "prometheus.yaml").write_text(_CONFIG.format(rules=json.dumps([str(path) for path in rules]), targets=targets))
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with (folder / "prometheus.log").open("wb") as log:
@@ -75,7 +76,7 @@ async def running_prometheus(folder: Path, rules: Path, targets: Path) -> AsyncI
             stderr=log,
         )
     try:
-        prometheus = Prometheus(f"http://{address}")
+        prometheus = Prometheus(f"http://{address}", process.pid)
         async with asyncio.timeout(30):
             while not await prometheus.is_ready():
                 assert process.returncode is None, (folder / "prometheus.log").read_text()
