@@ -31,7 +31,7 @@ class Traces:
     def reserve(cls, env: Mapping[str, str], otlp_endpoint: str = "") -> Traces:
         """`env`: added to every process's environment; `otlp_endpoint`: the user's collector, "" for what the environment says.
         Raises StartFailed."""
-        forward = user_collector(env, otlp_endpoint)
+        forward = collector_of(env, otlp_endpoint)
         try:
             return cls(ports.reserve(HOST, 0, "--otlp-port"), env, forward)
         except ConfigError as error:
@@ -63,9 +63,9 @@ def require_free(host: str, port: int) -> None:
         raise StartFailed(f"console: {error}; --no-console leaves it out") from None
 
 
-def user_collector(env: Mapping[str, str], otlp_endpoint: str = "") -> str:
-    """Where traces would go without a console, by `env`, else `otlp_endpoint`, else our own environment; "" for nowhere. Raises
-    StartFailed."""
+def collector_of(env: Mapping[str, str], otlp_endpoint: str = "") -> str:
+    """Where a process with this environment sends traces and metrics, by `env`, else `otlp_endpoint`, else our own environment: a
+    URL, "" for nowhere. Raises StartFailed."""
     known = {**os.environ, **({VARIABLE: otlp_endpoint} if otlp_endpoint else {}), **env}
     try:
         endpoint = TelemetryConfig(otlp_endpoint=known.get(VARIABLE, "")).endpoint(known)

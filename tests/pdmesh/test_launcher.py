@@ -19,7 +19,7 @@ import pytest
 
 from pdmesh import launcher, launcher_redis
 from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_console import user_collector
+from pdmesh.launcher_console import collector_of
 from pdmesh.launcher_member import MAX_BACKOFF_S, Member, backoff_s, how_it_ended
 from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan, check_packages, router_plans, with_port, worker_plans
 from runtime.child import StartFailed
@@ -271,12 +271,12 @@ async def test_a_console_hands_on_to_the_collector_that_was_named(
 def test_a_collector_that_cannot_be_read_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "no collector at all")
     with pytest.raises(StartFailed, match="OTEL_EXPORTER_OTLP_ENDPOINT"):
-        user_collector({})
+        collector_of({})
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")  # not meant for us
-    assert user_collector({}) == ""
-    assert user_collector({"PDMESH_OTLP_ENDPOINT": "https://there:1"}) == "https://there:1"
-    assert user_collector({"PDMESH_OTLP_ENDPOINT": "https://there:1"}, "named:2") == "https://there:1"
-    assert user_collector({}, "named:2") == "http://named:2"
+    assert collector_of({}) == ""
+    assert collector_of({"PDMESH_OTLP_ENDPOINT": "https://there:1"}) == "https://there:1"
+    assert collector_of({"PDMESH_OTLP_ENDPOINT": "https://there:1"}, "named:2") == "https://there:1"
+    assert collector_of({}, "named:2") == "http://named:2"
 
 
 def _read(url: str) -> str:
