@@ -28,8 +28,10 @@ from autoscaler.platform import Asked, Platform, PlatformError
 from autoscaler.policy import Policy
 from autoscaler.roles import Roles
 from autoscaler.settings import AutoscalerSettings
+from autoscaler.spans import DecisionSpans
 from autoscaler.starts import Starts
 from autoscaler.views import PoolName, Snapshot
+from runtime.telemetry.spans import Span
 
 NUM_TRIALS = 30
 """Decisions that what was restored has to bear; figures reach all parts of a policy by then."""
@@ -68,6 +70,7 @@ class Parts:
     scaling: AutoscalerSettings
     objectives: ObjectivesFile | None = None
     history: History = field(default_factory=History)
+    spans: DecisionSpans = field(default_factory=DecisionSpans)
     on_decision: list[Listener] = field(default_factory=list)
     clock: Callable[[], float] = field(default_factory=Clock)
 
@@ -118,7 +121,7 @@ class Loop:
 
     async def round(self) -> Decision | None:
         """One. Returns what was decided, None where nothing could be."""
-        parts, now_s = self._parts, self._parts.clock()
+        parts, now_s, began_ns = self._parts, self._parts.clock(), time.monotonic_ns()
         if parts.objectives is not None:
             parts.policy.aim(parts.objectives.look())
         try:
@@ -126,7 +129,7 @@ class Loop:
             if not await self._take_lead(now_s):
                 return None
             asked = await parts.platform.observe(now_s)
-            decision = await self._decide_and_act(asked, now_s)
+            decision = await self._decide_and_act(asked, now_s, began_ns)
             await self._save(now_s, changed=decision is not None and any(pool.replicas != pool.before for pool in decision.pools))
         except PlatformError as error:
             parts.history.failed(now_s, self._with_problems(str(error)))
@@ -170,7 +173,7 @@ class Loop:
             await self._parts.platform.save(saved(self._parts.policy))
             self._saved_s = now_s
 
-    async def _decide_and_act(self, asked: Mapping[PoolName, Asked], now_s: float) -> Decision | None:
+    async def _decide_and_act(self, asked: Mapping[PoolName, Asked], now_s: float, began_ns: int) -> Decision | None:
         parts = self._parts
         pools = Pools(asked, parts.collector.workers)
         traffic = parts.collector.traffic(now_s, parts.policy.goals.quantile)
@@ -189,7 +192,8 @@ class Loop:
             views = with_hold(views, "an outage of the registry (Redis)", now_s + 2 * self._settings.period_s)
         decision = restrained(self._decide(Snapshot(now_s, traffic, views)), self._hopeless())
         self._tell(decision, now_s)
-        problem = await self._act(decision, pools, now_s) if decision.held is None else None
+        with parts.spans.around(decision, began_ns) as span:
+            problem = await self._act(decision, pools, now_s, span) if decision.held is None else None
         parts.history.failed(now_s, problem)
         return decision
 
@@ -230,7 +234,7 @@ class Loop:
             elif not starts.is_failing(now_s):
                 self._failing.discard(name)
 
-    async def _act(self, decision: Decision, pools: Pools, now_s: float) -> str | None:
+    async def _act(self, decision: Decision, pools: Pools, now_s: float, span: Span) -> str | None:
         """Flips first: who is lent or given back changes how many of its own a pool needs. Returns what went wrong with them.
         Raises PlatformError."""
         problem = None
@@ -243,12 +247,16 @@ class Loop:
             if done.workers:
                 text = f"{flip} ({', '.join(done.workers)}): {_reason(decision, flip.taker)}"
                 history.changed(now_s, "flip", text, {name.value: num for name, num in wanted.items()})
+                span.event("flip", attributes={"pdmesh.autoscale.flip": str(flip), "pdmesh.autoscale.workers": done.workers})
+            if done.problem:
+                span.fail("flip", done.problem)
             problem = problem or done.problem
         for pool in decision.pools:
             own = pools.num_own(pool.name, wanted[pool.name])
             if own != pools.asked[pool.name].replicas:
                 await self._parts.platform.scale(pool, own, now_s)
                 history.changed(now_s, "scale", str(pool), {name.value: num for name, num in wanted.items()})
+                span.event("scale", attributes={"pdmesh.autoscale.pool": pool.name.value, "pdmesh.autoscale.asked": own})
         return problem
 
     def _hopeless(self) -> dict[PoolName, FailedStarts]:

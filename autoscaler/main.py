@@ -17,14 +17,17 @@ from autoscaler.forecasters import forecaster_of
 from autoscaler.loop import Listener, Loop, LoopSettings, Parts
 from autoscaler.loop_history import History
 from autoscaler.loop_objectives import ObjectivesFile
-from autoscaler.metrics import AutoscalerMetrics
+from autoscaler.metrics import SERVICE, AutoscalerMetrics
 from autoscaler.policy import Policy
 from autoscaler.roles import RoleChanger
+from autoscaler.spans import DecisionSpans
 from runtime import config as configuration
 from runtime import log, process
 from runtime.server import GrpcServer
 from runtime.telemetry.metrics import open_metrics
 from runtime.telemetry.resource import resource_of
+from runtime.telemetry.spans import Attributes
+from runtime.telemetry.tracing import Tracing, open_tracing
 from runtime.tls import open_tls
 
 if TYPE_CHECKING:
@@ -37,8 +40,10 @@ SICK_PERIODS = 10
 logger = logging.getLogger(__name__)
 
 
-def open_loop(config: AutoscalerConfig, *listeners: Listener, history: History | None = None) -> Loop:
-    """Starts nothing yet; `listeners` will hear of each decision, `history` of what is done. Raises ConfigError."""
+def open_loop(
+    config: AutoscalerConfig, *listeners: Listener, history: History | None = None, spans: DecisionSpans | None = None
+) -> Loop:
+    """Starts nothing yet; `listeners` will hear of each decision, `history` and `spans` of what is done. Raises ConfigError."""
     objectives = ObjectivesFile(config.objectives, config.model, config.transit_ms)
     tls = open_tls(config.tls)
     collector = Collector(config.routers, objectives.model, window_s=config.window_s, tls=tls, api_key=config.api_key)
@@ -51,6 +56,7 @@ def open_loop(config: AutoscalerConfig, *listeners: Listener, history: History |
         objectives=objectives,
         on_decision=list(listeners),
         history=history or History(),
+        spans=spans or DecisionSpans(),
     )
     return Loop(parts, LoopSettings(period_s=config.period_s))
 
@@ -81,9 +87,9 @@ def _say(text: str) -> None:
 
 async def serve(config: AutoscalerConfig, life: process.Lifecycle) -> None:
     """Rounds until the process is to stop."""
-    metrics, shown = await _open_metrics(config), _metrics_of(config)
+    metrics, shown, tracing = await _open_metrics(config), _metrics_of(config), _tracing_of(config)
     listeners = [shown.decided, *([metrics.on_decision] if metrics is not None else [])]
-    loop = open_loop(config, *listeners, history=History(shown.happened))
+    loop = open_loop(config, *listeners, history=History(shown.happened), spans=DecisionSpans(tracing))
     shown.watch(loop)
     server = GrpcServer(config.host, config.port, tls=open_tls(config.tls), callers="any")
     port, metrics_url = await server.start(), await shown.metrics.start()
@@ -101,12 +107,21 @@ async def serve(config: AutoscalerConfig, life: process.Lifecycle) -> None:
             await metrics.close()
         await server.drain(0.5)
         await shown.metrics.stop()
+        await asyncio.to_thread(tracing.close)
 
 
 def _metrics_of(config: AutoscalerConfig) -> AutoscalerMetrics:
     """Of this process. Raises ConfigError."""
-    resource = resource_of(socket.gethostname(), "", ("autoscaler",))
-    return AutoscalerMetrics(open_metrics(config.telemetry, "pdmesh-autoscaler", resource, os.environ, host=config.host))
+    return AutoscalerMetrics(open_metrics(config.telemetry, SERVICE, _resource(), os.environ, host=config.host))
+
+
+def _tracing_of(config: AutoscalerConfig) -> Tracing:
+    """Of this process. Raises ConfigError."""
+    return open_tracing(config.telemetry, SERVICE, _resource(), os.environ)
+
+
+def _resource() -> Attributes:
+    return resource_of(socket.gethostname(), "", ("autoscaler",))
 
 
 async def _follow(loop: Loop, server: GrpcServer, period_s: float) -> None:

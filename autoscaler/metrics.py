@@ -11,6 +11,8 @@ from autoscaler.loop import Loop
 from autoscaler.loop_history import Entry, Kind
 from runtime.telemetry.metrics import OFF, Metrics, Readings
 
+SERVICE = "pdmesh-autoscaler"
+"""As collectors and scrapers know it."""
 _HOLDS = ("stale", "cool-down", "step", "budget", "grew", "set by", "failed starts")
 """Of what keeps a pool as it is, how it begins; whatever else does has other figures or names in it each time."""
 OTHER_HOLD = "hold"

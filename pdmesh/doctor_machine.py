@@ -164,7 +164,7 @@ def loopback() -> Check:
 
 
 def port(number: int, flag: str = "--port") -> Check:
-    """A port that `pdmesh up` gives to the router, by the flag that gives another."""
+    """A port that `pdmesh up` takes, by the flag that gives another."""
     name = f"port {number}"
     try:
         with socket.create_server(("127.0.0.1", number)):

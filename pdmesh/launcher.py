@@ -217,7 +217,7 @@ class LocalMesh:
         """All processes are told where to send their traces before there is a console: what they send until then comes later."""
         self.console = None
         require_free(self.config.console_host, self.config.console_port or 0)
-        self._traces = Traces.reserve(self.config.env)
+        self._traces = Traces.reserve(self.config.env, self.config.otlp_endpoint)
         self.config = replace(self.config, env=self._traces.env)
 
     async def _start_console(self, traces: Traces) -> None:

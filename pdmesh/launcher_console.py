@@ -28,9 +28,10 @@ class Traces:
     forward: str
 
     @classmethod
-    def reserve(cls, env: Mapping[str, str]) -> Traces:
-        """`env`: added to every process's environment. Raises StartFailed."""
-        forward = user_collector(env)
+    def reserve(cls, env: Mapping[str, str], otlp_endpoint: str = "") -> Traces:
+        """`env`: added to every process's environment; `otlp_endpoint`: the user's collector, "" for what the environment says.
+        Raises StartFailed."""
+        forward = collector_of(env, otlp_endpoint)
         try:
             return cls(ports.reserve(HOST, 0, "--otlp-port"), env, forward)
         except ConfigError as error:
@@ -62,9 +63,10 @@ def require_free(host: str, port: int) -> None:
         raise StartFailed(f"console: {error}; --no-console leaves it out") from None
 
 
-def user_collector(env: Mapping[str, str]) -> str:
-    """Where traces would go without a console, by `env` and our own environment; "" for nowhere. Raises StartFailed."""
-    known = {**os.environ, **env}
+def collector_of(env: Mapping[str, str], otlp_endpoint: str = "") -> str:
+    """Where a process with this environment sends traces and metrics, by `env`, else `otlp_endpoint`, else our own environment: a
+    URL, "" for nowhere. Raises StartFailed."""
+    known = {**os.environ, **({VARIABLE: otlp_endpoint} if otlp_endpoint else {}), **env}
     try:
         endpoint = TelemetryConfig(otlp_endpoint=known.get(VARIABLE, "")).endpoint(known)
     except ValueError as error:

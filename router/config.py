@@ -195,7 +195,20 @@ class RouterConfig:
             _require(bool(_ADDRESS.fullmatch(address)), "workers", f"{address!r} is not host:port")
         _require(bool(self.models), "models", "name at least one, such as --models smollm2=/path/to/folder")
         _require(self.processes <= MAX_PROCESSES, "processes", f"must be at most {MAX_PROCESSES}")
+        self._check_metrics_ports()
         self.model_folders()
+
+    def _check_metrics_ports(self) -> None:
+        """Each process has the next one."""
+        first = self.telemetry.metrics_port
+        if not first:
+            return
+        most, name = 65536 - self.processes, "telemetry.metrics_port"
+        _require(first <= most, name, f"each of {self.processes} (--processes) takes the next; give at most {most}")
+        host = self.telemetry.metrics_host or self.host
+        for flag, port, where in (("--port", self.port, self.host), ("--http-port", self.http_port, self.http_host or self.host)):
+            is_taken = where == host and port in range(first, first + self.processes)
+            _require(not is_taken, name, f"the ports of {self.processes} (--processes) include {port}, which is {flag}'s")
 
     def model_folders(self) -> dict[str, str]:
         """Name of each model with the folder of its tokenizer. Raises ValueError."""

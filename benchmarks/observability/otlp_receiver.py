@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 import grpc
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
@@ -55,9 +56,16 @@ class Received:
 
 
 class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """Listens on loopback inside `with`. `answer_after_s`: how long it lets a caller wait."""
+    """Listens on loopback inside `with`. `answer_after_s`: how long it lets a caller wait; `metrics`: who takes them on the same
+    port."""
 
-    def __init__(self, *, answer_after_s: float = 0.0, port: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        answer_after_s: float = 0.0,
+        port: int = 0,
+        metrics: metrics_service_pb2_grpc.MetricsServiceServicer | None = None,
+    ) -> None:
         self.answer_after_s = answer_after_s
         self.num_calls = 0
         self.metadata: list[Mapping[str, str | bytes]] = []
@@ -65,6 +73,8 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         self._changed = threading.Condition()
         self._server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        if metrics is not None:
+            metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(metrics, self._server)  # type: ignore[no-untyped-call]
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         self.endpoint = f"127.0.0.1:{self.port}"
 

@@ -24,12 +24,13 @@ class Options:
     json: bool = field(default=False, metadata={"help": "write JSON"})
     port: int = field(default=8100, metadata={"help": "port that the router is to have"})
     http_port: int = field(default=8000, metadata={"help": "port that its API over HTTP is to have"})
+    console_port: int = field(default=8200, metadata={"help": "port that the console's page is to have"})
     redis: str = field(default=EMBEDDED_REDIS, metadata={"help": "embedded, or the URL of a Redis to be asked", "secret": True})
     model: str = field(default=DEFAULT_MODEL, metadata={"help": "model that is to be served"})
 
     def validate(self) -> None:
         """Raises ValueError that names the field."""
-        for name in ("port", "http_port"):
+        for name in ("port", "http_port", "console_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name}: must be between 0 and 65535")
 
@@ -73,6 +74,7 @@ def _checks(options: Options) -> list[tuple[str, Callable[[], Check]]]:
         (transfer.NAME, transfer.transports),
         (f"port {options.port}", partial(machine.port, options.port)),
         (f"port {options.http_port}", partial(machine.port, options.http_port, "--http-port")),
+        (f"port {options.console_port}", partial(machine.port, options.console_port, "--console-port")),
         ("open files", machine.open_files),
         ("compiler", machine.compiler),
         ("openssl", machine.openssl),

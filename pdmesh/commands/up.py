@@ -17,7 +17,7 @@ from engine.config import named_proposers
 from pdmesh import models
 from pdmesh.client_channel import DEFAULT_ADDRESS
 from pdmesh.commands.tls import exports
-from pdmesh.commands.up_autoscale import AutoscaleOptions, local_loop, metrics_of, scaled
+from pdmesh.commands.up_autoscale import AutoscaleOptions, Shown, local_loop, scaled
 from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_plan import EMBEDDED_REDIS, LocalMeshConfig, check_packages
 from pdmesh.local_decisions import DecisionFile
@@ -210,18 +210,14 @@ async def _scaled(mesh: LocalMesh, scaling: AutoscaleOptions) -> AsyncIterator[t
     if not scaling.autoscale:
         yield ()
         return
-    path, shown = scaling.objectives_file(mesh.config, mesh.log_dir), DecisionFile(lambda: mesh.worker_addresses)
+    path, file = scaling.objectives_file(mesh.config, mesh.log_dir), DecisionFile(lambda: mesh.worker_addresses)
     try:
-        metrics = metrics_of(mesh.config)
-        loop = local_loop(mesh, scaling, path, _say, listeners=[shown.decided], metrics=metrics)
-        url = await metrics.metrics.start()
-        try:
-            async with scaled(loop):
-                yield (Target("autoscaler", "autoscaler", (url,) if url else ()),)
-        finally:
-            await metrics.metrics.stop()
+        shown = Shown.of(mesh.config)
+        loop = local_loop(mesh, scaling, path, _say, listeners=[file.decided], shown=shown)
+        async with shown.open() as url, scaled(loop):
+            yield (Target("autoscaler", "autoscaler", (url,) if url else ()),)
     finally:
-        shown.remove()
+        file.remove()
 
 
 def _summary(mesh: LocalMesh, scaling: AutoscaleOptions) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -13,17 +14,20 @@ from autoscaler.collect import Collector
 from autoscaler.config import goals_of, objective_of, promise
 from autoscaler.loop import Listener, Loop, LoopSettings, Parts
 from autoscaler.loop_history import Entry, History, append_to
-from autoscaler.metrics import AutoscalerMetrics
+from autoscaler.metrics import SERVICE, AutoscalerMetrics
 from autoscaler.policy import Policy
 from autoscaler.roles import RoleChanger
 from autoscaler.settings import AutoscalerSettings, PoolSettings
+from autoscaler.spans import DecisionSpans
 from pdmesh.launcher import LocalMesh
+from pdmesh.launcher_console import collector_of
 from pdmesh.launcher_plan import LocalMeshConfig, usable_cores
 from pdmesh.launcher_scale import LocalPlatform
 from planning.objectives import load as load_objectives
 from runtime.telemetry.config import TelemetryConfig
 from runtime.telemetry.metrics import open_metrics
 from runtime.telemetry.resource import resource_of
+from runtime.telemetry.tracing import OFF, Tracing, open_tracing
 from runtime.tls import open_tls
 
 if TYPE_CHECKING:
@@ -146,11 +150,11 @@ def local_loop(
     say: Callable[[str], None],
     settings: LoopSettings | None = None,
     listeners: Iterable[Listener] = (),
-    metrics: AutoscalerMetrics | None = None,
+    shown: Shown | None = None,
 ) -> Loop:
     """For a mesh that is ready; what is done is said, and written beside the logs; `listeners` hear of each decision, and
-    `metrics` of all. Raises ConfigError."""
-    metrics = metrics or AutoscalerMetrics()
+    `shown` of all. Raises ConfigError."""
+    shown = shown or Shown()
     objective = objective_of(str(objectives), mesh.config.name_of_model)
     goals, tls = goals_of(objective, TRANSIT_MS), open_tls(mesh.tls)
     scaling = options.scaling(mesh.config, max(worker.start_s for worker in mesh.workers))
@@ -159,7 +163,7 @@ def local_loop(
     def tell(entry: Entry) -> None:
         say(f"{entry.kind}: {entry.text}")
         write(entry)
-        metrics.happened(entry)
+        shown.metrics.happened(entry)
 
     parts = Parts(
         policy=Policy(scaling, goals),
@@ -168,18 +172,38 @@ def local_loop(
         roles=RoleChanger(drain_timeout_s=30.0, tls=tls),
         scaling=scaling,
         history=History(tell),
-        on_decision=[*listeners, metrics.decided],
+        spans=DecisionSpans(shown.tracing),
+        on_decision=[*listeners, shown.metrics.decided],
     )
     loop = Loop(parts, settings or LoopSettings(period_s=PERIOD_S))
-    metrics.watch(loop)
+    shown.metrics.watch(loop)
     return loop
 
 
-def metrics_of(config: LocalMeshConfig) -> AutoscalerMetrics:
-    """What it shows, if the mesh shows anything."""
-    telemetry = TelemetryConfig(metrics_port=config.autoscaler_metrics_port)
-    resource = resource_of("autoscaler", config.mesh, ("autoscaler",))
-    return AutoscalerMetrics(open_metrics(telemetry, "pdmesh-autoscaler", resource, {}, host=config.host))
+@dataclass(frozen=True)
+class Shown:
+    """What it tells others of itself."""
+
+    metrics: AutoscalerMetrics = field(default_factory=AutoscalerMetrics)
+    tracing: Tracing = OFF
+
+    @classmethod
+    def of(cls, config: LocalMeshConfig) -> Shown:
+        """As the mesh's processes do, which are told by their environment. Raises ConfigError, StartFailed."""
+        collector = collector_of(config.env, config.otlp_endpoint)
+        telemetry = TelemetryConfig(otlp_endpoint=collector, metrics_port=config.autoscaler_metrics_port)
+        resource, env = resource_of("autoscaler", config.mesh, ("autoscaler",)), {**os.environ, **config.env}
+        metrics = open_metrics(telemetry, SERVICE, resource, env, host=config.host)
+        return cls(AutoscalerMetrics(metrics), open_tracing(telemetry, SERVICE, resource, env))
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[str]:
+        """Gives the URL of its metrics, "" where there is none; at the end it sends what is left. Raises ConfigError."""
+        try:
+            yield await self.metrics.metrics.start()
+        finally:
+            await self.metrics.metrics.stop()
+            await asyncio.to_thread(self.tracing.close)
 
 
 @asynccontextmanager

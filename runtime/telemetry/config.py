@@ -42,7 +42,10 @@ class TelemetryConfig:
         default=8192, metadata={"help": "spans of other requests that are held for a while, in case that their trace is wanted"}
     )
     metrics_port: int | None = field(
-        default=None, metadata={"help": "port of /metrics for Prometheus; 0 picks a free one, empty: no such port"}
+        default=None,
+        metadata={
+            "help": "port of /metrics for Prometheus; router processes (--processes) take the next ones; 0: any free, empty: none"
+        },
     )
     metrics_host: str = field(default="", metadata={"help": "address to listen on for /metrics; empty: --host"})
 

@@ -74,14 +74,16 @@ def _expected(source: str, target: str, port: int) -> bool:
         return source == "monitoring" and target in (*workers, "pdmesh-router", "pdmesh-autoscaler")
     if target == "dns":
         return True
+    if target in ("pdmesh-collector", "pdmesh-jaeger"):
+        shown = {"pdmesh-collector": 8889, "pdmesh-jaeger": 16686}[target]
+        senders = (*workers, "pdmesh-router", "pdmesh-autoscaler")
+        return (port == 4317 and source in senders) or (port == shown and source == "monitoring")
     if source == "pdmesh-autoscaler":
         return (target in workers and port == 50051) or (target == "pdmesh-router" and port == 8100) or target == "stranger"
     if target in workers:
         return port in GRPC if source == "pdmesh-router" else source in workers and port in GRPC | KV
     if target == "pdmesh-redis":
         return source in ("pdmesh-router", *workers)
-    if target == "pdmesh-collector":
-        return (port == 4317 and source in ("pdmesh-router", *workers)) or (port == 8889 and source == "monitoring")
     if target == "pdmesh-router":
         return source.startswith("client") or source == "pdmesh-loadtest"
     return False

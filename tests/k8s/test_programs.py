@@ -171,6 +171,24 @@ def test_probes_ask_what_the_program_answers(mesh: str, workload: Workload, cont
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+def test_every_process_sends_its_traces_to_the_store_that_there_is(mesh: str, tls: TlsConfig) -> None:
+    """Or none does: without a store nothing is sent."""
+    takers = {each["metadata"]["name"]: each["spec"] for each in of_kind(mesh, "Service")}
+    endpoints = {
+        config_of(workload, container, tls).telemetry.endpoint({})
+        for of, workload, container in OURS
+        if of == mesh and workload.manifest["kind"] == "Deployment"
+    }
+    if "pdmesh-jaeger" not in takers:
+        assert endpoints == {None}
+        return
+    (endpoint,) = endpoints
+    assert endpoint is not None and not endpoint.encrypted
+    name, _, port = endpoint.target.partition(":")
+    assert int(port) in {each["port"] for each in takers[name]["ports"]}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 def test_a_router_is_ready_only_with_a_worker(mesh: str) -> None:
     """By gRPC's health or by HTTP's /health/ready: both follow the streams to workers."""
     for of, workload, container in SERVERS:

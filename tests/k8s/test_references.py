@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from tests.k8s.kustomize import FOLDER, Manifest, documents
 from tests.k8s.meshes import MESHES, Workload, of_kind, selects, workloads
@@ -135,11 +137,41 @@ def test_the_binding_joins_role_and_account() -> None:
     assert {(each["kind"], each["name"], each["namespace"]) for each in binding["subjects"]} <= accounts
 
 
-def test_a_collector_receives_and_shows_at_the_ports_that_it_has() -> None:
-    collector = next(each for each in workloads("overlays/cpu") if each.name == "pdmesh-collector")
-    text = next(each for each in of_kind("overlays/cpu", "ConfigMap") if each["metadata"]["name"] == "pdmesh-collector")["data"]
-    assert all(f"0.0.0.0:{port}" in text["config.yaml"] for port in collector.ports())
-    assert collector.containers[0]["args"] == [f"--config={collector.containers[0]['volumeMounts'][0]['mountPath']}/config.yaml"]
+@pytest.mark.parametrize("name", ["pdmesh-collector", "pdmesh-jaeger"])
+def test_who_takes_traces_listens_at_the_ports_that_it_has(name: str) -> None:
+    taker = next(each for each in workloads("overlays/tracing") if each.name == name)
+    text = next(each for each in of_kind("overlays/tracing", "ConfigMap") if each["metadata"]["name"] == name)["data"]
+    listens = {int(port) for port in re.findall(r"0\.0\.0\.0:(\d+)", text["config.yaml"])}
+    assert listens == taker.ports().keys() >= {4317}
+    assert taker.containers[0]["args"] == [f"--config={taker.containers[0]['volumeMounts'][0]['mountPath']}/config.yaml"]
+    settings = yaml.safe_load(text["config.yaml"])
+    for pipeline in settings["service"]["pipelines"].values():
+        for kind in ("receivers", "processors", "exporters"):
+            assert set(pipeline[kind]) <= settings[kind].keys()
+    assert settings["service"]["extensions"] and set(settings["service"]["extensions"]) == settings["extensions"].keys()
+
+
+def test_jaeger_keeps_a_bounded_number_of_traces_where_it_looks_for_them() -> None:
+    text = next(each for each in of_kind("overlays/tracing", "ConfigMap") if each["metadata"]["name"] == "pdmesh-jaeger")["data"]
+    settings = yaml.safe_load(text["config.yaml"])
+    ((name, backend),) = settings["extensions"]["jaeger_storage"]["backends"].items()
+    assert 0 < backend["memory"]["max_traces"] <= 100_000
+    assert settings["extensions"]["jaeger_query"]["storage"]["traces"] == name
+    assert settings["exporters"]["jaeger_storage_exporter"]["trace_storage"] == name
+
+
+def test_grafana_is_told_where_jaeger_shows_traces() -> None:
+    (text,) = [each["data"] for each in of_kind("overlays/tracing", "ConfigMap") if "grafana_datasource" in _labels(each)]
+    (source,) = yaml.safe_load(text["pdmesh.traces.yaml"])["datasources"]
+    service = next(each for each in of_kind("overlays/tracing", "Service") if each["metadata"]["name"] == "pdmesh-jaeger")
+    (port,) = [each["port"] for each in service["spec"]["ports"] if each["name"] == "http"]
+    assert source["url"] == f"http://pdmesh-jaeger.{service['metadata']['namespace']}:{port}"
+    told = (FOLDER / "components/tracing/grafana.yaml").read_text(encoding="utf-8")
+    assert f"datasourceUid: {source['uid']}" in told
+
+
+def _labels(manifest: Manifest) -> dict[str, str]:
+    return dict(manifest["metadata"].get("labels", {}))
 
 
 def test_the_namespace_refuses_what_is_not_restricted() -> None:

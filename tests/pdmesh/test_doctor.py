@@ -12,6 +12,7 @@ from engine.kernels.cpu import build, isa
 from kvtransfer.transports.registry import installed
 from pdmesh import cli, doctor_machine, doctor_software, doctor_transfer
 from pdmesh.commands import doctor as command
+from pdmesh.commands import up
 from pdmesh.doctor import Check, State, examine, missing, ok
 from pdmesh.model_catalogue import KNOWN_MODELS
 from pdmesh.render import Palette
@@ -134,6 +135,17 @@ def test_report_names_cost_and_remedy_and_verdict() -> None:
         "a mesh cannot run here: bb",
     ]
     assert command.report(findings[:1], PLAIN)[-1] == "a mesh can run here"
+
+
+def test_every_port_that_a_mesh_takes_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        cli.run(["doctor", "--json", "--port", "0", "--http-port", "0", "--console-port", str(number)])
+    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert found[f"port {number}"]["state"] == "WARN" and "--console-port" in found[f"port {number}"]["remedy"]
+    usual = up.Options()
+    asked = command.Options()
+    assert (asked.port, asked.http_port, asked.console_port) == (usual.port, usual.http_port, usual.console_port)
 
 
 def test_exit_code_is_one_only_when_no_mesh_can_run(capsys: pytest.CaptureFixture[str]) -> None:

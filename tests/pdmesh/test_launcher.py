@@ -19,7 +19,7 @@ import pytest
 
 from pdmesh import launcher, launcher_redis
 from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_console import user_collector
+from pdmesh.launcher_console import collector_of
 from pdmesh.launcher_member import MAX_BACKOFF_S, Member, backoff_s, how_it_ended
 from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan, check_packages, router_plans, with_port, worker_plans
 from runtime.child import StartFailed
@@ -254,13 +254,29 @@ def test_processes_with_a_console_send_their_traces_to_it_and_others_where_they_
     assert "PDMESH_OTLP_ENDPOINT" not in router_plans(LocalMeshConfig(model="m"), "")[0].env
 
 
+@pytest.mark.parametrize("said", ["", "http://environment.example:4317"])
+async def test_a_console_hands_on_to_the_collector_that_was_named(
+    stand_ins: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str
+) -> None:
+    """By the flag, whatever the environment says; and every process sends to the console alone."""
+    monkeypatch.setenv("PDMESH_OTLP_ENDPOINT", said)
+    async with LocalMesh(config(tmp_path, console_port=0, otlp_endpoint="https://named.example:4317")) as mesh:
+        assert mesh.console is not None
+        assert flag(mesh.console.plan, "--forward-otlp") == "https://named.example:4317"
+        everybody = (*worker_plans(mesh.config, "", cores=[0]), *router_plans(mesh.config, ""))
+        own = f"127.0.0.1:{flag(mesh.console.plan, '--otlp-port')}"
+        assert {plan.env["PDMESH_OTLP_ENDPOINT"] for plan in everybody} == {own}
+
+
 def test_a_collector_that_cannot_be_read_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "no collector at all")
     with pytest.raises(StartFailed, match="OTEL_EXPORTER_OTLP_ENDPOINT"):
-        user_collector({})
+        collector_of({})
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")  # not meant for us
-    assert user_collector({}) == ""
-    assert user_collector({"PDMESH_OTLP_ENDPOINT": "https://there:1"}) == "https://there:1"
+    assert collector_of({}) == ""
+    assert collector_of({"PDMESH_OTLP_ENDPOINT": "https://there:1"}) == "https://there:1"
+    assert collector_of({"PDMESH_OTLP_ENDPOINT": "https://there:1"}, "named:2") == "https://there:1"
+    assert collector_of({}, "named:2") == "http://named:2"
 
 
 def _read(url: str) -> str:

@@ -22,7 +22,7 @@ from router.tenants import Tenants
 from runtime import ports
 from runtime.channel import connect
 from runtime.child import ManagedProcess
-from runtime.config import ConfigError
+from runtime.config import ConfigError, parse
 from runtime.telemetry.config import TelemetryConfig
 from tests.support.waiting import alive, eventually
 
@@ -36,6 +36,34 @@ def test_restarts_slow_down_to_a_bound() -> None:
 def test_each_process_shows_its_metrics_on_a_port_of_its_own(first: int | None, ports: list[int | None]) -> None:
     config = RouterConfig(models=("m=f",), processes=2, telemetry=TelemetryConfig(metrics_port=first))
     assert [replica_config(config, "r", number).telemetry.metrics_port for number in range(2)] == ports
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--metrics-port", "65534", "--processes", "3"], "--metrics-port: .*--processes.* at most 65533"),
+        (
+            ["--metrics-port", "8099", "--processes", "2", "--port", "8100"],
+            "--metrics-port: .*--processes.* include 8100, which is --port's",
+        ),
+        (["--metrics-port", "8000", "--http-port", "8000"], "--metrics-port: .* include 8000, which is --http-port's"),
+    ],
+)
+def test_ports_of_metrics_that_do_not_suffice_are_refused_at_the_start(flags: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        parse(RouterConfig, ["--models", "m=f", *flags], {}, prog="router")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--metrics-port", "65533", "--processes", "3"],
+        ["--metrics-port", "8100", "--metrics-host", "127.0.0.2", "--port", "8100"],
+        ["--metrics-port", "0", "--processes", "3", "--port", "0"],
+    ],
+)
+def test_ports_of_metrics_that_suffice_are_taken(flags: list[str]) -> None:
+    parse(RouterConfig, ["--models", "m=f", *flags], {}, prog="router")
 
 
 @pytest.mark.parametrize(("inflight", "queued", "num"), [(256, 256, 2), (7, 1, 3), (1, 0, 4)])
