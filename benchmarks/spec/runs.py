@@ -63,6 +63,10 @@ class Answered:
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.decode_s
 
+    @property
+    def s_per_token(self) -> float:
+        return self.decode_s / self.num_tokens
+
 
 class Bench:
     """Loads the model once. Engines share its weights and threads, so only one of them may step at a time."""

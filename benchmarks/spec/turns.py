@@ -15,7 +15,7 @@ from engine.engine import Engine
 
 Begin = Callable[[Engine, Sequence[Task]], Answering]
 Seconds = list[list[float]]
-"""By group, of its runs."""
+"""Of a token, by group, of its runs."""
 
 
 def typical(seconds: Seconds) -> float:
@@ -34,7 +34,7 @@ class Turns:
 
     @property
     def ratio(self) -> float:
-        """Seconds of the outer ones ÷ those of the inner one: how much faster the inner one is."""
+        """Seconds per token of the outer ones ÷ those of the inner one: how much faster the inner one is."""
         return (typical(self.before) + typical(self.after)) / 2 / typical(self.between)
 
     @property
@@ -52,9 +52,9 @@ def take_turns(
         for number, group in enumerate(groups):
             first, middle, last = together([begin(engine, group) for engine in (outer[0], inner, outer[1])])
             assert first.outputs == middle.outputs == last.outputs, "speculation changed an answer"
-            turns.before[number].append(first.decode_s)
-            turns.between[number].append(middle.decode_s)
-            turns.after[number].append(last.decode_s)
+            turns.before[number].append(first.s_per_token)
+            turns.between[number].append(middle.s_per_token)
+            turns.after[number].append(last.s_per_token)
     return turns
 
 
