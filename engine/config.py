@@ -46,8 +46,8 @@ class EngineConfig:
     max_context: int = field(default=0, metadata={"help": "longest sequence in tokens; 0: the model's"})
     prefix_caching: bool = field(default=True, metadata={"help": "share KV blocks between prompts with equal beginnings"})
     speculation: str = field(
-        default="none",
-        metadata={"help": "who guesses the next tokens: auto, none, or names joined by commas"},
+        default="auto",
+        metadata={"help": "who guesses the next tokens: auto (as far as it pays), none, or names joined by commas"},
     )
     draft_model: str = field(default="", metadata={"help": "a smaller model with the same vocabulary, to guess with"})
     draft_heads: str = field(

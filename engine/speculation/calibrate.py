@@ -3,6 +3,8 @@
 Before the first request, in a second or two; the blocks that it writes to are nobody's yet. A large model takes longer for each
 step, so fewer points are measured: the few that decide most first, then those that halve the gaps between them. The curve is
 corrected by every later step, so a point that is missing, or was measured while others had the machine, is no harm for long.
+
+The next start finds it in the cache folder (`remembered.py`), and measures anew only if those few points are not as they were.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -26,6 +29,7 @@ from engine.runner import ForwardModel, TokenSampler
 from engine.sampling import SampleRow
 from engine.sampling_params import SamplingParams
 from engine.speculation.cost_curve import CostCurve, rising
+from engine.speculation.remembered import Circumstances, recall, remember
 from engine.weights.hash import cache_folder
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -41,6 +45,13 @@ BUDGET_S = 2.0
 """Of all steps together, but for the first ones."""
 WORTH = 8
 """A point is left out if a step there takes more than one such part of what is left: better few points measured several times."""
+CHECK_S = 1.0
+"""Of all steps that a remembered curve is held against, but for the first ones."""
+ALIKE = 1.25
+"""A remembered curve holds if steps take the same multiple of what it says, but for such a factor between the least and the
+most: the machine may be slower than it was, for all numbers of rows alike."""
+KEPT_S = 0.1
+"""What was measured in less is not worth a file."""
 LONG_CONTEXT = 512
 LONGEST = max(LONG_CONTEXT, ROWS[-1])
 """Tokens of the longest sequence that a step is measured with."""
@@ -61,15 +72,39 @@ class Shape(NamedTuple):
     context: int
 
 
-def measure_curve(model: ForwardModel, sampler: TokenSampler, kv: Tensor, *, max_context: int, max_rows: int) -> CostCurve:
-    """`kv`: the pool, of which nobody has a block; `max_rows`: no step will have more."""
+def measure_curve(model: ForwardModel, sampler: TokenSampler, kv: Tensor, of: Circumstances) -> CostCurve:
+    """`kv`: the pool, of which nobody has a block."""
     started_s = time.monotonic()
-    most = min(max_context, kv.shape[2] * kv.shape[3])
+
+    def run(shape: Shape) -> None:
+        run_step(model, sampler, kv, *shape)
+
     with machine_to_itself(cache_folder() / "calibration.lock"):
-        curve = measured(lambda shape: run_step(model, sampler, kv, *shape), most, max_rows, time.perf_counter)
+        curve = known_curve(run, of, time.perf_counter)
+        how = "measured in %.1f s" if curve is None else "remembered, and held against steps for %.1f s"
+        if curve is None:
+            most, began_s = min(of.max_context, kv.shape[2] * kv.shape[3]), time.monotonic()
+            curve = measured(run, most, of.max_rows, time.perf_counter)
+            if time.monotonic() - began_s > KEPT_S:
+                remember(of, curve)
     points = ", ".join(f"{rows}: {1e3 * seconds:.2f}" for rows, seconds in zip(curve.rows, curve.seconds, strict=True))
-    logger.info("speculation: ms of a step by rows: %s (measured in %.1f s)", points, time.monotonic() - started_s)
+    logger.info(f"speculation: ms of a step by rows: %s ({how})", points, time.monotonic() - started_s)
     return curve
+
+
+def known_curve(run: Callable[[Shape], None], of: Circumstances, clock_s: Callable[[], float]) -> CostCurve | None:
+    """As it was remembered, at today's height; None if it is not known, or not true any more."""
+    curve = recall(of)
+    return None if curve is None else confirmed(curve, run, clock_s)
+
+
+def confirmed(curve: CostCurve, run: Callable[[Shape], None], clock_s: Callable[[], float]) -> CostCurve | None:
+    """By a few short steps. None if they speak against it."""
+    shapes = [Shape(rows, rows) for rows in in_order(curve.rows) if rows in FIRST_ROWS]
+    run(shapes[0])  # what the first step waits for is no part of it
+    seconds = Meter(run, clock_s, CHECK_S).measure(shapes, num_certain=len(shapes))
+    ratios = [seconds[shape] / curve.step_s(shape.num_rows) for shape in shapes]
+    return curve.scaled(median(ratios)) if max(ratios) <= ALIKE * min(ratios) else None
 
 
 def measured(run: Callable[[Shape], None], max_context: int, max_rows: int, clock_s: Callable[[], float]) -> CostCurve:

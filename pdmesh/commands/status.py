@@ -165,8 +165,8 @@ def _load_row(worker: mesh_pb2.WorkerStatus) -> tuple[str, ...]:
 
 
 def _speculation_lines(workers: Sequence[mesh_pb2.WorkerStatus], colours: Palette) -> list[str]:
-    """Nothing where nobody guesses."""
-    rows = [_speculation_row(worker) for worker in workers if worker.load.HasField("speculation")]
+    """Of workers on which somebody has guessed since their start."""
+    rows = [_speculation_row(worker) for worker in workers if worker.load.speculation.proposers]
     if not rows:
         return []
     head, *lines = table(("WORKER", "TOKENS/STEP", "GUESSED", "KEPT", "TOOK", "KEPT BY PROPOSER"), rows)

@@ -39,3 +39,7 @@ def test_settings_that_can(speculation: str) -> None:
 def test_each_name_counts_once() -> None:
     assert named_proposers("heads, retrieval ,heads") == ("heads", "retrieval")
     assert named_proposers("auto") == named_proposers("none") == ()
+
+
+def test_tokens_are_guessed_as_far_as_it_pays_unless_somebody_says_otherwise() -> None:
+    assert EngineConfig("model").speculation == "auto"
