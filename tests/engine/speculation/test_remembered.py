@@ -11,7 +11,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.speculation import calibrate
-from engine.speculation.calibrate import CHECK_S, FIRST_ROWS, ROWS, confirmed, known_curve
+from engine.speculation.calibrate import BUDGET_S, FIRST_ROWS, ROWS, confirmed, known_curve, measured
 from engine.speculation.cost_curve import CostCurve
 from engine.speculation.remembered import Circumstances, recall, remember
 from engine.weights.loader import load_model
@@ -82,7 +82,7 @@ def test_a_cache_that_cannot_be_written_is_none(cache: Path) -> None:
 def test_on_a_slower_machine_it_is_higher(slower: float) -> None:
     curve = Machine(0.001, 1e-5, 1e-7).curve()
     machine = Machine(0.001 * slower, 1e-5 * slower, 1e-7 * slower)
-    found = confirmed(curve, machine.run, lambda: machine.now_s)
+    found = confirmed(curve, machine.meter())
     assert found is not None
     assert found.rows == ROWS
     assert found.seconds == pytest.approx([slower * seconds for seconds in curve.seconds])
@@ -91,25 +91,35 @@ def test_on_a_slower_machine_it_is_higher(slower: float) -> None:
 
 def test_where_rows_cost_more_than_they_did_it_is_not_true_any_more() -> None:
     machine = Machine(0.001, 2e-4)
-    assert confirmed(Machine(0.001, 1e-5).curve(), machine.run, lambda: machine.now_s) is None
+    assert confirmed(Machine(0.001, 1e-5).curve(), machine.meter()) is None
+
+
+@pytest.mark.parametrize("step_s", [0.003, 0.3, 2.0])
+def test_what_spoke_against_it_is_not_measured_again(step_s: float) -> None:
+    machine = Machine(step_s, step_s / 5)
+    meter = machine.meter()
+    assert confirmed(Machine(step_s, step_s / 100).curve(), meter) is None
+    assert measured(meter, 2048, 512).step_s(8) == pytest.approx(step_s * (1 + 7 / 5))
+    certain_s = step_s + sum(step_s * (1 + (rows - 1) / 5) for rows in FIRST_ROWS)
+    assert machine.now_s <= max(2 * BUDGET_S, 1.001 * certain_s)
 
 
 @pytest.mark.parametrize("step_s", [1e-4, 0.003, 0.05, 2.0])
 def test_it_is_held_against_a_few_steps_only(step_s: float) -> None:
     curve = Machine(step_s, step_s / 20).curve()
     machine = Machine(step_s, step_s / 20)
-    assert confirmed(curve, machine.run, lambda: machine.now_s) is not None
+    assert confirmed(curve, machine.meter()) is not None
     assert {shape.num_rows for shape in machine.ran} == set(FIRST_ROWS)
-    assert machine.now_s <= max(2 * CHECK_S, step_s * (1 + sum(1 + (rows - 1) / 20 for rows in FIRST_ROWS)) * 1.001)
+    assert machine.now_s <= max(BUDGET_S, step_s * (1 + sum(1 + (rows - 1) / 20 for rows in FIRST_ROWS)) * 1.001)
     assert len(machine.ran) < 50
 
 
 def test_only_what_was_remembered_is_held_against_steps() -> None:
     machine = Machine(0.001, 1e-5)
-    assert known_curve(machine.run, OF, lambda: machine.now_s) is None
+    assert known_curve(OF, machine.meter()) is None
     assert not machine.ran
     remember(OF, Machine(0.001, 1e-5).curve())
-    assert known_curve(machine.run, OF, lambda: machine.now_s) is not None
+    assert known_curve(OF, machine.meter()) is not None
 
 
 def test_an_engine_measures_once(

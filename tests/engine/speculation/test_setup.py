@@ -15,6 +15,7 @@ from engine.speculation.heads.weights import BadHeads, save_heads
 from engine.speculation.models.proposer import ModelDraft
 from engine.speculation.proposer import Ask
 from engine.weights.loader import LoadedModel, load_model
+from tests.engine.backends import BACKENDS
 from tests.engine.speculation.heads.tiny_heads import make_heads
 from tests.engine.speculation.models.driver import count_passes, decoding, request
 from tests.support.mock_engine import open_engine, run_to_end
@@ -173,3 +174,11 @@ class TestHeads:
         assert engine.step() is not None
         [draft] = proposer.propose([Ask(sequence, 4, 4) for sequence in decoding(engine)])
         assert all(0.0 < chance < 1.001 for chance in draft.chances)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_auto_leaves_torch_s_steps_alone_unless_something_is_given(folder: Path, backend: str) -> None:
+    loaded = load_model(EngineConfig(str(folder), num_threads=1, backend=backend))
+    assert (engine_of(folder, loaded, speculation="auto").speculator is None) == (backend == "torch")
+    for given in ({"speculation": "prompt_lookup"}, {"speculation": "auto", "draft_length": LENGTH}):
+        assert engine_of(folder, loaded, **given).speculator is not None
