@@ -129,7 +129,8 @@ def test_an_engine_measures_once(
     monkeypatch.setattr(calibrate, "KEPT_S", 0.0)
     monkeypatch.setattr(calibrate, "ALIKE", 1e9)
     folder = make_tiny_model(tmp_path / "tiny")
-    config = EngineConfig(str(folder), num_blocks=64, num_threads=1, max_num_batched_tokens=32, max_context=256)
+    sizes = {"num_blocks": 64, "num_threads": 1, "max_num_batched_tokens": 32, "max_context": 256}
+    config = EngineConfig(str(folder), speculation="prompt_lookup", **sizes)  # type: ignore[arg-type]
     loaded = load_model(config)
     with caplog.at_level(logging.INFO, logger="engine"):
         first, second = open_engine(config, loaded), open_engine(config, loaded)
