@@ -45,6 +45,7 @@ class Variant:
             max_num_seqs=CHUNK,  # a step that returns logits of all its tokens
             max_num_batched_tokens=CHUNK,
             prefix_caching=False,  # blocks are written here behind the allocator's back
+            speculation="none",
         )
         self._loaded = load_model(self._config)
         self._engine = Engine(self._config, hash_block=hash_block, loaded=self._loaded)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import jsonschema
 
 from benchmarks.constrained_schemas import prompt, schema
-from benchmarks.harness import Figure, say, write
+from benchmarks.harness import PLAIN_FLAGS, Figure, say, write
 from pdmesh.client import AsyncClient
 from pdmesh.client_types import FinishReason, Generation
 from pdmesh.launcher import LocalMesh
@@ -128,7 +128,8 @@ def figures(samples: Samples) -> list[Figure]:
 
 async def main() -> None:
     folder = ensure_model("smollm2-135m-instruct", say)
-    async with LocalMesh(LocalMeshConfig(model=str(folder), port=0)) as mesh, AsyncClient(mesh.router_addresses) as client:
+    config = LocalMeshConfig(model=str(folder), port=0, worker_args=PLAIN_FLAGS)
+    async with LocalMesh(config) as mesh, AsyncClient(mesh.router_addresses) as client:
         samples = await measure(client, NUM_REQUESTS, ROUNDS)
     write("constrained", figures(samples), streams=STREAMS, wrong=samples.wrong)
     if samples.wrong:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from benchmarks.cpu_prompts import ANSWER, Prompts
-from benchmarks.harness import say
+from benchmarks.harness import PLAIN, say
 from benchmarks.peers.catalogue import Contestant
 from benchmarks.peers.environments import PeerError, ensure_environment, peers_folder
 from benchmarks.peers.process import Child
@@ -20,8 +20,8 @@ from benchmarks.peers.weights import ensure_weights
 from pdmesh.model_catalogue import ModelError
 
 MAX_SEQS, _SANITY_TOKENS = 32, 8
-# A pool for 32 sequences, and every prompt computed in full.
-MEASURED: Mapping[str, object] = {"kv_memory_mb": 1024, "prefix_caching": False}
+# A pool for 32 sequences, every prompt computed in full, and each step for one token of a sequence, as with the others.
+MEASURED: Mapping[str, object] = {"kv_memory_mb": 1024, "prefix_caching": False, **PLAIN}
 
 
 @dataclass

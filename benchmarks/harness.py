@@ -17,6 +17,10 @@ from pathlib import Path
 from typing import Literal
 
 RESULTS = Path(__file__).parent / "results"
+PLAIN: Mapping[str, object] = {"speculation": "none"}
+"""Settings of an engine whose steps are measured, or compared with those of others: one token of a sequence in each."""
+PLAIN_FLAGS = ("--speculation", "none")
+"""The same as a worker's flags."""
 
 
 @dataclass(frozen=True)

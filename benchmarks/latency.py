@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.engine_runs import make_engine
-from benchmarks.harness import Figure, say, write
+from benchmarks.harness import PLAIN, Figure, say, write
 from engine.engine import Engine
 from engine.outputs import StepResult
 from engine.request import EngineRequest
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--own-time", action="store_true", help="count the engine thread's own time, with one thread")
     args = parser.parse_args(argv)
     threads = 1 if args.own_time else args.threads
-    engine = make_engine(ensure_model(DEFAULT_MODEL, say), prefix_caching=False, num_threads=threads)
+    engine = make_engine(ensure_model(DEFAULT_MODEL, say), prefix_caching=False, num_threads=threads, **PLAIN)
     errors = run(engine, args.seconds, time.thread_time if args.own_time else time.perf_counter)
     clock = "the engine thread's own time, one thread" if args.own_time else "wall time"
     write("latency", list(errors.figures()), model=DEFAULT_MODEL, seconds=args.seconds, clock=clock)

@@ -1,7 +1,7 @@
 """`make bench-mesh`: one engine alone, then behind router, prefill and decode; in int8, which is the default, and in float32.
 
 Engine figures use all cores; where mesh and engine are compared, every engine has one thread, as the workers of a
-two-core mesh have.
+two-core mesh have. Nobody guesses tokens ahead: `make bench-spec` measures that.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.cpu_time import event_loop_cpu_ns, process_cpu_ns
 from benchmarks.engine_runs import DEFAULT, FLOAT32, GREEDY, Settings, flags_of, make_engine, timed
-from benchmarks.harness import Figure, interleave, say, write
+from benchmarks.harness import PLAIN, Figure, interleave, say, write
 from engine.engine import Engine
 from engine.kernels.cpu.limits import product_peak_gop_s, read_bandwidth_gb_s
 from engine.request import EngineRequest
@@ -27,7 +27,7 @@ from pdmesh.models import ensure_model
 
 BATCHES = (1, 4, 16, 32)
 PREFILLS = (128, 512, 2000)
-NUMBERS: dict[str, Settings] = {"int8": DEFAULT, "float32": FLOAT32}
+NUMBERS: dict[str, Settings] = {"int8": {**DEFAULT, **PLAIN}, "float32": {**FLOAT32, **PLAIN}}
 BYTES_PER_WEIGHT = {"int8": 1, "float32": 4}
 LAYER_WEIGHTS, HEAD_WEIGHTS = 106.2e6, 28.3e6  # of the model's products; prefill needs the head for one token only
 PROMPT_TOKENS, OUTPUT_TOKENS, ROUNDS = 160, 64, 5

@@ -47,7 +47,7 @@ class EngineConfig:
     prefix_caching: bool = field(default=True, metadata={"help": "share KV blocks between prompts with equal beginnings"})
     speculation: str = field(
         default="none",
-        metadata={"help": "who guesses the next tokens: auto, none, or names joined by commas"},
+        metadata={"help": "who guesses the next tokens: auto (as far as it pays), none, or names joined by commas"},
     )
     draft_model: str = field(default="", metadata={"help": "a smaller model with the same vocabulary, to guess with"})
     draft_heads: str = field(

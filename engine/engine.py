@@ -20,6 +20,7 @@ from engine.exports import KVExports
 from engine.hardware import cost_of
 from engine.integrity import check_integrity
 from engine.kernels.cpu.model import NativeModel
+from engine.kernels.cpu.threads import default_threads
 from engine.kv_cache import KVPool
 from engine.memory import effective_max_context, free_memory, kv_shape
 from engine.outputs import EngineStats, StepResult
@@ -38,6 +39,7 @@ from engine.speculation.check import check_speculation
 from engine.speculation.draft import Draft
 from engine.speculation.handover import unpacked
 from engine.speculation.proposer import Proposer
+from engine.speculation.remembered import Circumstances, processor_name
 from engine.speculation.setup import Parts, make_proposers
 from engine.speculation.speculator import Bounds, Speculator
 from engine.timing import StartClock
@@ -219,13 +221,7 @@ class Engine:
     def _make_speculator(self, proposers: Sequence[Proposer], loaded: LoadedModel) -> Speculator:
         limits, config = self._limits(), self.config
         self.kv.reach(min(self._pool.num_total, num_blocks_for(LONGEST, config.block_size)) - 1)
-        curve = measure_curve(
-            loaded.model,
-            self.sampler,
-            self.kv.tensor,
-            max_context=limits.max_context,
-            max_rows=config.max_num_batched_tokens,
-        )
+        curve = measure_curve(loaded.model, self.sampler, self.kv.tensor, self._circumstances(loaded))
         bounds = Bounds(
             config.draft_length or config.max_draft_tokens,
             config.max_num_batched_tokens,
@@ -234,6 +230,18 @@ class Engine:
             limits.vocab_size,
         )
         return Speculator(proposers, curve, bounds, device=self.kv.tensor.device)
+
+    def _circumstances(self, loaded: LoadedModel) -> Circumstances:
+        return Circumstances(
+            weights_hash=loaded.weights_hash,
+            numeric_mode=loaded.numeric_mode,
+            processor=processor_name(self.kv.tensor.device),
+            num_threads=self.config.num_threads or default_threads(),
+            kv_dtype=str(self.kv.tensor.dtype),
+            block_size=self.config.block_size,
+            max_context=self._limits().max_context,
+            max_rows=self.config.max_num_batched_tokens,
+        )
 
     def _drafts(self) -> dict[EngineSequence, Draft]:
         if self.speculator is None:

@@ -63,12 +63,13 @@ class StepProfiler:
     def __init__(
         self, config: EngineConfig, cases: Sequence[Case], num_steps: int, say: Callable[[str], None] = lambda _text: None
     ) -> None:
-        """`config` as a worker has it; its pool and budget are made large enough. `say` hears when the kernels are compiled.
+        """`config` as a worker has it; its pool and budget are made large enough, and nobody guesses: steps are what their case
+        says. `say` hears when the kernels are compiled.
 
         Raises ValueError for settings that cannot be, and for a model that the kernels do not compute.
         """
         self.cases, self._num_steps = cases, num_steps
-        config = replace(_with_room(config, cases, num_steps), prefix_caching=False)
+        config = replace(_with_room(config, cases, num_steps), prefix_caching=False, speculation="none")
         loaded = load_model(config, lambda share, text: None if share else say(text))
         if not isinstance(loaded.model, NativeModel):
             raise ValueError("backend: torch computes this model, whose steps have no stages to show; see the warning above")

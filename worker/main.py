@@ -16,6 +16,7 @@ from typing import NoReturn
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.speculation.check import check_speculation
+from engine.speculation.setup import names_for
 from engine.weights.loader import Progress, load_model
 from runtime import log
 from runtime.announcer import worker_announcer
@@ -96,6 +97,8 @@ def _open_engine(config: WorkerConfig, progress: Progress) -> Engine:
     check_speculation(config.engine_config)
     with bound(config.cpus):
         loaded = load_model(config.engine_config, progress)
+        if names_for(config.engine_config, loaded):
+            progress(0.0, "measuring steps: how many guessed tokens pay")
         return Engine(config.engine_config, hash_block=hash_block, loaded=loaded)
 
 

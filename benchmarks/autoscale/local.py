@@ -17,7 +17,7 @@ from autoscaler.loop import Loop
 from autoscaler.loop_history import Entry
 from benchmarks.autoscale.local_report import Sample, Story, page
 from benchmarks.autoscale.options import MODEL, Options
-from benchmarks.harness import Figure, say
+from benchmarks.harness import PLAIN_FLAGS, Figure, say
 from pdmesh.commands.up_autoscale import AutoscaleOptions, local_loop, scaled
 from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_plan import LocalMeshConfig
@@ -88,7 +88,7 @@ async def _run(options: Options, stretches: tuple[Stretch, ...]) -> Story:
         port=0,
         num_threads=1,
         log_dir=str(folder),
-        worker_args=("--max-num-seqs", str(MAX_SEQS)),
+        worker_args=("--max-num-seqs", str(MAX_SEQS), *PLAIN_FLAGS),
     )
     config = SCALING.prepared(base)
     objectives = SCALING.objectives_file(config, folder)

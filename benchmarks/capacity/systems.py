@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.capacity.processes import Server, free_ports, serving
-from benchmarks.harness import say
+from benchmarks.harness import PLAIN_FLAGS, say
 from benchmarks.peers.catalogue import TORCH, VLLM, Environment
 from benchmarks.peers.environments import child_environment, ensure_environment, peers_folder
 from benchmarks.peers.weights import ensure_weights
@@ -58,7 +58,7 @@ class System:
 
 @asynccontextmanager
 async def mesh(num_prefill: int, num_decode: int, num_both: int) -> AsyncIterator[Target]:
-    """Router and workers as `pdmesh up` starts them."""
+    """Router and workers as `pdmesh up` starts them, but that nobody guesses tokens ahead: nor do the others."""
     config = LocalMeshConfig(
         model=str(ensure_model(MODEL, say)),
         model_name=MODEL,
@@ -66,6 +66,7 @@ async def mesh(num_prefill: int, num_decode: int, num_both: int) -> AsyncIterato
         num_decode=num_decode,
         num_both=num_both,
         port=0,
+        worker_args=PLAIN_FLAGS,
         log_dir=str(peers_folder() / "logs" / f"capacity-mesh-{num_prefill}-{num_decode}-{num_both}"),
     )
     async with LocalMesh(config, on_event=say, on_progress=say) as running:
@@ -153,14 +154,14 @@ SYSTEMS = (
         "mesh",
         "pdmesh, separated",
         "router, a prefill and a decode worker; int8, as by default",
-        "pdmesh up --prefill 1 --decode 1",
+        "pdmesh up --prefill 1 --decode 1 --speculation none",
         partial(mesh, 1, 1, 0),
     ),
     System(
         "aggregated",
         "pdmesh, aggregated",
         "router, one worker with both roles on all cores; int8, as by default",
-        "pdmesh up --prefill 0 --decode 0 --both 1",
+        "pdmesh up --prefill 0 --decode 0 --both 1 --speculation none",
         partial(mesh, 0, 0, 1),
     ),
     System(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.harness import Figure, say
+from benchmarks.harness import PLAIN_FLAGS, Figure, say
 from pdmesh.client import AsyncClient
 from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan
@@ -69,7 +69,7 @@ async def _stream(client: AsyncClient, number: int) -> None:
 
 
 def _mesh(model: Path, *, protected: bool) -> LocalMesh:
-    config = LocalMeshConfig(model=str(model), port=0, restart=False, worker_args=("--kv-memory-mb", "256"))
+    config = LocalMeshConfig(model=str(model), port=0, restart=False, worker_args=("--kv-memory-mb", "256", *PLAIN_FLAGS))
     if not protected:
         config = replace(
             config, worker_args=(*config.worker_args, *_WORKER_FLAGS), router_args=_ROUTER_FLAGS, adjust=_without_checksums

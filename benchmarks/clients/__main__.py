@@ -16,7 +16,7 @@ from benchmarks.clients import asking, loading
 from benchmarks.clients.catalogue import CLIENTS, GENERATORS, REFERENCE
 from benchmarks.clients.records import Records, recording
 from benchmarks.clients.site import Site
-from benchmarks.harness import Figure, say, write
+from benchmarks.harness import PLAIN_FLAGS, Figure, say, write
 from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_plan import LocalMeshConfig
 from pdmesh.models import ensure_model
@@ -49,7 +49,7 @@ async def main() -> None:
             model=str(folder),
             port=0,
             http_port=0,
-            worker_args=("--kv-memory-mb", "512"),
+            worker_args=("--kv-memory-mb", "512", *PLAIN_FLAGS),
             adjust=partial(recording, records=path),
         )
         async with LocalMesh(config, on_event=say) as mesh:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from benchmarks.harness import say
+from benchmarks.harness import PLAIN_FLAGS, say
 from benchmarks.router.options import MODEL, Options
 from pdmesh.launcher import LocalMesh
 from pdmesh.launcher_plan import LocalMeshConfig
@@ -43,7 +43,7 @@ class Shape:
             bind_cpus=True,
             restart=self.restart,
             log_dir=str(options.folder / "logs" / self.key),
-            worker_args=("--kv-memory-mb", str(self.kv_memory_mb), *self.worker_args),
+            worker_args=("--kv-memory-mb", str(self.kv_memory_mb), *PLAIN_FLAGS, *self.worker_args),
             router_args=("--policy", self.policy, *self.router_args),
         )
 

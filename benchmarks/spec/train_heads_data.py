@@ -103,7 +103,12 @@ def generate(
     folder.mkdir(parents=True, exist_ok=True)
     per_sequence = -(-(plan.max_prompt + plan.max_tokens) // _BLOCK)
     config = EngineConfig(
-        str(model), block_size=_BLOCK, num_blocks=plan.parallel * per_sequence, max_num_seqs=plan.parallel, prefix_caching=False
+        str(model),
+        block_size=_BLOCK,
+        num_blocks=plan.parallel * per_sequence,
+        max_num_seqs=plan.parallel,
+        prefix_caching=False,
+        speculation="none",  # each step is to show one hidden state of every sequence
     )
     recorder = Recorder(loaded)
     engine = Engine(config, hash_block=hash_block, loaded=loaded)

@@ -3,6 +3,8 @@
 Before the first request, in a second or two; the blocks that it writes to are nobody's yet. A large model takes longer for each
 step, so fewer points are measured: the few that decide most first, then those that halve the gaps between them. Later steps
 correct the curve (speculator.py), so a point that is missing, or was measured while others had the machine, is no harm for long.
+
+The next start finds it in the cache folder (`remembered.py`), and measures anew only if those few points are not as they were.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -26,6 +29,7 @@ from engine.runner import ForwardModel, TokenSampler
 from engine.sampling import SampleRow
 from engine.sampling_params import SamplingParams
 from engine.speculation.cost_curve import CostCurve, rising
+from engine.speculation.remembered import Circumstances, recall, remember
 from engine.weights.hash import cache_folder
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -41,6 +45,13 @@ BUDGET_S = 2.0
 """Of all steps together, but for the first ones."""
 WORTH = 8
 """A point is left out if a step there takes more than one such part of what is left: better few points measured several times."""
+CHECK_ROUNDS = 4
+"""In which a remembered curve is held against steps."""
+ALIKE = 1.25
+"""A remembered curve holds if steps take the same multiple of what it says, but for such a factor between the least and the
+most: the machine may be slower than it was, for all numbers of rows alike."""
+KEPT_S = 0.1
+"""What was measured in less is not worth a file."""
 LONG_CONTEXT = 512
 LONGEST = max(LONG_CONTEXT, ROWS[-1])
 """Tokens of the longest sequence that a step is measured with."""
@@ -61,21 +72,40 @@ class Shape(NamedTuple):
     context: int
 
 
-def measure_curve(model: ForwardModel, sampler: TokenSampler, kv: Tensor, *, max_context: int, max_rows: int) -> CostCurve:
-    """`kv`: the pool, of which nobody has a block; `max_rows`: no step will have more."""
+def measure_curve(model: ForwardModel, sampler: TokenSampler, kv: Tensor, of: Circumstances) -> CostCurve:
+    """`kv`: the pool, of which nobody has a block."""
     started_s = time.monotonic()
-    most = min(max_context, kv.shape[2] * kv.shape[3])
+    meter = Meter(lambda shape: run_step(model, sampler, kv, *shape), time.perf_counter)
     with machine_to_itself(cache_folder() / "calibration.lock"):
-        curve = measured(lambda shape: run_step(model, sampler, kv, *shape), most, max_rows, time.perf_counter)
+        began_s, curve = time.monotonic(), known_curve(of, meter)
+        how = "remembered" if curve is not None else "measured"
+        if curve is None:
+            curve = measured(meter, min(of.max_context, kv.shape[2] * kv.shape[3]), of.max_rows)
+            if time.monotonic() - began_s > KEPT_S:
+                remember(of, curve)
     points = ", ".join(f"{rows}: {1e3 * seconds:.2f}" for rows, seconds in zip(curve.rows, curve.seconds, strict=True))
-    logger.info("speculation: ms of a step by rows: %s (measured in %.1f s)", points, time.monotonic() - started_s)
+    logger.info("speculation: ms of a step by rows: %s (%s, in %.1f s)", points, how, time.monotonic() - started_s)
     return curve
 
 
-def measured(run: Callable[[Shape], None], max_context: int, max_rows: int, clock_s: Callable[[], float]) -> CostCurve:
+def known_curve(of: Circumstances, meter: Meter) -> CostCurve | None:
+    """As it was remembered, at today's height; None if it is not known, or not true any more."""
+    curve = recall(of)
+    return None if curve is None else confirmed(curve, meter)
+
+
+def confirmed(curve: CostCurve, meter: Meter) -> CostCurve | None:
+    """By a few short steps. None if they speak against it."""
+    shapes = [Shape(rows, rows) for rows in in_order(curve.rows) if rows in FIRST_ROWS]
+    meter.run(shapes[0])  # what the first step waits for is no part of it
+    seconds = meter.measure(shapes, num_certain=len(shapes), num_rounds=CHECK_ROUNDS)
+    ratios = [seconds[shape] / curve.step_s(shape.num_rows) for shape in shapes]
+    return curve.scaled(median(ratios)) if max(ratios) <= ALIKE * min(ratios) else None
+
+
+def measured(meter: Meter, max_context: int, max_rows: int) -> CostCurve:
     """By running steps and reading the clock."""
     rows = tuple(r for r in ROWS if r <= min(max_rows, max_context)) or (1,)
-    meter = Meter(run, clock_s)
     short = meter.measure([Shape(r, r) for r in in_order(rows)], num_certain=len(set(FIRST_ROWS) & set(rows)))
     points = sorted(shape.num_rows for shape in short)
     curve = CostCurve(tuple(points), rising([short[Shape(r, r)] for r in points], len(points) - 1))
@@ -106,23 +136,26 @@ class Meter:
         self.run = run
         self.left_s = budget_s
         self._clock_s = clock_s
+        self._best: dict[Shape, float] = {}
 
-    def measure(self, shapes: list[Shape], *, num_certain: int) -> dict[Shape, float]:
-        """Seconds of each; of the first `num_certain` in any case. The others are left out where they would take too long.
+    def measure(self, shapes: list[Shape], *, num_certain: int, num_rounds: int = ROUNDS) -> dict[Shape, float]:
+        """Seconds of each; of the first `num_certain` in any case, unless they were measured before. The others are left out
+        where they would take too long.
 
         Rounds are interleaved, so that a machine's bad moment meets all points."""
-        best = {shape: self._time(shape) for shape in shapes[:num_certain]}
+        best = {shape: self._best.get(shape) or self._time(shape) for shape in shapes[:num_certain]}
         for shape in shapes[num_certain:]:
             nearest = max(best, key=lambda known: (known.num_rows <= shape.num_rows, -abs(known.num_rows - shape.num_rows)))
             if best[nearest] * max(1.0, shape.num_rows / nearest.num_rows) < self.left_s / WORTH:
                 best[shape] = self._time(shape)
-        for number in range(ROUNDS):
+        for number in range(num_rounds):
             if sum(best.values()) > self.left_s / 2:  # the rest is for what is measured next
                 break
             before = best
             best = {shape: min(seconds, self._time(shape)) for shape, seconds in before.items()}
             if number >= FEWEST_ROUNDS and all(best[shape] > SETTLED * before[shape] for shape in best):
                 break
+        self._best |= best
         return best
 
     def _time(self, shape: Shape) -> float:

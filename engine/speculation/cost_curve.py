@@ -112,6 +112,10 @@ class CostCurve:
             return self.seconds[0] / self.rows[0]
         return (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
 
+    def scaled(self, factor: float) -> CostCurve:
+        """Of a machine on which everything takes so many times as long."""
+        return self._scaled(factor, 0.0)._scaled(factor, 1.0)
+
     def saw(self, num_rows: int, attention_s: float, step_s: float) -> CostCurve:
         """Corrected by one step, whose attention is believed to have taken `attention_s`. What is wrong is laid to attention by
         its share of the step: steps with short contexts teach the curve, those with long ones both."""

@@ -51,7 +51,19 @@ class Parts:
 
 def make_proposers(parts: Parts) -> list[Proposer]:
     """In the order of the configuration. Raises ValueError naming the field for what cannot be."""
-    return [_KINDS[name](parts) for name in proposer_names(parts.config)]
+    names = names_for(parts.config, parts.loaded)
+    if names != proposer_names(parts.config):
+        logger.info("speculation: auto guesses nothing where torch computes: it may lose there; name who is to guess")
+    return [_KINDS[name](parts) for name in names]
+
+
+def names_for(config: EngineConfig, loaded: LoadedModel) -> tuple[str, ...]:
+    """Who guesses for this model. Auto leaves torch's steps alone unless something was given to guess with, or how far to: with a few
+    sequences prompt lookup was seen to slow them (docs/speculation.md)."""
+    is_given = bool(config.draft_heads or config.draft_model or config.self_draft_layers or config.draft_length)
+    if config.speculation == AUTO and not (is_given or isinstance(loaded.model, NativeModel)):
+        return ()
+    return proposer_names(config)
 
 
 def proposer_names(config: EngineConfig) -> tuple[str, ...]:

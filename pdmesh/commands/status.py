@@ -165,8 +165,8 @@ def _load_row(worker: mesh_pb2.WorkerStatus) -> tuple[str, ...]:
 
 
 def _speculation_lines(workers: Sequence[mesh_pb2.WorkerStatus], colours: Palette) -> list[str]:
-    """Nothing where nobody guesses."""
-    guessing = [worker for worker in workers if worker.load.HasField("speculation")]
+    """Of workers on which somebody has guessed since their start, or has failed to."""
+    guessing = [worker for worker in workers if _has_guessed(worker.load.speculation)]
     if not guessing:
         return []
     columns = ("WORKER", "TOKENS/STEP", "GUESSED", "KEPT", "TOOK", "KEPT BY PROPOSER")
@@ -177,6 +177,10 @@ def _speculation_lines(workers: Sequence[mesh_pb2.WorkerStatus], colours: Palett
         for name in worker.load.speculation.failed_proposers
     ]
     return ["", colours.bold(head), *lines, *map(colours.bad, failed)]
+
+
+def _has_guessed(report: worker_pb2.SpeculationReport) -> bool:
+    return bool(report.proposers or report.failed_proposers)
 
 
 def _speculation_row(worker: mesh_pb2.WorkerStatus) -> tuple[str, ...]:

@@ -49,7 +49,8 @@ def main() -> int:
     asked = json.loads(sys.argv[1])
     try:
         folder = ensure_model(asked["engine"].pop("model"))
-        engine = Engine(EngineConfig(model=str(folder), prefix_caching=False, **asked["engine"]), hash_block=hash_block)
+        config = EngineConfig(model=str(folder), prefix_caching=False, speculation="none", **asked["engine"])
+        engine = Engine(config, hash_block=hash_block)
         say(f"measuring steps of {engine.numeric_mode} for {asked['seconds']:.0f} s")
         prior = prior_for(engine)
         steps = list(_steps(engine, asked["seconds"], prior.per_prefill_token_s))[WARM_UP_STEPS:]

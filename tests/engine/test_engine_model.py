@@ -75,7 +75,8 @@ def request(index: int, **changes: object) -> EngineRequest:
 
 
 def engine_of(reference: Reference, **settings: int) -> Engine:
-    config = EngineConfig(model=str(reference.folder), **{"num_blocks": 128, "max_num_batched_tokens": 64, **settings})  # type: ignore[arg-type]
+    given = {"num_blocks": 128, "max_num_batched_tokens": 64, **settings}
+    config = EngineConfig(model=str(reference.folder), speculation="none", **given)  # type: ignore[arg-type]
     return open_engine(config, reference.loaded)
 
 

@@ -28,7 +28,8 @@ PROMPT = tuple(5 + (7 * i) % 200 for i in range(700))
 @pytest.fixture(params=BACKENDS)
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
     folder = make_tiny_model(tmp_path, num_hidden_layers=LAYERS)
-    config = EngineConfig(str(folder), backend=request.param, num_blocks=120, max_num_batched_tokens=256, num_threads=1)
+    sizes = {"num_blocks": 120, "max_num_batched_tokens": 256, "num_threads": 1}
+    config = EngineConfig(str(folder), backend=request.param, speculation="none", **sizes)
     return Engine(config, hash_block=hash_block)
 
 

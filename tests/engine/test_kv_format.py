@@ -50,7 +50,8 @@ def test_packing_loses_nothing(form: KVFormat, is_value: bool) -> None:
 def kv_of(folder: Path, block_size: int, **settings: str) -> tuple[KVFormat, list[list[Numbers]]]:
     """Keys and values [layer][kv] of the prompt as an engine computes them."""
     model = folder if (folder / "config.json").exists() else make_tiny_model(folder, head_dim=DIM)
-    config = EngineConfig(str(model), num_blocks=12, block_size=block_size, num_threads=1, **settings)  # type: ignore[arg-type]
+    given = {"num_blocks": 12, "block_size": block_size, "num_threads": 1, "speculation": "none", **settings}
+    config = EngineConfig(str(model), **given)  # type: ignore[arg-type]
     engine = Engine(config, hash_block=hash_block)
     engine.add(EngineRequest("p", PROMPT, SamplingParams(temperature=0.0, max_tokens=2), prefill_only=True))
     engine.step()

@@ -1,4 +1,4 @@
-"""The unseparated engine: what every answer of the mesh has to be."""
+"""The unseparated engine, in which nobody guesses: what every answer of the mesh has to be."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,7 +12,7 @@ from engine.sampling_params import SamplingParams
 
 @lru_cache(maxsize=2)
 def _engine(folder: Path) -> Engine:
-    return make_engine(folder, kv_memory_mb=256)
+    return make_engine(folder, kv_memory_mb=256, speculation="none")
 
 
 def answer(folder: Path, prompt: Sequence[int], params: SamplingParams) -> list[list[int]]:

@@ -47,7 +47,9 @@ class Model:
         return Engine(self.engine_config(**overrides), hash_block=hash_block, loaded=self.loaded)
 
     def engine_config(self, **overrides: object) -> EngineConfig:
-        small = EngineConfig(model=str(self.folder), num_blocks=128, max_num_seqs=16, max_num_batched_tokens=64, kv_shared=True)
+        """Small, and each step gives a sequence one token: tests interrupt answers in the middle, and count steps."""
+        sizes = {"num_blocks": 128, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+        small = EngineConfig(model=str(self.folder), **sizes, kv_shared=True, speculation="none")  # type: ignore[arg-type]
         return replace(small, **overrides)  # type: ignore[arg-type]
 
 

@@ -115,7 +115,7 @@ class _Remote:
         (["--model", "/nowhere"], "nowhere"),
         (["--speculation", "oracle"], "--speculation: 'oracle' is not known"),
         (["--max-draft-tokens", "65"], "--max-draft-tokens"),
-        (["--draft-length", "4"], "--draft-length: 4 is given, but speculation is none"),
+        (["--speculation", "none", "--draft-length", "4"], "--draft-length: 4 is given, but speculation is none"),
         (["--speculation", "heads"], "--draft-heads: no draft_heads.safetensors"),
         (["--speculation", "heads", "--draft-heads", __file__], f"--draft-heads: {__file__}: it cannot be read"),
         (["--speculation", "auto", "--draft-model", "/nowhere"], "--draft-model: /nowhere does not exist"),

@@ -13,13 +13,29 @@ export function fetchRequests(model, metric, bar) {
   return get(`/api/requests?${query}`);
 }
 
-// Calls onState with each state, onConnection with "live" or "away". Browsers connect again by themselves, unless refused.
+// Calls onState with each state, onConnection with "live", "away" or "paused". Browsers connect again by themselves, unless
+// refused. A page that nobody sees lets its connection go: a browser has six for all its pages of one server, and the seventh
+// page would never load.
 export function follow(onState, onConnection) {
-  const source = new EventSource("/api/events");
-  source.onopen = () => onConnection("live");
-  source.onmessage = (event) => onState(JSON.parse(event.data));
-  source.onerror = () => {
-    onConnection("away");
-    if (source.readyState === EventSource.CLOSED) setTimeout(() => follow(onState, onConnection), 3000);
+  let source = null, again = 0;
+  const stop = () => {
+    clearTimeout(again);
+    source?.close();
+    source = null;
   };
+  const begin = () => {
+    stop();
+    source = new EventSource("/api/events");
+    source.onopen = () => onConnection("live");
+    source.onmessage = (event) => onState(JSON.parse(event.data));
+    source.onerror = () => {
+      onConnection("away");
+      if (source?.readyState === EventSource.CLOSED) again = setTimeout(begin, 3000);
+    };
+  };
+  document.addEventListener("visibilitychange", () => {
+    if (!document.hidden) begin();
+    else { stop(); onConnection("paused"); }
+  });
+  if (!document.hidden) begin();
 }

@@ -41,6 +41,9 @@ function drawHistograms() {
   }
 }
 
+// Whoever clicks a bar that is red in part wants to see what was late.
+const isLate = (request, metric) => request[`objective_${metric}`] && request[metric] > request[`objective_${metric}`];
+
 async function chooseBar(bar) {
   page.bar = bar;
   page.list = "bar";
@@ -57,7 +60,8 @@ async function findInBar() {
   if (page.bar !== bar) return;
   page.found = found;
   drawList();
-  if (found.requests.length && !page.open) openTrace(found.requests[0]);
+  const shown = found.requests.find((request) => isLate(request, bar.metric)) ?? found.requests[0];
+  if (shown) openTrace(shown);
 }
 
 function drawList() {
@@ -130,8 +134,8 @@ function holdWhilePressed() {
 
 function connection(state) {
   const pill = byId("connection");
-  pill.className = `pill ${state === "live" ? "good" : "bad"}`;
-  pill.textContent = state === "live" ? "live" : "reconnecting";
+  pill.className = `pill ${{ live: "good", away: "bad" }[state] ?? ""}`;
+  pill.textContent = { live: "live", away: "reconnecting", paused: "paused" }[state];
 }
 
 function start() {

@@ -4,9 +4,9 @@ import { edge, ms, percent } from "./format.js";
 
 export const PARTS = [
   ["route", "router", 1, "route", "Validation, tokenization and the choice of workers took it: a long text, or a busy router."],
-  ["admission_queue", "router", 0.6, "admission", "It waited for a place: more requests came than the mesh takes at a time. More workers, or a lower rate."],
+  ["admission_queue", "router", 0.6, "admission", "It waited for a place: more requests came than the mesh, or its tenant, may have at a time. More workers, other bounds, or a lower rate."],
   ["reserve", "decode", 1, "reserve", "The decode worker took long to reserve blocks: look at how full its KV pool is."],
-  ["prefill_queue", "prefill", 0.55, "prefill queue", "Other prompts were ahead of it on the prefill worker: another prefill worker would shorten this."],
+  ["prefill_queue", "prefill", 0.55, "prefill queue", "Other prompts were ahead of it on that worker: another one, or fewer long prompts at a time, would shorten this."],
   ["prefill_compute", "prefill", 1, "prefill compute", "Computing the prompt took it: shorter or more often repeated prompts (prefix cache), or faster prefill workers."],
   ["first_token_return", "router", 0.85, "first token return", "The first token took long on its way back: a busy router, or a slow network."],
   ["retry", "client", 1, "retry", "An attempt failed and was made again elsewhere: the span says why."],
@@ -46,7 +46,7 @@ export function verdict(request, reasons = []) {
       h("b", { class: top.process }, top.name), `${where(top, request)} (${ms(top.value)}).`, objective(request.ttft_ms, request.objective_ttft_ms)));
     const isLate = request.objective_ttft_ms && request.ttft_ms > request.objective_ttft_ms;
     if (reasons.length) lines.push(h("p", { class: "advice" }, `An attempt failed and was made again: ${reasons.join("; ")}.`));
-    else if (isLate || top.value > 0.5 * request.ttft_ms) lines.push(h("p", { class: "advice" }, top.advice));
+    else if (isLate || (!request.objective_ttft_ms && top.value > 0.5 * request.ttft_ms)) lines.push(h("p", { class: "advice" }, top.advice));
   }
   if (request.tpot_ms !== null) {
     lines.push(h("p", { class: "verdict" }, "Then ", h("b", {}, ms(request.tpot_ms)), " per token.", objective(request.tpot_ms, request.objective_tpot_ms)));

@@ -8,10 +8,10 @@ let built = { signature: "", nodes: new Map(), flows: new Map() };
 
 function routerNode(router) {
   return {
-    id: `r:${router.id}`, kind: "router", name: router.id || router.address,
+    id: `r:${router.id || router.address}`, kind: "router", name: router.id || router.address,
     state: router.problem ? "lost" : "alive", share: router.max_inflight ? router.inflight / router.max_inflight : 0,
     line: router.problem ? "does not answer" : `${router.inflight} in flight · ${router.queued} queued`,
-    tip: `${router.id}\n${router.address}\n${router.problem || `${router.inflight} of ${router.max_inflight} requests in flight, ${router.queued} of ${router.max_queued} queued`}`,
+    tip: `${router.id ? `${router.id}\n` : ""}${router.address}\n${router.problem || `${router.inflight} of ${router.max_inflight} requests in flight, ${router.queued} of ${router.max_queued} queued`}`,
   };
 }
 

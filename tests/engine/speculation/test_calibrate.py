@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.speculation.calibrate import BUDGET_S, FIRST_ROWS, ROWS, Shape, in_order, machine_to_itself, measured
+from engine.speculation.calibrate import BUDGET_S, FIRST_ROWS, ROWS, Meter, Shape, in_order, machine_to_itself, measured
 from engine.speculation.cost_curve import CostCurve
 
 
@@ -26,7 +26,10 @@ class Machine:
         self.now_s += self._step_s + self._row_s * (shape.num_rows - 1) + self._context_s * (shape.context - shape.num_rows)
 
     def curve(self, *, max_context: int = 2048, max_rows: int = 2048) -> CostCurve:
-        return measured(self.run, max_context, max_rows, lambda: self.now_s)
+        return measured(self.meter(), max_context, max_rows)
+
+    def meter(self) -> Meter:
+        return Meter(self.run, lambda: self.now_s)
 
 
 def test_a_small_model_is_measured_everywhere() -> None:

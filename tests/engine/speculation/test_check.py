@@ -37,6 +37,9 @@ def config_of(folder: Path, **settings: object) -> EngineConfig:
     return EngineConfig(str(folder), max_context=512, **settings)  # type: ignore[arg-type]
 
 
+OFF = {"speculation": "none"}
+
+
 def test_every_name_has_its_maker() -> None:
     assert tuple(_KINDS) == PROPOSERS
 
@@ -44,10 +47,13 @@ def test_every_name_has_its_maker() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"draft_model": "/some"}, "draft_model: /some is given, but speculation is none; give speculation=auto, or leave this"),
-        ({"draft_heads": "/some"}, "draft_heads: /some is given, but speculation is none"),
-        ({"self_draft_layers": 1}, "self_draft_layers: 1 is given, but speculation is none"),
-        ({"draft_length": 4}, "draft_length: 4 is given, but speculation is none"),
+        (
+            {**OFF, "draft_model": "/some"},
+            "draft_model: /some is given, but speculation is none; give speculation=auto, or leave",
+        ),
+        ({**OFF, "draft_heads": "/some"}, "draft_heads: /some is given, but speculation is none"),
+        ({**OFF, "self_draft_layers": 1}, "self_draft_layers: 1 is given, but speculation is none"),
+        ({**OFF, "draft_length": 4}, "draft_length: 4 is given, but speculation is none"),
         ({"speculation": "heads"}, f"draft_heads: no {FILE} is in the model's folder; give the path of one, or train it"),
         ({"speculation": "heads", "draft_heads": "/nowhere"}, "draft_heads: /nowhere is no file; give one that was trained for"),
         ({"speculation": "auto", "draft_heads": "/nowhere"}, "draft_heads: /nowhere is no file"),
@@ -119,7 +125,7 @@ def test_what_is_there_is_not_complained_of(folder: Path, tmp_path: Path, caplog
     save_heads(make_heads(), tmp_path / FILE)
     heads = str(tmp_path / FILE)
     check_speculation(config_of(folder))
-    check_speculation(config_of(folder, speculation="auto"))
+    check_speculation(config_of(folder, **OFF))
     check_speculation(config_of(folder, speculation="auto", draft_heads=heads, self_draft_layers=2, draft_length=4))
     check_speculation(config_of(folder, speculation="heads,lookahead", draft_heads=heads))
     assert not caplog.records

@@ -15,6 +15,7 @@ from engine.speculation.heads.weights import BadHeads, save_heads
 from engine.speculation.models.proposer import ModelDraft
 from engine.speculation.proposer import Ask
 from engine.weights.loader import LoadedModel, load_model
+from tests.engine.backends import BACKENDS
 from tests.engine.speculation.heads.tiny_heads import make_heads
 from tests.engine.speculation.models.driver import count_passes, decoding, request
 from tests.support.mock_engine import open_engine, run_to_end
@@ -51,7 +52,8 @@ def heads(loaded: LoadedModel, tmp_path: Path) -> Path:
 
 
 def engine_of(folder: Path, loaded: LoadedModel, **settings: object) -> Engine:
-    given = {"num_blocks": 64, "max_context": 512, "num_threads": 1, "max_num_batched_tokens": 64, **settings}
+    given = {"num_blocks": 64, "max_context": 512, "num_threads": 1, "max_num_batched_tokens": 64}
+    given |= {"speculation": "none", **settings}
     return open_engine(EngineConfig(str(folder), **given), loaded)  # type: ignore[arg-type]
 
 
@@ -172,3 +174,11 @@ class TestHeads:
         assert engine.step() is not None
         [draft] = proposer.propose([Ask(sequence, 4, 4) for sequence in decoding(engine)])
         assert all(0.0 < chance < 1.001 for chance in draft.chances)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_auto_leaves_torch_s_steps_alone_unless_something_is_given(folder: Path, backend: str) -> None:
+    loaded = load_model(EngineConfig(str(folder), num_threads=1, backend=backend))
+    assert (engine_of(folder, loaded, speculation="auto").speculator is None) == (backend == "torch")
+    for given in ({"speculation": "prompt_lookup"}, {"speculation": "auto", "draft_length": LENGTH}):
+        assert engine_of(folder, loaded, **given).speculator is not None

@@ -31,8 +31,9 @@ class Running:
 
 @asynccontextmanager
 async def running_console(router: str, script: Script, **settings: object) -> AsyncIterator[Running]:
-    """With these settings."""
-    console = ConsoleProcess(ConsoleConfig(routers=(router,), port=0, otlp_port=0, **settings))  # type: ignore[arg-type]
+    """With these settings; `router` may be several, comma separated."""
+    routers = tuple(router.split(","))
+    console = ConsoleProcess(ConsoleConfig(routers=routers, port=0, otlp_port=0, **settings))  # type: ignore[arg-type]
     try:
         otlp = await console.start()
         async with httpx.AsyncClient(base_url=console.url, timeout=20, trust_env=False) as http:

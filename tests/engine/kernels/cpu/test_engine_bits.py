@@ -98,7 +98,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module", params=NUMBERS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = make_tiny_model(tmp_path_factory.mktemp(request.param), "qwen3", head_dim=32)
-    config = EngineConfig(model=str(folder), num_blocks=200, num_threads=1, **NUMBERS[request.param])  # type: ignore[arg-type]
+    settings = {"num_blocks": 200, "num_threads": 1, "speculation": "none", **NUMBERS[request.param]}
+    config = EngineConfig(model=str(folder), **settings)  # type: ignore[arg-type]
     model = Model(config, {})
     for each in requests():
         model.answers.update(run(model.engine(prefix_caching=False), each))

@@ -42,8 +42,9 @@ def request(name: str, prompt: Sequence_[int], *, emitted: tuple[tuple[int, ...]
 
 
 def engine_of(loaded: LoadedModel, **settings: object) -> Engine:
-    config = EngineConfig(model="tiny", num_threads=1, **{"num_blocks": 128, "max_num_batched_tokens": 64, **settings})  # type: ignore[arg-type]
-    return open_engine(config, loaded)
+    """Nobody guesses unless `settings` say so."""
+    given = {"num_blocks": 128, "max_num_batched_tokens": 64, "speculation": "none", **settings}
+    return open_engine(EngineConfig(model="tiny", num_threads=1, **given), loaded)  # type: ignore[arg-type]
 
 
 def target_of(engine: Engine) -> Target:
