@@ -99,8 +99,8 @@ def test_nothing_better_exists(chances: list[list[float]], more_s: list[float], 
 
     def rate(lengths: tuple[int, ...]) -> float:
         expected = sum(sum(draft.first(n).cumulative) for draft, n in zip(drafts, lengths, strict=True))
-        alone_s, more_s = curve.step_s(load.num_decoding), curve.step_s(load.num_rows + sum(lengths)) - curve.step_s(load.num_rows)
-        return (load.num_decoding + expected) / (alone_s + more_s)
+        more_s = curve.step_s(load.num_rows + sum(lengths)) - curve.step_s(load.num_rows)
+        return (load.num_decoding + expected) / (curve.step_s(load.num_decoding) + more_s)
 
     best = max(rate(lengths) for lengths in product(*(range(len(draft) + 1) for draft in drafts)))
     plain = rate((0,) * len(drafts))
