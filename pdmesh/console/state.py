@@ -44,7 +44,7 @@ class State:
                 "flows": figures.flows(ended),
                 "recent": [request_view(request) for request in recent],
                 "slowest": [request_view(request) for request in figures.slowest(requests, NUM_SLOWEST)],
-                **self._topology.view(now_s),
+                **self._topology.view(),
             }
         )
 

@@ -132,7 +132,7 @@ async def test_what_is_refused_has_a_trace_without_a_word_of_it(traced: Traced, 
 
 
 async def test_parts_add_up_to_ttft_for_each_of_many_requests_under_load(traced: Traced, client: AsyncClient) -> None:
-    """Parts that follow one another share a reading of the clock: whoever had the processor meanwhile, nothing is between them."""
+    """Parts that follow one another share a reading of the clock: whoever had the processor meanwhile, nothing lies between."""
     off = []
     for result, trace in await under_load(traced, client, 200):
         assert trace.ttft_ms == result.timings.ttft_ns / 1e6

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 async def eventually(condition: Callable[[], object], *, timeout_s: float = 15.0, period_s: float = 0.01) -> None:

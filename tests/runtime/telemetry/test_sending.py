@@ -149,16 +149,18 @@ def test_while_a_collector_hangs_the_queue_is_bounded() -> None:
 def test_a_call_is_made_once_in_a_while_or_when_many_wait() -> None:
     gate = Gate()
     gate.may_answer.set()
-    sender = Sender(gate, max_queued=20, gather_s=0.0, period_s=600.0)  # half of it is many
+    sender = Sender(gate, max_queued=400, gather_s=0.0, period_s=600.0)  # half of it is many
     tracing = Tracing(sender)
-    for number in range(31):
+    tracing.record("first", None, 0, 1)
+    _until(lambda: sender.num_sent == 1)
+    for _ in range(30):
         tracing.record("x", None, 0, 1)
-        if number == 0:
-            _until(lambda: sender.num_sent == 1)
         time.sleep(0.004)  # in which each could be sent by itself
-    _until(lambda: sender.num_sent > 31 - 10)  # ten are many
+    for _ in range(200):
+        tracing.record("x", None, 0, 1)
+    _until(lambda: sender.num_sent >= 200)
     tracing.close(10)
-    assert sender.num_sent == 31 and len(gate.sizes) < 10
+    assert sender.num_sent == 231 and len(gate.sizes) < 10
 
 
 def _until(condition: Callable[[], bool]) -> None:
