@@ -105,11 +105,14 @@ class Sender:
             self._hurry.wait(max(self._gather_s, called_at + self._period_s - time.monotonic()))
             self._hurry.clear()
             self._filled.clear()  # before the queue is looked at: what comes from now on sets it again
-            while self._queue and not self._is_over():
-                self._send([self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))])
+            is_last, left = self._closing.is_set(), len(self._queue)
+            while left and not self._is_over():  # not what comes meanwhile: each would get a call of its own
+                batch = [self._queue.popleft() for _ in range(min(BATCH, left))]
+                left -= len(batch)
+                self._send(batch)
                 called_at = time.monotonic()
                 time.sleep(_YIELD_S)
-            if self._closing.is_set():
+            if is_last:
                 return
 
     def _is_over(self) -> bool:
