@@ -26,7 +26,7 @@ class Shape:
 @dataclass
 class Sequences:
     """Queries, keys and values of sequences (context length, number of queries); a sequence's numbers follow from its seed, the
-    places of its blocks from `layout`. `tail`: so many last keys of each lie elsewhere, in reverse."""
+    places of its blocks from `layout`. `tail`: so many last keys of each lie in reverse, or one in a block of its own."""
 
     shape: Shape
     lengths: Sequence[tuple[int, int]]
@@ -45,8 +45,7 @@ class Sequences:
             _random(shape, *lengths, seed, self.dtype)
             for lengths, seed in zip(self.lengths, self.seeds or range(len(self.lengths)), strict=True)
         ]
-        num_blocks = 3 + sum(-(-context // shape.block_size) for context, _ in self.lengths)
-        num_blocks += -(-self.tail * len(self.lengths) // shape.block_size)
+        num_blocks = 3 + sum(1 + -(-context // shape.block_size) for context, _ in self.lengths)
         self.kv = torch.full((2, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim), float("nan")).to(self.dtype)
         blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(self.layout)).tolist()
         tables, tails, slots = [], {}, []
@@ -54,7 +53,7 @@ class Sequences:
             table = [blocks.pop() for _ in range(-(-context // shape.block_size))]
             places = [table[p // shape.block_size] * shape.block_size + p % shape.block_size for p in range(context)]
             if tail := min(self.tail, context):
-                elsewhere = [blocks.pop() * shape.block_size + i for i in range(1)] if tail == 1 else places[-tail:][::-1]
+                elsewhere = [blocks.pop() * shape.block_size] if tail == 1 else places[-tail:][::-1]
                 places[-tail:] = elsewhere
                 tails[index] = Tail(context - tail, elsewhere)
             self.kv[0].flatten(0, 1)[places] = key
