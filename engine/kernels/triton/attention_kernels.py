@@ -37,13 +37,14 @@ def split_len_of(context, MIN_KEYS: tl.constexpr, MOST: tl.constexpr):
 @triton.jit
 def _slots(positions, inside, table, tails, tail_first, BLOCK_SIZE: tl.constexpr, HAS_TAILS: tl.constexpr):
     """Slots of keys; of those not `inside`, some slot of block 0."""
+    in_table = inside
     if HAS_TAILS:
-        behind = positions >= tail_first
-        blocks = tl.load(table + positions // BLOCK_SIZE, mask=inside & (positions < tail_first), other=0)
-        slots = tl.load(tails + (positions - tail_first), mask=inside & behind, other=0)
-        return tl.where(behind, slots, blocks * BLOCK_SIZE + positions % BLOCK_SIZE)
-    blocks = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0)
-    return blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+        in_table = inside & (positions < tail_first)
+    slots = tl.load(table + positions // BLOCK_SIZE, mask=in_table, other=0) * BLOCK_SIZE + positions % BLOCK_SIZE
+    if HAS_TAILS:
+        behind = inside & (positions >= tail_first)
+        slots = tl.where(behind, tl.load(tails + (positions - tail_first), mask=behind, other=0), slots)
+    return slots
 
 
 @triton.jit
@@ -236,7 +237,8 @@ def walk_kernel(
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_TAILS: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of rows, key/value head), for sequences with more than MAX_QUERIES queries: all splits, in order."""
+    """Program (tile of rows, key/value head), for sequences with more than MAX_QUERIES queries: all splits, in order. Padding has its zeros
+    from here whatever its length, as split_kernel does not run where there is nothing to split."""
     kv_head = tl.program_id(1)
     sequence = _sequence_of(tl.program_id(0), query_starts, num_seqs, GROUP, BLOCK_M)
     start = tl.load(query_starts + sequence)
@@ -245,7 +247,7 @@ def walk_kernel(
     # Tiles with the most keys begin first: what is left at the end is then short.
     num_tiles = (num_queries * GROUP + BLOCK_M - 1) // BLOCK_M
     tile = num_tiles - 1 - (tl.program_id(0) - (start * GROUP // BLOCK_M + sequence))
-    if (num_queries <= MAX_QUERIES) | (tile < 0):
+    if ((num_queries <= MAX_QUERIES) & (context > 0)) | (tile < 0):
         return
     index, head, alive, position, lowest = _rows(tile, num_queries, context, window, kv_head, GROUP, BLOCK_M, HAS_WINDOW)
     columns = tl.arange(0, DIM_PAD)

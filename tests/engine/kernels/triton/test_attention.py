@@ -94,6 +94,15 @@ def test_padding_is_answered_with_zeros_and_changes_nothing(max_query_len: int) 
     assert (result[3:] == 0).all()
 
 
+def test_padding_beside_long_chunks_alone() -> None:
+    sequences = Sequences(Shape(head_dim=16), [(20, 20)])
+    wide = replace(Capacity.of(sequences.batch), num_tokens=23, num_seqs=2)
+    query = torch.cat((sequences.query, sequences.query[:3]))
+    result = paged_attention(query, sequences.kv, sequences.meta(wide), splits=SMALL)
+    assert torch.equal(result[:20], check(sequences))
+    assert (result[20:] == 0).all()
+
+
 def test_float8_keys_and_values() -> None:
     for dtype in (torch.float32, torch.float16):
         sequences = Sequences(Shape(head_dim=64), RAGGED, dtype)
