@@ -10,12 +10,12 @@ keys lie at multiples of their size; what a query may not see changes nothing, t
 the batch and the place of blocks decide only who computes what. Both kernels do the same operations in the same order, so
 prefill, chunks, verification and decode of a token agree, provided that the matrix units add up the products of a tile alike for
 either's number of rows. That is so in the interpreter with float32 and float16 inputs (tests), and expected of Hopper, where both
-use 64-row instructions; tests marked gpu ask. `invariant=True` gives both kernels the rows and warps of the split kernel: should a
-processor differ, that is the switch, at the cost of half the reuse of keys in prefill.
+use 64-row instructions; tests marked gpu ask. `invariant=True` gives both kernels the rows and warps of the split kernel: should
+a processor differ, that is the switch, at the cost of half the reuse of keys in prefill.
 
-Limits. A decode step reads context * num_kv_heads * head_dim * 2 * itemsize bytes of each sequence and layer, and reads and writes
-parts of num_heads * (head_dim + 2) * 4 bytes for each split: at 64 k tokens of 8 key/value heads of 128 in bfloat16, 268 MB and
-2 MB, so 56 us at 4.8 TB/s. Prefill of n tokens behind m computes 4 * num_heads * head_dim * n * (m + n / 2) operations.
+Limits. A decode step reads context * num_kv_heads * head_dim * 2 * itemsize bytes of each sequence and layer, and reads and
+writes parts of num_heads * (head_dim + 2) * 4 bytes for each split: at 64 k tokens with 8 key/value heads of 128 and 32 query heads in
+bfloat16, 268 MB and 2 MB, so 56 us at 4.8 TB/s. Prefill of n tokens behind m computes 4 * num_heads * head_dim * n * (m + n / 2) operations.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def _tiles(query: Tensor, splits: Splits, invariant: bool) -> Tiles:
 
 def _check(query: Tensor, kv: Tensor, meta: StepMetadata, kv_scales: Tensor | None, window: int | None) -> None:
     if query.dim() != 3 or query.stride(2) != 1 or query.dtype not in _DTYPES:
-        raise ValueError(f"query: {query.dtype} {tuple(query.shape)}, expected [tokens, heads, head_dim] of 16 or 32 bits, dense heads")
+        raise ValueError(f"query: {query.dtype} {tuple(query.shape)}, expected [tokens, heads, head_dim] of 16 or 32 bits")
     if query.shape[0] < meta.num_tokens:
         raise ValueError(f"query: {query.shape[0]} rows for {meta.num_tokens} tokens")
     if window is not None and window < 1:
@@ -279,6 +279,6 @@ def _check_out(out: Tensor, query: Tensor) -> None:
 def _check_workspace(workspace: Workspace, meta: StepMetadata, query: Tensor) -> None:
     rows, heads, _, dim = workspace.acc.shape
     if rows < meta.num_split_tokens or (heads, dim) != query.shape[1:] or workspace.stats.shape != (*workspace.acc.shape[:3], 2):
-        raise ValueError(f"workspace: {tuple(workspace.acc.shape)} for {meta.num_split_tokens} split queries of {tuple(query.shape[1:])}")
-
-
+        raise ValueError(
+            f"workspace: {tuple(workspace.acc.shape)} for {meta.num_split_tokens} split queries of {tuple(query.shape[1:])}"
+        )

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 """The kernels of attention.py, which explains them.
 
-A tile: rows are the queries of one sequence times the query heads of one key/value head, so each key is read once for all of them.
+A tile: rows are the queries of one sequence times the query heads of one key/value head, so a key is read once for all of them.
 
                         keys of split 0    |  split 1             |  split 2
     row 0  q0 head 0    ........ ........  |  ........ ........   |  ...                 tiles of BLOCK_N keys, in order
@@ -54,9 +54,9 @@ def _attend_tiles(
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HAS_TAILS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Key tiles from `start` (a multiple of BLOCK_N) to `end`, on top of what is accumulated. A row sees the keys from its `lowest`
-    to its `horizon`; only keys from `first_key` to `num_keys` are read, so what lies in other slots does not matter (0 * NaN is
-    NaN). A tile of which a row sees nothing leaves that row as it is, to the bit. MASKED False: all rows see all keys."""
+    """Key tiles from `start` (a multiple of BLOCK_N) to `end`, on top of what is accumulated. A row sees the keys from its
+    `lowest` to its `horizon`; only keys from `first_key` to `num_keys` are read, so what lies in other slots does not
+    matter (0 * NaN is NaN). A tile of which a row sees nothing leaves that row as it is, to the bit. MASKED False: all rows see all keys."""
     columns = tl.arange(0, DIM_PAD)
     for tile in range(start, end, BLOCK_N):
         positions = tile + tl.arange(0, BLOCK_N)
@@ -237,8 +237,8 @@ def walk_kernel(
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_TAILS: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of rows, key/value head), for sequences with more than MAX_QUERIES queries: all splits, in order. Padding has its zeros
-    from here whatever its length, as split_kernel does not run where there is nothing to split."""
+    """Program (tile of rows, key/value head), for sequences with more than MAX_QUERIES queries: all splits, in order. Padding has
+    its zeros from here whatever its length, as split_kernel does not run where there is nothing to split."""
     kv_head = tl.program_id(1)
     sequence = _sequence_of(tl.program_id(0), query_starts, num_seqs, GROUP, BLOCK_M)
     start = tl.load(query_starts + sequence)

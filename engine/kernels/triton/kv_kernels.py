@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 """The kernels of kv_store.py, which explains them. A row is one head of one token: rows of a token follow each other in memory,
 
-    qkv | token 0: q heads | k heads | v heads | token 1: q heads | ...          a program takes ROWS rows, DIM_PAD columns
+qkv | token 0: q heads | k heads | v heads | token 1: q heads | ...          a program takes ROWS rows, DIM_PAD columns
 """
 
 import triton

@@ -1,7 +1,7 @@
 """New keys and values into the pool, and what comes before: norm of query and key heads, rotary embedding, in one kernel.
 
-It replaces, with their order of operations and their roundings, `rms_norm` of engine/layers.py, `rotate` of engine/rope.py and the
-writing of engine/paged_attention.py: without it seven kernels, and four passes over all heads. Read are T * (H + 2 KVH) * D
+It replaces, with their order of operations and their roundings, `rms_norm` of engine/layers.py, `rotate` of engine/rope.py and
+the writing of engine/paged_attention.py: without it seven kernels, and four passes over all heads. Read are T * (H + 2 KVH) * D
 elements (the halves that are swapped a second time, out of the cache) and two rows of the rotary tables, written as many: for
 8B and a batch of 32 0.8 MB, so nothing but the launch counts; for 8192 tokens of prefill 201 MB, 42 us at 4.8 TB/s.
 
@@ -38,8 +38,8 @@ def rope_and_store(
     """Norm (if any) and rotation of query and key heads; keys and values to their slots; returns the query.
 
     qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: query heads, key heads, value heads; kv [2, num_blocks, block_size,
-    num_kv_heads, head_dim], one layer of the pool, in qkv's dtype or float8_e4m3fn with `kv_scales` [2] float32 (what is stored is
-    divided by them, rounded to nearest even and saturated); positions [T] int32, within the rotary table; slots [T] int32, -1:
+    num_kv_heads, head_dim], one layer of the pool, in qkv's dtype or float8_e4m3fn with `kv_scales` [2] float32 (what is stored
+    is divided by them, rounded to nearest even and saturated); positions [T] int32, within the rotary table; slots [T] int32, -1:
     not stored; norm [num_heads + num_kv_heads, head_dim]. Returns [T, num_heads, head_dim] in qkv's dtype, in `out` if given.
     Never synchronizes. Raises ValueError naming what does not fit.
     """
@@ -97,7 +97,7 @@ def check_kv(kv: Tensor, head_dim: int, dtype: torch.dtype, kv_scales: Tensor | 
 
 def _check_qkv(qkv: Tensor, num_heads: int, dim: int) -> None:
     if qkv.dim() != 2 or qkv.shape[1] != num_heads * dim or qkv.stride(1) != 1:
-        raise ValueError(f"qkv: {tuple(qkv.shape)}, expected [tokens, {num_heads * dim}] ({num_heads} heads of {dim}), dense rows")
+        raise ValueError(f"qkv: {tuple(qkv.shape)}, expected [tokens, {num_heads * dim}] ({num_heads} heads of {dim})")
 
 
 def _check_indices(num_tokens: int, **indices: Tensor) -> None:
@@ -108,6 +108,8 @@ def _check_indices(num_tokens: int, **indices: Tensor) -> None:
 
 def _check_tables(rotary: RotaryTable, norm: Tensor | None, norm_shape: tuple[int, int], dtype: torch.dtype) -> None:
     if rotary.cos.dtype != dtype or rotary.cos.shape[1] > norm_shape[1]:
-        raise ValueError(f"rotary: {rotary.cos.dtype} of {rotary.cos.shape[1]} dimensions, for heads of {norm_shape[1]} in {dtype}")
+        raise ValueError(
+            f"rotary: {rotary.cos.dtype} of {rotary.cos.shape[1]} dimensions, for heads of {norm_shape[1]} in {dtype}"
+        )
     if norm is not None and (norm.shape != norm_shape or norm.dtype != dtype or not norm.is_contiguous()):
         raise ValueError(f"norm: {norm.dtype} {tuple(norm.shape)}, expected {dtype} {norm_shape}")

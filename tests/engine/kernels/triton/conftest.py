@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
 
 def _scalars_as_indices() -> None:
-    """The interpreter of triton 3.6 keeps scalars as arrays of one element, which numpy 2.4 and later refuse to take for an int."""
+    """The interpreter of triton 3.6 keeps scalars as arrays of one element, which numpy from 2.4 on takes for no int."""
     from triton.runtime import interpreter
 
     before = interpreter._patch_lang_tensor

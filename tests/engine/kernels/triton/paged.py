@@ -1,4 +1,4 @@
-"""Random sequences over a paged pool whose other slots hold NaN, and attention the plain way: what the kernels are compared with."""
+"""Random sequences over a paged pool whose other slots hold NaN, and attention the plain way: what kernels are compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A query's result has the same bits alone and in a batch, wherever its blocks lie, and however its tokens were cut into steps."""
+"""A query's result has the same bits alone and in a batch, wherever its blocks lie, and however tokens were cut into steps."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ LENGTHS = [(300, 2), (1, 1), (130, 20), (64, 1), (258, 4)]
 
 
 def attend(sequences: Sequences, window: int | None = None, splits: Splits = SMALL, invariant: bool = False) -> Tensor:
-    return paged_attention(
-        sequences.query, sequences.kv, sequences.meta(), window=window, splits=splits, invariant=invariant
-    )
+    return paged_attention(sequences.query, sequences.kv, sequences.meta(), window=window, splits=splits, invariant=invariant)
 
 
 @pytest.mark.parametrize("window", [None, 70])

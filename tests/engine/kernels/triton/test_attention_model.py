@@ -54,7 +54,10 @@ def test_logits_of_chunks_and_of_a_drafted_tree(folder: Path) -> None:
     for triton in (False, True):
         loop = loop_of(folder, triton=triton)
         table = loop.table(90)
-        chunks = [loop.step([Chunk(table, token_ids[:63], 0, every_row=True)]), loop.step([Chunk(table, token_ids[63:79], 63, every_row=True)])]
+        chunks = [
+            loop.step([Chunk(table, token_ids[:63], 0, every_row=True)]),
+            loop.step([Chunk(table, token_ids[63:79], 63, every_row=True)]),
+        ]
         [tree] = verify(loop, [TreeStep(table, token_ids[79:], 79, draft)])
         rows.append(torch.cat((*chunks, tree)))
     torch.testing.assert_close(rows[1], rows[0], atol=2e-4, rtol=0)

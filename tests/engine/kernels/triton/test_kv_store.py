@@ -57,9 +57,12 @@ def check_pool(kv: Tensor, key: Tensor, value: Tensor, **bound: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rotary_dim"), [(4, 2, 64, 64), (3, 1, 96, 96), (7, 1, 128, 128), (2, 2, 256, 256), (6, 2, 80, 32), (5, 5, 16, 16)]
+    ("heads", "kv_heads", "dim", "rotary_dim"),
+    [(4, 2, 64, 64), (3, 1, 96, 96), (7, 1, 128, 128), (2, 2, 256, 256), (6, 2, 80, 32), (5, 5, 16, 16)],
 )
-def test_norm_rotation_and_storing(heads: int, kv_heads: int, dim: int, rotary_dim: int, has_norm: bool, dtype: torch.dtype) -> None:
+def test_norm_rotation_and_storing(
+    heads: int, kv_heads: int, dim: int, rotary_dim: int, has_norm: bool, dtype: torch.dtype
+) -> None:
     qkv, kv = random(5, (heads + 2 * kv_heads) * dim, dtype=dtype), pool(kv_heads, dim, dtype)
     norm = random(heads + kv_heads, dim, dtype=dtype, seed=1) if has_norm else None
     rotary = table(dim, dtype, rotary_dim)
@@ -76,7 +79,9 @@ def test_a_tokens_numbers_are_its_own() -> None:
     dtype, rotary, norm = torch.float16, table(64, torch.float16, 64), random(6, 64, dtype=torch.float16, seed=1)
     qkv, out = random(5, 8 * 64, dtype=dtype), torch.zeros((5, 9, 64), dtype=dtype, device=DEVICE)
     whole, parts = pool(2, 64, dtype), pool(2, 64, dtype)
-    together = rope_and_store(qkv, whole, rotary, indices(POSITIONS), indices(SLOTS), num_heads=4, norm=norm, eps=EPS, out=out[:, 2:6])
+    together = rope_and_store(
+        qkv, whole, rotary, indices(POSITIONS), indices(SLOTS), num_heads=4, norm=norm, eps=EPS, out=out[:, 2:6]
+    )
     assert together.data_ptr() == out[:, 2:6].data_ptr()
     for token in range(5):
         position, slot = indices(POSITIONS[token : token + 1]), indices(SLOTS[token : token + 1])
@@ -101,14 +106,21 @@ def test_keys_and_values_as_they_are(dtype: torch.dtype) -> None:
 def test_float8_is_rounded_to_even_and_saturated_as_torch_does() -> None:
     """All sizes: halves between two numbers, numbers below the normal ones, more than there is."""
     halves = torch.arange(0, 0x7E, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    halves = torch.cat((halves, (halves[1:] + halves[:-1]) / 2, torch.tensor([448.0, 460.0, 1e4, 2.0**-10, 2.0**-11, 3 * 2.0**-10])))
+    halves = torch.cat(
+        (halves, (halves[1:] + halves[:-1]) / 2, torch.tensor([448.0, 460.0, 1e4, 2.0**-10, 2.0**-11, 3 * 2.0**-10]))
+    )
     values = torch.cat((halves, -halves, torch.randn(512 - 2 * len(halves) % 512) * 100))[:512].view(1, 1, 512)
     key = values[..., :256].repeat(5, 1, 1).to(DEVICE)
     value = values[..., 256:].repeat(5, 1, 1).to(DEVICE)
     scales = torch.tensor([0.5, 2.0], device=DEVICE)
     kv = pool(1, 256, torch.float8_e4m3fn)
     store_kv(key, value, kv, indices(SLOTS), kv_scales=scales)
-    check_pool(kv, *((x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() for x, scale in zip((key, value), scales, strict=True)), atol=0, rtol=0)
+    check_pool(
+        kv,
+        *((x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() for x, scale in zip((key, value), scales, strict=True)),
+        atol=0,
+        rtol=0,
+    )
 
 
 def test_rotated_keys_in_float8() -> None:

@@ -72,7 +72,9 @@ def test_long_chunks_are_not_split() -> None:
     assert (meta.split_starts.tolist(), meta.num_split_tokens) == ([0, 1, 1, 17], 17)
 
 
-@pytest.mark.parametrize("field", ["num_tokens", "num_seqs", "table_width", "tail_width", "num_logits", "max_query_len", "max_context"])
+@pytest.mark.parametrize(
+    "field", ["num_tokens", "num_seqs", "table_width", "tail_width", "num_logits", "max_query_len", "max_context"]
+)
 def test_what_does_not_fit_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=field):
         StepMetadata.of(BATCH, "cpu", replace(WIDE, **{field: 1 if field != "tail_width" else 0}))
