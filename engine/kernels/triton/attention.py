@@ -14,8 +14,9 @@ use 64-row instructions; tests marked gpu ask. `invariant=True` gives both kerne
 a processor differ, that is the switch, at the cost of half the reuse of keys in prefill.
 
 Limits. A decode step reads context * num_kv_heads * head_dim * 2 * itemsize bytes of each sequence and layer, and reads and
-writes parts of num_heads * (head_dim + 2) * 4 bytes for each split: at 64 k tokens with 8 key/value heads of 128 and 32 query heads in
-bfloat16, 268 MB and 2 MB, so 56 us at 4.8 TB/s. Prefill of n tokens behind m computes 4 * num_heads * head_dim * n * (m + n / 2) operations.
+writes parts of num_heads * (head_dim + 2) * 4 bytes for each split: at 64 k tokens with 8 key/value heads of 128 and 32 query
+heads in bfloat16, 268 MB and 2 MB, so 56 us at 4.8 TB/s. Prefill of n tokens behind m computes 4 * num_heads * head_dim * n *
+(m + n / 2) operations.
 """
 
 from __future__ import annotations

@@ -55,8 +55,9 @@ def _attend_tiles(
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Key tiles from `start` (a multiple of BLOCK_N) to `end`, on top of what is accumulated. A row sees the keys from its
-    `lowest` to its `horizon`; only keys from `first_key` to `num_keys` are read, so what lies in other slots does not
-    matter (0 * NaN is NaN). A tile of which a row sees nothing leaves that row as it is, to the bit. MASKED False: all rows see all keys."""
+    `lowest` to its `horizon`; only keys from `first_key` to `num_keys` are read, so what lies in other slots does not matter
+    (0 * NaN is NaN). A tile of which a row sees nothing leaves that row as it is, to the bit. MASKED False: all rows see all
+    keys."""
     columns = tl.arange(0, DIM_PAD)
     for tile in range(start, end, BLOCK_N):
         positions = tile + tl.arange(0, BLOCK_N)
