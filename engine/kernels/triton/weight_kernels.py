@@ -15,27 +15,37 @@ all at once. The 2^shift goes into the other factor, which is exact too.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
+@triton.constexpr_function
+def _shift(plane: int, bits: int) -> int:
+    """By how many bits plane's values are still shifted up when `_plane` returns them."""
+    return bits * (plane % (23 // bits))
+
+
+@triton.constexpr_function
+def _shrink(plane: int, bits: int, is_fp8: bool) -> float:
+    """What makes values of what `_plane` returns."""
+    return 1.0 if is_fp8 else 2.0 ** -_shift(plane, bits)
+
+
 @triton.jit
-def _plane(word: Any, plane: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr) -> Any:
-    """The float32 values of one plane, times 2^_shift_of (fp8: the values)."""
+def _plane(word: tl.tensor, plane: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr) -> tl.tensor:
+    """The float32 values of one plane, times 2^_shift (fp8: the values)."""
     if FP8:
         # e4m3's exponent and mantissa at the place of float32's lack a factor 2^(127 - 7): subnormal numbers come out right as well.
         code = word >> (8 * plane)
         return (((code & 0x80) << 24) | ((code & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    shift: tl.constexpr = BITS * (plane % (23 // BITS))
+    shift: tl.constexpr = _shift(plane, BITS)
     down: tl.constexpr = 0 if plane < 23 // BITS else BITS * (23 // BITS)
     zero: tl.constexpr = 8388608.0 + (128 if BITS == 8 else 0) * 2.0**shift
     return (((word >> down) & (((1 << BITS) - 1) << shift)) | 0x4B000000).to(tl.float32, bitcast=True) - zero
 
 
 @triton.jit
-def _pair(scales: Any, at: Any) -> Any:
+def _pair(scales: tl.tensor, at: tl.tensor) -> tl.tensor:
     """Scale and minimum (float32) of an int4 group."""
     pair = tl.load(scales + at)
     scale = (pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -45,9 +55,9 @@ def _pair(scales: Any, at: Any) -> Any:
 
 @triton.jit
 def _finish(
-    part: Any, m: Any, n: Any, scales: Any, bias: Any, out: Any, partials: Any, arrivals: Any, slot: Any, split: Any,
-    M: Any, N: Any, padded_n: Any, stride_out: Any, SPLITS: tl.constexpr, OUTPUT_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
-) -> Any:  # fmt: skip
+    part: tl.tensor, m: tl.tensor, n: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, partials: tl.tensor, arrivals: tl.tensor, slot: tl.tensor, split: tl.tensor,
+    M: tl.tensor, N: tl.tensor, padded_n: tl.tensor, stride_out: tl.tensor, SPLITS: tl.constexpr, OUTPUT_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """part: this program's sums for rows m and outputs n (two index tensors that broadcast to its shape)."""
     is_row = m < M
     total = part
@@ -74,8 +84,8 @@ def _finish(
 
 @triton.jit
 def vector_kernel(
-    x: Any, words: Any, scales: Any, bias: Any, out: Any, partials: Any, arrivals: Any,
-    M: Any, N: Any, K: Any, num_tiles: Any, stride_x: Any, stride_out: Any,
+    x: tl.tensor, words: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, partials: tl.tensor, arrivals: tl.tensor,
+    M: tl.tensor, N: tl.tensor, K: tl.tensor, num_tiles: tl.tensor, stride_x: tl.tensor, stride_out: tl.tensor,
     ROWS: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr, FP8: tl.constexpr,
     SPLITS: tl.constexpr, TILES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -105,13 +115,11 @@ def vector_kernel(
             k = tile * (WORDS * PLANES) + first_k + plane * RUN
             here = tl.load(x + m[:, None] * stride_x + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0.0).to(tl.float32)
             w = _plane(word, plane, BITS, FP8)
-            SHRINK: tl.constexpr = 1.0 if FP8 else 2.0 ** -(BITS * (plane % (23 // BITS)))
-            sums += w[None, :, :] * (here * SHRINK)[:, None, :]
+            sums += w[None, :, :] * (here * _shrink(plane, BITS, FP8))[:, None, :]
             if BITS == 4:
                 inputs += here
         if BITS == 4:
-            GROUPS: tl.constexpr = WORDS // RUN
-            scale, minimum = _pair(scales, (base * 64 + r[:, None]) * GROUPS + (c // RUN)[None, :])
+            scale, minimum = _pair(scales, (base * 64 + r[:, None]) * (WORDS // RUN) + (c // RUN)[None, :])
             total += scale[None, :, :] * sums
             total += minimum[None, :, :] * inputs[:, None, :]
         else:
@@ -124,8 +132,8 @@ def vector_kernel(
 
 @triton.jit
 def tile_kernel(
-    x: Any, words: Any, scales: Any, bias: Any, out: Any, partials: Any, arrivals: Any,
-    M: Any, N: Any, K: Any, num_tiles: Any, stride_x: Any, stride_out: Any,
+    x: tl.tensor, words: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, partials: tl.tensor, arrivals: tl.tensor,
+    M: tl.tensor, N: tl.tensor, K: tl.tensor, num_tiles: tl.tensor, stride_x: tl.tensor, stride_out: tl.tensor,
     BLOCK_M: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr, FP8: tl.constexpr,
     SPLITS: tl.constexpr, TILES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -154,18 +162,15 @@ def tile_kernel(
         base = row_tile.to(tl.int64) * num_tiles + tl.minimum(tile, num_tiles - 1)
         word = tl.load(words + (base * 64 + r[:, None]) * WORDS + c[None, :])
         if BITS == 4:
-            GROUPS: tl.constexpr = WORDS // RUN
-            scale, minimum = _pair(scales, (base * 64 + r[:, None]) * GROUPS + (c // RUN)[None, :])
+            scale, minimum = _pair(scales, (base * 64 + r[:, None]) * (WORDS // RUN) + (c // RUN)[None, :])
         for plane in tl.static_range(PLANES):
             k = tile * (WORDS * PLANES) + first_k + plane * RUN
             here = tl.load(rows + k[:, None], mask=(m[None, :] < M) & (k[:, None] < K), other=0.0)
             w = _plane(word, plane, BITS, FP8)
-            if not FP8:
-                SHRINK: tl.constexpr = 2.0 ** -(BITS * (plane % (23 // BITS)))
-                if BITS == 4:
-                    w = w * (scale * SHRINK) + minimum
-                else:
-                    w = w * SHRINK
+            if BITS == 4:
+                w = w * (scale * _shrink(plane, BITS, FP8)) + minimum
+            else:
+                w = w * _shrink(plane, BITS, FP8)
             total = tl.dot(w.to(x.dtype.element_ty), here, total)
     slot = m_tile * tl.num_programs(0) + row_tile
     _finish(
@@ -176,7 +181,7 @@ def tile_kernel(
 
 @triton.jit
 def expand_kernel(
-    words: Any, scales: Any, out: Any, N: Any, K: Any, num_tiles: Any,
+    words: tl.tensor, scales: tl.tensor, out: tl.tensor, N: tl.tensor, K: tl.tensor, num_tiles: tl.tensor,
     BITS: tl.constexpr, SPAN: tl.constexpr, FP8: tl.constexpr, RAW: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile back to out [N, K], dequantized and rounded once to its dtype; RAW: the codes themselves (8 bits). Grid (row tiles,
@@ -200,8 +205,7 @@ def expand_kernel(
         if RAW:
             value = (word >> (BITS * plane)) & 0xFF
         else:
-            SHRINK: tl.constexpr = 1.0 if FP8 else 2.0 ** -(BITS * (plane % (23 // BITS)))
-            value = _plane(word, plane, BITS, FP8) * SHRINK * scale
+            value = _plane(word, plane, BITS, FP8) * _shrink(plane, BITS, FP8) * scale
             if BITS == 4:
                 value = value + minimum
         at = out + n.to(tl.int64)[:, None] * K + k[None, :]

@@ -21,6 +21,7 @@ come to each multiprocessor: with 8 KiB in flight each that covers the latency o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -75,7 +76,7 @@ class WordProduct:
         block = block or max(16, triton.next_power_of_2(x.shape[0]))
         return self._launch(tile_kernel, x, out, triton.cdiv(x.shape[0], block), BLOCK_M=block)
 
-    def _launch(self, kernel: object, x: Tensor, out: Tensor | None, m_tiles: int, **block: int) -> Tensor:
+    def _launch(self, kernel: Any, x: Tensor, out: Tensor | None, m_tiles: int, **block: int) -> Tensor:
         weight, shares = self.weight, self.shares
         num_rows = _check(x, weight)
         out = x.new_empty((num_rows, weight.num_outputs)) if out is None else _checked_out(out, x, weight)
@@ -84,7 +85,7 @@ class WordProduct:
         padded = weight.num_row_tiles * TILE_ROWS
         partials = x.new_empty((shares.splits if shares.splits > 1 else 0, num_rows, padded), dtype=torch.float32)
         bias = out if self.bias is None else self.bias
-        kernel[(weight.num_row_tiles, shares.splits, m_tiles)](  # type: ignore[index]
+        kernel[(weight.num_row_tiles, shares.splits, m_tiles)](
             x, weight.words, weight.scales, bias, out, partials, self._arrivals,
             num_rows, weight.num_outputs, weight.num_inputs, weight.num_tiles, x.stride(0), out.stride(0),
             BITS=weight.bits, SPAN=weight.span, FP8=weight.encoding == "fp8",

@@ -74,7 +74,7 @@ def test_the_vector_kernel_equals_the_product_with_dequantized_weights(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 128), (9, 70, 384), (17, 5, 128), (33, 66, 1152)])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 128), (9, 70, 384), (17, 5, 128), (33, 10, 1152)])
 def test_the_tile_kernel_does(name: str, m: int, n: int, k: int) -> None:
     weight, dense = quantized(name, n, k)
     x = activations(m, k, torch.float16)
@@ -91,18 +91,18 @@ def test_the_linear_map_takes_any_number_of_rows(name: str, m: int) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "int4-32", "fp8"])
 def test_an_invariant_map_gives_a_row_the_same_bits_wherever_it_stands(name: str) -> None:
-    weight, dense = quantized(name, 66, 1024)
+    weight, dense = quantized(name, 8, 1024)
     linear = make_triton_linear(weight, invariant=True)
-    x = activations(131, 1024, torch.float16)
+    x = activations(130, 1024, torch.float16)
     whole = linear(x)
     assert_within_bound(whole, x, dense, None, 2)
-    for rows in ([0], [130], [17, 3, 128], list(range(40, 60))):
+    for rows in ([0], [129], [17, 3, 128], list(range(40, 60))):
         assert torch.equal(linear(x[rows]), whole[rows])
 
 
 @pytest.mark.parametrize("name", ["int8", "int4-64"])
 def test_rows_beside_a_row_do_not_change_it(name: str) -> None:
-    weight, _ = quantized(name, 66, 1024)
+    weight, _ = quantized(name, 8, 1024)
     product, x = WordProduct(words_of(weight), None), activations(8, 1024, torch.float16)
     whole = product.vector(x)
     assert torch.equal(product.vector(x[[5, 1, 7, 2, 0, 3, 6, 4]]), whole[[5, 1, 7, 2, 0, 3, 6, 4]])
