@@ -3,8 +3,8 @@
     gate_up [M, 2 I]:   | gate: I | up: I |   ->   out [M, I];  a program owns a piece of one row
 
 Three times the output's bytes go through memory, the least there is. Elementwise: no number depends on its place.
-Roundings are those of engine.layers (silu, GatedMLP): silu in float32, rounded to the dtype, times up, rounded. Exponentials differ
-by a few units in the last place of float32, so the result by one of the dtype's.
+Roundings are those of engine.layers (silu, GatedMLP): silu in float32, rounded to the dtype, times up, rounded. Exponentials
+differ by a few units in the last place of float32, so the result by one of the dtype's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ _BLOCK = 1024  # 8 elements, 16 bytes, a thread
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up: tl.tensor, out: tl.tensor, width: tl.tensor, stride_in: tl.tensor, stride_out: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _silu_mul_kernel(
+    gate_up: tl.tensor, out: tl.tensor, width: tl.tensor, stride_in: tl.tensor, stride_out: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

@@ -1,9 +1,9 @@
 """Weights in fp8 (e4m3: 4 bits of exponent, 3 of mantissa, no infinity), one float32 scale an output.
 
 For few rows they are weights in words like int8's, activations as they are. For many rows Hopper multiplies fp8 by fp8 at twice
-bfloat16's rate: activations are rounded to e4m3 then, with a scale for each row, by `torch._scaled_mm`. That rounding is off by up
-to 1/16 of an activation, and shows: it is done only where a product is bound by the matrix units, and only if `rounds_activations`.
-Elsewhere (an older GPU, sizes that are no multiples of 16, float32) weights are expanded.
+bfloat16's rate: activations are rounded to e4m3 then, with a scale for each row, by `torch._scaled_mm`. That rounding is off by
+up to 1/16 of an activation, and shows: it is done only where a product is bound by the matrix units, and only if
+`rounds_activations`. Elsewhere (an older GPU, sizes that are no multiples of 16, float32) weights are expanded.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def fp8_linear(
     """weight [N, K], bias [N] -> a map on the device of the weight's values."""
     device, bias = on_device(weight.values, bias)
     words = words_of_fp8(weight.values, weight.scales.float())
-    return Fp8Linear(words, bias, invariant) if rounds_activations and has_fp8_units(device) else WordLinear(words, bias, invariant)
+    return (
+        Fp8Linear(words, bias, invariant) if rounds_activations and has_fp8_units(device) else WordLinear(words, bias, invariant)
+    )
 
 
 def has_fp8_units(device: torch.device) -> bool:

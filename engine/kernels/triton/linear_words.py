@@ -19,9 +19,9 @@ class WordLinear:
     | up to 128 | tile | int4 rounded to x's dtype, int8 and fp8 exact; float32 sums on the tensor cores |
     | more | expand, `F.linear` | weights rounded to x's dtype; the library's sums |
 
-    A row's bits depend on nothing beside it within a kernel, but the three differ from each other, and the first two between powers
-    of two that M rounds up to. `invariant` takes the tile kernel with tiles of 16 rows for every M: slower for a prompt (each 16 rows
-    read the weights again, from the L2 cache), the same bits for a row wherever it stands.
+    A row's bits depend on nothing beside it within a kernel, but the three differ from each other, and the first two between
+    powers of two that M rounds up to. `invariant` takes the tile kernel with tiles of 16 rows for every M: slower for a prompt
+    (each 16 rows read the weights again, from the L2 cache), the same bits for a row wherever it stands.
 
     Error of the sum of K products, u = 2^-24 and d = x's unit roundoff (2^-9 bfloat16, 2^-11 float16), S = sum |x| |w|:
     at most (K u + d) S by the vector kernel, int8 and fp8 tiles; (K u + 2 d) S otherwise; plus d |result| by the last rounding.

@@ -1,12 +1,12 @@
 """RMSNorm, alone and fused with the residual addition before it (Zhang and Sennrich, 2019).
 
-A program owns a row and holds it in registers:   x + residual -> new residual; its mean square; weight * (row / root mean square).
-The fused form reads and writes each once, 4 times the row's bytes; apart they would take 7. A step of few rows is bound by the
-launch (about 2 microseconds), one of many by memory. One row a program, so a row's bits depend on nothing beside it.
+A program owns a row and holds it in registers:   x + residual -> new residual; its mean square; weight * (row / root mean
+square). The fused form reads and writes each once, 4 times the row's bytes; apart they would take 7. A step of few rows is bound
+by the launch (about 2 microseconds), one of many by memory. One row a program, so a row's bits depend on nothing beside it.
 
-Roundings are those of engine.layers.rms_norm: the sum of x and residual to their dtype, the normalized value before it is multiplied
-by the weight, and the product. Only the order in which squares are added differs: of a row of H the result is off by H 2^-24 of
-itself before the last two roundings, so by one unit in the last place of float16 and bfloat16, rarely two.
+Roundings are those of engine.layers.rms_norm: the sum of x and residual to their dtype, the normalized value before it is
+multiplied by the weight, and the product. Only the order in which squares are added differs: of a row of H the result is off by
+H 2^-24 of itself before the last two roundings, so by one unit in the last place of float16 and bfloat16, rarely two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 
 @triton.jit
 def _norm_kernel(
-    x: tl.tensor, residual: tl.tensor, weight: tl.tensor, out: tl.tensor, residual_out: tl.tensor, width: tl.tensor, eps: tl.tensor,
+    x: tl.tensor, residual: tl.tensor, weight: tl.tensor, out: tl.tensor, residual_out: tl.tensor, width: tl.tensor, eps:
+    tl.tensor,
     stride_x: tl.tensor, stride_residual: tl.tensor, stride_out: tl.tensor, stride_residual_out: tl.tensor,
     ADDS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip

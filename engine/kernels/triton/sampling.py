@@ -1,16 +1,16 @@
 """Drawing tokens on the device: engine/sampling.py's rules, without a word from the host between logits and token ids.
 
-`draw` only launches kernels, into buffers that stay: a CUDA graph may hold it. `DeviceSampler.sample` is what the runner calls; the
-only thing that comes back to the host is what it returns, in one copy at the end.
+`draw` only launches kernels, into buffers that stay: a CUDA graph may hold it. `DeviceSampler.sample` is what the runner calls;
+the only thing that comes back to the host is what it returns, in one copy at the end.
 
-Which tokens agree with engine.sampling.Sampler. All choices are by the same rules, ties included, and the random bits are the same.
-Exponentials, logarithms and sums of exponentials are float32 numbers that two libraries may round differently, by some 2^-23 of
-themselves. So a token may differ where the outcome hangs on that: two scores within about 2^-20 of each other, or a
+Which tokens agree with engine.sampling.Sampler. All choices are by the same rules, ties included, and the random bits are the
+same. Exponentials, logarithms and sums of exponentials are float32 numbers that two libraries may round differently, by some
+2^-23 of themselves. So a token may differ where the outcome hangs on that: two scores within about 2^-20 of each other, or a
 probability as close to the bound of top-p or min-p. Bits do not depend on the batch: a row is computed by programs of its own.
 
-Bytes: adjust reads and writes a row once and scores reads it once, 12 bytes a token of the vocabulary: 1.5 MB a row of 128 k, which a
-batch of 64 moves in 25 microseconds at 4 TB/s; a single row is bound by four launches. Top-k reads the row four times more and
-top-p three times, by one multiprocessor a row from the L2 cache, about 5 microseconds each time (counted, not measured).
+Bytes: adjust reads and writes a row once and scores reads it once, 12 bytes a token of the vocabulary: 1.5 MB a row of 128 k,
+which a batch of 64 moves in 25 microseconds at 4 TB/s; a single row is bound by four launches. Top-k reads the row four times
+more and top-p three times, by one multiprocessor a row from the L2 cache, about 5 microseconds each time (counted, not measured).
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ class _Likely:
 
     def listed(self, rows: Sequence[SampleRow]) -> list[TokenLogprobs]:
         likely = zip(self.ids.tolist(), self.values.tolist(), strict=True)
-        tops = [tuple(zip(ids, values, strict=True))[: row.params.logprobs] for row, (ids, values) in zip(rows, likely, strict=True)]
+        tops = [
+            tuple(zip(ids, values, strict=True))[: row.params.logprobs] for row, (ids, values) in zip(rows, likely, strict=True)
+        ]
         chosen = zip(self.tokens.tolist(), self.chosen.tolist(), strict=True)
         return [TokenLogprobs(pair, top) for pair, top in zip(chosen, tops, strict=True)]
 
@@ -155,5 +157,7 @@ def _check(logits: Tensor, batch: SamplingBatch, scratch: SamplingScratch, chunk
     if scratch.best_values.shape[2] != triton.cdiv(vocab_size, chunk):
         raise ValueError(f"chunk: {chunk} is not what the scratch was made for")
     if batch.counts.shape[1] != vocab_size or batch.masks.shape[1] != triton.cdiv(vocab_size, 32):
-        raise ValueError(f"batch: counts of {batch.counts.shape[1]} tokens, masks of {batch.masks.shape[1]} words for {vocab_size}")
+        raise ValueError(
+            f"batch: counts of {batch.counts.shape[1]} tokens, masks of {batch.masks.shape[1]} words for {vocab_size}"
+        )
     return num_rows, vocab_size

@@ -55,7 +55,13 @@ class SamplingBatch:
         mask_of = {id(row): place for place, row in enumerate(masked)}
         floats = [_floats(row, vocab_size) for row in rows]
         places = [
-            (row.choice, row.index, min(row.params.top_k, vocab_size), place_of.get(id(row), NOWHERE), mask_of.get(id(row), NOWHERE))
+            (
+                row.choice,
+                row.index,
+                min(row.params.top_k, vocab_size),
+                place_of.get(id(row), NOWHERE),
+                mask_of.get(id(row), NOWHERE),
+            )
             for row in rows
         ]
         return SamplingBatch(

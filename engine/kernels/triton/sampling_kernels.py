@@ -5,10 +5,10 @@
     scores  (row, chunk)                     noise for what is kept; each chunk's best and its id
     pick    (row)                            the best of the chunks'; greedy rows: of adjust's
 
-Only `limits` is one program a row. Top-k is a radix selection, 4 passes of 8 bits over the row, from the L2 cache. Top-p first packs
-what can be in the set (see engine/logits.keep_top_p: probability at least (1 - p) / V; rarely more than a few thousand tokens)
-and bisects the bits of a probability over the packed ones. No kernel asks the host for anything, no sum depends on an order that
-varies.
+Only `limits` is one program a row. Top-k is a radix selection, 4 passes of 8 bits over the row, from the L2 cache. Top-p first
+packs what can be in the set (see engine/logits.keep_top_p: probability at least (1 - p) / V; rarely more than a few thousand
+tokens) and bisects the bits of a probability over the packed ones. No kernel asks the host for anything, no sum depends on an
+order that varies.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ def _best(values: tl.tensor, ids: tl.tensor, is_candidate: tl.tensor) -> tl.tens
 
 @triton.jit
 def adjust_kernel(
-    logits: tl.tensor, adjusted: tl.tensor, best_values: tl.tensor, best_ids: tl.tensor, counts: tl.tensor, count_rows: tl.tensor, masks: tl.tensor, mask_rows: tl.tensor,
-    forbidden: tl.tensor, repetitions: tl.tensor, presences: tl.tensor, frequencies: tl.tensor, stride_logits: tl.tensor, mask_words: tl.tensor,
+    logits: tl.tensor, adjusted: tl.tensor, best_values: tl.tensor, best_ids: tl.tensor, counts: tl.tensor, count_rows:
+    tl.tensor, masks: tl.tensor, mask_rows: tl.tensor,
+    forbidden: tl.tensor, repetitions: tl.tensor, presences: tl.tensor, frequencies: tl.tensor, stride_logits: tl.tensor,
+    mask_words: tl.tensor,
     VOCAB: tl.constexpr, NUM_FORBIDDEN: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -73,7 +75,9 @@ def _highest(best_values: tl.tensor, row: tl.tensor, NUM_CHUNKS: tl.constexpr, C
 
 
 @triton.jit
-def _kth(adjusted: tl.tensor, highest: tl.tensor, temperature: tl.tensor, top_k: tl.tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
+def _kth(
+    adjusted: tl.tensor, highest: tl.tensor, temperature: tl.tensor, top_k: tl.tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr
+) -> tl.tensor:
     """order_of the k-th highest scaled logit: its four bytes from the highest, each by a histogram of those that agree so far."""
     found = tl.zeros([], tl.int64)
     wanted = top_k
@@ -118,7 +122,15 @@ def _mass_above(packed: tl.tensor, count: tl.tensor, bits: tl.tensor, CHUNK: tl.
 
 
 @triton.jit
-def _last_tie(packed: tl.tensor, packed_ids: tl.tensor, count: tl.tensor, bits: tl.tensor, before: tl.tensor, top_p: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
+def _last_tie(
+    packed: tl.tensor,
+    packed_ids: tl.tensor,
+    count: tl.tensor,
+    bits: tl.tensor,
+    before: tl.tensor,
+    top_p: tl.tensor,
+    CHUNK: tl.constexpr,
+) -> tl.tensor:
     """Among equals of the least likely that are in the set, the highest id that still is: as engine/logits counts, the mass up to
     and with a token, rounded to float32, less its own is below p. -1: none of them."""
     last = tl.full([], -1, tl.int32)
@@ -209,7 +221,8 @@ def limits_kernel(
 
 @triton.jit
 def scores_kernel(
-    adjusted: tl.tensor, best_values: tl.tensor, score_values: tl.tensor, score_ids: tl.tensor, int_limits: tl.tensor, sums: tl.tensor,
+    adjusted: tl.tensor, best_values: tl.tensor, score_values: tl.tensor, score_ids: tl.tensor, int_limits: tl.tensor, sums:
+    tl.tensor,
     temperatures: tl.tensor, top_ps: tl.tensor, min_ps: tl.tensor, seeds: tl.tensor, choices: tl.tensor, indices: tl.tensor,
     VOCAB: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -238,7 +251,8 @@ def scores_kernel(
 
 @triton.jit
 def pick_kernel(
-    best_values: tl.tensor, best_ids: tl.tensor, score_values: tl.tensor, score_ids: tl.tensor, temperatures: tl.tensor, tokens: tl.tensor,
+    best_values: tl.tensor, best_ids: tl.tensor, score_values: tl.tensor, score_ids: tl.tensor, temperatures: tl.tensor, tokens:
+    tl.tensor,
     NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)

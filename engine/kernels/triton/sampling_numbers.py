@@ -53,8 +53,8 @@ def random_bits(seed: tl.tensor, choice: tl.tensor, index: tl.tensor, token_ids:
 
 @triton.jit
 def gumbel_of(bits: tl.tensor) -> tl.tensor:
-    """engine/noise.py's gumbel of random bits, float32. Both logarithms are taken in float64 and rounded, so that they are right to
-    half a unit; float32's on the GPU are useless near 1, where the largest noise comes from."""
+    """engine/noise.py's gumbel of random bits, float32. Both logarithms are taken in float64 and rounded, so that they are right
+    to half a unit; float32's on the GPU are useless near 1, where the largest noise comes from."""
     v = ((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10).to(tl.float64)
     rest = 1.0 - v
     # log1p(-v) = log(rest) * -v / (1 - rest): what the subtraction rounded away comes back (Kahan).

@@ -4,8 +4,8 @@ A program of both products owns 64 outputs (one row tile) and one share of the i
 
               shares of the inputs (fixed by the weight's shape)
               +--------+--------+--------+
-    64 outputs|  sum 0 |  sum 1 |  sum 2 |   each in float32 to `partials`; the program that arrives last (a counter per 64 outputs
-              +--------+--------+--------+   says so) adds them in the order 0, 1, 2, ..., whoever it is: the same bits each time
+    64 outputs|  sum 0 |  sum 1 |  sum 2 |   each in float32 to `partials`; the program that arrives last (a counter
+              +--------+--------+--------+   per 64 outputs says so) adds them in the order 0, 1, 2, ..., whoever it is: the same bits each time
 
 How a value leaves its word: OR-ed under the exponent of 2^23 a plane's bits are the float 2^23 + value * 2^shift, exactly; one
 subtraction leaves value * 2^shift. That is two operations a weight where shift, mask and conversion from integer would be three,
@@ -35,7 +35,8 @@ def _shrink(plane: int, bits: int, is_fp8: bool) -> float:
 def _plane(word: tl.tensor, plane: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr) -> tl.tensor:
     """The float32 values of one plane, times 2^_shift (fp8: the values)."""
     if FP8:
-        # e4m3's exponent and mantissa at the place of float32's lack a factor 2^(127 - 7): subnormal numbers come out right as well.
+        # e4m3's exponent and mantissa at the place of float32's lack a factor 2^(127 - 7): subnormal numbers come out right as
+        # well.
         code = word >> (8 * plane)
         return (((code & 0x80) << 24) | ((code & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
     shift: tl.constexpr = _shift(plane, BITS)
@@ -55,8 +56,10 @@ def _pair(scales: tl.tensor, at: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _finish(
-    part: tl.tensor, m: tl.tensor, n: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, partials: tl.tensor, arrivals: tl.tensor, slot: tl.tensor, split: tl.tensor,
-    M: tl.tensor, N: tl.tensor, padded_n: tl.tensor, stride_out: tl.tensor, SPLITS: tl.constexpr, OUTPUT_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    part: tl.tensor, m: tl.tensor, n: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, partials: tl.tensor,
+    arrivals: tl.tensor, slot: tl.tensor, split: tl.tensor,
+    M: tl.tensor, N: tl.tensor, padded_n: tl.tensor, stride_out: tl.tensor, SPLITS: tl.constexpr, OUTPUT_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """part: this program's sums for rows m and outputs n (two index tensors that broadcast to its shape)."""
     is_row = m < M
@@ -89,8 +92,8 @@ def vector_kernel(
     ROWS: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr, FP8: tl.constexpr,
     SPLITS: tl.constexpr, TILES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Few rows: every weight is multiplied with each of ROWS activations in float32 as it comes by; nothing is shared or waited for
-    until the loop has ended. Grid (row tiles, SPLITS); TILES input tiles a split.
+    """Few rows: every weight is multiplied with each of ROWS activations in float32 as it comes by; nothing is shared or waited
+    for until the loop has ended. Grid (row tiles, SPLITS); TILES input tiles a split.
 
         words [64 outputs, 32] ---- thread: 4 neighbouring words of 4 outputs, whose activations it loads once for the four
     """
@@ -113,7 +116,9 @@ def vector_kernel(
         inputs = tl.zeros([ROWS, WORDS], tl.float32)
         for plane in tl.static_range(PLANES):
             k = tile * (WORDS * PLANES) + first_k + plane * RUN
-            here = tl.load(x + m[:, None] * stride_x + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0.0).to(tl.float32)
+            here = tl.load(x + m[:, None] * stride_x + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0.0).to(
+                tl.float32
+            )
             w = _plane(word, plane, BITS, FP8)
             sums += w[None, :, :] * (here * _shrink(plane, BITS, FP8))[:, None, :]
             if BITS == 4:
@@ -184,7 +189,8 @@ def expand_kernel(
     words: tl.tensor, scales: tl.tensor, out: tl.tensor, N: tl.tensor, K: tl.tensor, num_tiles: tl.tensor,
     BITS: tl.constexpr, SPAN: tl.constexpr, FP8: tl.constexpr, RAW: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One tile back to out [N, K], dequantized and rounded once to its dtype; RAW: the codes themselves (8 bits). Grid (row tiles,
+    """One tile back to out [N, K], dequantized and rounded once to its dtype; RAW: the codes themselves (8 bits). Grid (row
+    tiles,
     input tiles)."""
     row_tile = tl.program_id(0)
     tile = tl.program_id(1)

@@ -5,9 +5,11 @@ N K bits / 8 bytes of weights (int4: and 4 bytes a group, half a bit a weight mo
 and does 2 M N K operations. Bandwidth allows 36 bytes a nanosecond and multiprocessor, at 1.8 GHz 20 bytes a clock: 20 int8 or 40
 int4 weights a clock. Against that stand, a clock, 128 float32 operations, 64 integer ones and 2048 fused tensor-core ones.
 
-- `vector_kernel`: M + 1 float32 operations and 1.1 integer ones a weight. int8 keeps up with memory to M = 5 and has 70 % of it at 8;
+- `vector_kernel`: M + 1 float32 operations and 1.1 integer ones a weight. int8 keeps up with memory to M = 5 and has 70 % of it
+at 8;
   int4 to M = 2, 64 % at 4 and 40 % at 8.
-- `tile_kernel`: about 2.5 float32 and 1.6 integer operations a weight, whatever M: within memory's time for int8, about it for int4.
+- `tile_kernel`: about 2.5 float32 and 1.6 integer operations a weight, whatever M: within memory's time for int8, about it for
+int4.
   Its tensor-core work passes the memory time at M of about 80 (int8) or 40 (int4).
 - Expanding costs one more write and read of 2 bytes a weight, and then runs at the library's speed.
 
@@ -70,7 +72,8 @@ class WordProduct:
         return self._launch(vector_kernel, x, out, 1, ROWS=rows)
 
     def tile(self, x: Tensor, out: Tensor | None = None, block: int | None = None) -> Tensor:
-        """x [M, K] float16 or bfloat16, M <= 128; `block` rows a tile (by default M, rounded up to a power of two, 16 at least)."""
+        """x [M, K] float16 or bfloat16, M <= 128; `block` rows a tile (by default M, rounded up to a power of two,
+        16 at least)."""
         if x.dtype not in HALVES:
             raise ValueError(f"x: dtype {x.dtype}; the tensor cores take float16 or bfloat16")
         block = block or max(16, triton.next_power_of_2(x.shape[0]))

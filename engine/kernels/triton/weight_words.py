@@ -1,7 +1,7 @@
 """Quantized weights as 32-bit words, in the order in which the kernels stream them. Done once, at load.
 
-A word holds P values of one row (P = 8 for int4, 4 for int8 and fp8), value p in bits p * 32/P and up: "plane" p of the word. Which
-inputs they belong to makes two things cheap. Planes of neighbouring words are neighbouring inputs, so one vector load of
+A word holds P values of one row (P = 8 for int4, 4 for int8 and fp8), value p in bits p * 32/P and up: "plane" p of the word.
+Which inputs they belong to makes two things cheap. Planes of neighbouring words are neighbouring inputs, so one vector load of
 activations serves them; and a word lies inside one quantization group, so that scale and minimum are applied once for 8 weights.
 
     one span of a row (int4: a quantization group; else 128 inputs), J = span / P words:
@@ -20,8 +20,8 @@ activations serves them; and a word lies inside one quantization group, so that 
                 +----------------------+----------------------+----
         64 rows | after the last one of the row above         | ...
 
-A row's 128 bytes are one cache line, and a program's share of the matrix is one contiguous piece of memory. Rows and inputs that the
-matrix lacks are filled up with weights of value 0.
+A row's 128 bytes are one cache line, and a program's share of the matrix is one contiguous piece of memory. Rows and inputs that
+the matrix lacks are filled up with weights of value 0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class WeightWords:
 
     encoding: str  # "int4", "int8" or "fp8"
     words: Tensor  # [row tiles, input tiles, 64, 32] int32
-    scales: Tensor  # int4: [row tiles, input tiles, 64, tile inputs / span] int32, float16 scale below float16 minimum; else [N] float32
+    # int4: [row tiles, input tiles, 64, tile inputs / span] int32, float16 scale below float16 minimum; else [N] float32
+    scales: Tensor
     span: int
     num_outputs: int
     num_inputs: int

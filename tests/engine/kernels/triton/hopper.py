@@ -1,7 +1,7 @@
-"""Compiles kernels for Hopper (sm_90) on a machine without a GPU: `python -m tests.engine.kernels.triton.hopper`, one line of JSON a kernel.
+"""Compiles kernels for Hopper (sm_90) on a machine without a GPU: `python -m tests.engine.kernels.triton.hopper`.
 
-The interpreter takes Python that the compiler refuses, and says nothing of registers. Needs Triton with its ptxas, and must be a
-process of its own: in one that interprets kernels there is nothing to compile.
+One line of JSON a kernel. The interpreter takes Python that the compiler refuses, and says nothing of registers. Needs Triton
+with its ptxas, and must be a process of its own: in one that interprets kernels there is nothing to compile.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _products() -> Iterator[Case]:
 
 
 def _rows() -> Iterator[Case]:
-    types = {name: "bf16" for name in ("x", "residual", "weight", "out", "residual_out", "gate_up")}
+    types = dict.fromkeys(("x", "residual", "weight", "out", "residual_out", "gate_up"), "bf16")
     for adds in (False, True):
         yield Case(norms._norm_kernel, types, {"ADDS": adds, "BLOCK": 8192}, {"num_warps": 8})
     yield Case(gated._silu_mul_kernel, types, {"BLOCK": 1024}, {"num_warps": 4})

@@ -152,7 +152,7 @@ def test_what_the_kernels_cannot_read_is_named() -> None:
         linear(activations(1, 64, torch.float16))
     with pytest.raises(ValueError, match=r"bias: shape \(3,\), not \(8,\)"):
         make_triton_linear(weight, torch.zeros(3))
-    with pytest.raises(ValueError, match="x: dtype torch.float32"):
+    with pytest.raises(ValueError, match="x: dtype"):
         make_triton_linear(weight, invariant=True)(activations(1, 128, torch.float32))
     with pytest.raises(ValueError, match="invariant"):
         make_triton_linear(dense, invariant=True)

@@ -25,7 +25,13 @@ CHUNK = 32
 
 
 def row(
-    *, choice: int = 0, index: int = 0, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), allowed: Any = None, **params: Any
+    *,
+    choice: int = 0,
+    index: int = 0,
+    prompt: tuple[int, ...] = (),
+    output: tuple[int, ...] = (),
+    allowed: Any = None,
+    **params: Any,
 ) -> SampleRow:
     return SampleRow(SamplingParams(**{"max_tokens": 100, **params}), choice, index, prompt, output, frozenset({EOS}), allowed)
 
@@ -46,7 +52,9 @@ def assert_same(logits: torch.Tensor, rows: list[SampleRow], chunk: int = CHUNK)
             continue
         assert mine.logprobs is not None
         assert [i for i, _ in mine.logprobs.top] == [i for i, _ in other.logprobs.top]
-        for one, two in zip((mine.logprobs.chosen, *mine.logprobs.top), (other.logprobs.chosen, *other.logprobs.top), strict=True):
+        for one, two in zip(
+            (mine.logprobs.chosen, *mine.logprobs.top), (other.logprobs.chosen, *other.logprobs.top), strict=True
+        ):
             assert one[1] == pytest.approx(two[1], rel=1e-5, abs=1e-5)
 
 
@@ -152,7 +160,15 @@ def test_a_batch_stays_on_the_device_from_step_to_step() -> None:
 
 
 @triton.jit
-def _numbers(bits: tl.tensor, noises: tl.tensor, powers: tl.tensor, seed: tl.tensor, choice: tl.tensor, index: tl.tensor, COUNT: tl.constexpr) -> None:
+def _numbers(
+    bits: tl.tensor,
+    noises: tl.tensor,
+    powers: tl.tensor,
+    seed: tl.tensor,
+    choice: tl.tensor,
+    index: tl.tensor,
+    COUNT: tl.constexpr,
+) -> None:
     ids = tl.arange(0, COUNT)
     random = random_bits(tl.load(seed), choice, index, ids)
     tl.store(bits + ids, random.to(tl.int64))
@@ -193,7 +209,14 @@ def test_shapes_that_do_not_fit_are_named() -> None:
 @pytest.mark.parametrize("vocab", [128_256, 151_936])
 def test_big_vocabularies(vocab: int) -> None:
     rows = [
-        row(seed=i, index=i, temperature=(i % 4) * 0.5, top_k=(0, 50)[i % 2], top_p=(1.0, 0.9, 0.5)[i % 3], min_p=(0.0, 0.02)[i % 2])
+        row(
+            seed=i,
+            index=i,
+            temperature=(i % 4) * 0.5,
+            top_k=(0, 50)[i % 2],
+            top_p=(1.0, 0.9, 0.5)[i % 3],
+            min_p=(0.0, 0.02)[i % 2],
+        )
         for i in range(48)
     ]
     assert_same(logits_of(48, vocab, 0), rows, 4096)
