@@ -5,7 +5,7 @@ A program of both products owns 64 outputs (one row tile) and one share of the i
               shares of the inputs (fixed by the weight's shape)
               +--------+--------+--------+
     64 outputs|  sum 0 |  sum 1 |  sum 2 |   each in float32 to `partials`; the program that arrives last (a counter
-              +--------+--------+--------+   per 64 outputs says so) adds them in the order 0, 1, 2, ..., whoever it is: the same bits each time
+              +--------+--------+--------+   per 64 outputs says so) adds them in the order 0, 1, 2, ..., whoever it is
 
 How a value leaves its word: OR-ed under the exponent of 2^23 a plane's bits are the float 2^23 + value * 2^shift, exactly; one
 subtraction leaves value * 2^shift. That is two operations a weight where shift, mask and conversion from integer would be three,
