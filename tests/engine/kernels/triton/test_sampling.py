@@ -145,8 +145,9 @@ def test_counts_kept_on_the_device_are_those_of_the_lists() -> None:
 
 def test_a_batch_stays_on_the_device_from_step_to_step() -> None:
     """As a graph would: the same buffers, contents changed by copies, counts by what was drawn."""
-    logits, output = logits_of(1, 50, 3), []
-    params = {"seed": 8, "frequency_penalty": 4.0, "repetition_penalty": 1.2, "prompt": (1, 2)}
+    output: list[int] = []
+    logits = logits_of(1, 50, 3)
+    params: dict[str, Any] = {"seed": 8, "frequency_penalty": 4.0, "repetition_penalty": 1.2, "prompt": (1, 2)}
     batch = SamplingBatch.of([row(index=0, **params)], 50, DEVICE)
     counts, scratch = batch.counts.clone(), SamplingScratch.of(1, 50, DEVICE, chunk=CHUNK)
     for index in range(5):
