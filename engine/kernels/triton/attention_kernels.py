@@ -11,7 +11,7 @@ A tile: rows are the queries of one sequence times the query heads of one key/va
                         program z = 0         z = 1                  z = 2       split_kernel: parts go to the workspace
                         one program, from left to right                          walk_kernel: folds as it goes
 
-Both go through `_attend_split` and `_fold`, so a row has the same operations on the same numbers in either. A fused multiply and
+Both go through `_attend_tiles` and `_fold`, so a row has the same operations in the same order in either. A fused multiply and
 add is written out wherever a compiler might or might not make one.
 """
 

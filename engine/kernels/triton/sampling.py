@@ -1,7 +1,7 @@
 """Drawing tokens on the device: engine/sampling.py's rules, without a word from the host between logits and token ids.
 
-`draw` only launches kernels, into buffers that stay: a CUDA graph may hold it. `DeviceSampler.sample` is what the runner calls;
-the only thing that comes back to the host is what it returns, in one copy at the end.
+`draw` only launches kernels, into buffers that stay: a CUDA graph may hold it. `DeviceSampler.sample` is what the runner calls; it
+brings back what it returns, log-probabilities included, in one copy at the end.
 
 Which tokens agree with engine.sampling.Sampler. All choices are by the same rules, ties included, and the random bits are the
 same. Exponentials, logarithms and sums of exponentials are float32 numbers that two libraries may round differently, by some
@@ -18,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from engine.kernels.triton.sampling_batch import SamplingBatch
+from engine.kernels.triton.sampling_batch import SamplingBatch, to_device
 from engine.kernels.triton.sampling_kernels import adjust_kernel, limits_kernel, pick_kernel, scores_kernel
 from engine.outputs import TokenLogprobs
 from engine.sampling import SampledToken, SampleRow
@@ -106,12 +107,10 @@ class DeviceSampler:
             return []
         batch = SamplingBatch.of(rows, logits.shape[1], logits.device)
         tokens = draw(logits, batch, self._room(len(rows), logits), chunk=self._chunk)
-        asked = [place for place, row in enumerate(rows) if row.params.logprobs is not None]
-        most = max((rows[place].params.logprobs or 0 for place in asked), default=0)
-        likely = _Likely.of(logits, tokens, asked, min(most, logits.shape[1])) if asked else None
-        ids: list[int] = tokens.tolist()  # the one point where the host waits for the device
-        logprobs = {} if likely is None else dict(zip(asked, likely.listed([rows[place] for place in asked]), strict=True))
-        return [SampledToken(token, logprobs.get(place)) for place, token in enumerate(ids)]
+        counts = [row.params.logprobs for row in rows]
+        if all(count is None for count in counts):
+            return [SampledToken(token, None) for token in tokens.tolist()]
+        return _with_logprobs(logits, tokens, counts)
 
     def _room(self, num_rows: int, logits: Tensor) -> SamplingScratch:
         room = self._scratch
@@ -122,29 +121,36 @@ class DeviceSampler:
         return room
 
 
-@dataclass(frozen=True)
-class _Likely:
-    """Log-probabilities of the raw logits of the rows that asked for them."""
+def _with_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int | None]) -> list[SampledToken]:
+    """tokens [R], and from the raw logits [R, V] log-probabilities of the rows that asked for `count` likeliest tokens beside."""
+    asked = [place for place, count in enumerate(counts) if count is not None]
+    most = min(max(count for count in counts if count is not None), logits.shape[1])
+    packed = torch.cat((tokens, _likeliest(logits, tokens, to_device(np.array(asked, np.int64), logits.device), most).flatten()))
+    host = packed.cpu()  # the one point where the host waits for the device
+    ids = host[: len(counts)].tolist()
+    listed = {
+        place: _listed(line, ids[place], min(counts[place] or 0, most))
+        for place, line in zip(asked, host[len(counts) :].view(len(asked), -1), strict=True)
+    }
+    return [SampledToken(token, listed.get(place)) for place, token in enumerate(ids)]
 
-    tokens: Tensor  # [A]
-    chosen: Tensor  # [A]
-    ids: Tensor  # [A, k], the likeliest first, lowest id first among equals
-    values: Tensor  # [A, k]
 
-    @staticmethod
-    def of(logits: Tensor, tokens: Tensor, asked: list[int], count: int) -> _Likely:
-        logprobs = logits[asked].log_softmax(-1)
-        drawn = tokens[asked].long()
-        values, ids = logprobs.sort(dim=-1, descending=True, stable=True)  # topk leaves the order of equals open
-        return _Likely(drawn, logprobs.gather(1, drawn[:, None])[:, 0], ids[:, :count], values[:, :count])
+def _likeliest(logits: Tensor, tokens: Tensor, asked: Tensor, most: int) -> Tensor:
+    """[A, 1 + 2 * most] int32 of the rows `asked` [A]: the bits of the drawn token's log-probability, ids of the likeliest (the
+    lowest first among equals), the bits of their log-probabilities."""
+    logprobs = logits.index_select(0, asked).float().log_softmax(-1)
+    drawn = tokens.index_select(0, asked).long()
+    values, ids = logprobs.sort(dim=-1, descending=True, stable=True)  # topk leaves the order of equals open
+    chosen = logprobs.gather(1, drawn[:, None])
+    bits = [x.contiguous().view(torch.int32) for x in (chosen, values[:, :most])]
+    return torch.cat((bits[0], ids[:, :most].int(), bits[1]), 1)
 
-    def listed(self, rows: Sequence[SampleRow]) -> list[TokenLogprobs]:
-        likely = zip(self.ids.tolist(), self.values.tolist(), strict=True)
-        tops = [
-            tuple(zip(ids, values, strict=True))[: row.params.logprobs] for row, (ids, values) in zip(rows, likely, strict=True)
-        ]
-        chosen = zip(self.tokens.tolist(), self.chosen.tolist(), strict=True)
-        return [TokenLogprobs(pair, top) for pair, top in zip(chosen, tops, strict=True)]
+
+def _listed(line: Tensor, token: int, count: int) -> TokenLogprobs:
+    """From one line of `_likeliest`."""
+    most = (len(line) - 1) // 2
+    values = line.view(torch.float32).tolist()
+    return TokenLogprobs((token, values[0]), tuple(zip(line[1 : 1 + count].tolist(), values[1 + most :][:count], strict=True)))
 
 
 def _check(logits: Tensor, batch: SamplingBatch, scratch: SamplingScratch, chunk: int) -> tuple[int, int]:

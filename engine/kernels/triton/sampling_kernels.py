@@ -259,10 +259,11 @@ def pick_kernel(
     chunks = tl.arange(0, CHUNKS)
     at = row * NUM_CHUNKS + chunks
     inside = chunks < NUM_CHUNKS
-    is_greedy = tl.load(temperatures + row) == 0.0
-    values = tl.load(best_values + at, mask=inside & is_greedy, other=float("-inf"))
-    ids = tl.load(best_ids + at, mask=inside & is_greedy, other=2147483647)
-    if not is_greedy:
+    # A branch, as the interpreter makes numbers of a scalar condition that is spread over a block.
+    if tl.load(temperatures + row) == 0.0:
+        values = tl.load(best_values + at, mask=inside, other=float("-inf"))
+        ids = tl.load(best_ids + at, mask=inside, other=2147483647)
+    else:
         values = tl.load(score_values + at, mask=inside, other=float("-inf"))
         ids = tl.load(score_ids + at, mask=inside, other=2147483647)
     _, token = _best(values, ids, ids < 2147483647)

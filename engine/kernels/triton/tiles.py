@@ -1,7 +1,8 @@
 """Shapes of attention's tiles: constants by head dimension and width of a key, never tuned while serving, so that bits stay.
 
 Keys of a tile are the same for both kernels, since a row's bits depend on them. Rows are not: on Hopper a group of four warps
-multiplies 64 rows at a time, each row within one warp, with 64 rows and 4 warps as with 128 rows and 8.
+multiplies 64 rows at a time, each row within one warp, with 64 rows and 4 warps as with 128 rows and 8. What follows is counted,
+not measured.
 
 - split (memory bound): 64 rows, of which decode uses one group. The idle ones cost little: 64 operations for each byte of keys,
   300 TFLOPS at 4.8 TB/s, a third of what the matrix units do; in return decode and prefill have the same instructions. Stages

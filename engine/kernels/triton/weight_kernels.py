@@ -189,9 +189,8 @@ def expand_kernel(
     words: tl.tensor, scales: tl.tensor, out: tl.tensor, N: tl.tensor, K: tl.tensor, num_tiles: tl.tensor,
     BITS: tl.constexpr, SPAN: tl.constexpr, FP8: tl.constexpr, RAW: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One tile back to out [N, K], dequantized and rounded once to its dtype; RAW: the codes themselves (8 bits). Grid (row
-    tiles,
-    input tiles)."""
+    """One tile back to out [N, K], dequantized and rounded once to its dtype; RAW: the codes themselves (8 bits). Grid:
+    row tiles, input tiles."""
     row_tile = tl.program_id(0)
     tile = tl.program_id(1)
     WORDS: tl.constexpr = 32

@@ -5,12 +5,10 @@ N K bits / 8 bytes of weights (int4: and 4 bytes a group, half a bit a weight mo
 and does 2 M N K operations. Bandwidth allows 36 bytes a nanosecond and multiprocessor, at 1.8 GHz 20 bytes a clock: 20 int8 or 40
 int4 weights a clock. Against that stand, a clock, 128 float32 operations, 64 integer ones and 2048 fused tensor-core ones.
 
-- `vector_kernel`: M + 1 float32 operations and 1.1 integer ones a weight. int8 keeps up with memory to M = 5 and has 70 % of it
-at 8;
-  int4 to M = 2, 64 % at 4 and 40 % at 8.
+- `vector_kernel`: M + 1 float32 operations and 1.1 integer ones a weight. int8 keeps up with memory to M = 5 and has
+  70 % of it at 8; int4 to M = 2, 64 % at 4 and 40 % at 8.
 - `tile_kernel`: about 2.5 float32 and 1.6 integer operations a weight, whatever M: within memory's time for int8, about it for
-int4.
-  Its tensor-core work passes the memory time at M of about 80 (int8) or 40 (int4).
+  int4. Its tensor-core work passes the memory time at M of about 80 (int8) or 40 (int4).
 - Expanding costs one more write and read of 2 bytes a weight, and then runs at the library's speed.
 
 So int4 changes from vectors to tiles at a lower M than int8. These are counts, not measurements: nothing here has been timed.

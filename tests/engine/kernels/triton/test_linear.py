@@ -161,7 +161,6 @@ def test_what_the_kernels_cannot_read_is_named() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("m", [1, 3, 8, 16, 100, 128, 300])
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 4096), (4096, 14336), (2048, 768)])

@@ -90,33 +90,33 @@ def sample_rows(draw_: st.DrawFn, vocab: int) -> SampleRow:
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=8)
 @given(st.data(), st.sampled_from([20, 33, 100]), st.integers(0, 1000), st.sampled_from([0.0, 0.0, 1.0, 3.0]))
 def test_the_same_tokens_as_on_the_host(data: st.DataObject, vocab: int, seed: int, grain: float) -> None:
-    rows = data.draw(st.lists(sample_rows(vocab), min_size=1, max_size=3))
+    rows = data.draw(st.lists(sample_rows(vocab), min_size=1, max_size=2))
     assert_same(logits_of(len(rows), vocab, seed, grain), rows)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=3)
 @given(st.integers(0, 1000), st.floats(0.01, 0.999), st.sampled_from([0, 5, 40]), st.sampled_from([0.0, 0.5, 2.0]))
 @example(0, 0.5, 0, 2.0)
 def test_the_sets_that_filters_keep_are_the_same(seed: int, top_p: float, top_k: int, grain: float) -> None:
     """Many draws from one row see the whole set."""
-    logits = logits_of(1, 70, seed, grain).expand(24, -1).contiguous()
-    rows = [row(seed=seed, index=i, top_p=top_p, top_k=top_k, min_p=0.01, temperature=4.0) for i in range(24)]
+    logits = logits_of(1, 70, seed, grain).expand(6, -1).contiguous()
+    rows = [row(seed=seed, index=i, top_p=top_p, top_k=top_k, min_p=0.01, temperature=4.0) for i in range(6)]
     assert_same(logits, rows)
 
 
-@pytest.mark.parametrize("top_p", [0.05, 0.35, 0.5, 0.95])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95])
 def test_equals_at_the_bound_of_top_p_are_taken_by_their_ids(top_p: float) -> None:
-    logits = torch.zeros((40, 45))
+    logits = torch.zeros((6, 45))
     logits[:, 7] = 1.0
-    assert_same(logits, [row(seed=3, index=i, top_p=top_p) for i in range(40)])
+    assert_same(logits, [row(seed=3, index=i, top_p=top_p) for i in range(6)])
 
 
 def test_equals_at_the_bound_of_top_k_all_stay() -> None:
-    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0, -0.0, 3.0]]).expand(30, -1).contiguous()
-    assert_same(logits, [row(seed=4, index=i, top_k=2) for i in range(30)])
+    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0, -0.0, 3.0]]).expand(8, -1).contiguous()
+    assert_same(logits, [row(seed=4, index=i, top_k=2) for i in range(8)])
 
 
 def test_greedy_ties_in_different_chunks_give_the_lowest_id() -> None:
@@ -206,7 +206,6 @@ def test_shapes_that_do_not_fit_are_named() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 @pytest.mark.parametrize("vocab", [128_256, 151_936])
 def test_big_vocabularies(vocab: int) -> None:
     rows = [
