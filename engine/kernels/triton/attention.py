@@ -7,11 +7,11 @@
 
 Bits. A query's result depends on its own keys alone. Where its keys are split follows from its position (splits.py); tiles of
 keys lie at multiples of their size; what a query may not see changes nothing, to the bit; splits are folded in order. The grid,
-the batch and the place of blocks decide only who computes what. Both kernels are written with the same operations in the same order. So
-prefill, chunks, verification and decode of a token agree where the matrix product of a tile adds up alike for either's number of
-rows. Tests show it in the interpreter alone (float32 and float16, one shape of heads, splits of 64 keys). Of a GPU it is not
-known: tests marked gpu ask, and have not run on one. `invariant=True` gives both kernels the rows and warps of the split kernel,
-should a processor differ, at the cost of half the reuse of keys in prefill.
+the batch and the place of blocks decide only who computes what. Both kernels are written with the same operations in the
+same order. So prefill, chunks, verification and decode of a token agree where the matrix product of a tile adds up alike for
+either's number of rows. Tests show it in the interpreter alone (float32 and float16, one shape of heads, splits of 64 keys). Of a
+GPU it is not known: tests marked gpu ask, and have not run on one. `invariant=True` gives both kernels the rows and warps of the
+split kernel, should a processor differ, at the cost of half the reuse of keys in prefill.
 
 Limits. A decode step reads context * num_kv_heads * head_dim * 2 * itemsize bytes of each sequence and layer, and reads and
 writes parts of num_heads * (head_dim + 2) * 4 bytes for each split: at 64 k tokens with 8 key/value heads of 128 and 32 query

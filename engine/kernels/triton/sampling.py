@@ -1,7 +1,7 @@
 """Drawing tokens on the device: engine/sampling.py's rules, without a word from the host between logits and token ids.
 
-`draw` only launches kernels, into buffers that stay: a CUDA graph may hold it. `DeviceSampler.sample` is what the runner calls; it
-brings back what it returns, log-probabilities included, in one copy at the end.
+`draw` only launches kernels, into buffers that stay: a CUDA graph may hold it. `DeviceSampler.sample` is what the runner calls;
+it brings back what it returns, log-probabilities included, in one copy at the end.
 
 Which tokens agree with engine.sampling.Sampler. All choices are by the same rules, ties included, and the random bits are the
 same. Exponentials, logarithms and sums of exponentials are float32 numbers that two libraries may round differently, by some

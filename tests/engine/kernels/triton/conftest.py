@@ -30,8 +30,31 @@ def _scalars_as_indices() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def _patch_once_a_launch() -> None:
+    """The interpreter replaces the language's functions again at every call of one kernel function by another, which takes most
+    of its time; once for a launch and module is enough."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    before, launch, done = interpreter._patch_lang, interpreter.GridExecutor.__call__, set[frozenset[int]]()
+
+    def patched(fn: Any) -> Any:
+        langs = frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
+        if langs in done:
+            return interpreter._LangPatchScope()
+        done.add(langs)
+        return before(fn)
+
+    def launched(self: Any, *args: Any, **kwargs: Any) -> None:
+        done.clear()
+        launch(self, *args, **kwargs)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patched, launched
+
+
 if HAS_TRITON:
     _scalars_as_indices()
+    _patch_once_a_launch()
 
 
 class _Skipped(pytest.Module):

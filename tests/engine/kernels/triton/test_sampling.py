@@ -177,14 +177,14 @@ def _numbers(
     tl.store(powers + ids, exp_of(tl.load(powers + ids)))
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=5)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1))
 def test_noise_is_that_of_the_engine_and_exponentials_are_right(seed: int, choice: int, index: int) -> None:
     count = 512
     bits, noises = torch.empty(count, dtype=torch.int64, device=DEVICE), torch.empty(count, device=DEVICE)
     exponents = torch.linspace(-110, 0, count)
     exponents[0] = -torch.inf
-    powers = exponents.to(DEVICE)
+    powers = exponents.to(DEVICE, copy=True)
     unsigned = torch.from_numpy(np.array([seed], np.uint64).view(np.int64)).to(DEVICE)
     _numbers[(1,)](bits, noises, powers, unsigned, choice, index, COUNT=count, enable_fp_fusion=False)
     ids = torch.arange(count)
@@ -201,7 +201,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         draw(torch.zeros((1, 41), device=DEVICE), batch, scratch, chunk=CHUNK)
     with pytest.raises(ValueError, match="chunk"):
         draw(torch.zeros((1, 40), device=DEVICE), batch, scratch)
-    with pytest.raises(ValueError, match="seeds"):
+    with pytest.raises(ValueError, match="floats"):
         batch.copy_(SamplingBatch.of([row(), row()], 40, DEVICE))
 
 
