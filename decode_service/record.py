@@ -75,7 +75,7 @@ class Record:
     output: RequestOutput = field(init=False)
     blocks: ReservedBlocks | None = None
     handoff: Handoff = Handoff()
-    engine_entered_ns: int = 0
+    engine_entered_ns: int = 0  # LOCAL: when the engine got the prompt
     started: RequestStarted | None = None
     first_token_ns: int = 0
     span: DecodeSpan | None = None
@@ -157,7 +157,7 @@ class Record:
 
     def _prefill_timings(self, timing: PrefillTiming, now_ns: int) -> common_pb2.PrefillTimings:
         return common_pb2.PrefillTimings(
-            reserve_ns=self.engine_entered_ns - self.submission.received_ns,
+            reserve_ns=timing.opened_ns - self.submission.received_ns,
             prefill_queue_ns=timing.queue_ns,
             prefill_compute_ns=timing.compute_ns,
             return_ns=max(now_ns - self.first_token_ns, 0),

@@ -193,10 +193,9 @@ class Reservations:
             self._spans.begin(record, record.submission.received_ns)
 
         def fill(engine: Engine) -> ReservedBlocks | None:
-            blocks, request = reserve(engine), record.named_request
-            record.engine_entered_ns = monotonic_ns()  # the engine's own clock of the request begins in the next line
+            blocks = reserve(engine)
             if blocks is not None and is_local:
-                engine.run_local(record.engine_id, request)
+                record.engine_entered_ns = engine.run_local(record.engine_id, record.named_request)
             return blocks
 
         try:

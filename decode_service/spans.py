@@ -121,15 +121,15 @@ class DecodeSpans:
         self.tracing.record("decode.queue", span.context, first_step_ns - queue_ns, first_step_ns)
 
     def _record_prefill(self, record: Record, span: Span, started: RequestStarted, ended_ns: int) -> None:
-        timing, entered_ns = started.timing, record.engine_entered_ns
+        timing = started.timing
         assert timing is not None, "it was prefilled here"
-        self.tracing.record("prefill.queue", span.context, entered_ns, entered_ns + timing.queue_ns)
+        self.tracing.record("prefill.queue", span.context, timing.opened_ns, timing.opened_ns + timing.queue_ns)
         attributes: dict[str, Value] = {
             "pdmesh.cached_tokens": timing.num_cached_tokens,
             "pdmesh.tokens": timing.num_computed_tokens,
             "pdmesh.steps": timing.num_steps,
         }
-        events = chunk_events(self.steps.between(entered_ns, ended_ns)[-timing.num_steps :])
+        events = chunk_events(self.steps.between(timing.opened_ns, ended_ns)[-timing.num_steps :])
         began_ns = ended_ns - timing.compute_ns
         self.tracing.record("prefill.compute", span.context, began_ns, ended_ns, attributes=attributes, events=events)
 

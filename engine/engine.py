@@ -144,12 +144,15 @@ class Engine:
                 if hidden is not None:
                     self.speculator.take_over(sequence, hidden)
 
-    def run_local(self, request_id: str, request: EngineRequest) -> None:
+    def run_local(self, request_id: str, request: EngineRequest) -> int:
         """Nobody will push: what the reservation lacks is computed here. `request` restates it, with more history perhaps.
 
+        Returns when (monotonic nanoseconds): its PrefillTiming's `opened_ns`.
         Raises UnknownRequest, InvalidState, InvalidRequest or RequestTooLarge; the reservation is then as it was.
         """
-        self._reservations.run_local(request_id, request, time.monotonic_ns())
+        now_ns = time.monotonic_ns()
+        self._reservations.run_local(request_id, request, now_ns)
+        return now_ns
 
     def add(self, request: EngineRequest) -> bool:
         """Queues a request to be computed here; it gets blocks when its turn comes. False: max_num_seqs are taken.

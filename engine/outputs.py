@@ -39,8 +39,10 @@ class SequenceUpdate:
 
 @dataclass(frozen=True)
 class PrefillTiming:
-    """Where the time to a locally computed first token went."""
+    """Where the time to a locally computed first token went. `opened_ns`: when the engine got the request; `queue_ns` and
+    `compute_ns` together last from then, that very reading of the clock, until the end of the step that drew the token."""
 
+    opened_ns: int
     queue_ns: int
     compute_ns: int
     num_cached_tokens: int

@@ -13,7 +13,7 @@ class StartClock:
     """
 
     def __init__(self, now_ns: int, *, remote: bool) -> None:
-        self._since_ns = now_ns
+        self._opened_ns = self._since_ns = now_ns
         self._remote = remote
         self._queue_ns = 0
         self._compute_ns = 0
@@ -43,6 +43,7 @@ class StartClock:
 
     def _prefill_timing(self) -> PrefillTiming:
         return PrefillTiming(
+            opened_ns=self._opened_ns,
             queue_ns=self._queue_ns,
             compute_ns=self._compute_ns,
             num_cached_tokens=self._num_cached_tokens,

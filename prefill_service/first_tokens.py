@@ -44,15 +44,16 @@ class FirstTokens:
             for update in self.updates
         ]
 
-    def queue_ns(self, received_ns: int, entered_ns: int) -> int:
-        """From the receipt of the request to its first step. `entered_ns`: when the engine got it."""
-        return entered_ns - received_ns + self.timing.queue_ns
+    def queue_ns(self, received_ns: int) -> int:
+        """From the receipt of the request to its first step."""
+        return self.timing.opened_ns - received_ns + self.timing.queue_ns
 
-    def timings(self, *, received_ns: int, entered_ns: int) -> common_pb2.PrefillTimings:
-        """At the hand-over to gRPC, which is now. `entered_ns`: when the engine got the request."""
+    def timings(self, received_ns: int) -> common_pb2.PrefillTimings:
+        """At the hand-over to gRPC, which is now. Where a part ends, the next begins with the same reading of the clock: threads
+        that want the interpreter may wait for it between two readings, and what passes there would be in no part."""
         now_ns = time.monotonic_ns()
         return common_pb2.PrefillTimings(
-            prefill_queue_ns=self.queue_ns(received_ns, entered_ns),
+            prefill_queue_ns=self.queue_ns(received_ns),
             prefill_compute_ns=self.timing.compute_ns,
             return_ns=now_ns - self.drawn_ns,
             service_ns=now_ns - received_ns,

@@ -65,7 +65,6 @@ class Handoff:
         self._assignment = assignment
         self._tools = tools
         self._events: asyncio.Queue[FirstTokens | prefill_pb2.HandoffOutcome | None] = asyncio.Queue()
-        self._entered_ns = 0
         self._feed = KVFeed()
         self._push: asyncio.Task[PushResult] | None = None
         self._cancelled = False
@@ -84,7 +83,7 @@ class Handoff:
         """First tokens, then the outcome. Raises what ended the hand-off before it had one."""
         while (event := await self._events.get()) is not None:
             if isinstance(event, FirstTokens):
-                timings = event.timings(received_ns=self._assignment.received_ns, entered_ns=self._entered_ns)
+                timings = event.timings(self._assignment.received_ns)
                 yield prefill_pb2.PrefillEvent(first_tokens=prefill_pb2.FirstTokens(tokens=event.for_router(), timings=timings))
             else:
                 yield prefill_pb2.PrefillEvent(outcome=event)
@@ -105,10 +104,10 @@ class Handoff:
 
     async def _prefill_and_push(self, sink: FirstTokensSink) -> None:
         await hit_async("prefill.accepted")
-        if not await self._tools.engine.call(self._add):
+        if not await self._tools.engine.call(lambda engine: engine.add(self._assignment.engine_request)):
             raise ResourceExhausted("this worker's prefill queue is full", retry_delay_s=RETRY_DELAY_S)
         first = await self._first_tokens(sink)
-        self._assignment.spans.computed(first, first.queue_ns(self._assignment.received_ns, self._entered_ns))
+        self._assignment.spans.computed(first, first.queue_ns(self._assignment.received_ns))
         self._events.put_nowait(first)
         await hit_async("prefill.computed")
         self._feed.end(_ending(first))
@@ -144,10 +143,6 @@ class Handoff:
             if not self._push.cancelled():
                 self._push.exception()  # seen: what ended us came before it
         await self._tools.engine.call(lambda engine: engine.release(engine_id))
-
-    def _add(self, engine: Engine) -> bool:
-        self._entered_ns = time.monotonic_ns()
-        return engine.add(self._assignment.engine_request)
 
     async def _first_tokens(self, sink: FirstTokensSink) -> FirstTokens:
         """Raises ResourceExhausted when the engine stands still because reservations hold all blocks.

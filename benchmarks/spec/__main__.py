@@ -31,7 +31,7 @@ NUM_JOBS = 36
 NUM_OTHER = 24
 """Of the workloads that are drawn in other ways: so many are compared token by token."""
 SELF_DRAFT_LAYERS = 24
-PARTS = ("tokens", "mesh", "curve", "forced", "gain", "safety", "threshold", "study")
+PARTS = ("tokens", "mesh", "curve", "forced", "gain", "safety", "arriving", "threshold", "study")
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,7 @@ class Parts:
             "forced": lambda: forced.forced_figures(self.bench, self._forced_prompts, self.rounds(3)),
             "gain": lambda: gain.gain_figures(self.bench, self.workloads, self.guesses),
             "safety": lambda: safety.safety_figures(self.bench, self.workloads, self.rounds(2)),
+            "arriving": lambda: safety.arriving_figures(self.bench, self.workloads["mixed"], self.rounds(2)),
             "threshold": lambda: threshold.threshold_figures(self.bench, self.workloads["mixed"], self.rounds(3)),
             "study": lambda: study.study_figures(self.bench, self.workloads, study.guesses_to_study(self.guesses)),
         }

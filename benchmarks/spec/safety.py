@@ -31,7 +31,6 @@ def safety_figures(bench: Bench, workloads: Mapping[str, Sequence[Task]], rounds
         for batch in BATCHES:
             found = take_turns(off, on, [tasks[: NUM_TASKS[batch]]], rounds, partial(Refilled, batch=batch))
             yield from _figures(f"{kind}, batch {batch}", found)
-    yield from arriving_figures(bench, workloads["mixed"], rounds)
 
 
 def arriving_figures(bench: Bench, tasks: Sequence[Task], rounds: int) -> Iterator[Figure]:

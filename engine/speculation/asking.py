@@ -60,7 +60,7 @@ class Asking:
                 asked += hopeful
         if not asked:
             return drafts
-        plain_s = curve.step_s(load.num_rows) + load.attention_s
+        plain_s = load.plain_s(curve)
         least = self._price(asked, asks).token_s / len(asked) * load.num_decoding / plain_s
         started_ns = self._clock_ns()
         better = self._ask(asked, [ask._replace(least_chance=max(ask.least_chance, least)) for ask in asks], drafts)
@@ -109,8 +109,8 @@ class Asking:
         """Tokens per second with asking for these, by those without; and what asking takes, in steps."""
         found, num_drafted = [promise(draft) for draft in drafts], sum(map(len, drafts))
         more = sum(self._hope_of(asks[index].sequence) - found[index] for index in hopeful)
-        plain_s = curve.step_s(load.num_rows + num_drafted) + load.attention_s
-        with_s = curve.step_s(load.num_rows + num_drafted + round(habit.num_rows * len(hopeful))) + load.attention_s
+        plain_s = load.drafted_s(curve, num_drafted)
+        with_s = load.drafted_s(curve, num_drafted + round(habit.num_rows * len(hopeful)))
         plain, price_s = load.num_decoding + sum(found), self._price(hopeful, asks).call_s
         return (plain + more) * plain_s / (plain * (with_s + price_s)), price_s / plain_s
 

@@ -6,6 +6,9 @@ taken hangs together), and as many as make (n + Σ c) / t the largest; none, whe
 goes on until its cumulative chance falls under a threshold, and the threshold is what a token must bring at the moment: the cost
 of one more row in tokens. It follows from the drafts beside it, from how many sequences share the step, and from the measured
 curve (`cost_curve.py`); nobody sets it.
+
+Prompts beside take their own time whatever is drafted, and a token that is kept saves its share of a later step, most often one
+without them. So t is what the sequences that decode would take alone, and what drafts add to the step as it is.
 """
 
 from __future__ import annotations
@@ -32,6 +35,14 @@ class Load:
     def num_rows(self) -> int:
         return self.num_decoding + self.num_prompt_tokens
 
+    def plain_s(self, curve: CostCurve) -> float:
+        """What those that decode would take alone."""
+        return curve.step_s(self.num_decoding) + self.attention_s
+
+    def drafted_s(self, curve: CostCurve, num_drafted: int) -> float:
+        """And what so many tokens more add to the step, but for their attention."""
+        return self.plain_s(curve) + curve.step_s(self.num_rows + num_drafted) - curve.step_s(self.num_rows)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -45,8 +56,8 @@ class Choice:
 
 def choose(drafts: Sequence[Draft], contexts: Sequence[int], load: Load, curve: CostCurve, max_tokens: int) -> Choice:
     """`contexts`: tokens known of each draft's sequence; `max_tokens`: of all drafts together."""
-    plain_s = curve.step_s(load.num_rows) + load.attention_s
-    plain_rate = load.num_decoding / plain_s
+    plain_s = load.plain_s(curve)
+    plain_rate, beside_s = load.num_decoding / plain_s, plain_s - curve.step_s(load.num_rows)
     least = threshold(plain_rate, load.num_rows, curve)
     candidates = sorted(
         [
@@ -57,12 +68,12 @@ def choose(drafts: Sequence[Draft], contexts: Sequence[int], load: Load, curve: 
         ]
     )[:max_tokens]
     best_rate = (1.0 + MARGIN) * plain_rate
-    expected, attention_s, best, best_expected = float(load.num_decoding), load.attention_s, 0, 0.0
+    expected, attention_s, best, best_expected = float(load.num_decoding), 0.0, 0, 0.0
     gain = 0.0
     for count, (negative, number, _) in enumerate(candidates, start=1):
         expected -= negative
         attention_s += curve.row_context_s * contexts[number]
-        rate = expected / (curve.step_s(load.num_rows + count) + attention_s)
+        rate = expected / (beside_s + curve.step_s(load.num_rows + count) + attention_s)
         if rate > best_rate:
             best_rate, best, best_expected = rate, count, expected - load.num_decoding
             gain = expected / load.num_decoding - expected / rate / plain_s
@@ -77,12 +88,12 @@ def choose(drafts: Sequence[Draft], contexts: Sequence[int], load: Load, curve: 
 
 def may_pay(load: Load, curve: CostCurve, max_tokens: int, best_chance: float) -> bool:
     """False: even `max_tokens` drafted tokens, all of `best_chance`, would not pay, nor would fewer."""
-    plain_s = curve.step_s(load.num_rows) + load.attention_s
+    plain_s = load.plain_s(curve)
     most = load.num_rows + max_tokens
     ends = [rows for rows in curve.rows if load.num_rows < rows < most]  # between points the rate only rises or only falls
     return any(
         (load.num_decoding + best_chance * (rows - load.num_rows)) * plain_s
-        > (1 + MARGIN) * load.num_decoding * (curve.step_s(rows) + load.attention_s)
+        > (1 + MARGIN) * load.num_decoding * load.drafted_s(curve, rows - load.num_rows)
         for rows in (*ends, most)
     )
 

@@ -87,4 +87,5 @@ def _curve(rows: object, seconds: object, attention: Sequence[object]) -> CostCu
     times = [number for number in (*seconds, *attention) if isinstance(number, float) and 0 < number < math.inf]
     if len(times) != len(rows) + len(attention) or seconds != sorted(seconds):
         return None
-    return CostCurve(tuple(rows), tuple(seconds), *times[-len(attention) :])
+    context_s, row_context_s = times[-2:]
+    return CostCurve(tuple(rows), tuple(seconds), context_s, row_context_s)

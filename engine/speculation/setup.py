@@ -58,8 +58,8 @@ def make_proposers(parts: Parts) -> list[Proposer]:
 
 
 def names_for(config: EngineConfig, loaded: LoadedModel) -> tuple[str, ...]:
-    """Who guesses for this model. Auto leaves torch's steps alone unless something was given to guess with, or how far to: with a few
-    sequences prompt lookup was seen to slow them (docs/speculation.md)."""
+    """Who guesses for this model. Auto leaves torch's steps alone unless something was given to guess with, or how far to: with a
+    few sequences prompt lookup was seen to slow them (docs/speculation.md)."""
     is_given = bool(config.draft_heads or config.draft_model or config.self_draft_layers or config.draft_length)
     if config.speculation == AUTO and not (is_given or isinstance(loaded.model, NativeModel)):
         return ()

@@ -140,7 +140,7 @@ class Speculator:
         load = self._load(decoding, has_prompts=has_prompts)
         chosen = self._choose_from(decoding, load, has_prompts=has_prompts)
         took_ns = self._clock_ns() - started_ns
-        plain_s = self.curve.step_s(load.num_rows) + load.attention_s
+        plain_s = load.plain_s(self.curve)
         probing_ns = sum([asking.take_probing_ns() for asking in self._dear])
         self._rest.saw(chosen.gain, (took_ns - probing_ns) / 1e9 / plain_s)
         self.tally.drafted(took_ns)

@@ -1,4 +1,4 @@
-"""Tells all pages that look of what has changed: the latest state, at most twice a second; who is slow gets fewer of them."""
+"""Tells all pages that look of what has changed: the latest state, at most once a second; who is slow gets fewer of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-MIN_PERIOD_S = 0.5
+MIN_PERIOD_S = 1.0  # as often as routers are asked
 KEEP_ALIVE_S = 10.0
 MAX_CLIENTS = 32
 

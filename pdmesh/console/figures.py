@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -73,12 +74,17 @@ def _distribution(requests: Sequence[RequestSummary], metric: Metric) -> dict[st
     }
 
 
-def flows(requests: Iterable[RequestSummary], now_s: float) -> list[dict[str, Any]]:
-    """Which way requests went that ended within FLOW_WINDOW_S: router, prefill worker ("" where decode computed the prompt),
-    decode worker; requests and KV bytes per second."""
+def latest(requests: Iterable[RequestSummary], now_s: float) -> list[RequestSummary]:
+    """Those that ended within FLOW_WINDOW_S."""
+    return [request for request in requests if now_s - request.end_s <= FLOW_WINDOW_S]
+
+
+def flows(ended: Iterable[RequestSummary]) -> list[dict[str, Any]]:
+    """Which way the `latest` requests went: router, prefill worker ("" where decode computed the prompt), decode worker;
+    requests and KV bytes per second."""
     counts, moved = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
-    for request in requests:
-        if request.decode_worker and now_s - request.end_s <= FLOW_WINDOW_S:
+    for request in ended:
+        if request.decode_worker:
             way = (request.router, request.prefill_worker if request.mode == "remote" else "", request.decode_worker)
             counts[way] += 1
             moved[way] += request.kv_bytes
@@ -94,9 +100,8 @@ def flows(requests: Iterable[RequestSummary], now_s: float) -> list[dict[str, An
     ]
 
 
-def rates(requests: Iterable[RequestSummary], now_s: float) -> dict[str, float]:
-    """Of requests that ended within FLOW_WINDOW_S, per second."""
-    ended = [request for request in requests if now_s - request.end_s <= FLOW_WINDOW_S]
+def rates(ended: Sequence[RequestSummary]) -> dict[str, float]:
+    """Of the `latest` requests, per second."""
     return {
         "requests_per_s": len(ended) / FLOW_WINDOW_S,
         "errors_per_s": sum(bool(request.error) for request in ended) / FLOW_WINDOW_S,
@@ -107,4 +112,4 @@ def rates(requests: Iterable[RequestSummary], now_s: float) -> dict[str, float]:
 def slowest(requests: Iterable[RequestSummary], limit: int) -> list[RequestSummary]:
     """By the time to the first token, the slowest first."""
     timed = [request for request in requests if request.ttft_ms is not None]
-    return sorted(timed, key=lambda request: -(request.ttft_ms or 0.0))[:limit]
+    return heapq.nlargest(limit, timed, key=lambda request: request.ttft_ms or 0.0)

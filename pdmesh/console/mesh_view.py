@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from pdmesh.commands.status import role_names
@@ -103,11 +103,9 @@ def objective_views(statuses: Iterable[mesh_pb2.GetStatusResponse]) -> dict[str,
     }
 
 
-def policy_views(routers: Mapping[str, Sequence[mesh_pb2.Decision]], now_s: float, limit: int) -> list[dict[str, Any]]:
-    """The latest decisions of all routers (by id), the newest first; `at_s` since 1970."""
-    dated = [(now_s - each.age_ms / 1000, router, each) for router, decisions in routers.items() for each in decisions]
-    newest = sorted(dated, key=lambda each: -each[0])[:limit]
-    return [_policy_view(at_s, router, decision) for at_s, router, decision in newest]
+def policy_views(router: str, decisions: Iterable[mesh_pb2.Decision], now_s: float) -> list[dict[str, Any]]:
+    """Decisions as the router of that id told them at `now_s`; that and `at_s` since 1970."""
+    return [_policy_view(now_s - each.age_ms / 1000, router, each) for each in decisions]
 
 
 def _policy_view(at_s: float, router: str, decision: mesh_pb2.Decision) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import time
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from pdmesh.console import figures
@@ -16,6 +17,7 @@ from pdmesh.console.topology import Topology
 from runtime.telemetry.received import ReceivedSpan
 
 NUM_RECENT, NUM_SLOWEST, NUM_FOUND = 25, 25, 100
+_SHOWN = tuple(field.name for field in fields(RequestSummary))
 
 
 class State:
@@ -31,17 +33,18 @@ class State:
         now_s = time.time()
         self._store.prune(now_s)
         requests = list(self._store.requests())
-        recent = sorted(requests, key=lambda request: -request.end_s)[:NUM_RECENT]
+        recent = heapq.nlargest(NUM_RECENT, requests, key=lambda request: request.end_s)
+        ended = figures.latest(requests, now_s)
         return _json(
             {
                 "at_s": now_s,
                 "window": self._window(len(requests)),
-                "rates": figures.rates(requests, now_s),
+                "rates": figures.rates(ended),
                 "models": figures.by_model(requests),
-                "flows": figures.flows(requests, now_s),
+                "flows": figures.flows(ended),
                 "recent": [request_view(request) for request in recent],
                 "slowest": [request_view(request) for request in figures.slowest(requests, NUM_SLOWEST)],
-                **self._topology.view(now_s),
+                **self._topology.view(),
             }
         )
 
@@ -80,7 +83,8 @@ class State:
 
 def request_view(request: RequestSummary) -> dict[str, Any]:
     """One request for the page."""
-    return {**asdict(request), "dominant": request.dominant()}
+    # Not dataclasses.asdict, which copies what is in the fields, too: of all that a state takes it would be most.
+    return {**{name: getattr(request, name) for name in _SHOWN}, "dominant": request.dominant()}
 
 
 def span_view(span: ReceivedSpan) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""Asks the routers how the mesh is: each second while somebody looks, seldom otherwise."""
+"""Asks the routers how the mesh is, each second while somebody looks, seldom otherwise; every few seconds what was decided."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from protos.v1.mesh_pb2_grpc import MeshAsyncStub
 
 WATCHED_PERIOD_S, IDLE_PERIOD_S = 1.0, 10.0
+DECISIONS_PERIOD_S = 3.0  # of all that is asked they are the most to tell and to read
 WATCHED_FOR_S = 10.0
 TIMEOUT_S = 2.0
 MAX_DECISIONS = 30
@@ -39,7 +41,8 @@ class _Router:
     address: str
     stub: MeshAsyncStub
     status: mesh_pb2.GetStatusResponse | None = None
-    decisions: Sequence[mesh_pb2.Decision] = ()
+    policy: Sequence[dict[str, Any]] = ()
+    explained_at: float = float("-inf")
     problem: str = "has not been asked yet"
 
 
@@ -79,15 +82,15 @@ class Topology:
         if is_news:
             self._wanted.set()
 
-    def view(self, now_s: float) -> dict[str, Any]:
-        """Routers, workers, objectives and decisions, for the page; `now_s` wall clock."""
+    def view(self) -> dict[str, Any]:
+        """Routers, workers, objectives and decisions, for the page."""
         statuses = [router.status for router in self._routers if router.status is not None]
-        decisions = {router.status.router_id: router.decisions for router in self._routers if router.status is not None}
+        policy = (decision for router in self._routers for decision in router.policy)
         return {
             "routers": [mesh_view.router_view(each.address, each.status, each.problem) for each in self._routers],
             "workers": mesh_view.worker_views(statuses),
             "objectives": mesh_view.objective_views(statuses),
-            "policy": mesh_view.policy_views(decisions, now_s, MAX_DECISIONS),
+            "policy": heapq.nlargest(MAX_DECISIONS, policy, key=lambda decision: decision["at_s"]),
             "autoscaler": list(reversed(self._scalings)),
         }
 
@@ -111,11 +114,15 @@ class Topology:
         except grpc.aio.AioRpcError as error:
             router.problem = error_from_rpc(error).message or error.code().name
             return
-        if self._is_watched:
-            with contextlib.suppress(grpc.aio.AioRpcError):  # not for everybody: then there are no decisions to be seen
-                latest = mesh_pb2.ExplainRequest(latest=MAX_DECISIONS)
-                explained = await router.stub.Explain(latest, timeout=TIMEOUT_S, metadata=self._metadata)
-                router.decisions = explained.decisions
+        if self._is_watched and time.monotonic() - router.explained_at >= DECISIONS_PERIOD_S:
+            router.explained_at = time.monotonic()
+            await self._ask_why(router, router.status.router_id)
+
+    async def _ask_why(self, router: _Router, router_id: str) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):  # not for everybody: then there are no decisions to be seen
+            latest = mesh_pb2.ExplainRequest(latest=MAX_DECISIONS)
+            explained = await router.stub.Explain(latest, timeout=TIMEOUT_S, metadata=self._metadata)
+            router.policy = mesh_view.policy_views(router_id, explained.decisions, time.time())
 
     def _read_scaling(self) -> None:
         """What `pdmesh up --autoscale` on this machine has decided since the last look; what changes nothing only once."""

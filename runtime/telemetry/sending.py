@@ -3,6 +3,8 @@
 put ─► queue, bounded ─► thread: gather for a moment, encode, send ─┬─ taken
             └─ full: dropped, counted                               ├─ refused: dropped, counted
                                                                     └─ no answer: the batch is tried again after a pause
+
+A call costs both ends as much as dozens of spans. So it is made once a second, which one span alone does not have to wait for.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from runtime.telemetry.spans import Span
 MAX_QUEUED = 8192
 BATCH = 128
 """Encoding them takes the interpreter for a few milliseconds, during which an event loop waits."""
+MANY = 4 * BATCH
+"""For these no second is waited."""
 GATHER_S = 0.2
+PERIOD_S = 1.0
 CALL_TIMEOUT_S = 3.0
 PAUSE_S = 2.0
 _YIELD_S = 0.002
@@ -49,14 +54,18 @@ class Exporter(Protocol):
 class Sender:
     """A queue and its thread, which begins with the first span."""
 
-    def __init__(self, exporter: Exporter, *, max_queued: int = MAX_QUEUED, gather_s: float = GATHER_S) -> None:
+    def __init__(
+        self, exporter: Exporter, *, max_queued: int = MAX_QUEUED, gather_s: float = GATHER_S, period_s: float = PERIOD_S
+    ) -> None:
+        """`gather_s`: behind the first span. `period_s`: from one call to the next."""
         self.num_sent = 0
         self.num_dropped = 0
         self._exporter = exporter
         self._max_queued = max_queued
-        self._gather_s = gather_s
+        self._many = min(MANY, max_queued // 2)
+        self._gather_s, self._period_s = gather_s, period_s
         self._queue: deque[Span] = deque()
-        self._filled, self._closing = threading.Event(), threading.Event()
+        self._filled, self._hurry, self._closing = threading.Event(), threading.Event(), threading.Event()
         self._close_at = 0.0
         self._is_reachable = True
         self._thread: threading.Thread | None = None
@@ -67,6 +76,8 @@ class Sender:
             self.num_dropped += 1
             return
         self._queue.append(span)
+        if len(self._queue) >= self._many and not self._hurry.is_set():
+            self._hurry.set()
         if not self._filled.is_set():
             self._filled.set()
             if self._thread is None:
@@ -80,6 +91,7 @@ class Sender:
         self._close_at = time.monotonic() + timeout_s
         self._closing.set()
         self._filled.set()
+        self._hurry.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
         self._exporter.close()
@@ -88,13 +100,19 @@ class Sender:
             logger.warning("%d spans of %d were never sent", self.num_dropped, self.num_dropped + self.num_sent)
 
     def _run(self) -> None:
+        called_at = float("-inf")
         while self._filled.wait():
-            self._closing.wait(self._gather_s)
+            self._hurry.wait(max(self._gather_s, called_at + self._period_s - time.monotonic()))
+            self._hurry.clear()
             self._filled.clear()  # before the queue is looked at: what comes from now on sets it again
-            while self._queue and not self._is_over():
-                self._send([self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))])
+            is_last, left = self._closing.is_set(), len(self._queue)
+            while left and not self._is_over():  # not what comes meanwhile: each would get a call of its own
+                batch = [self._queue.popleft() for _ in range(min(BATCH, left))]
+                left -= len(batch)
+                self._send(batch)
+                called_at = time.monotonic()
                 time.sleep(_YIELD_S)
-            if self._closing.is_set():
+            if is_last:
                 return
 
     def _is_over(self) -> bool:

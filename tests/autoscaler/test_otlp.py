@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 from autoscaler.spans import NAME
+from benchmarks.observability.otlp_receiver import OtlpReceiver
 from runtime.child import ManagedProcess
 from tests.autoscaler.loop_scene import usual_router
 from tests.autoscaler.routers import ToldRouter, serving
 from tests.otlp_metrics_receiver import OtlpMetricsReceiver
-from tests.otlp_receiver import OtlpReceiver
 
 PERIOD_S = 0.2
 

@@ -7,11 +7,11 @@ import dataclasses
 from itertools import pairwise
 
 from autoscaler.spans import NAME, DecisionSpans
+from benchmarks.observability.otlp_receiver import OtlpReceiver, Received
 from runtime.telemetry.config import TelemetryConfig
 from runtime.telemetry.tracing import Tracing, open_tracing
 from tests.autoscaler.loop_scene import SETTINGS, MemoryPlatform, Scene, usual_router
 from tests.autoscaler.routers import serving
-from tests.otlp_receiver import OtlpReceiver, Received
 
 
 def traced(scene: Scene, receiver: OtlpReceiver) -> Tracing:

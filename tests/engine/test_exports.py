@@ -29,7 +29,7 @@ PROMPT = tuple(5 + (7 * i) % 200 for i in range(700))
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
     folder = make_tiny_model(tmp_path, num_hidden_layers=LAYERS)
     sizes = {"num_blocks": 120, "max_num_batched_tokens": 256, "num_threads": 1}
-    config = EngineConfig(str(folder), backend=request.param, speculation="none", **sizes)
+    config = EngineConfig(str(folder), backend=request.param, speculation="none", **sizes)  # type: ignore[arg-type]
     return Engine(config, hash_block=hash_block)
 
 

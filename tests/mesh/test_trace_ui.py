@@ -1,6 +1,6 @@
-"""Traces elsewhere: what docs/traces.md tells people to type, with the trace UI that it names; skipped where that is not installed.
+"""Traces elsewhere: what docs/traces.md tells people to type, with the trace UI that it names; skipped where that is not there.
 
-The mesh runs as `pdmesh up --otlp-endpoint` has it, so that traces go by its console. What has come is asked of the UI's own API."""
+The mesh runs as `pdmesh up --otlp-endpoint` has it, so that traces go by its console. What has come is asked of the UI's API."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TraceUi:
 
     async def answers(self) -> bool:
         try:
-            return (await self.http.get("/healthz")).json().get("service") == "autotel-devtools"
+            return bool((await self.http.get("/healthz")).json().get("service") == "autotel-devtools")
         except httpx.TransportError:
             return False
 
@@ -129,7 +129,7 @@ async def whole_trace(ui: TraceUi, request_id: str) -> Json:
 async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
     """TimeoutError after so long."""
     async with asyncio.timeout(timeout_s):
-        while not await condition():
+        while not await condition():  # noqa: ASYNC110 (another process is asked: nothing here would set an event)
             await asyncio.sleep(0.1)
 
 

@@ -15,7 +15,7 @@ from protos.v1 import decode_pb2, prefill_pb2
 from runtime import failpoints
 from runtime.errors import error_from_rpc
 from tests.support.mini_router import MiniRouter
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, slowly
 from tests.support.worker_mesh import Model, Peer, history, running_worker, token_request
 
 PROMPT = [10 + (7 * i) % 200 for i in range(60)]
@@ -170,8 +170,20 @@ async def test_timings_are_measured_each_by_itself(prefiller: Peer, decoder: Pee
     [first, last] = await _events(prefiller, await submitted(decoder, router))
     timings = first.first_tokens.timings
     assert timings.prefill_queue_ns > 200e6
-    assert timings.service_ns >= timings.prefill_queue_ns + timings.prefill_compute_ns + timings.return_ns
-    assert timings.service_ns - (timings.prefill_queue_ns + timings.prefill_compute_ns + timings.return_ns) < 20e6
+    assert timings.service_ns == timings.prefill_queue_ns + timings.prefill_compute_ns + timings.return_ns
     assert (timings.num_computed_tokens, timings.num_cached_tokens, timings.num_steps) == (60, 0, 1)
     assert last.outcome.kv_exposed_ns > 0
+    await cancel(decoder)
+
+
+async def test_what_passes_while_the_engine_takes_the_prompt_is_queue(
+    prefiller: Peer, decoder: Peer, router: MiniRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread may lose the interpreter there, for the five milliseconds after which Python takes it from another."""
+    engine = prefiller.worker.engine
+    monkeypatch.setattr(engine, "add", slowly(engine.add, 0.05))
+    [first, _] = await _events(prefiller, await submitted(decoder, router))
+    timings = first.first_tokens.timings
+    assert timings.prefill_queue_ns > 50e6
+    assert timings.service_ns == timings.prefill_queue_ns + timings.prefill_compute_ns + timings.return_ns
     await cancel(decoder)

@@ -7,6 +7,10 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 async def eventually(condition: Callable[[], object], *, timeout_s: float = 15.0, period_s: float = 0.01) -> None:
@@ -15,6 +19,16 @@ async def eventually(condition: Callable[[], object], *, timeout_s: float = 15.0
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s"
         await asyncio.sleep(period_s)
+
+
+def slowly(call: Callable[P, T], seconds: float) -> Callable[P, T]:
+    """`call`, which begins so much later."""
+
+    def later(*args: P.args, **kwargs: P.kwargs) -> T:
+        time.sleep(seconds)
+        return call(*args, **kwargs)
+
+    return later
 
 
 def alive(pid: int) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from protos.v1 import common_pb2, decode_pb2, prefill_pb2
 from tests.support.mini_router import MiniRouter
 from tests.support.nixl import NEEDS_NIXL
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, slowly
 from tests.support.worker_mesh import LOCAL, Model, Peer, only_transport, reference, running_worker, token_request
 
 PROMPT = [10 + (7 * i) % 200 for i in range(53)]
@@ -55,7 +55,23 @@ async def test_local_tokens_equal_one_engine(model: Model, decoder: Peer, router
     assert seen.started is not None
     timings = seen.started.local_prefill
     assert timings.num_computed_tokens == len(request.prompt_token_ids)
-    assert timings.prefill_queue_ns + timings.prefill_compute_ns + timings.return_ns <= timings.service_ns
+    parts = (timings.reserve_ns, timings.prefill_queue_ns, timings.prefill_compute_ns, timings.return_ns)
+    assert sum(parts) == timings.service_ns and min(parts) > 0
+
+
+async def test_what_passes_while_the_engine_takes_a_local_prompt_is_reserve(
+    decoder: Peer, router: MiniRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = decoder.worker.engine
+    monkeypatch.setattr(engine, "run_local", slowly(engine.run_local, 0.05))
+    await router.submit(decoder, "r1", token_request(PROMPT), mode=LOCAL)
+    await router.until_finished("r1", 1)
+    started = router.of("r1").started
+    assert started is not None
+    timings = started.local_prefill
+    assert timings.reserve_ns > 50e6
+    parts = (timings.reserve_ns, timings.prefill_queue_ns, timings.prefill_compute_ns, timings.return_ns)
+    assert sum(parts) == timings.service_ns
 
 
 async def test_prefix_hits_on_either_side(model: Model, prefiller: Peer, decoder: Peer, router: MiniRouter) -> None:

@@ -51,10 +51,18 @@ def test_the_busier_the_step_the_dearer_a_row() -> None:
     assert one(chain(0.5), curve, num_decoding=16).drafts == [NOTHING]
 
 
-def test_beside_a_long_prompt_rows_are_cheap() -> None:
+def test_a_prompt_beside_makes_no_guess_worth_more() -> None:
+    """Its step is long, but what a kept token saves is a share of a later one."""
     curve = CostCurve((1, 2, 64), (0.010, 0.012, 0.136))
-    assert one(chain(0.15), curve).drafts == [NOTHING]
-    assert one(chain(0.15), curve, num_prompt_tokens=63).drafts == [chain(0.15)]
+    for num_prompt_tokens in (0, 30, 60):
+        assert one(chain(0.15), curve, num_prompt_tokens=num_prompt_tokens).drafts == [NOTHING]
+        assert one(chain(0.25), curve, num_prompt_tokens=num_prompt_tokens).drafts == [chain(0.25)]
+
+
+def test_beside_a_prompt_a_row_costs_what_it_adds() -> None:
+    curve = CostCurve((1, 2, 16, 64), (0.010, 0.020, 0.050, 0.051))
+    assert one(chain(0.5), curve).drafts == [NOTHING]
+    assert one(chain(0.5), curve, num_prompt_tokens=20).drafts == [chain(0.5)]
 
 
 def test_a_long_context_makes_rows_dearer() -> None:
@@ -91,7 +99,8 @@ def test_nothing_better_exists(chances: list[list[float]], more_s: list[float], 
 
     def rate(lengths: tuple[int, ...]) -> float:
         expected = sum(sum(draft.first(n).cumulative) for draft, n in zip(drafts, lengths, strict=True))
-        return (load.num_decoding + expected) / curve.step_s(load.num_rows + sum(lengths))
+        more_s = curve.step_s(load.num_rows + sum(lengths)) - curve.step_s(load.num_rows)
+        return (load.num_decoding + expected) / (curve.step_s(load.num_decoding) + more_s)
 
     best = max(rate(lengths) for lengths in product(*(range(len(draft) + 1) for draft in drafts)))
     plain = rate((0,) * len(drafts))

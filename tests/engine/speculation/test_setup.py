@@ -52,8 +52,8 @@ def heads(loaded: LoadedModel, tmp_path: Path) -> Path:
 
 
 def engine_of(folder: Path, loaded: LoadedModel, **settings: object) -> Engine:
-    given = {"num_blocks": 64, "max_context": 512, "num_threads": 1, "max_num_batched_tokens": 64}
-    given |= {"speculation": "none", **settings}
+    sizes = {"num_blocks": 64, "max_context": 512, "num_threads": 1, "max_num_batched_tokens": 64}
+    given: dict[str, object] = {**sizes, "speculation": "none", **settings}
     return open_engine(EngineConfig(str(folder), **given), loaded)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.console.figures import FLOW_WINDOW_S, Query, by_model, flows, rates, slowest
+from pdmesh.console.figures import FLOW_WINDOW_S, Query, by_model, flows, latest, rates, slowest
 from pdmesh.console.histogram import MAX_CLASSES, classes, quantile
 from pdmesh.console.summary import RequestSummary
 from tests.pdmesh.console.made import Made
@@ -66,17 +66,17 @@ def test_the_requests_of_a_bar_are_those_that_it_counts() -> None:
 
 def test_flows_are_of_requests_that_ended_lately() -> None:
     requests = summaries(MADE, MADE, replace(MADE, decode="decode-1"))
-    first, second = flows(requests, END_S + FLOW_WINDOW_S / 2)
+    first, second = flows(latest(requests, END_S + FLOW_WINDOW_S / 2))
     assert (first["router"], first["prefill"], first["decode"]) == ("router-0", "prefill-0", "decode-0")
     assert first["per_s"] == 2 / FLOW_WINDOW_S and second["decode"] == "decode-1"
     assert first["kv_bytes_per_s"] == 2 * 46_080 * MADE.input_tokens / FLOW_WINDOW_S
-    assert flows(requests, END_S + FLOW_WINDOW_S + 1) == []
-    assert rates(requests, END_S)["requests_per_s"] == 3 / FLOW_WINDOW_S and rates(requests, END_S + 60)["requests_per_s"] == 0
+    assert latest(requests, END_S + FLOW_WINDOW_S + 1) == []
+    assert rates(latest(requests, END_S))["requests_per_s"] == 3 / FLOW_WINDOW_S and rates([])["requests_per_s"] == 0
 
 
 def test_a_prompt_that_decode_computed_flows_past_prefill() -> None:
     (request,) = summaries(MADE)
-    (flow,) = flows([replace(request, mode="local")], END_S)
+    (flow,) = flows([replace(request, mode="local")])
     assert (flow["prefill"], flow["decode"]) == ("", "decode-0")
 
 

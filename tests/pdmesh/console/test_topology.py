@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ async def asking(*routers: str) -> AsyncIterator[Callable[..., Any]]:
 
     async def until(condition: Callable[[Any], object]) -> Any:
         async with asyncio.timeout(15):
-            while not condition(seen := asked.view(1000.0)):
+            while not condition(seen := asked.view()):
                 asked.watch()
                 changed.clear()
                 await changed.wait()
@@ -55,7 +56,7 @@ async def test_a_router_that_goes_away_is_said_to_and_its_workers_stay_as_it_kne
     async with made_router(script) as router, asking(router) as until:
         seen = await until(lambda seen: seen["policy"])
         assert seen["routers"][0]["problem"] == "" and len(seen["workers"]) == 4
-        assert seen["policy"][0]["at_s"] == pytest.approx(999.2) and seen["policy"][0]["candidates"][0]["chosen"]
+        assert time.time() - 15 < seen["policy"][0]["at_s"] < time.time() - 0.7 and seen["policy"][0]["candidates"][0]["chosen"]
         script.problem = grpc.StatusCode.UNAVAILABLE
         seen = await until(lambda seen: seen["routers"][0]["problem"])
         assert "on purpose" in seen["routers"][0]["problem"] and len(seen["workers"]) == 4

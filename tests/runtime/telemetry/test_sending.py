@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -26,9 +26,11 @@ class Gate:
         self.may_answer, self.asked = threading.Event(), threading.Event()
         self.answers: list[Answer] = []
         self.taken: list[str] = []
+        self.sizes: list[int] = []  # of the calls
 
     def send(self, spans: Sequence[Span], timeout_s: float) -> tuple[Answer, str]:
         self.asked.set()
+        self.sizes.append(len(spans))
         self.may_answer.wait()
         answer = self.answers.pop(0) if self.answers else Answer.TAKEN
         if answer is Answer.TAKEN:
@@ -110,9 +112,7 @@ def test_a_collector_that_comes_back_gets_what_waited() -> None:
     tracing.record("a", None, 0, 1)
     assert gate.asked.wait(10)
     sender._closing.wait(0.0)
-    deadline = time.monotonic() + 20
-    while sender.num_sent < 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    _until(lambda: sender.num_sent == 1)
     assert gate.taken == ["a"] and sender.num_dropped == 0
     tracing.close()
 
@@ -124,9 +124,7 @@ def test_what_is_refused_is_not_sent_again() -> None:
     sender = Sender(gate, gather_s=0.0)
     tracing = Tracing(sender)
     tracing.record("a", None, 0, 1)
-    deadline = time.monotonic() + 20
-    while sender.num_dropped < 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    _until(lambda: sender.num_dropped == 1)
     tracing.record("b", None, 0, 1)
     tracing.close()
     assert gate.taken == ["b"] and sender.num_dropped == 1
@@ -146,6 +144,30 @@ def test_while_a_collector_hangs_the_queue_is_bounded() -> None:
     assert len(gate.taken) == 11 and sender.num_dropped == 15
     tracing.record("late", None, 0, 1)
     assert sender.num_dropped == 16
+
+
+def test_a_call_is_made_once_in_a_while_or_when_many_wait() -> None:
+    gate = Gate()
+    gate.may_answer.set()
+    sender = Sender(gate, max_queued=400, gather_s=0.0, period_s=600.0)  # half of it is many
+    tracing = Tracing(sender)
+    tracing.record("first", None, 0, 1)
+    _until(lambda: sender.num_sent == 1)
+    for _ in range(30):
+        tracing.record("x", None, 0, 1)
+        time.sleep(0.004)  # in which each could be sent by itself
+    for _ in range(200):
+        tracing.record("x", None, 0, 1)
+    _until(lambda: sender.num_sent >= 200)
+    tracing.close(10)
+    assert sender.num_sent == 231 and len(gate.sizes) < 10
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_an_encrypted_endpoint_names_the_file_that_it_cannot_read() -> None:
