@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,8 +100,10 @@ class StepMetadata:
         sizes = [_padded(_count(shape)) for shape in shapes.values()]
         if buffer.shape != (sum(sizes),) or buffer.dtype != torch.int32:
             raise ValueError(f"buffer: {buffer.dtype} {tuple(buffer.shape)}, expected int32 of {sum(sizes)}")
-        parts = buffer.split(sizes)
-        views = {name: part[: _count(shape)].view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        parts = torch.split(buffer, sizes)
+        views: dict[str, Any] = {
+            name: part[: _count(shape)].view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
         bounds = {name: getattr(capacity, name) for name in ("num_seqs", "max_query_len", "max_context", "num_split_tokens")}
         return cls(buffer, **views, **bounds)
 

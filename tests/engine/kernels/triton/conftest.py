@@ -58,7 +58,7 @@ if HAS_TRITON:
 
 
 class _Skipped(pytest.Module):
-    def collect(self) -> Iterator[pytest.Item]:  # type: ignore[override]
+    def collect(self) -> Iterator[pytest.Item]:
         pytest.skip("triton is not installed", allow_module_level=True)
 
 

@@ -75,7 +75,7 @@ class Sequences:
 def _random(shape: Shape, context: int, queries: int, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 + seed)
     heads = torch.randn((context, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim), generator=generator).to(dtype)
-    query, key, value = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+    query, key, value = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
     return query[context - queries :], key, value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from tests.engine.kernels.triton.paged import DEVICE, Sequences, Shape
 BOUNDS = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SMALL = Splits(64, 4)  # splits double behind 256 keys instead of 16384
 # One token, ends of blocks and of splits, more queries than are split, a chunk with keys before it; and decode rows.
-RAGGED = [(1, 1), (7, 7), (64, 1), (65, 1), (40, 20), (130, 17), (200, 3)]
+RAGGED = [(1, 1), (64, 1), (65, 2), (40, 18), (130, 3)]
 
 
 def check(sequences: Sequences, window: int | None = None, splits: Splits = SMALL, **more: object) -> Tensor:
@@ -31,38 +32,38 @@ def check(sequences: Sequences, window: int | None = None, splits: Splits = SMAL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
 def test_head_dims(head_dim: int, dtype: torch.dtype) -> None:
-    check(Sequences(Shape(head_dim=head_dim), [(70, 1), (33, 18), (3, 2)], dtype))
+    check(Sequences(Shape(2, 1, head_dim), [(70, 1), (33, 17), (3, 2)], dtype))
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (2, 2), (3, 1), (7, 1), (6, 2), (8, 1), (20, 1)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 1), (7, 1), (4, 2), (20, 1)])
 def test_groups(num_heads: int, num_kv_heads: int) -> None:
-    check(Sequences(Shape(num_heads, num_kv_heads, 16), [(70, 1), (130, 9), (50, 18)]))
+    check(Sequences(Shape(num_heads, num_kv_heads, 16), [(70, 1), (50, 17)]))
 
 
-@pytest.mark.parametrize("block_size", [5, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize("block_size", [5, 8, 16, 128])
 def test_block_sizes(block_size: int) -> None:
-    check(Sequences(Shape(block_size=block_size, head_dim=16), RAGGED))
+    check(Sequences(Shape(2, 1, 16, block_size), RAGGED))
 
 
-@pytest.mark.parametrize("window", [1, 5, 64, 70, 1000])
+@pytest.mark.parametrize("window", [1, 64, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_windows(window: int, dtype: torch.dtype) -> None:
-    check(Sequences(Shape(head_dim=16), RAGGED, dtype), window)
+    check(Sequences(Shape(2, 1, 16), RAGGED, dtype), window)
 
 
 @pytest.mark.parametrize("tail", [1, 3, 30])
 def test_tails(tail: int) -> None:
-    check(Sequences(Shape(head_dim=16), RAGGED, tail=tail))
+    check(Sequences(Shape(2, 1, 16), RAGGED, tail=tail))
 
 
-@pytest.mark.parametrize("length", [255, 256, 257, 512, 513])
+@pytest.mark.parametrize("length", [255, 256, 257, 513])
 def test_contexts_at_which_splits_double(length: int) -> None:
     """Queries on both sides of it share a tile."""
-    check(Sequences(Shape(2, 1, 16), [(length + 5, 10), (length + 9, 18), (length, 1)]))
+    check(Sequences(Shape(2, 1, 16), [(length + 2, 4), (length + 9, 17)]))
 
 
 def test_the_splits_that_serve() -> None:
-    check(Sequences(Shape(2, 1, 16), [(256, 1), (257, 1), (600, 2), (530, 20)]), splits=Splits())
+    check(Sequences(Shape(2, 1, 16), [(256, 1), (257, 1), (530, 17)]), splits=Splits())
 
 
 def test_a_sequence_without_queries_and_no_sequence_at_all() -> None:
@@ -105,7 +106,7 @@ def test_padding_beside_long_chunks_alone() -> None:
 
 def test_float8_keys_and_values() -> None:
     for dtype in (torch.float32, torch.float16):
-        sequences = Sequences(Shape(head_dim=64), RAGGED, dtype)
+        sequences = Sequences(Shape(2, 1, 64), RAGGED[2:], dtype)
         scales = torch.tensor([0.5, 0.25], device=DEVICE)
         narrow = (sequences.kv.float() / scales.view(2, 1, 1, 1, 1)).to(torch.float8_e4m3fn)
         wide = replace_kv(sequences, (narrow.float() * scales.view(2, 1, 1, 1, 1)).to(dtype))
@@ -123,7 +124,7 @@ def replace_kv(sequences: Sequences, kv: Tensor) -> Sequences:
 def test_what_does_not_fit_is_refused_by_name() -> None:
     good = Sequences(Shape(head_dim=16), [(5, 1)])
     meta = good.meta()
-    cases = {
+    cases: dict[str, Callable[[], object]] = {
         "query": lambda: paged_attention(good.query.double(), good.kv, meta),
         "kv: ": lambda: paged_attention(good.query, good.kv.half(), meta),
         "kv_scales": lambda: paged_attention(good.query, good.kv, meta, kv_scales=torch.ones(2, device=DEVICE)),

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kernels.triton.attention import paged_attention
+from engine.kernels.triton.attention_kernels import split_len_of
 from engine.kernels.triton.metadata import MAX_SPLIT_QUERIES
 from engine.kernels.triton.splits import SPLITS, Splits
 from tests.engine.kernels.triton.paged import DEVICE, Sequences, Shape
 
 SMALL = Splits(64, 4)
-SHAPE = Shape(head_dim=16)
-LENGTHS = [(300, 2), (1, 1), (130, 20), (64, 1), (258, 4)]
+SHAPE = Shape(2, 1, 16)
+LENGTHS = [(258, 4), (1, 1), (70, 17), (64, 1)]
 
 
 def attend(sequences: Sequences, window: int | None = None, splits: Splits = SMALL, invariant: bool = False) -> Tensor:
@@ -56,7 +59,7 @@ def decode_one(whole: Sequences, position: int, window: int | None) -> Tensor:
 
 def test_the_switch_for_one_shape_of_tiles_changes_no_bit_here() -> None:
     for dtype in (torch.float32, torch.float16):
-        sequences = Sequences(SHAPE, [(270, 40), (90, 3)], dtype)
+        sequences = Sequences(SHAPE, [(270, 20), (90, 3)], dtype)
         assert torch.equal(attend(sequences), attend(sequences, invariant=True))
 
 
@@ -84,18 +87,16 @@ def test_splits_cover_a_context_with_neither_too_many_nor_too_few(context: int, 
     assert splits.split_len(max(context - 1, 1)) in (length, length // 2)
 
 
+@triton.jit
+def lengths_of(
+    contexts: tl.tensor, out: tl.tensor, COUNT: tl.constexpr, MIN_KEYS: tl.constexpr, MOST: tl.constexpr
+) -> None:  # fmt: skip
+    at = tl.arange(0, COUNT)
+    tl.store(out + at, split_len_of(tl.load(contexts + at), MIN_KEYS, MOST))
+
+
 def test_kernels_split_as_the_host_does() -> None:
     """Every context around a doubling, in the kernels' own arithmetic."""
-    import triton
-    import triton.language as tl
-
-    from engine.kernels.triton.attention_kernels import split_len_of
-
-    @triton.jit  # type: ignore[untyped-decorator]
-    def lengths_of(contexts, out, COUNT: tl.constexpr, MIN_KEYS: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-        at = tl.arange(0, COUNT)
-        tl.store(out + at, split_len_of(tl.load(contexts + at), MIN_KEYS, MOST))
-
     for splits in (SPLITS, SMALL):
         doublings = [splits.min_keys * splits.most << power for power in range(12)]
         contexts = [1, 2, splits.min_keys, 1000, *(c + d for c in doublings for d in (-1, 0, 1, 2, 100))]

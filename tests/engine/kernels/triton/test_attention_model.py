@@ -12,6 +12,7 @@ import torch
 from engine.attention import make_attention
 from engine.kernels.triton.attention import TritonAttention
 from engine.kernels.triton.splits import Splits
+from engine.model import DecoderModel
 from engine.model_config import ModelConfig
 from engine.paged_attention import ReferenceAttention
 from engine.speculation.draft import Draft
@@ -33,8 +34,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def loop_of(folder: Path, *, triton: bool) -> PagedLoop:
     loop = PagedLoop(load(folder, backend="torch", device=DEVICE, dtype="float32"), num_blocks=64)
     model = loop.loaded.model
+    assert isinstance(model, DecoderModel)
     if triton:
-        model.attention = TritonAttention(model.config, DEVICE, splits=Splits(64, 4))  # type: ignore[attr-defined]
+        model.attention = TritonAttention(model.config, DEVICE, splits=Splits(64, 4))
     return loop
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -45,13 +46,13 @@ def expected_heads(qkv: Tensor, heads: int, kv_heads: int, rotary: RotaryTable, 
     return torch.cat((rotated, split[:, heads + kv_heads :]), 1)
 
 
-def check_pool(kv: Tensor, key: Tensor, value: Tensor, **bound: float) -> None:
+def check_pool(kv: Tensor, key: Tensor, value: Tensor, atol: float) -> None:
     """What was given is where it belongs, and nowhere else."""
     expected = pool(kv.shape[3], kv.shape[4], key.dtype, kv.shape[2])
     for token, slot in enumerate(SLOTS):
         if slot >= 0:
             expected[0].flatten(0, 1)[slot], expected[1].flatten(0, 1)[slot] = key[token], value[token]
-    torch.testing.assert_close(kv.to(key.dtype), expected, **bound)
+    torch.testing.assert_close(kv.to(key.dtype), expected, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -69,9 +70,9 @@ def test_norm_rotation_and_storing(
     query = rope_and_store(qkv, kv, rotary, indices(POSITIONS), indices(SLOTS), num_heads=heads, norm=norm, eps=EPS)
     expected = expected_heads(qkv, heads, kv_heads, rotary, norm)
     # A norm's sum may round otherwise, and then roundings of the dtype do: of numbers up to 8, whose units are 5e-7 and 4e-3.
-    bound = {"atol": 0.0, "rtol": 0.0} if norm is None else {"atol": 4e-6 if dtype == torch.float32 else 8e-3, "rtol": 0.0}
-    torch.testing.assert_close(query, expected[:, :heads], **bound)
-    check_pool(kv, expected[:, heads : heads + kv_heads], expected[:, heads + kv_heads :], **bound)
+    atol = 0.0 if norm is None else 4e-6 if dtype == torch.float32 else 8e-3
+    torch.testing.assert_close(query, expected[:, :heads], atol=atol, rtol=0)
+    check_pool(kv, expected[:, heads : heads + kv_heads], expected[:, heads + kv_heads :], atol)
 
 
 def test_a_tokens_numbers_are_its_own() -> None:
@@ -115,12 +116,9 @@ def test_float8_is_rounded_to_even_and_saturated_as_torch_does() -> None:
     scales = torch.tensor([0.5, 2.0], device=DEVICE)
     kv = pool(1, 256, torch.float8_e4m3fn)
     store_kv(key, value, kv, indices(SLOTS), kv_scales=scales)
-    check_pool(
-        kv,
-        *((x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() for x, scale in zip((key, value), scales, strict=True)),
-        atol=0,
-        rtol=0,
-    )
+    scaled = [(x / scale).clamp(-448, 448) for x, scale in zip((key, value), scales, strict=True)]
+    expected_key, expected_value = (x.to(torch.float8_e4m3fn).float() for x in scaled)
+    check_pool(kv, expected_key, expected_value, atol=0)
 
 
 def test_rotated_keys_in_float8() -> None:
@@ -135,8 +133,15 @@ def test_rotated_keys_in_float8() -> None:
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
     qkv, kv, rotary = random(5, 8 * 64, dtype=torch.float32), pool(2, 64, torch.float32), table(64, torch.float32, 64)
-    good = {"qkv": qkv, "kv": kv, "rotary": rotary, "positions": indices(POSITIONS), "slots": indices(SLOTS), "num_heads": 4}
-    cases = {
+    good: dict[str, Any] = {
+        "qkv": qkv,
+        "kv": kv,
+        "rotary": rotary,
+        "positions": indices(POSITIONS),
+        "slots": indices(SLOTS),
+        "num_heads": 4,
+    }
+    cases: dict[str, dict[str, Any]] = {
         "qkv": {"num_heads": 5},
         "slots": {"slots": indices(SLOTS).long()},
         "positions": {"positions": indices(POSITIONS[:3])},
@@ -149,7 +154,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     }
     for name, changed in cases.items():
         with pytest.raises(ValueError, match=name):
-            rope_and_store(**{**good, **changed})  # type: ignore[arg-type]
+            rope_and_store(**{**good, **changed})
     with pytest.raises(ValueError, match="value"):
         store_kv(qkv.view(5, 8, 64)[:, :2], qkv.view(5, 8, 64)[:, :1], kv, indices(SLOTS))
 
