@@ -45,7 +45,7 @@ def test_block_sizes(block_size: int) -> None:
     check(Sequences(Shape(2, 1, 16, block_size), RAGGED))
 
 
-@pytest.mark.parametrize("window", [1, 64, 70])
+@pytest.mark.parametrize("window", [1, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_windows(window: int, dtype: torch.dtype) -> None:
     check(Sequences(Shape(2, 1, 16), RAGGED, dtype), window)
@@ -56,7 +56,7 @@ def test_tails(tail: int) -> None:
     check(Sequences(Shape(2, 1, 16), RAGGED, tail=tail))
 
 
-@pytest.mark.parametrize("length", [255, 256, 257, 513])
+@pytest.mark.parametrize("length", [256, 513])
 def test_contexts_at_which_splits_double(length: int) -> None:
     """Queries on both sides of it share a tile."""
     check(Sequences(Shape(2, 1, 16), [(length + 2, 4), (length + 9, 17)]))
@@ -83,7 +83,7 @@ def test_strided_queries_and_a_given_place_for_the_result() -> None:
     assert (out[:, [0, 5]] == 7).all()
 
 
-@pytest.mark.parametrize("max_query_len", [1, 16, 40])
+@pytest.mark.parametrize("max_query_len", [1, 40])
 def test_padding_is_answered_with_zeros_and_changes_nothing(max_query_len: int) -> None:
     """A graph's buffer: more tokens and sequences than the step has, wider tables, a longer context."""
     sequences = Sequences(Shape(head_dim=16), [(70, 1), (300, 1), (1, 1)])

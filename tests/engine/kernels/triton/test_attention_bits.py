@@ -25,8 +25,7 @@ def attend(sequences: Sequences, window: int | None = None, splits: Splits = SMA
     return paged_attention(sequences.query, sequences.kv, sequences.meta(), window=window, splits=splits, invariant=invariant)
 
 
-@pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float16, 70)], ids=str)
 def test_alone_as_in_a_batch_and_elsewhere(dtype: torch.dtype, window: int | None) -> None:
     together = attend(Sequences(SHAPE, LENGTHS, dtype), window)
     again = attend(Sequences(SHAPE, LENGTHS, dtype, layout=1, tail=5), window)
@@ -35,8 +34,7 @@ def test_alone_as_in_a_batch_and_elsewhere(dtype: torch.dtype, window: int | Non
     assert torch.equal(together, torch.cat(alone))
 
 
-@pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float16, 70)], ids=str)
 def test_prefill_verification_and_decode_agree(dtype: torch.dtype, window: int | None) -> None:
     """Positions on both sides of 256, where splits double."""
     num_queries = 2 * MAX_SPLIT_QUERIES

@@ -22,7 +22,7 @@ from tests.engine.paged_loop import Chunk, PagedLoop, load
 from tests.engine.trees import TreeStep, verify
 from tests.support.tiny_models import make_tiny_model
 
-NAMES = ["llama", "llama-odd-groups", "mistral-window", "qwen3"]
+NAMES = ["mistral-window"]  # others differ in what test_attention.py varies
 
 
 @pytest.fixture(scope="module", params=NAMES)
