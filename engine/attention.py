@@ -32,8 +32,15 @@ class AttentionBackend(Protocol):
     def plan(self, batch: StepBatch, block_size: int) -> AttentionPlan: ...
 
 
+def _triton(config: ModelConfig, device: str) -> AttentionBackend:
+    from engine.kernels.triton.attention import TritonAttention  # triton is not everywhere
+
+    return TritonAttention(config, device)
+
+
 BACKENDS: dict[str, Callable[[ModelConfig, str], AttentionBackend]] = {
     "reference": ReferenceAttention,
+    "triton": _triton,
 }
 
 

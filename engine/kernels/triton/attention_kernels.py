@@ -1,0 +1,307 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+"""The kernels of attention.py, which explains them.
+
+A tile: rows are the queries of one sequence times the query heads of one key/value head, so a key is read once for all of them.
+
+                        keys of split 0    |  split 1             |  split 2
+    row 0  q0 head 0    ........ ........  |  ........ ........   |  ...                 tiles of BLOCK_N keys, in order
+    row 1  q0 head 1    ........ ........  |  ........ ........   |  ...                 within a split: online softmax
+    row 2  q1 head 0    ........ ........  |  ........ ........   |  ....                splits: each from nothing, then folded
+    row 3  q1 head 1    ........ ........  |  ........ ........   |  ....                in order
+                        program z = 0         z = 1                  z = 2       split_kernel: parts go to the workspace
+                        one program, from left to right                          walk_kernel: folds as it goes
+
+Both go through `_attend_tiles` and `_fold`, so a row has the same operations in the same order in either. A fused multiply and
+add is written out wherever a compiler might or might not make one.
+"""
+
+import triton
+import triton.language as tl
+
+from engine.kernels.triton import splits
+
+DOUBLINGS = tl.constexpr(splits.DOUBLINGS)
+# Below every score, yet finite: exp2(masked - it) and exp2(it - score) are 0, never NaN.
+LOWEST = tl.constexpr(-1e30)
+
+
+@triton.jit
+def split_len_of(context, MIN_KEYS: tl.constexpr, MOST: tl.constexpr):
+    """`Splits.split_len`, of a scalar or of a tensor."""
+    length = context * 0 + MIN_KEYS
+    for _ in tl.static_range(DOUBLINGS):
+        length = tl.where(length * MOST < context, length * 2, length)
+    return length
+
+
+@triton.jit
+def _slots(positions, inside, table, tails, tail_first, BLOCK_SIZE: tl.constexpr, HAS_TAILS: tl.constexpr):
+    """Slots of keys; of those not `inside`, some slot of block 0."""
+    in_table = inside
+    if HAS_TAILS:
+        in_table = inside & (positions < tail_first)
+    slots = tl.load(table + positions // BLOCK_SIZE, mask=in_table, other=0) * BLOCK_SIZE + positions % BLOCK_SIZE
+    if HAS_TAILS:
+        behind = inside & (positions >= tail_first)
+        slots = tl.where(behind, tl.load(tails + (positions - tail_first), mask=behind, other=0), slots)
+    return slots
+
+
+@triton.jit
+def _attend_tiles(
+    query, peak, total, acc, start, end, lowest, horizon, first_key, num_keys, scale, keys, values, slot_stride,
+    table, tails, tail_first,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HAS_TAILS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Key tiles from `start` (a multiple of BLOCK_N) to `end`, on top of what is accumulated. A row sees the keys from its
+    `lowest` to its `horizon`; only keys from `first_key` to `num_keys` are read, so what lies in other slots does not matter
+    (0 * NaN is NaN). A tile of which a row sees nothing leaves that row as it is, to the bit. MASKED False: all rows see all
+    keys."""
+    columns = tl.arange(0, DIM_PAD)
+    for tile in range(start, end, BLOCK_N):
+        positions = tile + tl.arange(0, BLOCK_N)
+        inside = (positions >= first_key) & (positions < num_keys)
+        slots = _slots(positions, inside, table, tails, tail_first, BLOCK_SIZE, HAS_TAILS)
+        offsets = slots.to(tl.int64)[:, None] * slot_stride + columns[None, :]
+        present = inside[:, None] & (columns < DIM)[None, :]
+        key = tl.load(keys + offsets, mask=present, other=0.0)
+        scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
+        if MASKED:
+            visible = (positions[None, :] >= lowest[:, None]) & (positions[None, :] <= horizon[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+        weights = tl.exp2(tl.fma(scores, scale, -new_peak[:, None]))
+        decay = tl.exp2(peak - new_peak)
+        total = tl.fma(total, decay, tl.sum(weights, 1))
+        value = tl.load(values + offsets, mask=present, other=0.0)
+        acc = tl.dot(weights.to(query.dtype), value.to(query.dtype), acc * decay[:, None], input_precision="ieee")
+        peak = new_peak
+    return peak, total, acc
+
+
+@triton.jit
+def _fold(peak, total, peak_of_split, total_of_split):
+    """One more split's maximum and sum. Returns the new two, and the factors for what is accumulated and for the split's own.
+    A split of which a row sees nothing (LOWEST, 0) changes nothing; the first one is taken over as it is."""
+    new_peak = tl.maximum(peak, peak_of_split)
+    decay, share = tl.exp2(peak - new_peak), tl.exp2(peak_of_split - new_peak)
+    return new_peak, tl.fma(total, decay, total_of_split * share), decay, share
+
+
+@triton.jit
+def _rows(tile, num_queries, context, window, kv_head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Of each row of a tile: query in the sequence, head, whether it is one, position, lowest position that it sees."""
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    index = rows // GROUP
+    position = context - num_queries + index
+    lowest = position * 0
+    if HAS_WINDOW:
+        lowest = tl.maximum(position - window + 1, 0)
+    return index, kv_head * GROUP + rows % GROUP, index < num_queries, position, lowest
+
+
+@triton.jit(do_not_specialize=["num_parts", "window", "num_tiles", "num_programs"])
+def split_kernel(
+    query, keys, values, scales, out, part_acc, part_stats,
+    query_starts, split_starts, context_lens, block_tables, tail_firsts, tail_slots,
+    query_token_stride, query_head_stride, out_token_stride, out_head_stride, slot_stride, head_stride, table_stride, tail_stride,
+    num_heads, num_parts, window, scale, num_tiles, num_programs,
+    MAX_QUERIES: tl.constexpr, MIN_KEYS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_TAILS: tl.constexpr, HAS_SCALES: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence and tile of rows, key/value head, z): splits z, z + num_programs, ... of the sequence's keys."""
+    sequence, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
+    kv_head, z = tl.program_id(1), tl.program_id(2)
+    start = tl.load(query_starts + sequence)
+    num_queries = tl.load(query_starts + sequence + 1) - start
+    context = tl.load(context_lens + sequence)
+    if (num_queries > MAX_QUERIES) | (tile * BLOCK_M >= num_queries * GROUP):
+        return
+    index, head, alive, position, lowest = _rows(tile, num_queries, context, window, kv_head, GROUP, BLOCK_M, HAS_WINDOW)
+    columns = tl.arange(0, DIM_PAD)
+    present = alive[:, None] & (columns < DIM)[None, :]
+    token = (start + index).to(tl.int64)
+    out_at = out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + columns[None, :]
+    if context == 0:
+        if z == 0:
+            tl.store(out_at, tl.zeros([BLOCK_M, DIM_PAD], out.dtype.element_ty), mask=present)
+        return
+    query_at = query + token[:, None] * query_token_stride + head[:, None] * query_head_stride + columns[None, :]
+    rows = tl.load(query_at, mask=present, other=0.0)
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    tails = tail_slots + sequence.to(tl.int64) * tail_stride
+    tail_first = tl.load(tail_firsts + sequence)
+    value_scale = 1.0
+    if HAS_SCALES:
+        scale = scale * tl.load(scales)
+        value_scale = tl.load(scales + 1)
+    own_len = split_len_of(position + 1, MIN_KEYS, MOST)
+    first_split, last_split = lowest // own_len, position // own_len
+    part = (tl.load(split_starts + sequence) + index).to(tl.int64) * num_heads + head
+    # Queries of a tile may have splits of two lengths, where a doubling falls between them: a pass for each.
+    length = tl.min(tl.where(alive, own_len, 1 << 30))
+    while length <= tl.max(tl.where(alive, own_len, 0)):
+        member = alive & (own_len == length)
+        horizon = tl.where(member, position, -1)
+        num_keys = tl.max(horizon) + 1
+        first_key = tl.min(tl.where(member, lowest, 1 << 30))
+        for split in range(first_key // length + z, (num_keys + length - 1) // length, num_programs):
+            peak = tl.full([BLOCK_M], LOWEST, tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+            peak, total, acc = _attend_tiles(
+                rows, peak, total, acc, tl.maximum(split * length, first_key // BLOCK_N * BLOCK_N),
+                tl.minimum((split + 1) * length, num_keys), lowest, horizon, first_key, num_keys, scale,
+                keys + kv_head * head_stride, values + kv_head * head_stride, slot_stride, table, tails, tail_first,
+                BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, HAS_TAILS, True,
+            )  # fmt: skip
+            wanted = member & (split >= first_split) & (split <= last_split)
+            alone = wanted & (first_split == last_split)
+            result = acc / tl.where(wanted, total, 1.0)[:, None] * value_scale
+            tl.store(out_at, result.to(out.dtype.element_ty), mask=present & alone[:, None])
+            wanted = wanted & (first_split != last_split)
+            tl.store(part_stats + (part * num_parts + split) * 2, peak, mask=wanted)
+            tl.store(part_stats + (part * num_parts + split) * 2 + 1, total, mask=wanted)
+            tl.store(part_acc + (part * num_parts + split)[:, None] * DIM + columns[None, :], acc, mask=present & wanted[:, None])
+        length = length * 2
+
+
+@triton.jit(do_not_specialize=["num_parts", "window", "max_queries"])
+def merge_kernel(
+    part_acc, part_stats, scales, out, query_starts, split_starts, context_lens, out_token_stride, out_head_stride,
+    num_heads, num_parts, window, max_queries,
+    MAX_QUERIES: tl.constexpr, MIN_KEYS: tl.constexpr, MOST: tl.constexpr, UNROLL: tl.constexpr, DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr,
+):  # fmt: skip
+    """Program (query of a sequence, head): folds the parts of its splits, in order. Nothing to do where there is one split."""
+    sequence, index, head = tl.program_id(0) // max_queries, tl.program_id(0) % max_queries, tl.program_id(1)
+    start = tl.load(query_starts + sequence)
+    num_queries = tl.load(query_starts + sequence + 1) - start
+    context = tl.load(context_lens + sequence)
+    if (num_queries > MAX_QUERIES) | (index >= num_queries) | (context == 0):
+        return
+    position = context - num_queries + index
+    lowest = position * 0
+    if HAS_WINDOW:
+        lowest = tl.maximum(position - window + 1, 0)
+    length = split_len_of(position + 1, MIN_KEYS, MOST)
+    first_split, last_split = lowest // length, position // length
+    if first_split == last_split:
+        return
+    part = (tl.load(split_starts + sequence) + index).to(tl.int64) * num_heads + head
+    columns = tl.arange(0, DIM_PAD)
+    peak = tl.full([1], LOWEST, tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([DIM_PAD], tl.float32)
+    # Unrolled, so that the reads of several parts are under way at once.
+    for base in range(first_split, last_split + 1, UNROLL):
+        for i in tl.static_range(UNROLL):
+            split = base + i + tl.zeros([1], tl.int64)
+            valid = split <= last_split
+            at = part * num_parts + split
+            peak_of_split = tl.load(part_stats + at * 2, mask=valid, other=LOWEST)
+            total_of_split = tl.load(part_stats + at * 2 + 1, mask=valid, other=0.0)
+            acc_of_split = tl.load(part_acc + at * DIM + columns, mask=valid & (columns < DIM), other=0.0)
+            peak, total, decay, share = _fold(peak, total, peak_of_split, total_of_split)
+            acc = tl.fma(acc, decay, acc_of_split * share)
+    value_scale = 1.0
+    if HAS_SCALES:
+        value_scale = tl.load(scales + 1)
+    result = acc / total * value_scale
+    out_at = out + (start + index).to(tl.int64) * out_token_stride + head * out_head_stride + columns
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=columns < DIM)
+
+
+@triton.jit
+def _sequence_of(program, query_starts, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The last sequence whose first tile is not behind `program`. First tiles are told apart without a table: sequence b's is
+    query_starts[b] * GROUP // BLOCK_M + b, which leaves each sequence at least the tiles that it needs."""
+    low, high = num_seqs * 0, num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(query_starts + middle) * GROUP // BLOCK_M + middle <= program:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit(do_not_specialize=["num_seqs", "window"])
+def walk_kernel(
+    query, keys, values, scales, out,
+    query_starts, context_lens, block_tables, tail_firsts, tail_slots,
+    query_token_stride, query_head_stride, out_token_stride, out_head_stride, slot_stride, head_stride, table_stride, tail_stride,
+    num_seqs, window, scale,
+    MAX_QUERIES: tl.constexpr, MIN_KEYS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_TAILS: tl.constexpr, HAS_SCALES: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of rows, key/value head), for sequences with more than MAX_QUERIES queries: all splits, in order. Padding has
+    its zeros from here whatever its length, as split_kernel does not run where there is nothing to split."""
+    kv_head = tl.program_id(1)
+    sequence = _sequence_of(tl.program_id(0), query_starts, num_seqs, GROUP, BLOCK_M)
+    start = tl.load(query_starts + sequence)
+    num_queries = tl.load(query_starts + sequence + 1) - start
+    context = tl.load(context_lens + sequence)
+    # Tiles with the most keys begin first: what is left at the end is then short.
+    num_tiles = (num_queries * GROUP + BLOCK_M - 1) // BLOCK_M
+    tile = num_tiles - 1 - (tl.program_id(0) - (start * GROUP // BLOCK_M + sequence))
+    if ((num_queries <= MAX_QUERIES) & (context > 0)) | (tile < 0):
+        return
+    index, head, alive, position, lowest = _rows(tile, num_queries, context, window, kv_head, GROUP, BLOCK_M, HAS_WINDOW)
+    columns = tl.arange(0, DIM_PAD)
+    present = alive[:, None] & (columns < DIM)[None, :]
+    token = (start + index).to(tl.int64)
+    out_at = out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + columns[None, :]
+    if context == 0:
+        tl.store(out_at, tl.zeros([BLOCK_M, DIM_PAD], out.dtype.element_ty), mask=present)
+        return
+    query_at = query + token[:, None] * query_token_stride + head[:, None] * query_head_stride + columns[None, :]
+    rows = tl.load(query_at, mask=present, other=0.0)
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    tails = tail_slots + sequence.to(tl.int64) * tail_stride
+    tail_first = tl.load(tail_firsts + sequence)
+    value_scale = 1.0
+    if HAS_SCALES:
+        scale = scale * tl.load(scales)
+        value_scale = tl.load(scales + 1)
+    head_keys, head_values = keys + kv_head * head_stride, values + kv_head * head_stride
+    own_len = split_len_of(position + 1, MIN_KEYS, MOST)
+    sum_peak = tl.full([BLOCK_M], LOWEST, tl.float32)
+    sum_total = tl.zeros([BLOCK_M], tl.float32)
+    sum_acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+    shortest, longest = tl.min(tl.where(alive, own_len, 1 << 30)), tl.max(tl.where(alive, own_len, 0))
+    # Keys that every row sees need no mask; where rows differ in their splits or windows begin, all are masked.
+    all_see = tl.min(tl.where(alive, position, 1 << 30)) + 1
+    if HAS_WINDOW:
+        all_see = all_see * 0
+    all_see = tl.where(shortest == longest, all_see // BLOCK_N * BLOCK_N, 0)
+    length = shortest
+    while length <= longest:
+        member = alive & (own_len == length)
+        horizon = tl.where(member, position, -1)
+        num_keys = tl.max(horizon) + 1
+        first_key = tl.min(tl.where(member, lowest, 1 << 30))
+        for split in range(first_key // length, (num_keys + length - 1) // length):
+            begin = tl.maximum(split * length, first_key // BLOCK_N * BLOCK_N)
+            end = tl.minimum((split + 1) * length, num_keys)
+            between = tl.minimum(tl.maximum(all_see, begin), end)
+            peak = tl.full([BLOCK_M], LOWEST, tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+            if not HAS_WINDOW:
+                peak, total, acc = _attend_tiles(
+                    rows, peak, total, acc, begin, between, lowest, horizon, first_key, num_keys, scale, head_keys, head_values,
+                    slot_stride, table, tails, tail_first, BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, HAS_TAILS, False,
+                )  # fmt: skip
+            peak, total, acc = _attend_tiles(
+                rows, peak, total, acc, between, end, lowest, horizon, first_key, num_keys, scale, head_keys, head_values,
+                slot_stride, table, tails, tail_first, BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, HAS_TAILS, True,
+            )  # fmt: skip
+            sum_peak, sum_total, decay, share = _fold(sum_peak, sum_total, peak, total)
+            sum_acc = tl.fma(sum_acc, decay[:, None], acc * share[:, None])
+        length = length * 2
+    result = sum_acc / tl.where(alive, sum_total, 1.0)[:, None] * value_scale
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=present)

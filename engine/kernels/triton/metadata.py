@@ -1,0 +1,184 @@
+"""What the kernels of one step read beside tensors of the model: where tokens are, in int32, in one buffer on the device.
+
+    buffer   | token_ids | positions | slots | query_starts | context_lens | block_tables | tail_firsts | tail_slots | ...
+
+`Capacity` says how much each part holds. A graph is captured over one buffer of a capacity; before each replay the next step's
+numbers are packed for the same capacity and copied over it, in one transfer. What is behind the step's own is padding:
+sequences without context, tokens that go nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.batch import StepBatch
+
+NO_TAIL = 2**30
+NOWHERE = -1
+MAX_SPLIT_QUERIES = 16
+"""A sequence with at most so many queries in a step has its keys split over many programs; with more, one program walks them."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Sizes of the parts: T tokens of B sequences, W blocks of a table, X slots of a tail, R rows of logits. `max_query_len` and
+    `max_context` bound what any sequence has; they decide grids and the size of workspaces, never a number's bits."""
+
+    num_tokens: int
+    num_seqs: int
+    table_width: int
+    tail_width: int
+    num_logits: int
+    max_query_len: int
+    max_context: int
+    num_split_tokens: int  # of sequences with at most MAX_SPLIT_QUERIES queries
+
+    @classmethod
+    def of(cls, batch: StepBatch) -> Capacity:
+        """Just enough for the batch."""
+        return cls(
+            batch.num_tokens,
+            batch.num_seqs,
+            max(map(len, batch.block_tables), default=0),
+            max((len(tail.slots) for tail in batch.tails.values()), default=0),
+            len(batch.logits_rows),
+            max(_lengths(batch), default=0),
+            max(batch.context_lens, default=0),
+            _split_starts(batch)[-1],
+        )
+
+    def check(self, batch: StepBatch) -> None:
+        """Raises ValueError naming what of the batch does not fit, or leaves padding tokens without a sequence."""
+        for field in fields(self):
+            need, have = getattr(Capacity.of(batch), field.name), getattr(self, field.name)
+            if need > have:
+                raise ValueError(f"{field.name}: the step needs {need}, there is room for {have}")
+        spare = (self.num_seqs - batch.num_seqs) * self.max_query_len
+        if self.num_tokens - batch.num_tokens > spare:
+            padding = self.num_tokens - batch.num_tokens
+            raise ValueError(f"num_seqs: {self.num_seqs} leaves no sequences for {padding} tokens of padding")
+
+
+@dataclass(frozen=True)
+class StepMetadata:
+    """Views of one buffer, all int32. `query_starts[b]` to `query_starts[b + 1]` are sequence b's tokens; its last query is at
+    position `context_lens[b] - 1`. A context of 0 is padding: nothing is read, zeros are written. Position p lies in slot
+    `tail_slots[b, p - tail_firsts[b]]` from `tail_firsts[b]` on (engine/batch.py, `Tail`)."""
+
+    buffer: Tensor
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    slots: Tensor  # [T]: where keys and values are written; NOWHERE for padding
+    query_starts: Tensor  # [B + 1]
+    split_starts: Tensor  # [B + 1]: the same over tokens of sequences with at most MAX_SPLIT_QUERIES alone; padding has none
+    context_lens: Tensor  # [B]
+    block_tables: Tensor  # [B, W]
+    tail_firsts: Tensor  # [B]; NO_TAIL for none
+    tail_slots: Tensor  # [B, X]
+    logits_rows: Tensor  # [R]
+    num_seqs: int
+    max_query_len: int
+    max_context: int
+    num_split_tokens: int
+
+    @classmethod
+    def of(cls, batch: StepBatch, device: torch.device | str, capacity: Capacity | None = None) -> StepMetadata:
+        """The batch's numbers on a device, in a buffer of their own. Raises ValueError if they do not fit the capacity."""
+        capacity = capacity or Capacity.of(batch)
+        return cls.over(pack(batch, capacity).to(device, non_blocking=True), capacity)
+
+    @classmethod
+    def over(cls, buffer: Tensor, capacity: Capacity) -> StepMetadata:
+        """Views of what `pack` made for that capacity. Raises ValueError if the buffer has another size."""
+        shapes = _shapes(capacity)
+        sizes = [_padded(_count(shape)) for shape in shapes.values()]
+        if buffer.shape != (sum(sizes),) or buffer.dtype != torch.int32:
+            raise ValueError(f"buffer: {buffer.dtype} {tuple(buffer.shape)}, expected int32 of {sum(sizes)}")
+        parts = torch.split(buffer, sizes)
+        views: dict[str, Any] = {
+            name: part[: _count(shape)].view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
+        bounds = {name: getattr(capacity, name) for name in ("num_seqs", "max_query_len", "max_context", "num_split_tokens")}
+        return cls(buffer, **views, **bounds)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+
+def pack(batch: StepBatch, capacity: Capacity) -> Tensor:
+    """[N] int32 in CPU memory, pinned where there is a GPU to copy it to. Raises ValueError if it does not fit."""
+    capacity.check(batch)
+    sizes = [_padded(_count(shape)) for shape in _shapes(capacity).values()]
+    buffer = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=torch.cuda.is_available())
+    views = StepMetadata.over(buffer, capacity)
+    _put(views.token_ids, batch.token_ids)
+    _put(views.positions, batch.positions)
+    _put(views.slots.fill_(NOWHERE), batch.slot_mapping)
+    _put(views.query_starts, _query_starts(batch, capacity))
+    split_starts = _split_starts(batch)
+    _put(views.split_starts.fill_(split_starts[-1]), split_starts)
+    _put(views.context_lens, batch.context_lens)
+    _put(views.logits_rows, batch.logits_rows)
+    views.tail_firsts.fill_(NO_TAIL)
+    for index, table in enumerate(batch.block_tables):
+        _put(views.block_tables[index], table)
+    for index, tail in batch.tails.items():
+        views.tail_firsts[index] = tail.first
+        _put(views.tail_slots[index], tail.slots)
+    return buffer
+
+
+def _query_starts(batch: StepBatch, capacity: Capacity) -> list[int]:
+    """Padding tokens are dealt out to the padding sequences."""
+    missing = capacity.num_tokens - batch.num_tokens
+    starts = list(batch.query_starts)
+    for _ in range(capacity.num_seqs - batch.num_seqs):
+        rows = min(missing, capacity.max_query_len)
+        starts.append(starts[-1] + rows)
+        missing -= rows
+    return starts
+
+
+def _split_starts(batch: StepBatch) -> list[int]:
+    return list(accumulate((n if n <= MAX_SPLIT_QUERIES else 0 for n in _lengths(batch)), initial=0))
+
+
+def _put(target: Tensor, values: Tensor | Sequence[int]) -> None:
+    source = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int32)
+    target[: len(source)] = source.to(torch.int32)
+
+
+def _shapes(capacity: Capacity) -> dict[str, tuple[int, ...]]:
+    tokens, seqs = (capacity.num_tokens,), (capacity.num_seqs,)
+    return {
+        "token_ids": tokens,
+        "positions": tokens,
+        "slots": tokens,
+        "query_starts": (capacity.num_seqs + 1,),
+        "split_starts": (capacity.num_seqs + 1,),
+        "context_lens": seqs,
+        "block_tables": (*seqs, capacity.table_width),
+        "tail_firsts": seqs,
+        "tail_slots": (*seqs, capacity.tail_width),
+        "logits_rows": (capacity.num_logits,),
+    }
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _padded(count: int) -> int:
+    """Parts begin at multiples of 16 bytes, which is what Triton asks for to read whole vectors."""
+    return count + -count % 4
+
+
+def _lengths(batch: StepBatch) -> list[int]:
+    return [end - start for start, end in pairwise(batch.query_starts)]

@@ -1,0 +1,169 @@
+"""Drawing tokens on the device: engine/sampling.py's rules, without a word from the host between logits and token ids.
+
+`draw` only launches kernels, into buffers that stay: a CUDA graph may hold it. `DeviceSampler.sample` is what the runner calls;
+it brings back what it returns, log-probabilities included, in one copy at the end.
+
+Which tokens agree with engine.sampling.Sampler. All choices are by the same rules, ties included, and the random bits are the
+same. Exponentials, logarithms and sums of exponentials are float32 numbers that two libraries may round differently, by some
+2^-23 of themselves. So a token may differ where the outcome hangs on that: two scores within about 2^-20 of each other, or a
+probability as close to the bound of top-p or min-p. Bits do not depend on the batch: a row is computed by programs of its own.
+
+Bytes: adjust reads and writes a row once and scores reads it once, 12 bytes a token of the vocabulary: 1.5 MB a row of 128 k,
+which a batch of 64 moves in 25 microseconds at 4 TB/s; a single row is bound by four launches. Top-k reads the row four times
+more and top-p three times, by one multiprocessor a row from the L2 cache, about 5 microseconds each time (counted, not measured).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from engine.kernels.triton.sampling_batch import SamplingBatch, to_device
+from engine.kernels.triton.sampling_kernels import adjust_kernel, limits_kernel, pick_kernel, scores_kernel
+from engine.outputs import TokenLogprobs
+from engine.sampling import SampledToken, SampleRow
+
+_CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class SamplingScratch:
+    """Buffers of `draw` for up to R rows: 12 bytes a row and token of the vocabulary. One draw at a time."""
+
+    adjusted: Tensor  # [R, V] float32
+    packed: Tensor  # [R, V] float32: probabilities that may be in top-p's set
+    packed_ids: Tensor  # [R, V] int32: whose
+    best_values: Tensor  # [2, R, chunks] float32: of adjusted logits, of scores
+    best_ids: Tensor  # [2, R, chunks] int32
+    limits: Tensor  # [R, 3] int64
+    sums: Tensor  # [R, 2] float32
+
+    @staticmethod
+    def of(num_rows: int, vocab_size: int, device: torch.device, *, chunk: int = _CHUNK) -> SamplingScratch:
+        chunks = triton.cdiv(vocab_size, chunk)
+        return SamplingScratch(
+            adjusted=torch.empty((num_rows, vocab_size), device=device),
+            packed=torch.empty((num_rows, vocab_size), device=device),
+            packed_ids=torch.empty((num_rows, vocab_size), dtype=torch.int32, device=device),
+            best_values=torch.empty((2, num_rows, chunks), device=device),
+            best_ids=torch.empty((2, num_rows, chunks), dtype=torch.int32, device=device),
+            limits=torch.empty((num_rows, 3), dtype=torch.int64, device=device),
+            sums=torch.empty((num_rows, 2), device=device),
+        )
+
+
+def draw(
+    logits: Tensor, batch: SamplingBatch, scratch: SamplingScratch, tokens: Tensor | None = None, *, chunk: int = _CHUNK
+) -> Tensor:
+    """logits [R, V], of which rows are contiguous and unchanged, float32 or narrower -> tokens [R] int32, on the device.
+
+    Raises ValueError where shapes do not fit. `chunk`: tokens of a program, the same as the scratch's.
+    """
+    num_rows, vocab_size = _check(logits, batch, scratch, chunk)
+    tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device) if tokens is None else tokens
+    if num_rows == 0:
+        return tokens
+    temperature, top_p, floor, min_p, repetition, presence, frequency = batch.floats.unbind()
+    choice, index, top_k, count_row, mask_row = batch.places.unbind()
+    (best_values, score_values), (best_ids, score_ids) = scratch.best_values.unbind(), scratch.best_ids.unbind()
+    chunks = scratch.best_values.shape[2]
+    sizes = {"NUM_CHUNKS": chunks, "CHUNKS": triton.next_power_of_2(chunks)}
+    exact = {"VOCAB": vocab_size, "CHUNK": chunk, "enable_fp_fusion": False}
+    adjust_kernel[(num_rows, chunks)](
+        logits, scratch.adjusted, best_values, best_ids, batch.counts, count_row, batch.masks, mask_row, batch.forbidden,
+        repetition, presence, frequency, logits.stride(0), batch.masks.shape[1],
+        NUM_FORBIDDEN=batch.forbidden.shape[1], num_warps=8, **exact,
+    )  # fmt: skip
+    if batch.is_random:
+        limits_kernel[(num_rows,)](
+            scratch.adjusted, best_values, scratch.packed, scratch.packed_ids, scratch.limits, scratch.sums,
+            temperature, top_k, top_p, floor, min_p, num_warps=16, **sizes, **exact,
+        )  # fmt: skip
+        scores_kernel[(num_rows, chunks)](
+            scratch.adjusted, best_values, score_values, score_ids, scratch.limits, scratch.sums,
+            temperature, top_p, min_p, batch.seeds, choice, index, num_warps=8, **sizes, **exact,
+        )  # fmt: skip
+    pick_kernel[(num_rows,)](best_values, best_ids, score_values, score_ids, temperature, tokens, num_warps=1, **sizes)
+    return tokens
+
+
+class DeviceSampler:
+    """engine.runner.TokenSampler. Not for two threads at once: it keeps its buffers from call to call."""
+
+    def __init__(self, chunk: int = _CHUNK) -> None:
+        """`chunk`: tokens of the vocabulary that one program takes, a power of two."""
+        self._chunk = chunk
+        self._scratch: SamplingScratch | None = None
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+        """logits [R, V] float32, one SampleRow for each -> R tokens. The logits are not changed. Greedy ties: the lowest id."""
+        if not rows:
+            return []
+        batch = SamplingBatch.of(rows, logits.shape[1], logits.device)
+        tokens = draw(logits, batch, self._room(len(rows), logits), chunk=self._chunk)
+        counts = [row.params.logprobs for row in rows]
+        if all(count is None for count in counts):
+            return [SampledToken(token, None) for token in tokens.tolist()]
+        return _with_logprobs(logits, tokens, counts)
+
+    def _room(self, num_rows: int, logits: Tensor) -> SamplingScratch:
+        room = self._scratch
+        if room is None or room.sums.shape[0] < num_rows or room.adjusted.shape[1] != logits.shape[1]:
+            self._scratch = room = SamplingScratch.of(
+                triton.next_power_of_2(num_rows), logits.shape[1], logits.device, chunk=self._chunk
+            )
+        return room
+
+
+def _with_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int | None]) -> list[SampledToken]:
+    """tokens [R], and from the raw logits [R, V] log-probabilities of the rows that asked for `count` likeliest tokens beside."""
+    asked = [place for place, count in enumerate(counts) if count is not None]
+    most = min(max(count for count in counts if count is not None), logits.shape[1])
+    packed = torch.cat((tokens, _likeliest(logits, tokens, to_device(np.array(asked, np.int64), logits.device), most).flatten()))
+    host = packed.cpu()  # the one point where the host waits for the device
+    ids = host[: len(counts)].tolist()
+    listed = {
+        place: _listed(line, ids[place], min(counts[place] or 0, most))
+        for place, line in zip(asked, host[len(counts) :].view(len(asked), -1), strict=True)
+    }
+    return [SampledToken(token, listed.get(place)) for place, token in enumerate(ids)]
+
+
+def _likeliest(logits: Tensor, tokens: Tensor, asked: Tensor, most: int) -> Tensor:
+    """[A, 1 + 2 * most] int32 of the rows `asked` [A]: the bits of the drawn token's log-probability, ids of the likeliest (the
+    lowest first among equals), the bits of their log-probabilities."""
+    logprobs = logits.index_select(0, asked).float().log_softmax(-1)
+    drawn = tokens.index_select(0, asked).long()
+    values, ids = logprobs.sort(dim=-1, descending=True, stable=True)  # topk leaves the order of equals open
+    chosen = logprobs.gather(1, drawn[:, None])
+    bits = [x.contiguous().view(torch.int32) for x in (chosen, values[:, :most])]
+    return torch.cat((bits[0], ids[:, :most].int(), bits[1]), 1)
+
+
+def _listed(line: Tensor, token: int, count: int) -> TokenLogprobs:
+    """From one line of `_likeliest`."""
+    most = (len(line) - 1) // 2
+    values = line.view(torch.float32).tolist()
+    return TokenLogprobs((token, values[0]), tuple(zip(line[1 : 1 + count].tolist(), values[1 + most :][:count], strict=True)))
+
+
+def _check(logits: Tensor, batch: SamplingBatch, scratch: SamplingScratch, chunk: int) -> tuple[int, int]:
+    """The numbers of rows and of tokens."""
+    if logits.dim() != 2 or logits.stride(1) != 1 or logits.shape[0] != batch.num_rows:
+        raise ValueError(f"logits: shape {tuple(logits.shape)}; give [{batch.num_rows}, V] with contiguous rows")
+    num_rows, vocab_size = logits.shape
+    if scratch.adjusted.shape[0] < num_rows or scratch.adjusted.shape[1] != vocab_size:
+        raise ValueError(f"scratch: for {tuple(scratch.adjusted.shape)}, not {tuple(logits.shape)}")
+    if scratch.best_values.shape[2] != triton.cdiv(vocab_size, chunk):
+        raise ValueError(f"chunk: {chunk} is not what the scratch was made for")
+    if batch.counts.shape[1] != vocab_size or batch.masks.shape[1] != triton.cdiv(vocab_size, 32):
+        raise ValueError(
+            f"batch: counts of {batch.counts.shape[1]} tokens, masks of {batch.masks.shape[1]} words for {vocab_size}"
+        )
+    return num_rows, vocab_size

@@ -1,0 +1,185 @@
+"""Products with quantized weights equal those with the dequantized ones, within the bounds that WordLinear states."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels.triton.linear import make_triton_linear
+from engine.kernels.triton.linear_fp8 import Fp8Weight, dequantize_fp8, has_fp8_units, quantize_fp8, scaled_product
+from engine.kernels.triton.linear_words import WordLinear
+from engine.kernels.triton.weight_product import Shares, WordProduct, expanded
+from engine.kernels.triton.weight_words import WeightWords, words_of_fp8, words_of_int4, words_of_int8
+from engine.weights.quantize import Int4Weight, Int8Weight, dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
+FORMATS = ["int8", "int4-32", "int4-64", "int4-128", "fp8"]
+Weight = Int8Weight | Int4Weight | Fp8Weight
+
+
+def quantized(name: str, n: int, k: int, seed: int = 0) -> tuple[Weight, Tensor]:
+    """A random weight and its float32 values."""
+    dense = torch.randn((n, k), generator=torch.Generator().manual_seed(seed)) * 0.1
+    if name == "int8":
+        int8 = quantize_int8(dense)
+        return Int8Weight(int8.values.to(DEVICE), int8.scales.to(DEVICE)), dequantize_int8(int8).to(DEVICE)
+    if name == "fp8":
+        fp8 = quantize_fp8(dense.to(DEVICE))
+        return fp8, dequantize_fp8(fp8)
+    int4 = quantize_int4(dense, int(name.split("-")[1]))
+    moved = Int4Weight(int4.values.to(DEVICE), int4.scales.to(DEVICE), int4.minimums.to(DEVICE), int4.group)
+    return moved, dequantize_int4(int4).to(DEVICE)
+
+
+def words_of(weight: Weight) -> WeightWords:
+    if isinstance(weight, Int8Weight):
+        return words_of_int8(weight, DEVICE)
+    return words_of_int4(weight, DEVICE) if isinstance(weight, Int4Weight) else words_of_fp8(weight.values, weight.scales)
+
+
+def activations(m: int, k: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    return torch.randn((m, k), generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_within_bound(actual: Tensor, x: Tensor, dense: Tensor, bias: Tensor | None, roundings: int) -> None:
+    """|error| <= (K u + roundings d) sum |x| |w| + d |result|: see WordLinear."""
+    exact = x.double() @ dense.double().T
+    size = x.double().abs() @ dense.double().abs().T
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    unit = UNIT[x.dtype]
+    bound = (x.shape[1] * 2.0**-24 + (roundings - 1) * unit) * size + unit * exact.abs() + 1e-7
+    assert actual.dtype == x.dtype
+    assert bool(((actual.double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("n", "k"), [(64, 256), (5, 128), (70, 384), (130, 640)])
+def test_words_hold_every_weight_exactly(name: str, n: int, k: int) -> None:
+    weight, dense = quantized(name, n, k)
+    assert torch.equal(expanded(words_of(weight), torch.float32), dense)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 70, 384), (2, 64, 256), (3, 5, 128), (7, 66, 1152), (8, 64, 128)])
+def test_the_vector_kernel_equals_the_product_with_dequantized_weights(
+    name: str, dtype: torch.dtype, m: int, n: int, k: int
+) -> None:
+    weight, dense = quantized(name, n, k)
+    x, bias = activations(m, k, dtype), activations(1, n, dtype, 2)[0]
+    assert_within_bound(WordProduct(words_of(weight), bias).vector(x), x, dense, bias, 1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 128), (9, 70, 384), (17, 5, 128), (33, 10, 1152)])
+def test_the_tile_kernel_does(name: str, m: int, n: int, k: int) -> None:
+    weight, dense = quantized(name, n, k)
+    x = activations(m, k, torch.float16)
+    assert_within_bound(WordProduct(words_of(weight), None).tile(x), x, dense, None, 2 if name.startswith("int4") else 1)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4-64", "fp8"])
+@pytest.mark.parametrize("m", [1, 4, 5, 9, 130])
+def test_the_linear_map_takes_any_number_of_rows(name: str, m: int) -> None:
+    weight, dense = quantized(name, 66, 256)
+    x, bias = activations(m, 256, torch.float16), activations(1, 66, torch.float16, 2)[0]
+    assert_within_bound(make_triton_linear(weight, bias)(x), x, dense, bias, 3)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4-32", "fp8"])
+def test_an_invariant_map_gives_a_row_the_same_bits_wherever_it_stands(name: str) -> None:
+    weight, dense = quantized(name, 8, 1024)
+    linear = make_triton_linear(weight, invariant=True)
+    x = activations(130, 1024, torch.float16)
+    whole = linear(x)
+    assert_within_bound(whole, x, dense, None, 2)
+    for rows in ([0], [129], [17, 3, 128], list(range(40, 60))):
+        assert torch.equal(linear(x[rows]), whole[rows])
+
+
+@pytest.mark.parametrize("name", ["int8", "int4-64"])
+def test_rows_beside_a_row_do_not_change_it(name: str) -> None:
+    weight, _ = quantized(name, 8, 1024)
+    product, x = WordProduct(words_of(weight), None), activations(8, 1024, torch.float16)
+    whole = product.vector(x)
+    assert torch.equal(product.vector(x[[5, 1, 7, 2, 0, 3, 6, 4]]), whole[[5, 1, 7, 2, 0, 3, 6, 4]])
+    assert torch.equal(product.vector(x[3:8]), whole[3:8])
+
+
+def test_a_product_leaves_its_counters_as_it_found_them() -> None:
+    weight, _ = quantized("int8", 66, 1024)
+    product, x = WordProduct(words_of(weight), None), activations(2, 1024, torch.float16)
+    assert product.shares.splits > 1
+    first = product.vector(x)
+    assert not product._arrivals.any()
+    out = torch.empty_like(first)
+    assert product.vector(x, out) is out and torch.equal(out, first)
+
+
+def test_shares_cover_the_inputs_and_depend_on_the_shape_alone() -> None:
+    for row_tiles in (1, 3, 64, 448, 2004):
+        for input_tiles in (1, 2, 7, 16, 112):
+            shares = Shares.of(row_tiles, input_tiles)
+            assert (shares.splits - 1) * shares.tiles < input_tiles <= shares.splits * shares.tiles
+    assert Shares.of(64, 16) == Shares(8, 2)  # 4096 x 4096 in int4: 512 programs
+    assert Shares.of(2004, 16) == Shares(1, 16)  # a head of 128 k tokens
+
+
+def test_every_code_of_fp8_is_itself() -> None:
+    codes = [code for code in range(256) if code & 0x7F != 0x7F]
+    values = torch.tensor([codes + [0] * 2], dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+    words = words_of_fp8(values, torch.ones(1, device=DEVICE))
+    assert torch.equal(expanded(words, torch.float32), values.float())
+    assert torch.equal(expanded(words, torch.uint8), values.view(torch.uint8))
+
+
+def test_fp8_is_off_by_a_sixteenth_at_most() -> None:
+    dense = torch.randn((4, 96), generator=torch.Generator().manual_seed(0))
+    error = (dequantize_fp8(quantize_fp8(dense)) - dense).abs()
+    assert bool((error <= dense.abs() / 16 + dense.abs().amax(1, keepdim=True) * 2.0**-18).all())
+    with pytest.raises(ValueError, match="infinity or NaN"):
+        quantize_fp8(torch.tensor([[1.0, float("inf")]]))
+
+
+def test_what_the_kernels_cannot_read_is_named() -> None:
+    weight, dense = quantized("int8", 8, 128)
+    linear = make_triton_linear(weight)
+    assert isinstance(linear, WordLinear) and linear.kind == "triton-int8-vector8-tile128-mm"
+    with pytest.raises(ValueError, match=r"x: shape \(1, 64\)"):
+        linear(activations(1, 64, torch.float16))
+    with pytest.raises(ValueError, match=r"bias: shape \(3,\), not \(8,\)"):
+        make_triton_linear(weight, torch.zeros(3))
+    with pytest.raises(ValueError, match="x: dtype"):
+        make_triton_linear(weight, invariant=True)(activations(1, 128, torch.float32))
+    with pytest.raises(ValueError, match="invariant"):
+        make_triton_linear(dense, invariant=True)
+    with pytest.raises(ValueError, match="values"):
+        Fp8Weight(dense, torch.ones(8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("m", [1, 3, 8, 16, 100, 128, 300])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 4096), (4096, 14336), (2048, 768)])
+def test_big_products_in_bfloat16(name: str, m: int, n: int, k: int) -> None:
+    weight, dense = quantized(name, n, k)
+    x = activations(m, k, torch.bfloat16)
+    assert_within_bound(make_triton_linear(weight)(x), x, dense, None, 3)
+    invariant = make_triton_linear(weight, invariant=True)
+    assert torch.equal(invariant(x)[m - 1 :], invariant(x[m - 1 :]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_fp8_units(DEVICE), reason="needs tensor cores of e4m3")
+def test_the_units_of_fp8_equal_products_of_rounded_activations() -> None:
+    weight, dense = quantized("fp8", 512, 1024)
+    assert isinstance(weight, Fp8Weight)
+    x = activations(256, 1024, torch.bfloat16)
+    rounded = dequantize_fp8(quantize_fp8(x.float()))
+    actual = scaled_product(x, words_of(weight), None).double()
+    size = rounded.double().abs() @ dense.double().abs().T
+    exact = rounded.double() @ dense.double().T
+    assert bool(((actual - exact).abs() <= 2.0**-9 * exact.abs() + 2.0**-12 * size).all())  # fp8 units sum with 13 bits or more

@@ -1,0 +1,222 @@
+"""The device draws what engine.sampling.Sampler draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from engine import noise
+from engine.kernels.triton.sampling import DeviceSampler, SamplingScratch, draw
+from engine.kernels.triton.sampling_batch import IN_PROMPT, SamplingBatch, count_drawn, counts_of
+from engine.kernels.triton.sampling_numbers import exp_of, gumbel_of, random_bits
+from engine.sampling import Sampler, SampleRow
+from engine.sampling_params import SamplingParams
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EOS = 5
+CHUNK = 32
+
+
+def row(
+    *,
+    choice: int = 0,
+    index: int = 0,
+    prompt: tuple[int, ...] = (),
+    output: tuple[int, ...] = (),
+    allowed: Any = None,
+    **params: Any,
+) -> SampleRow:
+    return SampleRow(SamplingParams(**{"max_tokens": 100, **params}), choice, index, prompt, output, frozenset({EOS}), allowed)
+
+
+def logits_of(num_rows: int, vocab: int, seed: int, grain: float = 0.0) -> torch.Tensor:
+    """Normal times 3; `grain`: rounded to multiples of it, for ties."""
+    logits = torch.randn((num_rows, vocab), generator=torch.Generator().manual_seed(seed)) * 3
+    return (logits / grain).round() * grain if grain else logits
+
+
+def assert_same(logits: torch.Tensor, rows: list[SampleRow], chunk: int = CHUNK) -> None:
+    expected = Sampler().sample(logits, rows)
+    actual = DeviceSampler(chunk).sample(logits.to(DEVICE), rows)
+    assert [token.token_id for token in actual] == [token.token_id for token in expected]
+    for mine, other in zip(actual, expected, strict=True):
+        if other.logprobs is None:
+            assert mine.logprobs is None
+            continue
+        assert mine.logprobs is not None
+        assert [i for i, _ in mine.logprobs.top] == [i for i, _ in other.logprobs.top]
+        for one, two in zip(
+            (mine.logprobs.chosen, *mine.logprobs.top), (other.logprobs.chosen, *other.logprobs.top), strict=True
+        ):
+            assert one[1] == pytest.approx(two[1], rel=1e-5, abs=1e-5)
+
+
+@st.composite
+def sample_rows(draw_: st.DrawFn, vocab: int) -> SampleRow:
+    tokens = st.lists(st.integers(0, vocab - 1), max_size=6).map(tuple)
+    output = draw_(tokens)
+    allowed = None
+    if draw_(st.booleans()):
+        bits = np.array(draw_(st.lists(st.booleans(), min_size=vocab, max_size=vocab)), bool)
+        bits[draw_(st.integers(6, vocab - 1))] = True  # something that is never forbidden
+        padded = np.zeros(-(-vocab // 32) * 32, bool)
+        padded[:vocab] = bits
+        allowed = np.packbits(padded, bitorder="little").view(np.uint32)
+    return row(
+        choice=draw_(st.integers(0, 3)),
+        index=len(output),
+        prompt=draw_(tokens),
+        output=output,
+        allowed=allowed,
+        temperature=draw_(st.sampled_from([0.0, 1e-6, 0.5, 1.0, 3.0])),
+        top_k=draw_(st.sampled_from([0, 0, 1, 2, 7, 50, 1000])),
+        top_p=draw_(st.one_of(st.just(1.0), st.floats(0.01, 1.0))),
+        min_p=draw_(st.one_of(st.just(0.0), st.floats(0.0, 1.0))),
+        repetition_penalty=draw_(st.sampled_from([1.0, 0.5, 1.3])),
+        presence_penalty=draw_(st.sampled_from([0.0, -1.0, 2.0])),
+        frequency_penalty=draw_(st.sampled_from([0.0, 0.7])),
+        seed=draw_(st.integers(0, 2**64 - 1)),
+        min_tokens=draw_(st.integers(0, 5)),
+        logprobs=draw_(st.sampled_from([None, 0, 3])),
+        stop_token_ids=draw_(st.sampled_from([(), (1, 2, 99999)])),
+        ignore_eos=draw_(st.booleans()),
+    )
+
+
+@settings(deadline=None, max_examples=8)
+@given(st.data(), st.sampled_from([20, 33, 100]), st.integers(0, 1000), st.sampled_from([0.0, 0.0, 1.0, 3.0]))
+def test_the_same_tokens_as_on_the_host(data: st.DataObject, vocab: int, seed: int, grain: float) -> None:
+    rows = data.draw(st.lists(sample_rows(vocab), min_size=1, max_size=2))
+    assert_same(logits_of(len(rows), vocab, seed, grain), rows)
+
+
+@settings(deadline=None, max_examples=3)
+@given(st.integers(0, 1000), st.floats(0.01, 0.999), st.sampled_from([0, 5, 40]), st.sampled_from([0.0, 0.5, 2.0]))
+@example(0, 0.5, 0, 2.0)
+def test_the_sets_that_filters_keep_are_the_same(seed: int, top_p: float, top_k: int, grain: float) -> None:
+    """Many draws from one row see the whole set."""
+    logits = logits_of(1, 70, seed, grain).expand(6, -1).contiguous()
+    rows = [row(seed=seed, index=i, top_p=top_p, top_k=top_k, min_p=0.01, temperature=4.0) for i in range(6)]
+    assert_same(logits, rows)
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95])
+def test_equals_at_the_bound_of_top_p_are_taken_by_their_ids(top_p: float) -> None:
+    logits = torch.zeros((6, 45))
+    logits[:, 7] = 1.0
+    assert_same(logits, [row(seed=3, index=i, top_p=top_p) for i in range(6)])
+
+
+def test_equals_at_the_bound_of_top_k_all_stay() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0, -0.0, 3.0]]).expand(8, -1).contiguous()
+    assert_same(logits, [row(seed=4, index=i, top_k=2) for i in range(8)])
+
+
+def test_greedy_ties_in_different_chunks_give_the_lowest_id() -> None:
+    logits = torch.zeros((2, 3 * CHUNK))
+    logits[0, [CHUNK + 3, 2 * CHUNK]] = 1.0
+    sampler = DeviceSampler(CHUNK)
+    assert [token.token_id for token in sampler.sample(logits.to(DEVICE), [row(temperature=0)] * 2)] == [CHUNK + 3, 0]
+    assert sampler.sample(logits.to(DEVICE)[:0], []) == []
+
+
+def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
+    logits = logits_of(4, 90, 1).to(DEVICE)
+    rows = [row(seed=i, top_p=0.8, top_k=30 * (i % 2), repetition_penalty=1.0 + i / 4, prompt=(1, 2), index=i) for i in range(4)]
+    sampler = DeviceSampler(CHUNK)
+    together = sampler.sample(logits, rows)
+    assert together == [sampler.sample(logits[i : i + 1], [rows[i]])[0] for i in range(4)]
+
+
+def test_counts_kept_on_the_device_are_those_of_the_lists() -> None:
+    vocab = 40
+    counts = counts_of([((1, 2, 2), (2, 3)), ((), ())], vocab, DEVICE)
+    assert counts[0, :4].tolist() == [0, IN_PROMPT, IN_PROMPT + 1, 1] and not counts[1].any()
+    count_drawn(counts, torch.tensor([1, -1, 0], device=DEVICE), torch.tensor([7, 8, 3], device=DEVICE))
+    assert torch.equal(counts, counts_of([((1, 2, 2), (2, 3, 3)), ((), (7,))], vocab, DEVICE))
+
+
+def test_a_batch_stays_on_the_device_from_step_to_step() -> None:
+    """As a graph would: the same buffers, contents changed by copies, counts by what was drawn."""
+    output: list[int] = []
+    logits = logits_of(1, 50, 3)
+    params: dict[str, Any] = {"seed": 8, "frequency_penalty": 4.0, "repetition_penalty": 1.2, "prompt": (1, 2)}
+    batch = SamplingBatch.of([row(index=0, **params)], 50, DEVICE)
+    counts, scratch = batch.counts.clone(), SamplingScratch.of(1, 50, DEVICE, chunk=CHUNK)
+    for index in range(5):
+        tokens = draw(logits.to(DEVICE), batch, scratch, chunk=CHUNK)
+        [expected] = Sampler().sample(logits, [row(index=index, output=tuple(output), **params)])
+        assert tokens.tolist() == [expected.token_id]
+        output.append(expected.token_id)
+        count_drawn(counts, torch.zeros(1, dtype=torch.int32, device=DEVICE), tokens)
+        batch.copy_(SamplingBatch.of([row(index=index + 1, output=tuple(output), **params)], 50, DEVICE))
+        assert torch.equal(batch.counts, counts)
+
+
+@triton.jit
+def _numbers(
+    bits: tl.tensor,
+    noises: tl.tensor,
+    powers: tl.tensor,
+    seed: tl.tensor,
+    choice: tl.tensor,
+    index: tl.tensor,
+    COUNT: tl.constexpr,
+) -> None:
+    ids = tl.arange(0, COUNT)
+    random = random_bits(tl.load(seed), choice, index, ids)
+    tl.store(bits + ids, random.to(tl.int64))
+    tl.store(noises + ids, gumbel_of(random))
+    tl.store(powers + ids, exp_of(tl.load(powers + ids)))
+
+
+@settings(deadline=None, max_examples=5)
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1))
+def test_noise_is_that_of_the_engine_and_exponentials_are_right(seed: int, choice: int, index: int) -> None:
+    count = 512
+    bits, noises = torch.empty(count, dtype=torch.int64, device=DEVICE), torch.empty(count, device=DEVICE)
+    exponents = torch.linspace(-110, 0, count)
+    exponents[0] = -torch.inf
+    powers = exponents.to(DEVICE, copy=True)
+    unsigned = torch.from_numpy(np.array([seed], np.uint64).view(np.int64)).to(DEVICE)
+    _numbers[(1,)](bits, noises, powers, unsigned, choice, index, COUNT=count, enable_fp_fusion=False)
+    ids = torch.arange(count)
+    assert torch.equal(bits.cpu(), noise.random_bits(seed, choice, index, ids))
+    torch.testing.assert_close(noises.cpu(), noise.gumbel(seed, choice, index, ids), rtol=2.0**-22, atol=2.0**-22)
+    torch.testing.assert_close(powers.cpu().double(), exponents.double().exp(), rtol=2.0**-23, atol=2.0**-149)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    batch, scratch = SamplingBatch.of([row()], 40, DEVICE), SamplingScratch.of(1, 40, DEVICE, chunk=CHUNK)
+    with pytest.raises(ValueError, match="logits"):
+        draw(torch.zeros((2, 40), device=DEVICE), batch, scratch, chunk=CHUNK)
+    with pytest.raises(ValueError, match="scratch"):
+        draw(torch.zeros((1, 41), device=DEVICE), batch, scratch, chunk=CHUNK)
+    with pytest.raises(ValueError, match="chunk"):
+        draw(torch.zeros((1, 40), device=DEVICE), batch, scratch)
+    with pytest.raises(ValueError, match="floats"):
+        batch.copy_(SamplingBatch.of([row(), row()], 40, DEVICE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [128_256, 151_936])
+def test_big_vocabularies(vocab: int) -> None:
+    rows = [
+        row(
+            seed=i,
+            index=i,
+            temperature=(i % 4) * 0.5,
+            top_k=(0, 50)[i % 2],
+            top_p=(1.0, 0.9, 0.5)[i % 3],
+            min_p=(0.0, 0.02)[i % 2],
+        )
+        for i in range(48)
+    ]
+    assert_same(logits_of(48, vocab, 0), rows, 4096)
