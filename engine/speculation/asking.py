@@ -39,6 +39,11 @@ class Asking:
         self._probing_ns = 0
         self._proposed: dict[Sequence, Draft] = {}  # in this step, as the proposer gave them
 
+    def rest(self) -> None:
+        """Nobody is asked in this step. Its pauses go on: one within the other would multiply."""
+        for habit in self._habits.values():
+            habit.rest()
+
     def ask_all(self, asks: Sequence_[Ask], drafts: list[Draft]) -> list[Draft]:
         """`drafts`, of these asks, or the proposer's own where that promises more."""
         return self._ask(range(len(asks)), asks, drafts)

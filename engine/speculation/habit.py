@@ -89,6 +89,10 @@ class Habit:
         self._num_to_skip -= 1
         return False
 
+    def rest(self) -> None:
+        """A step in which nobody is asked."""
+        self._num_to_skip = max(0, self._num_to_skip - 1)
+
     def is_probing(self) -> bool:
         """Asked now whatever that is worth. Once for each step in which it is due."""
         if not self._num_to_probe:

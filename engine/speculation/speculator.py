@@ -131,6 +131,8 @@ class Speculator:
     def draft(self, running: Iterable[Sequence], *, has_prompts: bool) -> dict[Sequence, Draft]:
         """A draft for each sequence that is to have one. `has_prompts`: some are beside those that decode."""
         if self._rest.is_on():
+            for asking in self._dear:
+                asking.rest()
             return {}
         started_ns = self._clock_ns()
         # The property's arithmetic (is_going_on), without calling it for each sequence.

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Sequence_
 
 from engine.engine import Engine
 from engine.speculation.draft import Draft
-from engine.speculation.habit import LONGEST_PAUSE, PROBE
+from engine.speculation.habit import FIRST_PAUSE, LONGEST_PAUSE, PROBE, Habit
 from engine.speculation.proposer import Ask
 from tests.support.engine_requests import assert_whole, request
 from tests.support.guesser import Guesser
@@ -63,3 +63,15 @@ def test_a_free_guess_that_promises_as_much_saves_the_question() -> None:
     while engine.step() is not None:
         pass
     assert_whole(engine)
+
+
+def test_pauses_go_on_while_nobody_is_asked() -> None:
+    """Steps in which looking itself does not pay count as well: else a pause of 256 became one of 2300."""
+    habit = Habit()
+    habit.decide(gain=0.0, price=0.0)
+    for _ in range(FIRST_PAUSE):
+        assert not habit.is_next
+        habit.rest()
+    assert habit.is_next
+    habit.rest()
+    assert habit.is_due()
