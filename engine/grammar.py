@@ -40,6 +40,11 @@ class Matcher(Protocol):
         """The tokens that may come next, at least one; only `forced` if there is one."""
         ...
 
+    def num_possible(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, may come one after the other. Much less work than `allowed` behind each,
+        and a little less strict: of several ways to spell a text that is forced it takes any."""
+        ...
+
 
 class MatcherTree:
     """A matcher behind an output, and those behind guesses of how the output goes on: each place is found once."""

@@ -221,6 +221,12 @@ class GrammarMatcher:
             self._allowed.flags.writeable = False
         return self._allowed
 
+    def num_possible(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, may come one after the other; any spelling of what is forced is taken."""
+        if self.failed:
+            return 0
+        return self._matcher.validate_tokens(list(token_ids))
+
     def _find_allowed(self) -> Bits:
         bits = np.zeros(-(-self._vocab_size // 32), np.uint32)
         if not self._run:

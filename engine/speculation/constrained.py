@@ -21,12 +21,14 @@ def allowed_on_tree(sequence: Sequence, draft: Draft) -> list[Bits | None]:
 
 def follow(sequence: Sequence, draft: Draft) -> Draft:
     """What of the draft the sequence's grammar allows: all of it without one."""
-    if sequence.group.request.grammar is None:
+    if sequence.group.request.grammar is None or not draft:
         return draft
-    wanted: list[bool] = []
-    for parent, token_id in zip(draft.parents, draft.token_ids, strict=True):
-        hangs_on = parent == ROOT or wanted[parent]
-        wanted.append(hangs_on and _is_allowed(sequence.matcher_behind(_path(draft, parent)).allowed(), token_id))
+    here = sequence.matcher_behind(())
+    wanted = [False] * len(draft)
+    for run in draft.branches:
+        path = draft.branch(run[-1])  # from the root on: a run begins behind another's token
+        for index in path[: here.num_possible([draft.token_ids[index] for index in path])]:
+            wanted[index] = True
     return draft.keep(wanted)
 
 
@@ -34,6 +36,3 @@ def _path(draft: Draft, node: int) -> tuple[int, ...]:
     """The tokens from below the root to this one, itself included."""
     return tuple([draft.token_ids[index] for index in draft.branch(node)])
 
-
-def _is_allowed(bits: Bits, token_id: int) -> bool:
-    return bool(bits[token_id // 32] >> (token_id % 32) & 1)

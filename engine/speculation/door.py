@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.sequence import Sequence
 from engine.speculation.chance import Trust
+from engine.speculation.constrained import follow
 from engine.speculation.draft import NOTHING, ROOT, Draft, Verified
 from engine.speculation.handover import TakesOver
 from engine.speculation.proposer import Ask, Proposer
@@ -39,9 +40,11 @@ class Door:
         self._trust, self._factor = Trust(), 1.0
 
     def propose(self, asks: Sequence_[Ask]) -> list[Draft]:
+        """Cut to what grammars allow, before anybody counts on it."""
         with self._watched():
             drafts = self._proposer.propose(asks)
-            return [self._checked(ask, draft) for ask, draft in zip(asks, drafts, strict=True)]
+            checked = [self._checked(ask, draft) for ask, draft in zip(asks, drafts, strict=True)]
+            return [follow(ask.sequence, draft) for ask, draft in zip(asks, checked, strict=True)]
         return [NOTHING] * len(asks)
 
     def believed(self, drafts: list[Draft]) -> list[Draft]:

@@ -1,6 +1,6 @@
 """Speculation around the engine's step: who is asked for drafts, how much of them is verified, and what was learned.
 
-draft(running, ...)  free proposers, then those that run a model where that may pay; the policy; grammars ─► a draft each
+draft(running, ...)  free proposers, then those that run a model where that may pay; the policy ─► a draft each
 the step             verifies them beside everything else (scheduler.py, runner.py)
 learn(draws, ...)    every proposer hears what the model drew, the cost curve what the step took
 
@@ -22,7 +22,6 @@ from engine.runner import Draw
 from engine.scheduler import Plan
 from engine.sequence import Sequence
 from engine.speculation.asking import Asking
-from engine.speculation.constrained import follow
 from engine.speculation.cost_curve import CostCurve
 from engine.speculation.door import Door
 from engine.speculation.draft import NOTHING, Draft, Verified
@@ -213,7 +212,7 @@ class Speculator:
         self._threshold = choice.threshold
         if probes and not any(choice.drafts):
             choice = replace(choice, drafts=self._probing.pick(drafts, load, self.curve))
-        drafted = {ask.sequence: follow(ask.sequence, draft) for ask, draft in zip(asks, choice.drafts, strict=True) if draft}
+        drafted = {ask.sequence: draft for ask, draft in zip(asks, choice.drafts, strict=True) if draft}
         return _Chosen(drafted, choice.gain)
 
     def _may_pay(self, load: Load, num_asks: int) -> bool:

@@ -94,6 +94,29 @@ def walk(compiler: GrammarCompiler, kind: str, source: Source, seed: int) -> lis
 
 
 @pytest.mark.parametrize(("kind", "source", "pattern"), KINDS, ids=[kind for kind, _, _ in KINDS])
+def test_how_far_a_guess_may_come(kind: str, source: Source, pattern: str, compiler: GrammarCompiler) -> None:
+    """Nothing that could be drawn is refused, and what is refused could not be taken."""
+    grammar, chance, num_cut = compiler.compile(kind, source), random.Random(1), 0
+    for seed in range(4):
+        output = [token_id for token_id in walk(compiler, kind, source, seed) if token_id not in compiler.eos_token_ids]
+        assert grammar.matcher().num_possible(output) == len(output)
+        for start in range(0, len(output), 5):
+            here = grammar.matcher()
+            for token_id in output[:start]:
+                here.take(token_id)
+            guess = [*output[start : start + 3], chance.randrange(compiler.vocab_size - 64), *output[start : start + 3]]
+            num = here.num_possible(guess)
+            num_cut += num < len(guess)
+            assert num >= min(3, len(output) - start)
+            for token_id in guess[:num]:
+                here.take(token_id)
+                assert not here.failed
+            if num < len(guess):
+                assert guess[num] not in allowed(here)
+    assert num_cut
+
+
+@pytest.mark.parametrize(("kind", "source", "pattern"), KINDS, ids=[kind for kind, _, _ in KINDS])
 def test_every_output_is_a_sentence(
     kind: str, source: Source, pattern: str, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:

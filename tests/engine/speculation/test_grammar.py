@@ -11,7 +11,7 @@ from engine.grammar import Bits
 from engine.outputs import FinishReason
 from engine.request import EngineRequest
 from engine.sequence import Sequence
-from engine.speculation import speculator
+from engine.speculation import door
 from engine.speculation.constrained import follow
 from engine.speculation.draft import Draft
 from tests.engine.backends import BACKENDS
@@ -100,7 +100,7 @@ class Cuts:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.num_cut = 0
-        patch.setattr(speculator, "follow", self.follow)
+        patch.setattr(door, "follow", self.follow)
 
     def follow(self, sequence: Sequence, draft: Draft) -> Draft:
         followed = follow(sequence, draft)
