@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from planning.objectives import PRIORITIES
 from protos.v1 import mesh_pb2
 from router import instruments
 from router.admission_counts import OTHERS
+from router.attainment import mesh_error_of, verdict
 from router.decisions import Decision
 from router.job import Job
 from router.timings import RequestTimings
-from runtime.errors import Cancelled, InvalidArgument, MeshError, NotFound, ResourceExhausted, as_mesh_error
 from runtime.telemetry.metrics import OFF, Metrics
 
 PROVIDER = "pdmesh"
 NO_TENANT = "(default)"
 OTHER = "other"
-_NOT_OURS = (Cancelled, InvalidArgument, NotFound, ResourceExhausted)
-"""Errors that say nothing about how fast this mesh is: the client's, or a refusal, which is counted as one."""
 _PRIORITIES = {number: name for name, number in PRIORITIES.items()}
 _MODES = {mesh_pb2.PREFILL_MODE_LOCAL: "local", mesh_pb2.PREFILL_MODE_REMOTE: "remote"}
 _TTFT_PARTS = (
@@ -67,15 +64,16 @@ class RequestMetrics:
         trace: str,
     ) -> None:
         parts = timings.parts if timings.parts.total_ns else timings.message()
-        problem = None if error is None else _problem_of(error)
+        problem = None if error is None else mesh_error_of(error)
         error_type = "" if problem is None else problem.code.name
         if job is None:
             self.metrics.add(instruments.REQUESTS, 1, "", "", "", "", error_type, "none", "none")
             return
         self._measured(job, parts, error_type, trace)
         self._counted(job, parts, num_output_tokens)
-        met = [_met(took_ns, goal, problem) for took_ns, goal in zip((parts.ttft_ns, parts.tpot_ns), goals, strict=True)]
-        self.metrics.add(instruments.REQUESTS, 1, *_class_of(job), _MODES.get(parts.mode, ""), error_type, *met)
+        met = verdict(parts, goals, problem)
+        who = (*_class_of(job), _MODES.get(parts.mode, ""))
+        self.metrics.add(instruments.REQUESTS, 1, *who, error_type, _word(met.ttft), _word(met.tpot))
         if problem is None and timings.decision is not None:
             self._predicted(job, parts, timings.decision)
 
@@ -137,17 +135,5 @@ def _operation(job: Job) -> str:
     return "chat" if job.is_chat else "text_completion"
 
 
-def _met(took_ns: int, goal_ms: int, problem: MeshError | None) -> str:
-    """Whether the objective was met. What failed for a fault of ours has missed what it never came to."""
-    if not goal_ms:
-        return "none"
-    if took_ns:
-        return "true" if took_ns <= goal_ms * 1e6 else "false"
-    return "none" if problem is None or isinstance(problem, _NOT_OURS) else "false"
-
-
-def _problem_of(error: BaseException) -> MeshError:
-    """A stream that is closed or cancelled before its end is one whose client has left."""
-    if isinstance(error, (GeneratorExit, asyncio.CancelledError)):
-        return Cancelled("the client left")
-    return error if isinstance(error, MeshError) else as_mesh_error(error)
+def _word(met: bool | None) -> str:
+    return {True: "true", False: "false", None: "none"}[met]

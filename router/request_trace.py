@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from protos.v1 import common_pb2, mesh_pb2
+from router.attainment import mesh_error_of, verdict
 from router.demands import goals_ms
 from router.job import Job
 from router.spans import NO_SPANS, LiveSpans, Spans
@@ -113,20 +114,16 @@ class LiveTrace(RequestTrace):
         self._root.set({**_timing_attributes(parts), **_brought_attributes(brought)})
         error_type, words = ("", "") if error is None else problem_of(error)
         has_left = is_departure(error_type)
-        is_met = error is None and self._meets(parts)
-        if any(self._goals):
+        is_met = verdict(parts, self._goals, None if error is None else mesh_error_of(error)).overall
+        if is_met is not None:
             self._root.set({"pdmesh.slo.met": is_met})
         if has_left:
             self._root.set({"error.type": error_type})
         elif error is not None:
             self._root.fail(error_type, words)
         self.live.close(self._received_ns + parts.total_ns)
-        if not is_met and not has_left:
+        if not has_left and (error is not None or is_met is False):
             self._keep()
-
-    def _meets(self, parts: mesh_pb2.Timings) -> bool:
-        ttft_ms, tpot_ms = self._goals
-        return not (ttft_ms and parts.ttft_ns > ttft_ms * 1e6) and not (tpot_ms and parts.tpot_ns > tpot_ms * 1e6)
 
     def _keep(self) -> None:
         context = self._root.context

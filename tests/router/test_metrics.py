@@ -82,7 +82,7 @@ async def test_errors_refusals_and_those_who_leave_are_told_apart(model_folder: 
         await mesh.until_whole()
         page = await look(mesh)
     assert page.value("pdmesh_requests_total", error_type="INVALID_ARGUMENT") == 1
-    assert page.value("pdmesh_requests_total", error_type="RESOURCE_EXHAUSTED", ttft_met="none") == 1
+    assert page.value("pdmesh_requests_total", error_type="RESOURCE_EXHAUSTED", ttft_met="false") == 1
     assert page.value("pdmesh_requests_total", error_type="CANCELLED") == 1
     assert page.value("pdmesh_admission_refused_total", reason="queue_full") == 1
     assert page.value("pdmesh_admission_inflight") == 0

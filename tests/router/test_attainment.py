@@ -1,0 +1,51 @@
+"""One rule for metrics, traces and the console: what never came is missed, unless that is the caller's own doing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from protos.v1 import mesh_pb2
+from router.attainment import OVER_ITS_RATE, Verdict, mesh_error_of, verdict
+from runtime.errors import InvalidArgument, MeshError, NotFound, ResourceExhausted, Unavailable
+
+GOALS = (200, 20)
+MS = 1_000_000
+NO_ROOM = ResourceExhausted("queue_full: 64 requests wait", reason="queue_full")
+TOO_MUCH = ResourceExhausted("rate: used up", reason=OVER_ITS_RATE)
+WRONG = InvalidArgument("sampling.top_p", "must be above 0")
+
+
+def judged(ttft_ms: float, tpot_ms: float, problem: MeshError | None, goals: tuple[int, int] = GOALS) -> Verdict:
+    return verdict(mesh_pb2.Timings(ttft_ns=int(ttft_ms * MS), tpot_ns=int(tpot_ms * MS)), goals, problem)
+
+
+def test_what_was_answered_is_judged_by_its_times() -> None:
+    assert judged(200, 20, None) == Verdict(True, True, True)
+    assert judged(201, 20, None) == Verdict(False, True, False)
+    assert judged(200, 21, None) == Verdict(True, False, False)
+
+
+def test_one_token_has_no_time_between_tokens() -> None:
+    assert judged(100, 0, None) == Verdict(True, None, True)
+
+
+@pytest.mark.parametrize("problem", [NO_ROOM, Unavailable("no worker"), mesh_error_of(ZeroDivisionError())])
+def test_what_never_came_is_missed(problem: MeshError) -> None:
+    assert judged(0, 0, problem) == Verdict(False, False, False)
+    assert judged(100, 0, problem) == Verdict(True, False, False)
+    assert judged(100, 0, problem, goals=(200, 0)) == Verdict(True, None, False)  # in time, but no whole answer
+
+
+@pytest.mark.parametrize(
+    "problem", [WRONG, TOO_MUCH, NotFound("no such model", field="model"), mesh_error_of(asyncio.CancelledError())]
+)
+def test_the_callers_doing_is_not_judged_unless_it_was_late_before(problem: MeshError) -> None:
+    assert judged(0, 0, problem) == Verdict(None, None, None)
+    assert judged(100, 0, problem) == Verdict(True, None, None)
+    assert judged(300, 0, problem) == Verdict(False, None, False)
+
+
+def test_nothing_was_promised() -> None:
+    assert judged(9999, 9999, None, goals=(0, 0)) == judged(0, 0, NO_ROOM, goals=(0, 0)) == Verdict(None, None, None)
