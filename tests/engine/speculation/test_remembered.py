@@ -14,6 +14,7 @@ from engine.speculation import calibrate
 from engine.speculation.calibrate import BUDGET_S, FIRST_ROWS, ROWS, confirmed, known_curve, measured
 from engine.speculation.cost_curve import CostCurve
 from engine.speculation.remembered import Circumstances, recall, remember
+from engine.weights.hash import cache_folder
 from engine.weights.loader import load_model
 from tests.engine.speculation.test_calibrate import Machine
 from tests.support.mock_engine import open_engine
@@ -23,8 +24,14 @@ OF = Circumstances("hash", "int8", "processor", 2, "torch.int8", 16, 2048, 512)
 CURVE = CostCurve((1, 2, 4, 8), (0.001, 0.001, 0.0012, 0.0015), 1e-7, 1e-8)
 
 
+@pytest.fixture
+def kernels() -> Path:
+    """Compiled for this run: compiling them takes longer than all of these tests."""
+    return cache_folder().absolute() / "kernels"
+
+
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PDMESH_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -123,9 +130,11 @@ def test_only_what_was_remembered_is_held_against_steps() -> None:
 
 
 def test_an_engine_measures_once(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kernels: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With whatever a tiny model's steps take on a busy machine."""
+    cache.mkdir()
+    (cache / "kernels").symlink_to(kernels)
     monkeypatch.setattr(calibrate, "KEPT_S", 0.0)
     monkeypatch.setattr(calibrate, "ALIKE", 1e9)
     folder = make_tiny_model(tmp_path / "tiny")
