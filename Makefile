@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Processes in which the unit tests run.
+JOBS ?= 2
 READY := $(VENV)/.ready
 PROTOS := $(wildcard protos/*/*.proto)
 # One list of what is linted and typed, for people and for CI.
@@ -60,8 +62,9 @@ stubs-fresh: $(READY)
 # what is broken fails twice.
 ONCE_MORE = $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
+# By whole files: what a file has made for its tests is made once. Most tests compute with one thread, and many only wait.
 unit: $(READY) model kernels
-	$(BIN)/python -m pytest tests --ignore=tests/mesh --ignore=tests/cluster || $(ONCE_MORE) tests --ignore=tests/mesh --ignore=tests/cluster
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests --ignore=tests/mesh --ignore=tests/cluster || $(ONCE_MORE) tests --ignore=tests/mesh --ignore=tests/cluster
 
 mesh: $(READY) model kernels
 	$(BIN)/python -m pytest tests/mesh || $(ONCE_MORE) tests/mesh

@@ -40,10 +40,14 @@ async def mesh_figures(folder: Path, prompts: Prompts, guesses: Sequence[Guess],
     """Against one engine of this process in which nobody guesses."""
     wanted = {kind: _expected(bench, prompts, draw) for kind, draw in DRAWS.items()}
     for guess in (Guess("none", "none", {}), *guesses):
-        settings = {"speculation": guess.speculation, **of_length(DRAFT), **guess.settings}
-        async with _mesh(folder, settings) as mesh, AsyncClient(mesh.router_addresses) as client:
+        async with _mesh(folder, _settings(guess)) as mesh, AsyncClient(mesh.router_addresses) as client:
             async for figure in _compared(client, guess, prompts, wanted):
                 yield figure
+
+
+def _settings(guess: Guess) -> dict[str, object]:
+    length = {} if guess.speculation == "none" else of_length(DRAFT)  # refused where nobody guesses
+    return {"speculation": guess.speculation, **length, **guess.settings}
 
 
 def _mesh(folder: Path, settings: Mapping[str, object]) -> LocalMesh:
