@@ -40,9 +40,11 @@ def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
     try:
         if shared:
             share(made)
-        elif os.name == "posix":  # what a router that ended has left behind in the kernel is in nobody's way
+        if os.name == "posix":  # what connections of somebody who has ended have left behind in the kernel is in nobody's way
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
+        if shared and os.name == "posix":  # from here on a stranger who asks for as much would get in
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError:
         made.close()
         raise
