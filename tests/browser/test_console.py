@@ -192,6 +192,8 @@ async def test_a_console_that_goes_away_is_noticed(browser: Browser) -> None:
             page = await opened.__aenter__()
             assert await text(page, "#connection") == "live"
         await page.wait_for_function("() => document.getElementById('connection').textContent === 'reconnecting'")
+        assert "The console does not answer. What stands here was true at " in await text(page, "#notices")
+        assert await page.locator(".flow.pulse:visible").count() == 0, "what flows here would be of before"
         await opened.__aexit__(None, None, None)
 
 

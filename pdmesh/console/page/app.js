@@ -12,7 +12,7 @@ import { installTheme } from "./theme.js";
 import { drawTopology } from "./topology.js";
 import { drawWaterfall, startView } from "./waterfall.js";
 
-const page = { state: null, model: "", list: "recent", bar: null, found: null, open: null, decisions: "policy", isHeld: false, isLate: false };
+const page = { state: null, model: "", list: "recent", bar: null, found: null, open: null, decisions: "policy", isHeld: false, isLate: false, isAway: false };
 
 const modelNow = () => page.state?.models.find((model) => model.name === page.model);
 
@@ -112,7 +112,7 @@ function draw() {
   const { state } = page;
   if (!state) return;
   pickModel(state);
-  drawNotices(byId("notices"), state);
+  drawNotices(byId("notices"), state, page.isAway);
   drawFigures(byId("figures"), state, modelNow());
   drawTopology(byId("topology"), byId("legend-topology"), state);
   drawHistograms();
@@ -136,6 +136,9 @@ function connection(state) {
   const pill = byId("connection");
   pill.className = `pill ${{ live: "good", away: "bad" }[state] ?? ""}`;
   pill.textContent = { live: "live", away: "reconnecting", paused: "paused" }[state];
+  page.isAway = state === "away";
+  document.body.classList.toggle("away", page.isAway);
+  if (page.state) drawNotices(byId("notices"), page.state, page.isAway);
 }
 
 function start() {

@@ -27,8 +27,9 @@ export function drawFigures(container, state, model) {
     figure("Output", [perSecond(state.rates.output_tokens_per_s), h("small", {}, " tokens/s")], plural(state.workers.filter((worker) => worker.state === "alive").length, "worker") + " alive"));
 }
 
-export function drawNotices(container, state) {
+export function drawNotices(container, state, isAway) {
   const notices = [
+    ...(isAway ? [`The console does not answer. What stands here was true at ${new Date(1000 * state.at_s).toLocaleTimeString()}.`] : []),
     ...state.routers.filter((router) => router.problem).map((router) => `Router ${router.address} does not answer: ${router.problem}`),
     ...state.routers.filter((router) => !router.problem && !router.registry_connected).map((router) => `Router ${router.id} has no connection to the registry; it goes on with the workers it knows.`),
     ...state.workers.filter((worker) => worker.state === "lost").map((worker) => `Worker ${worker.id} is lost.`),
