@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 # Processes in which the unit tests run.
 JOBS ?= 2
 READY := $(VENV)/.ready
+TRITON := $(VENV)/.triton
 PROTOS := $(wildcard protos/*/*.proto)
 # One list of what is linted and typed, for people and for CI.
 CODE := pdmesh simulator worker router prefill_service decode_service autoscaler kvtransfer planning runtime engine text protos benchmarks examples tests
@@ -26,6 +27,12 @@ $(READY): requirements.lock pyproject.toml
 	@echo "==> installing the other packages of requirements.lock"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+# The interpreter in which the GPU's kernels are tested: of 640 MB, so only where they are.
+$(TRITON): $(READY)
+	@echo "==> installing triton (for the tests of the GPU kernels)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check triton==3.6.0 || echo "==> without it these tests are skipped"
 	@touch $@
 
 setup: $(READY)  ## virtual environment with pinned dependencies
@@ -63,7 +70,7 @@ stubs-fresh: $(READY)
 ONCE_MORE = $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 # By whole files: what a file has made for its tests is made once. Most tests compute with one thread, and many only wait.
-unit: $(READY) model kernels
+unit: $(READY) $(TRITON) model kernels
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests --ignore=tests/mesh --ignore=tests/cluster || $(ONCE_MORE) tests --ignore=tests/mesh --ignore=tests/cluster
 
 mesh: $(READY) model kernels
