@@ -58,6 +58,9 @@ class PagedLoop:
     def step(self, chunks: Sequence[Chunk]) -> Tensor:
         return self.loaded.model.forward(make_batch(chunks, self.block_size), self.pool.tensor)
 
+    def step_into(self, chunks: Sequence[Chunk], hidden: Tensor) -> Tensor:
+        return self.loaded.model.forward(make_batch(chunks, self.block_size), self.pool.tensor, None, hidden)
+
     def logits(self, token_ids: Sequence[int], chunk_size: int = 10**9) -> Tensor:
         """[len(token_ids), vocab]: logits of every token, computed in chunks."""
         table = self.table(len(token_ids))
