@@ -1,8 +1,8 @@
 """Which row of a graph a sequence decodes in, and what of its numbers the device does not have yet. Pure: no tensor on a device.
 
 A sequence keeps its row from step to step, so that of its block table, which is the long part, only a new block is sent. Steps do
-not name their sequences; but the block that a sequence writes to is its own alone (engine/blocks.py copies a shared one first), so
-it is known again by it:
+not name their sequences; but the block that a sequence writes to is its own alone (a shared one is copied first), so it is known
+again by it:
 
     step n     table 4 9 7        writes to 7                   row 0 is held by 7
     step n+1   table 4 9 7        writes to 7   ─► row 0        nothing to send
@@ -40,7 +40,8 @@ class DecodeRows:
         rows = [self._known_row(table, num_rows, taken) for table in tables]
         free = (row for row in range(num_rows) if row not in taken)
         placed = [next(free) if row is None else row for row in rows]
-        added, rewritten = [], []
+        added: list[int] = []
+        rewritten: list[int] = []
         for index, (row, table) in enumerate(zip(placed, tables, strict=True)):
             held = self._tables[row]
             if held[: len(table)] != table:

@@ -35,7 +35,7 @@ class CudaGraphs:
 
     def record(self, work: Work) -> Recording:
         """The first run compiles kernels and lets libraries make their plans, none of which a capture may hold."""
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             work()
