@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 DEVICES = ("cpu", "cuda")
 MAX_THREADS = 1024  # torch crashes when the system refuses it a thread
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-BACKENDS = ("auto", "native", "torch")
+BACKENDS = ("auto", "native", "triton", "torch")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 QUANTIZATION_GROUPS = (32, 64, 128)
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
@@ -24,7 +24,7 @@ class EngineConfig:
     dtype: str = field(
         default="auto", metadata={"help": "float32, bfloat16, float16, auto (the checkpoint's); quantized: bfloat16"}
     )
-    backend: str = field(default="auto", metadata={"help": "native (CPU kernels), torch, or auto: native where it can"})
+    backend: str = field(default="auto", metadata={"help": "native (CPU), triton (CUDA), torch, or auto: kernels where they can"})
     quantization: str = field(
         default="auto", metadata={"help": "weights: int8, int4, none (dtype), or auto: native with dtype=auto quantizes, int8"}
     )

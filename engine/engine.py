@@ -29,8 +29,7 @@ from engine.progress import Progress
 from engine.request import EngineRequest
 from engine.requests import RequestTable
 from engine.reservations import Reservations, ReservedBlocks
-from engine.runner import ModelRunner, TokenSampler
-from engine.sampling import Sampler
+from engine.runner import ModelRunner
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Phase
 from engine.sequence import Sequence as EngineSequence
@@ -78,8 +77,7 @@ class Engine:
             kv_shape(config, loaded.config, loaded.kv_dtype, free_memory(config.device)), config.device, shared=config.kv_shared
         )
         self.cost = cost_of(loaded, self.kv.shape)
-        sampler: TokenSampler = loaded.model.sampler() if isinstance(loaded.model, NativeModel) else Sampler()
-        self.sampler = sampler
+        self.sampler = sampler = loaded.sampler()
         self._pool = BlockPool(self.kv.shape.num_blocks)
         limits = self._limits()
         self._allocator = BlockAllocator(self._pool, config.block_size, hash_block, prefix_caching=config.prefix_caching)
@@ -96,6 +94,7 @@ class Engine:
             hidden_size=hidden_size,
             arrangement=self.kv_arrangement,
         )
+        loaded.prepare(self.kv.tensor)
         self.pacer = Pacer(is_on=config.keep_pace)
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer)
         self._table = RequestTable(limits, self._allocator, self._scheduler)

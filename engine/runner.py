@@ -27,6 +27,8 @@ from engine.sequence import Sequence
 from engine.speculation.constrained import allowed_on_tree
 from engine.speculation.draft import ROOT, Verified
 
+_HOST = torch.device("cpu")
+
 
 class ForwardModel(Protocol):
     """What the runner needs of a model."""
@@ -83,7 +85,7 @@ class ModelRunner:
         states of this step, if anybody ever does."""
         pieces = plan.pieces
         self._copy_blocks(pieces)
-        batch = build_batch(pieces, self._kv.shape[3], self._kv.device)
+        batch = build_batch(pieces, self._kv.shape[3], _HOST)  # a model packs it: one copy to its device, nothing to wait for
         if self._hidden_size is None or not keep_hidden:
             return self._draw(pieces, self._model.forward(batch, self._kv, signal), None)
         hidden = torch.empty((len(batch.logits_rows), self._hidden_size), dtype=torch.float32, device=self._kv.device)

@@ -5,8 +5,8 @@
     whole tables of new sequences    ── only when some are new ─────────────────────────►  block_tables [rows, width]
 
 A step's message is 28 bytes a row: the block tables, 2 MB for 64 sequences of 128 k tokens in blocks of 16, stay on the device,
-and a step adds a block to a row at most. Rows without a sequence have no context and no slot: nothing is read for them and nothing
-written; tokens of padding are token 0.
+and a step adds a block to a row at most. Rows without a sequence have no context and no slot: nothing is read for
+them and nothing written; tokens of padding are token 0.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ from engine.kernels.triton.attention import TritonAttention
 from engine.kernels.triton.decode import DecodeGraphs, DecodeSizes
 from engine.kernels.triton.graphs import Recorder
 from engine.kernels.triton.metadata import Capacity, StepMetadata
+from engine.kernels.triton.sampling import DeviceSampler
 from engine.kernels.triton.splits import SPLITS, Splits
 from engine.kernels.triton.step import StepOutput, TritonStep
-from engine.kernels.triton.tiles import MAX_HEAD_DIM
-from engine.layers import ROW_MULTIPLE
+from engine.kernels.triton.weight_words import WeightWords
+from engine.layers import ROW_MULTIPLE, Linear
 from engine.model import DecoderModel
-from engine.model_config import ModelConfig
 
 # Part of the numeric mode: to be raised with every change of the kernels that changes bits of a logit.
 KERNEL_REVISION = 1
@@ -26,6 +26,8 @@ KERNEL_REVISION = 1
 
 class TritonModel:
     """`forward` as the model runner wants it, with the weights of a loaded decoder."""
+
+    backend = "triton"
 
     def __init__(
         self,
@@ -54,6 +56,17 @@ class TritonModel:
     def first_layers(self, num_layers: int) -> TritonModel:
         """See DecoderModel.first_layers."""
         return TritonModel(self.decoder.first_layers(num_layers), self.sizes, recorder=self.recorder, splits=self.splits)
+
+    def sampler(self) -> DeviceSampler:
+        """One that draws where the logits are."""
+        return DeviceSampler()
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Weight bytes that a step of few rows reads: its limit is this over the memory's bandwidth."""
+        layers = self.decoder.layers
+        maps = [self.decoder.head, *(m for layer in layers for m in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down))]
+        return sum(map(_num_bytes, maps))
 
     @torch.inference_mode()
     def prepare(self, kv: Tensor) -> None:
@@ -89,6 +102,11 @@ class TritonModel:
         return StepOutput(output.logits[:num_rows], output.states[:num_rows])
 
 
+def _num_bytes(linear: Linear) -> int:
+    weight = getattr(linear, "weight", None)
+    return int(weight.num_bytes if isinstance(weight, WeightWords) else weight.nbytes) if weight is not None else 0
+
+
 def padded(capacity: Capacity) -> Capacity:
     """With tokens and rows of logits in multiples of 4, as products want them, and sequences for the tokens of padding."""
     num_padding = -capacity.num_tokens % ROW_MULTIPLE
@@ -98,8 +116,3 @@ def padded(capacity: Capacity) -> Capacity:
         num_seqs=capacity.num_seqs + -(-num_padding // max(1, capacity.max_query_len)),
         num_logits=capacity.num_logits + -capacity.num_logits % ROW_MULTIPLE,
     )
-
-
-def why_not(config: ModelConfig) -> str | None:
-    """What of this model the kernels do not compute; None when they compute it all."""
-    return f"head_dim {config.head_dim} is more than {MAX_HEAD_DIM}" if config.head_dim > MAX_HEAD_DIM else None
