@@ -58,6 +58,9 @@ class EngineConfig:
         default=16, metadata={"help": f"tokens guessed ahead of a sequence at most, up to {MAX_DRAFT_TOKENS}"}
     )
     draft_length: int = field(default=0, metadata={"help": "guess so many, whatever it costs; 0: as many as pay"})
+    steps_ahead: bool = field(
+        default=True, metadata={"help": "triton: launch a decode step before the tokens of the one before it are read"}
+    )
     num_threads: int = field(default=0, metadata={"help": "threads that compute; 0: one for each core"})
 
     def validate(self) -> None:

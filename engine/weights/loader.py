@@ -64,6 +64,11 @@ class LoadedModel:
         own = getattr(self.model, "sampler", None)
         return own() if own is not None else Sampler()
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the model is one of engine/ahead.py's."""
+        return hasattr(self.model, "keep_drawn")
+
     def prepare(self, kv: Tensor) -> None:
         """Before the first request: what its first steps would wait for, such as the recording of graphs on the pool `kv`."""
         own = getattr(self.model, "prepare", None)

@@ -76,13 +76,25 @@ class TritonModel:
         if graphs is not None and self.recorder is not None:
             graphs.prepare()
 
+    def is_graph_step(self, batch: StepBatch, kv: Tensor) -> bool:
+        """See engine/ahead.py: whether `forward` takes tokens of this batch that `keep_drawn` was given."""
+        graphs = self._graphs_of(kv)
+        return graphs is not None and graphs.buffers.why_not(batch) is None
+
+    def keep_drawn(self, tokens: Tensor) -> None:
+        """tokens [R], on the device: in a decode step that comes next, token -1 - r is the r-th of them."""
+        if self._graphs is not None:
+            self._graphs.buffers.drawn[: len(tokens)].copy_(tokens)
+
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
         """See DecoderModel.forward. Logits hold until the next call. On a GPU the work is queued: nothing here waits for it,
         unless `signal` is to be told."""
         graphs = self._graphs_of(kv) if signal is None else None
-        is_decode = graphs is not None and graphs.buffers.why_not(batch) is None
-        output = graphs.run(batch) if graphs is not None and is_decode else self._eager(batch, kv, signal)
+        if graphs is not None and graphs.buffers.why_not(batch) is None:
+            output = graphs.run(batch)
+        else:
+            output = self._eager(batch, kv, signal)
         if hidden is not None:
             hidden.copy_(output.states)
         return output.logits

@@ -10,16 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.batch import StepBatch
 from engine.config import EngineConfig
+from engine.exports import LayerSignal
 from engine.kernels.triton.decode import DecodeSizes
 from engine.kernels.triton.graphs import Recording, Work, make_recorder
 from engine.kernels.triton.model import TritonModel
 from engine.kernels.triton.splits import Splits
 from engine.model import DecoderModel
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
 from engine.weights.loader import LoadedModel, load_model
 from tests.engine.kernels.triton.paged import DEVICE
-from tests.engine.kernels.triton.test_model import answers
+from tests.engine.kernels.triton.test_model import answers, prompt
 from tests.engine.paged_loop import Chunk, PagedLoop, make_batch
+from tests.support.mock_engine import open_engine, run_to_end
 from tests.support.tiny_models import make_tiny_model
 
 SPLITS = Splits(64, 4)
@@ -166,3 +171,36 @@ def test_greedy_tokens_of_the_graphs_are_those_of_the_launches(loaded: LoadedMod
     launched, _, _ = answers(replace(loaded, model=model_of(loaded, None)), tmp_path, num_blocks=7)
     assert found == launched == expected
     assert (num_preemptions > 0, num_hits > 0, recorder.num_replayed > 5) == (True, True, True)
+
+
+class Watched(TritonModel):
+    """Counts steps of tokens that the host has not seen."""
+
+    num_unseen = 0
+
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
+        self.num_unseen += int(bool((batch.token_ids < 0).any()))
+        return super().forward(batch, kv, signal, hidden)
+
+
+def test_steps_ahead_draw_the_same_tokens(loaded: LoadedModel, tmp_path: Path) -> None:
+    """Greedy and drawn at random, with sequences that end at different steps."""
+    assert isinstance(loaded.model, DecoderModel)
+    prompts = [prompt(14), prompt(3, 1), prompt(30, 2)]
+    samplings = [
+        SamplingParams(temperature=0.0, max_tokens=6),
+        SamplingParams(temperature=0.7, seed=5, max_tokens=9, top_p=0.9, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=6, max_tokens=7, top_k=20, ignore_eos=True),
+    ]
+    found, counts = [], []
+    for ahead in (False, True):
+        model = Watched(loaded.model, SIZES, recorder=Counted(), splits=SPLITS)
+        config = EngineConfig(model=str(tmp_path), num_blocks=16, max_context=64, device=DEVICE, steps_ahead=ahead)
+        engine = open_engine(config, replace(loaded, model=model))
+        for index, (tokens, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+            assert engine.add(EngineRequest(str(index), tuple(tokens), sampling))
+        collector = run_to_end(engine)
+        found.append([collector.answer(str(index)) for index in range(len(prompts))])
+        counts.append(model.num_unseen)
+    assert found[0] == found[1]
+    assert counts == [0, 7]
