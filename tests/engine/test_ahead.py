@@ -75,6 +75,8 @@ def test_who_is_released_meanwhile_and_who_comes() -> None:
     engine.add(comes)
     collector.take(engine.step())  # of the step that was under way
     assert "comes" not in collector.started
+    collector.take(engine.step())  # the scheduler was asked for this one
+    assert "comes" in collector.started
     check(run_to_end(engine, collector), stays, comes)
     assert collector.answer("goes").token_ids == answer(goes, 0).token_ids[:4]
     assert engine.stats().num_free_blocks == 32
