@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 DEVICES = ("cpu", "cuda")
 MAX_THREADS = 1024  # torch crashes when the system refuses it a thread
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-BACKENDS = ("auto", "native", "torch")
+BACKENDS = ("auto", "native", "triton", "torch")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 QUANTIZATION_GROUPS = (32, 64, 128)
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
@@ -24,7 +24,7 @@ class EngineConfig:
     dtype: str = field(
         default="auto", metadata={"help": "float32, bfloat16, float16, auto (the checkpoint's); quantized: bfloat16"}
     )
-    backend: str = field(default="auto", metadata={"help": "native (CPU kernels), torch, or auto: native where it can"})
+    backend: str = field(default="auto", metadata={"help": "native (CPU), triton (CUDA), torch, or auto: kernels where they can"})
     quantization: str = field(
         default="auto", metadata={"help": "weights: int8, int4, none (dtype), or auto: native with dtype=auto quantizes, int8"}
     )
@@ -58,6 +58,9 @@ class EngineConfig:
         default=16, metadata={"help": f"tokens guessed ahead of a sequence at most, up to {MAX_DRAFT_TOKENS}"}
     )
     draft_length: int = field(default=0, metadata={"help": "guess so many, whatever it costs; 0: as many as pay"})
+    steps_ahead: bool = field(
+        default=True, metadata={"help": "triton: launch a decode step before the tokens of the one before it are read"}
+    )
     num_threads: int = field(default=0, metadata={"help": "threads that compute; 0: one for each core"})
 
     def validate(self) -> None:

@@ -11,12 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from engine.admission import Limits
+from engine.ahead import steps_ahead
 from engine.allocator import BlockAllocator, HashBlock
 from engine.block_log import BlockChanges, BlockLog
 from engine.blocks import BlockPool, num_blocks_for
 from engine.census import Census, Counters
 from engine.config import EngineConfig
-from engine.exports import KVExports
+from engine.exports import KVExports, LayerSignal
 from engine.hardware import cost_of
 from engine.integrity import check_integrity
 from engine.kernels.cpu.model import NativeModel
@@ -29,8 +30,7 @@ from engine.progress import Progress
 from engine.request import EngineRequest
 from engine.requests import RequestTable
 from engine.reservations import Reservations, ReservedBlocks
-from engine.runner import ModelRunner, TokenSampler
-from engine.sampling import Sampler
+from engine.runner import Draw, ModelRunner
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Phase
 from engine.sequence import Sequence as EngineSequence
@@ -78,8 +78,7 @@ class Engine:
             kv_shape(config, loaded.config, loaded.kv_dtype, free_memory(config.device)), config.device, shared=config.kv_shared
         )
         self.cost = cost_of(loaded, self.kv.shape)
-        sampler: TokenSampler = loaded.model.sampler() if isinstance(loaded.model, NativeModel) else Sampler()
-        self.sampler = sampler
+        self.sampler = sampler = loaded.sampler()
         self._pool = BlockPool(self.kv.shape.num_blocks)
         limits = self._limits()
         self._allocator = BlockAllocator(self._pool, config.block_size, hash_block, prefix_caching=config.prefix_caching)
@@ -96,8 +95,13 @@ class Engine:
             hidden_size=hidden_size,
             arrangement=self.kv_arrangement,
         )
+        loaded.prepare(self.kv.tensor)
         self.pacer = Pacer(is_on=config.keep_pace)
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer)
+        # Guesses are made from tokens that the host has seen: with a proposer no step is ahead of them.
+        self._ahead = (
+            None if self.speculator else steps_ahead(self._runner, loaded, sampler, self._scheduler, self._allocator, config)
+        )
         self._table = RequestTable(limits, self._allocator, self._scheduler)
         self._reservations = Reservations(limits, self._table, self._allocator, self._scheduler)
         self._counters = counters = Counters()
@@ -180,13 +184,13 @@ class Engine:
     def step(self) -> StepResult | None:
         """One step for all sequences that fit into it. None: nothing to do until another call changes that."""
         started_ns = time.monotonic_ns()
-        plan = self._scheduler.schedule(started_ns, self._drafts())
+        plan = self._next_plan(started_ns)
         if not plan.pieces:
             self.check_integrity()
             return None
         self.kv.reach(self._pool.highest_used)
         planned_ns = time.monotonic_ns()
-        draws = self._runner.run(plan, self.exports.begin(plan), keep_hidden=self._wants_hidden(plan))
+        draws = self._run(plan, self.exports.begin(plan))
         computed_ns = time.monotonic_ns()
         num_prefilled = self._counters.num_prefilled_tokens
         result = self._progress.postprocess(plan, draws, started_ns, self.exports.end())
@@ -245,6 +249,19 @@ class Engine:
             max_context=self._limits().max_context,
             max_rows=self.config.max_num_batched_tokens,
         )
+
+    def _next_plan(self, now_ns: int) -> Plan:
+        """What is under way already, else what the scheduler says."""
+        plan = self._ahead.planned() if self._ahead is not None else None
+        if plan is None:
+            return self._scheduler.schedule(now_ns, self._drafts())
+        self.pacer.start([piece.sequence for piece in plan.pieces], now_ns)
+        return plan
+
+    def _run(self, plan: Plan, signal: LayerSignal | None) -> dict[EngineSequence, list[Draw]]:
+        if self._ahead is not None:
+            return self._ahead.run(plan, signal)
+        return self._runner.run(plan, signal, keep_hidden=self._wants_hidden(plan))
 
     def _drafts(self) -> dict[EngineSequence, Draft]:
         if self.speculator is None:

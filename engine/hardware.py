@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -15,6 +16,9 @@ from engine.kernels.cpu.threads import default_threads
 from engine.kv_cache import KVShape
 from engine.model_config import ModelConfig
 from engine.weights.loader import LoadedModel
+
+if TYPE_CHECKING:
+    from engine.kernels.triton.model import TritonModel
 
 # Enough to see the speed, little enough that a start does not feel it: some 20 ms on two idle cores.
 _CPU_BYTES, _CUDA_BYTES = 1 << 25, 1 << 28
@@ -26,7 +30,7 @@ _REPEATS = 3
 class ModelCost:
     """Of one model in the numbers that it is computed in."""
 
-    backend: str  # native or torch
+    backend: str  # native, triton or torch
     numbers: str  # of its products: int8, bfloat16, float16 or float32
     num_layers: int
     num_weights: int  # that each token is multiplied with
@@ -50,11 +54,14 @@ def cost_of(loaded: LoadedModel, kv: KVShape) -> ModelCost:
     num_weights, num_head_weights = _layer_weights(config) * config.num_layers, config.vocab_size * config.hidden_size
     numbers = str(loaded.dtype).removeprefix("torch.")
     weight_bytes = (num_weights + num_head_weights) * loaded.dtype.itemsize
+    backend = "native" if isinstance(model, NativeModel) else getattr(model, "backend", "torch")
+    if backend == "triton":  # its products take the dtype, whatever weights are held in
+        weight_bytes = cast("TritonModel", model).bytes_per_step
     if isinstance(model, NativeModel):
         quantized = model.weights.head.format in ("int8", "int4")
         numbers, weight_bytes = "int8" if quantized else numbers, model.weights.bytes_per_step
     return ModelCost(
-        backend="native" if isinstance(model, NativeModel) else "torch",
+        backend=backend,
         numbers=numbers,
         num_layers=config.num_layers,
         num_weights=num_weights,

@@ -8,6 +8,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.kernels.cpu.model import why_not
+from engine.kernels.triton.support import why_not as triton_why_not
 from engine.model_config import ModelConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -19,18 +20,22 @@ class Numerics:
     """`weights`: float32, bfloat16, float16, int8 or int4. `dtype`: of what is not quantized. `why_torch`: why the kernels that
     would be the default do not serve, for a warning; empty when they do, or when torch was asked for."""
 
-    backend: str  # "native" or "torch"
+    backend: str  # "native", "triton" or "torch"
     weights: str
     group: int  # int4: inputs that share a scale
     dtype: torch.dtype
     kv_dtype: torch.dtype
     why_torch: str = ""
 
+    @property
+    def is_quantized(self) -> bool:
+        return self.weights in ("int8", "int4")
+
     def num_bytes(self, model: ModelConfig, num_weights: int) -> int:
-        """Memory of a model's weights. The native backend keeps embeddings beside the head that is made of them, and the head in
-        8 bits at least."""
+        """Memory of a model's weights. Kernels keep embeddings beside the head that is made of them, and the head in 8
+        bits at least."""
         width = 0.5 + 4 / self.group if self.weights == "int4" else _WIDTHS[self.weights]
-        if self.backend == "torch":
+        if self.backend == "torch" or not (self.backend == "native" or self.is_quantized):
             return int(num_weights * width)
         table = model.vocab_size * model.hidden_size
         others = num_weights - table * (1 if model.tie_word_embeddings else 2)
@@ -40,25 +45,29 @@ class Numerics:
         """All that decides the bits of a logit beside the weights and the KV dtype, such as `int8-native1-avx512_bf16`:
         format of the weights (and what is not quantized, if not bfloat16), kernels."""
         weights = f"{self.weights}g{self.group}" if self.weights == "int4" else self.weights
-        if self.weights in ("int8", "int4") and self.dtype != torch.bfloat16:
+        if self.is_quantized and self.dtype != torch.bfloat16:
             weights += f"+{_name(self.dtype)}"
         return f"{weights}-{kernels}"
 
 
-def choose_numerics(config: EngineConfig, model: ModelConfig, *, has_int4: bool, no_library: str) -> Numerics:
-    """`has_int4`: the checkpoint itself holds 4-bit weights. `no_library`: why there are no native kernels here, or empty.
+def choose_numerics(
+    config: EngineConfig, model: ModelConfig, *, has_int4: bool, no_library: str, no_triton: str = "nobody looked for triton"
+) -> Numerics:
+    """`has_int4`: the checkpoint itself holds 4-bit weights. `no_library`, `no_triton`: why there are no native or no Triton
+    kernels here, or empty.
 
     Raises ValueError, naming the field, for settings that the backend cannot compute.
     """
-    reason = _why_torch(config, model, no_library)
-    if config.backend == "native" and reason:
-        raise ValueError(f"backend: native cannot run this: {reason}; give backend=torch, or auto")
+    is_triton = wants_triton(config)
+    reason = _why_not_triton(config, model, no_triton) if is_triton else _why_torch(config, model, no_library)
+    if config.backend in ("native", "triton") and reason:
+        raise ValueError(f"backend: {config.backend} cannot run this: {reason}; give backend=torch, or auto")
     dtype = _choose_dtype(config, model)
     if reason or config.backend == "torch":
         _check_torch(config, dtype, reason)
-        return Numerics(
-            "torch", _name(dtype), 0, dtype, dtype, "" if config.backend == "torch" or config.device != "cpu" else reason
-        )
+        return Numerics("torch", _name(dtype), 0, dtype, dtype, "" if config.backend == "torch" else reason)
+    if is_triton:
+        return _triton(config, dtype)
     weights = config.quantization
     if weights == "auto":
         weights = ("int4" if has_int4 else "int8") if config.dtype == "auto" else "none"
@@ -71,6 +80,17 @@ def choose_numerics(config: EngineConfig, model: ModelConfig, *, has_int4: bool,
     return Numerics("native", weights, group, held, _choose_kv(config, held))
 
 
+def wants_triton(config: EngineConfig) -> bool:
+    """Whether it is for the Triton kernels to say why they do not serve."""
+    return config.backend == "triton" or (config.backend == "auto" and config.device == "cuda")
+
+
+def _why_not_triton(config: EngineConfig, model: ModelConfig, no_triton: str) -> str:
+    if config.device == "cpu" and _choose_dtype(config, model) == torch.bfloat16:
+        return "on device=cpu Triton's interpreter multiplies bfloat16 wrongly, float16 and float32 rightly"
+    return no_triton or triton_why_not(model) or ""
+
+
 def _why_torch(config: EngineConfig, model: ModelConfig, no_library: str) -> str:
     if config.device != "cpu":
         return f"it is for device=cpu, this is {config.device}"
@@ -80,10 +100,22 @@ def _why_torch(config: EngineConfig, model: ModelConfig, no_library: str) -> str
     return no_library or why_not(model, config.block_size) or ""
 
 
+def _triton(config: EngineConfig, dtype: torch.dtype) -> Numerics:
+    """Unquantized unless asked: weights that are quantized stay so for every activation of `dtype`."""
+    if config.kv_dtype not in ("auto", _name(dtype)):
+        raise ValueError(
+            f"kv_dtype: {config.kv_dtype} needs backend=native; on the Triton kernels it is {_name(dtype)}; give auto"
+        )
+    is_plain = config.quantization in ("auto", "none")
+    weights = _name(dtype) if is_plain else config.quantization
+    return Numerics("triton", weights, config.quantization_group if weights == "int4" else 0, dtype, dtype)
+
+
 def _check_torch(config: EngineConfig, dtype: torch.dtype, reason: str) -> None:
+    kernels = "native" if config.device == "cpu" else "triton"
     because = f" ({reason})" if reason else ""
     if config.quantization not in ("auto", "none"):
-        raise ValueError(f"quantization: {config.quantization} needs backend=native{because}; give none")
+        raise ValueError(f"quantization: {config.quantization} needs backend={kernels}{because}; give none")
     if config.kv_dtype not in ("auto", _name(dtype)):
         raise ValueError(f"kv_dtype: {config.kv_dtype} needs backend=native{because}; give auto")
 

@@ -27,6 +27,8 @@ from engine.sequence import Sequence
 from engine.speculation.constrained import allowed_on_tree
 from engine.speculation.draft import ROOT, Verified
 
+_HOST = torch.device("cpu")
+
 
 class ForwardModel(Protocol):
     """What the runner needs of a model."""
@@ -82,14 +84,23 @@ class ModelRunner:
         """Computes the plan's pieces; the draws of the sequences that reach their end. `keep_hidden`: somebody wants hidden
         states of this step, if anybody ever does."""
         pieces = plan.pieces
-        self._copy_blocks(pieces)
-        batch = build_batch(pieces, self._kv.shape[3], self._kv.device)
+        self.copy_blocks(pieces)
+        batch = self.batch_of(pieces)
         if self._hidden_size is None or not keep_hidden:
             return self._draw(pieces, self._model.forward(batch, self._kv, signal), None)
         hidden = torch.empty((len(batch.logits_rows), self._hidden_size), dtype=torch.float32, device=self._kv.device)
         return self._draw(pieces, self._model.forward(batch, self._kv, signal, hidden), hidden)
 
-    def _copy_blocks(self, pieces: list[Piece]) -> None:
+    @property
+    def kv(self) -> Tensor:
+        return self._kv
+
+    def batch_of(self, pieces: list[Piece]) -> StepBatch:
+        """In host memory: a model packs it, so that one copy goes to its device and nothing waits for it."""
+        return build_batch(pieces, self._kv.shape[3], _HOST)
+
+    def copy_blocks(self, pieces: list[Piece]) -> None:
+        """What is due before the pieces write."""
         copies = [copy for piece in pieces for copy in piece.copies]
         if copies:
             # All sources are read before any target is written: a source may have been freed and be a target by now.

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.allocator import BlockAllocator
 from engine.config import EngineConfig, named_proposers
@@ -26,6 +27,9 @@ from engine.speculation.ngrams.prompt_lookup import PromptLookup
 from engine.speculation.ngrams.retrieval import Retrieval
 from engine.speculation.proposer import Proposer
 from engine.weights.loader import LoadedModel
+
+if TYPE_CHECKING:
+    from engine.kernels.triton.model import TritonModel
 
 NONE = "none"
 AUTO = "auto"
@@ -113,7 +117,7 @@ def _heads(parts: Parts) -> HeadProposer:
     return HeadProposer(_maths(heads, parts.loaded.model), parts.sampler, config.vocab_size, config.eos_token_ids)
 
 
-def _maths(heads: DraftHeads, model: NativeModel | DecoderModel) -> HeadMaths:
+def _maths(heads: DraftHeads, model: NativeModel | DecoderModel | TritonModel) -> HeadMaths:
     if not isinstance(model, NativeModel):
         return TorchHeads(heads, model.embedding)
     if why_not_native(heads, model.weights.embedding):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,17 +20,24 @@ from engine.kernels.cpu.build import BuildFailed, NoCompiler
 from engine.kernels.cpu.library import open_library
 from engine.kernels.cpu.model import KERNEL_REVISION, NativeModel
 from engine.kernels.cpu.threads import default_threads
+from engine.kernels.triton.support import why_not_here
 from engine.layers import GatedMLP, Linear, make_linear
 from engine.memory import check_weights_fit, effective_max_context, free_memory
 from engine.model import DecoderLayer, DecoderModel
 from engine.model_config import ModelConfig
-from engine.numerics import Numerics, choose_numerics
+from engine.numerics import Numerics, choose_numerics, wants_triton
 from engine.rope import RotaryTable
+from engine.runner import TokenSampler
+from engine.sampling import Sampler
 from engine.weights.hash import weights_hash
 from engine.weights.native import NativeBuilder, one_torch_thread
 from engine.weights.safetensors import SafetensorsSource, weight_files
 from engine.weights.source import WeightSource
 from engine.weights.tensors import checked
+
+if TYPE_CHECKING:
+    from engine.kernels.triton.model import TritonModel
+    from engine.weights.triton import QuantizedMaps
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +53,27 @@ class LoadedModel:
     """
 
     config: ModelConfig
-    model: NativeModel | DecoderModel
+    model: NativeModel | DecoderModel | TritonModel
     weights_hash: str
     dtype: torch.dtype  # of activations and of what is not quantized
     kv_dtype: torch.dtype
     numeric_mode: str
+
+    def sampler(self) -> TokenSampler:
+        """The model's own, which draws where it computes; torch's where it has none."""
+        own = getattr(self.model, "sampler", None)
+        return own() if own is not None else Sampler()
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the model is one of engine/ahead.py's."""
+        return hasattr(self.model, "keep_drawn")
+
+    def prepare(self, kv: Tensor) -> None:
+        """Before the first request: what its first steps would wait for, such as the recording of graphs on the pool `kv`."""
+        own = getattr(self.model, "prepare", None)
+        if own is not None and kv.device.type != "cpu":
+            own(kv)
 
 
 def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: None) -> LoadedModel:
@@ -64,7 +88,13 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
     _check_device(config.device)
     source, files = open_checkpoint(Path(config.model))
     library, why_none = _open_kernels(config, lambda text: progress(0.0, text))
-    numerics = choose_numerics(config, source.config, has_int4=_has_int4(source, config), no_library=why_none)
+    numerics = choose_numerics(
+        config,
+        source.config,
+        has_int4=_has_int4(source, config),
+        no_library=why_none,
+        no_triton=why_not_here(config.device) if wants_triton(config) else "",
+    )
     if numerics.why_torch:
         logger.warning("the slower torch backend computes this model: %s", numerics.why_torch)
     check_weights_fit(numerics.num_bytes(source.config, source.num_elements()), free_memory(config.device), config.device)
@@ -77,9 +107,11 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
 
 def _load(
     source: WeightSource, config: EngineConfig, numerics: Numerics, library: ctypes.CDLL | None, progress: Progress
-) -> tuple[NativeModel | DecoderModel, str]:
+) -> tuple[NativeModel | DecoderModel | TritonModel, str]:
     """The model, and its numeric mode."""
     max_context = effective_max_context(config, source.config)
+    if numerics.backend == "triton":
+        return _load_triton(source, config, numerics, progress)
     if numerics.backend == "torch" or library is None:
         model = _Builder(source, numerics.dtype, config.device).build(max_context, progress)
         return model, _numeric_mode(model, config.device)
@@ -92,6 +124,15 @@ def _load(
     return native, numerics.name(f"native{KERNEL_REVISION}-{isa.detect().name}")
 
 
+def _load_triton(source: WeightSource, config: EngineConfig, numerics: Numerics, progress: Progress) -> tuple[TritonModel, str]:
+    from engine.weights.triton import QuantizedMaps, triton_model  # triton is not everywhere
+
+    max_context = effective_max_context(config, source.config)
+    maps = QuantizedMaps(source, numerics, config.device) if numerics.is_quantized else None
+    decoder = _Builder(source, numerics.dtype, config.device, maps).build(max_context, progress)
+    return triton_model(decoder, config, numerics, max_context)
+
+
 def _has_int4(source: WeightSource, config: EngineConfig) -> bool:
     """Are the checkpoint's own weights 4 bits, in the groups that are asked for? The first product tells for all."""
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -100,7 +141,7 @@ def _has_int4(source: WeightSource, config: EngineConfig) -> bool:
 
 def _open_kernels(config: EngineConfig, say: Callable[[str], None]) -> tuple[ctypes.CDLL | None, str]:
     """The native library, or why there is none. Not opened where it is not wanted."""
-    if config.backend == "torch" or config.device != "cpu":
+    if config.backend in ("triton", "torch") or config.device != "cpu":
         return None, "it was not asked for"
     try:
         return open_library(say), ""
@@ -140,8 +181,9 @@ def _numeric_mode(model: DecoderModel, device: str) -> str:
 class _Builder:
     """Takes tensors out of a checkpoint, checks their shapes, and fuses what is computed together."""
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, device: str) -> None:
-        self.source, self.dtype, self.device = source, dtype, device
+    def __init__(self, source: WeightSource, dtype: torch.dtype, device: str, maps: QuantizedMaps | None = None) -> None:
+        """`maps`: makes the linear maps where weights are quantized."""
+        self.source, self.dtype, self.device, self.maps = source, dtype, device, maps
         self.config = source.config
 
     def build(self, max_context: int, progress: Progress) -> DecoderModel:
@@ -158,7 +200,7 @@ class _Builder:
             embedding=embedding,
             layers=layers,
             norm=self._tensor("model.norm.weight", config.hidden_size),
-            head=make_linear(head),
+            head=make_linear(head) if self.maps is None else self.maps.head(head),
             rotary=RotaryTable(config.rope, max_context, dtype=self.dtype, device=self.device),
             attention=make_attention(_ATTENTION, config, self.device),
         )
@@ -193,9 +235,11 @@ class _Builder:
 
     def _linear(self, parts: list[tuple[str, int]], width: int, *, bias: bool) -> Linear:
         """One product of several maps with the same input: parts are (name, output rows)."""
-        weights = [self._tensor(f"{name}.weight", rows, width) for name, rows in parts]
         biases = [self._tensor(f"{name}.bias", rows) for name, rows in parts] if bias else []
-        return make_linear(_joined(weights), _joined(biases) if biases else None)
+        joined_bias = _joined(biases) if biases else None
+        if self.maps is not None:
+            return self.maps.joined(parts, width, joined_bias)
+        return make_linear(_joined([self._tensor(f"{name}.weight", rows, width) for name, rows in parts]), joined_bias)
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         return checked(self.source, name, shape).to(self.device, self.dtype)

@@ -38,7 +38,9 @@ class PagedLoop:
     def __post_init__(self) -> None:
         config, dtype = self.loaded.config, self.loaded.kv_dtype
         head = kv_head_size(config.head_dim, dtype)
-        self.pool = KVPool(KVShape(config.num_layers, self.num_blocks, self.block_size, config.num_kv_heads, head, dtype))
+        shape = KVShape(config.num_layers, self.num_blocks, self.block_size, config.num_kv_heads, head, dtype)
+        device = getattr(self.loaded.model, "device", None)  # the CPU's backend has none
+        self.pool = KVPool(shape, "cpu" if device is None else device.type)
         # What a pool holds before it is written must not matter; NaN shows it if it does, and these bytes are NaN in every
         # format (int8: -1 with a scale of NaN).
         self.pool.tensor.view(torch.uint8).fill_(0xFF)
@@ -57,6 +59,9 @@ class PagedLoop:
 
     def step(self, chunks: Sequence[Chunk]) -> Tensor:
         return self.loaded.model.forward(make_batch(chunks, self.block_size), self.pool.tensor)
+
+    def step_into(self, chunks: Sequence[Chunk], hidden: Tensor) -> Tensor:
+        return self.loaded.model.forward(make_batch(chunks, self.block_size), self.pool.tensor, None, hidden)
 
     def logits(self, token_ids: Sequence[int], chunk_size: int = 10**9) -> Tensor:
         """[len(token_ids), vocab]: logits of every token, computed in chunks."""

@@ -13,6 +13,7 @@ from engine.errors import RequestTooLarge
 from engine.request import EngineRequest
 from engine.reservations import ReservedBlocks
 from engine.sampling_params import SamplingParams
+from tests.support.ahead_model import AheadMock
 from tests.support.guesser import Guesser
 from tests.support.mock_engine import Answer, Collector, answer, make_engine, run_to_end, write_kv
 
@@ -57,9 +58,17 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, False]),
         right=st.sampled_from([None, 0.0, 0.5, 0.5, 1.0]),
         branches=st.booleans(),
+        ahead=st.booleans(),
     )
     def open(
-        self, num_blocks: int, block_size: int, budget: int, prefix_caching: bool, right: float | None, branches: bool
+        self,
+        num_blocks: int,
+        block_size: int,
+        budget: int,
+        prefix_caching: bool,
+        right: float | None,
+        branches: bool,
+        ahead: bool,
     ) -> None:
         self.engine = make_engine(
             num_blocks=num_blocks,
@@ -70,6 +79,7 @@ class EngineMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
             proposers=[] if right is None else [Guesser(right, branches=branches)],
             draft_length=0 if branches else 4,
+            model=AheadMock() if ahead else None,
         )
         self.collector = Collector()
         self.running: dict[str, EngineRequest] = {}  # whatever is to be answered, or was

@@ -110,7 +110,7 @@ def test_a_containers_limit_counts_in_version_1_of_control_groups(tmp_path: Path
         ({"model": ""}, "model: empty"),
         ({"device": "tpu"}, "device: 'tpu' is not known; give one of cpu, cuda"),
         ({"dtype": "int8"}, "dtype: 'int8'"),
-        ({"backend": "cuda"}, "backend: 'cuda' is not known; give one of auto, native, torch"),
+        ({"backend": "cuda"}, "backend: 'cuda' is not known; give one of auto, native, triton, torch"),
         ({"quantization": "int2"}, "quantization: 'int2' is not known; give one of auto, none, int8, int4"),
         ({"quantization_group": 16}, "quantization_group: 16 is not known; give 32, 64 or 128"),
         ({"kv_dtype": "float16"}, "kv_dtype: 'float16' is not known; give one of auto, float32, bfloat16, int8"),

@@ -39,10 +39,12 @@ def model(dtype: str | None = "bfloat16", **changes: Any) -> ModelConfig:
     return ModelConfig.from_dict({**SIZES, "dtype": dtype, **changes})
 
 
-def chosen(of: ModelConfig | None = None, *, has_int4: bool = False, no_library: str = "", **settings: object) -> Numerics:
+def chosen(
+    of: ModelConfig | None = None, *, has_int4: bool = False, no_library: str = "", no_triton: str = "", **settings: object
+) -> Numerics:
     config = EngineConfig(model="m", **settings)  # type: ignore[arg-type]
     config.validate()
-    return choose_numerics(config, of or model(), has_int4=has_int4, no_library=no_library)
+    return choose_numerics(config, of or model(), has_int4=has_int4, no_library=no_library, no_triton=no_triton)
 
 
 @pytest.mark.parametrize(
@@ -94,13 +96,17 @@ def test_a_checkpoint_of_4_bits_stays_so(settings: Settings, weights: str) -> No
         (None, {"backend": "torch"}, "torch", "float32"),
         ("bfloat16", {"backend": "torch", "dtype": "float32", "kv_dtype": "float32"}, "torch", "float32"),
         ("bfloat16", {"backend": "torch", "quantization": "none"}, "torch", "bfloat16"),
-        ("bfloat16", {"device": "cuda"}, "torch", "bfloat16"),
+        ("bfloat16", {"device": "cuda"}, "triton", "bfloat16"),
+        ("bfloat16", {"device": "cuda", "backend": "torch"}, "torch", "bfloat16"),
+        ("bfloat16", {"device": "cuda", "dtype": "float16", "quantization": "int8"}, "triton", "int8"),
+        ("bfloat16", {"device": "cuda", "quantization": "int4"}, "triton", "int4"),
+        ("float32", {"backend": "triton"}, "triton", "float32"),
     ],
 )
 def test_the_dtype_is_the_checkpoints_or_as_asked(dtype: str | None, settings: Settings, backend: str, weights: str) -> None:
     numerics = chosen(model(dtype), **settings)
     assert (numerics.backend, numerics.weights) == (backend, weights)
-    if backend == "torch":
+    if backend != "native":
         assert numerics.kv_dtype == numerics.dtype
 
 
@@ -111,7 +117,6 @@ UNCOVERED = [
     (model(), {"block_size": 8}, "block_size 8 is not a multiple of 16"),
     (model(model_type="mistral", sliding_window=0), {}, "a sliding window of no tokens"),
     (model(), {"dtype": "float16"}, "it has no float16"),
-    (model(), {"device": "cuda"}, "it is for device=cpu, this is cuda"),
 ]
 
 
@@ -121,8 +126,7 @@ def test_torch_serves_where_the_kernels_cannot(of: ModelConfig, settings: Settin
     numerics = chosen(of, no_library=no_library, **settings)
     assert numerics.backend == "torch"
     assert numerics.dtype == numerics.kv_dtype
-    # A warning is due where the faster backend would have been the default, not on other devices.
-    assert (reason in numerics.why_torch) == ("device" not in settings)
+    assert reason in numerics.why_torch
     with pytest.raises(ValueError, match=f"^backend: native cannot run this: {reason}.*; give backend=torch, or auto"):
         chosen(of, no_library=no_library, backend="native", **settings)
 
@@ -134,7 +138,13 @@ def test_torch_serves_where_the_kernels_cannot(of: ModelConfig, settings: Settin
         ({"backend": "torch", "quantization": "int4"}, "quantization: int4 needs backend=native; give none"),
         ({"backend": "torch", "kv_dtype": "int8"}, "kv_dtype: int8 needs backend=native; give auto"),
         ({"backend": "torch", "kv_dtype": "float32"}, "kv_dtype: float32 needs backend=native; give auto"),
-        ({"device": "cuda", "quantization": "int8"}, r"quantization: int8 needs backend=native \(it is for device=cpu"),
+        ({"device": "cuda", "backend": "native"}, "backend: native cannot run this: it is for device=cpu, this is cuda"),
+        ({"device": "cuda", "backend": "torch", "quantization": "int8"}, "quantization: int8 needs backend=triton"),
+        ({"device": "cuda", "kv_dtype": "int8"}, "kv_dtype: int8 needs backend=native; on the Triton kernels it is bfloat16"),
+        (
+            {"backend": "triton"},
+            "backend: triton cannot run this: on device=cpu Triton's interpreter multiplies bfloat16 wrongly",
+        ),
         ({"block_size": 8, "quantization": "int4"}, r"quantization: int4 needs backend=native \(block_size 8 is not"),
         ({"block_size": 8, "kv_dtype": "int8"}, r"kv_dtype: int8 needs backend=native \(block_size 8 is not"),
     ],
@@ -142,6 +152,33 @@ def test_torch_serves_where_the_kernels_cannot(of: ModelConfig, settings: Settin
 def test_what_torch_cannot_compute_is_refused(settings: Settings, field: str) -> None:
     with pytest.raises(ValueError, match=f"^{field}"):
         chosen(**settings)
+
+
+WITHOUT_TRITON: list[tuple[ModelConfig, str, str]] = [
+    (model(), "triton is not installed", "triton is not installed"),
+    (model(head_dim=288), "", "head_dim 288 is more than 256"),
+    (model(model_type="mistral", sliding_window=0), "", "a sliding window of no tokens"),
+]
+
+
+@pytest.mark.parametrize(("of", "no_triton", "reason"), WITHOUT_TRITON)
+def test_torch_serves_a_gpu_without_the_triton_kernels(of: ModelConfig, no_triton: str, reason: str) -> None:
+    numerics = chosen(of, no_triton=no_triton, device="cuda")
+    assert (numerics.backend, numerics.weights, numerics.why_torch) == ("torch", "bfloat16", reason)
+    with pytest.raises(ValueError, match=f"^backend: triton cannot run this: {reason}; give backend=torch, or auto"):
+        chosen(of, no_triton=no_triton, device="cuda", backend="triton")
+    with pytest.raises(ValueError, match=rf"^quantization: int8 needs backend=triton \({reason}\)"):
+        chosen(of, no_triton=no_triton, device="cuda", quantization="int8")
+
+
+def test_memory_of_weights_on_the_triton_kernels() -> None:
+    """Plain ones once, with a head that is the embedding; quantized ones beside the embedding, the head in 8 bits."""
+    of, num_weights = model(tie_word_embeddings=True), 10_000
+    table = of.vocab_size * of.hidden_size
+    plain, int8, int4 = (chosen(of, device="cuda", quantization=form) for form in ("none", "int8", "int4"))
+    assert plain.num_bytes(of, num_weights) == 2 * num_weights
+    assert int8.num_bytes(of, num_weights) == (num_weights - table) + table * (2 + 1)
+    assert int4.num_bytes(of, num_weights) == int((num_weights - table) * 0.625) + table * (2 + 1)
 
 
 def test_float16_beside_quantized_weights_is_refused() -> None:

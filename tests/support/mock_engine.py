@@ -169,8 +169,10 @@ def make_engine(
     prefix_caching: bool = True,
     proposers: Sequence[Proposer] = (),
     draft_length: int = 0,
+    steps_ahead: bool = True,
+    model: MockModel | None = None,
 ) -> Engine:
-    """An engine on the mock model."""
+    """An engine on the mock model, or on one like it."""
     config = EngineConfig(
         model="mock",
         block_size=block_size,
@@ -179,10 +181,11 @@ def make_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         prefix_caching=prefix_caching,
         draft_length=draft_length,
+        steps_ahead=steps_ahead,
     )
     loaded = LoadedModel(
         config=model_config(max_context),
-        model=MockModel(),  # type: ignore[arg-type]  # it has the one method that the engine calls
+        model=model or MockModel(),  # type: ignore[arg-type]  # it has the one method that the engine calls
         weights_hash="mock",
         dtype=torch.float32,
         kv_dtype=torch.float32,

@@ -92,6 +92,27 @@ def draw(
     return tokens
 
 
+class DeviceDrawing:
+    """Tokens that are drawn by launches already queued, on their way to the host. Without log-probabilities."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        """tokens [R] int32, on the device."""
+        self.tokens = tokens
+        self._event: torch.cuda.Event | None = None
+        self._host = tokens
+        if tokens.is_cuda:
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def finish(self) -> list[SampledToken]:
+        """Waits for these draws, not for what was queued behind them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [SampledToken(token, None) for token in self._host.tolist()]
+
+
 class DeviceSampler:
     """engine.runner.TokenSampler. Not for two threads at once: it keeps its buffers from call to call."""
 
@@ -105,12 +126,20 @@ class DeviceSampler:
         """logits [R, V] float32, one SampleRow for each -> R tokens. The logits are not changed. Greedy ties: the lowest id."""
         if not rows:
             return []
-        batch = SamplingBatch.of(rows, logits.shape[1], logits.device)
-        tokens = draw(logits, batch, self._room(len(rows), logits), chunk=self._chunk)
+        tokens = self._drawn(logits, rows)
         counts = [row.params.logprobs for row in rows]
         if all(count is None for count in counts):
             return [SampledToken(token, None) for token in tokens.tolist()]
         return _with_logprobs(logits, tokens, counts)
+
+    @torch.inference_mode()
+    def start(self, logits: Tensor, rows: Sequence[SampleRow]) -> DeviceDrawing:
+        """As `sample`, without waiting. No row asks for log-probabilities, there is one at least. The logits may change after."""
+        return DeviceDrawing(self._drawn(logits, rows))
+
+    def _drawn(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        batch = SamplingBatch.of(rows, logits.shape[1], logits.device)
+        return draw(logits, batch, self._room(len(rows), logits), chunk=self._chunk)
 
     def _room(self, num_rows: int, logits: Tensor) -> SamplingScratch:
         room = self._scratch

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.kernels.cpu.model import NativeModel
 from engine.kv_cache import KVShape
 from engine.memory import DoesNotFit, effective_max_context
 from engine.model_config import ModelConfig
-from engine.sampling import Sampler
 from engine.speculation.models.kv import ParallelKV
 from engine.speculation.models.proposer import CATCH_UP_TOKENS, ModelDraft
 from engine.speculation.models.room import Room
@@ -63,7 +61,7 @@ def open_draft_model(
         name,
         loaded.model,
         ParallelKV(loaded, target.kv, target.config.device),
-        loaded.model.sampler() if isinstance(loaded.model, NativeModel) else Sampler(),
+        loaded.sampler(),
         room,
         eos_token_ids=target.model.eos_token_ids,
         max_context=min(target.max_context, loaded.config.max_context),

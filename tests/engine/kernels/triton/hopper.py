@@ -14,10 +14,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels.triton import gated, norms, sampling_kernels, weight_kernels
+from engine.kernels.triton import attention_kernels, decode_kernels, gated, kv_kernels, norms, sampling_kernels, weight_kernels
+from engine.kernels.triton.tiles import choose_tiles
 
 HOPPER = GPUTarget("cuda", 90, 32)
-_FLOATS = {"eps"}  # arguments; others that are neither constants nor pointers are integers
+_FLOATS = {"eps", "scale"}  # arguments; others that are neither constants nor pointers are integers
 
 
 class Case(NamedTuple):
@@ -48,6 +49,8 @@ class Case(NamedTuple):
 def cases() -> Iterator[Case]:
     yield from _products()
     yield from _rows()
+    yield from _keys_and_values()
+    yield from _attention()
     yield from _draws()
 
 
@@ -69,6 +72,39 @@ def _rows() -> Iterator[Case]:
     for adds in (False, True):
         yield Case(norms._norm_kernel, types, {"ADDS": adds, "BLOCK": 8192}, {"num_warps": 8})
     yield Case(gated._silu_mul_kernel, types, {"BLOCK": 1024}, {"num_warps": 4})
+
+
+def _keys_and_values() -> Iterator[Case]:
+    halves = dict.fromkeys(("qkv", "norm", "cos", "sin", "query", "keys", "values", "key", "value", "scales"), "bf16")
+    types = {**halves, "positions": "i32", "slots": "i32"}
+    heads = {"KV_HEADS": 8, "DIM": 128, "DIM_PAD": 128, "ROWS": 8, "HAS_SCALES": False}
+    for has_norm in (False, True):
+        sizes = {**heads, "HEADS": 32, "ROTARY": 128, "HAS_NORM": has_norm}
+        yield Case(kv_kernels.rope_store_kernel, types, sizes, {"num_warps": 4})
+    yield Case(kv_kernels.store_kernel, types, heads, {"num_warps": 4})
+    names = ("message", "token_ids", "positions", "slots", "context_lens", "logits_rows", "block_tables", "drawn")
+    yield Case(decode_kernels.unpack_kernel, dict.fromkeys(names, "i32"), {"BLOCK": 128}, {"num_warps": 4})
+
+
+def _attention() -> Iterator[Case]:
+    ints = ("query_starts", "split_starts", "context_lens", "block_tables", "tail_firsts", "tail_slots")
+    types = {
+        **dict.fromkeys(("query", "keys", "values", "scales", "out"), "bf16"),
+        **dict.fromkeys(("part_acc", "part_stats"), "fp32"),
+        **dict.fromkeys(ints, "i32"),
+    }
+    for dim in (64, 128):
+        tiles = choose_tiles(dim, 2)
+        merged = {"MAX_QUERIES": 16, "MIN_KEYS": 256, "MOST": 64, "DIM": dim, "DIM_PAD": dim, "HAS_WINDOW": False}
+        merged["HAS_SCALES"] = False
+        whole = {**merged, "GROUP": 4, "BLOCK_SIZE": 16, "BLOCK_N": tiles.keys, "HAS_TAILS": False}
+        for kernel, rows, warps, stages in (
+            (attention_kernels.split_kernel, tiles.split_rows, tiles.split_warps, tiles.split_stages),
+            (attention_kernels.walk_kernel, tiles.walk_rows, tiles.walk_warps, tiles.walk_stages),
+        ):
+            switches = {name: value for name, value in whole.items() if name in kernel.arg_names}
+            yield Case(kernel, types, {**switches, "BLOCK_M": rows}, {"num_warps": warps, "num_stages": stages})
+        yield Case(attention_kernels.merge_kernel, types, {**merged, "UNROLL": 8}, {"num_warps": 1})
 
 
 def _draws() -> Iterator[Case]:

@@ -1,0 +1,247 @@
+"""The next decode step is on the device before anybody has seen this one's tokens.
+
+    device   | step n        | step n + 1    | step n + 2    |          one after the other, without a gap
+    host       launch n + 1 ─┤ wait for n, give out its tokens, take commands, launch n + 2 ─┤ wait for n + 1 ...
+
+A decode step needs of the step before it only the tokens, and those lie on the device. Everything else is known: a sequence gets
+one token more, in the next slot of its blocks. So step n + 1 is planned when step n is launched, for the same sequences less
+those whose last token n draws; the scheduler is asked again when that stretch ends.
+
+What is found out too late. A sequence that ended with a token (or was released) has its row computed once more, for nobody: its
+draw is dropped. The row writes one slot of a block that the sequence held when it was launched; whoever gets that block next
+writes to it by launches behind this one. So memory that other than the device's stream writes to must not be given away under a
+step: a pool on a GPU is written by its stream alone (`KVPool.memory` is of CPU pools).
+
+Who comes meanwhile waits for the step that is under way, as always, and for one more. No step is launched ahead while somebody
+waits or computes a prompt, nor where a draw needs what the host alone knows: a grammar, penalties, log-probabilities.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from engine.allocator import BlockAllocator
+from engine.batch import StepBatch
+from engine.config import EngineConfig
+from engine.exports import LayerSignal
+from engine.finish import finish_reason
+from engine.memory import effective_max_context
+from engine.runner import Draw, ForwardModel, ModelRunner, TokenSampler
+from engine.sampling import SampledToken, SampleRow
+from engine.scheduler import Piece, Plan, Scheduler
+from engine.sequence import Sequence
+from engine.speculation.draft import NOTHING, Verified
+from engine.weights.loader import LoadedModel
+
+
+class Drawing(Protocol):
+    """Draws that were launched."""
+
+    tokens: Tensor  # [R] int32, on the device
+
+    def finish(self) -> list[SampledToken]:
+        """Waits for them, and for nothing behind them."""
+        ...
+
+
+class AheadModel(ForwardModel, Protocol):
+    """A model whose decode steps take tokens that the host has not seen: token -1 - r is what row r of the last draws drew."""
+
+    def is_graph_step(self, batch: StepBatch, kv: Tensor) -> bool:
+        """Whether `forward` takes this batch so."""
+        ...
+
+    def keep_drawn(self, tokens: Tensor) -> None:
+        """Of the last draws, for the next step."""
+        ...
+
+
+class AheadSampler(Protocol):
+    def start(self, logits: Tensor, rows: list[SampleRow]) -> Drawing: ...
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step that was launched: `sequences[r]` draws row r."""
+
+    sequences: list[Sequence]
+    drawing: Drawing
+
+    def draws(self) -> dict[Sequence, list[Draw]]:
+        tokens = self.drawing.finish()
+        return {
+            sequence: [Draw(sequence.choices[0], (token,), Verified(NOTHING, (token.token_id,)))]
+            for sequence, token in zip(self.sequences, tokens, strict=True)
+        }
+
+
+class StepsAhead:
+    """Runs plans as a ModelRunner does. For one engine, on its thread."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        model: AheadModel,
+        sampler: AheadSampler,
+        scheduler: Scheduler,
+        allocator: BlockAllocator,
+        *,
+        max_num_batched_tokens: int,
+        max_context: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self._runner, self._model, self._sampler, self._kv = runner, model, sampler, runner.kv
+        self._scheduler, self._allocator = scheduler, allocator
+        self._budget, self._max_context, self._eos_token_ids = max_num_batched_tokens, max_context, eos_token_ids
+        self._flight: _Flight | None = None
+        self._plan: Plan | None = None  # of the flight
+        self.num_ahead = 0  # steps that were launched before the tokens that they continue were seen
+
+    def planned(self) -> Plan | None:
+        """The step that is under way, for those of its sequences that still run; None: there is none, ask the scheduler."""
+        if self._flight is None:
+            return None
+        running = set(self._scheduler.running)
+        left = [sequence for sequence in self._flight.sequences if sequence in running]
+        if not left:
+            self._flight = None
+            return None
+        self._plan = Plan(self._budget)
+        for sequence in left:
+            self._plan.add(Piece(sequence, 1))
+        return self._plan
+
+    @torch.inference_mode()
+    def run(self, plan: Plan, signal: LayerSignal | None = None) -> dict[Sequence, list[Draw]]:
+        """As ModelRunner.run. Launches the plan unless it is under way, then the step behind it; then waits."""
+        if plan is self._plan:
+            flight = self._flight
+        else:
+            flight = self._launched(plan) if signal is None else None
+        self._flight = self._plan = None
+        if flight is None:
+            return self._runner.run(plan, signal)
+        self._flight = self._next(flight, plan)
+        draws = flight.draws()
+        return {piece.sequence: draws[piece.sequence] for piece in plan.pieces}
+
+    def _launched(self, plan: Plan) -> _Flight | None:
+        """None: not a step that another could follow unseen."""
+        pieces = plan.pieces
+        if not all(piece.num_tokens == 1 and piece.reaches_end and not piece.draft and _is_simple(piece) for piece in pieces):
+            return None
+        batch = self._runner.batch_of(pieces)
+        if not self._model.is_graph_step(batch, self._kv):
+            return None
+        self._runner.copy_blocks(pieces)
+        sequences = [piece.sequence for piece in pieces]
+        return self._fly(batch, sequences, [len(sequence.output) for sequence in sequences])
+
+    def _next(self, flight: _Flight, plan: Plan) -> _Flight | None:
+        """The step behind a flight whose tokens nobody has seen, if everybody who could be in it is, and has room."""
+        rows = {sequence: row for row, sequence in enumerate(flight.sequences)}
+        staying = [piece.sequence for piece in plan.pieces if not self._is_last(piece.sequence)]
+        if not staying or self._scheduler.waiting or not set(self._scheduler.running) <= {p.sequence for p in plan.pieces}:
+            return None
+        pieces = self._extended(staying)
+        if pieces is None:
+            return None
+        batch = self._batch(staying, rows)
+        if not self._model.is_graph_step(batch, self._kv):
+            return None
+        self._runner.copy_blocks(pieces)
+        self.num_ahead += 1
+        return self._fly(batch, staying, [len(sequence.output) + 1 for sequence in staying])
+
+    def _fly(self, batch: StepBatch, sequences: list[Sequence], indices: list[int]) -> _Flight:
+        logits = self._model.forward(batch, self._kv)
+        rows = [self._sample_row(sequence, index) for sequence, index in zip(sequences, indices, strict=True)]
+        drawing = self._sampler.start(logits, rows)
+        self._model.keep_drawn(drawing.tokens)
+        return _Flight(sequences, drawing)
+
+    def _is_last(self, sequence: Sequence) -> bool:
+        """Whether the choice ends with the token that is drawn now, whatever it is."""
+        request = sequence.group.request
+        output = [*sequence.output, -1]  # no token that could stop it
+        reason = finish_reason(
+            request.sampling,
+            prompt_length=len(request.prompt),
+            output=output,
+            eos_token_ids=(),
+            max_context=self._max_context,
+        )
+        return reason is not None
+
+    def _extended(self, sequences: list[Sequence]) -> list[Piece] | None:
+        """Blocks for one token behind the one that is computed now, so that nobody lacks one for it; None: there is no room."""
+        num_missing = sum(self._allocator.num_missing(sequence, 2) for sequence in sequences)
+        if num_missing + len(sequences) > self._allocator.pool.num_free:
+            return None
+        return [Piece(sequence, 1, self._allocator.extend(sequence, 2)) for sequence in sequences]
+
+    def _batch(self, sequences: list[Sequence], rows: dict[Sequence, int]) -> StepBatch:
+        """Each sequence's token behind the one that is computed now, which row `rows[sequence]` draws."""
+        block_size = self._kv.shape[3]
+        positions = [sequence.num_computed + 1 for sequence in sequences]
+        tables = [s.block_ids[: p // block_size + 1] for s, p in zip(sequences, positions, strict=True)]
+        slots = [table[-1] * block_size + p % block_size for table, p in zip(tables, positions, strict=True)]
+        return StepBatch(
+            token_ids=torch.tensor([-1 - rows[sequence] for sequence in sequences]),
+            positions=torch.tensor(positions),
+            slot_mapping=torch.tensor(slots),
+            query_starts=list(range(len(sequences) + 1)),
+            context_lens=[position + 1 for position in positions],
+            block_tables=tables,
+            logits_rows=torch.arange(len(sequences)),
+        )
+
+    def _sample_row(self, sequence: Sequence, index: int) -> SampleRow:
+        request = sequence.group.request
+        return SampleRow(
+            params=request.sampling,
+            choice=sequence.choices[0],
+            index=index,
+            prompt=request.prompt,
+            output=sequence.output,  # no draw of a simple piece looks at it
+            eos_token_ids=self._eos_token_ids,
+        )
+
+
+def _is_simple(piece: Piece) -> bool:
+    """Whether the next token asks nothing of the host: no history, no grammar, nobody who reads the blocks."""
+    sequence, request = piece.sequence, piece.sequence.group.request
+    params = request.sampling
+    is_free = params.repetition_penalty == 1.0 and not (params.presence_penalty or params.frequency_penalty)
+    return is_free and params.logprobs is None and request.grammar is None and not request.prefill_only and _is_one(sequence)
+
+
+def _is_one(sequence: Sequence) -> bool:
+    return len(sequence.choices) == 1 and bool(sequence.output)
+
+
+def steps_ahead(
+    runner: ModelRunner,
+    loaded: LoadedModel,
+    sampler: TokenSampler,
+    scheduler: Scheduler,
+    allocator: BlockAllocator,
+    config: EngineConfig,
+) -> StepsAhead | None:
+    """None: nobody wants it, or the model is none whose device could go on by itself."""
+    if not config.steps_ahead or not loaded.runs_ahead:
+        return None
+    return StepsAhead(
+        runner,
+        cast(AheadModel, loaded.model),
+        cast(AheadSampler, sampler),
+        scheduler,
+        allocator,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_context=effective_max_context(config, loaded.config),
+        eos_token_ids=frozenset(loaded.config.eos_token_ids),
+    )
