@@ -35,4 +35,3 @@ def follow(sequence: Sequence, draft: Draft) -> Draft:
 def _path(draft: Draft, node: int) -> tuple[int, ...]:
     """The tokens from below the root to this one, itself included."""
     return tuple([draft.token_ids[index] for index in draft.branch(node)])
-
