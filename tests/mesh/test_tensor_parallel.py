@@ -1,6 +1,5 @@
 """Prefill and decode workers of different tensor-parallel degrees: real processes, equal tokens, loud ends."""
 
-import asyncio
 import os
 import signal
 from collections.abc import Mapping
@@ -34,9 +33,7 @@ def expected(folder: Path, draw: Draw) -> list[list[int]]:
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_a_hand_off_between_degrees_gives_the_same_tokens(
-    tiny: Path, prefill: int, decode: int, transport: str
-) -> None:
+async def test_a_hand_off_between_degrees_gives_the_same_tokens(tiny: Path, prefill: int, decode: int, transport: str) -> None:
     async with mesh_with(tiny, {"prefill-0": prefill, "decode-0": decode}, ("--transports", transport)) as mesh:
         footprint = Footprint.of(mesh)
         ranks = [pid for worker in ("prefill-0", "decode-0") for pid in ranks_of(mesh, worker)]

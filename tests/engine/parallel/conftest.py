@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tests.support.tiny_models import make_tiny_model
 @pytest.fixture(scope="session", params=["llama", "qwen2", "qwen3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of four KV heads; llama has biases behind its sums, a tied head and a vocabulary that two do not divide."""
-    more = {"attention_bias": True, "mlp_bias": True, "vocab_size": 321, "tie_word_embeddings": True}
+    more: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "vocab_size": 321, "tie_word_embeddings": True}
     own = more if request.param == "llama" else {}
     path = tmp_path_factory.mktemp(request.param)
     return make_tiny_model(path, request.param, num_attention_heads=8, num_key_value_heads=4, head_dim=16, **own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -67,12 +68,10 @@ def test_a_rank_killed_within_a_step_ends_it(engine: Engine) -> None:
 
 
 def test_who_watches_hears_of_it_without_a_step(engine: Engine) -> None:
-    heard: list[RankFailed] = []
-    event = threading.Event()
-    engine.watch_ranks(lambda failure: (heard.append(failure), event.set()))
+    heard: queue.SimpleQueue[RankFailed] = queue.SimpleQueue()
+    engine.watch_ranks(heard.put)
     os.kill(pids_of(engine)[0], signal.SIGKILL)
-    assert event.wait(30)
-    assert "ended with signal 9" in str(heard[0])
+    assert "ended with signal 9" in str(heard.get(timeout=30))
 
 
 def test_a_silent_rank_ends_the_step_in_time(engine: Engine) -> None:
