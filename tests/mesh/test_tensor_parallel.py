@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.mesh import oracle
 from tests.mesh.checks import Footprint, assert_whole, is_running
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="on the CPU ranks share memory as Linux has it")
 NUM_TOKENS = 16
 # Of one token, of whole blocks, of several steps (the budget is 64 tokens).
 PROMPTS = [oracle.prompt_of(700 + length, length) for length in (1, 16, 70, 200)]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from protos.v1 import decode_pb2_grpc, worker_pb2, worker_pb2_grpc
 from runtime.channel import connect
@@ -17,6 +20,7 @@ from tests.support.waiting import alive, eventually
 from tests.support.worker_mesh import LOCAL, Model, reference, token_request
 from tests.worker.test_process import PROMPT, _Remote, flags, process, ready
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="on the CPU ranks share memory as Linux has it")
 REQUEST = token_request(PROMPT, max_tokens=120)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from engine.weights.loader import load_model
 from tests.engine.parallel.conftest import config_of, running
 from tests.support.mock_engine import run_to_end
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="on the CPU ranks share memory as Linux has it")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=16, n=2, seed=11)
 
@@ -78,10 +80,44 @@ def test_logits_are_those_of_one_rank(folder: Path) -> None:
         pool.close()
 
 
-def batches() -> list[StepBatch]:
-    def numbers(values: object) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=torch.int64)  # type: ignore[call-overload]
+@pytest.mark.parametrize(("degree", "dtype"), [(2, "float32"), (2, "bfloat16"), (4, "float32"), (4, "bfloat16")])
+def test_bits_depend_on_neither_batch_nor_chunks(folder: Path, degree: int, dtype: str) -> None:
+    """A prompt at once, in two chunks, and in two chunks beside another sequence."""
+    loaded = load_model(replace(config_of(folder, degree), dtype=dtype))
+    model, config = loaded.model, loaded.config
+    assert isinstance(model, ParallelModel)
+    pool = model.open_pool(KVShape(config.num_layers, 8, 16, config.num_kv_heads, config.head_dim, loaded.kv_dtype))
+    try:
+        [whole] = model.forward(chunk(0, 20), pool.tensor)
+        model.forward(chunk(0, 7), pool.tensor)
+        [behind] = model.forward(chunk(7, 20), pool.tensor)
+        model.forward(chunk(0, 7), pool.tensor)
+        beside = model.forward(chunk(7, 20, others=9), pool.tensor)[-1]
+        assert torch.equal(whole, behind)
+        assert torch.equal(whole, beside)
+    finally:
+        model.close()
+        pool.close()
 
+
+def chunk(start: int, end: int, others: int = 0) -> StepBatch:
+    """Tokens of a prompt in blocks 3 and 4, behind as many of another in block 6; logits of the last one."""
+    return StepBatch(
+        numbers([*range(100, 100 + others), *range(7 + start, 7 + end)]),
+        numbers([*range(others), *range(start, end)]),
+        numbers([*range(96, 96 + others), *range(48 + start, 48 + end)]),
+        [0, others, others + end - start] if others else [0, end - start],
+        [others, end] if others else [end],
+        [[6], [3, 4]] if others else [[3, 4]],
+        numbers([others + end - start - 1]),
+    )
+
+
+def numbers(values: Iterable[int]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)
+
+
+def batches() -> list[StepBatch]:
     first = StepBatch(
         numbers(range(7, 27)), numbers(range(20)), numbers(range(48, 68)), [0, 20], [20], [[3, 4]], numbers([4, 19])
     )
