@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 DEVICES = ("cpu", "cuda")
@@ -62,6 +63,12 @@ class EngineConfig:
         default=True, metadata={"help": "triton: launch a decode step before the tokens of the one before it are read"}
     )
     num_threads: int = field(default=0, metadata={"help": "threads that compute; 0: one for each core"})
+    tensor_parallel: int = field(
+        default=1, metadata={"help": "processes (on CUDA: GPUs) that share the model; torch backend only"}
+    )
+    tensor_parallel_timeout_s: float = field(
+        default=30.0, metadata={"help": "a process of them that is silent so long within a step ends the worker"}
+    )
 
     def validate(self) -> None:
         """Raises ValueError, naming the field and what to do, for settings that no model could make right."""
@@ -74,7 +81,7 @@ class EngineConfig:
         _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         if self.quantization_group not in QUANTIZATION_GROUPS:
             raise ValueError(f"quantization_group: {self.quantization_group} is not known; give 32, 64 or 128")
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_draft_tokens"):
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_draft_tokens", "tensor_parallel"):
             _at_least(name, getattr(self, name), 1)
         for name in ("num_blocks", "kv_memory_mb", "max_context", "num_threads", "draft_length", "self_draft_layers"):
             _at_least(name, getattr(self, name), 0)
@@ -85,6 +92,7 @@ class EngineConfig:
         if self.num_blocks and self.kv_memory_mb:
             raise ValueError("num_blocks and kv_memory_mb both size the KV pool; give one of them")
         self._check_drafts()
+        self._check_ranks()
 
     def _check_drafts(self) -> None:
         named_proposers(self.speculation)
@@ -95,6 +103,19 @@ class EngineConfig:
                 f"draft_length: {self.draft_length} is more than max_draft_tokens, {self.max_draft_tokens}; "
                 "give at most that, or raise max_draft_tokens"
             )
+
+    def _check_ranks(self) -> None:
+        if not 0 < self.tensor_parallel_timeout_s < math.inf:
+            raise ValueError(f"tensor_parallel_timeout_s: {self.tensor_parallel_timeout_s} is no time to wait; give seconds")
+        if self.tensor_parallel == 1:
+            return
+        asked = f"tensor_parallel: {self.tensor_parallel}"
+        if self.backend in ("native", "triton") or (self.backend == "auto" and self.device == "cpu"):
+            raise ValueError(f"{asked} needs the torch backend for now; give backend=torch, or tensor_parallel=1")
+        if named := {"draft_model", "self_draft"}.intersection(named_proposers(self.speculation)):
+            raise ValueError(f"{asked} does not go with speculation={', '.join(sorted(named))} for now; give other proposers")
+        if self.draft_model or self.self_draft_layers:
+            raise ValueError(f"{asked} does not go with draft_model and self_draft_layers for now; leave them out")
 
 
 def named_proposers(speculation: str) -> tuple[str, ...]:

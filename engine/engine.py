@@ -7,7 +7,7 @@ when its last choice ends or by release(), which is right at any time.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from engine.admission import Limits
@@ -26,6 +26,8 @@ from engine.kv_cache import KVPool
 from engine.memory import effective_max_context, free_memory, kv_shape
 from engine.outputs import EngineStats, StepResult
 from engine.pacing import Pacer
+from engine.parallel.errors import RankFailed
+from engine.parallel.model import ParallelModel
 from engine.progress import Progress
 from engine.request import EngineRequest
 from engine.requests import RequestTable
@@ -74,9 +76,8 @@ class Engine:
         self.numeric_mode = loaded.numeric_mode
         self.kv_arrangement = "panels" if isinstance(loaded.model, NativeModel) else "plain"  # see kv_format.py
         self.eos_token_ids = frozenset(loaded.config.eos_token_ids)
-        self.kv = KVPool(
-            kv_shape(config, loaded.config, loaded.kv_dtype, free_memory(config.device)), config.device, shared=config.kv_shared
-        )
+        self._parallel = loaded.model if isinstance(loaded.model, ParallelModel) else None
+        self.kv = _open_pool(config, loaded)
         self.cost = cost_of(loaded, self.kv.shape)
         self.sampler = sampler = loaded.sampler()
         self._pool = BlockPool(self.kv.shape.num_blocks)
@@ -94,6 +95,7 @@ class Engine:
             self.eos_token_ids,
             hidden_size=hidden_size,
             arrangement=self.kv_arrangement,
+            others=None if self._parallel is None or self._parallel.shares_pool else self._parallel,
         )
         loaded.prepare(self.kv.tensor)
         self.pacer = Pacer(is_on=config.keep_pace)
@@ -221,6 +223,17 @@ class Engine:
         """Hashes of all blocks that hold a reusable prefix, and the sequence of the last changes taken that they contain."""
         return self._pool.log.sequence if self._pool.log is not None else 0, self._pool.published()
 
+    def watch_ranks(self, on_failure: Callable[[RankFailed], object]) -> None:
+        """`on_failure` hears, from some thread, of a rank of tensor parallelism that has ended by itself: no step can succeed."""
+        if self._parallel is not None:
+            self._parallel.watch(on_failure)
+
+    def close(self) -> None:
+        """Ends the other ranks, if there are any, and gives the memory back. Nothing may run on it any more; idempotent."""
+        if self._parallel is not None:
+            self._parallel.close()
+        self.kv.close()
+
     def check_integrity(self) -> None:
         """Raises IntegrityError unless free + used == total and every reference is accounted for. Also made whenever idle."""
         check_integrity(self._pool, self._table, self._scheduler)
@@ -242,7 +255,8 @@ class Engine:
         return Circumstances(
             weights_hash=loaded.weights_hash,
             numeric_mode=loaded.numeric_mode,
-            processor=processor_name(self.kv.tensor.device),
+            processor=processor_name(self.kv.tensor.device)
+            + (f" x{ranks}" if (ranks := self.config.tensor_parallel) > 1 else ""),
             num_threads=self.config.num_threads or default_threads(),
             kv_dtype=str(self.kv.tensor.dtype),
             block_size=self.config.block_size,
@@ -285,3 +299,11 @@ class Engine:
             vocab_size=self.model_config.vocab_size,
             eos_token_ids=self.eos_token_ids,
         )
+
+
+def _open_pool(config: EngineConfig, loaded: LoadedModel) -> KVPool:
+    """With all heads; where each rank of tensor parallelism has a device, only with this one's."""
+    model, free = loaded.model, free_memory(config.device)
+    if not isinstance(model, ParallelModel):
+        return KVPool(kv_shape(config, loaded.config, loaded.kv_dtype, free), config.device, shared=config.kv_shared)
+    return model.open_pool(kv_shape(config, loaded.config if model.shares_pool else model.config, loaded.kv_dtype, free))

@@ -69,11 +69,14 @@ class ReferenceAttention:
             slots = torch.stack(
                 [_slots(tables[b], keys.clamp(max=batch.context_lens[b] - 1), block_size, batch.tails.get(b)) for b in present]
             )
-            rows = slots[:, None, :] * self.config.num_kv_heads + torch.arange(self.config.num_kv_heads)[:, None]
             mask = _mask(positions[: len(present)], keys, window)
-            chunks.append(KeyChunk(len(present), rows.flatten().to(self.device), mask.to(self.device)))
+            chunks.append(KeyChunk(len(present), self._rows(slots).flatten().to(self.device), mask.to(self.device)))
         tokens = torch.cat([torch.arange(batch.query_starts[b], batch.query_starts[b + 1]) for b in members])
         return Group(tokens.to(self.device), len(members), num_queries, tuple(chunks))
+
+    def _rows(self, slots: Tensor) -> Tensor:
+        """slots [num_seqs, CHUNK_KEYS] -> [num_seqs, num_kv_heads, CHUNK_KEYS]: where each head's key lies, see KeyChunk."""
+        return slots[:, None, :] * self.config.num_kv_heads + torch.arange(self.config.num_kv_heads)[:, None]
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,9 @@ class ReferencePlan:
         keys, values = kv[layer, 0], kv[layer, 1]
         keys.flatten(0, 1).index_copy_(0, self.slots, key)
         values.flatten(0, 1).index_copy_(0, self.slots, value)
+        return self._attended(layer, query, keys, values)
+
+    def _attended(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         result = torch.empty_like(query)
         for group in self.groups[self.config.windows[layer]]:
             attended = _attend(group, query[group.tokens], keys.flatten(0, 2), values.flatten(0, 2), self.config)

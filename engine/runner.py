@@ -47,6 +47,13 @@ class TokenSampler(Protocol):
     def sample(self, logits: Tensor, rows: list[SampleRow]) -> list[SampledToken]: ...
 
 
+class OtherPools(Protocol):
+    """Pools of other processes in which the same is to happen as in the runner's: see engine/parallel/model.py."""
+
+    def copy_blocks(self, sources: Sequence_[int], targets: Sequence_[int]) -> None: ...
+    def move_slots(self, sources: Sequence_[int], targets: Sequence_[int]) -> None: ...
+
+
 @dataclass(frozen=True)
 class Draw:
     """New tokens of one choice: one, or one more than were kept of its draft."""
@@ -69,9 +76,11 @@ class ModelRunner:
         *,
         hidden_size: int | None = None,
         arrangement: str = "plain",
+        others: OtherPools | None = None,
     ) -> None:
         """`hidden_size`: of the hidden states that each draw is to bring along; None: nobody wants them. `arrangement`: of the
-        pool, see kv_format.py."""
+        pool, see kv_format.py. `others`: pools that have to follow this one."""
+        self._others = others
         self._arrangement = arrangement
         self._hidden_size = hidden_size
         self._model = model
@@ -104,7 +113,10 @@ class ModelRunner:
         copies = [copy for piece in pieces for copy in piece.copies]
         if copies:
             # All sources are read before any target is written: a source may have been freed and be a target by now.
-            self._kv[:, :, [copy.target for copy in copies]] = self._kv[:, :, [copy.source for copy in copies]]
+            sources, targets = [copy.source for copy in copies], [copy.target for copy in copies]
+            self._kv[:, :, targets] = self._kv[:, :, sources]
+            if self._others is not None:
+                self._others.copy_blocks(sources, targets)
 
     def _draw(self, pieces: list[Piece], logits: Tensor, hidden: Tensor | None) -> dict[Sequence, list[Draw]]:
         """`logits` [R, vocab], `hidden` [R, hidden_size]: for each piece that draws a row behind its last known token, then one
@@ -142,6 +154,8 @@ class ModelRunner:
             slot = partial(_slot, piece.sequence.block_ids, block_size)
             sources, targets = [slot(first + node) for node, _ in moves], [slot(first + place) for _, place in moves]
             move_slots(self._kv, sources, targets, self._arrangement)
+            if self._others is not None:
+                self._others.move_slots(sources, targets)
 
     def _sample_row(self, owner: _Owner) -> SampleRow:
         sequence, draft = owner.piece.sequence, owner.piece.draft

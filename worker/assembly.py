@@ -114,7 +114,9 @@ class Worker:
         if self._grammars is not None:
             with contextlib.suppress(ValueError):  # whoever asks for a constraint is told
                 self._grammars.warm()
-        self._engine_loop.start(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        self._engine_loop.start(loop)
+        self.engine.watch_ranks(lambda error: loop.call_soon_threadsafe(self._on_failure, error))
         await self._engine_loop.call(lambda _engine: bind(self._config.cpus))
         self.watch.start_from(await self._engine_loop.call(prior_for))
         try:
@@ -182,7 +184,7 @@ class Worker:
         await self._receiver.stop()
         await self._sender.close()
         await self._engine_loop.stop()
-        self.engine.kv.close()
+        self.engine.close()
         await self.metrics.stop()
         self._step_spans.flush()
         await asyncio.to_thread(self.tracing.close)

@@ -19,7 +19,7 @@ def identity_of(engine: Engine, model: str) -> common_pb2.Identity:
         model=model,
         weights_hash=engine.weights_hash,
         num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
+        num_kv_heads=engine.model_config.num_kv_heads,
         head_dim=engine.model_config.head_dim,
         numeric_mode=engine.numeric_mode,
         protocol_version=PROTOCOL_VERSION,
@@ -31,7 +31,11 @@ def layout_of(engine: Engine) -> common_pb2.KVLayout:
     shape = engine.kv.shape
     dtype = str(shape.dtype).removeprefix("torch.")
     return common_pb2.KVLayout(
-        block_size=shape.block_size, kv_dtype=dtype, tensor_parallel_size=1, arrangement=engine.kv_arrangement
+        block_size=shape.block_size,
+        kv_dtype=dtype,
+        # On the CPU the ranks share a pool with all heads: what peers see of it does not depend on how many there are.
+        tensor_parallel_size=engine.model_config.num_kv_heads // shape.num_kv_heads,
+        arrangement=engine.kv_arrangement,
     )
 
 

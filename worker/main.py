@@ -54,7 +54,7 @@ async def serve(life: Lifecycle, config: WorkerConfig, *, prog: str = "worker") 
     log.configure(prog)
     engine = await _load_engine(life, config)
     if life.stopping:
-        engine.kv.close()
+        engine.close()
         return
     worker = Worker(config, engine, worker_id=config.worker_id or f"worker-{secrets.token_hex(4)}", on_failure=life.fail)
     try:

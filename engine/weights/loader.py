@@ -26,6 +26,7 @@ from engine.memory import check_weights_fit, effective_max_context, free_memory
 from engine.model import DecoderLayer, DecoderModel
 from engine.model_config import ModelConfig
 from engine.numerics import Numerics, choose_numerics, wants_triton
+from engine.parallel.split import check_degree, num_elements_held
 from engine.rope import RotaryTable
 from engine.runner import TokenSampler
 from engine.sampling import Sampler
@@ -87,6 +88,7 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
         torch.set_num_threads(config.num_threads)
     _check_device(config.device)
     source, files = open_checkpoint(Path(config.model))
+    check_degree(config.tensor_parallel, source.config)
     library, why_none = _open_kernels(config, lambda text: progress(0.0, text))
     numerics = choose_numerics(
         config,
@@ -97,7 +99,7 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
     )
     if numerics.why_torch:
         logger.warning("the slower torch backend computes this model: %s", numerics.why_torch)
-    check_weights_fit(numerics.num_bytes(source.config, source.num_elements()), free_memory(config.device), config.device)
+    check_weights_fit(numerics.num_bytes(source.config, _num_elements(source, config)), free_memory(config.device), config.device)
     digest = weights_hash(files, lambda share: progress(0.3 * share, "hashing weights"))
     loading = partial(_load, source, config, numerics, library)
     model, mode = loading(lambda share, text: progress(0.3 + 0.7 * share, text))
@@ -112,8 +114,13 @@ def _load(
     max_context = effective_max_context(config, source.config)
     if numerics.backend == "triton":
         return _load_triton(source, config, numerics, progress)
+    if config.tensor_parallel > 1:
+        from engine.parallel.load import load_with_ranks  # it loads as this module does
+
+        parallel = load_with_ranks(source, config, numerics, progress)
+        return parallel, _numeric_mode(parallel, config.device)
     if numerics.backend == "torch" or library is None:
-        model = _Builder(source, numerics.dtype, config.device).build(max_context, progress)
+        model = TorchBuilder(source, numerics.dtype, config.device).build(max_context, progress)
         return model, _numeric_mode(model, config.device)
     num_threads = config.num_threads or default_threads()
     with one_torch_thread():
@@ -129,8 +136,14 @@ def _load_triton(source: WeightSource, config: EngineConfig, numerics: Numerics,
 
     max_context = effective_max_context(config, source.config)
     maps = QuantizedMaps(source, numerics, config.device) if numerics.is_quantized else None
-    decoder = _Builder(source, numerics.dtype, config.device, maps).build(max_context, progress)
+    decoder = TorchBuilder(source, numerics.dtype, config.device, maps).build(max_context, progress)
     return triton_model(decoder, config, numerics, max_context)
+
+
+def _num_elements(source: WeightSource, config: EngineConfig) -> int:
+    """Weights that the device's memory has to hold."""
+    on_one_device = config.device == "cpu"
+    return num_elements_held(source.config, source.num_elements(), config.tensor_parallel, one_memory=on_one_device)
 
 
 def _has_int4(source: WeightSource, config: EngineConfig) -> bool:
@@ -178,7 +191,7 @@ def _numeric_mode(model: DecoderModel, device: str) -> str:
     return f"{dtype}-{device}-{model.head.kind}-{model.attention.name}-{processor}"
 
 
-class _Builder:
+class TorchBuilder:
     """Takes tensors out of a checkpoint, checks their shapes, and fuses what is computed together."""
 
     def __init__(self, source: WeightSource, dtype: torch.dtype, device: str, maps: QuantizedMaps | None = None) -> None:
@@ -194,16 +207,19 @@ class _Builder:
             layers.append(self._layer(f"model.layers.{index}"))
         progress(config.num_layers / (config.num_layers + 1), "loading embeddings")
         embedding = self._tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        head = embedding if config.tie_word_embeddings else self._tensor("lm_head.weight", *embedding.shape)
         return DecoderModel(
             config,
             embedding=embedding,
             layers=layers,
             norm=self._tensor("model.norm.weight", config.hidden_size),
-            head=make_linear(head) if self.maps is None else self.maps.head(head),
+            head=self._head(embedding),
             rotary=RotaryTable(config.rope, max_context, dtype=self.dtype, device=self.device),
             attention=make_attention(_ATTENTION, config, self.device),
         )
+
+    def _head(self, embedding: Tensor) -> Linear:
+        weight = embedding if self.config.tie_word_embeddings else self._tensor("lm_head.weight", *embedding.shape)
+        return make_linear(weight) if self.maps is None else self.maps.head(weight)
 
     def _layer(self, prefix: str) -> DecoderLayer:
         config = self.config

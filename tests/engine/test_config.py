@@ -22,6 +22,22 @@ from engine.config import MAX_DRAFT_TOKENS, PROPOSERS, EngineConfig, named_propo
             {"draft_length": 17},
             "draft_length: 17 is more than max_draft_tokens, 16; give at most that, or raise max_draft_tokens",
         ),
+        ({"tensor_parallel": 0}, "tensor_parallel: 0 is less than 1; give at least 1"),
+        (
+            {"tensor_parallel": 2},
+            "tensor_parallel: 2 needs the torch backend for now; give backend=torch, or tensor_parallel=1",
+        ),
+        ({"tensor_parallel": 2, "backend": "native"}, "tensor_parallel: 2 needs the torch backend for now"),
+        ({"tensor_parallel": 2, "backend": "native", "device": "cuda"}, "tensor_parallel: 2 needs the torch backend for now"),
+        (
+            {"tensor_parallel": 2, "backend": "torch", "speculation": "prompt_lookup,self_draft"},
+            "tensor_parallel: 2 does not go with speculation=self_draft for now; give other proposers",
+        ),
+        (
+            {"tensor_parallel": 2, "backend": "torch", "draft_model": "small"},
+            "tensor_parallel: 2 does not go with draft_model and self_draft_layers for now; leave them out",
+        ),
+        ({"tensor_parallel_timeout_s": 0.0}, "tensor_parallel_timeout_s: 0.0 is no time to wait; give seconds"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, object], message: str) -> None:
@@ -34,6 +50,11 @@ def test_settings_that_cannot_be(settings: dict[str, object], message: str) -> N
 def test_settings_that_can(speculation: str) -> None:
     EngineConfig("model", speculation=speculation).validate()
     EngineConfig("model", speculation=speculation, max_draft_tokens=MAX_DRAFT_TOKENS, draft_length=MAX_DRAFT_TOKENS).validate()
+
+
+def test_ranks_compute_with_torch() -> None:
+    EngineConfig("model", tensor_parallel=2, backend="torch", speculation="prompt_lookup").validate()
+    EngineConfig("model", tensor_parallel=8, device="cuda").validate()
 
 
 def test_each_name_counts_once() -> None:

@@ -1,0 +1,140 @@
+"""Exchanges between the ranks of one engine, over torch.distributed: gloo on the CPU, NCCL on CUDA.
+
+A group is an object of its own, none of torch's process-wide ones, so a process may have several engines. Its sockets are on
+loopback; nothing here is encrypted or authenticated, so the machine's users have to trust each other. Every exchange is bounded.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.parallel.errors import ExchangeFailed
+from engine.parallel.split import Shard
+
+HOST = "127.0.0.1"
+MEETING_TIMEOUT = timedelta(seconds=60)  # of ranks that are all known to be ready
+
+
+class Store(Protocol):
+    """torch's TCPStore: where ranks tell each other their addresses."""
+
+    port: int
+
+
+class _Work(Protocol):
+    def wait(self) -> object: ...
+
+
+class _Exchanges(Protocol):
+    """What is used of torch's process groups, whose own stubs leave it out."""
+
+    def allreduce(self, tensors: list[Tensor]) -> _Work: ...
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> _Work: ...
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: dist.GatherOptions) -> _Work: ...
+
+
+def open_meeting_point(size: int) -> Store:
+    """Rank 0's, at any free port of loopback. Torch itself would listen on every address."""
+    listener = socket.socket()
+    listener.bind((HOST, 0))
+    listener.listen(size)
+    port = listener.getsockname()[1]
+    return _store(port, size, listener.detach())
+
+
+def find_meeting_point(port: int, size: int) -> Store:
+    """That of rank 0, from another rank. Raises ExchangeFailed."""
+    with _as_exchange_failed():
+        return _store(port, size, None)
+
+
+class Group:
+    """This rank's end of it. All ranks make the same calls in the same order, with tensors of the same shapes."""
+
+    def __init__(self, store: Store, shard: Shard, device: str, timeout_s: float) -> None:
+        """Returns when all ranks are there. Raises ExchangeFailed."""
+        self.shard = shard
+        timeout = timedelta(seconds=timeout_s)
+        with _as_exchange_failed():
+            self._group: _Exchanges = _nccl(store, shard, timeout) if device == "cuda" else _gloo(store, shard, timeout)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x [M, N], which may be overwritten -> the sum over all ranks, the same bits on each of them.
+
+        The bits do not depend on M either, so a token's numbers do not on the batch: two numbers have one sum, whoever adds them;
+        of more, gloo's own reduction would add in an order that depends on where in `x` they lie. NCCL's may.
+        """
+        if not x.numel():
+            return x
+        with _as_exchange_failed():
+            if self.shard.size == 2 or x.device.type == "cuda":
+                self._group.allreduce([x]).wait()
+                return x
+            parts = x.new_empty((self.shard.size, *x.shape))
+            self._group.allgather([list(parts.unbind())], [x.contiguous()]).wait()
+        return _added_in_order(parts)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x [M, N] -> on rank 0 [M, size * N], ranks side by side; on the others `x`."""
+        if not x.numel():
+            return x.new_empty((x.shape[0], x.shape[1] * self.shard.size))
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        is_root = self.shard.rank == 0
+        parts = x.new_empty((self.shard.size, *x.shape)) if is_root else x
+        with _as_exchange_failed():
+            self._group.gather([list(parts.unbind())] if is_root else [], [x.contiguous()], options).wait()
+        return torch.cat(parts.unbind(), dim=1) if is_root else x
+
+    def abort(self) -> None:
+        """Ends exchanges that wait, from any thread: NCCL's kernels would wait for a dead rank until their time is up; gloo sees
+        that its connection is closed."""
+        if (abort := getattr(self._group, "abort", None)) is not None:
+            abort()
+
+
+def _added_in_order(parts: Tensor) -> Tensor:
+    """[size, M, N] -> [M, N]: rank 0 + rank 1 + ..., in float32, rounded once."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts.dtype)
+
+
+def _store(port: int, size: int, listener: int | None) -> Store:
+    is_master = listener is not None
+    make = dist.TCPStore  # type: ignore[attr-defined]  # torch.distributed has it, its stubs do not say so
+    return cast("Store", make(HOST, port, size, is_master, MEETING_TIMEOUT, wait_for_workers=False, master_listen_fd=listener))
+
+
+def _gloo(store: Store, shard: Shard, timeout: timedelta) -> _Exchanges:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
+    options._timeout = timeout
+    options._threads = 1  # exchanges follow one another
+    return cast("_Exchanges", dist.ProcessGroupGloo(store, shard.rank, shard.size, options))  # type: ignore[arg-type]
+
+
+def _nccl(store: Store, shard: Shard, timeout: timedelta) -> _Exchanges:
+    if not dist.is_nccl_available():
+        raise ExchangeFailed("this torch has no NCCL; on CUDA ranks need it")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return cast("_Exchanges", dist.ProcessGroupNCCL(store, shard.rank, shard.size, options))  # type: ignore[arg-type]
+
+
+@contextmanager
+def _as_exchange_failed() -> Iterator[None]:
+    """torch raises RuntimeError (its DistError among them) for a peer that is gone or silent."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ExchangeFailed(str(error).partition("\n")[0]) from error

@@ -1,0 +1,103 @@
+"""The model as rank 0 has it: every step is told to the other ranks, then computed together with them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.batch import StepBatch
+from engine.exports import LayerSignal
+from engine.kv_cache import KVPool, KVShape
+from engine.model import DecoderModel
+from engine.parallel import wire
+from engine.parallel.errors import ExchangeFailed, RankFailed
+from engine.parallel.group import Group
+from engine.parallel.ranks import Ranks
+from engine.parallel.wire import Kind
+
+
+class ParallelModel(DecoderModel):
+    """A DecoderModel of rank 0's share, whose `config` it has, and the hold on the other ranks. For one engine and its pool."""
+
+    def __init__(self, share: DecoderModel, ranks: Ranks, group: Group) -> None:
+        super().__init__(
+            share.config,
+            embedding=share.embedding,
+            layers=share.layers,
+            norm=share.norm,
+            head=share.head,
+            rotary=share.rotary,
+            attention=share.attention,
+        )
+        self.ranks = ranks
+        self._group = group
+        self._has_pool = False
+        self.watch(lambda _: None)
+        weakref.finalize(self, ranks.close)  # an engine that is dropped, or whose making failed, leaves no process either
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
+        """See DecoderModel.forward. Raises RankFailed: no later step can succeed."""
+        self.ranks.tell(Kind.STEP, wire.encode_batch(batch))
+        try:
+            return super().forward(batch, kv, signal, hidden)
+        except ExchangeFailed as error:
+            raise self.ranks.blame(error) from error
+
+    def first_layers(self, num_layers: int) -> DecoderModel:
+        """Raises ValueError: other ranks would have to compute them, too."""
+        raise ValueError("tensor_parallel: the first layers alone are not computed together; leave self_draft out")
+
+    def open_pool(self, shape: KVShape) -> KVPool:
+        """The engine's pool, of which every rank has its heads. On the CPU all ranks share its memory; on a device each has a
+        pool of its own of this shape, and keys and values are moved by `copy_blocks` and `move_slots`.
+
+        Raises ValueError for a second one, and when a rank fails."""
+        if self._has_pool:
+            raise ValueError("tensor_parallel: the model has a pool already; load it once for each engine")
+        self._has_pool = True
+        dtype = str(shape.dtype).removeprefix("torch.")
+        try:
+            self.ranks.tell(Kind.POOL, wire.as_json({**asdict(shape), "dtype": dtype}))
+            if self.device.type == "cpu":
+                return KVPool(shape, "cpu", before_seal=self._share)
+            pool = KVPool(shape, self.device.type)
+            self.ranks.wait_for(Kind.READY)
+            return pool
+        except RankFailed as error:
+            raise ValueError(str(error)) from error
+
+    @property
+    def shares_pool(self) -> bool:
+        """What rank 0 writes to the pool every rank sees."""
+        return self.device.type == "cpu"
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """The other ranks copy these blocks of their own pools, before the next step. Raises RankFailed."""
+        self.ranks.tell(Kind.COPY, wire.encode_slots(sources, targets))
+
+    def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """As `copy_blocks`, for slots: see engine/kv_moves.py."""
+        self.ranks.tell(Kind.MOVE, wire.encode_slots(sources, targets))
+
+    def watch(self, on_failure: Callable[[RankFailed], object]) -> None:
+        """`on_failure` hears at once, from some thread, of a rank that ends by itself, also when no step runs."""
+        self.ranks.watch(partial(_end_exchanges, self._group, on_failure))
+
+    def close(self) -> None:
+        """Ends the other ranks and waits for their end; idempotent."""
+        self.ranks.close()
+
+    def _share(self, fd: int) -> None:
+        self.ranks.show_fd(fd)
+        self.ranks.wait_for(Kind.READY)
+
+
+def _end_exchanges(group: Group, on_failure: Callable[[RankFailed], object], failure: RankFailed) -> None:
+    group.abort()
+    on_failure(failure)

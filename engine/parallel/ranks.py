@@ -1,0 +1,183 @@
+"""Rank 0's hold on the other ranks: it starts their processes, talks to them, hears of their ends and ends them.
+
+A rank never outlives this process: the kernel ends it with the thread that started it (see rank.py), one thread each that waits
+for its end, and elsewhere than on Linux it sees its socket close.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from engine.parallel import wire
+from engine.parallel.errors import RankFailed
+from engine.parallel.wire import Kind
+
+START_TIMEOUT_S = 1800.0  # a large model comes from a slow disk
+CLOSE_GRACE_S = 3.0
+_NOTICE_S = 2.0  # between the end of a rank's connections and the end of its process
+
+T = TypeVar("T")
+OnFailure = Callable[[RankFailed], None]
+
+
+class Ranks:
+    """Ranks 1 to size - 1. Methods are for one thread, but `watch` and `failure`."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        """Starts the processes; they wait for `tell_settings`. `timeout_s` bounds what is said to a rank that should listen.
+
+        Raises RankFailed when the system cannot start them; none is left then."""
+        self.size = size
+        self.failure: RankFailed | None = None
+        self._timeout_s = timeout_s
+        self._closing = False
+        self._lock = threading.Lock()
+        self._on_failure: OnFailure = lambda _: None
+        self._ranks = [_Rank(number, self._note_end) for number in range(1, size)]
+        try:
+            for rank in self._ranks:
+                rank.wait_started()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of ranks 1, 2, ..."""
+        return tuple(rank.process.pid for rank in self._ranks)
+
+    def watch(self, on_failure: OnFailure) -> None:
+        """From now on `on_failure` hears at once, from some thread, of a rank that ends by itself."""
+        with self._lock:
+            self._on_failure = on_failure
+        if self.failure is not None:
+            on_failure(self.failure)
+
+    def tell_settings(self, settings: Mapping[str, object]) -> None:
+        """Every rank begins to load. Raises RankFailed."""
+        for rank in self._ranks:
+            content = wire.as_json({"rank": rank.number, **settings})
+            self._bounded(rank, partial(wire.send, kind=Kind.SETTINGS, payload=content))
+
+    def tell(self, kind: Kind, payload: bytes = b"") -> None:
+        """The same to every rank. Raises RankFailed."""
+        self.check()
+        for rank in self._ranks:
+            self._bounded(rank, partial(wire.send, kind=kind, payload=payload))
+
+    def show_fd(self, fd: int) -> None:
+        """A descriptor for every rank, behind the frame that announces it. Raises RankFailed."""
+        for rank in self._ranks:
+            self._bounded(rank, lambda sock: wire.send_fd(sock, fd))
+
+    def wait_for(self, kind: Kind) -> None:
+        """Every rank says so, or that and why it failed. Raises RankFailed."""
+        for rank in self._ranks:
+            said, payload = self._bounded(rank, lambda sock: wire.expect(sock, kind, Kind.FAILED), START_TIMEOUT_S)
+            if said is Kind.FAILED:
+                raise RankFailed(f"tensor_parallel: rank {rank.number}: {payload.decode(errors='replace')}")
+
+    def check(self) -> None:
+        """Raises RankFailed if a rank has."""
+        if self.failure is not None:
+            raise self.failure
+
+    def blame(self, error: BaseException) -> RankFailed:
+        """Why an exchange broke: the rank that ended, known within moments; else one of them is silent."""
+        deadline = time.monotonic() + _NOTICE_S
+        while self.failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.failure or RankFailed(f"tensor_parallel: a rank did not take part in a step: {error}")
+
+    def close(self) -> None:
+        """Ends all ranks and waits until they are gone, whatever state they are in; idempotent."""
+        self._closing = True
+        for rank in self._ranks:
+            rank.sock.close()
+        deadline = time.monotonic() + CLOSE_GRACE_S
+        for rank in self._ranks:
+            rank.end(deadline)
+
+    def _bounded(self, rank: _Rank, act: Callable[[socket.socket], T], timeout_s: float | None = None) -> T:
+        rank.sock.settimeout(self._timeout_s if timeout_s is None else timeout_s)
+        try:
+            return act(rank.sock)
+        except TimeoutError as error:
+            raise RankFailed(f"tensor_parallel: rank {rank.number} (process {rank.process.pid}) does not listen") from error
+        except (OSError, EOFError) as error:
+            raise self.blame(error) from error
+
+    def _note_end(self, rank: _Rank, code: int) -> None:
+        """On the rank's thread."""
+        with self._lock:
+            if self._closing or self.failure is not None:
+                return
+            how = f"signal {-code}" if code < 0 else f"code {code}"
+            self.failure = RankFailed(f"tensor_parallel: rank {rank.number} (process {rank.process.pid}) ended with {how}")
+            on_failure = self._on_failure
+        on_failure(self.failure)
+
+
+class _Rank:
+    """One process and our end of its socket."""
+
+    def __init__(self, number: int, on_end: Callable[[_Rank, int], None]) -> None:
+        self.number = number
+        self.sock, self._theirs = socket.socketpair()
+        self._on_end = on_end
+        self._started = threading.Event()
+        self._error: OSError | None = None
+        self.process: subprocess.Popen[bytes]
+        self._thread = threading.Thread(target=self._run, name=f"rank {number}", daemon=True)
+        self._thread.start()
+
+    def wait_started(self) -> None:
+        """Raises RankFailed when the system could not start it."""
+        self._started.wait()
+        if self._error is not None:
+            raise RankFailed(f"tensor_parallel: rank {self.number} cannot be started: {self._error}") from self._error
+
+    def end(self, deadline: float) -> None:
+        """Waits for its end until `deadline` (monotonic), then makes it."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self.process = subprocess.Popen(
+                _command(self._theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # ours is for lines of JSON
+                pass_fds=(self._theirs.fileno(),),
+                env={**os.environ, "PYTHONPATH": _python_path()},
+            )
+        except OSError as error:
+            self._error = error
+            return
+        finally:
+            self._theirs.close()
+            self._started.set()
+        self._on_end(self, self.process.wait())
+
+
+def _command(fd: int) -> Sequence[str]:
+    return (sys.executable, "-m", "engine.parallel.rank", str(fd), str(os.getpid()))
+
+
+def _python_path() -> str:
+    """So that a rank finds this very code, installed or not."""
+    root = str(Path(__file__).resolve().parent.parent.parent)
+    return os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)

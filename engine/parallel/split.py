@@ -1,0 +1,113 @@
+"""Which part of a model's weights a rank has: pure functions from names and shapes.
+
+    rows of q, k, v (by heads), gate, up                 each rank has its own outputs: nothing is exchanged behind them
+    columns of o, down                                   each rank has its own inputs: the outputs are sums over ranks
+    rows of the output head (by vocabulary)              rank 0 gathers the logits
+    norms, embeddings                                    every rank has all of them
+
+(Shoeybi et al., Megatron-LM, 2019, section 3.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from engine.model_config import ModelConfig
+from engine.weights.quantize import Int4Weight
+from engine.weights.source import WeightSource
+
+_BY_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
+_BY_COLUMNS = frozenset({"o_proj", "down_proj"})
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rank `rank` of `size`."""
+
+    rank: int
+    size: int
+
+    def part(self, total: int) -> range:
+        """Its part of `total` things that `size` divides."""
+        count = total // self.size
+        return range(self.rank * count, (self.rank + 1) * count)
+
+    def vocabulary(self, vocab_size: int) -> range:
+        """Its rows of the output head: as many on every rank, but fewer on the last ones where they do not come out even."""
+        count = self.vocabulary_rows(vocab_size)
+        return range(min(self.rank * count, vocab_size), min((self.rank + 1) * count, vocab_size))
+
+    def vocabulary_rows(self, vocab_size: int) -> int:
+        """Rows of the head that every rank computes, the last ones' padding included."""
+        return -(-vocab_size // self.size)
+
+
+def check_degree(degree: int, model: ModelConfig) -> None:
+    """Raises ValueError, naming the field, unless `degree` ranks can share this model."""
+    for what, count in (("KV heads", model.num_kv_heads), ("intermediate columns", model.intermediate_size)):
+        if count % degree:
+            heads, columns = model.num_kv_heads, model.intermediate_size
+            fitting = ", ".join(str(n) for n in range(1, heads + 1) if not (heads % n or columns % n))
+            raise ValueError(f"tensor_parallel: {degree} does not divide the model's {count} {what}; give one of {fitting}")
+
+
+def shard_config(model: ModelConfig, shard: Shard) -> ModelConfig:
+    """The model as this rank computes it. Its vocabulary is whole: embeddings are."""
+    return replace(
+        model,
+        num_heads=len(shard.part(model.num_heads)),
+        num_kv_heads=len(shard.part(model.num_kv_heads)),
+        intermediate_size=len(shard.part(model.intermediate_size)),
+    )
+
+
+def num_elements_held(model: ModelConfig, num_elements: int, degree: int, *, one_memory: bool) -> int:
+    """Weights that lie in one memory: of all ranks, or of one. What every rank has is little beside the embeddings."""
+    table = model.vocab_size * model.hidden_size
+    return num_elements + (degree - 1) * table if one_memory else (num_elements - table) // degree + table
+
+
+class ShardSource:
+    """A checkpoint as one rank sees it: tensors are already cut, and `config` is what they fit. A WeightSource."""
+
+    def __init__(self, source: WeightSource, shard: Shard) -> None:
+        self.config = shard_config(source.config, shard)
+        self._source, self._shard = source, shard
+
+    def names(self) -> frozenset[str]:
+        return self._source.names()
+
+    def get(self, name: str) -> Tensor:
+        return cut(name, self._source.get(name), self._shard)
+
+    def get_int4(self, name: str, group: int) -> Int4Weight | None:
+        """None: shards are of floating numbers only."""
+        return None
+
+    def num_elements(self) -> int:
+        return self._source.num_elements()
+
+
+def cut(name: str, tensor: Tensor, shard: Shard) -> Tensor:
+    """What this rank has of a tensor. The bias of a sum over ranks is added by rank 0 alone.
+
+    Raises ValueError for a shape that cannot be shared.
+    """
+    _, map_name, kind = ("..." + name).rsplit(".", 2)
+    if map_name in _BY_ROWS:
+        rows = _part_of(name, tensor.shape[0], shard)
+        return tensor[rows.start : rows.stop]
+    if map_name not in _BY_COLUMNS:
+        return tensor
+    if kind == "bias":
+        return tensor if shard.rank == 0 else tensor.new_zeros(tensor.shape)
+    columns = _part_of(name, tensor.shape[1], shard)
+    return tensor[:, columns.start : columns.stop].contiguous()
+
+
+def _part_of(name: str, total: int, shard: Shard) -> range:
+    if total % shard.size:
+        raise ValueError(f"{name}: {total} cannot be shared by {shard.size} ranks; give another tensor_parallel")
+    return shard.part(total)

@@ -1,0 +1,59 @@
+"""Engines of several ranks, each a real process; none may be left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.parallel.model import ParallelModel
+from engine.weights.loader import load_model
+from tests.support.mock_engine import hash_block
+from tests.support.tiny_models import make_tiny_model
+
+
+@pytest.fixture(scope="session", params=["llama", "qwen2", "qwen3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of four KV heads; llama has biases behind its sums, a tied head and a vocabulary that two do not divide."""
+    more: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "vocab_size": 321, "tie_word_embeddings": True}
+    own = more if request.param == "llama" else {}
+    path = tmp_path_factory.mktemp(request.param)
+    return make_tiny_model(path, request.param, num_attention_heads=8, num_key_value_heads=4, head_dim=16, **own)
+
+
+def config_of(folder: Path, tensor_parallel: int, **settings: object) -> EngineConfig:
+    given = {"num_blocks": 128, "max_num_batched_tokens": 64, "num_threads": 1, "speculation": "none", **settings}
+    return EngineConfig(str(folder), backend="torch", dtype="float32", tensor_parallel=tensor_parallel, **given)  # type: ignore[arg-type]
+
+
+@contextmanager
+def running(config: EngineConfig) -> Iterator[Engine]:
+    """An engine; its ranks are gone in the end, whatever happened."""
+    num_threads = torch.get_num_threads()
+    loaded = load_model(config)
+    pids = loaded.model.ranks.pids if isinstance(loaded.model, ParallelModel) else ()
+    assert len(pids) == config.tensor_parallel - 1
+    engine = Engine(config, hash_block=hash_block, loaded=loaded)
+    try:
+        yield engine
+    finally:
+        engine.close()
+        torch.set_num_threads(num_threads)
+        assert not any(is_alive(pid) for pid in pids)
+
+
+def pids_of(engine: Engine) -> tuple[int, ...]:
+    model = engine._runner._model
+    assert isinstance(model, ParallelModel)
+    return model.ranks.pids
+
+
+def is_alive(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
