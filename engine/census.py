@@ -9,7 +9,7 @@ from engine.outputs import EngineStats
 from engine.pacing import Pacer
 from engine.requests import RequestTable
 from engine.scheduler import Scheduler
-from engine.sequence import Phase, Sequence
+from engine.sequence import Phase, Sequence, SequenceGroup
 from engine.speculation.tally import Tally
 
 # Steps of a few milliseconds need no census each while nothing comes or goes: they only lengthen contexts by a token.
@@ -62,7 +62,8 @@ class Census:
                 decoding.append(sequence)
                 decode_context += num_tokens
         num_decoding, pace = len(decoding), self._pacer.tightest(decoding, now_ns)
-        idle = [group for group in self._table if group.phase is not Phase.ACTIVE]
+        groups = list(self._table)  # at once: the engine's thread may add to it while another reads
+        idle = [group for group in groups if group.phase is not Phase.ACTIVE]
         return EngineStats(
             taken_ns=now_ns,
             num_running=_num_choices(running),
@@ -75,7 +76,7 @@ class Census:
             num_waiting_tokens=_num_to_prefill(running) + _num_to_prefill(waiting),
             num_decoding=num_decoding,
             decode_context=decode_context,
-            pace_s=self._promised_s(decoding) if pace is None else pace.pace_s,
+            pace_s=self._promised_s(groups, decoding) if pace is None else pace.pace_s,
             slack_s=0.0 if pace is None else pace.slack_s,
             num_prefilling=len(running) - num_decoding + len(waiting),
             num_steps=self._counters.num_steps,
@@ -86,8 +87,8 @@ class Census:
             speculation=None if self._tally is None else self._tally.stats(),
         )
 
-    def _promised_s(self, decoding: list[Sequence]) -> float:
-        return self._pacer.promised_s((sequence for group in self._table for sequence in group.sequences), decoding)
+    def _promised_s(self, groups: list[SequenceGroup], decoding: list[Sequence]) -> float:
+        return self._pacer.promised_s((sequence for group in groups for sequence in group.sequences), decoding)
 
     def _count(self) -> tuple[int, int, int]:
         return len(self._scheduler.running), len(self._scheduler.waiting), len(self._table)

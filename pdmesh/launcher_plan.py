@@ -220,7 +220,9 @@ def console_plan(
         "--otlp-port": port,
         "--forward-otlp": forward,
     }
-    return ProcessPlan("console", ("console",), _command("pdmesh.console", flags, ()), _environment(config, redis_url))
+    return ProcessPlan(
+        "console", ("console",), _command("pdmesh.console", flags, ("--otlp-port-is-held",)), _environment(config, redis_url)
+    )
 
 
 def with_port(plan: ProcessPlan, port: int, flag: str = "--port") -> ProcessPlan:

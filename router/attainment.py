@@ -1,7 +1,7 @@
 """Whether a request met what was promised to it: one rule for metrics, traces and so the console. Pure.
 
-What never came is missed, also where there was no room for the request. Who left, asked for something wrong or spent its own rate
-is not judged for it, only for what came too late before.
+What never came is missed, also where there was no room for the request, and where the client left when it was late already: many
+leave because nothing comes. Who left before, asked for something wrong or spent its own rate is judged only for what came.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Verdict(NamedTuple):
 
 def verdict(parts: mesh_pb2.Timings, goals_ms: tuple[int, int], problem: MeshError | None) -> Verdict:
     """Of a request with these objectives (TTFT and TPOT, 0: none) that `problem` has ended, None: that was answered."""
-    ttft, tpot = _met(parts.ttft_ns, goals_ms[0], problem), _met(parts.tpot_ns, goals_ms[1], problem)
+    ttft, tpot = _ttft_met(parts, goals_ms[0], problem), _met(parts.tpot_ns, goals_ms[1], problem)
     if not any(goals_ms):
         overall = None
     elif False in (ttft, tpot):
@@ -43,6 +43,11 @@ def mesh_error_of(error: BaseException) -> MeshError:
     if isinstance(error, (GeneratorExit, asyncio.CancelledError)):
         return Cancelled("the client left")
     return error if isinstance(error, MeshError) else as_mesh_error(error)
+
+
+def _ttft_met(parts: mesh_pb2.Timings, goal_ms: int, problem: MeshError | None) -> bool | None:
+    has_waited = isinstance(problem, Cancelled) and not parts.ttft_ns and parts.total_ns > goal_ms * 1e6
+    return False if goal_ms and has_waited else _met(parts.ttft_ns, goal_ms, problem)
 
 
 def _met(took_ns: int, goal_ms: int, problem: MeshError | None) -> bool | None:

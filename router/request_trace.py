@@ -122,7 +122,7 @@ class LiveTrace(RequestTrace):
         elif error is not None:
             self._root.fail(error_type, words)
         self.live.close(self._received_ns + parts.total_ns)
-        if not has_left and (error is not None or is_met is False):
+        if is_met is False or (error is not None and not has_left):
             self._keep()
 
     def _keep(self) -> None:

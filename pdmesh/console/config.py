@@ -24,6 +24,9 @@ class ConsoleConfig:
     )
     otlp_host: str = field(default="127.0.0.1", metadata={"help": "address to take traces on, by OTLP over gRPC"})
     otlp_port: int = field(default=4317, metadata={"help": "port to take traces on; 0: any free one"})
+    otlp_port_is_held: bool = field(
+        default=False, metadata={"help": "who started this process holds that port for it, by a socket that does not listen"}
+    )
     forward_otlp: str = field(
         default="", metadata={"help": "collector that gets all that arrives here, host:port or https://host:port; empty: none"}
     )

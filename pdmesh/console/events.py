@@ -63,7 +63,7 @@ class Events:
                 is_news = await self._wait(number)
                 if is_news:
                     number = self._number
-                yield f"data: {self._text}\n\n" if is_news else ": still here\n\n"
+                yield f"data: {self._text}\n\n" if is_news else "event: alive\ndata:\n\n"
         finally:
             self._num_clients -= 1
 

@@ -17,6 +17,9 @@ FLOW_WINDOW_S = 10.0
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
+MAX_MODELS, OTHERS = 64, "(others)"
+
+
 @dataclass(frozen=True)
 class Query:
     """Requests of a model whose `metric` is from `from_ms` up to, but without, `to_ms`."""
@@ -45,10 +48,13 @@ def is_missed(request: RequestSummary, metric: Metric) -> bool:
 
 
 def by_model(requests: Iterable[RequestSummary]) -> list[dict[str, Any]]:
-    """Of each model its distributions and how many requests kept their objectives."""
+    """Of each model its distributions and how many requests kept their objectives; those with the fewest requests together,
+    where anybody has sent more names than a page can show."""
     groups: dict[str, list[RequestSummary]] = defaultdict(list)
     for request in requests:
         groups[request.model].append(request)
+    for model in sorted(groups, key=lambda model: -len(groups[model]))[MAX_MODELS:]:
+        groups[OTHERS] += groups.pop(model)
     return [_of_model(model, group) for model, group in sorted(groups.items())]
 
 

@@ -62,7 +62,7 @@ class Guard:
         if method in _SAFE and not path.startswith("/api/"):  # a link to the page may stand anywhere
             return ""
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
-        if (origin is not None and urlsplit(origin).netloc.lower() != hosts[0].lower()) or site not in ("same-origin", "none"):
+        if (origin is not None and _netloc(origin) != hosts[0].lower()) or site not in ("same-origin", "none"):
             return "only the console's own page may do that"
         return ""
 
@@ -70,6 +70,13 @@ class Guard:
         """Addresses are: no name had to be resolved to get here."""
         name = _hostname(host)
         return name is not None and (name in self._allowed or _is_address(name))
+
+
+def _netloc(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
 
 
 def _hostname(host: str) -> str | None:

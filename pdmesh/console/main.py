@@ -45,12 +45,14 @@ class ConsoleProcess:
         metadata = (("authorization", f"Bearer {config.api_key}"),) if config.api_key else None
         self._store = Store(Bounds(config.max_traces, config.max_age_s, config.max_mib << 20))
         self._topology = Topology(routers, open_tls(config.tls), metadata, on_change=self._changed)
-        state = State(self._store, self._topology)
+        state = State(self._store, self._topology, forwards_to=config.forward_otlp)
         self._events = Events(state.snapshot)
         tls = config.tls if config.tls.is_set else None
         console = Console(state, self._events, Mesh(routers, tls, config.api_key))
         self._http = HttpServer(console.app(config.allowed_hosts), config.host, config.port)
-        self._otlp = OtlpReceiver(config.otlp_host, config.otlp_port, self._took, self._handed_on)
+        self._otlp = OtlpReceiver(
+            config.otlp_host, config.otlp_port, self._took, self._handed_on, is_held=config.otlp_port_is_held
+        )
         self._forwarder = Forwarder(parse_endpoint(config.forward_otlp), os.environ) if config.forward_otlp else None
         self._stack = AsyncExitStack()
 

@@ -32,15 +32,20 @@ logger = logging.getLogger(__name__)
 class OtlpReceiver:
     """One listening port, from `start` to `stop`. `on_export` gets spans, `on_bytes` the method and body of every call."""
 
-    def __init__(self, host: str, port: int, on_export: OnExport, on_bytes: OnBytes) -> None:
+    def __init__(self, host: str, port: int, on_export: OnExport, on_bytes: OnBytes, *, is_held: bool = False) -> None:
+        """`is_held`: by a launcher's socket that does not listen. Else nobody may share the port: each would get a part."""
+        self._is_held = is_held
         self._host, self._port = host, port
         self._on_export, self._on_bytes = on_export, on_bytes
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> str:
         """Listens; returns "host:port". Raises ConfigError where the port is taken."""
-        options = (("grpc.max_receive_message_length", MAX_REQUEST_BYTES), ("grpc.max_concurrent_streams", MAX_CALLS))
-        # A launcher may hold the port for us with a socket that does not listen, so it is shared.
+        options = (
+            ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+            ("grpc.max_concurrent_streams", MAX_CALLS),
+            ("grpc.so_reuseport", int(self._is_held)),
+        )
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
         self._server.add_generic_rpc_handlers((_Methods({TRACES: self._traces, METRICS: self._other, LOGS: self._other}),))
         try:

@@ -59,7 +59,7 @@ def read_prompt(body: bytes) -> Prompt:
     """Of JSON {"prompt", "model", "max_tokens", "temperature", "chat"}; all but the first may be absent. Raises BadPrompt."""
     try:
         given = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):  # the second: thousands of brackets
         raise BadPrompt("the body is no JSON") from None
     if not isinstance(given, dict):
         raise BadPrompt("the body is no JSON object")

@@ -23,8 +23,9 @@ _SHOWN = tuple(field.name for field in fields(RequestSummary))
 class State:
     """Store and topology together."""
 
-    def __init__(self, store: Store, topology: Topology) -> None:
-        self._store = store
+    def __init__(self, store: Store, topology: Topology, *, forwards_to: str = "") -> None:
+        """`forwards_to`: the collector that gets all traces besides."""
+        self._store, self._forwards_to = store, forwards_to
         self._topology = topology
 
     def snapshot(self) -> str:
@@ -78,6 +79,7 @@ class State:
             "max_age_s": bounds.max_age_s,
             "num_bytes": self._store.num_bytes,
             "num_dropped_spans": self._store.num_dropped,
+            "forwards_to": self._forwards_to,
         }
 
 

@@ -17,6 +17,8 @@ from runtime.telemetry.received import ReceivedSpan
 MAX_SPANS_PER_TRACE = 512
 MAX_STEPS = 2048
 STEP = "decode.step"
+SUMMARY_BYTES = 1500
+"""Of a request's summary, about."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Store:
         self.num_dropped = 0  # spans for which their trace had no room
         self._traces: OrderedDict[str, _Trace] = OrderedDict()
         self._steps: deque[ReceivedSpan] = deque()
+        self._step_bytes = 0  # of num_bytes
 
     @property
     def num_traces(self) -> int:
@@ -77,24 +80,33 @@ class Store:
         self._count(trace, span.num_bytes)
         if is_request(span):
             trace.requests[span.span_id] = summarize(span)
+            self._count(trace, SUMMARY_BYTES)
 
     def _add_step(self, span: ReceivedSpan) -> None:
         self._steps.append(span)
         self.num_bytes += span.num_bytes
+        self._step_bytes += span.num_bytes
         while len(self._steps) > MAX_STEPS:
-            self.num_bytes -= self._steps.popleft().num_bytes
+            self._drop_step()
+
+    def _drop_step(self) -> None:
+        num_bytes = self._steps.popleft().num_bytes
+        self.num_bytes -= num_bytes
+        self._step_bytes -= num_bytes
 
     def _count(self, trace: _Trace, num_bytes: int) -> None:
         trace.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
     def prune(self, now_s: float) -> None:
-        """What is too old, or too much."""
+        """What is too old, or too much: steps first, where they are more than half of it."""
+        while self.num_bytes > self.bounds.max_bytes and self._step_bytes > self.bounds.max_bytes // 2:
+            self._drop_step()
         while self._traces and self._is_beyond(next(iter(self._traces.values())), now_s):
             self.num_bytes -= self._traces.popitem(last=False)[1].num_bytes
             self.version += 1
         while self._steps and self.num_bytes > self.bounds.max_bytes:
-            self.num_bytes -= self._steps.popleft().num_bytes
+            self._drop_step()
 
     def _is_beyond(self, oldest: _Trace, now_s: float) -> bool:
         is_too_much = len(self._traces) > self.bounds.max_traces or self.num_bytes > self.bounds.max_bytes

@@ -17,6 +17,7 @@ MAX_SPAN_BYTES = 64 << 10
 MAX_NAME_CHARS = 256
 MAX_LINKED = 128
 _TRACE_ID_BYTES, _SPAN_ID_BYTES = 16, 8
+_OBJECT_BYTES, _LINK_BYTES = 700, 120  # of Python, around the bytes that came
 _MAX_TEXT_CHARS = 4096
 
 Value = str | bool | int | float | list["Value"] | None
@@ -50,8 +51,8 @@ class ReceivedSpan:
 
     @property
     def num_bytes(self) -> int:
-        """That it takes to keep."""
-        return len(self.encoded)
+        """That it takes to keep, about."""
+        return len(self.encoded) + _OBJECT_BYTES + _LINK_BYTES * len(self.linked)
 
     def read(self) -> Details:
         """All that it says."""

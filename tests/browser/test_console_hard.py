@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import signal
+import sys
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -103,3 +107,25 @@ async def test_routers_that_never_answered_are_shown_each(browser: Browser) -> N
             assert [first, second] == await page.locator(".node.lost .name").all_text_contents()
             assert await page.locator("#notices .notice").count() == 2
     assert problems == []
+
+
+async def test_a_console_that_hangs_is_away_until_it_goes_on(browser: Browser) -> None:
+    """It closes nothing, so only its silence tells."""
+    command = ("-m", "pdmesh.console", "--port", "0", "--otlp-port", "0", "--routers", "127.0.0.1:1", "--exit-with-parent")
+    console = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert console.stdout is not None
+        url = json.loads(await console.stdout.readline())["http_url"]
+        page = await browser.new_page()
+        await page.goto(url)
+        said = "() => document.getElementById('connection').textContent === '{}'"
+        await page.wait_for_function(said.format("live"))
+        console.send_signal(signal.SIGSTOP)
+        await page.wait_for_function(said.format("reconnecting"))
+        assert "The console does not answer" in await page.locator("#notices").inner_text()
+        console.send_signal(signal.SIGCONT)
+        await page.wait_for_function(said.format("live"))
+        assert "The console does not answer" not in await page.locator("#notices").inner_text()
+    finally:
+        console.kill()
+        await console.wait()

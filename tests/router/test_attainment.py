@@ -17,8 +17,11 @@ TOO_MUCH = ResourceExhausted("rate: used up", reason=OVER_ITS_RATE)
 WRONG = InvalidArgument("sampling.top_p", "must be above 0")
 
 
-def judged(ttft_ms: float, tpot_ms: float, problem: MeshError | None, goals: tuple[int, int] = GOALS) -> Verdict:
-    return verdict(mesh_pb2.Timings(ttft_ns=int(ttft_ms * MS), tpot_ns=int(tpot_ms * MS)), goals, problem)
+def judged(
+    ttft_ms: float, tpot_ms: float, problem: MeshError | None, goals: tuple[int, int] = GOALS, total_ms: float = 0
+) -> Verdict:
+    parts = mesh_pb2.Timings(ttft_ns=int(ttft_ms * MS), tpot_ns=int(tpot_ms * MS), total_ns=int(total_ms * MS))
+    return verdict(parts, goals, problem)
 
 
 def test_what_was_answered_is_judged_by_its_times() -> None:
@@ -45,6 +48,14 @@ def test_the_callers_doing_is_not_judged_unless_it_was_late_before(problem: Mesh
     assert judged(0, 0, problem) == Verdict(None, None, None)
     assert judged(100, 0, problem) == Verdict(True, None, None)
     assert judged(300, 0, problem) == Verdict(False, None, False)
+
+
+def test_who_leaves_because_nothing_comes_was_promised_more() -> None:
+    left = mesh_error_of(asyncio.CancelledError())
+    assert judged(0, 0, left, total_ms=199) == Verdict(None, None, None)
+    assert judged(0, 0, left, total_ms=201) == Verdict(False, None, False)
+    assert judged(0, 0, WRONG, total_ms=201) == judged(0, 0, TOO_MUCH, total_ms=201) == Verdict(None, None, None)
+    assert judged(0, 0, left, total_ms=201, goals=(0, 20)) == Verdict(None, None, None)
 
 
 def test_nothing_was_promised() -> None:

@@ -13,21 +13,31 @@ export function fetchRequests(model, metric, bar) {
   return get(`/api/requests?${query}`);
 }
 
+// A console that hangs, or a network that drops everything, closes nothing: the console says something every few seconds.
+const SILENCE_MS = 12_000;
+
 // Calls onState with each state, onConnection with "live", "away" or "paused". Browsers connect again by themselves, unless
 // refused. A page that nobody sees lets its connection go: a browser has six for all its pages of one server, and the seventh
 // page would never load.
 export function follow(onState, onConnection) {
-  let source = null, again = 0;
+  let source = null, again = 0, silence = 0;
   const stop = () => {
     clearTimeout(again);
+    clearTimeout(silence);
     source?.close();
     source = null;
   };
   const begin = () => {
     stop();
     source = new EventSource("/api/events");
-    source.onopen = () => onConnection("live");
-    source.onmessage = (event) => onState(JSON.parse(event.data));
+    const heard = () => {
+      onConnection("live");
+      clearTimeout(silence);
+      silence = setTimeout(() => { begin(); onConnection("away"); }, SILENCE_MS);
+    };
+    source.onopen = heard;
+    source.addEventListener("alive", heard);
+    source.onmessage = (event) => { heard(); onState(JSON.parse(event.data)); };
     source.onerror = () => {
       onConnection("away");
       if (source?.readyState === EventSource.CLOSED) again = setTimeout(begin, 3000);

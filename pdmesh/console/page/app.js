@@ -105,7 +105,7 @@ function drawDecisionPart() {
 
 function drawWindow({ window: kept }) {
   byId("window").textContent = `${plural(kept.num_requests, "request")} and ${plural(kept.num_traces, "trace")} of at most ${kept.max_traces}, `
-    + `none older than ${Math.round(kept.max_age_s / 60)} min, ${size(kept.num_bytes)}. All of it stays on this machine.`;
+    + `none older than ${Math.round(kept.max_age_s / 60)} min, ${size(kept.num_bytes)}. ` + (kept.forwards_to ? `${kept.forwards_to} gets all of it, too.` : "All of it stays on this machine.");
 }
 
 function draw() {

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.console.figures import FLOW_WINDOW_S, Query, by_model, flows, latest, rates, slowest
+from pdmesh.console.figures import FLOW_WINDOW_S, MAX_MODELS, OTHERS, Query, by_model, flows, latest, rates, slowest
 from pdmesh.console.histogram import MAX_CLASSES, classes, quantile
 from pdmesh.console.summary import RequestSummary
 from tests.pdmesh.console.made import Made
@@ -84,3 +84,10 @@ def test_the_slowest_come_first_and_those_without_a_token_never() -> None:
     requests = summaries(*(replace(MADE, prefill_queue=float(wait)) for wait in (1, 9, 5)))
     unanswered = replace(requests[0], ttft_ms=None)
     assert [request.parts["prefill_queue"] for request in slowest([*requests, unanswered], 2)] == [9.0, 5.0]
+
+
+def test_more_models_than_a_page_can_show_are_told_together() -> None:
+    made = [replace(MADE, model=f"model-{number}") for number in range(70)]
+    models = by_model(summaries(*made, replace(MADE, model="model-69", request_id="again")))
+    assert len(models) == MAX_MODELS + 1 and sum(model["num_requests"] for model in models) == 71
+    assert {model["name"] for model in models} >= {OTHERS, "model-69"}

@@ -14,6 +14,8 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from benchmarks.observability.otlp_receiver import OtlpReceiver
 from pdmesh.console.otlp import METRICS, TRACES
+from pdmesh.console.otlp import OtlpReceiver as Receiver
+from runtime.config import ConfigError
 from runtime.telemetry.received import MAX_SPAN_BYTES, Unreadable, read_export
 from tests.pdmesh.console.conftest import Running, running_console
 from tests.pdmesh.console.made import Script, exports, made_router, send, spans_of
@@ -41,6 +43,20 @@ WRONG: dict[str, Change] = {
     "backwards": lambda span: setattr(span, "end_time_unix_nano", 1),
     "large": lambda span: span.attributes.add(key="k").value.__setattr__("string_value", "x" * MAX_SPAN_BYTES),
 }
+
+
+async def test_nobody_shares_the_port_unless_it_is_held_for_them() -> None:
+    def ignore(*_: object) -> None:
+        pass
+
+    first = Receiver("127.0.0.1", 0, ignore, ignore)
+    address = await first.start()
+    try:
+        second = Receiver("127.0.0.1", int(address.rpartition(":")[2]), ignore, ignore)
+        with pytest.raises(ConfigError, match="--otlp-port: cannot listen on"):
+            await second.start()
+    finally:
+        await first.stop()
 
 
 @pytest.mark.parametrize("wrong", WRONG)

@@ -86,6 +86,7 @@ async def test_names_that_were_made_to_point_here_are_sent_away(host: str, statu
     ({}, 200), ({"origin": "SELF"}, 200), ({"sec-fetch-site": "same-origin", "origin": "SELF"}, 200),
     ({"origin": "http://evil.example"}, 403), ({"origin": "null"}, 403), ({"sec-fetch-site": "cross-site"}, 403),
     ({"sec-fetch-site": "same-site", "origin": "SELF"}, 403), ({"content-type": "text/plain"}, 415),
+    ({"origin": "http://["}, 403),
 ])  # fmt: skip
 async def test_only_our_own_page_may_ask_for_something(console: Running, headers: dict[str, str], status: int) -> None:
     given = {key: value.replace("SELF", console.url) for key, value in headers.items()}
@@ -94,6 +95,12 @@ async def test_only_our_own_page_may_ask_for_something(console: Running, headers
     )
     assert answer.status_code == status and len(console.script.requests) == (status == 200)
     assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b"\xff", b"[]", b'{"prompt": 1}'])
+async def test_a_body_that_is_no_prompt_is_the_callers_mistake(console: Running, body: bytes) -> None:
+    answer = await console.http.post("/api/generate", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.console.store import MAX_SPANS_PER_TRACE, Bounds, Store
+from pdmesh.console.store import MAX_SPANS_PER_TRACE, SUMMARY_BYTES, Bounds, Store
 from pdmesh.console.summary import TTFT_PARTS
 from runtime.telemetry.propagation import SpanContext
 from runtime.telemetry.received import ReceivedSpan, read_export
@@ -105,6 +105,17 @@ def test_engine_steps_are_found_by_the_traces_that_they_name() -> None:
     assert store.num_traces == 2  # the steps of a worker are no trace to look at
 
 
+def test_steps_give_way_before_traces_where_they_are_most_of_what_is_kept() -> None:
+    store = Store(Bounds(max_bytes=60_000))
+    store.add(arrived(MADE), 0.0)
+    step = Span("decode.step", SpanContext(99, 1), 0, Kind.INTERNAL, START_NS, {"text": "x" * 1000}, lambda _: None)
+    step.end_ns = START_NS + 1
+    (span,) = read_export(encoded("pdmesh-worker", "decode-0", [step])).spans
+    for _ in range(200):
+        store.add([span], 1.0)
+    assert store.num_traces == 1 and store.num_bytes <= 60_000
+
+
 def test_spans_stand_in_the_order_of_their_beginnings() -> None:
     store = store_of(MADE)
     (request,) = store.requests()
@@ -117,7 +128,7 @@ def test_spans_stand_in_the_order_of_their_beginnings() -> None:
 @given(
     order=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30)), max_size=40),
     max_traces=st.integers(1, 4),
-    max_bytes=st.integers(200, 9000),
+    max_bytes=st.integers(900, 30_000),
 )
 def test_bounds_hold_whatever_comes_in_whatever_order(order: list[tuple[int, int]], max_traces: int, max_bytes: int) -> None:
     made = [replace(MADE, caller=SpanContext(number + 1, 7)) for number in range(6)]
@@ -127,5 +138,6 @@ def test_bounds_hold_whatever_comes_in_whatever_order(order: list[tuple[int, int
         spans = pieces[which]
         store.add([spans[piece % len(spans)]], now_s / 4)
         kept = [span for number in range(6) for span in store.trace(f"{number + 1:032x}") or ()]
-        assert store.num_bytes == sum(span.num_bytes for span in kept) <= max_bytes
+        summaries = SUMMARY_BYTES * len(list(store.requests()))
+        assert store.num_bytes == sum(span.num_bytes for span in kept) + summaries <= max_bytes
         assert store.num_traces <= max_traces
