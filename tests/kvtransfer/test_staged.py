@@ -90,12 +90,15 @@ async def staged(
 
 @contextmanager
 def at_work(streams: ReorderingStreams, seed: int = 0) -> Iterator[None]:
-    """The device does what it is given, in an order of its own."""
+    """The device does what it is given, in an order of its own; of `seed` 0, copies as soon as they may come."""
     chance, stop = random.Random(seed), threading.Event()
+
+    def choose(count: int) -> int:
+        return chance.randrange(count) if seed else count - 1
 
     def work() -> None:
         while not stop.is_set():
-            if not streams.advance(chance.randrange):
+            if not streams.advance(choose):
                 time.sleep(0.0005)
 
     thread = threading.Thread(target=work)
@@ -182,6 +185,7 @@ async def _step(both: StagedWorld, job: PushJob, final: Tensor, blocks: range, c
 
 
 def _write(pool: Tensor, final: Tensor, layer: int, block: int) -> None:
+    time.sleep(0.0005)
     pool[layer, :, block] = final[layer, :, block]
 
 
