@@ -63,7 +63,7 @@ class Staging:
             )
         self._pool = pool
         self._copies = block_copies_for(pool.device) if copies is None else copies
-        self._lane = streams.lane()
+        self._streams, self._lane = streams, streams.lane()
         self._room = torch.empty(sizes.piece_bytes, dtype=torch.uint8, device=pool.device)
         self._room_ids = torch.empty(max_blocks, dtype=torch.int32, device=pool.device)
         self._free = [_piece(streams, sizes.piece_bytes, max_blocks) for _ in range(sizes.num_pieces)]
@@ -112,6 +112,15 @@ class Staging:
 
         piece.copy = self._lane.run(work, after)
         return piece.copy
+
+    def warm(self) -> None:
+        """Compiles what there is to compile, by taking a block out of the pool and back. Waits; before anybody uses the pool."""
+        piece = self.take()
+        if piece is None:
+            raise IntegrityError("pieces are lent already")
+        for move in (self.fetch, self.store):
+            move(piece, range(1), [0], self._streams.mark()).result()
+        self.give_back(piece)
 
     def check(self) -> None:
         """Raises IntegrityError unless free + taken == all."""

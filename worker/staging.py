@@ -28,7 +28,10 @@ def stage(
     Raises ValueError for pieces too small for a block of a layer."""
     pool = engine.kv.tensor
     engine.exports.signal.marks = marks = Marks(streams)
-    return StagedMemory(engine.kv, Staging(pool, streams, departures), Staging(pool, streams, arrivals), marks)
+    out, back = Staging(pool, streams, departures), Staging(pool, streams, arrivals)
+    for direction in (out, back):  # what is compiled while requests run would keep the event loop from everybody else
+        direction.warm()
+    return StagedMemory(engine.kv, out, back, marks)
 
 
 def transports_of(engine: Engine, staged: StagedMemory | None, transports: tuple[str, ...]) -> tuple[str, ...]:

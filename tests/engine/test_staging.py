@@ -63,6 +63,13 @@ def test_there_and_back() -> None:
     assert (out.num_free, back.num_free) == (3, 3)
 
 
+def test_warming_up_leaves_the_pool_as_it_was() -> None:
+    pool = filled_pool()
+    staging = in_order(pool)
+    staging.warm()
+    assert torch.equal(pool, filled_pool()) and staging.num_free == 3
+
+
 def test_pieces_are_few_and_lent_once() -> None:
     staging = in_order(filled_pool())
     lent = [taken(staging) for _ in range(3)]

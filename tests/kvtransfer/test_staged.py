@@ -117,14 +117,14 @@ def do_all(streams: ReorderingStreams) -> None:
 
 @pytest.mark.parametrize(
     ("transport", "ends"),
-    [("tcp", "both"), ("grpc", "both"), ("tcp", "sender"), ("shm", "receiver"), ("tcp", "receiver"), ("grpc", "receiver")],
+    [("tcp", "both"), ("grpc", "sender"), ("shm", "receiver"), ("grpc", "receiver")],
 )
 async def test_pushes_side_by_side(transport: str, ends: str) -> None:
     """More of them than pieces; blocks in another order than at the sender, a prefix that decode has."""
     streams = ReorderingStreams()
     with at_work(streams):
         async with staged(transport, streams, ends) as both:
-            jobs = [both.world.job(f"r{i}", num_blocks=15, first_block=2, start=15 * i, spread=True) for i in range(4)]
+            jobs = [both.world.job(f"r{i}", num_blocks=15, first_block=2, start=15 * i, spread=True) for i in range(3)]
             results = await asyncio.gather(*(both.world.sender.push(job, timeout_s=10) for job in jobs))
             assert {result.transport for result in results} == {transport}
             for device in both.devices:

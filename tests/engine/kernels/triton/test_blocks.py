@@ -38,8 +38,7 @@ def ids(*block_ids: int) -> Tensor:
     return torch.tensor(block_ids, dtype=torch.int32, device=DEVICE)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [range(4), range(2), range(3, 4)], ids=str)
+@pytest.mark.parametrize(("dtype", "heads"), zip(DTYPES, [range(4), range(2), range(3, 4), range(1, 4)], strict=True), ids=str)
 @pytest.mark.parametrize(
     ("block_ids", "first", "num_tokens"),
     [

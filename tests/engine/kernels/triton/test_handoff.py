@@ -103,6 +103,7 @@ async def test_tokens_equal_one_engine(folder: Path, launched: list[str]) -> Non
     request = token_request(PROMPT[:37], max_tokens=2)
     expected = reference(loaded(folder, "torch"), request)[0]
     async with two_workers(folder, "triton") as (prefiller, decoder, router):
+        launched.clear()  # what was warmed up
         assert isinstance(prefiller.worker.engine._runner._model, TritonModel)
         _, outcome = await router.generate(prefiller, decoder, "r1", request)
         await router.until_finished("r1")
@@ -121,6 +122,7 @@ async def test_what_decode_holds_is_not_sent_again(folder: Path, transport: str,
     expected = {name: reference(own, request) for name, request in requests.items()}
     num_bytes = []
     async with two_workers(folder, "torch") as (prefiller, decoder, router):
+        launched.clear()
         for name, request in requests.items():
             reservation = await router.submit(decoder, name, request)
             _, outcome = await router.prefill(prefiller, decoder, name, request, only_transport(reservation, transport))
@@ -140,6 +142,7 @@ async def test_between_a_staged_pool_and_one_that_is_not(folder: Path, sender: b
     request = token_request(PROMPT)
     expected = reference(loaded(folder, "torch"), request)[0]
     async with two_workers(folder, "torch", prefill=sender, decode=not sender) as (prefiller, decoder, router):
+        launched.clear()
         _, outcome = await router.generate(prefiller, decoder, "r1", request)
         await router.until_finished("r1")
         assert outcome.transport == ("tcp" if sender else "shm")  # nobody can map what is staged; who has it can map others'
