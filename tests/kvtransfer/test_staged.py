@@ -57,7 +57,7 @@ class Device:
 class StagedWorld:
     """A world whose sender or receiver, or both, have their pools on a device."""
 
-    def __init__(self, world: World, streams: Streams, ends: str = "both", *, idle_timeout_s: float = 5.0) -> None:
+    def __init__(self, world: World, streams: Streams, ends: str = "both") -> None:
         self.world, self.devices = world, list[Device]()
         if ends != "receiver":
             self.source = self._device(world.source, world.source_layout, streams)
@@ -65,9 +65,7 @@ class StagedWorld:
         if ends != "sender":
             self.target = self._device(world.target, world.layout, streams)
             transports, memory = (world.transport,), self.target.memory
-            world.receiver = Receiver(
-                memory, world.delegate, world.identity, world.layout, transports=transports, idle_timeout_s=idle_timeout_s
-            )
+            world.receiver = Receiver(memory, world.delegate, world.identity, world.layout, transports=transports)
 
     def _device(self, shown: FakeKVMemory, layout: common_pb2.KVLayout, streams: Streams) -> Device:
         self.devices.append(Device(shown, layout.block_size, streams))
@@ -76,11 +74,11 @@ class StagedWorld:
 
 @asynccontextmanager
 async def staged(
-    transport: str, streams: Streams, ends: str = "both", *, idle_timeout_s: float = 5.0, world: World | None = None
+    transport: str, streams: Streams, ends: str = "both", *, world: World | None = None
 ) -> AsyncIterator[StagedWorld]:
     """It runs; at the end every piece is back, and what lies on the devices can be looked at."""
     with nothing_left():
-        both = StagedWorld(world or World(transport), streams, ends, idle_timeout_s=idle_timeout_s)
+        both = StagedWorld(world or World(transport), streams, ends)
         async with running(both.world):
             yield both
             await until(lambda: all(device.is_whole for device in both.devices), "all pieces are back")
@@ -248,12 +246,13 @@ def _spoil(pool: Tensor, block: int) -> None:
 
 
 async def test_a_push_that_waits_for_the_device_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outgoing, "FETCH_ALIVE_S", 0.05)
-    streams = ReorderingStreams()
-    async with staged("tcp", streams, "sender", idle_timeout_s=5.0, world=World("tcp", idle_timeout_s=0.3)) as both:
+    monkeypatch.setattr(outgoing, "FETCH_ALIVE_S", 0.01)
+    streams, signs = ReorderingStreams(), list[str]()
+    async with staged("tcp", streams, "sender") as both:
         job = both.world.job()
+        both.world.delegate.on_progress = lambda target: signs.append(target.reservation_id)
         push = asyncio.create_task(both.world.sender.push(job, timeout_s=10))
-        await asyncio.sleep(0.7)
+        await until(lambda: len(signs) >= 3, "the lease is kept, though nothing has been sent")
         with at_work(streams):
             assert (await push).committed
         both.world.check_arrived(job)
