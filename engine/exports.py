@@ -5,7 +5,8 @@
     the model: layers = 1, 2, ...; a byte into the pipe now and then ─► wakes it
 
 Every claim stays true: blocks of a prefill_only request keep what they hold until it is released. So a reader that meets a
-snapshot of one step and the layers of a later one is told less than is known, or the truth.
+snapshot of one step and the layers of a later one is told less than is known, or the truth. Of a pool on a device it is true
+behind a mark (staging.py): steps there are only launched, and nobody waits for them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from __future__ import annotations
 import contextlib
 import os
 from array import array
+from typing import TYPE_CHECKING
 
 from engine.outputs import KVReady
 from engine.scheduler import Plan
+
+if TYPE_CHECKING:
+    from engine.staging import Marks
 
 SIGNALS_PER_STEP = 3  # until whoever listens asks for more or fewer
 
@@ -27,6 +32,7 @@ class LayerSignal:
         self.every = -(-num_layers // SIGNALS_PER_STEP)
         self.num_layers = num_layers
         self.fd = -1
+        self.marks: Marks | None = None  # where what is told of is only launched: who reads it does so behind a mark
         self._done = array("i", [0])
 
     def tell_every(self, num_layers: int) -> None:
@@ -46,7 +52,9 @@ class LayerSignal:
         self._done[0] = 0
 
     def layer_done(self, index: int) -> None:
-        """The KV of layer `index` is written."""
+        """The KV of layer `index` is written, or will be behind the next mark."""
+        if self.marks is not None:
+            self.marks.reach(index + 1)
         self._done[0] = index + 1
         if self.fd >= 0 and ((index + 1) % self.every == 0 or index + 1 == self.num_layers):
             with contextlib.suppress(BlockingIOError):  # a full pipe wakes the reader as well
@@ -75,6 +83,8 @@ class KVExports:
         )
         self._running = ()
         self.signal.reset()
+        if running and self.signal.marks is not None:
+            self.signal.marks.begin()
         self._running = running
         return self.signal if running else None
 

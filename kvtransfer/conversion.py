@@ -55,6 +55,13 @@ class Conversion:
     target: KVFormat
     heads: range
 
+    def blocks(self, part: Part, num_blocks: int, first_token: int) -> range:
+        """Those of a request's `num_blocks` of ours that `write` changes."""
+        first = max(part.block_start * self.source.block_size, first_token)
+        end = min(part.block_end * self.source.block_size, num_blocks * self.target.block_size)
+        size = self.target.block_size
+        return range(first // size, -(-end // size)) if first < end else range(0)
+
     def write(
         self,
         staging: Staging,

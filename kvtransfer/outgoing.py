@@ -16,6 +16,7 @@ from kvtransfer.errors import FrameError, NoAnswer, PeerClosed, PushFailed, Tran
 from kvtransfer.memory import KVMemory, part_views
 from kvtransfer.parts import Part
 from kvtransfer.push import PartMoved
+from kvtransfer.staged import Lent, StagedMemory, ended
 from kvtransfer.stream import Stream, expect, release, wait_set
 from kvtransfer.transports.base import Outgoing
 from protos.v1 import transfer_pb2
@@ -24,6 +25,7 @@ from runtime import failpoints
 HELLO_TIMEOUT_S = 2.0
 MAX_UNANSWERED = 4  # parts under way on a connection: the receiver always has one to work on
 LAST_WORD_S = 0.2  # for a refusal that may lie unread on a broken connection
+FETCH_ALIVE_S = 0.5  # between two signs of life while a part is fetched from a device
 BUFFERED_BYTES = 4 << 20  # may lie in the buffers of a socket when we have sent the last one
 SLOWEST_BYTES_PER_S = 1 << 20  # of a link that is not given up
 
@@ -138,7 +140,34 @@ class OutgoingConnection:
 
     async def _send(self, part: Part, block_ids: Sequence[int]) -> None:
         ids = block_ids[part.block_start : part.block_end]
+        if isinstance(self._memory, StagedMemory):
+            lent = await self._fetched(self._memory, part.layers, ids)
+            try:
+                await self._send_views(part, ids, [lent.view])
+            finally:
+                self._memory.give_back(lent)
+            return
         views = part_views(self._memory, part.layers, ids)
+        try:
+            await self._send_views(part, ids, views)
+        finally:
+            release(views)
+
+    async def _fetched(self, memory: StagedMemory, layers: range, ids: Sequence[int]) -> Lent:
+        """Says meanwhile that we are alive: a step may be long, and others may have all pieces."""
+        fetching = asyncio.create_task(memory.fetch(layers, ids))
+        try:
+            while not (await asyncio.wait([fetching], timeout=FETCH_ALIVE_S))[0]:
+                await self._write(transfer_pb2.TransferMessage(alive=transfer_pb2.TransferAlive()))
+            return fetching.result()
+        except BaseException:
+            fetching.cancel()
+            await ended(fetching)  # until then its blocks are read
+            if not fetching.cancelled() and fetching.exception() is None:
+                memory.give_back(fetching.result())
+            raise
+
+    async def _send_views(self, part: Part, ids: Sequence[int], views: Sequence[memoryview]) -> None:
         header = transfer_pb2.PartHeader(
             part_id=part.part_id,
             layer_start=part.layer_start,
@@ -151,12 +180,9 @@ class OutgoingConnection:
         if self.on_part is not None:
             self._sent_ns.setdefault(part.part_id, time.monotonic_ns())
         self._progress()
-        try:
-            crc32c = await self.outgoing.send_part(header, views, ids, lambda _count: self._progress())
-            end = transfer_pb2.PartEnd(part_id=part.part_id, crc32c=crc32c)
-            await self.stream.write_message(transfer_pb2.TransferMessage(part_end=end))
-        finally:
-            release(views)
+        crc32c = await self.outgoing.send_part(header, views, ids, lambda _count: self._progress())
+        end = transfer_pb2.PartEnd(part_id=part.part_id, crc32c=crc32c)
+        await self.stream.write_message(transfer_pb2.TransferMessage(part_end=end))
         self._progress()
 
     async def _write(self, message: transfer_pb2.TransferMessage) -> None:

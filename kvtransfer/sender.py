@@ -22,6 +22,7 @@ from kvtransfer.parts import TARGET_PART_BYTES
 from kvtransfer.pipeline import Pipeline
 from kvtransfer.push import PushJob, PushResult
 from kvtransfer.reachability import Silent
+from kvtransfer.staged import StagedMemory
 from kvtransfer.transports.base import Outgoing, Transport
 from kvtransfer.transports.registry import transports_with
 from protos.v1 import common_pb2, transfer_pb2
@@ -64,7 +65,7 @@ class Sender:
         self._layout = layout
         self._epoch = epoch
         self._reply_timeout_s = reply_timeout_s
-        self._part_bytes = part_bytes
+        self._part_bytes = min(part_bytes, memory.part_bytes) if isinstance(memory, StagedMemory) else part_bytes
         self._num_connections = num_connections
         self._transports = transports_with(tls)
         self._bytes_per_s: dict[str, float] = {}

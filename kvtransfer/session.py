@@ -20,6 +20,7 @@ from kvtransfer.errors import FrameError, TransferRefused, code_number
 from kvtransfer.layouts import Layout
 from kvtransfer.memory import KVMemory
 from kvtransfer.parts import Manifest, Part
+from kvtransfer.staged import StagedMemory
 from kvtransfer.stream import Stream, expect
 from kvtransfer.transports.base import Incoming
 from protos.v1 import common_pb2, transfer_pb2
@@ -65,6 +66,8 @@ class Session:
             # a bug of our own service; it must not become a write
             self.fail("it was granted blocks outside the pool")
             raise TransferRefused(grpc.StatusCode.INTERNAL, f"{self.target.reservation_id} was granted blocks outside the pool")
+        # Behind every step that may still write to blocks given away under it (engine/ahead.py).
+        self._begin = memory.marks.now() if isinstance(memory, StagedMemory) else None
         self.converting = asyncio.Lock()  # blocks are read, changed and written back by one at a time
         self._first_token = self.target.first_block * host.layout.block_size
         self._manifests: dict[int, Manifest] = {}
@@ -85,11 +88,16 @@ class Session:
         heads = layout.heads(num_heads), ours.heads(num_heads)
         return None if (source, heads[0]) == (target, heads[1]) else Conversion(source, heads[0], target, heads[1])
 
-    async def convert(self, conversion: Conversion, staging: Staging, part: Part, stream: Stream) -> None:
-        """Write a verified part into the pool in our form."""
+    async def convert(self, conversion: Conversion | None, staging: Staging, part: Part, stream: Stream) -> None:
+        """Write a verified part into the pool in our form; None: it has it."""
         memory, block_ids = self.host.memory, self.target.block_ids
         async with self.converting:
             self.check_fence()
+            if isinstance(memory, StagedMemory):
+                assert self._begin is not None, "it has been marked when the push was accepted"
+                await memory.place(staging, part, conversion, block_ids, self._first_token, self._begin, stream)
+                return
+            assert conversion is not None, "without one a part is written where it belongs as it arrives"
             await stream.run(conversion.write, staging, part, memory, block_ids, self._first_token, stream.check_interrupted)
 
     def check_join(self, hello: transfer_pb2.TransferHello) -> None:
@@ -294,7 +302,7 @@ class Connection:
         self._check_fence()
         self._writer_out.clear()  # no await between the question and this: quiesce sees us from here on
         try:
-            if self._conversion is not None:
+            if self._conversion is not None or isinstance(self._host.memory, StagedMemory):
                 return await self._stage_part(header, part, session, self._conversion)
             block_ids = session.target.block_ids[part.block_start : part.block_end]
             crc32c = await self._incoming.receive_part(header, part, self._host.memory, block_ids, self._count_bytes)
@@ -303,9 +311,9 @@ class Connection:
             self._writer_out.set()
 
     async def _stage_part(
-        self, header: transfer_pb2.PartHeader, part: Part, session: Session, conversion: Conversion
+        self, header: transfer_pb2.PartHeader, part: Part, session: Session, conversion: Conversion | None
     ) -> tuple[int, int]:
-        staging = Staging(part, conversion.source.num_bytes)
+        staging = Staging(part, kv_format(self._host.identity, self._layout).num_bytes)
         crc32c = await self._incoming.receive_part(header, staging.part, staging, staging.block_ids, self._count_bytes)
         expected = await self._sent_crc32c(header)
         if crc32c == expected:

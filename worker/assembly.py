@@ -16,6 +16,7 @@ from engine.loop import EngineLoop
 from engine.outputs import StepResult
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
+from kvtransfer.staged import StagedMemory
 from kvtransfer.transports.grpc import SERVICE as PUSH_SERVICE
 from kvtransfer.transports.grpc import add_push_service
 from prefill_service.handoff import HandoffTools
@@ -42,6 +43,7 @@ from worker.load import LoadReporter
 from worker.metrics import Seen, WorkerMetrics, read
 from worker.prefix_publisher import PrefixPublisher, list_blocks
 from worker.roles import Role, RoleGate, roles_of
+from worker.staging import staged_memory, transports_of
 from worker.step_spans import StepSpans
 from worker.token_request import TokenRequestTranslator
 
@@ -54,9 +56,16 @@ class Worker:
     """Owns everything between the engine and the network, and from `start` on the engine as well."""
 
     def __init__(
-        self, config: WorkerConfig, engine: Engine, *, worker_id: str, on_failure: Callable[[BaseException], None]
+        self,
+        config: WorkerConfig,
+        engine: Engine,
+        *,
+        worker_id: str,
+        on_failure: Callable[[BaseException], None],
+        staged: StagedMemory | None = None,
     ) -> None:
-        """`on_failure` hears what the worker cannot live with: a failed engine, a bug in a background task.
+        """`on_failure` hears what the worker cannot live with: a failed engine, a bug in a background task. `staged`: the way to
+        the engine's pool for transports; unless given, what its device needs.
 
         Raises ConfigError when the certificates are not good."""
         self.epoch = new_epoch()
@@ -86,7 +95,8 @@ class Worker:
         self.watch = StepWatch(engine.pacer)
         self.load = self._load_reporter()
         tls = open_tls(config.tls)
-        self._sender = Sender(engine.kv, identity, layout, self.epoch, tls=tls)
+        self._staged = staged or staged_memory(engine)
+        self._sender = Sender(self._staged or engine.kv, identity, layout, self.epoch, tls=tls)
         self.prefill = PrefillServicer(
             PrefillValidator(identity, layout, translate),
             HandoffTools(
@@ -104,7 +114,7 @@ class Worker:
             steps=self._spans.steps,
         )
         self.decode = DecodeService(config.decode_settings, self._surroundings(identity, layout, translate))
-        self._receiver = _receiver(config, engine, self.decode, identity, layout, tls)
+        self._receiver = _receiver(config, engine, self._staged, self.decode, identity, layout, tls)
         self._server = GrpcServer(config.host, config.port, tls=tls)
         self._tasks: list[asyncio.Task[None]] = []
         self._role_change = asyncio.Lock()
@@ -184,6 +194,8 @@ class Worker:
         await self._receiver.stop()
         await self._sender.close()
         await self._engine_loop.stop()
+        if self._staged is not None:
+            self._staged.close()
         self.engine.close()
         await self.metrics.stop()
         self._step_spans.flush()
@@ -284,20 +296,21 @@ class Worker:
 def _receiver(
     config: WorkerConfig,
     engine: Engine,
+    staged: StagedMemory | None,
     decode: DecodeService,
     identity: common_pb2.Identity,
     layout: common_pb2.KVLayout,
     tls: Tls | None,
 ) -> Receiver:
-    """All transports move bytes of CPU memory; KV on a device is not handed off yet, such a worker prefills LOCAL."""
+    """A worker whose pool transports cannot write to takes no KV: it prefills LOCAL."""
     return Receiver(
-        engine.kv,
+        staged or engine.kv,
         decode.delegate,
         identity,
         layout,
         host=config.host,
         port=config.transfer_port,
-        transports=config.transports if config.engine.device == "cpu" else (),
+        transports=transports_of(engine, staged, config.transports),
         advertise=config.advertise or None,
         idle_timeout_s=config.lease_s,
         tls=tls,

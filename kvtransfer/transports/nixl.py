@@ -26,6 +26,7 @@ from kvtransfer.errors import FrameError, TransportUnavailable
 from kvtransfer.memory import KVMemory, PoolShape, Rectangle, shape_of
 from kvtransfer.native.library import address_of
 from kvtransfer.parts import Part
+from kvtransfer.staged import StagedMemory
 from kvtransfer.stream import SocketStream
 from kvtransfer.transports.inline import InlineIncoming, InlineOutgoing
 from kvtransfer.transports.nixl_agent import Agent, NixlUnusable, is_installed
@@ -153,7 +154,7 @@ class NixlTransport(TcpTransport):
         self._problem: str | None = None
 
     def sends(self, memory: KVMemory) -> bool:
-        return self._problem is None and is_installed()
+        return self._problem is None and is_installed() and not isinstance(memory, StagedMemory)
 
     def receives(self) -> bool:
         """Opens the agent, so that a worker knows at its start; it starts without one, too."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.weights.loader import LoadedModel, load_model
+from kvtransfer.staged import StagedMemory
 from protos.v1 import (
     common_pb2,
     decode_pb2_grpc,
@@ -88,14 +89,27 @@ class Peer:
 
 
 @asynccontextmanager
-async def running_worker(model: Model, *, engine: dict[str, object] | None = None, **overrides: object) -> AsyncIterator[Peer]:
-    """A worker; at the end it must be whole and leave no descriptor or task behind."""
+async def running_worker(
+    model: Model,
+    *,
+    engine: dict[str, object] | None = None,
+    stage: Callable[[Engine], StagedMemory] | None = None,
+    **overrides: object,
+) -> AsyncIterator[Peer]:
+    """A worker; at the end it must be whole and leave no descriptor or task behind. `stage`: its KV moves as that of a device."""
     num_fds = _count_fds()
     config = WorkerConfig(engine=model.engine_config(**(engine or {})), model_name=MODEL, lease_s=5.0)
     config = replace(config, **overrides)  # type: ignore[arg-type]
     config.validate()
     failures: list[BaseException] = []
-    worker = Worker(config, model.engine(**(engine or {})), worker_id=config.worker_id or "w", on_failure=failures.append)
+    own = model.engine(**(engine or {}))
+    worker = Worker(
+        config,
+        own,
+        worker_id=config.worker_id or "w",
+        on_failure=failures.append,
+        staged=stage(own) if stage is not None else None,
+    )
     description = await worker.start()
     channel = connect(description.address)
     peer = Peer(worker, channel, failures)

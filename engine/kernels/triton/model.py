@@ -89,7 +89,7 @@ class TritonModel:
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
         """See DecoderModel.forward. Logits hold until the next call. On a GPU the work is queued: nothing here waits for it,
-        unless `signal` is to be told."""
+        unless `signal` is to be told and has no marks."""
         graphs = self._graphs_of(kv) if signal is None else None
         if graphs is not None and graphs.buffers.why_not(batch) is None:
             output = graphs.run(batch)

@@ -84,11 +84,13 @@ def _add_norm(last: Tensor | None, states: Tensor, weight: Tensor, eps: float) -
 
 
 def _tell(signal: LayerSignal | None, index: int, device: torch.device) -> None:
-    """On a GPU a layer's kernels are only queued: it is waited for them, where somebody is to be woken."""
+    """On a GPU a layer's kernels are only queued: a mark says behind what they are. Without marks it is waited for them. Either
+    only where somebody is to be woken."""
     if signal is None:
         return
     if device.type == "cuda":
         if (index + 1) % signal.every and index + 1 != signal.num_layers:
             return
-        torch.cuda.current_stream(device).synchronize()
+        if signal.marks is None:
+            torch.cuda.current_stream(device).synchronize()
     signal.layer_done(index)

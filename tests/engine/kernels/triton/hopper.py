@@ -14,7 +14,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels.triton import attention_kernels, decode_kernels, gated, kv_kernels, norms, sampling_kernels, weight_kernels
+from engine.kernels.triton import (
+    attention_kernels,
+    blocks,
+    decode_kernels,
+    gated,
+    kv_kernels,
+    norms,
+    sampling_kernels,
+    weight_kernels,
+)
 from engine.kernels.triton.tiles import choose_tiles
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -82,6 +91,10 @@ def _keys_and_values() -> Iterator[Case]:
         sizes = {**heads, "HEADS": 32, "ROTARY": 128, "HAS_NORM": has_norm}
         yield Case(kv_kernels.rope_store_kernel, types, sizes, {"num_warps": 4})
     yield Case(kv_kernels.store_kernel, types, heads, {"num_warps": 4})
+    shares = {"TOKEN_WORDS": 256, "SHARE_WORDS": 128, "BLOCK_SIZE": 16, "WORDS": 1024}
+    for gathers in (False, True):
+        pointers = {"pool": "i64", "piece": "i64", "block_ids": "i32"}
+        yield Case(blocks.move_kernel, pointers, {**shares, "GATHERS": gathers}, {"num_warps": 4})
     names = ("message", "token_ids", "positions", "slots", "context_lens", "logits_rows", "block_tables", "drawn")
     yield Case(decode_kernels.unpack_kernel, dict.fromkeys(names, "i32"), {"BLOCK": 128}, {"num_warps": 4})
 

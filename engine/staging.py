@@ -1,0 +1,186 @@
+"""Between a KV pool on a device and memory of the host that transports read and write: a bounded number of pieces.
+
+    take ─► piece ─► fetch: pool ─ gather ─► room ─ copy ─► piece       give_back: when what it was lent for is over
+                     store: pool ◄─ scatter ─ room ◄─ copy ─ piece      while a copy is under way it cannot be given back
+
+`room` is one piece on the device; a lane's work runs in order, so one is enough. Nothing here waits: who wants to know when a
+piece is filled or read looks at the future that he gets. One thread calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.block_copies import BlockCopies, block_copies_for
+from engine.errors import IntegrityError
+from engine.streams import Mark, Streams
+
+
+@dataclass(frozen=True)
+class StagingSizes:
+    """Of one direction. The host gives num_pieces * piece_bytes, the device one piece."""
+
+    num_pieces: int = 8
+    piece_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("num_pieces", "piece_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
+
+
+@dataclass(eq=False)
+class Piece:
+    host: Tensor  # [piece_bytes] uint8
+    block_ids: Tensor  # [most blocks] int32, in the host's memory too
+    copy: Future[None] | None = field(default=None)  # the last one
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.copy is not None and not self.copy.done()
+
+    def view(self, num_bytes: int) -> memoryview:
+        """Writable; to be released before the piece is given back."""
+        return memoryview(self.host.numpy())[:num_bytes]  # type: ignore[arg-type]
+
+
+class Staging:
+    """One direction of one pool."""
+
+    def __init__(self, pool: Tensor, streams: Streams, sizes: StagingSizes, copies: BlockCopies | None = None) -> None:
+        """pool: `KVPool.tensor`. Raises ValueError for pieces too small for one block of a layer."""
+        self.sizes = sizes
+        self.block_bytes = pool[0, 0, 0].numel() * pool.element_size()  # keys, or values, of a layer
+        max_blocks = sizes.piece_bytes // (2 * self.block_bytes)
+        if not max_blocks:
+            raise ValueError(
+                f"piece_bytes: {sizes.piece_bytes} are too few for keys and values of a block: {2 * self.block_bytes}"
+            )
+        self._pool = pool
+        self._copies = block_copies_for(pool.device) if copies is None else copies
+        self._streams, self._lane = streams, streams.lane()
+        self._room = torch.empty(sizes.piece_bytes, dtype=torch.uint8, device=pool.device)
+        self._room_ids = torch.empty(max_blocks, dtype=torch.int32, device=pool.device)
+        self._free = [_piece(streams, sizes.piece_bytes, max_blocks) for _ in range(sizes.num_pieces)]
+        self._taken: set[Piece] = set()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> Piece | None:
+        """None: all are lent."""
+        if not self._free:
+            return None
+        piece = self._free.pop()
+        self._taken.add(piece)
+        return piece
+
+    def give_back(self, piece: Piece) -> None:
+        """Raises IntegrityError for one that was not taken, or that the device still reads or writes."""
+        if piece not in self._taken or piece.is_under_way:
+            raise IntegrityError("a piece is given back that was not taken, or while it is copied")
+        self._taken.remove(piece)
+        self._free.append(piece)
+        self.check()
+
+    def fetch(self, piece: Piece, layers: range, block_ids: Sequence[int], after: Mark) -> Future[None]:
+        """Fill the piece with these blocks of these layers, as they are at `after`; as a part travels (kvtransfer/parts.py)."""
+        room, ids, host = self._prepared(piece, layers, block_ids)
+
+        def work() -> None:
+            self._room_ids[: len(ids)].copy_(ids, non_blocking=True)
+            self._copies.gather(self._pool, layers, self._room_ids[: len(ids)], self._shaped(room, layers))
+            host.copy_(room, non_blocking=True)
+
+        piece.copy = self._lane.run(work, after)
+        return piece.copy
+
+    def store(self, piece: Piece, layers: range, block_ids: Sequence[int], after: Mark) -> Future[None]:
+        """Write what the piece holds into these blocks; behind `after` nobody else writes to them."""
+        room, ids, host = self._prepared(piece, layers, block_ids)
+
+        def work() -> None:
+            self._room_ids[: len(ids)].copy_(ids, non_blocking=True)
+            room.copy_(host, non_blocking=True)
+            self._copies.scatter(self._pool, layers, self._room_ids[: len(ids)], self._shaped(room, layers))
+
+        piece.copy = self._lane.run(work, after)
+        return piece.copy
+
+    def warm(self) -> None:
+        """Compiles what there is to compile, by taking a block out of the pool and back. Waits; before anybody uses the pool."""
+        piece = self.take()
+        if piece is None:
+            raise IntegrityError("pieces are lent already")
+        for move in (self.fetch, self.store):
+            move(piece, range(1), [0], self._streams.mark()).result()
+        self.give_back(piece)
+
+    def check(self) -> None:
+        """Raises IntegrityError unless free + taken == all."""
+        if len(self._free) + len(self._taken) != self.sizes.num_pieces:
+            raise IntegrityError(f"{len(self._free)} free + {len(self._taken)} taken pieces are not {self.sizes.num_pieces}")
+
+    def close(self) -> None:
+        """Waits for copies that are under way; idempotent."""
+        self._lane.close()
+
+    def num_bytes(self, layers: range, num_blocks: int) -> int:
+        return len(layers) * 2 * num_blocks * self.block_bytes
+
+    def _prepared(self, piece: Piece, layers: range, block_ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Room on the device, the block ids, and room on the host, for so much. Raises IntegrityError, ValueError."""
+        if piece not in self._taken or piece.is_under_way:
+            raise IntegrityError("a piece is used that was not taken, or while it is copied")
+        size, num_blocks = self.num_bytes(layers, len(block_ids)), self._pool.shape[2]
+        if not 0 < size <= self.sizes.piece_bytes:
+            raise ValueError(
+                f"block_ids: {len(block_ids)} of {len(layers)} layers are {size} bytes, a piece has {self.sizes.piece_bytes}"
+            )
+        if not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
+            raise ValueError(f"block_ids: {min(block_ids)} to {max(block_ids)}; the pool has 0 to {num_blocks - 1}")
+        piece.block_ids[: len(block_ids)] = torch.tensor(block_ids, dtype=torch.int32)
+        return self._room[:size], piece.block_ids[: len(block_ids)], piece.host[:size]
+
+    def _shaped(self, room: Tensor, layers: range) -> Tensor:
+        return room.view(self._pool.dtype).view(len(layers), 2, -1, *self._pool.shape[4:])
+
+
+class Marks:
+    """Of the compute stream: behind which one the keys and values of which layers are there.
+
+        the engine thread, as it launches a step:    begin()   ...   reach(4)   ...   reach(8)   ...
+                                                    ▲ all of earlier steps    ▲ layers 0 to 3 of this one
+
+    `behind` may be asked from another thread about layers that `begin` and `reach` came for: by what a step told (exports.py).
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._step = [(0, streams.mark())]
+
+    def begin(self) -> None:
+        self._step = [(0, self._streams.mark())]
+
+    def reach(self, num_layers: int) -> None:
+        self._step.append((num_layers, self._streams.mark()))
+
+    def behind(self, num_layers: int) -> Mark:
+        """The first behind the first `num_layers` of the step that runs. If it has not come so far, an earlier step was meant,
+        and its beginning is behind that one."""
+        step = list(self._step)
+        return next((mark for reached, mark in step if reached >= num_layers), step[0][1])
+
+    def now(self) -> Mark:
+        """Behind all that has been launched."""
+        return self._streams.mark()
+
+
+def _piece(streams: Streams, num_bytes: int, max_blocks: int) -> Piece:
+    return Piece(streams.host_room(num_bytes), streams.host_room(4 * max_blocks).view(torch.int32))

@@ -1,0 +1,158 @@
+"""Order between what computes on a device and what copies beside it, without anybody waiting for what computes.
+
+    compute   ── step ── mark ── step ── ...          launched by the engine thread
+                           └──────────┐ after
+    lane      ── work ── work ──── work ── ...        launched by whoever owns the lane; what a lane is given runs in its order
+
+Nothing else is ordered: work of a lane may run before or behind any step that no mark keeps it behind.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Work = Callable[[], None]
+
+
+class Mark:
+    """A point in the compute stream, behind what was launched before it was made."""
+
+
+class Lane(Protocol):
+    """A stream of copies. One thread launches."""
+
+    def run(self, work: Work, after: Mark) -> Future[None]:
+        """Launch `work` behind `after` and all that this lane was given before; returns at once. The future is done, and cannot
+        be cancelled, when the device is through with it; what `work` raised is its exception."""
+        ...
+
+    def close(self) -> None:
+        """Waits until everything is through; idempotent."""
+        ...
+
+
+class Streams(Protocol):
+    def mark(self) -> Mark:
+        """From any thread; never waits."""
+        ...
+
+    def lane(self) -> Lane: ...
+
+    def host_room(self, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8 in memory of the host that the device copies from and to while others run."""
+        ...
+
+
+class InOrder:
+    """For a pool in CPU memory: whoever launches work has done it."""
+
+    def mark(self) -> Mark:
+        return Mark()
+
+    def lane(self) -> Lane:
+        return _InOrderLane()
+
+    def host_room(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+class _InOrderLane:
+    def run(self, work: Work, after: Mark) -> Future[None]:
+        future: Future[None] = Future()
+        _finish(future, _error_of(work))
+        return future
+
+    def close(self) -> None:
+        """Everything is through."""
+
+
+@dataclass(frozen=True)
+class _CudaMark(Mark):
+    event: torch.cuda.Event
+
+
+class CudaStreams:
+    """Steps are on the device's default stream, which is the engine thread's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._compute = torch.cuda.default_stream(device)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._compute)
+        return _CudaMark(event)
+
+    def lane(self) -> Lane:
+        return _CudaLane(self._device)
+
+    def host_room(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+class _CudaLane:
+    """A thread waits for the lane's events, one after the other: they come in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._under_way: queue.SimpleQueue[tuple[torch.cuda.Event, Future[None], Exception | None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._watch, name="kv-copies", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Work, after: Mark) -> Future[None]:
+        assert isinstance(after, _CudaMark), "a mark of other streams"
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(after.event)
+            error = _error_of(work)
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits for it sleeps
+            event.record(self._stream)
+        self._under_way.put((event, future, error))  # what was launched before an error has to end, too
+        return future
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._under_way.put(None)
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while (next_one := self._under_way.get()) is not None:
+            event, future, error = next_one
+            try:
+                event.synchronize()
+            except Exception as failure:  # noqa: BLE001  a failed device fails everything behind it
+                error = failure
+            _settle(future, error)
+
+
+def streams_of(device: torch.device) -> Streams:
+    return CudaStreams(device) if device.type == "cuda" else InOrder()
+
+
+def _error_of(work: Work) -> Exception | None:
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001  it belongs to who waits for the work
+        return error
+    return None
+
+
+def _finish(future: Future[None], error: Exception | None) -> None:
+    future.set_running_or_notify_cancel()
+    _settle(future, error)
+
+
+def _settle(future: Future[None], error: Exception | None) -> None:
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

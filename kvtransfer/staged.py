@@ -1,0 +1,212 @@
+"""KV in memory that no transport can read: parts of it leave and arrive by way of pinned pieces (engine/staging.py).
+
+    send      `fetch` lends a piece filled with a part; `give_back` when it is sent. Who finds none waits in turn.
+    receive   a part arrives in ordinary memory and is verified there; `place` then writes it to the pool
+
+All of it on the event loop. Whoever is cancelled meanwhile returns when the device is through: nothing reads or writes a block
+behind its owner's back. Arrivals have pieces of their own, and wait for no peer while they hold one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.kv_format import Bytes
+from kvtransfer.conversion import Conversion
+from kvtransfer.conversion import Staging as HostStaging
+from kvtransfer.memory import KVMemory, shape_of
+from kvtransfer.parts import Part, cut
+from kvtransfer.stream import Stream
+
+if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
+    from engine.staging import Marks, Piece, Staging
+    from engine.streams import Mark
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A piece, and the part in it."""
+
+    piece: Piece
+    view: memoryview
+
+
+class StagedMemory:
+    """A pool's KV as transfers see it. Satisfies KVMemory, but its bytes cannot be viewed."""
+
+    fd = None
+
+    def __init__(self, pool: KVMemory, departures: Staging, arrivals: Staging, marks: Marks) -> None:
+        """`pool` says the shape; both directions are of its tensor, `marks` of the steps that write to it."""
+        shape = shape_of(pool)
+        self.num_layers, self.num_blocks = shape.num_layers, shape.num_blocks
+        self.bytes_per_layer_block = shape.bytes_per_layer_block
+        self.marks = marks
+        self._departures, self._arrivals = _Door(departures), _Door(arrivals)
+
+    @property
+    def part_bytes(self) -> int:
+        """The most that `fetch` takes at once."""
+        return self._departures.staging.sizes.piece_bytes
+
+    def memory(self) -> memoryview:
+        raise ValueError("the KV pool is staged: its bytes cannot be viewed")
+
+    def block_view(self, layer: int, kv: int, block_id: int) -> memoryview:
+        raise ValueError("the KV pool is staged: its bytes cannot be viewed")
+
+    async def fetch(self, layers: range, block_ids: Sequence[int]) -> Lent:
+        """The part as it travels, once the device has computed and copied it. To be given back."""
+        staging = self._departures.staging
+        piece = await self._departures.take()
+        try:
+            await settled(staging.fetch(piece, layers, block_ids, self.marks.behind(layers.stop)))
+            return Lent(piece, piece.view(staging.num_bytes(layers, len(block_ids))))
+        except BaseException:
+            self._departures.give_back(piece)
+            raise
+
+    def give_back(self, lent: Lent) -> None:
+        """Nobody looks at its view any more."""
+        lent.view.release()
+        self._departures.give_back(lent.piece)
+
+    async def store(self, content: Bytes, layers: range, block_ids: Sequence[int], after: Mark, stream: Stream) -> None:
+        """Write [layers, 2, blocks, bytes_per_layer_block] into the pool, behind `after`; returns when it is there.
+
+        Interrupted: PeerClosed, and nothing is written any more."""
+        copies: list[Future[None]] = []
+        try:
+            async for cell, piece in self._cells(layers, len(block_ids)):
+                rows = slice(cell.layer_start - layers.start, cell.layer_end - layers.start)
+                part = content[rows, :, cell.block_start : cell.block_end]
+                try:
+                    await stream.run(_copy, piece.host.numpy(), part)
+                    stream.check_interrupted()
+                    ids = block_ids[cell.block_start : cell.block_end]
+                    copies.append(self._arrivals.staging.store(piece, cell.layers, ids, after))
+                finally:
+                    self._arrivals.give_back_behind(piece)
+        finally:
+            await all_settled(copies)
+
+    async def place(
+        self,
+        staging: HostStaging,
+        part: Part,
+        conversion: Conversion | None,
+        block_ids: Sequence[int],
+        first_token: int,
+        after: Mark,
+        stream: Stream,
+    ) -> None:
+        """Write what `staging` holds of `part` into `block_ids` (the whole request's): as it is, or as Conversion.write does.
+        Then blocks that the part lies in come to the host, are changed there and go back; one part at a time for a request."""
+        if conversion is None:
+            await self.store(staging.bytes, part.layers, block_ids[part.block_start : part.block_end], after, stream)
+            return
+        blocks = conversion.blocks(part, len(block_ids), first_token)
+        if not blocks:
+            return
+        ids = [block_ids[block] for block in blocks]
+        near = HostStaging(Part(0, 0, len(part.layers), 0, len(blocks)), self.bytes_per_layer_block)
+        await self._load(near.bytes, part.layers, ids, after, stream)
+        local_ids = range(-blocks.start, len(block_ids) - blocks.start)  # the first of `blocks` is 0 there
+        local = replace(part, layer_start=0, layer_end=len(part.layers))
+        await stream.run(conversion.write, staging, local, near, local_ids, first_token, stream.check_interrupted)
+        await self.store(near.bytes, part.layers, ids, after, stream)
+
+    def close(self) -> None:
+        """Waits for what is under way. No transfer may run any more; idempotent."""
+        for door in (self._departures, self._arrivals):
+            door.staging.close()
+
+    async def _load(self, content: Bytes, layers: range, block_ids: Sequence[int], after: Mark, stream: Stream) -> None:
+        """The reverse of `store`."""
+        async for cell, piece in self._cells(layers, len(block_ids)):
+            rows = slice(cell.layer_start - layers.start, cell.layer_end - layers.start)
+            part = content[rows, :, cell.block_start : cell.block_end]
+            try:
+                ids = block_ids[cell.block_start : cell.block_end]
+                await settled(self._arrivals.staging.fetch(piece, cell.layers, ids, after))
+                await stream.run(_copy, part, piece.host.numpy())
+            finally:
+                self._arrivals.give_back_behind(piece)
+
+    async def _cells(self, layers: range, num_blocks: int) -> AsyncIterator[tuple[Part, Piece]]:
+        """Layers × blocks cut as small as a piece, each with one, which is the caller's."""
+        size = self._arrivals.staging.sizes.piece_bytes
+        for cell in cut(0, layers, range(num_blocks), self.bytes_per_layer_block, size):
+            yield cell, await self._arrivals.take()
+
+
+class _Door:
+    """The pieces of one direction, first come first served."""
+
+    def __init__(self, staging: Staging) -> None:
+        self.staging = staging
+        self._places = asyncio.Semaphore(staging.sizes.num_pieces)
+
+    async def take(self) -> Piece:
+        await self._places.acquire()
+        piece = self.staging.take()
+        assert piece is not None, "there are as many as places"
+        return piece
+
+    def give_back(self, piece: Piece) -> None:
+        self.staging.give_back(piece)
+        self._places.release()
+
+    def give_back_behind(self, piece: Piece) -> None:
+        """When its last copy is over."""
+        if not piece.is_under_way or piece.copy is None:
+            self.give_back(piece)
+        else:
+            asyncio.wrap_future(piece.copy).add_done_callback(lambda done: self._given_back(piece, done))
+
+    def _given_back(self, piece: Piece, done: asyncio.Future[None]) -> None:
+        done.exception()  # seen: it is heard by who waits for the copy
+        self.give_back(piece)
+
+
+async def settled(copy: Future[None]) -> None:
+    """Returns when the device is through, and not before, however often it is cancelled. Raises what the copy did."""
+    await all_settled([copy])
+
+
+async def all_settled(copies: Sequence[Future[None]]) -> None:
+    """Of all of them; the first error counts, a cancellation before any."""
+    waiting = [asyncio.wrap_future(copy) for copy in copies]
+    cancelled: asyncio.CancelledError | None = None
+    while not all(each.done() for each in waiting):
+        try:
+            await asyncio.wait(waiting)
+        except asyncio.CancelledError as cancellation:
+            cancelled = cancellation
+    errors = [error for each in waiting if (error := each.exception()) is not None]
+    if cancelled is not None:
+        raise cancelled
+    if errors:
+        raise errors[0]
+
+
+async def ended(task: asyncio.Task[Lent]) -> None:
+    """Returns when the task has ended, however often the caller is cancelled."""
+    while not task.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([task])
+
+
+def _copy(target: Bytes, source: Bytes) -> None:
+    """One of them is a piece, as long as it is; the other says how much. Releases the GIL."""
+    if target.ndim == 1:
+        np.copyto(target[: source.size].reshape(source.shape), source)
+    else:
+        np.copyto(target, source[: target.size].reshape(target.shape))

@@ -1,0 +1,72 @@
+"""Pieces and a real device: marks order its streams, and nobody waits for what computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.staging import Marks, Piece, Staging, StagingSizes
+from engine.streams import streams_of
+
+pytestmark = pytest.mark.gpu
+SHAPE = (4, 2, 64, 16, 8, 128)  # 512 KiB a block
+LONG = 2_000_000_000  # cycles, about a second
+
+
+def a_pool() -> Tensor:
+    return torch.zeros(SHAPE, dtype=torch.bfloat16, device="cuda")
+
+
+def keep_busy(cycles: int) -> None:
+    """The stream of steps."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def taken(staging: Staging) -> Piece:
+    piece = staging.take()
+    assert piece is not None
+    return piece
+
+
+def test_a_piece_is_there_while_the_step_behind_its_mark_still_runs() -> None:
+    pool = a_pool()
+    streams = streams_of(pool.device)
+    staging = Staging(pool, streams, StagingSizes(2, 8 << 20))
+    staging.warm()
+    torch.cuda.synchronize()
+    marks = Marks(streams)
+    marks.begin()
+    pool[:2] = 3.0
+    marks.reach(2)
+    keep_busy(LONG)
+    end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    end.record()
+    piece = taken(staging)
+    staging.fetch(piece, range(2), [5, 1], marks.behind(2)).result(10)
+    assert not end.query()  # type: ignore[no-untyped-call]
+    assert (piece.host[: staging.num_bytes(range(2), 2)].view(torch.bfloat16) == 3.0).all()
+    torch.cuda.synchronize()
+    staging.give_back(piece)
+    staging.close()
+
+
+def test_both_ways_wait_for_their_mark() -> None:
+    pool = a_pool()
+    streams = streams_of(pool.device)
+    staging = Staging(pool, streams, StagingSizes(2, 8 << 20))
+    marks = Marks(streams)
+    out, back = taken(staging), taken(staging)
+    back.view(staging.num_bytes(range(4), 1))[:] = bytes(staging.num_bytes(range(4), 1))
+    keep_busy(LONG // 4)
+    pool.fill_(7.0)
+    copies = [staging.fetch(out, range(4), [3], marks.now()), staging.store(back, range(4), [9], marks.now())]
+    for copy in copies:
+        copy.result(10)
+    assert (out.host[: staging.num_bytes(range(4), 1)].view(torch.bfloat16) == 7.0).all()
+    expected = torch.full_like(pool, 7.0)
+    expected[:, :, 9] = 0.0
+    assert torch.equal(pool, expected)
+    for piece in (out, back):
+        staging.give_back(piece)
+    staging.close()

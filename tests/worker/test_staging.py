@@ -1,0 +1,39 @@
+"""Which way a worker's KV takes to the transports."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.staging import StagingSizes
+from engine.streams import InOrder
+from tests.support.worker_mesh import Model
+from worker.staging import stage, staged_memory, transports_of
+
+NAMES = ("shm", "nixl", "tcp")
+
+
+def test_a_pool_in_memory_of_the_host_is_shown_as_it_is(model: Model) -> None:
+    engine = model.engine()
+    assert staged_memory(engine) is None
+    assert transports_of(engine, None, NAMES) == NAMES
+    assert engine.exports.signal.marks is None
+    engine.close()
+
+
+def test_no_peer_writes_to_a_staged_pool_and_steps_mark_how_far_they_are(model: Model) -> None:
+    engine = model.engine()
+    staged = stage(engine, InOrder(), StagingSizes(2, 1 << 20), StagingSizes(2, 1 << 20))
+    assert transports_of(engine, staged, NAMES) == ("shm", "tcp")
+    assert engine.exports.signal.marks is staged.marks
+    for show in (staged.memory, lambda: staged.block_view(0, 0, 0)):
+        with pytest.raises(ValueError, match="staged"):
+            show()
+    staged.close()
+    engine.close()
+
+
+def test_a_piece_holds_a_block_of_a_layer_at_least(model: Model) -> None:
+    engine = model.engine()
+    with pytest.raises(ValueError, match="piece_bytes"):
+        stage(engine, InOrder(), StagingSizes(1, engine.kv.bytes_per_layer_block))
+    engine.close()
