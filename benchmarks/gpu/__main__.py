@@ -3,9 +3,8 @@
     python -m benchmarks.gpu [--only PART[,PART]] [--output FILE] [--limit SECONDS] [--device cpu --tiny]
 
 Each part is a process with a time of its own (plan.py). What is known is in the file after each part, and the table is printed
-also when the run is cut off. `--device cpu --tiny` runs the same code in Triton's interpreter, to see that it runs: its times mean
-nothing.
-Only a run of all parts on a GPU writes `benchmarks/results/gpu.json` by itself.
+also when the run is cut off. `--device cpu --tiny` runs the same code in Triton's interpreter, to see that it runs: its times
+mean nothing. Only a run of all parts on a GPU writes `benchmarks/results/gpu.json` by itself.
 """
 
 from __future__ import annotations

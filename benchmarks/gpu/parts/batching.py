@@ -36,7 +36,7 @@ def run(context: Context) -> None:
 
 
 def affordable_output(wanted: int, batch: int, tokens_per_s: float, left_s: float) -> int:
-    """Tokens of each sequence: the slower side takes two thirds of the time at most, but no less than a tenth of what is wanted."""
+    """Tokens of each sequence: the slower side takes two thirds of the time at most; no less than a tenth of what is wanted."""
     return max(wanted // 10, 2, min(wanted, int(left_s * 2 / 3 * tokens_per_s / batch)))
 
 

@@ -1,7 +1,7 @@
 """Decode steps of whole models: how long, which share of the memory's bandwidth, how busy the GPU is.
 
-Each case is measured twice. *Engine*: steps of a real engine, by the host's clock. *Graph*: the replay of the recorded step alone,
-by the device's clock. What lies between them is Python, the draw, and what the host has to send.
+Each case is measured twice. *Engine*: steps of a real engine, by the host's clock. *Graph*: the replay of the recorded step
+alone, by the device's clock. What lies between them is Python, the draw, and what the host has to send.
 """
 
 from __future__ import annotations
