@@ -143,12 +143,12 @@ def _logits(context: Context) -> float:
     """Of decode rows with ragged contexts over a pool of random keys and values; heads with norms."""
     shape = _short(context)
     config = engine_config(context.device, max_num_seqs=4, max_context=600)
-    decoder, _ = make_decoder(shape, "none", config, context.dtype)
+    decoder = make_decoder(shape, "none", config, context.dtype)
     batch = decode_batch([1, 17, 300, 599], config.block_size)
     kv_shape = (shape.num_layers, 2, config.num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim)
     kv = random(context, "kv", *kv_shape)
     expected = decoder.forward(batch, kv.clone())
-    found = launched_model(decoder, config, shape).forward(batch, kv.clone())
+    found = launched_model(decoder, config).forward(batch, kv.clone())
     return relative_error(found, expected) / LOGITS_TOLERANCE[context.dtype]
 
 

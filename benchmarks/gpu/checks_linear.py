@@ -16,13 +16,17 @@ from engine.kernels.triton.linear_fp8 import Fp8Weight, dequantize_fp8, quantize
 from engine.weights.quantize import Int4Weight, Int8Weight, dequantize_int4, dequantize_int8
 
 ENCODINGS = ("int8", "int4", "fp8")
-ROWS = (1, 4, 8, 16, 100, 128, 300)  # of the vector kernel, of tiles, and more than both take
+ROWS = (
+    4,
+    32,
+    300,
+)  # of the vector kernel, of tiles, and more than both take; as decode has them, whose kernels are compiled then
 ROUNDINGS = 3.0  # of the weight, of the result, and one for good measure
 
 
 def linear_checks(context: Context) -> Iterator[tuple[str, Check]]:
     shape = context.scale.config("8B")
-    sizes = ((shape.hidden_size, shape.intermediate_size), (shape.intermediate_size, shape.hidden_size))
+    sizes = ((2 * shape.intermediate_size, shape.hidden_size), (shape.hidden_size, shape.intermediate_size))
     for encoding in ENCODINGS:
         for outputs, inputs in sizes:
             name = f"product with {encoding}, {outputs} x {inputs}"

@@ -34,7 +34,7 @@ def graph_step_s(subject: Subject, device: str, contexts: list[int]) -> float:
     sizes = DecodeSizes(len(contexts), config.max_context, config.block_size)
     DecodeGraphs(step, engine.kv.tensor, sizes, kept).run(decode_batch(contexts, config.block_size))
     assert kept.last is not None
-    return replayed_s(kept.last.replay, device)
+    return replayed_s({"step": kept.last.replay}, device)["step"]
 
 
 def decode_batch(contexts: list[int], block_size: int) -> StepBatch:

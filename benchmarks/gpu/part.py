@@ -1,6 +1,6 @@
 """One part in a process of its own: `python -m benchmarks.gpu.part NAME --sink FILE …`, started by `__main__.py`.
 
-Exit status: 0, 1 (something was not equal), or what Python or the driver make of a part that broke.
+Exit status: 0, NOT_EQUAL, or what Python or the driver make of a part that broke.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from benchmarks.gpu.process import NOT_EQUAL
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     limits = MachineLimits(args.peak * 1e12, args.bandwidth * 1e9) if args.peak and args.bandwidth else None
     context = Context(args.device, TINY if args.tiny else FULL, Deadline(args.seconds), args.sink, limits)
     importlib.import_module(f"benchmarks.gpu.parts.{args.name}").run(context)
-    return 1 if context.num_failures else 0
+    return NOT_EQUAL if context.num_failures else 0
 
 
 if __name__ == "__main__":

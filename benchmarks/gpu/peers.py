@@ -82,11 +82,18 @@ def continuous_batching(model: Any, prompts: Sequence[Sequence[int]], output: in
 
 
 def static_step_s(model: Any, prompt: Sequence[int], device: str, *, short: int, output: int) -> float:
-    """Seconds of a step of `generate` with a static cache, which compiles itself on a GPU: a long run less a short one."""
+    """Seconds of a step of `generate` with a static cache, which compiles itself on a GPU: a long run less a short one.
+
+    Both have the same cache, so that one compilation serves both: the short one is stopped by a criterion."""
     ids = torch.tensor([list(prompt)], device=device)
 
     def generate(count: int) -> None:
-        options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "cache_implementation": "static"}
-        model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        def is_over(tokens: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
+            return torch.full((len(tokens),), tokens.shape[1] >= len(prompt) + count, device=tokens.device)
+
+        options = {"max_new_tokens": output, "do_sample": False, "cache_implementation": "static", "stopping_criteria": [is_over]}
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        if found.shape[1] != len(prompt) + count:
+            raise RuntimeError(f"generate gave {found.shape[1] - len(prompt)} tokens instead of {count}")
 
     return (wall_s(lambda: generate(output), device) - wall_s(lambda: generate(short), device)) / (output - short)

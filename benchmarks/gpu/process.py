@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Sequence
 
 GRACE_S = 3.0
+NOT_EQUAL = 4
+"""Exit status of a part that found something that was not equal: 1 is Python's for an error that nobody caught."""
 
 
 class PartProcess:
@@ -46,4 +48,4 @@ def _words(status: int) -> str:
         return "done"
     if status < 0:
         return f"ended by signal {-status}"
-    return "something was not equal" if status == 1 else f"failed with status {status}"
+    return "something was not equal" if status == NOT_EQUAL else f"failed with status {status}; its output says why"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -47,18 +47,31 @@ def repeats_for(once_s: float, target_s: float) -> int:
     return max(1, min(MOST_REPEATS, int(target_s / ROUNDS / max(once_s, 1e-9))))
 
 
-def device_s(work: Work, device: str, target_s: float = 0.5) -> float:
+def device_s(work: Work, device: str) -> float:
     """Median seconds of one run on the device, gaps that the host makes left out: work is recorded as a graph where it can be."""
+    return turns_s({"": work}, device)[""]
+
+
+def turns_s(works: Mapping[str, Work], device: str) -> dict[str, float]:
+    """The same of several, round after round in turn, so that a drift of the machine's clock touches all alike."""
+    return replayed_s({name: _replay(work, device) for name, work in works.items()}, device)
+
+
+def _replay(work: Work, device: str) -> Work:
     work()
     replay = captured(work) if device == "cuda" else work
     replay()
-    return replayed_s(replay, device, target_s)
+    return replay
 
 
-def replayed_s(replay: Work, device: str, target_s: float = 0.5) -> float:
-    """The same for work that waits for nothing, as a graph's replay. It has run before."""
-    repeats = repeats_for(wall_s(replay, device), target_s)
-    return statistics.median(_span_s(replay, repeats, device) / repeats for _ in range(ROUNDS))
+def replayed_s(replays: Mapping[str, Work], device: str, target_s: float = 0.5) -> dict[str, float]:
+    """For work that waits for nothing, such as replays of graphs, and that has run before."""
+    repeats = {name: repeats_for(wall_s(replay, device), target_s) for name, replay in replays.items()}
+    samples: dict[str, list[float]] = {name: [] for name in replays}
+    for _ in range(ROUNDS):
+        for name, replay in replays.items():
+            samples[name].append(_span_s(replay, repeats[name], device) / repeats[name])
+    return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def captured(work: Work) -> Work:

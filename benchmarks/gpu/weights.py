@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kernels.triton.decode import DecodeSizes
+from engine.kernels.triton.graphs import make_recorder
 from engine.kernels.triton.linear import make_triton_linear
 from engine.kernels.triton.model import TritonModel
 from engine.layers import Linear
@@ -26,7 +27,7 @@ from engine.model_config import ModelConfig
 from engine.numerics import Numerics
 from engine.weights.loader import LoadedModel, TorchBuilder
 from engine.weights.quantize import Int4Weight, Int8Weight
-from engine.weights.triton import QuantizedMaps, triton_model
+from engine.weights.triton import QuantizedMaps
 from text.block_hash import hash_block
 
 INT8_SPREAD = 73.3  # standard deviation of whole numbers from -127 to 127
@@ -124,7 +125,7 @@ def engine_config(device: str, *, max_num_seqs: int, max_context: int, **setting
     )  # fmt: skip
 
 
-def make_decoder(shape: ModelConfig, weights: str, config: EngineConfig, dtype: torch.dtype) -> tuple[DecoderModel, Numerics]:
+def make_decoder(shape: ModelConfig, weights: str, config: EngineConfig, dtype: torch.dtype) -> DecoderModel:
     """`weights`: int8, int4, or none, which is `dtype`."""
     is_plain = weights == "none"
     name = str(dtype).removeprefix("torch.") if is_plain else weights
@@ -132,14 +133,14 @@ def make_decoder(shape: ModelConfig, weights: str, config: EngineConfig, dtype: 
     source = RandomSource(shape, config.device, dtype)
     maps = None if is_plain else RandomMaps(source, numerics, config.device)
     builder = TorchBuilder(source, dtype, config.device, maps)
-    return builder.build(effective_max_context(config, shape), lambda _share, _text: None), numerics
+    return builder.build(effective_max_context(config, shape), lambda _share, _text: None)
 
 
-def loaded_model(shape: ModelConfig, weights: str, config: EngineConfig, dtype: torch.dtype) -> LoadedModel:
-    """As `load_model` makes it of a checkpoint."""
-    decoder, numerics = make_decoder(shape, weights, config, dtype)
-    model, mode = triton_model(decoder, config, numerics, effective_max_context(config, shape))
-    return LoadedModel(shape, model, "random", dtype, dtype, mode)
+class Unprepared(TritonModel):
+    """Records a bucket when it is first needed: kernels of those that nobody measures would cost a run minutes of compilation."""
+
+    def prepare(self, kv: Tensor) -> None:
+        """Nothing."""
 
 
 @dataclass
@@ -160,12 +161,25 @@ class Subject:
 
 
 def make_subject(shape: ModelConfig, weights: str, config: EngineConfig, dtype: torch.dtype) -> Subject:
-    loaded = loaded_model(shape, weights, config, dtype)
-    assert isinstance(loaded.model, TritonModel)
-    return Subject(Engine(config, hash_block=hash_block, loaded=loaded), loaded.model)
+    model = graph_model(make_decoder(shape, weights, config, dtype), config)
+    return Subject(make_engine(model, config, dtype), model)
 
 
-def launched_model(decoder: DecoderModel, config: EngineConfig, shape: ModelConfig) -> TritonModel:
-    """The same buckets as `triton_model` gives, made launch by launch: what graphs are compared with."""
-    sizes = DecodeSizes(config.max_num_seqs, effective_max_context(config, shape), config.block_size)
-    return TritonModel(decoder, sizes, recorder=None)
+def make_engine(model: TritonModel | DecoderModel, config: EngineConfig, dtype: torch.dtype) -> Engine:
+    """As one that has loaded a checkpoint."""
+    loaded = LoadedModel(model.config, model, "random weights", dtype, dtype, "as measured")
+    return Engine(config, hash_block=hash_block, loaded=loaded)
+
+
+def graph_model(decoder: DecoderModel, config: EngineConfig) -> TritonModel:
+    """The decoder on the kernels, decode steps as graphs."""
+    return Unprepared(decoder, _sizes(decoder, config), recorder=make_recorder(decoder.device))
+
+
+def launched_model(decoder: DecoderModel, config: EngineConfig) -> TritonModel:
+    """The same buckets, made launch by launch: what graphs are compared with."""
+    return TritonModel(decoder, _sizes(decoder, config), recorder=None)
+
+
+def _sizes(decoder: DecoderModel, config: EngineConfig) -> DecodeSizes:
+    return DecodeSizes(config.max_num_seqs, effective_max_context(config, decoder.config), config.block_size)

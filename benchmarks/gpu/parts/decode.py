@@ -87,7 +87,7 @@ def _add_speed(context: Context, engine: Engine, case: Case, pace: Pace, graph_s
 
 def _add_busy(context: Context, engine: Engine, case: Case, pace: Pace, graph_s: float) -> None:
     """At least: the draw, which the device also computes, is in the step and not in the graph."""
-    share = 100 * graph_s / pace.step_s
+    share = 100 * min(1.0, graph_s / pace.step_s)
     context.add(Figure(f"{case.name}: device busy, at least", share, "%", "higher", goal=BUSY_GOAL, limit=100.0))
     traced = traced_share(engine, context.device, batch=case.batch, prompt=context.scale.prompt)
     if traced is None:

@@ -8,16 +8,12 @@ from dataclasses import replace
 from benchmarks.engine_runs import GREEDY
 from benchmarks.engine_runs import run as run_engine
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.weights import engine_config, launched_model, make_decoder
+from benchmarks.gpu.weights import engine_config, graph_model, launched_model, make_decoder, make_engine
 from benchmarks.harness import Figure
 from engine.config import EngineConfig
-from engine.engine import Engine
 from engine.kernels.triton.model import TritonModel
 from engine.model import DecoderModel
 from engine.model_config import ModelConfig
-from engine.weights.loader import LoadedModel
-from engine.weights.triton import triton_model
-from text.block_hash import hash_block
 
 CASES = (("1B", "none"), ("1B", "int4"), ("8B", "none"), ("8B", "int8"))
 NUM_PROMPTS = 5
@@ -32,26 +28,26 @@ def run(context: Context) -> None:
 
 def _case(context: Context, model: str, weights: str) -> None:
     scale, shape = context.scale, context.scale.config(model)
+    title = f"{model} {'unquantized' if weights == 'none' else weights}"
     config = engine_config(
         context.device, max_num_seqs=NUM_PROMPTS, max_context=3 * scale.prompt + scale.greedy_tokens, max_num_batched_tokens=64
     )
-    decoder, numerics = make_decoder(shape, weights, config, context.dtype)
-    graphs, _ = triton_model(decoder, config, numerics, config.max_context)
+    decoder = make_decoder(shape, weights, config, context.dtype)
+    graphs = graph_model(decoder, config)
     ways = {
-        "single launches": (launched_model(decoder, config, shape), replace(config, steps_ahead=False)),
+        "single launches": (launched_model(decoder, config), replace(config, steps_ahead=False)),
         "graphs": (graphs, replace(config, steps_ahead=False)),
         "graphs, steps ahead": (graphs, config),
     }
     answers = {name: _tokens(context, shape, model_of, of) for name, (model_of, of) in ways.items()}
     expected = answers.pop("single launches")
     for name, found in answers.items():
-        _compare(context, f"{model}, weights {weights}, {name}", found, expected)
-    _describe_reference(context, f"{model}, weights {weights}", decoder, config, shape, expected)
+        _compare(context, f"{title}, {name}", found, expected)
+    _describe_reference(context, title, decoder, config, shape, expected)
 
 
 def _tokens(context: Context, shape: ModelConfig, model: TritonModel | DecoderModel, config: EngineConfig) -> list[list[int]]:
-    loaded = LoadedModel(shape, model, "random", context.dtype, context.dtype, "as compared")
-    engine = Engine(config, hash_block=hash_block, loaded=loaded)
+    engine = make_engine(model, config, context.dtype)
     params = GREEDY.params(context.scale.greedy_tokens, ignore_eos=True)
     tokens = run_engine(engine, prompts(shape, context.scale.prompt), params)
     engine.close()
