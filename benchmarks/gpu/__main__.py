@@ -11,12 +11,20 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.gpu.missing import missing_modules, why_not
+from benchmarks.gpu.arguments import parse_args
+from benchmarks.gpu.missing import why_not
+
+
+def main() -> int:
+    """Exit status: 0, 1 (something is not equal, failed, or was left out), 3 (something is missing here)."""
+    args = parse_args()
+    if reason := why_not(args.device):  # before anything is imported that needs what is missing
+        print(f"missing: {reason}", file=sys.stderr)
+        return 3
+    from benchmarks.gpu.command import run_parts
+
+    return run_parts(args)
+
 
 if __name__ == "__main__":
-    if missing_modules():  # before anything that needs them is imported
-        print(f"missing: {why_not('cpu')}", file=sys.stderr)
-        sys.exit(3)
-    from benchmarks.gpu.command import main
-
     sys.exit(main())

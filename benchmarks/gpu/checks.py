@@ -8,11 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.batches import decode_batch
 from benchmarks.gpu.compare import UNIT, over_bound, over_roundings, relative_error
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.graph_step import decode_batch
+from benchmarks.gpu.drawn import engine_config, generator_of
 from benchmarks.gpu.shapes import Heads
-from benchmarks.gpu.weights import engine_config, generator_of, launched_model, make_decoder
+from benchmarks.gpu.weights import launched_model, make_decoder
 from engine import layers
 from engine.kernels.triton.gated import silu_mul
 from engine.kernels.triton.kv_store import rope_and_store, store_kv

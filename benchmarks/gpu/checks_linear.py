@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.gpu.checks import Check, random
 from benchmarks.gpu.compare import UNIT, over_bound
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.weights import random_int4, random_int8
+from benchmarks.gpu.drawn import random_int4, random_int8
 from engine.kernels.triton.linear import make_triton_linear
 from engine.kernels.triton.linear_fp8 import Fp8Weight, dequantize_fp8, quantize_fp8
 from engine.weights.quantize import Int4Weight, Int8Weight, dequantize_int4, dequantize_int8

@@ -1,4 +1,4 @@
-"""The command line, and the run of all parts."""
+"""The run of all parts, each in a process, and what becomes of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from types import FrameType
 
 from benchmarks.gpu.gathered import Gathered
-from benchmarks.gpu.missing import describe_gpu, why_not
+from benchmarks.gpu.missing import describe_gpu
 from benchmarks.gpu.parts.machine import COPY, PRODUCT
-from benchmarks.gpu.plan import LIMIT_S, PARTS, Part, allotment_s, chosen
+from benchmarks.gpu.plan import Part, allotment_s
 from benchmarks.gpu.process import PartProcess
 from benchmarks.gpu.report import table, write
 from benchmarks.harness import RESULTS, say
@@ -25,33 +25,8 @@ class CutOff(Exception):
     """The run was told to end."""
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    names = ", ".join(part.name for part in PARTS)
-    parser = argparse.ArgumentParser(prog="benchmarks/gpu/run.sh", description="Correctness and speed on one GPU, in 8 minutes.")
-    parser.add_argument("--only", default="", metavar="PART[,PART]", help=f"of {names} (default: all)")
-    parser.add_argument("--output", type=Path, help="JSON file (default: benchmarks/results/gpu.json for a whole run, else none)")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of the whole run (default: %(default)g)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="sizes that Triton's interpreter bears; needed with --device cpu")
-    parser.add_argument("--started", type=float, help=argparse.SUPPRESS)  # Unix seconds: run.sh has used some of the limit
-    args = parser.parse_args(argv)
-    args.names = [name for name in args.only.split(",") if name]
-    try:
-        args.parts = chosen(args.names)
-    except ValueError as error:
-        parser.error(str(error))
-    if args.limit <= 0:
-        parser.error(f"--limit: {args.limit:g} is no time; give seconds")
-    if args.device == "cpu" and not args.tiny:
-        parser.error("--tiny: needed with --device cpu, as Triton's interpreter is some thousand times slower than a GPU")
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    if reason := why_not(args.device):
-        print(f"missing: {reason}", file=sys.stderr)
-        return 3
+def run_parts(args: argparse.Namespace) -> int:
+    """Exit status."""
     with tempfile.TemporaryDirectory(prefix="pdmesh-gpu-bench-") as scratch:
         run = Run(args, Path(scratch))
         for number in (signal.SIGTERM, signal.SIGINT):

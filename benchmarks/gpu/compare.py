@@ -1,6 +1,8 @@
-"""How far one tensor is from another, in units of what it may be."""
+"""How far one tensor is from another, in units of what it may be; how many tokens differ."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,3 +31,9 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of what is expected; infinite where something is NaN."""
     difference = (actual.double() - expected.double()).norm() / expected.double().norm()
     return float(difference.nan_to_num(nan=float("inf")).item())
+
+
+def num_differing(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> int:
+    """Tokens at the same place that are not the same, or that one side lacks."""
+    lines = zip(found, expected, strict=True)
+    return sum(sum(a != b for a, b in zip(f, e, strict=False)) + abs(len(f) - len(e)) for f, e in lines)

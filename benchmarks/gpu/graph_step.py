@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks.gpu.batches import decode_batch
 from benchmarks.gpu.timing import replayed_s
 from benchmarks.gpu.weights import Subject
-from engine.batch import StepBatch
 from engine.kernels.triton.attention import TritonAttention
 from engine.kernels.triton.decode import DecodeGraphs, DecodeSizes
 from engine.kernels.triton.graphs import Recording, Work, make_recorder
@@ -35,23 +35,3 @@ def graph_step_s(subject: Subject, device: str, contexts: list[int]) -> float:
     DecodeGraphs(step, engine.kv.tensor, sizes, kept).run(decode_batch(contexts, config.block_size))
     assert kept.last is not None
     return replayed_s({"step": kept.last.replay}, device)["step"]
-
-
-def decode_batch(contexts: list[int], block_size: int) -> StepBatch:
-    """One token of each sequence, whose blocks follow one another from block 1 on."""
-    tables, block = [], 1
-    for context in contexts:
-        needed = -(-context // block_size)
-        tables.append(list(range(block, block + needed)))
-        block += needed
-    last = [context - 1 for context in contexts]
-    slots = [table[p // block_size] * block_size + p % block_size for table, p in zip(tables, last, strict=True)]
-    return StepBatch(
-        token_ids=torch.arange(len(contexts)),
-        positions=torch.tensor(last),
-        slot_mapping=torch.tensor(slots),
-        query_starts=list(range(len(contexts) + 1)),
-        context_lens=list(contexts),
-        block_tables=tables,
-        logits_rows=torch.arange(len(contexts)),
-    )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.drawn import generator_of
 from benchmarks.gpu.shapes import Heads
-from benchmarks.gpu.weights import generator_of
 from engine.batch import StepBatch
 from engine.kernels.triton.metadata import StepMetadata
 

@@ -81,6 +81,11 @@ def continuous_batching(model: Any, prompts: Sequence[Sequence[int]], output: in
     return window_of(stamps) if all(stamps) else Window(took, sum(counts))
 
 
+def affordable_output(wanted: int, batch: int, tokens_per_s: float, left_s: float) -> int:
+    """Tokens of each sequence: the slower side takes two thirds of the time at most; no less than a tenth of what is wanted."""
+    return max(wanted // 10, 2, min(wanted, int(left_s * 2 / 3 * tokens_per_s / batch)))
+
+
 def static_step_s(model: Any, prompt: Sequence[int], device: str, *, short: int, output: int) -> float:
     """Seconds of a step of `generate` with a static cache, which compiles itself on a GPU: a long run less a short one.
 

@@ -6,9 +6,10 @@ import statistics
 import time
 
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.peers import continuous_batching, make_peer, peer_version
+from benchmarks.gpu.drawn import engine_config
+from benchmarks.gpu.peers import affordable_output, continuous_batching, make_peer, peer_version
 from benchmarks.gpu.steady import prompt_of, whole_run
-from benchmarks.gpu.weights import Subject, engine_config, make_subject
+from benchmarks.gpu.weights import Subject, make_subject
 from benchmarks.harness import Figure
 
 GOAL = 2.5
@@ -33,11 +34,6 @@ def run(context: Context) -> None:
         if number + 1 < ROUNDS and not context.has_time(1.1 * took, "a second round of continuous batching"):
             break
     _add(context, output, {name: statistics.median(values) for name, values in samples.items()})
-
-
-def affordable_output(wanted: int, batch: int, tokens_per_s: float, left_s: float) -> int:
-    """Tokens of each sequence: the slower side takes two thirds of the time at most; no less than a tenth of what is wanted."""
-    return max(wanted // 10, 2, min(wanted, int(left_s * 2 / 3 * tokens_per_s / batch)))
 
 
 def _ours(context: Context, subject: Subject, output: int) -> float:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from benchmarks.gpu.busy import traced_share
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.counts import decode_bytes
+from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.graph_step import graph_step_s
 from benchmarks.gpu.steady import Pace, steady_pace
-from benchmarks.gpu.weights import Subject, engine_config, make_subject
+from benchmarks.gpu.weights import Subject, make_subject
 from benchmarks.harness import Figure
 from engine.engine import Engine
 

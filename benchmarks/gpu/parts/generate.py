@@ -6,9 +6,10 @@ import statistics
 import time
 
 from benchmarks.gpu.context import Context
+from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.peers import make_peer, peer_version, static_step_s
 from benchmarks.gpu.steady import prompt_of, whole_run
-from benchmarks.gpu.weights import engine_config, make_subject
+from benchmarks.gpu.weights import make_subject
 from benchmarks.harness import Figure
 
 MODEL, ROUNDS = "1B", 3

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.engine_runs import GREEDY
 from benchmarks.engine_runs import run as run_engine
+from benchmarks.gpu.batches import ragged_prompts
+from benchmarks.gpu.compare import num_differing
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.weights import engine_config, graph_model, launched_model, make_decoder, make_engine
+from benchmarks.gpu.drawn import engine_config
+from benchmarks.gpu.weights import graph_model, launched_model, make_decoder, make_engine
 from benchmarks.harness import Figure
 from engine.config import EngineConfig
 from engine.kernels.triton.model import TritonModel
@@ -49,15 +51,9 @@ def _case(context: Context, model: str, weights: str) -> None:
 def _tokens(context: Context, shape: ModelConfig, model: TritonModel | DecoderModel, config: EngineConfig) -> list[list[int]]:
     engine = make_engine(model, config, context.dtype)
     params = GREEDY.params(context.scale.greedy_tokens, ignore_eos=True)
-    tokens = run_engine(engine, prompts(shape, context.scale.prompt), params)
+    tokens = run_engine(engine, ragged_prompts(shape.vocab_size, context.scale.prompt), params)
     engine.close()
     return tokens
-
-
-def prompts(shape: ModelConfig, length: int) -> list[list[int]]:
-    """Ragged: from one token to twice the length."""
-    lengths = [1, length // 2, length, length + 1, 2 * length]
-    return [[(7919 * n + 104_729 * i) % shape.vocab_size for i in range(max(1, k))] for n, k in enumerate(lengths)]
 
 
 def _compare(context: Context, name: str, found: list[list[int]], expected: list[list[int]]) -> None:
@@ -67,12 +63,6 @@ def _compare(context: Context, name: str, found: list[list[int]], expected: list
     context.add(
         Figure(f"greedy tokens that differ: {name}", float(differing), "tokens", "lower", goal=0.0, peer="single launches")
     )
-
-
-def num_differing(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> int:
-    """Tokens at the same place that are not the same, or that one side lacks."""
-    lines = zip(found, expected, strict=True)
-    return sum(sum(a != b for a, b in zip(f, e, strict=False)) + abs(len(f) - len(e)) for f, e in lines)
 
 
 def _describe_reference(

@@ -8,9 +8,10 @@ from functools import partial
 from benchmarks.engine_runs import GREEDY
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.counts import prefill_operations
+from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.steady import prompt_of
 from benchmarks.gpu.timing import wall_s
-from benchmarks.gpu.weights import engine_config, make_subject
+from benchmarks.gpu.weights import make_subject
 from benchmarks.harness import Figure
 from engine.engine import Engine
 from engine.request import EngineRequest
