@@ -96,8 +96,8 @@ def _rotation(context: Context, heads: Heads, with_norm: bool) -> float:
     normed = split[:, :num_rotated] if norm is None else layers.rms_norm(split[:, :num_rotated], norm, EPS)
     rotated = rotate(normed, *rotary.at(positions.long()))
     expected = _stored(_pool(context, heads), rotated[:, heads.num_heads :], split[:, num_rotated:])
-    # A difference of two products of numbers up to 8 or so: each rounded, and the norm before them.
-    bound = torch.full((), 64 * UNIT[context.dtype])
+    # Roundings of the largest number: of the result, and where a norm's sum is rounded otherwise, of what the result is made of.
+    bound = (1 if norm is None else 4) * UNIT[context.dtype] * rotated.abs().amax()
     return max(over_bound(query, rotated[:, : heads.num_heads], bound), over_bound(kv, expected, bound))
 
 
