@@ -88,7 +88,7 @@ class Run:
             self.became[part.name] = PartProcess(self._argv(part, sink, seconds)).run(seconds)
         finally:
             self.gathered.read(sink)
-            say(f"{part.name}: {self.became[part.name]} after {time.monotonic() - began:.1f} s")
+            say(f"{part.name}: {self.became[part.name]} ({time.monotonic() - began:.1f} s)")
 
     def _argv(self, part: Part, sink: Path, seconds: float) -> list[str]:
         argv = [sys.executable, "-m", "benchmarks.gpu.part", part.name, "--sink", str(sink), "--seconds", f"{seconds:.1f}"]
