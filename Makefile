@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 READY := $(VENV)/.ready
 TRITON := $(VENV)/.triton
+GPU_WHEELS := benchmarks/gpu/wheels/.ready
 PROTOS := $(wildcard protos/*/*.proto)
 # One list of what is linted and typed, for people and for CI.
 CODE := pdmesh simulator worker router prefill_service decode_service autoscaler kvtransfer planning runtime engine text protos benchmarks examples tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh test-k8s equality
-.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-observability train-heads stubs format clean
+.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-observability bench-gpu train-heads stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -119,6 +120,17 @@ bench-spec: $(READY) model kernels  ## speculative decoding: same tokens, what i
 
 bench-observability: $(READY) model kernels  ## what traces, metrics and the console cost; whether parts, delays and spans are true (ten minutes)
 	$(BIN)/python -m benchmarks.observability $(ARGS)
+
+# What a machine with a GPU, from which nothing can be fetched, lacks of ours: wheels of Python 3.12 for Linux on x86-64.
+MANYLINUX = $(foreach glibc,2_39 2_38 2_37 2_36 2_35 2_34 2_31 2_28 2_27 2_24 2_17 2014 1,--platform manylinux$(if $(findstring _,$(glibc)),_)$(glibc)_x86_64)
+$(GPU_WHEELS): benchmarks/gpu/wheels.txt $(READY)
+	@echo "==> fetching wheels for a machine with a GPU (20 MB)"
+	@rm -rf $(@D) && mkdir $(@D)
+	@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp --python-version 3.12 $(MANYLINUX) --dest $(@D) --requirement $<
+	@touch $@
+
+bench-gpu: $(GPU_WHEELS)  ## one GPU in 8 minutes: correctness, then speed beside its limits and beside others (ARGS="--only decode"); PYTHON= one with torch
+	@PYTHON="$(PYTHON)" benchmarks/gpu/run.sh $(ARGS)
 
 train-heads: $(READY) model kernels  ## trains draft heads for SmolLM2 on its own outputs, into the cache (half an hour)
 	$(BIN)/python -m benchmarks.spec.train_heads

@@ -78,6 +78,12 @@ class ReorderingStreams:
         self._lanes.append(_LateLane(self))
         return self._lanes[-1]
 
+    @property
+    def is_idle(self) -> bool:
+        """No lane was given anything that it has not done."""
+        with self.lock:
+            return not any(lane.entries for lane in self._lanes)
+
     def host_room(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 

@@ -1,0 +1,52 @@
+"""One part in a process of its own: `python -m benchmarks.gpu.part NAME --sink FILE …`, started by `__main__.py`.
+
+Exit status: 0, NOT_EQUAL, or what Python or the driver make of a part that broke.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.gpu.process import NOT_EQUAL
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.part", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("name")
+    parser.add_argument("--sink", type=Path, required=True, help="file that gets a line of JSON for each figure")
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--bandwidth", type=float, help="GB/s, as measured; with --peak")
+    parser.add_argument("--peak", type=float, help="10^12 operations/s")
+    return parser.parse_args(argv)
+
+
+def prepare_interpreter() -> None:
+    """Before anything imports triton: on a CPU its kernels run in the interpreter, which the tests know how to set up."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    importlib.import_module("tests.engine.kernels.triton.conftest")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    if args.device == "cpu":
+        prepare_interpreter()
+    from benchmarks.gpu.context import Context
+    from benchmarks.gpu.shapes import FULL, TINY
+    from benchmarks.gpu.timing import Deadline
+    from engine.hardware import MachineLimits
+
+    limits = MachineLimits(args.peak * 1e12, args.bandwidth * 1e9) if args.peak and args.bandwidth else None
+    context = Context(args.device, TINY if args.tiny else FULL, Deadline(args.seconds), args.sink, limits)
+    importlib.import_module(f"benchmarks.gpu.parts.{args.name}").run(context)
+    return NOT_EQUAL if context.num_failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Many sequences of 8B at once: an engine of ours and transformers' continuous batching, in turn in one process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from benchmarks.gpu.context import Context
+from benchmarks.gpu.drawn import engine_config
+from benchmarks.gpu.peers import affordable_output, continuous_batching, make_peer, peer_version
+from benchmarks.gpu.steady import prompt_of, whole_run
+from benchmarks.gpu.weights import Subject, make_subject
+from benchmarks.harness import Figure
+
+GOAL = 2.5
+MODEL, ROUNDS, SHORT = "8B", 2, 20
+
+
+def run(context: Context) -> None:
+    scale = context.scale
+    config = engine_config(context.device, max_num_seqs=scale.many, max_context=scale.max_context)
+    subject = make_subject(scale.config(MODEL), "none", config, context.dtype)
+    peer = make_peer(scale.models[MODEL], context.device, context.dtype)
+    prompts = [prompt_of(subject.engine, number, scale.prompt) for number in range(scale.many)]
+    _ours(context, subject, SHORT if context.device == "cuda" else 2)
+    speed = continuous_batching(peer, prompts, SHORT if context.device == "cuda" else 2).tokens_per_s
+    output = affordable_output(scale.output, scale.many, speed, context.deadline.left_s)
+    samples: dict[str, list[float]] = {"pdmesh": [], "peer": []}
+    for number in range(ROUNDS):
+        began = time.monotonic()
+        samples["pdmesh"].append(_ours(context, subject, output))
+        samples["peer"].append(continuous_batching(peer, prompts, output).tokens_per_s)
+        took = time.monotonic() - began
+        if number + 1 < ROUNDS and not context.has_time(1.1 * took, "a second round of continuous batching"):
+            break
+    _add(context, output, {name: statistics.median(values) for name, values in samples.items()})
+
+
+def _ours(context: Context, subject: Subject, output: int) -> float:
+    scale = context.scale
+    return whole_run(subject.engine, context.device, batch=scale.many, prompt=scale.prompt, output=output).tokens_per_s
+
+
+def _add(context: Context, output: int, speeds: dict[str, float]) -> None:
+    name = f"{MODEL} unquantized, {context.scale.many} sequences, {output} tokens each"
+    peer = f"{peer_version()}, continuous batching"
+    context.add(Figure(f"{name}: pdmesh", speeds["pdmesh"], "tokens/s", "higher"))
+    context.add(Figure(f"{name}: transformers", speeds["peer"], "tokens/s", "higher", peer=peer))
+    context.add(Figure(f"{name}: over transformers", speeds["pdmesh"] / speeds["peer"], "x", "higher", goal=GOAL, peer=peer))

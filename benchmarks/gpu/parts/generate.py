@@ -1,0 +1,42 @@
+"""One sequence of 1B: an engine of ours and transformers' `generate` with a static cache, compiled, in turn in one process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from benchmarks.gpu.context import Context
+from benchmarks.gpu.drawn import engine_config
+from benchmarks.gpu.peers import make_peer, peer_version, static_step_s
+from benchmarks.gpu.steady import prompt_of, whole_run
+from benchmarks.gpu.weights import make_subject
+from benchmarks.harness import Figure
+
+MODEL, ROUNDS = "1B", 3
+
+
+def run(context: Context) -> None:
+    scale, device = context.scale, context.device
+    subject = make_subject(
+        scale.config(MODEL), "none", engine_config(device, max_num_seqs=4, max_context=scale.max_context), context.dtype
+    )
+    peer = make_peer(scale.models[MODEL], device, context.dtype)
+    prompt, output = prompt_of(subject.engine, 0, scale.prompt), scale.single_output
+    lengths = {"short": max(1, output // 8), "output": output}
+    static_step_s(peer, prompt, device, **lengths)  # compiles
+    samples: dict[str, list[float]] = {"pdmesh": [], "peer": []}
+    for number in range(ROUNDS):
+        began = time.monotonic()
+        samples["pdmesh"].append(whole_run(subject.engine, device, batch=1, prompt=scale.prompt, output=output).step_s)
+        samples["peer"].append(static_step_s(peer, prompt, device, **lengths))
+        if number + 1 < ROUNDS and not context.has_time(1.1 * (time.monotonic() - began), "more rounds of generate"):
+            break
+    _add(context, {name: statistics.median(values) for name, values in samples.items()})
+
+
+def _add(context: Context, seconds: dict[str, float]) -> None:
+    peer = f"{peer_version()}, generate, static cache{', compiled' if context.device == 'cuda' else ''}"
+    name = f"{MODEL} unquantized, one sequence"
+    context.add(Figure(f"{name}: pdmesh, step", seconds["pdmesh"] * 1e3, "ms", "lower"))
+    context.add(Figure(f"{name}: transformers, step", seconds["peer"] * 1e3, "ms", "lower", peer=peer))
+    context.add(Figure(f"{name}: over transformers", seconds["peer"] / seconds["pdmesh"], "x", "higher", peer=peer))

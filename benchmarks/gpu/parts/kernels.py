@@ -1,0 +1,27 @@
+"""Every Triton kernel against its reference on this device, at the shapes that are measured later."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+
+from benchmarks.gpu.checks import checks
+from benchmarks.gpu.checks_attention import attention_checks
+from benchmarks.gpu.checks_linear import linear_checks
+from benchmarks.gpu.context import Context
+from benchmarks.harness import Figure
+
+EXPECTED_S = 3.0
+
+
+@torch.inference_mode()
+def run(context: Context) -> None:
+    for name, check in chain(checks(context), attention_checks(context), linear_checks(context)):
+        if not context.has_time(EXPECTED_S if context.device == "cuda" else 0.0, name):
+            continue
+        error = check(context)
+        if not error <= 1.0:
+            context.fail(f"{name}: the error is {error:.3g} times what it may be")
+        value = error if error != float("inf") else "not equal"
+        context.add(Figure(f"error over its bound: {name}", value, "x", "lower", goal=1.0))

@@ -1,0 +1,61 @@
+"""Which parts there are, in which order, and how long each may take. Pure: seconds in, a decision out.
+
+    | machine | kernels | greedy | decode | attention | prefill | batching | generate | mesh |      480 s
+      what it can   correctness      the most important figures          peers
+
+Each part is a process of its own (`part.py`), so that one that fails, hangs or leaves the GPU in a bad state costs its own
+figures alone. What a part leaves of its time goes to the next one; where time is short the last parts go without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LIMIT_S = 480.0
+RESERVE_S = 8.0
+"""Of the limit: for the table, the file, and the end of a part that did not end by itself."""
+LEAST_S = 5.0
+"""A part with less is not begun: its process would hardly have imported torch."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """`budget_s`: what it needs at least, its process's start and the compilation of kernels included."""
+
+    name: str
+    budget_s: float
+    does: str
+
+
+PARTS = (
+    Part("machine", 20, "copy bandwidth and the peak of products"),
+    Part("kernels", 60, "every kernel against the reference"),
+    Part("greedy", 40, "greedy tokens of graphs, of single launches, and of steps ahead"),
+    Part("decode", 110, "decode steps: 1B in bf16, 8B in bf16, int8 and int4; how busy the GPU is"),
+    Part("attention", 40, "split and unsplit attention over a long context, prefill attention; torch and FlashInfer beside"),
+    Part("prefill", 30, "a long prompt against the peak of products"),
+    Part("batching", 95, "8B, many sequences, beside transformers' continuous batching"),
+    Part("generate", 45, "1B, one sequence, beside transformers' generate with a static cache, compiled"),
+    Part("mesh", 30, "router, prefill and decode worker on this GPU"),
+)
+
+
+def chosen(names: Sequence[str]) -> tuple[Part, ...]:
+    """The parts of these names in the order of PARTS; all, for no names. Raises ValueError for one that is not known."""
+    known = [part.name for part in PARTS]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"only: there is no part {name!r}; there are {', '.join(known)}")
+    return tuple(part for part in PARTS if not names or part.name in names)
+
+
+def allotment_s(part: Part, later: Sequence[Part], left_s: float) -> float | None:
+    """How long a part may take with `left_s` seconds until the limit, and these parts behind it; None: it has no time.
+
+    At least its budget if there is so much, and what those behind it do not need.
+    """
+    left_s -= RESERVE_S
+    spare = left_s - sum(other.budget_s for other in later)
+    granted = min(left_s, max(part.budget_s, spare))
+    return granted if granted >= LEAST_S else None

@@ -1,0 +1,123 @@
+"""Shapes of the models that are measured, and how much of each: in full, or so little that Triton's interpreter bears it.
+
+The shapes are those of the models' published config.json. Weights are random, so no text comes out; times of dense kernels do not
+depend on the weights' values, beyond the few percent by which random operands draw more power than zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.model_config import ModelConfig
+
+_LLAMA: Mapping[str, object] = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "dtype": "bfloat16",
+}
+_FULL: Mapping[str, Mapping[str, object]] = {
+    "1B": {
+        **_LLAMA,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "8B": {
+        **_LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+}
+_TINY: Mapping[str, object] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "dtype": "float32",
+}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of one layer's attention. A mixture of experts has ordinary attention: only that is measured of Qwen3-30B-A3B."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is computed. Lengths in tokens."""
+
+    dtype: str
+    models: Mapping[str, Mapping[str, object]]
+    heads: Mapping[str, Heads]
+    batches: tuple[int, ...]
+    prompt: int
+    steps: int  # of decoding that are timed
+    greedy_tokens: int
+    long_context: int
+    prefill: int
+    many: int  # sequences beside continuous batching
+    output: int  # tokens of each of them
+    single_output: int  # tokens of one sequence beside `generate`
+    copy_bytes: int
+    product_size: int
+
+    def config(self, model: str) -> ModelConfig:
+        return ModelConfig.from_dict(self.models[model])
+
+    @property
+    def max_context(self) -> int:
+        """Of engines that decode: room for every case but the prefill's."""
+        return max(self.prompt + max(self.steps + 64, self.output, self.single_output), 2 * self.prompt)
+
+
+FULL = Scale(
+    dtype="bfloat16",
+    models=_FULL,
+    heads={"8B": Heads(32, 8, 128), "1B": Heads(32, 8, 64), "Qwen3-30B-A3B": Heads(32, 4, 128)},
+    batches=(1, 32),
+    prompt=128,
+    steps=200,
+    greedy_tokens=64,
+    long_context=65_536,
+    prefill=8192,
+    many=32,
+    output=1000,
+    single_output=256,
+    copy_bytes=1 << 32,
+    product_size=8192,
+)
+TINY = Scale(
+    dtype="float32",
+    models={name: {**shape, **_TINY} for name, shape in _FULL.items()},
+    heads={"8B": Heads(4, 2, 16), "1B": Heads(4, 2, 16), "Qwen3-30B-A3B": Heads(4, 1, 16)},
+    batches=(1, 3),
+    prompt=5,
+    steps=3,
+    greedy_tokens=4,
+    long_context=600,
+    prefill=24,
+    many=3,
+    output=4,
+    single_output=4,
+    copy_bytes=1 << 20,
+    product_size=64,
+)

@@ -1,0 +1,105 @@
+"""Models with random weights on the Triton kernels, and engines on them: 16 GB appear in a second."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.drawn import RandomSource, random_int4, random_int8
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.kernels.triton.decode import DecodeSizes
+from engine.kernels.triton.graphs import make_recorder
+from engine.kernels.triton.linear import make_triton_linear
+from engine.kernels.triton.model import TritonModel
+from engine.layers import Linear
+from engine.memory import effective_max_context
+from engine.model import DecoderModel
+from engine.model_config import ModelConfig
+from engine.numerics import Numerics
+from engine.weights.loader import LoadedModel, TorchBuilder
+from engine.weights.triton import QuantizedMaps
+from text.block_hash import hash_block
+
+
+class RandomMaps(QuantizedMaps):
+    """Linear maps of random codes."""
+
+    def __init__(self, source: RandomSource, numerics: Numerics, device: str) -> None:
+        super().__init__(source, numerics, device)
+        self._encoding, self._group, self._place = numerics.weights, numerics.group, device
+
+    def joined(self, parts: Sequence[tuple[str, int]], width: int, bias: Tensor | None) -> Linear:
+        """One map for all parts."""
+        make = random_int4 if self._encoding == "int4" else random_int8
+        weight = make(parts[0][0], sum(rows for _, rows in parts), width, self._group, self._place)
+        return make_triton_linear(weight, bias)
+
+    def head(self, weight: Tensor) -> Linear:
+        """In 8 bits, as that of a checkpoint."""
+        rows, width = weight.shape
+        return make_triton_linear(random_int8("head", rows, width, 0, self._place), None)
+
+
+def make_decoder(shape: ModelConfig, weights: str, config: EngineConfig, dtype: torch.dtype) -> DecoderModel:
+    """`weights`: int8, int4, or none, which is `dtype`."""
+    is_plain = weights == "none"
+    name = str(dtype).removeprefix("torch.") if is_plain else weights
+    numerics = Numerics("triton", name, config.quantization_group if weights == "int4" else 0, dtype, dtype)
+    source = RandomSource(shape, config.device, dtype)
+    maps = None if is_plain else RandomMaps(source, numerics, config.device)
+    builder = TorchBuilder(source, dtype, config.device, maps)
+    return builder.build(effective_max_context(config, shape), lambda _share, _text: None)
+
+
+class Unprepared(TritonModel):
+    """Records a bucket when it is first needed: kernels of those that nobody measures would cost a run minutes of compilation."""
+
+    def prepare(self, kv: Tensor) -> None:
+        """Nothing."""
+
+
+@dataclass
+class Subject:
+    """An engine, and its model as it was made."""
+
+    engine: Engine
+    model: TritonModel
+
+    def close(self) -> None:
+        """Gives the device's memory back, as far as nobody else holds on to it."""
+        on_gpu = self.model.device.type == "cuda"
+        self.engine.close()
+        del self.engine, self.model
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+
+def make_subject(shape: ModelConfig, weights: str, config: EngineConfig, dtype: torch.dtype) -> Subject:
+    model = graph_model(make_decoder(shape, weights, config, dtype), config)
+    return Subject(make_engine(model, config, dtype), model)
+
+
+def make_engine(model: TritonModel | DecoderModel, config: EngineConfig, dtype: torch.dtype) -> Engine:
+    """As one that has loaded a checkpoint."""
+    loaded = LoadedModel(model.config, model, "random weights", dtype, dtype, "as measured")
+    return Engine(config, hash_block=hash_block, loaded=loaded)
+
+
+def graph_model(decoder: DecoderModel, config: EngineConfig) -> TritonModel:
+    """The decoder on the kernels, decode steps as graphs."""
+    return Unprepared(decoder, _sizes(decoder, config), recorder=make_recorder(decoder.device))
+
+
+def launched_model(decoder: DecoderModel, config: EngineConfig) -> TritonModel:
+    """The same buckets, made launch by launch: what graphs are compared with."""
+    return TritonModel(decoder, _sizes(decoder, config), recorder=None)
+
+
+def _sizes(decoder: DecoderModel, config: EngineConfig) -> DecodeSizes:
+    return DecodeSizes(config.max_num_seqs, effective_max_context(config, decoder.config), config.block_size)
