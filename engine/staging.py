@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.block_copies import BlockCopies, block_copies_for
+from engine.block_copies import BlockCopies, Move, block_copies_for
 from engine.errors import IntegrityError
 from engine.streams import Mark, Streams
 
@@ -95,7 +95,7 @@ class Staging:
 
         def work() -> None:
             self._room_ids[: len(ids)].copy_(ids, non_blocking=True)
-            self._copies.gather(self._pool, layers, self._room_ids[: len(ids)], self._shaped(room, layers))
+            self._copies.gather(Move(self._pool, layers, self._room_ids[: len(ids)], self._shaped(room, layers)))
             host.copy_(room, non_blocking=True)
 
         piece.copy = self._lane.run(work, after)
@@ -108,7 +108,7 @@ class Staging:
         def work() -> None:
             self._room_ids[: len(ids)].copy_(ids, non_blocking=True)
             room.copy_(host, non_blocking=True)
-            self._copies.scatter(self._pool, layers, self._room_ids[: len(ids)], self._shaped(room, layers))
+            self._copies.scatter(Move(self._pool, layers, self._room_ids[: len(ids)], self._shaped(room, layers)))
 
         piece.copy = self._lane.run(work, after)
         return piece.copy

@@ -166,7 +166,7 @@ def _task(options: Options, workers: _Workers, config: SimulatorConfig, traffic:
     goals = goals_of(promise.ttft_ms, promise.tpot_ms, promise.quantile, settings)
     deployable = promise.deployable or bool(options.output.overlay)
     if deployable and set(machine.tensor_parallel) - {1}:
-        raise ValueError(f"tensor_parallel: a model is not spread over several devices yet; give 1, or {_NEITHER}")
+        raise ValueError(f"tensor_parallel: it is untried over several GPUs yet; give 1, or {_NEITHER}")
     degrees = (1,) if deployable else machine.tensor_parallel
     limitation = Limitation(degrees, machine.max_num_seqs, machine.max_num_batched_tokens)
     kinds: list[WorkerKind]
@@ -191,9 +191,9 @@ def _meshes(promise: Promise, workers: _Workers, *, deployable: bool) -> tuple[s
     if not deployable or workers.roofline is None or not workers.roofline.device.is_gpu:
         return asked
     if promise.mesh == SEPARATED:
-        raise ValueError(f"mesh: KV on a GPU is not handed off yet; give aggregated, or {_NEITHER}")
+        raise ValueError(f"mesh: the hand-off of KV between GPUs is untried yet; give aggregated, or {_NEITHER}")
     if workers.roofline.weights != "bfloat16":
-        raise ValueError(f"quantization: the engine computes such weights on the CPU alone; give none, or {_NEITHER}")
+        raise ValueError(f"quantization: such weights are untried on GPUs yet; give none, or {_NEITHER}")
     return (AGGREGATED,)
 
 

@@ -62,11 +62,11 @@ def misses(outcome: Outcome) -> str:
 def why_not_deployable(point: Point, device: Device | None, weights: str) -> str | None:
     """What of it pdmesh does not run today; None: it runs. `device` None: what was measured, which runs."""
     if point.shape.decode.num_devices > 1 or (point.shape.prefill is not None and point.shape.prefill.num_devices > 1):
-        return "a model is not spread over several devices yet (tensor parallelism)"
+        return "tensor parallelism over several GPUs is untried yet"
     if device is not None and device.is_gpu and point.shape.prefill is not None:
-        return "KV on a GPU is not handed off yet, so prefill and decode cannot be separated there"
+        return "the hand-off of KV between GPUs is untried yet, so prefill and decode cannot be separated there"
     if device is not None and device.is_gpu and weights not in ("bfloat16", "float16", "float32"):
-        return f"the engine computes {weights} weights on the CPU alone"
+        return f"{weights} weights are untried on GPUs yet"
     return None
 
 

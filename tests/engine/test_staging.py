@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.block_copies import IndexedBlocks
+from engine.block_copies import IndexedBlocks, Move
 from engine.errors import IntegrityError
 from engine.staging import Marks, Piece, Staging, StagingSizes
 from engine.streams import InOrder, Mark
@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
 def test_an_error_of_the_device_is_the_copys() -> None:
     class Broken(IndexedBlocks):
-        def gather(self, *args: object, **kwargs: object) -> None:
+        def gather(self, move: Move) -> None:
             raise RuntimeError("no device")
 
     staging = Staging(filled_pool(), InOrder(), SIZES, Broken())

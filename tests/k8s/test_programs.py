@@ -57,7 +57,7 @@ def test_each_mesh_has_routers_and_workers_for_both_roles(tls: TlsConfig) -> Non
         configs = [config_of(workload, container, tls) for of, workload, container in SERVERS if of == mesh]
         workers = [config for config in configs if isinstance(config, WorkerConfig)]
         assert {role for config in workers for role in config.roles} == {"prefill", "decode"}
-        # KV on a GPU is not handed off: who prefills there does it for itself.
+        # The hand-off between GPUs is untried: who prefills there does it for itself.
         assert all(len(config.roles) == 1 for config in workers) == all(config.engine.device == "cpu" for config in workers)
 
 

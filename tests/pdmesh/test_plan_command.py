@@ -85,7 +85,7 @@ def test_an_overlay_of_what_runs(model: str, tmp_path: Path, capsys: pytest.Capt
 def test_what_does_not_run_is_said(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--device", "l40s", "--mesh", "separated", "--tensor-parallel", "1", "--max-num-seqs", "64"]
     assert cli.run(["plan", model, *flags, *LOAD, "--slo-ttft", "300ms", "--slo-tpot", "50ms"]) == 0
-    assert "pdmesh does not run the chosen mesh today: KV on a GPU is not handed off yet" in capsys.readouterr().out
+    assert "pdmesh does not run the chosen mesh today: the hand-off of KV between GPUs is untried yet" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.run(["plan", "--device", "l40s", *LOAD, "--slo-ttft", "0.3", "--slo-tpot", "50ms"])
     assert "--slo-ttft: '0.3' is no duration; give one such as 200ms or 0.2s" in capsys.readouterr().err
@@ -97,15 +97,23 @@ def test_what_does_not_run_is_said(model: str, capsys: pytest.CaptureFixture[str
         (["--device", "h100", *LOAD], 2, "'h100' is not known; give one of h100-sxm, "),
         (["--device", "l40s", "--tensor-parallel", "3", *LOAD], 2, "tensor_parallel: 3 does not divide the model's 8 KV heads"),
         (["--device", "l4", "--tensor-parallel", "1", "--max-context", "100000", *LOAD], 1, "l4: KV for"),
-        (["--device", "l40s", "--mesh", "separated", "--deployable", *LOAD], 2, "mesh: KV on a GPU is not handed off yet"),
-        (["--device", "l40s", "--quantization", "int8", "--deployable", *LOAD], 2, "quantization: the engine computes such"),
+        (
+            ["--device", "l40s", "--mesh", "separated", "--deployable", *LOAD],
+            2,
+            "mesh: the hand-off of KV between GPUs is untried yet",
+        ),
+        (["--device", "l40s", "--quantization", "int8", "--deployable", *LOAD], 2, "quantization: such weights are untried"),
         (["--device", "epyc-2-cores", "--overlay", "x", *LOAD], 2, "k8s/overlays/cpu serves smollm2 from an image"),
         (["--device", "epyc-2-cores", *LOAD], 1, "no number of workers keeps TTFT 400 ms and TPOT 20 ms for 95 %"),
         (["--device", "l40s", "--trace", "azure-conv=/no/such/file"], 2, "/no/such/file: no such file"),
         (["--speed", "/no/such.json", *LOAD], 2, "/no/such.json: "),
         (["--speed", "/no/such.json", "--report", "/proc/x.html", *LOAD], 2, "report: /proc/x.html: "),  # before anything else
         (["--speed", "/no/such.json", "--overlay", "/proc/x", *LOAD], 2, "overlay: /proc/x: "),
-        (["--device", "l40s", "--tensor-parallel", "2", "--overlay", "x", *LOAD], 2, "tensor_parallel: a model is not spread"),
+        (
+            ["--device", "l40s", "--tensor-parallel", "2", "--overlay", "x", *LOAD],
+            2,
+            "tensor_parallel: it is untried over several",
+        ),
     ],
 )
 def test_nonsense_is_named(flags: list[str], code: int, said: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:

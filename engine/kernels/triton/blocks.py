@@ -15,9 +15,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from engine.block_copies import check_move
+from engine.block_copies import Move
 
 _WORDS = 1024  # of a program: with 4 warps 8 words a thread, in 16 byte accesses where a token's share is a multiple of them
 _TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -54,47 +53,28 @@ def move_kernel(
 
 
 class TritonBlocks:
-    """Satisfies engine.block_copies.BlockCopies, which says what the arguments are."""
+    """Satisfies engine.block_copies.BlockCopies."""
 
-    def gather(
-        self,
-        pool: Tensor,
-        layers: range,
-        block_ids: Tensor,
-        piece: Tensor,
-        *,
-        first_token: int = 0,
-        heads: range | None = None,
-    ) -> None:
-        _move(pool, layers, block_ids, piece, first_token, heads, gathers=True)
+    def gather(self, move: Move) -> None:
+        _launch(move, gathers=True)
 
-    def scatter(
-        self,
-        pool: Tensor,
-        layers: range,
-        block_ids: Tensor,
-        piece: Tensor,
-        *,
-        first_token: int = 0,
-        heads: range | None = None,
-    ) -> None:
-        _move(pool, layers, block_ids, piece, first_token, heads, gathers=False)
+    def scatter(self, move: Move) -> None:
+        _launch(move, gathers=False)
 
 
-def _move(
-    pool: Tensor, layers: range, block_ids: Tensor, piece: Tensor, first_token: int, heads: range | None, *, gathers: bool
-) -> None:
-    heads = check_move(pool, layers, block_ids, piece, first_token, heads)
+def _launch(move: Move, *, gathers: bool) -> None:
+    heads, pool, piece = move.check(), move.pool, move.piece
     block_size, num_heads, dim = pool.shape[3:]
-    share, head_bytes = len(heads) * dim, dim * pool.element_size()
+    head_bytes = dim * pool.element_size()
     word = next(size for size in _TYPES if head_bytes % size == 0)
-    words = [tensor.view(_TYPES[word]) for tensor in (pool[layers.start : layers.stop], piece)]
-    num_words = piece.shape[2] * share * pool.element_size() // word
+    words = [tensor.view(_TYPES[word]) for tensor in (pool[move.layers.start : move.layers.stop], piece)]
+    share_words = len(heads) * head_bytes // word
+    num_words = piece.shape[2] * share_words
     if not num_words:
         return
-    grid = (2 * len(layers), triton.cdiv(num_words, _WORDS))
+    grid = (2 * len(move.layers), triton.cdiv(num_words, _WORDS))
     move_kernel[grid](
-        *words, block_ids, num_words, first_token, heads.start * head_bytes // word, words[0][0, 0].numel(),
-        TOKEN_WORDS=num_heads * head_bytes // word, SHARE_WORDS=len(heads) * head_bytes // word, BLOCK_SIZE=block_size,
+        *words, move.block_ids, num_words, move.first_token, heads.start * head_bytes // word, words[0][0, 0].numel(),
+        TOKEN_WORDS=num_heads * head_bytes // word, SHARE_WORDS=share_words, BLOCK_SIZE=block_size,
         GATHERS=gathers, WORDS=_WORDS, num_warps=4,
     )  # fmt: skip

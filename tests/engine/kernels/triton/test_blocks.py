@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.block_copies import BlockCopies, IndexedBlocks
+from engine.block_copies import BlockCopies, IndexedBlocks, Move
 from engine.kernels.triton.blocks import TritonBlocks
 from tests.engine.kernels.triton.paged import DEVICE
 
@@ -54,10 +54,10 @@ def test_both_ways(dtype: torch.dtype, heads: range, block_ids: list[int], first
     expected = plain(source, block_ids, first, num_tokens, heads)
     for copies in (IndexedBlocks(), TritonBlocks()):
         piece = torch.zeros_like(expected)
-        copies.gather(source, LAYERS, ids(*block_ids), piece, first_token=first, heads=heads)
+        copies.gather(Move(source, LAYERS, ids(*block_ids), piece, first, heads))
         assert torch.equal(raw(piece), raw(expected))
         filled = target.clone()
-        copies.scatter(filled, LAYERS, ids(*table), piece, first_token=first, heads=heads)
+        copies.scatter(Move(filled, LAYERS, ids(*table), piece, first, heads))
         assert torch.equal(raw(filled), raw(_written(target, table, first, expected, heads)))
 
 
@@ -75,7 +75,7 @@ def test_shares_of_a_token_that_are_no_power_of_two(heads: int, dim: int, dtype:
     pool = random_pool(dtype, block_size=16, heads=heads, dim=dim)
     expected = plain(pool, [8, 1, 2, 6, 0], 0, 80, range(heads))
     piece = torch.zeros_like(expected)
-    TritonBlocks().gather(pool, LAYERS, ids(8, 1, 2, 6, 0), piece)
+    TritonBlocks().gather(Move(pool, LAYERS, ids(8, 1, 2, 6, 0), piece))
     assert torch.equal(raw(piece), raw(expected))
 
 
@@ -83,7 +83,7 @@ def test_a_piece_of_whole_blocks_lies_as_a_part_travels() -> None:
     """Per layer all keys, then all values, each block as in the pool: what `part_views` shows of a pool in CPU memory."""
     pool = random_pool(torch.float16)
     piece = torch.empty((2, 2, 12, 4, 8), dtype=torch.float16, device=DEVICE)
-    TritonBlocks().gather(pool, LAYERS, ids(7, 2, 8), piece)
+    TritonBlocks().gather(Move(pool, LAYERS, ids(7, 2, 8), piece))
     travels = [pool[layer, kv, block] for layer in LAYERS for kv in (0, 1) for block in (7, 2, 8)]
     assert torch.equal(raw(piece).flatten(), torch.cat([raw(block).flatten() for block in travels]))
 
@@ -109,4 +109,4 @@ def test_what_does_not_fit_is_refused_by_name(copies: BlockCopies) -> None:
     for name, changed in cases.items():
         for move in (copies.gather, copies.scatter):
             with pytest.raises(ValueError, match=name):
-                move(**{**good, **changed})
+                move(Move(**{**good, **changed}))
