@@ -35,7 +35,7 @@ class Tail:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step's work. T tokens of B sequences; R of the tokens need logits."""
+    """One step's work. T tokens of B sequences; R of the tokens need logits. Its tensors are in host memory."""
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, from 0 in each sequence

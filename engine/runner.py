@@ -20,6 +20,7 @@ from engine.batch import StepBatch, Tail
 from engine.blocks import num_blocks_for
 from engine.exports import LayerSignal
 from engine.grammar import Bits
+from engine.indices import indices_for
 from engine.kv_moves import move_slots
 from engine.sampling import SampledToken, SampleRow
 from engine.scheduler import Piece, Plan
@@ -114,7 +115,7 @@ class ModelRunner:
         if copies:
             # All sources are read before any target is written: a source may have been freed and be a target by now.
             sources, targets = [copy.source for copy in copies], [copy.target for copy in copies]
-            self._kv[:, :, targets] = self._kv[:, :, sources]
+            self._kv[:, :, indices_for(self._kv, targets)] = self._kv[:, :, indices_for(self._kv, sources)]
             if self._others is not None:
                 self._others.copy_blocks(sources, targets)
 
@@ -126,7 +127,7 @@ class ModelRunner:
             return {}
         owners = list(_owners(drawing))
         if len(owners) > len(logits):
-            logits = logits[[owner.row for owner in owners]]
+            logits = logits[indices_for(logits, [owner.row for owner in owners])]
         tokens = self._sampler.sample(logits, [self._sample_row(owner) for owner in owners])
         states = None if hidden is None else hidden.unbind()
         draws: dict[Sequence, list[Draw]] = {}

@@ -180,17 +180,17 @@ def in_order(rows: Iterable[int]) -> list[int]:
 
 
 def run_step(model: ForwardModel, sampler: TokenSampler, kv: Tensor, num_rows: int, context: int) -> None:
-    """A step of one sequence: its last `num_rows` tokens of a context in the first blocks, and a greedy draw behind each."""
-    first, device = context - num_rows, kv.device
-    positions = torch.arange(first, context, device=device)
+    """A step of one sequence: its last `num_rows` tokens of a context in the first blocks, and a greedy draw behind each. Its
+    numbers are in host memory, as a model wants them."""
+    positions = torch.arange(context - num_rows, context)
     batch = StepBatch(
-        token_ids=torch.zeros(num_rows, dtype=torch.int64, device=device),
+        token_ids=torch.zeros(num_rows, dtype=torch.int64),
         positions=positions,
         slot_mapping=positions.clone(),  # of the first blocks, in order
         query_starts=[0, num_rows],
         context_lens=[context],
         block_tables=[list(range(num_blocks_for(context, kv.shape[3])))],
-        logits_rows=torch.arange(num_rows, device=device),
+        logits_rows=torch.arange(num_rows),
     )
     sampler.sample(model.forward(batch, kv), [_row(index) for index in range(num_rows)])
 

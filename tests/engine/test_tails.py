@@ -34,6 +34,7 @@ BORDERS = [1, 2, 14, 15, 16, 17, 31, 32, 33, 46, 47, 48, 95, 96, 112, 126, 127, 
 # root ── a ── b ── c        and two of them below another first token
 #          └─── d ── e
 #      └── f ── g
+KEPT = ((0, (5, 6)), (1, (0, 3, 4)), (20, ()))  # how early the tail begins, and the branch that is kept
 BUSHY = Draft((11, 12, 13, 14, 15, 16, 17), (-1, 0, 1, 0, 3, -1, 5), (1.0,) * 7)
 
 
@@ -107,15 +108,14 @@ def loop_of(folder: Path, **asked: object) -> PagedLoop:
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("root", BORDERS)
-def test_a_tree_at_the_borders_of_groups_chunks_and_blocks(case: Case, root: int) -> None:
-    for early, path in ((0, (5, 6)), (1, (0, 3, 4)), (20, ())):
-        token_ids = prompt(root)
-        step = case.begin(token_ids, BUSHY, early=early)
-        [logits] = verify(case.loop, [step])
-        case.assert_as_chains(token_ids, step, logits)
-        case.assert_goes_on(case.keep(token_ids, step, path), step.table)
-        case.loop.release(step.table)
+@pytest.mark.parametrize(("root", "kept"), [(root, KEPT[index % len(KEPT)]) for index, root in enumerate(BORDERS)], ids=str)
+def test_a_tree_at_the_borders_of_groups_chunks_and_blocks(case: Case, root: int, kept: tuple[int, tuple[int, ...]]) -> None:
+    (early, path), token_ids = kept, prompt(root)
+    step = case.begin(token_ids, BUSHY, early=early)
+    [logits] = verify(case.loop, [step])
+    case.assert_as_chains(token_ids, step, logits)
+    case.assert_goes_on(case.keep(token_ids, step, path), step.table)
+    case.loop.release(step.table)
 
 
 @given(st.data())

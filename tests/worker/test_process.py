@@ -18,6 +18,7 @@ from protos.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, worker_pb2, work
 from runtime.channel import connect
 from runtime.redis_embedded import EmbeddedRedis
 from runtime.registry import Registry
+from tests.support.forked import run_worker
 from tests.support.mini_router import MiniRouter
 from tests.support.tiny_models import make_tiny_model
 from tests.support.worker_mesh import LOCAL, Model, load_tiny, reference, running_worker, token_request
@@ -124,11 +125,10 @@ class _Remote:
         (["--tensor-parallel", "3", "--backend", "torch"], "--tensor-parallel: 3 does not divide the model's 2 KV heads"),
     ],
 )
-async def test_wrong_settings_end_with_one_line(model: Model, more: list[str], named: str) -> None:
-    async with process("worker", *flags(model.folder, *more)) as child:
-        _, stderr = await asyncio.wait_for(child.communicate(), 60)
-        assert child.returncode == 2, stderr.decode()
-        assert named in stderr.decode().splitlines()[-1], stderr.decode()
+def test_wrong_settings_end_with_one_line(model: Model, more: list[str], named: str, tmp_path: Path) -> None:
+    code, stderr = run_worker(flags(model.folder, *more), tmp_path)
+    assert code == 2, stderr
+    assert named in stderr.splitlines()[-1], stderr
 
 
 async def test_without_a_compiler_torch_serves_with_a_warning(model: Model, tmp_path: Path) -> None:

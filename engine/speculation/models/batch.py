@@ -30,8 +30,8 @@ class Chunk:
         return [block_ids[p // block_size] * block_size + p % block_size for p in range(self.first, self.end)]
 
 
-def batch_of(chunks: Sequence_[Chunk], block_size: int, device: torch.device) -> StepBatch:
-    """The flat batch of chunks, in their order."""
+def batch_of(chunks: Sequence_[Chunk], block_size: int) -> StepBatch:
+    """The flat batch of chunks, in their order, in host memory."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -44,11 +44,11 @@ def batch_of(chunks: Sequence_[Chunk], block_size: int, device: torch.device) ->
         query_starts.append(len(token_ids))
         rows += range(len(token_ids) - chunk.num_rows, len(token_ids))
     return StepBatch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        positions=torch.tensor(positions, dtype=torch.int64, device=device),
-        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
         query_starts=query_starts,
         context_lens=[chunk.end for chunk in chunks],
         block_tables=[chunk.sequence.block_ids[: num_blocks_for(chunk.end, block_size)] for chunk in chunks],
-        logits_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+        logits_rows=torch.tensor(rows, dtype=torch.int64),
     )

@@ -128,7 +128,7 @@ class ModelDraft:
 
     def _forward(self, chunks: list[Chunk]) -> Tensor:
         kv = self.kv.tensor
-        logits = self._model.forward(batch_of(chunks, kv.shape[3], kv.device), kv)
+        logits = self._model.forward(batch_of(chunks, kv.shape[3]), kv)
         for chunk in chunks:
             self.kv.wrote(chunk)
         return logits

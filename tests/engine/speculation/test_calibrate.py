@@ -6,10 +6,14 @@ import fcntl
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from engine.speculation.calibrate import BUDGET_S, FIRST_ROWS, ROWS, Meter, Shape, in_order, machine_to_itself, measured
+from engine.batch import StepBatch
+from engine.sampling import Sampler
+from engine.speculation.calibrate import BUDGET_S, FIRST_ROWS, ROWS, Meter, Shape, in_order, machine_to_itself, measured, run_step
 from engine.speculation.cost_curve import CostCurve
 
 
@@ -83,3 +87,17 @@ def test_without_a_folder_it_is_measured_all_the_same(tmp_path: Path) -> None:
         pass
     with pytest.raises(OSError, match="of the body"), machine_to_itself(tmp_path / "lock"):
         raise OSError("of the body")
+
+
+def test_a_step_is_given_as_the_runner_gives_it() -> None:
+    """Its numbers in host memory, wherever the pool lies: a model on a GPU packs them there, for one copy."""
+
+    class Model:
+        def forward(self, batch: StepBatch, kv: Tensor, signal: object = None, hidden: Tensor | None = None) -> Tensor:
+            numbers = (batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_rows)
+            self.places = {tensor.device.type for tensor in numbers}
+            return torch.zeros((len(batch.logits_rows), 8))
+
+    model = Model()
+    run_step(model, Sampler(), torch.empty((1, 2, 8, 4, 1, 16), device="meta"), num_rows=3, context=10)
+    assert model.places == {"cpu"}

@@ -19,7 +19,7 @@ MACHINES: dict[str, Callable[[int], float]] = {
     "steep": lambda rows: STEP_S * (0.3 + 0.7 * rows),
     "in tiles": lambda rows: STEP_S * (0.5 + 0.5 * math.ceil(rows / 16)),
 }
-STEPS = {1: 4000, 4: 3000, 16: 1500, 32: 800, 96: 400}  # by sequences
+STEPS = {1: 2000, 4: 1500, 16: 800, 32: 400, 96: 200}  # by sequences
 SETTLING = 400  # steps, which are not counted
 
 

@@ -53,7 +53,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("num_threads", THREADS)
 @given(st.data())
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 def test_company_and_chunks_change_no_bit(case: Case, num_threads: int, data: st.DataObject) -> None:
     loop = case.loops[num_threads]
     count = data.draw(st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 25, 32, 40]))
@@ -62,12 +62,23 @@ def test_company_and_chunks_change_no_bit(case: Case, num_threads: int, data: st
         play(loop, data.draw(st.lists(runs(), min_size=count, max_size=count)), case.alone)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 16, 64, 127, 128, 129])
-def test_chunks_of_one_size(case: Case, size: int) -> None:
-    for num_threads, tokens in zip((1, 2), (240, 300), strict=True):
-        loop = case.loops[num_threads]
-        schedule = [Run(0, 0, [size] * (tokens // size), "all")]
-        play(loop, schedule, case.alone)
+@pytest.mark.parametrize(
+    ("size", "num_threads", "num_tokens"),
+    [
+        (1, 1, 240),
+        (2, 2, 300),
+        (3, 1, 300),
+        (5, 2, 240),
+        (8, 1, 240),
+        (16, 2, 300),
+        (64, 1, 300),
+        (127, 2, 300),
+        (128, 1, 300),
+        (129, 2, 300),
+    ],
+)
+def test_chunks_of_one_size(case: Case, size: int, num_threads: int, num_tokens: int) -> None:
+    play(case.loops[num_threads], [Run(0, 0, [size] * (num_tokens // size), "all")], case.alone)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

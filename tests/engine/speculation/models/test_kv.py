@@ -128,7 +128,7 @@ def test_the_batch_of_chunks() -> None:
         Chunk(sequence_of("x", 5), 0, (7,), 1),
         Chunk(sequence_of("abcdefghi", 2, 4, 0), 4, (1, 2), 0),
     ]
-    batch = batch_of(chunks, BLOCK, torch.device("cpu"))
+    batch = batch_of(chunks, BLOCK)
     assert batch.token_ids.tolist() == [12, 13, 14, 7, 1, 2]
     assert batch.positions.tolist() == [2, 3, 4, 0, 4, 5]
     assert batch.slot_mapping.tolist() == [14, 15, 4, 20, 16, 17]
