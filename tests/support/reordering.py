@@ -89,7 +89,13 @@ class ReorderingStreams:
 
     def close(self) -> None:
         with self.lock:
-            assert not [future for _, future in self._waited_for if not future.cancelled()], "somebody waits for a mark"
+            assert not self.num_waited_for, "somebody waits for a mark"
+
+    @property
+    def num_waited_for(self) -> int:
+        """How many wait for a mark."""
+        with self.lock:
+            return sum(not future.cancelled() for _, future in self._waited_for)
 
     @property
     def is_idle(self) -> bool:
@@ -100,10 +106,11 @@ class ReorderingStreams:
     def host_room(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
-    def advance(self, choose: Callable[[int], int]) -> bool:
-        """Does one of the works that may come next: the one of index `choose(how many)`. False: nothing is left."""
+    def advance(self, choose: Callable[[int], int], *, steps: bool = True) -> bool:
+        """Does one of the works that may come next: the one of index `choose(how many)`. False: nothing is left. Without `steps`
+        what computes stands still."""
         with self.lock:
-            ready: list[Work] = [self._do_compute] if self._compute else []
+            ready: list[Work] = [self._do_compute] if self._compute and steps else []
             ready += [lane.do_next for lane in self._lanes if lane.entries and lane.entries[0].after <= self._num_computed]
             if not ready:
                 return False
