@@ -99,10 +99,9 @@ class Departures:
         return await self._waiting.get()
 
     async def drop(self) -> None:
-        """Those that nobody has got."""
-        while not self._waiting.empty():
-            if (departure := self._waiting.get_nowait()) is not None:
-                await departure.drop()
+        """Those that nobody has got; all of them, however often the caller is cancelled."""
+        left = [self._waiting.get_nowait() for _ in range(self._waiting.qsize())]
+        await asyncio.gather(*(departure.drop() for departure in left if departure is not None), return_exceptions=True)
 
 
 class Ahead:

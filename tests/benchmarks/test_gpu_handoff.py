@@ -19,6 +19,7 @@ from engine.engine import Engine
 from engine.kv_cache import KVPool
 from engine.memory import effective_max_context
 from engine.weights.loader import LoadedModel, TorchBuilder
+from kvtransfer.errors import PushFailed
 from text.block_hash import hash_block
 
 ENDS = replace(ends_for("cpu", TINY), num_blocks=4)
@@ -99,6 +100,8 @@ async def test_two_processes_hand_off_over_every_transport_that_both_offer() -> 
         seen = []
         for name in names:
             prefilled = await end.prefill()
+            with pytest.raises(PushFailed, match="no transport that both ends offer"):
+                await end.push_all(await other.reserve("carrier pigeon"))
             result = await end.push_all(await other.reserve(name))
             assert (result.transport, result.num_bytes, result.committed) == (name, ENDS.shape.num_bytes, True)
             assert result.num_parts > 2
