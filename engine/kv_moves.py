@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from engine.block_copies import movable
 from engine.kernels.cpu import library as abi
 from engine.kernels.cpu.model import kv_head_dim
 
@@ -22,7 +23,7 @@ def move_slots(kv: Tensor, sources: Sequence[int], targets: Sequence[int], arran
     if not sources:
         return
     if arrangement == "plain":
-        flat = kv.flatten(2, 3)
+        flat = movable(kv).flatten(2, 3)
         flat[:, :, list(targets)] = flat[:, :, list(sources)]  # the right side is a copy
     else:
         _move_in_panels(kv, array("q", sources), array("q", targets))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from kvtransfer.compatibility import PROTOCOL_VERSION
+from kvtransfer.conversion import FP8Scales
 from kvtransfer.delegate import PushTarget
 from kvtransfer.errors import TransferRefused
 from kvtransfer.feed import FirstTokensDrawn, KVFeed, complete_feed
@@ -122,6 +123,7 @@ class World:
         layout: common_pb2.KVLayout | None = None,
         source_layout: common_pb2.KVLayout | None = None,
         tls: Tls | None = None,
+        fp8_scales: FP8Scales = (),
     ) -> None:
         """`layout` is the receiver's, `source_layout` the sender's: the same unless given."""
         self.transport, _, encryption = transport.partition("+")
@@ -144,6 +146,7 @@ class World:
             transports=(self.transport,),
             idle_timeout_s=idle_timeout_s,
             tls=self.tls,
+            fp8_scales=fp8_scales,
         )
         self.sender = self.make_sender(part_bytes=part_bytes)
 
