@@ -129,6 +129,7 @@ class World:
         self.transport, _, encryption = transport.partition("+")
         self.tls = mesh_tls() if encryption else tls
         self.transports = transports_with(self.tls)
+        self.fp8_scales = fp8_scales
         self.identity = identity or make_identity(num_layers=num_layers)
         self.layout = layout or make_layout()
         self.source_layout = source_layout or self.layout
