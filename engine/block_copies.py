@@ -74,10 +74,10 @@ class IndexedBlocks:
     """By torch's indexing: the reference, and what there is without Triton."""
 
     def gather(self, move: Move) -> None:
-        move.piece.copy_(_flat(move)[:, :, move.slots])
+        movable(move.piece).copy_(_flat(move)[:, :, move.slots])
 
     def scatter(self, move: Move) -> None:
-        _flat(move)[:, :, move.slots] = move.piece
+        _flat(move)[:, :, move.slots] = movable(move.piece)
 
 
 def block_copies_for(device: torch.device) -> BlockCopies:
@@ -92,4 +92,9 @@ def block_copies_for(device: torch.device) -> BlockCopies:
 def _flat(move: Move) -> Tensor:
     """[layers, 2, slots, heads, head_dim]: a view of what the move is about."""
     heads = move.check()
-    return move.pool[move.layers.start : move.layers.stop, :, :, :, heads.start : heads.stop].flatten(2, 3)
+    return movable(move.pool)[move.layers.start : move.layers.stop, :, :, :, heads.start : heads.stop].flatten(2, 3)
+
+
+def movable(numbers: Tensor) -> Tensor:
+    """The same memory, as what torch's indexing takes on every device: float8 as bytes."""
+    return numbers.view(torch.uint8) if numbers.dtype == torch.float8_e4m3fn else numbers

@@ -9,9 +9,9 @@ DEVICES = ("cpu", "cuda")
 MAX_THREADS = 1024  # torch crashes when the system refuses it a thread
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BACKENDS = ("auto", "native", "triton", "torch")
-QUANTIZATIONS = ("auto", "none", "int8", "int4")
+QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
 QUANTIZATION_GROUPS = (32, 64, 128)
-KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
+KV_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
 PROPOSERS = ("prompt_lookup", "retrieval", "lookahead", "heads", "draft_model", "self_draft")
 MAX_DRAFT_TOKENS = 64
 
@@ -27,10 +27,17 @@ class EngineConfig:
     )
     backend: str = field(default="auto", metadata={"help": "native (CPU), triton (CUDA), torch, or auto: kernels where they can"})
     quantization: str = field(
-        default="auto", metadata={"help": "weights: int8, int4, none (dtype), or auto: native with dtype=auto quantizes, int8"}
+        default="auto",
+        metadata={"help": "weights: int8, int4, fp8 (triton), none (dtype), or auto: native with dtype=auto quantizes, int8"},
     )
     quantization_group: int = field(default=32, metadata={"help": "int4: inputs that share a scale: 32, 64 or 128"})
-    kv_dtype: str = field(default="auto", metadata={"help": "KV cache: float32, bfloat16, int8, or auto: as wide as activations"})
+    fp8_activations: bool = field(
+        default=False, metadata={"help": "fp8: more than 128 rows are multiplied in fp8 too: twice the rate, off by up to 1/16"}
+    )
+    kv_dtype: str = field(
+        default="auto",
+        metadata={"help": "KV cache: float32, bfloat16, int8 (native), fp8 (triton), or auto: as wide as activations"},
+    )
     block_size: int = field(default=16, metadata={"help": "tokens in one KV block"})
     num_blocks: int = field(default=0, metadata={"help": "KV blocks; 0: as many as the KV memory holds"})
     kv_memory_mb: int = field(default=0, metadata={"help": "MiB for the KV pool; 0: a share of what the device has free"})
@@ -79,6 +86,8 @@ class EngineConfig:
         _one_of("backend", self.backend, BACKENDS)
         _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
+        if self.fp8_activations and self.quantization != "fp8":
+            raise ValueError("fp8_activations: it goes with quantization=fp8; give that, or leave it out")
         if self.quantization_group not in QUANTIZATION_GROUPS:
             raise ValueError(f"quantization_group: {self.quantization_group} is not known; give 32, 64 or 128")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_draft_tokens", "tensor_parallel"):

@@ -74,6 +74,7 @@ class Engine:
         self.model_config = loaded.config
         self.weights_hash = loaded.weights_hash
         self.numeric_mode = loaded.numeric_mode
+        self.kv_scales = loaded.kv_scales
         self.kv_arrangement = "panels" if isinstance(loaded.model, NativeModel) else "plain"  # see kv_format.py
         self.eos_token_ids = frozenset(loaded.config.eos_token_ids)
         self._parallel = loaded.model if isinstance(loaded.model, ParallelModel) else None

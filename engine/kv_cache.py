@@ -85,7 +85,9 @@ class KVPool:
             planes = 2 * shape.num_layers
             self._pages = TouchedPages(self._tensor.data_ptr(), planes, shape.num_blocks, shape.bytes_per_layer_block)
         else:
-            self._tensor = torch.zeros(shape.tensor_shape, dtype=shape.dtype, device=device)
+            # By bytes: not every operator of torch takes every narrow dtype.
+            zeros = torch.zeros(shape.num_bytes, dtype=torch.uint8, device=device)
+            self._tensor = zeros.view(shape.dtype).view(shape.tensor_shape)
 
     @property
     def tensor(self) -> Tensor:

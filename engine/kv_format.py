@@ -6,11 +6,15 @@
               values [num_heads][block_size / 16][head_dim / 16][16 / pair][16 dims][pair tokens]
               int8: float32 scales [num_heads][block_size] behind either
 
+Numbers of float8_e4m3fn stand for themselves times a scale, one for all keys of a layer and one for its values. It lies in no
+block: it is the checkpoint's (engine/weights/kv_scales.py), and whoever converts says it.
+
 Block size, heads and head_dim of a pool are parameters, so a shard of a tensor-parallel worker is a format like any other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,16 +22,16 @@ from numpy.typing import NDArray
 
 GROUP = 16  # tokens of a group, and dimensions of a panel
 SCALE_BYTES = 4
-_ELEMENTS = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8}
-_CONVERTIBLE = ("float32", "bfloat16", "int8")
+FP8 = "float8_e4m3fn"
+_ELEMENTS = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8, FP8: np.uint8}
 
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """KV of some tokens: `values` [tokens, heads, head_dim] in the element type of `dtype` (bfloat16 as uint16); `scales`
-    [tokens, heads] float32 for int8."""
+    """KV of some tokens: `values` [tokens, heads, head_dim] in the element type of `dtype` (bfloat16 as uint16, float8_e4m3fn as
+    uint8); `scales` [tokens, heads] float32 for int8."""
 
     dtype: str
     values: NDArray[np.generic]
@@ -49,20 +53,21 @@ class Numbers:
         if self.scales is not None:
             self.scales[token : token + num_tokens, head : head + num_heads] = other.scales
 
-    def converted(self, dtype: str) -> Numbers:
-        """Rounded to nearest even; int8 with the scale that the kernels would choose."""
+    def converted(self, dtype: str, fp8_scale: float = 1.0) -> Numbers:
+        """Rounded to nearest even; int8 with the scale that the kernels would choose; float16 and float8_e4m3fn hold no more than
+        their largest number. `fp8_scale`: of these keys or values wherever they are in float8_e4m3fn."""
         if dtype == self.dtype:
             return self
-        floats = self._floats()
-        if dtype == "float32":
-            return Numbers(dtype, floats)
-        if dtype == "bfloat16":
-            return Numbers(dtype, _to_bfloat16(floats))
-        return _to_int8(floats)
+        floats = self._floats(fp8_scale)
+        if dtype == "int8":
+            return _to_int8(floats)
+        return Numbers(dtype, _to_fp8(floats / np.float32(fp8_scale)) if dtype == FP8 else _ROUNDED[dtype](floats))
 
-    def _floats(self) -> NDArray[np.float32]:
+    def _floats(self, fp8_scale: float) -> NDArray[np.float32]:
         if self.dtype == "bfloat16":
             return (self.values.astype(np.uint32) << 16).view(np.float32)
+        if self.dtype == FP8:
+            return np.asarray(_E4M3[self.values] * np.float32(fp8_scale))
         floats = self.values.astype(np.float32)
         return floats if self.scales is None else floats * self.scales[:, :, None]
 
@@ -96,8 +101,7 @@ class KVFormat:
         for field in ("arrangement", "head_dim"):
             if getattr(self, field) != getattr(other, field):
                 return field
-        same = self.dtype == other.dtype
-        return None if same or {self.dtype, other.dtype} <= set(_CONVERTIBLE) else "dtype"
+        return None if self.dtype == other.dtype or {self.dtype, other.dtype} <= _ELEMENTS.keys() else "dtype"
 
     def unpack(self, blocks: Bytes, *, is_value: bool) -> Numbers:
         """The numbers of [num_blocks, num_bytes]. A copy."""
@@ -142,6 +146,38 @@ class KVFormat:
 def _to_bfloat16(floats: NDArray[np.float32]) -> NDArray[np.uint16]:
     bits = np.ascontiguousarray(floats).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def _to_float16(floats: NDArray[np.float32]) -> NDArray[np.float16]:
+    largest = np.finfo(np.float16).max
+    return np.clip(floats, -largest, largest).astype(np.float16)
+
+
+def _to_fp8(floats: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Codes of e4m3, as engine/kernels/triton/kv_kernels.py rounds: its 3 bits of a float32's mantissa, or multiples of 2**-9."""
+    clipped = np.clip(floats, -_E4M3_MAX, _E4M3_MAX)
+    bits = np.abs(clipped).view(np.uint32)
+    normal = (bits + 0x7FFFF + (bits >> 20 & 1) >> 20) - (127 - 7 << 3)  # the exponent's bias is 7
+    small = np.rint(np.abs(clipped) * np.float32(512))
+    codes = np.where(bits < _E4M3_MIN_NORMAL_BITS, small, normal).astype(np.uint8)
+    return np.where(np.isnan(floats), 0x7F, codes | np.signbit(clipped).astype(np.uint8) << 7).astype(np.uint8)
+
+
+def _e4m3() -> NDArray[np.float32]:
+    """The values of the 256 codes: sign, 4 bits of exponent, 3 of mantissa; no infinity, and one NaN of either sign."""
+    codes = np.arange(256)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    magnitude = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    magnitude[codes & 0x7F == 0x7F] = np.nan
+    return np.where(codes < 128, magnitude, -magnitude).astype(np.float32)
+
+
+_E4M3, _E4M3_MAX, _E4M3_MIN_NORMAL_BITS = _e4m3(), np.float32(448), np.float32(2.0**-6).view(np.uint32)
+_ROUNDED: dict[str, Callable[[NDArray[np.float32]], NDArray[np.generic]]] = {
+    "float32": lambda floats: floats,
+    "float16": _to_float16,
+    "bfloat16": _to_bfloat16,
+}
 
 
 def _to_int8(floats: NDArray[np.float32]) -> Numbers:

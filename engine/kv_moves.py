@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from engine.block_copies import movable
 from engine.indices import indices_for
 from engine.kernels.cpu import library as abi
 from engine.kernels.cpu.model import kv_head_dim
@@ -23,7 +24,7 @@ def move_slots(kv: Tensor, sources: Sequence[int], targets: Sequence[int], arran
     if not sources:
         return
     if arrangement == "plain":
-        flat = kv.flatten(2, 3)
+        flat = movable(kv).flatten(2, 3)
         flat[:, :, indices_for(flat, targets)] = flat[:, :, indices_for(flat, sources)]  # the right side is a copy
     else:
         _move_in_panels(kv, array("q", sources), array("q", targets))

@@ -100,8 +100,19 @@ def _check_supported(model_type: str, config: Mapping[str, object]) -> None:
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModel(f"hidden_act {activation!r} is not supported; this engine computes silu")
-    if config.get("quantization_config"):
+    if config.get("quantization_config") and not _is_about_kv_alone(config["quantization_config"]):
         raise UnsupportedModel("quantization_config: quantized safetensors are not supported; give plain weights or a GGUF")
+
+
+def _is_about_kv_alone(quantization: object) -> bool:
+    """Plain weights, beside which compressed-tensors has put scales for KV in fp8 (engine/weights/kv_scales.py)."""
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "compressed-tensors":
+        return False
+    scheme, groups = quantization.get("kv_cache_scheme"), quantization.get("config_groups", {})
+    if groups != {} or not isinstance(scheme, Mapping):
+        return False
+    expected = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    return all(scheme.get(name, value) == value for name, value in expected.items())
 
 
 def _windows(model_type: str, config: Mapping[str, object], num_layers: int) -> tuple[int | None, ...]:

@@ -12,13 +12,14 @@ from engine.kernels.triton.support import why_not as triton_why_not
 from engine.model_config import ModelConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WIDTHS = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0}
+_WIDTHS = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0}
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """`weights`: float32, bfloat16, float16, int8 or int4. `dtype`: of what is not quantized. `why_torch`: why the kernels that
-    would be the default do not serve, for a warning; empty when they do, or when torch was asked for."""
+    """`weights`: float32, bfloat16, float16, int8, int4 or fp8. `dtype`: of what is not quantized. `why_torch`: why the kernels
+    that would be the default do not serve, for a warning; empty when they do, or when torch was asked for. `rounds_activations`:
+    products of many rows are of fp8 with fp8 (engine/kernels/triton/linear_fp8.py)."""
 
     backend: str  # "native", "triton" or "torch"
     weights: str
@@ -26,10 +27,11 @@ class Numerics:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     why_torch: str = ""
+    rounds_activations: bool = False
 
     @property
     def is_quantized(self) -> bool:
-        return self.weights in ("int8", "int4")
+        return self.weights in ("int8", "int4", "fp8")
 
     def num_bytes(self, model: ModelConfig, num_weights: int) -> int:
         """Memory of a model's weights. Kernels keep embeddings beside the head that is made of them, and the head in 8
@@ -45,6 +47,7 @@ class Numerics:
         """All that decides the bits of a logit beside the weights and the KV dtype, such as `int8-native1-avx512_bf16`:
         format of the weights (and what is not quantized, if not bfloat16), kernels."""
         weights = f"{self.weights}g{self.group}" if self.weights == "int4" else self.weights
+        weights += "a8" if self.rounds_activations else ""
         if self.is_quantized and self.dtype != torch.bfloat16:
             weights += f"+{_name(self.dtype)}"
         return f"{weights}-{kernels}"
@@ -68,6 +71,7 @@ def choose_numerics(
         return Numerics("torch", _name(dtype), 0, dtype, dtype, "" if config.backend == "torch" else reason)
     if is_triton:
         return _triton(config, dtype)
+    _check_native(config)
     weights = config.quantization
     if weights == "auto":
         weights = ("int4" if has_int4 else "int8") if config.dtype == "auto" else "none"
@@ -105,22 +109,37 @@ def _why_torch(config: EngineConfig, model: ModelConfig, no_library: str) -> str
 
 def _triton(config: EngineConfig, dtype: torch.dtype) -> Numerics:
     """Unquantized unless asked: weights that are quantized stay so for every activation of `dtype`."""
-    if config.kv_dtype not in ("auto", _name(dtype)):
+    if config.kv_dtype not in ("auto", "fp8", _name(dtype)):
         raise ValueError(
-            f"kv_dtype: {config.kv_dtype} needs backend=native; on the Triton kernels it is {_name(dtype)}; give auto"
+            f"kv_dtype: {config.kv_dtype} needs backend=native; the Triton kernels have {_name(dtype)} and fp8; give auto or fp8"
         )
     is_plain = config.quantization in ("auto", "none")
     weights = _name(dtype) if is_plain else config.quantization
-    return Numerics("triton", weights, config.quantization_group if weights == "int4" else 0, dtype, dtype)
+    group = config.quantization_group if weights == "int4" else 0
+    kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
+    return Numerics("triton", weights, group, dtype, kv_dtype, rounds_activations=config.fp8_activations)
+
+
+def _check_native(config: EngineConfig) -> None:
+    if config.quantization == "fp8":
+        raise ValueError("quantization: fp8 needs backend=triton, which is for device=cuda; give int8, int4, none or auto")
+    if config.kv_dtype == "fp8":
+        raise ValueError("kv_dtype: fp8 needs backend=triton, which is for device=cuda; give int8, which is as small, or auto")
 
 
 def _check_torch(config: EngineConfig, dtype: torch.dtype, reason: str) -> None:
-    kernels = "native" if config.device == "cpu" else "triton"
-    because = f" ({reason})" if reason else ""
     if config.quantization not in ("auto", "none"):
-        raise ValueError(f"quantization: {config.quantization} needs backend={kernels}{because}; give none")
+        kernels = "native" if config.device == "cpu" and config.quantization != "fp8" else "triton"
+        raise ValueError(f"quantization: {config.quantization} needs {_kernels(config, kernels, reason)}; give none")
     if config.kv_dtype not in ("auto", _name(dtype)):
-        raise ValueError(f"kv_dtype: {config.kv_dtype} needs backend=native{because}; give auto")
+        kernels = "triton" if config.kv_dtype == "fp8" else "native"
+        raise ValueError(f"kv_dtype: {config.kv_dtype} needs {_kernels(config, kernels, reason)}; give auto")
+
+
+def _kernels(config: EngineConfig, backend: str, reason: str) -> str:
+    """With the reason why they do not serve, if it is about these."""
+    is_about = config.tensor_parallel > 1 or wants_triton(config) == (backend == "triton")
+    return f"backend={backend} ({reason})" if reason and is_about else f"backend={backend}"
 
 
 def _choose_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import StepBatch, Tail
+from engine.block_copies import movable
 from engine.blocks import num_blocks_for
 from engine.exports import LayerSignal
 from engine.grammar import Bits
@@ -115,7 +116,8 @@ class ModelRunner:
         if copies:
             # All sources are read before any target is written: a source may have been freed and be a target by now.
             sources, targets = [copy.source for copy in copies], [copy.target for copy in copies]
-            self._kv[:, :, indices_for(self._kv, targets)] = self._kv[:, :, indices_for(self._kv, sources)]
+            kv = movable(self._kv)
+            kv[:, :, indices_for(kv, targets)] = kv[:, :, indices_for(kv, sources)]
             if self._others is not None:
                 self._others.copy_blocks(sources, targets)
 

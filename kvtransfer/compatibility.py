@@ -10,7 +10,7 @@ from protos.v1 import common_pb2
 
 PROTOCOL_VERSION = 3
 INT8_SCALE_BYTES = 4  # of a token and head
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 
 def check_identity(ours: common_pb2.Identity, theirs: common_pb2.Identity) -> None:

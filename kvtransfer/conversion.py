@@ -25,12 +25,16 @@ def kv_format(identity: common_pb2.Identity, layout: Layout) -> KVFormat:
     return KVFormat(layout.arrangement, layout.kv_dtype, layout.block_size, num_heads, identity.head_dim)
 
 
+FP8Scales = Sequence[tuple[float, float]]
+
+
 class Staging:
     """Room for one part in the sender's form: block i of the part is block i here. Satisfies KVMemory."""
 
     fd = None
 
     def __init__(self, part: Part, bytes_per_layer_block: int) -> None:
+        self.layers = part.layers  # of the model
         self.num_layers = len(part.layers)
         self.num_blocks = part.num_blocks
         self.bytes_per_layer_block = bytes_per_layer_block
@@ -48,12 +52,14 @@ class Staging:
 
 @dataclass(frozen=True)
 class Conversion:
-    """From a sender's form to ours. `source_heads`, `heads`: KV heads of the model that lie in either pool."""
+    """From a sender's form to ours. `source_heads`, `heads`: KV heads of the model that lie in either pool. `fp8_scales`: of each
+    layer's keys and values where either pool is in fp8, the same for both; empty: all are 1."""
 
     source: KVFormat
     source_heads: range
     target: KVFormat
     heads: range
+    fp8_scales: FP8Scales = ()
 
     def blocks(self, part: Part, num_blocks: int, first_token: int) -> range:
         """Those of a request's `num_blocks` of ours that `write` changes."""
@@ -86,19 +92,23 @@ class Conversion:
         try:
             for index, layer in enumerate(part.layers):
                 check_interrupted()
+                # The part's own layers: those of `memory` may be numbered otherwise.
+                scales = self.fp8_scales[staging.layers[index]] if self.fp8_scales else (1.0, 1.0)
                 for kv in (0, 1):
-                    numbers = self._ours(staging.bytes[index, kv], is_value=bool(kv)).tokens(first - begin, end - begin)
+                    ours = self._ours(staging.bytes[index, kv], scales[kv], is_value=bool(kv))
+                    numbers = ours.tokens(first - begin, end - begin)
                     offset = first - blocks.start * self.target.block_size
                     pool[layer, kv, ids] = self._merged(pool[layer, kv, ids], numbers, offset, is_value=bool(kv))
         finally:
             del pool  # an interruption's traceback must not keep the memory
 
-    def _ours(self, raw: Bytes, *, is_value: bool) -> Numbers:
+    def _ours(self, raw: Bytes, fp8_scale: float, *, is_value: bool) -> Numbers:
         """Tokens of a part in our element type, only the heads that we have."""
         start = max(self.heads.start, self.source_heads.start)
         end = min(self.heads.stop, self.source_heads.stop)
         numbers = self.source.unpack(raw, is_value=is_value)
-        return numbers.heads(start - self.source_heads.start, end - self.source_heads.start).converted(self.target.dtype)
+        numbers = numbers.heads(start - self.source_heads.start, end - self.source_heads.start)
+        return numbers.converted(self.target.dtype, fp8_scale)
 
     def _merged(self, before: Bytes, numbers: Numbers, token: int, *, is_value: bool) -> Bytes:
         merged = self.target.unpack(before, is_value=is_value)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-CONVERTIBLE_DTYPES = frozenset({"float32", "bfloat16", "int8"})
+CONVERTIBLE_DTYPES = frozenset({"float32", "bfloat16", "float16", "int8", "float8_e4m3fn"})
 MAX_BLOCK_SIZE = 1 << 16
 PANEL = 16  # engine/kv_format.py's GROUP
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kvtransfer.compatibility import check_memory, refuse
+from kvtransfer.conversion import FP8Scales
 from kvtransfer.delegate import PushTarget, ReceiverDelegate
 from kvtransfer.errors import Incompatible, TransferRefused
 from kvtransfer.grant import unknown_reservation
@@ -35,8 +36,8 @@ class Receiver:
     identity and layout are compared with every sender's. host and port are tcp's (port 0, and nixl: any free one); advertise is
     the host that peers are told (None: `host`). `grpc_address` is to be set, once the worker's gRPC server has started, to where
     it can be reached; it passes calls on to `serve_push`. idle_timeout_s, the lease, bounds every wait for a sender. tls encrypts
-    what crosses hosts (over nixl only the conversation). Raises ValueError for an unknown transport or memory that does not have
-    the shape of identity and layout.
+    what crosses hosts (over nixl only the conversation). fp8_scales: see Conversion. Raises ValueError for an unknown transport
+    or memory that does not have the shape of identity and layout.
     """
 
     def __init__(
@@ -53,12 +54,13 @@ class Receiver:
         idle_timeout_s: float = 5.0,
         max_connections: int = 256,
         tls: Tls | None = None,
+        fp8_scales: FP8Scales = (),
     ) -> None:
         unknown = [name for name in transports if name not in TRANSPORTS]
         if unknown:
             raise ValueError(f"transports: {', '.join(unknown)} unknown; there are {', '.join(TRANSPORTS)}")
         check_memory(memory, identity, layout)
-        self._shared = Host(memory, delegate, identity, layout)
+        self._shared = Host(memory, delegate, identity, layout, fp8_scales)
         self.num_corrupt = self._shared.num_corrupt
         self._transports = [each for each in socket_transports(tls).values() if each.name in transports and each.receives()]
         self.takes_calls = GRPC.name in transports

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import grpc
 
 from kvtransfer.compatibility import check_identity, check_layout, check_protocol, refuse
-from kvtransfer.conversion import Conversion, Staging, kv_format
+from kvtransfer.conversion import Conversion, FP8Scales, Staging, kv_format
 from kvtransfer.delegate import ReceiverDelegate
 from kvtransfer.errors import FrameError, TransferRefused, code_number
 from kvtransfer.layouts import Layout
@@ -41,6 +41,7 @@ class Host:
     delegate: ReceiverDelegate
     identity: common_pb2.Identity
     layout: common_pb2.KVLayout
+    fp8_scales: FP8Scales = ()  # of the checkpoint, which is ours and every sender's; see Conversion
     num_corrupt: Counter[str] = field(default_factory=Counter)  # parts whose checksum was wrong, by transport
 
 
@@ -86,7 +87,9 @@ class Session:
         ours, num_heads = Layout.of(self.host.layout), self.host.identity.num_kv_heads
         source, target = kv_format(self.host.identity, layout), kv_format(self.host.identity, ours)
         heads = layout.heads(num_heads), ours.heads(num_heads)
-        return None if (source, heads[0]) == (target, heads[1]) else Conversion(source, heads[0], target, heads[1])
+        if (source, heads[0]) == (target, heads[1]):
+            return None
+        return Conversion(source, heads[0], target, heads[1], self.host.fp8_scales)
 
     async def convert(self, conversion: Conversion | None, staging: Staging, part: Part, stream: Stream) -> None:
         """Write a verified part into the pool in our form; None: it has it."""

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-WEIGHT_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "int4": 5.0}
+WEIGHT_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "fp8": 8.0, "int4": 5.0}
 """Of a weight as it is read; int4 with a scale and a minimum in float16 for each 32."""
-KV_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8}
+KV_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "fp8": 8}
 _SCALE_BYTES = 4
 """For each head of a token, of KV in int8."""
 _NOT_DENSE = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")

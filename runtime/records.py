@@ -22,7 +22,7 @@ _HEADER = re.compile(rb"PDM1:([0-9]{16}):([0-9a-f]{16}):")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _HOST = re.compile(r"[A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.%A-Za-z0-9]{2,60}\]")
 _TRANSPORT = re.compile(r"[a-z][a-z0-9_]{0,15}")
-_KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
+_KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 _ROLES = frozenset((worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE))
 
 

@@ -314,6 +314,7 @@ def _receiver(
         advertise=config.advertise or None,
         idle_timeout_s=config.lease_s,
         tls=tls,
+        fp8_scales=engine.kv_scales,
     )
 
 

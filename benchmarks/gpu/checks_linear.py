@@ -12,8 +12,15 @@ from benchmarks.gpu.compare import UNIT, over_bound
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.drawn import random_int4, random_int8
 from engine.kernels.triton.linear import make_triton_linear
-from engine.kernels.triton.linear_fp8 import Fp8Weight, dequantize_fp8, quantize_fp8
-from engine.weights.quantize import Int4Weight, Int8Weight, dequantize_int4, dequantize_int8
+from engine.weights.quantize import (
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    dequantize_fp8,
+    dequantize_int4,
+    dequantize_int8,
+    quantize_fp8,
+)
 
 ENCODINGS = ("int8", "int4", "fp8")
 ROWS = (

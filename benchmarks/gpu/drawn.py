@@ -14,10 +14,11 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.model_config import ModelConfig
-from engine.weights.quantize import Int4Weight, Int8Weight
+from engine.weights.quantize import Fp8Weight, Int4Weight, Int8Weight
 
 INT8_SPREAD = 73.3  # standard deviation of whole numbers from -127 to 127
 INT4_SPREAD, INT4_MIDDLE = 4.61, 7.5  # of 0 to 15
+FP8_SPREAD = 100.1  # of all codes of e4m3 but NaN
 
 
 def generator_of(name: str, device: str) -> torch.Generator:
@@ -77,6 +78,13 @@ def random_int4(name: str, rows: int, width: int, group: int, device: str) -> In
     codes = torch.randint(0, 16, (rows, width), generator=generator_of(name, device), device=device, dtype=torch.uint8)
     scales = torch.full((rows, width // group), width**-0.5 / INT4_SPREAD, device=device, dtype=torch.float16)
     return Int4Weight(codes, scales, scales * -INT4_MIDDLE, group)
+
+
+def random_fp8(name: str, rows: int, width: int, group: int, device: str) -> Fp8Weight:
+    codes = torch.randint(0, 0x7F, (rows, width), generator=generator_of(name, device), device=device, dtype=torch.uint8)
+    signs = torch.randint(0, 2, (rows, width), generator=generator_of(f"{name} signs", device), device=device, dtype=torch.uint8)
+    scales = torch.full((rows,), width**-0.5 / FP8_SPREAD, device=device)
+    return Fp8Weight((codes | signs << 7).view(torch.float8_e4m3fn), scales)
 
 
 def engine_config(device: str, *, max_num_seqs: int, max_context: int, **settings: object) -> EngineConfig:

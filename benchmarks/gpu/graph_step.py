@@ -30,7 +30,7 @@ def graph_step_s(subject: Subject, device: str, contexts: list[int]) -> float:
     """Median seconds of one step with these contexts. The engine is idle: its pool is written to."""
     engine, model = subject.engine, subject.model
     kept, config = Kept(model.device), engine.config
-    step = TritonStep(model.decoder, TritonAttention(model.config, device, splits=model.splits))
+    step = TritonStep(model.decoder, TritonAttention(model.config, device, kv_scales=model.kv_scales, splits=model.splits))
     sizes = DecodeSizes(len(contexts), config.max_context, config.block_size)
     DecodeGraphs(step, engine.kv.tensor, sizes, kept).run(decode_batch(contexts, config.block_size))
     assert kept.last is not None

@@ -32,7 +32,7 @@ PARTS = (
     Part("machine", 20, "copy bandwidth and the peak of products"),
     Part("kernels", 50, "every kernel against the reference"),
     Part("greedy", 37, "greedy tokens of graphs, of single launches, and of steps ahead"),
-    Part("decode", 100, "decode steps: 1B in bf16, 8B in bf16, int8 and int4; how busy the GPU is"),
+    Part("decode", 100, "decode steps: 1B in bf16, 8B in bf16, int8, int4 and fp8; KV in fp8; how busy the GPU is"),
     Part("attention", 40, "split and unsplit attention over a long context, prefill attention; torch and FlashInfer beside"),
     Part("prefill", 30, "a long prompt against the peak of products"),
     Part("handoff", 40, "1 GB of keys and values to another process on this GPU, alone and beside its prefill"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.drawn import RandomSource, random_int4, random_int8
+from benchmarks.gpu.drawn import RandomSource, random_fp8, random_int4, random_int8
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kernels.triton.decode import DecodeSizes
@@ -22,6 +22,7 @@ from engine.model import DecoderModel
 from engine.model_config import ModelConfig
 from engine.numerics import Numerics
 from engine.weights.loader import LoadedModel, TorchBuilder
+from engine.weights.quantize import Fp8Weight, Int4Weight, Int8Weight
 from engine.weights.triton import QuantizedMaps
 from text.block_hash import hash_block
 
@@ -35,8 +36,7 @@ class RandomMaps(QuantizedMaps):
 
     def joined(self, parts: Sequence[tuple[str, int]], width: int, bias: Tensor | None) -> Linear:
         """One map for all parts."""
-        make = random_int4 if self._encoding == "int4" else random_int8
-        weight = make(parts[0][0], sum(rows for _, rows in parts), width, self._group, self._place)
+        weight = _DRAWN[self._encoding](parts[0][0], sum(rows for _, rows in parts), width, self._group, self._place)
         return make_triton_linear(weight, bias)
 
     def head(self, weight: Tensor) -> Linear:
@@ -45,8 +45,15 @@ class RandomMaps(QuantizedMaps):
         return make_triton_linear(random_int8("head", rows, width, 0, self._place), None)
 
 
+_DRAWN: dict[str, Callable[[str, int, int, int, str], Int8Weight | Int4Weight | Fp8Weight]] = {
+    "int8": random_int8,
+    "int4": random_int4,
+    "fp8": random_fp8,
+}
+
+
 def make_decoder(shape: ModelConfig, weights: str, config: EngineConfig, dtype: torch.dtype) -> DecoderModel:
-    """`weights`: int8, int4, or none, which is `dtype`."""
+    """`weights`: int8, int4, fp8, or none, which is `dtype`."""
     is_plain = weights == "none"
     name = str(dtype).removeprefix("torch.") if is_plain else weights
     numerics = Numerics("triton", name, config.quantization_group if weights == "int4" else 0, dtype, dtype)
@@ -86,14 +93,17 @@ def make_subject(shape: ModelConfig, weights: str, config: EngineConfig, dtype: 
 
 
 def make_engine(model: TritonModel | DecoderModel, config: EngineConfig, dtype: torch.dtype) -> Engine:
-    """As one that has loaded a checkpoint."""
-    loaded = LoadedModel(model.config, model, "random weights", dtype, dtype, "as measured")
+    """As one that has loaded a checkpoint; with KV in fp8 where the model has scales for it."""
+    kv_dtype = torch.float8_e4m3fn if getattr(model, "kv_scales", None) is not None else dtype
+    loaded = LoadedModel(model.config, model, "random weights", dtype, kv_dtype, "as measured")
     return Engine(config, hash_block=hash_block, loaded=loaded)
 
 
 def graph_model(decoder: DecoderModel, config: EngineConfig) -> TritonModel:
     """The decoder on the kernels, decode steps as graphs."""
-    return Unprepared(decoder, _sizes(decoder, config), recorder=make_recorder(decoder.device))
+    is_fp8, shape = config.kv_dtype == "fp8", (decoder.config.num_layers, 2)
+    scales = torch.ones(shape, device=decoder.device) if is_fp8 else None
+    return Unprepared(decoder, _sizes(decoder, config), recorder=make_recorder(decoder.device), kv_scales=scales)
 
 
 def launched_model(decoder: DecoderModel, config: EngineConfig) -> TritonModel:

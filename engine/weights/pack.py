@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.weights.quantize import Int4Weight, Int8Weight
+from engine.weights.quantize import Fp8Weight, Int4Weight, Int8Weight
 
 PANEL = 16
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector
-Weight = Tensor | Int8Weight | Int4Weight
+Weight = Tensor | Int8Weight | Int4Weight | Fp8Weight
 _W = TypeVar("_W", bound=Weight)
 
 
@@ -77,22 +77,24 @@ def _by_rows(join: Callable[[list[Tensor]], Tensor], parts: Sequence[_W]) -> _W:
         raise ValueError(f"quantization: parts of one map are {', '.join(formats)}; quantize them alike")
     joined = [join(list(column)) for column in zip(*map(_row_tensors, parts), strict=True)]
     first: Weight = parts[0]
-    if isinstance(first, Int8Weight):
-        return cast(_W, Int8Weight(*joined))
+    if isinstance(first, Int8Weight | Fp8Weight):
+        return cast(_W, type(first)(*joined))
     return cast(_W, Int4Weight(joined[0], joined[1], joined[2], first.group) if isinstance(first, Int4Weight) else joined[0])
 
 
 def _format(weight: Weight) -> str:
     if isinstance(weight, Tensor):
         return str(weight.dtype)
-    return "int8" if isinstance(weight, Int8Weight) else f"int4 in groups of {weight.group}"
+    if isinstance(weight, Int4Weight):
+        return f"int4 in groups of {weight.group}"
+    return "int8" if isinstance(weight, Int8Weight) else "fp8"
 
 
 def _row_tensors(weight: Weight) -> tuple[Tensor, ...]:
     if isinstance(weight, Tensor):
         return (weight,)
     scaled = (weight.values, weight.scales)
-    return scaled if isinstance(weight, Int8Weight) else (*scaled, weight.minimums)
+    return (*scaled, weight.minimums) if isinstance(weight, Int4Weight) else scaled
 
 
 def _alternate_panels(tensors: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits: quantization on the CPU, and dequantization as its oracle.
+"""Weights in 8 and 4 bits: quantization (int8 and int4 on the CPU), and dequantization as its oracle.
 
 Work goes in blocks that stay in the cache: torch's operators then run at the cache's speed instead of the memory's, an order
 of magnitude apart. A row's (int4: a group's) result depends on that row alone, not on the block or the number of threads.
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 GROUPS = (32, 64, 128)
+E4M3_MAX = 448.0
 _BLOCK_WEIGHTS = 1 << 18  # 1 MiB of float32: the two or three that are in use at a time fit a core's share of the cache
 # Shares of a group's range that are cut off at its lower and its upper end, besides none at all. Cuts and the refit that follows
 # take 15 to 30 % off the squared error (normal, heavy-tailed and real weights, groups of 32 to 128); twice as many gain 2 % more.
@@ -34,6 +35,22 @@ class Int8Weight:
     def __post_init__(self) -> None:
         if self.values.dim() != 2 or self.scales.shape != self.values.shape[:1]:
             raise ValueError(f"scales: shape {tuple(self.scales.shape)} for values {tuple(self.values.shape)}; give one per row")
+
+
+@final
+@dataclass(frozen=True)
+class Fp8Weight:
+    """w[n, k] = scales[n] * values[n, k], in e4m3: 4 bits of exponent, 3 of mantissa, no infinity."""
+
+    values: Tensor  # [N, K] float8_e4m3fn, no NaN
+    scales: Tensor  # [N] float32, positive
+
+    def __post_init__(self) -> None:
+        if self.values.dim() != 2 or self.values.dtype != torch.float8_e4m3fn or self.scales.shape != self.values.shape[:1]:
+            raise ValueError(
+                f"values: {tuple(self.values.shape)} of {self.values.dtype}, scales: {tuple(self.scales.shape)}; "
+                "give [N, K] of float8_e4m3fn and one scale per row"
+            )
 
 
 @final
@@ -77,6 +94,35 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
 def dequantize_int8(weight: Int8Weight) -> Tensor:
     """[N, K] float32."""
     return weight.values * weight.scales[:, None]
+
+
+def quantize_fp8(weight: Tensor) -> Fp8Weight:
+    """weight [N, K] of any floating dtype and device: scale = largest magnitude / 448 (1 for a row of zeros), rounded to nearest.
+
+    Off by 1/16 of a weight at most; weights below 2^-15 of the row's largest are off by up to 2^-19 of it. Raises ValueError for
+    infinity or NaN.
+    """
+    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = torch.empty(weight.shape[0], device=weight.device)
+    for rows in _blocks(weight.shape[0], weight.shape[1]):
+        values[rows], scales[rows] = rounded_to_e4m3(weight[rows])
+    if not scales.isfinite().all():
+        raise ValueError(_NOT_FINITE)
+    return Fp8Weight(values, scales)
+
+
+def rounded_to_e4m3(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """[M, K] -> float8_e4m3fn [M, K] and a scale for each row, [M] float32 (infinite or NaN where a row holds such)."""
+    wide = matrix.float()
+    largest = wide.abs().amax(1) if wide.shape[1] else wide.new_zeros(len(wide))
+    # A subnormal scale would have few bits, or none.
+    scales = (largest / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny).masked_fill(largest == 0, 1.0)
+    return (wide / scales[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scales
+
+
+def dequantize_fp8(weight: Fp8Weight) -> Tensor:
+    """[N, K] float32."""
+    return weight.values.float() * weight.scales[:, None]
 
 
 def quantize_int4(weight: Tensor, group: int) -> Int4Weight:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,12 +16,13 @@ from engine.kernels.triton.model import KERNEL_REVISION, TritonModel
 from engine.layers import Linear
 from engine.model import DecoderModel
 from engine.numerics import Numerics
+from engine.weights.kv_scales import KVScales
 from engine.weights.pack import concat_rows
-from engine.weights.quantize import Int4Weight, Int8Weight, quantize_int4, quantize_int8
+from engine.weights.quantize import Fp8Weight, Int4Weight, Int8Weight, quantize_fp8, quantize_int4, quantize_int8
 from engine.weights.source import WeightSource
 from engine.weights.tensors import checked
 
-Weight = Int8Weight | Int4Weight
+Weight = Int8Weight | Int4Weight | Fp8Weight
 
 
 class QuantizedMaps:
@@ -33,28 +34,37 @@ class QuantizedMaps:
     def joined(self, parts: Sequence[tuple[str, int]], width: int, bias: Tensor | None) -> Linear:
         """One product of several maps with the same input: parts are (name, output rows). Raises ValueError as `checked` does."""
         weight = concat_rows([self._weight(f"{name}.weight", rows, width) for name, rows in parts])
-        return make_triton_linear(_moved(weight, self._device), bias)
+        rounds = self._numerics.rounds_activations
+        return make_triton_linear(_moved(weight, self._device), bias, rounds_activations=rounds)
 
     def head(self, weight: Tensor) -> Linear:
-        """In 8 bits at least: it decides between neighbours, and 4 bits would cost it more than they save."""
+        """In int8 whatever the others are: it decides between neighbours. 4 bits would cost it more than they save, and fp8 is
+        coarser near a row's largest weights."""
         return make_triton_linear(_moved(quantize_int8(weight.cpu()), self._device), None)
 
     def _weight(self, name: str, rows: int, width: int) -> Weight:
-        is_int4, group = self._numerics.weights == "int4", self._numerics.group
-        exact = self._source.get_int4(name, group) if is_int4 else None
+        form, group = self._numerics.weights, self._numerics.group
+        exact = self._source.get_int4(name, group) if form == "int4" else None
         if exact is not None and exact.values.shape == (rows, width):
             return exact
         tensor = checked(self._source, name, (rows, width))
         try:
-            return quantize_int4(tensor, group) if is_int4 else quantize_int8(tensor)
+            return quantize_int4(tensor, group) if form == "int4" else _IN_8_BITS[form](tensor)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
 
-def triton_model(decoder: DecoderModel, config: EngineConfig, numerics: Numerics, max_context: int) -> tuple[TritonModel, str]:
-    """The decoder on the kernels, decode steps as graphs; and its numeric mode."""
+_IN_8_BITS: dict[str, Callable[[Tensor], Int8Weight | Fp8Weight]] = {"int8": quantize_int8, "fp8": quantize_fp8}
+
+
+def triton_model(
+    decoder: DecoderModel, config: EngineConfig, numerics: Numerics, max_context: int, kv_scales: KVScales
+) -> tuple[TritonModel, str]:
+    """The decoder on the kernels, decode steps as graphs; and its numeric mode. `kv_scales`: for a pool of fp8."""
     sizes = DecodeSizes(config.max_num_seqs, max_context, config.block_size)
-    model = TritonModel(decoder, sizes, recorder=make_recorder(decoder.device))
+    is_fp8 = numerics.kv_dtype == torch.float8_e4m3fn
+    scales = torch.tensor(kv_scales, dtype=torch.float32, device=decoder.device) if is_fp8 else None
+    model = TritonModel(decoder, sizes, recorder=make_recorder(decoder.device), kv_scales=scales)
     return model, numerics.name(f"triton{KERNEL_REVISION}-{decoder.layers[0].qkv.kind}-{_processor(config.device)}")
 
 
@@ -66,6 +76,7 @@ def _processor(device: str) -> str:
 
 
 def _moved(weight: Weight, device: str) -> Weight:
-    if isinstance(weight, Int8Weight):
-        return replace(weight, values=weight.values.to(device), scales=weight.scales.to(device))
-    return replace(weight, values=weight.values.to(device), scales=weight.scales.to(device), minimums=weight.minimums.to(device))
+    if isinstance(weight, Int4Weight):
+        minimums = weight.minimums.to(device)
+        return replace(weight, values=weight.values.to(device), scales=weight.scales.to(device), minimums=minimums)
+    return replace(weight, values=weight.values.to(device), scales=weight.scales.to(device))

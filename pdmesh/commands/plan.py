@@ -136,11 +136,22 @@ def _roofline(machine: Machine, decoder: Decoder) -> Roofline:
     device = replace(device, compute_share=compute_share, memory_share=memory_share)
     auto = "none" if device.is_gpu else "int8"
     quantization = auto if machine.quantization == "auto" else machine.quantization
+    _check_numbers(machine, device)
     weights = "bfloat16" if quantization == "none" else quantization
     # Weights of four bits are widened: on the CPU to eight, on a GPU to what activations are.
     products = "int8" if weights == "int8" or (weights == "int4" and not device.is_gpu) else "bfloat16"
     kv_dtype = "bfloat16" if machine.kv_dtype == "auto" else machine.kv_dtype
     return Roofline(device, decoder, weights, products, kv_dtype)
+
+
+def _check_numbers(machine: Machine, device: Device) -> None:
+    """Raises ValueError for those that workers on such a device refuse."""
+    if machine.quantization == "fp8" and not device.is_gpu:
+        raise ValueError(f"quantization: fp8 is for GPUs, {device.name} is none; give int8, int4, none or auto")
+    missing = "int8" if device.is_gpu else "fp8"
+    if machine.kv_dtype == missing:
+        kind, given = ("CPUs", "fp8") if device.is_gpu else ("GPUs", "int8")
+        raise ValueError(f"kv_dtype: {missing} is for {kind}, {device.name} is none; give {given} or auto")
 
 
 def _max_context(options: Options, workers: _Workers) -> int:

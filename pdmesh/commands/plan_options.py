@@ -30,10 +30,12 @@ class Machine:
     )
     measure_s: float = field(default=45.0, metadata={"help": "for how long its steps are measured"})
     threads: int = field(default=0, metadata={"help": "threads of a worker on the CPU; 0: one for each core"})
-    quantization: Literal["auto", "none", "int8", "int4"] = field(
+    quantization: Literal["auto", "none", "int8", "int4", "fp8"] = field(
         default="auto", metadata={"help": "weights, as a worker's flag; auto: bfloat16 on a GPU, int8 on a CPU"}
     )
-    kv_dtype: Literal["auto", "bfloat16", "int8", "float32"] = field(default="auto", metadata={"help": "KV; auto: bfloat16"})
+    kv_dtype: Literal["auto", "bfloat16", "int8", "float32", "fp8"] = field(
+        default="auto", metadata={"help": "KV; auto: bfloat16; int8 on a CPU, fp8 on a GPU"}
+    )
     kv_memory_share: float = field(
         default=0.0, metadata={"help": "of the memory that weights leave, for KV; 0: 0.85 of a GPU's, 0.3 of a CPU's"}
     )

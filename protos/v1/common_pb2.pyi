@@ -379,7 +379,9 @@ class KVLayout(_message.Message):
     block_size: _builtins.int
     """block_size in tokens."""
     kv_dtype: _builtins.str
-    """kv_dtype is "float32", "bfloat16", "float16" or "int8"."""
+    """kv_dtype is "float32", "bfloat16", "float16", "int8" or "float8_e4m3fn". Numbers of the last stand for themselves times a scale for
+    each layer's keys and one for its values, which are the checkpoint's or 1: they are equal where weights_hash is.
+    """
     tensor_parallel_size: _builtins.int
     """tensor_parallel_size is the number of shards over which KV heads are split."""
     tensor_parallel_rank: _builtins.int

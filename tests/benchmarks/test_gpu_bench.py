@@ -18,7 +18,7 @@ from benchmarks.gpu.batches import decode_batch, ragged_prompts
 from benchmarks.gpu.busy import covered_share
 from benchmarks.gpu.compare import num_differing, over_bound, over_roundings, relative_error
 from benchmarks.gpu.counts import attention_bytes, causal_operations, decode_bytes, prefill_operations, product_operations
-from benchmarks.gpu.drawn import RandomSource, engine_config, random_int4, random_int8
+from benchmarks.gpu.drawn import RandomSource, engine_config, random_fp8, random_int4, random_int8
 from benchmarks.gpu.gathered import Gathered
 from benchmarks.gpu.paged import BLOCK_SIZE, Sequence
 from benchmarks.gpu.parts.mesh import last_line
@@ -31,7 +31,7 @@ from benchmarks.gpu.timing import MOST_REPEATS, ROUNDS, Deadline, repeats_for
 from benchmarks.harness import Figure
 from engine.hardware import ModelCost
 from engine.kernels.triton.splits import SPLITS, Splits
-from engine.weights.quantize import dequantize_int4, dequantize_int8
+from engine.weights.quantize import dequantize_fp8, dequantize_int4, dequantize_int8
 
 ROOT = Path(__file__).parents[2]
 
@@ -168,7 +168,8 @@ def test_random_weights_depend_on_their_name_alone() -> None:
 
 def test_random_codes_stand_for_weights_of_the_same_size() -> None:
     int8, int4 = random_int8("w", 64, 256, 0, "cpu"), random_int4("w", 64, 256, 32, "cpu")
-    for dense in (dequantize_int8(int8), dequantize_int4(int4)):
+    fp8 = random_fp8("w", 64, 256, 0, "cpu")
+    for dense in (dequantize_int8(int8), dequantize_int4(int4), dequantize_fp8(fp8)):
         assert dense.std().item() == pytest.approx(1 / 16, rel=0.05)
         assert dense.mean().abs().item() < 0.01
 

@@ -11,7 +11,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.kv_format import KVFormat, Numbers
+from engine.kv_format import FP8, KVFormat, Numbers
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.backends import needs_native
@@ -23,7 +23,7 @@ PROMPT = tuple(5 + (7 * i) % 200 for i in range(77))
 FORMATS = [
     KVFormat(arrangement, dtype, size, 3, 32)
     for arrangement, dtype, size in product(("plain", "panels"), ("float32", "bfloat16", "int8"), (16, 48))
-]
+] + [KVFormat("plain", dtype, size, 3, 32) for dtype, size in product(("float16", FP8), (5, 48))]
 
 
 def numbers(dtype: str, num_tokens: int, num_heads: int = 3, dim: int = 32) -> Numbers:
@@ -97,7 +97,8 @@ def test_int8_is_rounded_as_the_kernels_round(tmp_path: Path) -> None:
 def test_what_cannot_be_converted_is_named() -> None:
     form = FORMATS[0]
     assert form.why_not_to(KVFormat("panels", "int8", 16, 1, 32)) == "arrangement"
-    assert form.why_not_to(KVFormat("plain", "float16", 16, 3, 32)) == "dtype"
+    assert form.why_not_to(KVFormat("plain", "float8_e5m2", 16, 3, 32)) == "dtype"
+    assert form.why_not_to(KVFormat("plain", "float8_e4m3fn", 16, 3, 32)) is None
     assert form.why_not_to(KVFormat("plain", "float32", 16, 3, 64)) == "head_dim"
     assert form.why_not_to(KVFormat("plain", "int8", 64, 1, 32)) is None
     with pytest.raises(ValueError, match="groups of 16 tokens"):
@@ -109,3 +110,35 @@ def test_zeros_stay_zero_in_int8() -> None:
     assert not zeros.values.any()
     assert zeros.scales is not None
     assert not zeros.scales.any()
+
+
+def test_codes_of_fp8_are_torchs() -> None:
+    codes = np.arange(256, dtype=np.uint8).reshape(2, 4, 32)
+    floats = Numbers(FP8, codes).converted("float32", 0.5)
+    expected = torch.from_numpy(codes).view(torch.float8_e4m3fn).float() * 0.5
+    assert np.array_equal(floats.values, expected.numpy(), equal_nan=True)
+    again = floats.converted(FP8, 0.5).values
+    assert np.array_equal(again[codes & 0x7F < 0x7F], codes[codes & 0x7F < 0x7F])
+    assert set(again[codes & 0x7F == 0x7F].tolist()) <= {0x7F, 0xFF}
+
+
+def test_fp8_is_rounded_as_torch_rounds_and_holds_no_more_than_448() -> None:
+    """All codes, what lies between them, ties among it, and far beyond."""
+    magnitudes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (magnitudes[1:] + magnitudes[:-1]) / 2
+    near = torch.cat([ties, torch.nextafter(ties, torch.zeros(1)), torch.nextafter(ties, torch.full((1,), 999.0)), magnitudes])
+    draw = torch.randn(20_000, generator=torch.Generator().manual_seed(1)) * torch.logspace(-5, 3, 20_000)
+    both = torch.cat([near, -near, draw.clamp(-448, 448)])
+    rounded = Numbers("float32", both.numpy().reshape(-1, 1, 1)).converted(FP8)
+    assert np.array_equal(rounded.values.reshape(-1), both.to(torch.float8_e4m3fn).view(torch.uint8).numpy())
+    beyond = np.array([449.0, 1e30, np.inf, -np.inf, -1e9], np.float32).reshape(-1, 1, 1)
+    largest = Numbers("float32", beyond).converted(FP8, 0.25).converted("float32", 0.25)
+    assert largest.values.reshape(-1).tolist() == [112.0, 112.0, 112.0, -112.0, -112.0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_fp8_comes_back_exactly_from_wider_types(dtype: str) -> None:
+    before = numbers("float32", 16).converted(FP8, 0.5)
+    assert same(before.converted(dtype, 0.5).converted(FP8, 0.5), before)
+    beyond = Numbers("float32", np.full((1, 1, 2), 1e30, np.float32)).converted("float16").values
+    assert np.isfinite(beyond).all()

@@ -18,7 +18,7 @@ from engine.kv_moves import move_slots
 from tests.engine.backends import needs_native
 
 LAYERS, BLOCKS, HEADS, DIM = 3, 4, 2, 48
-FORMS = [KVFormat("plain", dtype, 5, HEADS, DIM) for dtype in ("float32", "bfloat16")]
+FORMS = [KVFormat("plain", dtype, 5, HEADS, DIM) for dtype in ("float32", "bfloat16", "float8_e4m3fn")]
 FORMS += [KVFormat("panels", dtype, size, HEADS, DIM) for dtype, size in product(("float32", "bfloat16", "int8"), (16, 48))]
 
 

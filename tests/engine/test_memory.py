@@ -113,7 +113,7 @@ def test_a_containers_limit_counts_in_version_1_of_control_groups(tmp_path: Path
         ({"backend": "cuda"}, "backend: 'cuda' is not known; give one of auto, native, triton, torch"),
         ({"quantization": "int2"}, "quantization: 'int2' is not known; give one of auto, none, int8, int4"),
         ({"quantization_group": 16}, "quantization_group: 16 is not known; give 32, 64 or 128"),
-        ({"kv_dtype": "float16"}, "kv_dtype: 'float16' is not known; give one of auto, float32, bfloat16, int8"),
+        ({"kv_dtype": "float16"}, "kv_dtype: 'float16' is not known; give one of auto, float32, bfloat16, int8, fp8"),
         ({"block_size": 0}, "block_size: 0 is less than 1"),
         ({"num_threads": -1}, "num_threads: -1 is less than 0"),
         ({"num_threads": 100_000}, "num_threads: 100000 is more than 1024"),

@@ -82,6 +82,14 @@ def test_biases() -> None:
     assert not parse(model_type="mistral", attention_bias=True).qkv_bias
 
 
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+KV_ALONE = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": KV_SCHEME}
+
+
+def test_plain_weights_with_scales_for_kv_are_plain_weights() -> None:
+    assert parse(quantization_config=KV_ALONE) == parse()
+
+
 @pytest.mark.parametrize("value", [7, [7], [7, 7]])
 def test_eos_is_one_or_several(value: object) -> None:
     assert parse(eos_token_id=value).eos_token_ids == {7}
@@ -93,6 +101,10 @@ def test_eos_is_one_or_several(value: object) -> None:
         ({"model_type": "gemma3_text"}, "model_type 'gemma3_text' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {**KV_ALONE, "config_groups": {"group_0": {}}}}, "quantization_config"),
+        ({"quantization_config": {**KV_ALONE, "kv_cache_scheme": {**KV_SCHEME, "type": "int"}}}, "quantization_config"),
+        ({"quantization_config": {**KV_ALONE, "kv_cache_scheme": {**KV_SCHEME, "strategy": "channel"}}}, "quantization_config"),
+        ({"quantization_config": {**KV_ALONE, "kv_cache_scheme": None}}, "quantization_config"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "of type 'linear' lack 'factor'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per kind of layer"),

@@ -100,6 +100,7 @@ def test_a_checkpoint_of_4_bits_stays_so(settings: Settings, weights: str) -> No
         ("bfloat16", {"device": "cuda", "backend": "torch"}, "torch", "bfloat16"),
         ("bfloat16", {"device": "cuda", "dtype": "float16", "quantization": "int8"}, "triton", "int8"),
         ("bfloat16", {"device": "cuda", "quantization": "int4"}, "triton", "int4"),
+        ("bfloat16", {"device": "cuda", "quantization": "fp8"}, "triton", "fp8"),
         ("float32", {"backend": "triton"}, "triton", "float32"),
     ],
 )
@@ -139,8 +140,25 @@ def test_torch_serves_where_the_kernels_cannot(of: ModelConfig, settings: Settin
         ({"backend": "torch", "kv_dtype": "int8"}, "kv_dtype: int8 needs backend=native; give auto"),
         ({"backend": "torch", "kv_dtype": "float32"}, "kv_dtype: float32 needs backend=native; give auto"),
         ({"device": "cuda", "backend": "native"}, "backend: native cannot run this: it is for device=cpu, this is cuda"),
-        ({"device": "cuda", "backend": "torch", "quantization": "int8"}, "quantization: int8 needs backend=triton"),
-        ({"device": "cuda", "kv_dtype": "int8"}, "kv_dtype: int8 needs backend=native; on the Triton kernels it is bfloat16"),
+        ({"device": "cuda", "backend": "torch", "quantization": "int8"}, "quantization: int8 needs backend=triton; give none"),
+        ({"device": "cuda", "tensor_parallel": 2, "kv_dtype": "fp8"}, r"kv_dtype: fp8 needs backend=triton \(tensor_parallel=2"),
+        (
+            {"device": "cuda", "kv_dtype": "int8"},
+            "kv_dtype: int8 needs backend=native; the Triton kernels have bfloat16 and fp8; give auto or fp8",
+        ),
+        (
+            {"quantization": "fp8"},
+            "quantization: fp8 needs backend=triton, which is for device=cuda; give int8, int4, none or auto",
+        ),
+        (
+            {"kv_dtype": "fp8"},
+            "kv_dtype: fp8 needs backend=triton, which is for device=cuda; give int8, which is as small, or auto",
+        ),
+        ({"backend": "native", "kv_dtype": "fp8"}, "kv_dtype: fp8 needs backend=triton"),
+        ({"backend": "torch", "quantization": "fp8"}, "quantization: fp8 needs backend=triton; give none"),
+        ({"backend": "torch", "kv_dtype": "fp8"}, "kv_dtype: fp8 needs backend=triton; give auto"),
+        ({"device": "cuda", "backend": "torch", "kv_dtype": "fp8"}, "kv_dtype: fp8 needs backend=triton; give auto"),
+        ({"quantization": "int8", "fp8_activations": True}, "fp8_activations: it goes with quantization=fp8; give that"),
         (
             {"backend": "triton"},
             "backend: triton cannot run this: on device=cpu Triton's interpreter multiplies bfloat16 wrongly",
@@ -175,10 +193,23 @@ def test_memory_of_weights_on_the_triton_kernels() -> None:
     """Plain ones once, with a head that is the embedding; quantized ones beside the embedding, the head in 8 bits."""
     of, num_weights = model(tie_word_embeddings=True), 10_000
     table = of.vocab_size * of.hidden_size
-    plain, int8, int4 = (chosen(of, device="cuda", quantization=form) for form in ("none", "int8", "int4"))
+    plain, int8, int4, fp8 = (chosen(of, device="cuda", quantization=form) for form in ("none", "int8", "int4", "fp8"))
+    assert fp8.num_bytes(of, num_weights) == int8.num_bytes(of, num_weights)
     assert plain.num_bytes(of, num_weights) == 2 * num_weights
     assert int8.num_bytes(of, num_weights) == (num_weights - table) + table * (2 + 1)
     assert int4.num_bytes(of, num_weights) == int((num_weights - table) * 0.625) + table * (2 + 1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_pool_in_fp8_goes_with_every_dtype_of_the_triton_kernels(dtype: str) -> None:
+    plain, narrow = (chosen(device="cuda", dtype=dtype, kv_dtype=kv) for kv in ("auto", "fp8"))
+    assert (plain.kv_dtype, narrow.kv_dtype) == (getattr(torch, dtype), torch.float8_e4m3fn)
+    assert plain.name("k") == narrow.name("k")  # they exchange KV, which is converted
+
+
+def test_rounded_activations_are_another_mode() -> None:
+    modes = [chosen(device="cuda", quantization="fp8", fp8_activations=rounds).name("k") for rounds in (False, True)]
+    assert modes == ["fp8-k", "fp8a8-k"]
 
 
 def test_float16_beside_quantized_weights_is_refused() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from kvtransfer.compatibility import PROTOCOL_VERSION
+from kvtransfer.conversion import FP8Scales
 from kvtransfer.delegate import PushTarget
 from kvtransfer.errors import TransferRefused
 from kvtransfer.feed import FirstTokensDrawn, KVFeed, complete_feed
@@ -122,11 +123,13 @@ class World:
         layout: common_pb2.KVLayout | None = None,
         source_layout: common_pb2.KVLayout | None = None,
         tls: Tls | None = None,
+        fp8_scales: FP8Scales = (),
     ) -> None:
         """`layout` is the receiver's, `source_layout` the sender's: the same unless given."""
         self.transport, _, encryption = transport.partition("+")
         self.tls = mesh_tls() if encryption else tls
         self.transports = transports_with(self.tls)
+        self.fp8_scales = fp8_scales
         self.identity = identity or make_identity(num_layers=num_layers)
         self.layout = layout or make_layout()
         self.source_layout = source_layout or self.layout
@@ -144,6 +147,7 @@ class World:
             transports=(self.transport,),
             idle_timeout_s=idle_timeout_s,
             tls=self.tls,
+            fp8_scales=fp8_scales,
         )
         self.sender = self.make_sender(part_bytes=part_bytes)
 

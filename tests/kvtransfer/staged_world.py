@@ -54,8 +54,8 @@ class StagedWorld:
             world.sender = Sender(self.source.memory, world.identity, world.source_layout, 7)
         if ends != "sender":
             self.target = self._device(world.target, world.layout, streams)
-            transports, memory = (world.transport,), self.target.memory
-            world.receiver = Receiver(memory, world.delegate, world.identity, world.layout, transports=transports)
+            settings: dict[str, Any] = {"transports": (world.transport,), "fp8_scales": world.fp8_scales}
+            world.receiver = Receiver(self.target.memory, world.delegate, world.identity, world.layout, **settings)
 
     def _device(self, shown: FakeKVMemory, layout: common_pb2.KVLayout, streams: Streams) -> Device:
         self.devices.append(Device(shown, layout.block_size, streams))

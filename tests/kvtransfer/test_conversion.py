@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from engine.kv_format import Numbers
+from engine.kv_format import FP8, Numbers
 from kvtransfer.compatibility import check_layout
 from kvtransfer.conversion import kv_format
 from kvtransfer.errors import PushFailed, TransferRefused
@@ -22,6 +22,7 @@ from tests.kvtransfer.endpoints import CHOICES, World, nothing_left, running, un
 from tests.support.kv_memory import FakeKVMemory, make_identity, make_layout
 
 IDENTITY = make_identity(num_layers=3, num_kv_heads=4, head_dim=16)
+SCALES = ((0.5, 2.0), (0.03, 0.25), (1.0, 3.0))  # of fp8: a layer's keys, its values
 PAIRS = {
     "larger blocks": (make_layout(16), make_layout(48)),
     "smaller blocks": (make_layout(48), make_layout(16)),
@@ -31,6 +32,10 @@ PAIRS = {
     "int8 to bf16, larger": (make_layout(16, "int8"), make_layout(32)),
     "panels": (make_layout(16, arrangement="panels"), make_layout(32, "int8", arrangement="panels")),
     "half of the heads": (make_layout(16), make_layout(32, size=2, rank=1)),
+    "fp8, larger": (make_layout(16, FP8), make_layout(32, FP8)),
+    "fp8 to bf16": (make_layout(16, FP8), make_layout(16)),
+    "fp8 to float16": (make_layout(16, FP8), make_layout(16, "float16")),
+    "float32 to fp8, smaller": (make_layout(32, "float32"), make_layout(16, FP8)),
 }
 
 
@@ -52,7 +57,9 @@ def read(memory: FakeKVMemory, layout: common_pb2.KVLayout, block_ids: list[int]
 
 
 def make_world(transport: str, source: common_pb2.KVLayout, target: common_pb2.KVLayout) -> World:
-    world = World(transport, identity=IDENTITY, layout=target, source_layout=source, num_blocks=24, part_bytes=9000)
+    world = World(
+        transport, identity=IDENTITY, layout=target, source_layout=source, num_blocks=24, part_bytes=9000, fp8_scales=SCALES
+    )
     fill(world.source, source)
     fill(world.target, target)
     world.before = bytes(world.target.memory())
@@ -70,7 +77,8 @@ def check(world: World, name: str, source_ids: list[int], num_tokens: int, first
         for kv in (0, 1):
             now = read(world.target, world.layout, ids, layer, kv)
             sent = read(world.source, world.source_layout, source_ids, layer, kv)
-            wanted = sent.heads(ours.start - theirs.start, ours.stop - theirs.start).converted(world.layout.kv_dtype)
+            theirs_of_ours = sent.heads(ours.start - theirs.start, ours.stop - theirs.start)
+            wanted = theirs_of_ours.converted(world.layout.kv_dtype, SCALES[layer][kv])
             assert np.array_equal(now.values[first_token:num_tokens], wanted.values[first_token:num_tokens]), (layer, kv)
             if wanted.scales is not None:
                 assert now.scales is not None
@@ -160,7 +168,7 @@ class shard_of:
     ("changes", "field"),
     [
         ({"arrangement": "panels"}, "layout.arrangement"),
-        ({"kv_dtype": "float16"}, "layout.kv_dtype"),
+        ({"kv_dtype": "float8_e5m2"}, "layout.kv_dtype"),
         ({"block_size": 0}, "layout.block_size"),
         ({"tensor_parallel_size": 3}, "layout.tensor_parallel_size"),
         ({"tensor_parallel_size": 2, "tensor_parallel_rank": 2}, "layout.tensor_parallel_rank"),

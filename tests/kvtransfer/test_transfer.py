@@ -107,7 +107,7 @@ async def test_another_layout_is_refused_by_the_sender(world: World) -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        (lambda hello: setattr(hello.layout, "kv_dtype", "float16"), "layout.kv_dtype"),
+        (lambda hello: setattr(hello.layout, "kv_dtype", "float8_e5m2"), "layout.kv_dtype"),
         (lambda hello: setattr(hello, "protocol_version", 9), "protocol_version"),
         (lambda hello: hello.ClearField("identity"), "identity.model"),
     ],

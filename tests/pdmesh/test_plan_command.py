@@ -103,6 +103,13 @@ def test_what_does_not_run_is_said(model: str, capsys: pytest.CaptureFixture[str
             "mesh: the hand-off of KV between GPUs is untried yet",
         ),
         (["--device", "l40s", "--quantization", "int8", "--deployable", *LOAD], 2, "quantization: such weights are untried"),
+        (["--device", "epyc-2-cores", "--quantization", "fp8", *LOAD], 2, "quantization: fp8 is for GPUs, epyc-2-cores is none"),
+        (
+            ["--device", "epyc-2-cores", "--kv-dtype", "fp8", *LOAD],
+            2,
+            "kv_dtype: fp8 is for GPUs, epyc-2-cores is none; give int8",
+        ),
+        (["--device", "l40s", "--kv-dtype", "int8", *LOAD], 2, "kv_dtype: int8 is for CPUs, l40s is none; give fp8 or auto"),
         (["--device", "epyc-2-cores", "--overlay", "x", *LOAD], 2, "k8s/overlays/cpu serves smollm2 from an image"),
         (["--device", "epyc-2-cores", *LOAD], 1, "no number of workers keeps TTFT 400 ms and TPOT 20 ms for 95 %"),
         (["--device", "l40s", "--trace", "azure-conv=/no/such/file"], 2, "/no/such/file: no such file"),

@@ -35,6 +35,7 @@ def test_kv_of_a_token_as_the_vllm_paper_has_it() -> None:
     OPT-13B (40 layers of 5120, float16)."""
     opt_13b = Decoder(40, 5120, 20480, 40, 40, 128, 50272, 2048)
     assert opt_13b.kv_bytes_per_token("float16") == 800 * 1024
+    assert opt_13b.kv_bytes_per_token("fp8") == 400 * 1024
     assert LLAMA3_8B.kv_bytes_per_token("bfloat16") == 128 * 1024
     assert LLAMA3_8B.kv_bytes_per_token("int8") == 2 * 32 * 8 * (128 + 4)
 

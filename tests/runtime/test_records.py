@@ -40,6 +40,13 @@ def test_a_right_record_is_read_back() -> None:
     assert decode_worker("w1", record(worker().SerializeToString())) == worker()
 
 
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
+def test_element_types_of_kv(kv_dtype: str) -> None:
+    info = worker()
+    info.layout.kv_dtype = kv_dtype
+    assert decode_worker("w1", record(info.SerializeToString())).layout.kv_dtype == kv_dtype
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from benchmarks.gpu.busy import traced_share
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.counts import decode_bytes
@@ -18,8 +20,10 @@ from benchmarks.gpu.weights import Subject, make_subject
 from benchmarks.harness import Figure
 from engine.engine import Engine
 
-FORMATS = (("1B", "none"), ("8B", "none"), ("8B", "int8"), ("8B", "int4"))
+FORMATS = (("1B", "none"), ("8B", "none"), ("8B", "int8"), ("8B", "int4"), ("8B", "fp8"))
 EXPECTED_S = 18.0  # of a model whose kernels are not compiled yet
+EXPECTED_LONG_S = 10.0
+LONG = "decode 8B fp8, batch 1"
 MILLISECONDS_GOAL = {("1B", "none", 1): 0.80}
 TOKENS_GOAL = {("8B", "none", 1): 240.0}
 SPEEDUP_GOAL = {"int8": 1.75, "int4": 2.7}
@@ -47,10 +51,30 @@ def run(context: Context) -> None:
         if context.has_time(EXPECTED_S if context.device == "cuda" else 0.0, f"decode {model}, weights {weights}"):
             _model(context, model, weights, speeds)
     for (model, weights, batch), speed in speeds.items():
-        if (plain := speeds.get((model, "none", batch))) and weights in SPEEDUP_GOAL:
-            goal = SPEEDUP_GOAL[weights] if batch == 1 else None
+        if (plain := speeds.get((model, "none", batch))) and weights != "none":
+            goal = SPEEDUP_GOAL.get(weights) if batch == 1 else None
             name = f"{Case(model, weights, batch).name}: over unquantized"
             context.add(Figure(name, speed / plain, "x", "higher", goal=goal, peer=f"pdmesh {model} unquantized"))
+    if context.has_time(2 * EXPECTED_LONG_S if context.device == "cuda" else 0.0, "decode 8B, a long context with KV in fp8"):
+        wide, narrow = (_long_context(context, kv_dtype) for kv_dtype in ("auto", "fp8"))
+        context.add(Figure(f"{LONG}: KV in fp8 over {context.scale.dtype}", wide / narrow, "x", "higher"))
+
+
+def _long_context(context: Context, kv_dtype: str) -> float:
+    """Seconds of a recorded step of one sequence; weights in fp8, so that KV is much of what it reads. Nothing computes the
+    prompt: the pool is random."""
+    length, device = context.scale.long_context, context.device
+    config = engine_config(device, max_num_seqs=1, max_context=length, kv_dtype=kv_dtype)
+    subject = make_subject(context.scale.config("8B"), "fp8", config, context.dtype)
+    for layer in subject.engine.kv.tensor:
+        layer.copy_(torch.randn(layer.shape, device=device, dtype=context.dtype))
+    step_s, cost = graph_step_s(subject, device, [length]), subject.engine.cost
+    least_s = decode_bytes(cost, [length]) / context.machine.bytes_per_s
+    name = f"{LONG}, KV in {context.scale.dtype if kv_dtype == 'auto' else kv_dtype}, {length} tokens"
+    context.add(Figure(f"{name}: graph alone", step_s * 1e3, "ms", "lower", limit=least_s * 1e3))
+    context.add(Figure(f"{name}: share of bandwidth, graph alone", 100 * least_s / step_s, "%", "higher", limit=100.0))
+    subject.close()
+    return step_s
 
 
 def _model(context: Context, model: str, weights: str, speeds: dict[tuple[str, str, int], float]) -> None:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.kernels.triton.linear_fp8 import Fp8Weight, fp8_linear
+from engine.kernels.triton.linear_fp8 import fp8_linear
 from engine.kernels.triton.linear_int4 import int4_linear
 from engine.kernels.triton.linear_int8 import int8_linear
 from engine.layers import Linear, make_linear
-from engine.weights.quantize import Int4Weight, Int8Weight
+from engine.weights.quantize import Fp8Weight, Int4Weight, Int8Weight
 
 
 def make_triton_linear(
-    weight: Tensor | Int8Weight | Int4Weight | Fp8Weight, bias: Tensor | None = None, invariant: bool = False
+    weight: Tensor | Int8Weight | Int4Weight | Fp8Weight,
+    bias: Tensor | None = None,
+    invariant: bool = False,
+    *,
+    rounds_activations: bool = False,
 ) -> Linear:
     """A map on the device of the weight. Unquantized weights take torch's product, whose bits depend on the number of rows: with
-    `invariant` they raise ValueError."""
+    `invariant` they raise ValueError. `rounds_activations`: of fp8 weights, see linear_fp8.py."""
     if isinstance(weight, Int8Weight):
         return int8_linear(weight, bias, invariant)
     if isinstance(weight, Int4Weight):
         return int4_linear(weight, bias, invariant)
     if isinstance(weight, Fp8Weight):
-        return fp8_linear(weight, bias, invariant)
+        return fp8_linear(weight, bias, invariant, rounds_activations)
     if invariant:
         raise ValueError("invariant: torch's product is not; give quantized weights, or leave it")
     return make_linear(weight, bias)

@@ -23,7 +23,7 @@ class WordLinear:
     powers of two that M rounds up to. `invariant` takes the tile kernel with tiles of 16 rows for every M: slower for a prompt
     (each 16 rows read the weights again, from the L2 cache), the same bits for a row wherever it stands.
 
-    Error of the sum of K products, u = 2^-24 and d = x's unit roundoff (2^-9 bfloat16, 2^-11 float16), S = sum |x| |w|:
+    Error of the sum of K products, u = 2^-24 and d = x's unit roundoff (2^-8 bfloat16, 2^-11 float16), S = sum |x| |w|:
     at most (K u + d) S by the vector kernel, int8 and fp8 tiles; (K u + 2 d) S otherwise; plus d |result| by the last rounding.
     float32 inputs: vector up to 8 rows, else expand and `F.linear`; not with `invariant`, which refuses them.
     """

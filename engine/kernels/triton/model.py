@@ -36,13 +36,14 @@ class TritonModel:
         *,
         recorder: Recorder | None = None,
         splits: Splits = SPLITS,
+        kv_scales: Tensor | None = None,
     ) -> None:
         """`sizes`: of decode steps, which then go in buckets, recorded where there is a recorder. None: each step is as wide as
-        its batch. `splits` of attention: part of the numeric mode."""
+        its batch. `splits` of attention: part of the numeric mode. `kv_scales` [num_layers, 2] float32 where the pool is fp8."""
         self.config, self.decoder, self.sizes = decoder.config, decoder, sizes
-        self.splits, self.recorder = splits, recorder
+        self.splits, self.recorder, self.kv_scales = splits, recorder, kv_scales
         self._graphs: DecodeGraphs | None = None
-        attention = TritonAttention(decoder.config, str(decoder.device), splits=splits)
+        attention = TritonAttention(decoder.config, str(decoder.device), kv_scales=kv_scales, splits=splits)
         self._step = TritonStep(decoder, attention)
 
     @property
@@ -55,7 +56,9 @@ class TritonModel:
 
     def first_layers(self, num_layers: int) -> TritonModel:
         """See DecoderModel.first_layers."""
-        return TritonModel(self.decoder.first_layers(num_layers), self.sizes, recorder=self.recorder, splits=self.splits)
+        scales = None if self.kv_scales is None else self.kv_scales[:num_layers]
+        first = self.decoder.first_layers(num_layers)
+        return TritonModel(first, self.sizes, recorder=self.recorder, splits=self.splits, kv_scales=scales)
 
     def sampler(self) -> DeviceSampler:
         """One that draws where the logits are."""

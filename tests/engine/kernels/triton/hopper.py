@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import triton
@@ -27,6 +28,11 @@ from engine.kernels.triton import (
 from engine.kernels.triton.tiles import choose_tiles
 
 HOPPER = GPUTarget("cuda", 90, 32)
+# As wide as activations, or in fp8 with scales.
+POOLS = [
+    ({"keys": "bf16", "values": "bf16", "scales": "bf16"}, False),
+    ({"keys": "fp8e4nv", "values": "fp8e4nv", "scales": "fp32"}, True),
+]
 _FLOATS = {"eps", "scale"}  # arguments; others that are neither constants nor pointers are integers
 
 
@@ -84,13 +90,14 @@ def _rows() -> Iterator[Case]:
 
 
 def _keys_and_values() -> Iterator[Case]:
-    halves = dict.fromkeys(("qkv", "norm", "cos", "sin", "query", "keys", "values", "key", "value", "scales"), "bf16")
-    types = {**halves, "positions": "i32", "slots": "i32"}
-    heads = {"KV_HEADS": 8, "DIM": 128, "DIM_PAD": 128, "ROWS": 8, "HAS_SCALES": False}
-    for has_norm in (False, True):
-        sizes = {**heads, "HEADS": 32, "ROTARY": 128, "HAS_NORM": has_norm}
-        yield Case(kv_kernels.rope_store_kernel, types, sizes, {"num_warps": 4})
-    yield Case(kv_kernels.store_kernel, types, heads, {"num_warps": 4})
+    halves = dict.fromkeys(("qkv", "norm", "cos", "sin", "query", "key", "value"), "bf16")
+    for pool, is_fp8 in POOLS:
+        types = {**halves, **pool, "positions": "i32", "slots": "i32"}
+        heads = {"KV_HEADS": 8, "DIM": 128, "DIM_PAD": 128, "ROWS": 8, "HAS_SCALES": is_fp8}
+        for has_norm in (False, True):
+            sizes = {**heads, "HEADS": 32, "ROTARY": 128, "HAS_NORM": has_norm}
+            yield Case(kv_kernels.rope_store_kernel, types, sizes, {"num_warps": 4})
+        yield Case(kv_kernels.store_kernel, types, heads, {"num_warps": 4})
     shares = {"TOKEN_WORDS": 256, "SHARE_WORDS": 128, "BLOCK_SIZE": 16, "WORDS": 1024}
     for gathers in (False, True):
         pointers = {"pool": "i64", "piece": "i64", "block_ids": "i32"}
@@ -101,15 +108,15 @@ def _keys_and_values() -> Iterator[Case]:
 
 def _attention() -> Iterator[Case]:
     ints = ("query_starts", "split_starts", "context_lens", "block_tables", "tail_firsts", "tail_slots")
-    types = {
-        **dict.fromkeys(("query", "keys", "values", "scales", "out"), "bf16"),
+    numbers = {
+        **dict.fromkeys(("query", "out"), "bf16"),
         **dict.fromkeys(("part_acc", "part_stats"), "fp32"),
         **dict.fromkeys(ints, "i32"),
     }
-    for dim in (64, 128):
-        tiles = choose_tiles(dim, 2)
+    for dim, (pool, is_fp8) in product((64, 128), POOLS):
+        types, tiles = {**numbers, **pool}, choose_tiles(dim, 2)
         merged = {"MAX_QUERIES": 16, "MIN_KEYS": 256, "MOST": 64, "DIM": dim, "DIM_PAD": dim, "HAS_WINDOW": False}
-        merged["HAS_SCALES"] = False
+        merged["HAS_SCALES"] = is_fp8
         whole = {**merged, "GROUP": 4, "BLOCK_SIZE": 16, "BLOCK_N": tiles.keys, "HAS_TAILS": False}
         for kernel, rows, warps, stages in (
             (attention_kernels.split_kernel, tiles.split_rows, tiles.split_warps, tiles.split_stages),

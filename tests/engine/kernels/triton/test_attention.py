@@ -106,13 +106,24 @@ def test_padding_beside_long_chunks_alone() -> None:
 
 def test_float8_keys_and_values() -> None:
     for dtype in (torch.float32, torch.float16):
-        sequences = Sequences(Shape(2, 1, 64), RAGGED[2:], dtype)
-        scales = torch.tensor([0.5, 0.25], device=DEVICE)
-        narrow = (sequences.kv.float() / scales.view(2, 1, 1, 1, 1)).to(torch.float8_e4m3fn)
-        wide = replace_kv(sequences, (narrow.float() * scales.view(2, 1, 1, 1, 1)).to(dtype))
-        result = paged_attention(sequences.query, narrow, sequences.meta(), kv_scales=scales, splits=SMALL)
-        expected = paged_attention(wide.query, wide.kv, wide.meta(), splits=SMALL)
-        torch.testing.assert_close(result, expected, atol=BOUNDS[dtype], rtol=0)
+        check_float8(Sequences(Shape(2, 1, 64), RAGGED[2:], dtype), SMALL)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_float8_in_large_shapes(head_dim: int) -> None:
+    lengths = [(20000, 1), (16400, 16), (3000, 300), (1, 1), (2048, 2048)]
+    check_float8(Sequences(Shape(32, 8, head_dim), lengths, torch.bfloat16), Splits())
+
+
+def check_float8(sequences: Sequences, splits: Splits) -> None:
+    """Equal to attention over what the numbers stand for."""
+    scales = torch.tensor([0.5, 0.25], device=DEVICE)
+    narrow = (sequences.kv.float() / scales.view(2, 1, 1, 1, 1)).to(torch.float8_e4m3fn)
+    wide = replace_kv(sequences, (narrow.float() * scales.view(2, 1, 1, 1, 1)).to(sequences.dtype))
+    result = paged_attention(sequences.query, narrow, sequences.meta(), kv_scales=scales, splits=splits)
+    expected = paged_attention(wide.query, wide.kv, wide.meta(), splits=splits)
+    torch.testing.assert_close(result, expected, atol=BOUNDS[sequences.dtype], rtol=0)
 
 
 def replace_kv(sequences: Sequences, kv: Tensor) -> Sequences:

@@ -18,7 +18,14 @@ from engine.kernels.triton.support import why_not_here
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.weights.loader import LoadedModel, load_model
-from engine.weights.quantize import dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
+from engine.weights.quantize import (
+    dequantize_fp8,
+    dequantize_int4,
+    dequantize_int8,
+    quantize_fp8,
+    quantize_int4,
+    quantize_int8,
+)
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.paged_loop import Chunk, PagedLoop
 from tests.support.mock_engine import hash_block, run_to_end
@@ -62,7 +69,7 @@ def test_what_is_loaded(folder: Path) -> None:
     assert loaded.kv_dtype == torch.float32
 
 
-@pytest.fixture(scope="module", params=["int8", "int4"])
+@pytest.fixture(scope="module", params=["int8", "int4", "fp8"])
 def rounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A checkpoint whose linear maps quantization leaves as they are, but for the last bits, and its name."""
     form: str = request.param
@@ -72,6 +79,8 @@ def rounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for name, tensor in tensors.items():
         if "_proj" in name and form == "int4":
             tensors[name] = dequantize_int4(quantize_int4(tensor, 32))
+        elif "_proj" in name and form == "fp8":
+            tensors[name] = dequantize_fp8(quantize_fp8(tensor))
         elif "_proj" in name or "lm_head" in name:
             tensors[name] = dequantize_int8(quantize_int8(tensor))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -100,7 +109,25 @@ def test_quantized_weights_are_read_as_they_are_held(rounded: tuple[Path, str]) 
     assert loaded.numeric_mode.startswith(f"{'int4g32' if form == 'int4' else form}+float16-triton1-triton-{form}-")
     assert model.decoder.head.kind.startswith("triton-int8")
     share = model.bytes_per_step / triton_of(plain).bytes_per_step
-    assert 0.5 < share < 0.53 if form == "int8" else 0.3 < share < 0.45
+    assert 0.3 < share < 0.45 if form == "int4" else 0.5 < share < 0.53
+
+
+def test_rounded_activations_are_named_and_are_those_of_many_rows(rounded: tuple[Path, str]) -> None:
+    """By torch's product of fp8 with fp8; a decode step of the same map is that without."""
+    folder, form = rounded
+    if form != "fp8":
+        with pytest.raises(ValueError, match="fp8_activations: it goes with quantization=fp8"):
+            load_model(config_of(folder, quantization=form, fp8_activations=True))
+        return
+    settings = {"quantization": "fp8", "dtype": "float16"}
+    plain, loaded = (load_model(config_of(folder, **settings, fp8_activations=rounds)) for rounds in (False, True))
+    assert plain.numeric_mode.startswith("fp8+float16-triton1-triton-fp8-vector8-tile128-mm-")
+    assert loaded.numeric_mode.startswith("fp8a8+float16-triton1-triton-fp8-vector8-tile128-scaledmm-")
+    exact, down = (triton_of(each).decoder.layers[0].mlp.down for each in (plain, loaded))
+    x = torch.randn((129, 256), generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.float16)
+    assert torch.equal(down(x[:8]), exact(x[:8]))
+    error = (down(x) - exact(x)).float().square().mean().sqrt() / exact(x).float().square().mean().sqrt()
+    assert 2.0**-8 < error < 2.0**-4
 
 
 def test_an_engine_says_what_its_steps_read(folder: Path) -> None:

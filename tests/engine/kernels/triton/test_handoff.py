@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -24,6 +25,7 @@ from engine.weights.loader import load_model
 from kvtransfer.staged import StagedMemory
 from protos.v1 import prefill_pb2
 from tests.engine.kernels.triton.paged import DEVICE
+from tests.engine.kernels.triton.test_fp8_kv import SCALES, with_scales
 from tests.support.mini_router import MiniRouter
 from tests.support.tiny_models import make_tiny_model
 from tests.support.worker_mesh import Model, Peer, only_transport, reference, running_worker, token_request
@@ -53,11 +55,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)
 
 
-def loaded(folder: Path, backend: str) -> Model:
+def loaded(folder: Path, backend: str, kv_dtype: str = "auto") -> Model:
     """A model of one engine: graphs are of one pool."""
     torch.set_num_threads(1)
-    config = EngineConfig(model=str(folder), num_blocks=128, backend=backend, dtype="float32", device=DEVICE)
-    return Model(folder, load_model(config))
+    settings = {"num_blocks": 128, "backend": backend, "dtype": "float32", "device": DEVICE, "kv_dtype": kv_dtype}
+    return Model(folder, load_model(EngineConfig(model=str(folder), **settings)))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -83,14 +85,19 @@ def staged(engine: Engine) -> StagedMemory:
 
 @asynccontextmanager
 async def two_workers(
-    folder: Path, backend: str, *, prefill: bool = True, decode: bool = True
+    folder: Path,
+    backend: str,
+    *,
+    prefill: bool = True,
+    decode: bool = True,
+    kv_dtypes: tuple[str, str] = ("auto", "auto"),
 ) -> AsyncIterator[tuple[Peer, Peer, MiniRouter]]:
-    """`prefill`, `decode`: its pool is staged; otherwise transports see it."""
+    """`prefill`, `decode`: its pool is staged; otherwise transports see it. `kv_dtypes`: of prefill's pool and of decode's."""
     small: dict[str, object] = {"num_blocks": 24, "max_num_batched_tokens": 24, "max_num_seqs": 4, "device": DEVICE}
     ways: list[dict[str, Any]] = [{"engine": small, "stage": staged if each else None} for each in (prefill, decode)]
     async with (
-        running_worker(loaded(folder, backend), roles=("prefill",), worker_id="p", **ways[0]) as prefiller,
-        running_worker(loaded(folder, backend), roles=("decode",), worker_id="d", **ways[1]) as decoder,
+        running_worker(loaded(folder, backend, kv_dtypes[0]), roles=("prefill",), worker_id="p", **ways[0]) as prefiller,
+        running_worker(loaded(folder, backend, kv_dtypes[1]), roles=("decode",), worker_id="d", **ways[1]) as decoder,
     ):
         router = MiniRouter()
         await router.attach(decoder)
@@ -148,3 +155,42 @@ async def test_between_a_staged_pool_and_one_that_is_not(folder: Path, sender: b
         assert outcome.transport == ("tcp" if sender else "shm")  # nobody can map what is staged; who has it can map others'
     assert router.of("r1").output() == expected
     assert set(launched) == {"gather" if sender else "scatter"}
+
+
+def whole_blocks(kv: Tensor, num_tokens: int) -> dict[bytes, Tensor]:
+    """Blocks [layers, 2, block_size, heads, head_dim] all of whose tokens have been written, by what they hold."""
+    blocks = kv.transpose(0, 2).transpose(1, 2).cpu()
+    written = [block for block in blocks.contiguous() if block.float().abs().sum((0, 1, 3, 4)).all()]
+    assert len(written) == num_tokens // kv.shape[3]
+    return {block.contiguous().view(torch.uint8).numpy().tobytes(): block for block in written}
+
+
+@pytest.mark.parametrize("staging", [True, False], ids=["staged", "seen by transports"])
+@pytest.mark.parametrize("kv_dtypes", [("fp8", "fp8"), ("fp8", "auto"), ("auto", "fp8")], ids="-".join)
+async def test_keys_and_values_in_fp8(tmp_path: Path, kv_dtypes: tuple[str, str], staging: bool) -> None:
+    """As they lie between two pools in fp8, with the tokens of one engine; otherwise converted, with the checkpoint's scales."""
+    if DEVICE == "cuda" and not staging:
+        pytest.skip("a pool on a GPU is staged")
+    folder, request = with_scales(make_tiny_model(tmp_path, num_hidden_layers=2)), token_request(PROMPT[:37], max_tokens=2)
+    workers = two_workers(folder, "triton", prefill=staging, decode=staging, kv_dtypes=kv_dtypes)
+    async with workers as (prefiller, decoder, router):
+        _, outcome = await router.generate(prefiller, decoder, "r1", request)
+        await router.until_finished("r1")
+        assert outcome.status == prefill_pb2.HANDOFF_STATUS_COMMITTED, outcome
+        sent, arrived = (whole_blocks(peer.worker.engine.kv.tensor, 37) for peer in (prefiller, decoder))
+        names = ["float8_e4m3fn" if each == "fp8" else "float32" for each in kv_dtypes]
+        assert [peer.info.layout.kv_dtype for peer in (prefiller, decoder)] == names
+    assert set(arrived) == {_converted(block, kv_dtypes[1]) for block in sent.values()}
+    if kv_dtypes == ("fp8", "fp8"):
+        assert router.of("r1").output() == reference(loaded(folder, "triton", "fp8"), request)[0]
+    assert len(router.of("r1").output()) == 2
+
+
+def _converted(block: Tensor, kv_dtype: str) -> bytes:
+    """By torch."""
+    scales = torch.tensor(SCALES).view(2, 2, 1, 1, 1)
+    if block.dtype == torch.float32 and kv_dtype == "fp8":
+        block = (block / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    elif block.dtype != torch.float32 and kv_dtype == "auto":
+        block = block.float() * scales
+    return block.contiguous().view(torch.uint8).numpy().tobytes()

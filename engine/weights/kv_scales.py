@@ -1,0 +1,40 @@
+"""Scales of a KV pool in fp8: by what its numbers are multiplied, for each layer's keys and for its values.
+
+Pools in fp8 have those that the checkpoint brings, else 1: keys and values of most models lie within e4m3's ±448, and its
+relative error does not depend on a scale. So workers with one weights hash have the same, and blocks of one are blocks of the
+other.
+"""
+
+from __future__ import annotations
+
+import math
+
+from engine.weights.source import WeightSource
+
+KVScales = tuple[tuple[float, float], ...]
+"""(keys, values) of each layer."""
+# As compressed-tensors and as ModelOpt name them, within a layer's `self_attn`.
+_NAMES = (("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"))
+
+
+def read_kv_scales(source: WeightSource) -> KVScales:
+    """Of all layers. Raises ValueError naming the tensor: one of a pair is missing, has several numbers, or no positive one."""
+    names = source.names()
+    return tuple(_of_layer(source, names, f"model.layers.{index}.self_attn") for index in range(source.config.num_layers))
+
+
+def _of_layer(source: WeightSource, names: frozenset[str], prefix: str) -> tuple[float, float]:
+    for key, value in _NAMES:
+        if f"{prefix}.{key}" in names or f"{prefix}.{value}" in names:
+            return _scale(source, f"{prefix}.{key}"), _scale(source, f"{prefix}.{value}")
+    return 1.0, 1.0
+
+
+def _scale(source: WeightSource, name: str) -> float:
+    tensor = source.get(name)
+    if tensor.numel() != 1:
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)}; keys and values of a layer have one scale each")
+    scale = float(tensor)
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"{name}: {scale} is no scale; the checkpoint is damaged")
+    return scale
