@@ -13,6 +13,7 @@ from engine.kernels.triton.decode import DecodeSizes
 from engine.kernels.triton.graphs import make_recorder
 from engine.kernels.triton.linear import make_triton_linear
 from engine.kernels.triton.model import KERNEL_REVISION, TritonModel
+from engine.kernels.triton.pieces import token_buckets
 from engine.layers import Linear
 from engine.model import DecoderModel
 from engine.numerics import Numerics
@@ -52,9 +53,10 @@ class QuantizedMaps:
 
 
 def triton_model(decoder: DecoderModel, config: EngineConfig, numerics: Numerics, max_context: int) -> tuple[TritonModel, str]:
-    """The decoder on the kernels, decode steps as graphs; and its numeric mode."""
+    """The decoder on the kernels, steps as graphs; and its numeric mode."""
     sizes = DecodeSizes(config.max_num_seqs, max_context, config.block_size)
-    model = TritonModel(decoder, sizes, recorder=make_recorder(decoder.device))
+    buckets = token_buckets(config.max_num_batched_tokens, decoder.config.layer_weights)
+    model = TritonModel(decoder, sizes, token_buckets=buckets, recorder=make_recorder(decoder.device))
     return model, numerics.name(f"triton{KERNEL_REVISION}-{decoder.layers[0].qkv.kind}-{_processor(config.device)}")
 
 

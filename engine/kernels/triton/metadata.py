@@ -111,6 +111,11 @@ class StepMetadata:
     def num_tokens(self) -> int:
         return self.token_ids.shape[0]
 
+    @property
+    def of_tokens(self) -> Tensor:
+        """Token ids, positions and slots in one piece, [3 T], where T is a multiple of 4 and the buffer one that `over` takes."""
+        return self.buffer[: 3 * self.num_tokens]
+
 
 def pack(batch: StepBatch, capacity: Capacity) -> Tensor:
     """[N] int32 in CPU memory, pinned where there is a GPU to copy it to. Raises ValueError if it does not fit."""
