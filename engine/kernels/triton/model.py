@@ -11,18 +11,21 @@ import torch
 from torch import Tensor
 
 from engine.batch import StepBatch
+from engine.config import EngineConfig
 from engine.exports import LayerSignal
 from engine.kernels.triton.attention import TritonAttention
 from engine.kernels.triton.decode import DecodeGraphs, DecodeSizes
 from engine.kernels.triton.graphs import Recorder
+from engine.kernels.triton.linear_words import WordLinear
 from engine.kernels.triton.metadata import Capacity, StepMetadata
 from engine.kernels.triton.pieces import PieceGraphs
 from engine.kernels.triton.sampling import DeviceSampler
 from engine.kernels.triton.splits import SPLITS, Splits
 from engine.kernels.triton.step import StepOutput, TritonStep
+from engine.kernels.triton.step_memory import StepMemory, bounds_of
 from engine.kernels.triton.weight_words import WeightWords
 from engine.layers import ROW_MULTIPLE, Linear
-from engine.memory import MIB, free_memory
+from engine.memory import MIB, effective_max_context, free_memory
 from engine.model import DecoderModel
 
 # Part of the numeric mode: to be raised with every change of the kernels that changes bits of a logit.
@@ -78,6 +81,18 @@ class TritonModel:
         layers = self.decoder.layers
         maps = [self.decoder.head, *(m for layer in layers for m in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down))]
         return sum(map(_num_bytes, maps))
+
+    def step_bytes(self, config: EngineConfig) -> int:
+        """Of the device's memory, beside weights and pool: see step_memory.py."""
+        memory = StepMemory(
+            self.config,
+            itemsize=self.decoder.dtype.itemsize,
+            is_expanded=isinstance(self.decoder.head, WordLinear),
+            splits=self.splits,
+            row_buckets=self.sizes.buckets if self.sizes is not None else (),
+            token_buckets=self.token_buckets,
+        )
+        return memory.num_bytes(bounds_of(config, effective_max_context(config, self.config)))
 
     @torch.inference_mode()
     def prepare(self, kv: Tensor) -> None:
