@@ -7,8 +7,8 @@
     expanded        one map of quantized weights, for more rows than the kernels on words take
 
 Upper bounds of what is allocated, but for three guesses that nobody has measured: NODE_BYTES for a launch in a graph,
-OTHERS_BYTES for code of kernels and room of libraries, and that ends of prompts, of which any number may be split, meet few contexts long
-enough for many parts. How much graphs took is logged at start.
+OTHERS_BYTES for code of kernels and room of libraries, and that ends of prompts, of which any number may be split, meet few
+contexts long enough for many parts. How much graphs took is logged at start.
 """
 
 from __future__ import annotations
