@@ -169,13 +169,13 @@ class Watched(TritonModel):
 
 
 def test_steps_ahead_draw_the_same_tokens(loaded: LoadedModel, tmp_path: Path) -> None:
-    """Greedy and drawn at random, with sequences that end at different steps."""
+    """Greedy and drawn at random, with penalties and log-probabilities, of sequences that end at different steps."""
     assert isinstance(loaded.model, DecoderModel)
     prompts = [prompt(14), prompt(3, 1), prompt(30, 2)]
     samplings = [
-        SamplingParams(temperature=0.0, max_tokens=6),
-        SamplingParams(temperature=0.7, seed=5, max_tokens=9, top_p=0.9, ignore_eos=True),
-        SamplingParams(temperature=0.9, seed=6, max_tokens=7, top_k=20, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=6, repetition_penalty=1.5),
+        SamplingParams(temperature=0.7, seed=5, max_tokens=9, top_p=0.9, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=0.9, seed=6, max_tokens=7, top_k=20, ignore_eos=True, frequency_penalty=1.0),
     ]
     found, counts = [], []
     for ahead in (False, True):
