@@ -112,6 +112,15 @@ class StepMetadata:
         return self.token_ids.shape[0]
 
     @property
+    def splits_any(self) -> bool:
+        """Whether the kernel that splits keys has anything to do, if only padding."""
+        return bool(self.num_split_tokens) or self.max_query_len <= MAX_SPLIT_QUERIES
+
+    @property
+    def walks_any(self) -> bool:
+        return self.max_query_len > MAX_SPLIT_QUERIES
+
+    @property
     def of_tokens(self) -> Tensor:
         """Token ids, positions and slots in one piece, [3 T], where T is a multiple of 4 and the buffer one that `over` takes."""
         return self.buffer[: 3 * self.num_tokens]
