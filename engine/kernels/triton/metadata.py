@@ -55,8 +55,9 @@ class Capacity:
 
     def check(self, batch: StepBatch) -> None:
         """Raises ValueError naming what of the batch does not fit, or leaves padding tokens without a sequence."""
+        needed = Capacity.of(batch)
         for field in fields(self):
-            need, have = getattr(Capacity.of(batch), field.name), getattr(self, field.name)
+            need, have = getattr(needed, field.name), getattr(self, field.name)
             if need > have:
                 raise ValueError(f"{field.name}: the step needs {need}, there is room for {have}")
         spare = (self.num_seqs - batch.num_seqs) * self.max_query_len
