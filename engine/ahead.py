@@ -12,14 +12,18 @@ draw is dropped. The row writes one slot of a block that the sequence held when 
 writes to it by launches behind this one. Who writes to it otherwise must not do so under a step: what arrives from another worker
 waits for a mark behind all that was launched when its blocks were given away (`staging.py`, `kvtransfer/session.py`).
 
-Who comes meanwhile waits for the step that is under way, as always, and for one more. No step is launched ahead while somebody
-waits or computes a prompt, nor where a draw needs what the host alone knows: a grammar, penalties, log-probabilities.
+Who comes meanwhile waits for the step that is under way, as always, and for one more. No step is launched ahead while prompts are
+computed in the middle, since the scheduler says how much of them; behind their last tokens one is. Nor while somebody waits whom
+the scheduler has not refused yet. Whom it has, for want of blocks, waits for somebody to leave: until then he is refused again.
+
+What a draw needs of the tokens before it is counted on the device (penalties), and what is told of it besides is worked out there
+(log-probabilities). A grammar is the host's: where one of the sequences has one, no step is ahead.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, cast
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +35,7 @@ from engine.exports import LayerSignal
 from engine.finish import finish_reason
 from engine.memory import effective_max_context
 from engine.runner import Draw, ForwardModel, ModelRunner, TokenSampler
-from engine.sampling import SampledToken, SampleRow
+from engine.sampling import SampledToken, SampleRow, Unseen
 from engine.scheduler import Piece, Plan, Scheduler
 from engine.sequence import Sequence
 from engine.speculation.draft import NOTHING, Verified
@@ -61,7 +65,17 @@ class AheadModel(ForwardModel, Protocol):
 
 
 class AheadSampler(Protocol):
-    def start(self, logits: Tensor, rows: list[SampleRow]) -> Drawing: ...
+    def start(self, logits: Tensor, rows: list[SampleRow], unseen: Unseen | None = None) -> Drawing:
+        """`unseen`: one token of each row beyond its `output`."""
+        ...
+
+
+class _Refused(NamedTuple):
+    """Who waits first, and why the scheduler would not take him now either: nobody left, no block came free."""
+
+    first: Sequence
+    running: frozenset[Sequence]
+    num_free: int
 
 
 @dataclass(frozen=True)
@@ -99,6 +113,7 @@ class StepsAhead:
         self._budget, self._max_context, self._eos_token_ids = max_num_batched_tokens, max_context, eos_token_ids
         self._flight: _Flight | None = None
         self._plan: Plan | None = None  # of the flight
+        self._refused: _Refused | None = None
         self.num_ahead = 0  # steps that were launched before the tokens that they continue were seen
 
     def planned(self) -> Plan | None:
@@ -121,6 +136,7 @@ class StepsAhead:
         if plan is self._plan:
             flight = self._flight
         else:
+            self._refused = self._refusal(plan)
             flight = self._launched(plan) if signal is None else None
         self._flight = self._plan = None
         if flight is None:
@@ -129,38 +145,54 @@ class StepsAhead:
         draws = flight.draws()
         return {piece.sequence: draws[piece.sequence] for piece in plan.pieces}
 
+    def _refusal(self, plan: Plan) -> _Refused | None:
+        """Of a plan of the scheduler's: None unless it tried to take somebody, and had no blocks for him."""
+        if not self._scheduler.waiting or plan.budget <= 0 or plan.preempted:
+            return None
+        return self._circumstances()
+
+    def _circumstances(self) -> _Refused:
+        scheduler = self._scheduler
+        return _Refused(scheduler.waiting[0], frozenset(scheduler.running), self._allocator.pool.num_free)
+
     def _launched(self, plan: Plan) -> _Flight | None:
         """None: not a step that another could follow unseen."""
         pieces = plan.pieces
-        if not all(piece.num_tokens == 1 and piece.reaches_end and not piece.draft and _is_simple(piece) for piece in pieces):
+        if not all(piece.reaches_end and not piece.draft and _is_simple(piece) for piece in pieces):
             return None
         batch = self._runner.batch_of(pieces)
-        if not self._model.is_graph_step(batch, self._kv):
-            return None
         self._runner.copy_blocks(pieces)
         sequences = [piece.sequence for piece in pieces]
         return self._fly(batch, sequences, [len(sequence.output) for sequence in sequences])
 
     def _next(self, flight: _Flight, plan: Plan) -> _Flight | None:
         """The step behind a flight whose tokens nobody has seen, if everybody who could be in it is, and has room."""
-        rows = {sequence: row for row, sequence in enumerate(flight.sequences)}
-        staying = [piece.sequence for piece in plan.pieces if not self._is_last(piece.sequence)]
-        if not staying or self._scheduler.waiting or not set(self._scheduler.running) <= {p.sequence for p in plan.pieces}:
+        staying = [piece for piece in plan.pieces if not self._is_last(piece.sequence)]
+        if not staying or not set(self._scheduler.running) <= {piece.sequence for piece in plan.pieces}:
+            return None
+        if self._scheduler.waiting and not (len(staying) == len(plan.pieces) and self._would_refuse()):
             return None
         pieces = self._extended(staying)
         if pieces is None:
             return None
-        batch = self._batch(staying, rows)
+        rows = {sequence: row for row, sequence in enumerate(flight.sequences)}
+        batch = self._batch(pieces, rows)
         if not self._model.is_graph_step(batch, self._kv):
             return None
         self._runner.copy_blocks(pieces)
         self.num_ahead += 1
-        return self._fly(batch, staying, [len(sequence.output) + 1 for sequence in staying])
+        sequences = [piece.sequence for piece in pieces]
+        unseen = Unseen(flight.drawing.tokens, [rows[sequence] for sequence in sequences])
+        return self._fly(batch, sequences, [len(sequence.output) + 1 for sequence in sequences], unseen)
 
-    def _fly(self, batch: StepBatch, sequences: list[Sequence], indices: list[int]) -> _Flight:
+    def _would_refuse(self) -> bool:
+        now, refused = self._circumstances(), self._refused
+        return refused is not None and now[:2] == refused[:2] and now.num_free <= refused.num_free
+
+    def _fly(self, batch: StepBatch, sequences: list[Sequence], indices: list[int], unseen: Unseen | None = None) -> _Flight:
         logits = self._model.forward(batch, self._kv)
         rows = [self._sample_row(sequence, index) for sequence, index in zip(sequences, indices, strict=True)]
-        drawing = self._sampler.start(logits, rows)
+        drawing = self._sampler.start(logits, rows, unseen)
         self._model.keep_drawn(drawing.tokens)
         return _Flight(sequences, drawing)
 
@@ -177,17 +209,17 @@ class StepsAhead:
         )
         return reason is not None
 
-    def _extended(self, sequences: list[Sequence]) -> list[Piece] | None:
-        """Blocks for one token behind the one that is computed now, so that nobody lacks one for it; None: there is no room."""
-        num_missing = sum(self._allocator.num_missing(sequence, 2) for sequence in sequences)
-        if num_missing + len(sequences) > self._allocator.pool.num_free:
+    def _extended(self, pieces: list[Piece]) -> list[Piece] | None:
+        """Blocks for one token behind those that are computed now, so that nobody lacks one for it; None: there is no room."""
+        num_missing = sum(self._allocator.num_missing(piece.sequence, piece.num_tokens + 1) for piece in pieces)
+        if num_missing + len(pieces) > self._allocator.pool.num_free:
             return None
-        return [Piece(sequence, 1, self._allocator.extend(sequence, 2)) for sequence in sequences]
+        return [replace(piece, copies=self._allocator.extend(piece.sequence, piece.num_tokens + 1)) for piece in pieces]
 
-    def _batch(self, sequences: list[Sequence], rows: dict[Sequence, int]) -> StepBatch:
-        """Each sequence's token behind the one that is computed now, which row `rows[sequence]` draws."""
-        block_size = self._kv.shape[3]
-        positions = [sequence.num_computed + 1 for sequence in sequences]
+    def _batch(self, pieces: list[Piece], rows: dict[Sequence, int]) -> StepBatch:
+        """Each sequence's token behind those of its piece, which row `rows[sequence]` draws."""
+        block_size, sequences = self._kv.shape[3], [piece.sequence for piece in pieces]
+        positions = [piece.sequence.num_computed + piece.num_tokens for piece in pieces]
         tables = [s.block_ids[: p // block_size + 1] for s, p in zip(sequences, positions, strict=True)]
         slots = [table[-1] * block_size + p % block_size for table, p in zip(tables, positions, strict=True)]
         return StepBatch(
@@ -207,21 +239,21 @@ class StepsAhead:
             choice=sequence.choices[0],
             index=index,
             prompt=request.prompt,
-            output=sequence.output,  # no draw of a simple piece looks at it
+            output=sequence.output,  # as far as it is known; the rest is `Unseen`
             eos_token_ids=self._eos_token_ids,
         )
 
 
 def _is_simple(piece: Piece) -> bool:
-    """Whether the next token asks nothing of the host: no history, no grammar, nobody who reads the blocks."""
+    """Whether the next token asks nothing of the host: no grammar, nobody who reads the blocks, one choice."""
     sequence, request = piece.sequence, piece.sequence.group.request
-    params = request.sampling
-    is_free = params.repetition_penalty == 1.0 and not (params.presence_penalty or params.frequency_penalty)
-    return is_free and params.logprobs is None and request.grammar is None and not request.prefill_only and _is_one(sequence)
+    return len(sequence.choices) == 1 and request.grammar is None and not request.prefill_only and _is_penalized_alike(sequence)
 
 
-def _is_one(sequence: Sequence) -> bool:
-    return len(sequence.choices) == 1 and bool(sequence.output)
+def _is_penalized_alike(sequence: Sequence) -> bool:
+    """Two of the penalties begin with the second token: not before the first is known."""
+    params = sequence.group.request.sampling
+    return bool(sequence.output) or not (params.presence_penalty or params.frequency_penalty)
 
 
 def steps_ahead(

@@ -79,6 +79,7 @@ class Engine:
         self.eos_token_ids = frozenset(loaded.config.eos_token_ids)
         self._parallel = loaded.model if isinstance(loaded.model, ParallelModel) else None
         self.kv = _open_pool(config, loaded)
+        loaded.prepare(self.kv.tensor)  # before steps are timed for the speculator
         self.cost = cost_of(loaded, self.kv.shape)
         self.sampler = sampler = loaded.sampler()
         self._pool = BlockPool(self.kv.shape.num_blocks)
@@ -98,7 +99,6 @@ class Engine:
             arrangement=self.kv_arrangement,
             others=None if self._parallel is None or self._parallel.shares_pool else self._parallel,
         )
-        loaded.prepare(self.kv.tensor)
         self.pacer = Pacer(is_on=config.keep_pace)
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer)
         # Guesses are made from tokens that the host has seen: with a proposer no step is ahead of them.
@@ -306,5 +306,6 @@ def _open_pool(config: EngineConfig, loaded: LoadedModel) -> KVPool:
     """With all heads; where each rank of tensor parallelism has a device, only with this one's."""
     model, free = loaded.model, free_memory(config.device)
     if not isinstance(model, ParallelModel):
-        return KVPool(kv_shape(config, loaded.config, loaded.kv_dtype, free), config.device, shared=config.kv_shared)
+        shape = kv_shape(config, loaded.config, loaded.kv_dtype, free, loaded.step_bytes(config))
+        return KVPool(shape, config.device, shared=config.kv_shared)
     return model.open_pool(kv_shape(config, loaded.config if model.shares_pool else model.config, loaded.kv_dtype, free))

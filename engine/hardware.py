@@ -14,7 +14,6 @@ from engine.kernels.cpu import limits
 from engine.kernels.cpu.model import NativeModel
 from engine.kernels.cpu.threads import default_threads
 from engine.kv_cache import KVShape
-from engine.model_config import ModelConfig
 from engine.weights.loader import LoadedModel
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class MachineLimits:
 def cost_of(loaded: LoadedModel, kv: KVShape) -> ModelCost:
     """From shapes and formats alone."""
     config, model = loaded.config, loaded.model
-    num_weights, num_head_weights = _layer_weights(config) * config.num_layers, config.vocab_size * config.hidden_size
+    num_weights, num_head_weights = config.layer_weights * config.num_layers, config.vocab_size * config.hidden_size
     numbers = str(loaded.dtype).removeprefix("torch.")
     weight_bytes = (num_weights + num_head_weights) * loaded.dtype.itemsize
     backend = "native" if isinstance(model, NativeModel) else getattr(model, "backend", "torch")
@@ -106,8 +105,3 @@ def _timed_s(work: Callable[[], object], device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return max(time.perf_counter() - started, 1e-9)
-
-
-def _layer_weights(config: ModelConfig) -> int:
-    attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    return attention + 3 * config.hidden_size * config.intermediate_size

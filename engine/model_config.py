@@ -83,6 +83,12 @@ class ModelConfig:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def layer_weights(self) -> int:
+        """That each token is multiplied with in a layer."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
 
 def token_ids(value: object) -> frozenset[int]:
     """`eos_token_id` of a config: absent, one id or a list of ids."""

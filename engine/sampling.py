@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +45,14 @@ class SampleRow:
         params = self.params
         neutral = params.repetition_penalty == 1.0 and not (params.presence_penalty or params.frequency_penalty)
         return params.greedy and neutral and not self.forbidden and self.allowed is None
+
+
+class Unseen(NamedTuple):
+    """Tokens that stand before those to be drawn, behind each row's `output`, and are on the device alone: of row r
+    `tokens[places[r]]`."""
+
+    tokens: Tensor  # [R'] int32
+    places: list[int]
 
 
 @dataclass(frozen=True)

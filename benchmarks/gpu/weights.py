@@ -16,6 +16,7 @@ from engine.kernels.triton.decode import DecodeSizes
 from engine.kernels.triton.graphs import make_recorder
 from engine.kernels.triton.linear import make_triton_linear
 from engine.kernels.triton.model import TritonModel
+from engine.kernels.triton.pieces import token_buckets
 from engine.layers import Linear
 from engine.memory import effective_max_context
 from engine.model import DecoderModel
@@ -100,16 +101,25 @@ def make_engine(model: TritonModel | DecoderModel, config: EngineConfig, dtype: 
 
 
 def graph_model(decoder: DecoderModel, config: EngineConfig) -> TritonModel:
-    """The decoder on the kernels, decode steps as graphs."""
+    """The decoder on the kernels, steps as graphs."""
     is_fp8, shape = config.kv_dtype == "fp8", (decoder.config.num_layers, 2)
-    scales = torch.ones(shape, device=decoder.device) if is_fp8 else None
-    return Unprepared(decoder, _sizes(decoder, config), recorder=make_recorder(decoder.device), kv_scales=scales)
+    return Unprepared(
+        decoder,
+        _sizes(decoder, config),
+        token_buckets=_token_buckets(decoder, config),
+        recorder=make_recorder(decoder.device),
+        kv_scales=torch.ones(shape, device=decoder.device) if is_fp8 else None,
+    )
 
 
 def launched_model(decoder: DecoderModel, config: EngineConfig) -> TritonModel:
     """The same buckets, made launch by launch: what graphs are compared with."""
-    return TritonModel(decoder, _sizes(decoder, config), recorder=None)
+    return TritonModel(decoder, _sizes(decoder, config), token_buckets=_token_buckets(decoder, config), recorder=None)
 
 
 def _sizes(decoder: DecoderModel, config: EngineConfig) -> DecodeSizes:
     return DecodeSizes(config.max_num_seqs, effective_max_context(config, decoder.config), config.block_size)
+
+
+def _token_buckets(decoder: DecoderModel, config: EngineConfig) -> tuple[int, ...]:
+    return token_buckets(config.max_num_batched_tokens, decoder.config.layer_weights)

@@ -72,6 +72,11 @@ class LoadedModel:
         """Whether the model is one of engine/ahead.py's."""
         return hasattr(self.model, "keep_drawn")
 
+    def step_bytes(self, config: EngineConfig) -> int:
+        """Memory that steps and their graphs need beside weights and pool, where the model says so; 0: it is not known."""
+        own = getattr(self.model, "step_bytes", None)
+        return own(config) if own is not None else 0
+
     def prepare(self, kv: Tensor) -> None:
         """Before the first request: what its first steps would wait for, such as the recording of graphs on the pool `kv`."""
         own = getattr(self.model, "prepare", None)

@@ -13,6 +13,7 @@ from engine.kernels.triton.decode import DecodeSizes
 from engine.kernels.triton.graphs import make_recorder
 from engine.kernels.triton.linear import make_triton_linear
 from engine.kernels.triton.model import KERNEL_REVISION, TritonModel
+from engine.kernels.triton.pieces import token_buckets
 from engine.layers import Linear
 from engine.model import DecoderModel
 from engine.numerics import Numerics
@@ -60,11 +61,16 @@ _IN_8_BITS: dict[str, Callable[[Tensor], Int8Weight | Fp8Weight]] = {"int8": qua
 def triton_model(
     decoder: DecoderModel, config: EngineConfig, numerics: Numerics, max_context: int, kv_scales: KVScales
 ) -> tuple[TritonModel, str]:
-    """The decoder on the kernels, decode steps as graphs; and its numeric mode. `kv_scales`: for a pool of fp8."""
-    sizes = DecodeSizes(config.max_num_seqs, max_context, config.block_size)
+    """The decoder on the kernels, steps as graphs; and its numeric mode. `kv_scales`: for a pool of fp8."""
     is_fp8 = numerics.kv_dtype == torch.float8_e4m3fn
-    scales = torch.tensor(kv_scales, dtype=torch.float32, device=decoder.device) if is_fp8 else None
-    model = TritonModel(decoder, sizes, recorder=make_recorder(decoder.device), kv_scales=scales)
+    buckets = token_buckets(config.max_num_batched_tokens, decoder.config.layer_weights)
+    model = TritonModel(
+        decoder,
+        DecodeSizes(config.max_num_seqs, max_context, config.block_size),
+        token_buckets=buckets,
+        recorder=make_recorder(decoder.device),
+        kv_scales=torch.tensor(kv_scales, dtype=torch.float32, device=decoder.device) if is_fp8 else None,
+    )
     return model, numerics.name(f"triton{KERNEL_REVISION}-{decoder.layers[0].qkv.kind}-{_processor(config.device)}")
 
 

@@ -36,8 +36,8 @@ def test_all_but_the_first_decode_step_are_launched_unseen() -> None:
     for each in requests:
         engine.add(each)
     check(run_to_end(engine), *requests)
-    # One step for the prompts, one that is launched with known tokens, and the ten behind it; none behind the last.
-    assert (model.num_forwards, model.num_unseen) == (12, 10)
+    # One step for the prompts, and the eleven behind it; none behind the last.
+    assert (model.num_forwards, model.num_unseen) == (12, 11)
     assert engine.stats().num_steps == 12
 
 
@@ -70,7 +70,7 @@ def test_who_is_released_meanwhile_and_who_comes() -> None:
     engine.add(goes)
     for _ in range(4):
         collector.take(engine.step())
-    assert model.num_unseen == 3
+    assert model.num_unseen == 4
     assert engine.release("goes")
     engine.add(comes)
     collector.take(engine.step())  # of the step that was under way
@@ -94,16 +94,71 @@ def test_all_that_ran_are_released_under_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"logprobs": 1}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}]
+    ("changes", "num_unseen"),
+    [
+        ({"logprobs": 2}, 11),
+        ({"repetition_penalty": 1.7}, 11),
+        # These begin behind the first token, which is seen before they do.
+        ({"presence_penalty": 1.5, "temperature": 1.0, "seed": 4}, 10),
+        ({"frequency_penalty": 1.5}, 10),
+    ],
 )
-def test_draws_that_need_the_host_are_not_ahead_of_it(changes: dict[str, object]) -> None:
+def test_what_was_drawn_unseen_counts(changes: dict[str, object], num_unseen: int) -> None:
     engine, model = engine_of()
     requests = [request("a"), request("b", 9, 8, **changes)]
     for each in requests:
         engine.add(each)
-    collector = run_to_end(engine)
-    assert [collector.answer(each.request_id) for each in requests] == [answer(each, 0) for each in requests]
-    assert model.num_unseen == 0
+    check(run_to_end(engine), *requests)
+    assert model.num_unseen == num_unseen
+    assert "logprobs" in changes or answer(requests[1], 0) != answer(request("b", 9, 8), 0)
+
+
+def test_prompts_in_the_middle_are_the_schedulers() -> None:
+    """Behind their last tokens the next step is launched at once."""
+    engine, model = engine_of(max_num_batched_tokens=8)
+    requests = [request("a"), request("b", *range(4, 24))]
+    for each in requests:
+        engine.add(each)
+    collector = Collector()
+    for _ in range(3):
+        assert model.num_unseen == 0
+        collector.take(engine.step())
+    check(run_to_end(engine, collector), *requests)
+    assert model.num_unseen == engine.stats().num_steps - 3 - 1
+
+
+def test_who_waits_for_blocks_keeps_nobody_from_going_ahead() -> None:
+    """He is refused as long as everybody stays, and comes in the step behind the one in which somebody left."""
+    engine, model = engine_of(num_blocks=6)
+    runs, waits = request("runs", max_tokens=9), request("waits", *range(4, 24), max_tokens=3)
+    collector = Collector()
+    engine.add(runs)
+    engine.add(waits)
+    for _ in range(9):
+        assert "waits" not in collector.started
+        collector.take(engine.step())
+    assert model.num_unseen == 8
+    collector.take(engine.step())
+    assert "waits" in collector.started
+    check(run_to_end(engine, collector), runs, waits)
+    assert engine.stats().num_preemptions == 0
+
+
+def test_who_waits_comes_when_blocks_come_free() -> None:
+    """Somebody is released, or ends with a token that nobody saw coming."""
+    engine, model = engine_of(num_blocks=7)
+    stays, goes, waits = request("stays", max_tokens=10), request("goes", *range(4, 10)), request("waits", *range(4, 20))
+    collector = Collector()
+    for each in (stays, goes, waits):
+        engine.add(each)
+    for _ in range(3):
+        collector.take(engine.step())
+    assert (model.num_unseen, "waits" in collector.started) == (3, False)
+    assert engine.release("goes")
+    for _ in range(2):  # the step that was under way, and the scheduler's
+        collector.take(engine.step())
+    assert "waits" in collector.started
+    check(run_to_end(engine, collector), stays, waits)
 
 
 def test_steps_too_wide_for_the_model_are_run_as_ever() -> None:

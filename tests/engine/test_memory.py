@@ -58,6 +58,16 @@ def test_a_pool_larger_than_memory_is_refused() -> None:
         blocks(free=100 * MIB, num_blocks=100_000)
 
 
+def test_what_steps_need_is_left_free() -> None:
+    config = EngineConfig(model="m", kv_memory_share=0.5)
+    assert (
+        kv_shape(config, MODEL, torch.float32, 400 * SEQUENCE * BLOCK // 100, SEQUENCE * BLOCK).num_blocks
+        == 150 * SEQUENCE // 100
+    )
+    with pytest.raises(DoesNotFit, match="has 60 MiB free beside 40 MiB for steps; lower num_blocks"):
+        kv_shape(EngineConfig(model="m", num_blocks=1000), MODEL, torch.float32, 100 * MIB, 40 * MIB)
+
+
 def test_an_int8_token_carries_its_scale() -> None:
     def shape(dtype: torch.dtype) -> KVShape:
         return kv_shape(EngineConfig(model="m", num_blocks=5), MODEL, dtype, 2**40)

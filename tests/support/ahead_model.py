@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.batch import StepBatch
 from engine.exports import LayerSignal
-from engine.sampling import SampledToken, Sampler, SampleRow
+from engine.sampling import SampledToken, Sampler, SampleRow, Unseen
 from tests.support.mock_engine import MockModel
 
 
@@ -28,7 +28,10 @@ class Drawn:
 class AheadSampler(Sampler):
     """Draws at once, as a device does that is never late."""
 
-    def start(self, logits: Tensor, rows: Sequence[SampleRow]) -> Drawn:
+    def start(self, logits: Tensor, rows: Sequence[SampleRow], unseen: Unseen | None = None) -> Drawn:
+        if unseen is not None:
+            before = [int(unseen.tokens[place]) for place in unseen.places]
+            rows = [replace(row, output=[*row.output, token]) for row, token in zip(rows, before, strict=True)]
         return Drawn(self.sample(logits, rows))
 
 

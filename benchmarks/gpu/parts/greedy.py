@@ -1,4 +1,5 @@
-"""Greedy tokens of decode steps as graphs, also of steps launched ahead of their tokens, are those of the same launches."""
+"""Greedy tokens of steps as graphs are those of the same launches: decode steps, also ahead of their tokens, and prompts' chunks
+beside them, as graphs between attentions."""
 
 from __future__ import annotations
 

@@ -21,25 +21,17 @@ heads in bfloat16, 268 MB and 2 MB, so 56 us at 4.8 TB/s. Prefill of n tokens be
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from engine.batch import StepBatch
-from engine.kernels.triton.attention_kernels import merge_kernel, split_kernel, walk_kernel
-from engine.kernels.triton.kv_store import check_kv, store_kv
-from engine.kernels.triton.metadata import MAX_SPLIT_QUERIES, StepMetadata
+from engine.kernels.triton.attention_call import AttentionCall, prepared
+from engine.kernels.triton.kv_store import store_kv
+from engine.kernels.triton.metadata import StepMetadata
 from engine.kernels.triton.splits import SPLITS, Splits
-from engine.kernels.triton.tiles import Tiles, choose_tiles, padded_dim
 from engine.model_config import ModelConfig
-
-TARGET_PROGRAMS = 4096
-"""Programs of a split grid: enough that uneven sequences even out over 132 multiprocessors, few enough that those without work
-(some 0.1 us each, 132 at a time) cost 3 us."""
-MERGE_UNROLL = 8
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -80,117 +72,11 @@ def paged_attention(
     head_dim ** -0.5 by default. `out` and `workspace`: where a graph wants its results. Returns [T, num_heads, head_dim] in
     query's dtype; rows behind the last sequence are not written. Never synchronizes. Raises ValueError naming what does not fit.
     """
-    _check(query, kv, meta, kv_scales, window)
-    head_dim, num_heads = query.shape[2], query.shape[1]
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
-    _check_out(out, query)
-    call = _Call(query, kv, meta, window, scale or head_dim**-0.5, kv_scales, out, splits, _tiles(query, splits, invariant))
-    if meta.num_split_tokens or meta.max_query_len <= MAX_SPLIT_QUERIES:
-        workspace = workspace or Workspace.of(meta, num_heads, head_dim, splits)
-        _check_workspace(workspace, meta, query)
-        call.split(workspace)
-    if meta.max_query_len > MAX_SPLIT_QUERIES:
-        call.walk()
+    workspace = workspace or Workspace.of(meta, query.shape[1], query.shape[2], splits)
+    call = prepared(query, kv, meta, window, scale, kv_scales, out, workspace, splits, invariant)
+    call.run(kv[0], kv[1], kv_scales)
     return out
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What both kernels are given."""
-
-    query: Tensor
-    kv: Tensor
-    meta: StepMetadata
-    window: int | None
-    scale: float
-    kv_scales: Tensor | None
-    out: Tensor
-    splits: Splits
-    tiles: Tiles
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.kv.shape[3]
-
-    @property
-    def group(self) -> int:
-        return self.query.shape[1] // self.num_kv_heads
-
-    def split(self, workspace: Workspace) -> None:
-        meta, tiles, num_parts = self.meta, self.tiles, workspace.acc.shape[2]
-        max_queries = min(meta.max_query_len, MAX_SPLIT_QUERIES)
-        num_tiles = -(-max_queries * self.group // tiles.split_rows)
-        rows = meta.num_seqs * num_tiles
-        programs = max(1, min(num_parts, TARGET_PROGRAMS // max(1, rows * self.num_kv_heads)))
-        if not rows:
-            return
-        split_kernel[(rows, self.num_kv_heads, programs)](
-            self.query, self.kv[0], self.kv[1], self._scales, self.out, workspace.acc, workspace.stats,
-            meta.query_starts, meta.split_starts, *self._contexts, *self._strides,
-            self.query.shape[1], num_parts, self.window or 0, self._scale2, num_tiles, programs,
-            BLOCK_M=tiles.split_rows, BLOCK_N=tiles.keys, **self._switches,
-            num_warps=tiles.split_warps, num_stages=tiles.split_stages,
-        )  # fmt: skip
-        if num_parts > 1:
-            self._merge(workspace, max_queries, num_parts)
-
-    def _merge(self, workspace: Workspace, max_queries: int, num_parts: int) -> None:
-        meta, num_heads = self.meta, self.query.shape[1]
-        switches = {name: self._switches[name] for name in _MERGE_SWITCHES}
-        merge_kernel[(meta.num_seqs * max_queries, num_heads)](
-            workspace.acc, workspace.stats, self._scales, self.out, meta.query_starts, meta.split_starts, meta.context_lens,
-            self.out.stride(0), self.out.stride(1), num_heads, num_parts, self.window or 0, max_queries,
-            UNROLL=MERGE_UNROLL, **switches, num_warps=1,
-        )  # fmt: skip
-
-    def walk(self) -> None:
-        meta, tiles = self.meta, self.tiles
-        programs = meta.num_tokens * self.group // tiles.walk_rows + meta.num_seqs
-        walk_kernel[(programs, self.num_kv_heads)](
-            self.query, self.kv[0], self.kv[1], self._scales, self.out, meta.query_starts, *self._contexts, *self._strides,
-            meta.num_seqs, self.window or 0, self._scale2, BLOCK_M=tiles.walk_rows, BLOCK_N=tiles.keys, **self._switches,
-            num_warps=tiles.walk_warps, num_stages=tiles.walk_stages,
-        )  # fmt: skip
-
-    @property
-    def _scales(self) -> Tensor:
-        """A pointer is wanted even where nothing is read by it."""
-        return self.query if self.kv_scales is None else self.kv_scales
-
-    @property
-    def _scale2(self) -> float:
-        """Scores are powers of 2, not of e: that is the exponential that the hardware has."""
-        return self.scale * math.log2(math.e)
-
-    @property
-    def _contexts(self) -> tuple[Tensor, ...]:
-        meta = self.meta
-        return meta.context_lens, meta.block_tables, meta.tail_firsts, meta.tail_slots
-
-    @property
-    def _strides(self) -> tuple[int, ...]:
-        meta, query, out, kv = self.meta, self.query, self.out, self.kv
-        own = (query.stride(0), query.stride(1), out.stride(0), out.stride(1))
-        return (*own, kv.stride(2), kv.stride(3), meta.block_tables.stride(0), meta.tail_slots.stride(0))
-
-    @property
-    def _switches(self) -> dict[str, int | bool]:
-        head_dim = self.query.shape[2]
-        return {
-            "MAX_QUERIES": MAX_SPLIT_QUERIES,
-            "MIN_KEYS": self.splits.min_keys,
-            "MOST": self.splits.most,
-            "GROUP": self.group,
-            "BLOCK_SIZE": self.kv.shape[2],
-            "DIM": head_dim,
-            "DIM_PAD": padded_dim(head_dim),
-            "HAS_WINDOW": self.window is not None,
-            "HAS_TAILS": self.meta.tail_slots.shape[1] > 0,
-            "HAS_SCALES": self.kv_scales is not None,
-        }
-
-
-_MERGE_SWITCHES = ("MAX_QUERIES", "MIN_KEYS", "MOST", "DIM", "DIM_PAD", "HAS_WINDOW", "HAS_SCALES")
 
 
 class TritonAttention:
@@ -226,6 +112,7 @@ class TritonPlan:
     backend: TritonAttention
     meta: StepMetadata
     workspace: Workspace
+    calls: dict[int | None, AttentionCall] = field(default_factory=dict)  # by window: the last ones
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kv: Tensor) -> Tensor:
         """See `AttentionPlan.run`."""
@@ -233,53 +120,18 @@ class TritonPlan:
         return self.attend(layer, query, kv)
 
     def attend(self, layer: int, query: Tensor, kv: Tensor, out: Tensor | None = None) -> Tensor:
-        """Where keys and values have been written, as by kv_store.py."""
-        backend = self.backend
-        return paged_attention(
-            query,
-            kv[layer],
-            self.meta,
-            window=backend.config.windows[layer],
-            kv_scales=self._scales(layer),
-            out=out,
-            workspace=self.workspace,
-            splits=backend.splits,
-            invariant=backend.invariant,
-        )
+        """Where keys and values have been written, as by kv_store.py. Layers that share query and out are cheaper."""
+        backend, scales = self.backend, self._scales(layer)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
+        window, of_layer = backend.config.windows[layer], kv[layer]
+        call = self.calls.get(window)
+        if call is None or call.query is not query or call.out is not out:
+            call = prepared(
+                query, of_layer, self.meta, window, None, scales, out, self.workspace, backend.splits, backend.invariant
+            )
+            self.calls[window] = call
+        call.run(of_layer[0], of_layer[1], scales)
+        return out
 
     def _scales(self, layer: int) -> Tensor | None:
         return None if self.backend.kv_scales is None else self.backend.kv_scales[layer]
-
-
-def _tiles(query: Tensor, splits: Splits, invariant: bool) -> Tiles:
-    tiles = choose_tiles(query.shape[2], query.dtype.itemsize)
-    tiles = replace(tiles, keys=min(tiles.keys, splits.min_keys))
-    if not invariant:
-        return tiles
-    return replace(tiles, walk_rows=tiles.split_rows, walk_warps=tiles.split_warps, walk_stages=tiles.split_stages)
-
-
-def _check(query: Tensor, kv: Tensor, meta: StepMetadata, kv_scales: Tensor | None, window: int | None) -> None:
-    if query.dim() != 3 or query.stride(2) != 1 or query.dtype not in _DTYPES:
-        raise ValueError(f"query: {query.dtype} {tuple(query.shape)}, expected [tokens, heads, head_dim] of 16 or 32 bits")
-    if query.shape[0] < meta.num_tokens:
-        raise ValueError(f"query: {query.shape[0]} rows for {meta.num_tokens} tokens")
-    if window is not None and window < 1:
-        raise ValueError(f"window: {window} is not a number of keys")
-    check_kv(kv, query.shape[2], query.dtype, kv_scales)
-    if query.shape[1] % kv.shape[3]:
-        raise ValueError(f"query: {query.shape[1]} heads are not a multiple of {kv.shape[3]} key/value heads")
-    padded_dim(query.shape[2])
-
-
-def _check_out(out: Tensor, query: Tensor) -> None:
-    if out.shape != query.shape or out.dtype != query.dtype or out.stride(2) != 1:
-        raise ValueError(f"out: {out.dtype} {tuple(out.shape)}, expected {query.dtype} {tuple(query.shape)}")
-
-
-def _check_workspace(workspace: Workspace, meta: StepMetadata, query: Tensor) -> None:
-    rows, heads, _, dim = workspace.acc.shape
-    if rows < meta.num_split_tokens or (heads, dim) != query.shape[1:] or workspace.stats.shape != (*workspace.acc.shape[:3], 2):
-        raise ValueError(
-            f"workspace: {tuple(workspace.acc.shape)} for {meta.num_split_tokens} split queries of {tuple(query.shape[1:])}"
-        )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.batch import StepBatch
 from engine.kernels.triton.decode_buffers import DecodeBuffers
-from engine.kernels.triton.graphs import Recorder, Recording
+from engine.kernels.triton.graphs import Recorder, Recording, is_same_memory
 from engine.kernels.triton.step import StepOutput, TritonStep
 from engine.layers import ROW_MULTIPLE
 
@@ -56,9 +56,8 @@ class DecodeGraphs:
         return self._buckets
 
     def is_of(self, kv: Tensor) -> bool:
-        """Recordings hold the address of a pool."""
-        own = self._kv
-        return (own.data_ptr(), own.shape, own.dtype, own.stride()) == (kv.data_ptr(), kv.shape, kv.dtype, kv.stride())
+        """Whether this is the pool that they are recorded on."""
+        return is_same_memory(self._kv, kv)
 
     def run(self, batch: StepBatch) -> StepOutput:
         """One decode step (`DecodeBuffers.why_not` says None). Outputs [batch.num_seqs, ...] hold until the next step."""
@@ -80,7 +79,7 @@ class DecodeGraphs:
             recording.replay()
         else:
             recording = self._recordings[num_rows] = self._recorder.record(lambda: self._work(num_rows))
-        return recording.output
+        return StepOutput(*recording.output)
 
     def _work(self, num_rows: int) -> StepOutput:
         self.buffers.unpack(num_rows)

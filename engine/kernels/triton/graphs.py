@@ -10,20 +10,20 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
-from engine.kernels.triton.step import StepOutput
-
-Work = Callable[[], StepOutput]
+Work = Callable[[], tuple[Tensor, ...]]
 
 
 class Recording(NamedTuple):
-    output: StepOutput
+    output: tuple[Tensor, ...]
     replay: Callable[[], None]
 
 
 class Recorder(Protocol):
     def record(self, work: Work) -> Recording:
-        """Runs the work and keeps it; `output` holds its results. Further runs of it come in the same stream."""
+        """Runs the work, perhaps more than once, and keeps it; `output` holds its results. Further runs of it come in the same
+        stream."""
         ...
 
 
@@ -32,10 +32,11 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(self, work: Work) -> Recording:
         """The first run compiles kernels and lets libraries make their plans, none of which a capture may hold."""
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side = self._side
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             work()
@@ -63,3 +64,8 @@ class Repeats:
 
 def make_recorder(device: torch.device) -> Recorder:
     return CudaGraphs() if device.type == "cuda" else Repeats()
+
+
+def is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Recordings hold the address of a pool."""
+    return (one.data_ptr(), one.shape, one.dtype, one.stride()) == (other.data_ptr(), other.shape, other.dtype, other.stride())

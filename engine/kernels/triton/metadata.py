@@ -55,8 +55,9 @@ class Capacity:
 
     def check(self, batch: StepBatch) -> None:
         """Raises ValueError naming what of the batch does not fit, or leaves padding tokens without a sequence."""
+        needed = Capacity.of(batch)
         for field in fields(self):
-            need, have = getattr(Capacity.of(batch), field.name), getattr(self, field.name)
+            need, have = getattr(needed, field.name), getattr(self, field.name)
             if need > have:
                 raise ValueError(f"{field.name}: the step needs {need}, there is room for {have}")
         spare = (self.num_seqs - batch.num_seqs) * self.max_query_len
@@ -110,6 +111,20 @@ class StepMetadata:
     @property
     def num_tokens(self) -> int:
         return self.token_ids.shape[0]
+
+    @property
+    def splits_any(self) -> bool:
+        """Whether the kernel that splits keys has anything to do, if only padding."""
+        return bool(self.num_split_tokens) or self.max_query_len <= MAX_SPLIT_QUERIES
+
+    @property
+    def walks_any(self) -> bool:
+        return self.max_query_len > MAX_SPLIT_QUERIES
+
+    @property
+    def of_tokens(self) -> Tensor:
+        """Token ids, positions and slots in one piece, [3 T], where T is a multiple of 4 and the buffer one that `over` takes."""
+        return self.buffer[: 3 * self.num_tokens]
 
 
 def pack(batch: StepBatch, capacity: Capacity) -> Tensor:

@@ -1,27 +1,37 @@
-"""A decoder on the Triton kernels: prompts' chunks launch by launch, decode steps as graphs where a recorder is given."""
+"""A decoder on the Triton kernels. Where a recorder is given, decode steps are graphs, and what others do between attentions."""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from engine.batch import StepBatch
+from engine.config import EngineConfig
 from engine.exports import LayerSignal
 from engine.kernels.triton.attention import TritonAttention
 from engine.kernels.triton.decode import DecodeGraphs, DecodeSizes
 from engine.kernels.triton.graphs import Recorder
+from engine.kernels.triton.linear_words import WordLinear
 from engine.kernels.triton.metadata import Capacity, StepMetadata
+from engine.kernels.triton.pieces import PieceGraphs
 from engine.kernels.triton.sampling import DeviceSampler
 from engine.kernels.triton.splits import SPLITS, Splits
 from engine.kernels.triton.step import StepOutput, TritonStep
+from engine.kernels.triton.step_memory import StepMemory, bounds_of
 from engine.kernels.triton.weight_words import WeightWords
 from engine.layers import ROW_MULTIPLE, Linear
+from engine.memory import MIB, effective_max_context, free_memory
 from engine.model import DecoderModel
 
 # Part of the numeric mode: to be raised with every change of the kernels that changes bits of a logit.
 KERNEL_REVISION = 1
+
+logger = logging.getLogger(__name__)
 
 
 class TritonModel:
@@ -34,15 +44,18 @@ class TritonModel:
         decoder: DecoderModel,
         sizes: DecodeSizes | None = None,
         *,
+        token_buckets: Sequence[int] = (),
         recorder: Recorder | None = None,
         splits: Splits = SPLITS,
         kv_scales: Tensor | None = None,
     ) -> None:
-        """`sizes`: of decode steps, which then go in buckets, recorded where there is a recorder. None: each step is as wide as
-        its batch. `splits` of attention: part of the numeric mode. `kv_scales` [num_layers, 2] float32 where the pool is fp8."""
-        self.config, self.decoder, self.sizes = decoder.config, decoder, sizes
+        """`sizes`: of decode steps, which then go in buckets, recorded where there is a recorder; `token_buckets` (pieces.py): of
+        other steps, likewise. None, and no buckets: each step is as wide as its batch. `splits` of attention: part of the numeric
+        mode. `kv_scales` [num_layers, 2] float32 where the pool is fp8."""
+        self.config, self.decoder, self.sizes, self.token_buckets = decoder.config, decoder, sizes, tuple(token_buckets)
         self.splits, self.recorder, self.kv_scales = splits, recorder, kv_scales
         self._graphs: DecodeGraphs | None = None
+        self._pieces: PieceGraphs | None = None
         attention = TritonAttention(decoder.config, str(decoder.device), kv_scales=kv_scales, splits=splits)
         self._step = TritonStep(decoder, attention)
 
@@ -56,9 +69,14 @@ class TritonModel:
 
     def first_layers(self, num_layers: int) -> TritonModel:
         """See DecoderModel.first_layers."""
-        scales = None if self.kv_scales is None else self.kv_scales[:num_layers]
-        first = self.decoder.first_layers(num_layers)
-        return TritonModel(first, self.sizes, recorder=self.recorder, splits=self.splits, kv_scales=scales)
+        return TritonModel(
+            self.decoder.first_layers(num_layers),
+            self.sizes,
+            token_buckets=self.token_buckets,
+            recorder=self.recorder,
+            splits=self.splits,
+            kv_scales=None if self.kv_scales is None else self.kv_scales[:num_layers],
+        )
 
     def sampler(self) -> DeviceSampler:
         """One that draws where the logits are."""
@@ -71,13 +89,29 @@ class TritonModel:
         maps = [self.decoder.head, *(m for layer in layers for m in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down))]
         return sum(map(_num_bytes, maps))
 
+    def step_bytes(self, config: EngineConfig) -> int:
+        """Of the device's memory, beside weights and pool: see step_memory.py."""
+        memory = StepMemory(
+            self.config,
+            itemsize=self.decoder.dtype.itemsize,
+            is_expanded=isinstance(self.decoder.head, WordLinear),
+            splits=self.splits,
+            row_buckets=self.sizes.buckets if self.sizes is not None else (),
+            token_buckets=self.token_buckets,
+        )
+        return memory.num_bytes(bounds_of(config, effective_max_context(config, self.config)))
+
     @torch.inference_mode()
     def prepare(self, kv: Tensor) -> None:
-        """Records the decode steps of all buckets on this pool ahead of the first request: seconds on a GPU. Without it each is
+        """Records the steps of all buckets on this pool ahead of the first request: seconds on a GPU. Without it each is
         recorded when it is first needed."""
-        graphs = self._graphs_of(kv)
-        if graphs is not None and self.recorder is not None:
-            graphs.prepare()
+        if self.recorder is None:
+            return
+        started_s, free = time.monotonic(), free_memory(kv.device.type)
+        for graphs in (self._graphs_of(kv), self._pieces_of(kv)):
+            if graphs is not None:
+                graphs.prepare()
+        logger.info("graphs took %.1f s and %.0f MiB", time.monotonic() - started_s, (free - free_memory(kv.device.type)) / MIB)
 
     def is_graph_step(self, batch: StepBatch, kv: Tensor) -> bool:
         """See engine/ahead.py: whether `forward` takes tokens of this batch that `keep_drawn` was given."""
@@ -97,7 +131,7 @@ class TritonModel:
         if graphs is not None and graphs.buffers.why_not(batch) is None:
             output = graphs.run(batch)
         else:
-            output = self._eager(batch, kv, signal)
+            output = self._other(batch, kv, signal)
         if hidden is not None:
             hidden.copy_(output.states)
         return output.logits
@@ -110,10 +144,21 @@ class TritonModel:
             self._graphs = DecodeGraphs(self._step, kv, self.sizes, self.recorder)
         return self._graphs
 
-    def _eager(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None) -> StepOutput:
+    def _pieces_of(self, kv: Tensor) -> PieceGraphs | None:
+        """Likewise; blocks may have any size."""
+        if not self.token_buckets:
+            return None
+        if self._pieces is None or not self._pieces.is_of(kv):
+            self._pieces = PieceGraphs(self._step, kv, self.token_buckets, self.recorder)
+        return self._pieces
+
+    def _other(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None) -> StepOutput:
+        """A step that is none of the decode graphs'."""
+        pieces = self._pieces_of(kv)
+        bucket = None if pieces is None else pieces.bucket_of(batch.num_tokens)
+        meta = StepMetadata.of(batch, self.device, padded(Capacity.of(batch), bucket))
+        output = self._step.run(meta, kv, signal) if pieces is None or bucket is None else pieces.run(meta, signal)
         num_rows = len(batch.logits_rows)
-        meta = StepMetadata.of(batch, self.device, padded(Capacity.of(batch)))
-        output = self._step.run(meta, kv, signal)
         return StepOutput(output.logits[:num_rows], output.states[:num_rows])
 
 
@@ -122,12 +167,14 @@ def _num_bytes(linear: Linear) -> int:
     return int(weight.num_bytes if isinstance(weight, WeightWords) else weight.nbytes) if weight is not None else 0
 
 
-def padded(capacity: Capacity) -> Capacity:
-    """With tokens and rows of logits in multiples of 4, as products want them, and sequences for the tokens of padding."""
-    num_padding = -capacity.num_tokens % ROW_MULTIPLE
+def padded(capacity: Capacity, num_tokens: int | None = None) -> Capacity:
+    """With tokens (or `num_tokens` of them) and rows of logits in multiples of 4, as products want them, and sequences for the
+    tokens of padding."""
+    whole = num_tokens or capacity.num_tokens + -capacity.num_tokens % ROW_MULTIPLE
+    num_padding = whole - capacity.num_tokens
     return replace(
         capacity,
-        num_tokens=capacity.num_tokens + num_padding,
+        num_tokens=whole,
         num_seqs=capacity.num_seqs + -(-num_padding // max(1, capacity.max_query_len)),
         num_logits=capacity.num_logits + -capacity.num_logits % ROW_MULTIPLE,
     )

@@ -23,10 +23,10 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.kernels.triton.sampling_batch import SamplingBatch, to_device
+from engine.kernels.triton.sampling_batch import COUNT_ROW, SamplingBatch, count_drawn, to_device
 from engine.kernels.triton.sampling_kernels import adjust_kernel, limits_kernel, pick_kernel, scores_kernel
 from engine.outputs import TokenLogprobs
-from engine.sampling import SampledToken, SampleRow
+from engine.sampling import SampledToken, SampleRow, Unseen
 
 _CHUNK = 4096
 
@@ -93,16 +93,16 @@ def draw(
 
 
 class DeviceDrawing:
-    """Tokens that are drawn by launches already queued, on their way to the host. Without log-probabilities."""
+    """What was drawn by launches already queued, on its way to the host."""
 
-    def __init__(self, tokens: Tensor) -> None:
-        """tokens [R] int32, on the device."""
-        self.tokens = tokens
+    def __init__(self, tokens: Tensor, told: Tensor | None = None, counts: Sequence[int | None] = ()) -> None:
+        """tokens [R] int32, on the device; `told`: what `_told` packs of rows that asked for log-probabilities."""
+        self.tokens, self._counts = tokens, counts
         self._event: torch.cuda.Event | None = None
-        self._host = tokens
-        if tokens.is_cuda:
-            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._host.copy_(tokens, non_blocking=True)
+        self._host = source = tokens if told is None else told
+        if source.is_cuda:
+            self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._host.copy_(source, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
@@ -110,6 +110,8 @@ class DeviceDrawing:
         """Waits for these draws, not for what was queued behind them."""
         if self._event is not None:
             self._event.synchronize()
+        if self._counts:
+            return _unpacked(self._host, self._counts)
         return [SampledToken(token, None) for token in self._host.tolist()]
 
 
@@ -124,22 +126,20 @@ class DeviceSampler:
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """logits [R, V] float32, one SampleRow for each -> R tokens. The logits are not changed. Greedy ties: the lowest id."""
-        if not rows:
-            return []
-        tokens = self._drawn(logits, rows)
-        counts = [row.params.logprobs for row in rows]
-        if all(count is None for count in counts):
-            return [SampledToken(token, None) for token in tokens.tolist()]
-        return _with_logprobs(logits, tokens, counts)
+        return self.start(logits, rows).finish() if rows else []
 
     @torch.inference_mode()
-    def start(self, logits: Tensor, rows: Sequence[SampleRow]) -> DeviceDrawing:
-        """As `sample`, without waiting. No row asks for log-probabilities, there is one at least. The logits may change after."""
-        return DeviceDrawing(self._drawn(logits, rows))
-
-    def _drawn(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    def start(self, logits: Tensor, rows: Sequence[SampleRow], unseen: Unseen | None = None) -> DeviceDrawing:
+        """As `sample`, without waiting; of one row at least. The logits may change after. `unseen`: one token more of each."""
         batch = SamplingBatch.of(rows, logits.shape[1], logits.device)
-        return draw(logits, batch, self._room(len(rows), logits), chunk=self._chunk)
+        if unseen is not None and batch.is_counted:
+            before = unseen.tokens.index_select(0, to_device(np.array(unseen.places, np.int64), logits.device))
+            count_drawn(batch.counts, batch.places[COUNT_ROW], before)
+        tokens = draw(logits, batch, self._room(len(rows), logits), chunk=self._chunk)
+        counts = [row.params.logprobs for row in rows]
+        if all(count is None for count in counts):
+            return DeviceDrawing(tokens)
+        return DeviceDrawing(tokens, _told(logits, tokens, counts), counts)
 
     def _room(self, num_rows: int, logits: Tensor) -> SamplingScratch:
         room = self._scratch
@@ -150,18 +150,28 @@ class DeviceSampler:
         return room
 
 
-def _with_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int | None]) -> list[SampledToken]:
-    """tokens [R], and from the raw logits [R, V] log-probabilities of the rows that asked for `count` likeliest tokens beside."""
-    asked = [place for place, count in enumerate(counts) if count is not None]
-    most = min(max(count for count in counts if count is not None), logits.shape[1])
-    packed = torch.cat((tokens, _likeliest(logits, tokens, to_device(np.array(asked, np.int64), logits.device), most).flatten()))
-    host = packed.cpu()  # the one point where the host waits for the device
-    ids = host[: len(counts)].tolist()
-    listed = {
-        place: _listed(line, ids[place], min(counts[place] or 0, most))
-        for place, line in zip(asked, host[len(counts) :].view(len(asked), -1), strict=True)
-    }
+def _told(logits: Tensor, tokens: Tensor, counts: Sequence[int | None]) -> Tensor:
+    """int32, on the device: tokens [R], then of the raw logits [R, V] a line of `_likeliest` for each row that asked for `count`
+    likeliest tokens beside."""
+    asked, most = _asked(counts), min(_most(counts), logits.shape[1])
+    return torch.cat((tokens, _likeliest(logits, tokens, to_device(np.array(asked, np.int64), logits.device), most).flatten()))
+
+
+def _unpacked(host: Tensor, counts: Sequence[int | None]) -> list[SampledToken]:
+    """From what `_told` packed for these counts."""
+    asked, ids = _asked(counts), host[: len(counts)].tolist()
+    lines = host[len(counts) :].view(len(asked), -1)
+    most = (lines.shape[1] - 1) // 2
+    listed = {place: _listed(line, ids[place], min(counts[place] or 0, most)) for place, line in zip(asked, lines, strict=True)}
     return [SampledToken(token, listed.get(place)) for place, token in enumerate(ids)]
+
+
+def _asked(counts: Sequence[int | None]) -> list[int]:
+    return [place for place, count in enumerate(counts) if count is not None]
+
+
+def _most(counts: Sequence[int | None]) -> int:
+    return max(count for count in counts if count is not None)
 
 
 def _likeliest(logits: Tensor, tokens: Tensor, asked: Tensor, most: int) -> Tensor:

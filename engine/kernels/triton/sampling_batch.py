@@ -18,6 +18,7 @@ from engine.sampling import SampleRow
 
 IN_PROMPT = 1 << 30  # bit of a count: the token stands in the prompt; below it: how often in the output
 NOWHERE = -1
+COUNT_ROW = 3  # of a batch's `places`
 _FLOATS = ("temperature", "top_p", "floor", "min_p", "repetition", "presence", "frequency")
 
 
@@ -31,6 +32,7 @@ class SamplingBatch:
     forbidden: Tensor  # [R, F] int32, -1 where there is none; F a power of two
     counts: Tensor  # [C, V] int32: see IN_PROMPT
     masks: Tensor  # [G, ceil(V / 32)] int32: token t is allowed if bit t % 32 of word t // 32 is set
+    is_counted: bool  # whether any row has counts
     is_random: bool  # whether any row's temperature may be above 0: else half of the kernels are not launched
 
     @property
@@ -71,6 +73,7 @@ class SamplingBatch:
             forbidden=to_device(_forbidden(rows), device),
             counts=counts_of([(row.prompt, row.output) for row in counted], vocab_size, device),
             masks=to_device(_masks(masked, vocab_size), device),
+            is_counted=bool(counted),
             is_random=any(not row.params.greedy for row in rows),
         )
 

@@ -6,14 +6,17 @@
 Nine launches a layer (eleven where keys are split). Nothing here asks the device anything or depends on a number that lies there,
 so the same launches serve every batch of a capacity. Roundings are those of engine/model.py; where a kernel's sums have another
 order, its file says by how much they differ.
+
+Between two attentions nothing depends on sequences, only on tokens: `piece` and `end` are what stands there, which pieces.py
+records. They hand on by tensors that the caller holds (`Rows`), so that what is recorded finds them again.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.exports import LayerSignal
@@ -30,6 +33,34 @@ class StepOutput(NamedTuple):
     states: Tensor  # [R, hidden_size] of the model's dtype, before the final norm
 
 
+@dataclass(frozen=True)
+class Rows:
+    """A step's tokens, and what goes from piece to piece and through attention. T is a multiple of 4 (engine.layers.Linear)."""
+
+    token_ids: Tensor  # [T] int32
+    positions: Tensor  # [T] int32
+    slots: Tensor  # [T] int32
+    states: Tensor  # [T, hidden_size]: the residual stream
+    query: Tensor  # [T, num_heads, head_dim]
+    attended: Tensor  # [T, num_heads, head_dim]
+
+    @classmethod
+    def of(cls, token_ids: Tensor, positions: Tensor, slots: Tensor, decoder: DecoderModel) -> Rows:
+        """With room of their own for what is computed."""
+        config, num_tokens = decoder.config, len(token_ids)
+        heads = (num_tokens, config.num_heads, config.head_dim)
+        states, query, attended = (
+            torch.empty(shape, dtype=decoder.dtype, device=token_ids.device)
+            for shape in ((num_tokens, config.hidden_size), heads, heads)
+        )
+        return cls(token_ids, positions, slots, states, query, attended)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what is computed."""
+        return sum(x.nbytes for x in (self.states, self.query, self.attended))
+
+
 class TritonStep:
     """The computation alone. Weights are the decoder's own; no state of a request, no buffers that stay."""
 
@@ -41,49 +72,68 @@ class TritonStep:
 
         T and R of the metadata are multiples of 4 (engine.layers.Linear). What stands in rows of padding is not defined.
         """
-        decoder, eps = self.decoder, self.decoder.config.rms_norm_eps
-        plan = self.attention.plan_of(meta)
-        states = F.embedding(meta.token_ids, decoder.embedding)
-        last: Tensor | None = None
-        for index, layer in enumerate(decoder.layers):
-            normed, states = _add_norm(last, states, layer.input_norm, eps)
-            query = self._query(index, layer, normed, meta, kv)
-            _tell(signal, index, kv.device)
-            attended = plan.attend(index, query, kv)
-            normed, states = add_rms_norm(layer.output(attended.flatten(1)), states, layer.mlp_norm, eps)
-            last = layer.mlp.down(silu_mul(layer.mlp.gate_up(normed)))
-        return self._output(last, states, meta.logits_rows)
+        rows, plan = Rows.of(meta.token_ids, meta.positions, meta.slots, self.decoder), self.attention.plan_of(meta)
+        for index in range(self.num_layers):
+            self.piece(index, rows, kv)
+            tell(signal, index, kv.device)
+            plan.attend(index, rows.query, kv, rows.attended)
+        return self.output(self.end(rows), rows.states, meta.logits_rows)
 
-    def _query(self, index: int, layer: DecoderLayer, normed: Tensor, meta: StepMetadata, kv: Tensor) -> Tensor:
-        """normed [T, hidden_size] -> rotated query heads [T, num_heads, head_dim]; keys and values are in the pool then."""
-        config, scales = self.decoder.config, self.attention.kv_scales
-        return rope_and_store(
+    @property
+    def num_layers(self) -> int:
+        return len(self.decoder.layers)
+
+    def piece(self, index: int, rows: Rows, kv: Tensor) -> None:
+        """What comes before the attention of a layer, from the attention before it on: keys and values are in the pool then."""
+        layer, states = self.decoder.layers[index], rows.states
+        if index:
+            last = self._rest(index - 1, rows)
+            normed, _ = add_rms_norm(last, states, layer.input_norm, self._eps, last, states)
+        else:
+            torch.index_select(self.decoder.embedding, 0, rows.token_ids, out=states)
+            normed = rms_norm(states, layer.input_norm, self._eps)
+        self._query(index, layer, normed, rows, kv)
+
+    def end(self, rows: Rows) -> Tensor:
+        """What comes behind the last attention: [T, hidden_size], not yet added to the states."""
+        return self._rest(self.num_layers - 1, rows)
+
+    def output(self, last: Tensor, states: Tensor, wanted: Tensor) -> StepOutput:
+        """Of the rows `wanted` [R] of both [T, hidden_size]."""
+        decoder = self.decoder
+        parts = (last.index_select(0, wanted), states.index_select(0, wanted))
+        normed, summed = add_rms_norm(*parts, decoder.norm, self._eps)
+        return StepOutput(decoder.head(normed).float(), summed)
+
+    def _rest(self, index: int, rows: Rows) -> Tensor:
+        """A layer behind its attention: what is to be added to the states next."""
+        layer = self.decoder.layers[index]
+        mixed = layer.output(rows.attended.flatten(1))
+        normed, _ = add_rms_norm(mixed, rows.states, layer.mlp_norm, self._eps, mixed, rows.states)
+        return layer.mlp.down(silu_mul(layer.mlp.gate_up(normed)))
+
+    def _query(self, index: int, layer: DecoderLayer, normed: Tensor, rows: Rows, kv: Tensor) -> None:
+        """normed [T, hidden_size] -> rotated query heads; keys and values go to their slots."""
+        scales = self.attention.kv_scales
+        rope_and_store(
             layer.qkv(normed),
             kv[index],
             self.decoder.rotary,
-            meta.positions,
-            meta.slots,
-            num_heads=config.num_heads,
+            rows.positions,
+            rows.slots,
+            num_heads=self.decoder.config.num_heads,
             norm=layer.qk_norm,
-            eps=config.rms_norm_eps,
+            eps=self._eps,
             kv_scales=None if scales is None else scales[index],
+            out=rows.query,
         )
 
-    def _output(self, last: Tensor | None, states: Tensor, rows: Tensor) -> StepOutput:
-        decoder = self.decoder
-        wanted = None if last is None else last.index_select(0, rows)
-        normed, states = _add_norm(wanted, states.index_select(0, rows), decoder.norm, decoder.config.rms_norm_eps)
-        return StepOutput(decoder.head(normed).float(), states)
+    @property
+    def _eps(self) -> float:
+        return self.decoder.config.rms_norm_eps
 
 
-def _add_norm(last: Tensor | None, states: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(norm of the sum, the sum); None stands for nothing to add."""
-    if last is None:
-        return rms_norm(states, weight, eps), states
-    return add_rms_norm(last, states, weight, eps)
-
-
-def _tell(signal: LayerSignal | None, index: int, device: torch.device) -> None:
+def tell(signal: LayerSignal | None, index: int, device: torch.device) -> None:
     """On a GPU a layer's kernels are only queued: a mark says behind what they are. Without marks it is waited for them. Either
     only where somebody is to be woken."""
     if signal is None:

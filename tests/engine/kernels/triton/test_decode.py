@@ -14,7 +14,6 @@ from engine.batch import StepBatch
 from engine.config import EngineConfig
 from engine.exports import LayerSignal
 from engine.kernels.triton.decode import DecodeSizes
-from engine.kernels.triton.graphs import Recording, Work, make_recorder
 from engine.kernels.triton.model import TritonModel
 from engine.kernels.triton.splits import Splits
 from engine.model import DecoderModel
@@ -22,6 +21,7 @@ from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.weights.loader import LoadedModel, load_model
 from tests.engine.kernels.triton.paged import DEVICE
+from tests.engine.kernels.triton.recorders import Counted
 from tests.engine.kernels.triton.test_model import answers, prompt
 from tests.engine.paged_loop import Chunk, PagedLoop, make_batch
 from tests.support.mock_engine import open_engine, run_to_end
@@ -30,24 +30,6 @@ from tests.support.tiny_models import make_tiny_model
 SPLITS = Splits(64, 4)
 MAX_CONTEXT, BLOCK_SIZE = 128, 16
 SIZES = DecodeSizes(8, MAX_CONTEXT, BLOCK_SIZE)
-
-
-class Counted:
-    """Counts what a recorder is asked for."""
-
-    def __init__(self) -> None:
-        self._inner = make_recorder(torch.device(DEVICE))
-        self.num_recorded = self.num_replayed = 0
-
-    def record(self, work: Work) -> Recording:
-        self.num_recorded += 1
-        recording = self._inner.record(work)
-
-        def replay() -> None:
-            self.num_replayed += 1
-            recording.replay()
-
-        return Recording(recording.output, replay)
 
 
 @pytest.fixture(scope="module")
@@ -187,13 +169,13 @@ class Watched(TritonModel):
 
 
 def test_steps_ahead_draw_the_same_tokens(loaded: LoadedModel, tmp_path: Path) -> None:
-    """Greedy and drawn at random, with sequences that end at different steps."""
+    """Greedy and drawn at random, with penalties and log-probabilities, of sequences that end at different steps."""
     assert isinstance(loaded.model, DecoderModel)
     prompts = [prompt(14), prompt(3, 1), prompt(30, 2)]
     samplings = [
-        SamplingParams(temperature=0.0, max_tokens=6),
-        SamplingParams(temperature=0.7, seed=5, max_tokens=9, top_p=0.9, ignore_eos=True),
-        SamplingParams(temperature=0.9, seed=6, max_tokens=7, top_k=20, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=6, repetition_penalty=1.5),
+        SamplingParams(temperature=0.7, seed=5, max_tokens=9, top_p=0.9, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=0.9, seed=6, max_tokens=7, top_k=20, ignore_eos=True, frequency_penalty=1.0),
     ]
     found, counts = [], []
     for ahead in (False, True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from engine import noise
 from engine.kernels.triton.sampling import DeviceSampler, SamplingScratch, draw
 from engine.kernels.triton.sampling_batch import IN_PROMPT, SamplingBatch, count_drawn, counts_of
 from engine.kernels.triton.sampling_numbers import exp_of, gumbel_of, random_bits
-from engine.sampling import Sampler, SampleRow
+from engine.sampling import Sampler, SampleRow, Unseen
 from engine.sampling_params import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,6 +89,22 @@ def sample_rows(draw_: st.DrawFn, vocab: int) -> SampleRow:
         stop_token_ids=draw_(st.sampled_from([(), (1, 2, 99999)])),
         ignore_eos=draw_(st.booleans()),
     )
+
+
+def test_tokens_that_only_the_device_has_seen_are_penalized() -> None:
+    outputs = [(3, 3, 7), (9,), (2, 4), (8, 8)]
+    params: list[dict[str, Any]] = [{"repetition_penalty": 3.0}, {}, {"presence_penalty": 9.0}, {"frequency_penalty": 9.0}]
+    logits = torch.zeros((4, 40))
+    for place, output in enumerate(outputs):
+        logits[place, output[-1]] = 5.0
+    known = [
+        row(index=2, output=output, temperature=0.0, logprobs=1, **each) for output, each in zip(outputs, params, strict=True)
+    ]
+    before = [replace(each, output=each.output[:-1]) for each in known]
+    unseen = Unseen(torch.tensor([8, 9, 4, 7], dtype=torch.int32, device=DEVICE), [3, 1, 2, 0])
+    expected = DeviceSampler(CHUNK).sample(logits.to(DEVICE), known)
+    assert DeviceSampler(CHUNK).start(logits.to(DEVICE), before, unseen).finish() == expected
+    assert [token.token_id for token in expected] != [output[-1] for output in outputs]
 
 
 @settings(deadline=None, max_examples=8)

@@ -1,0 +1,94 @@
+"""What steps take of the device's memory beside weights and pool: counted before the pool is sized, so that it leaves room.
+
+    activations     of the widest step, launched one by one: what lives at once within a layer
+    graphs          the decode buckets' logits, which stay; buffers between pieces; the graphs themselves
+    attention       parts of split queries
+    a draw          logits, rounded and wide, and the sampler's buffers
+    expanded        one map of quantized weights, for more rows than the kernels on words take
+
+Upper bounds of what is allocated, but for three guesses that nobody has measured: NODE_BYTES for a launch in a graph,
+OTHERS_BYTES for code of kernels and room of libraries, and that ends of prompts, of which any number may be split, meet few
+contexts long enough for many parts. How much graphs took is logged at start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.kernels.triton.splits import Splits
+from engine.model_config import ModelConfig
+
+NODE_BYTES = 16 << 10
+OTHERS_BYTES = 256 << 20
+LAUNCHES_PER_LAYER = 11
+EXPANDED_FROM = 129  # rows: above TILE_ROWS_MAX of weight_product.py
+_SCRATCH_BYTES = 12  # of the sampler, for a row and token of the vocabulary
+_LOGIT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class StepBounds:
+    """The most that a step has. `num_rows` of logits; `max_context` of a sequence in tokens."""
+
+    num_tokens: int
+    num_rows: int
+    max_context: int
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Of one model. `itemsize` of activations; `is_expanded`: its weights are held in words."""
+
+    config: ModelConfig
+    itemsize: int
+    is_expanded: bool
+    splits: Splits
+    row_buckets: Sequence[int]
+    token_buckets: Sequence[int]
+
+    def num_bytes(self, bounds: StepBounds) -> int:
+        expanded = self._expanded(bounds) if self.is_expanded else 0
+        parts = self._parts(min(bounds.num_rows, bounds.num_tokens), bounds.max_context)
+        steps = self.activations(bounds.num_tokens) + parts + self._draw(bounds.num_rows) + expanded
+        return OTHERS_BYTES + steps + self.graphs(bounds.max_context)
+
+    def activations(self, num_tokens: int) -> int:
+        """Residuals, queries and what is attended stay; beside them either all heads or the wide half of a layer."""
+        config = self.config
+        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        widest = max(query + 2 * kv, 3 * config.intermediate_size)
+        return num_tokens * (4 * config.hidden_size + 2 * query + widest) * self.itemsize
+
+    def graphs(self, max_context: int) -> int:
+        """Those of decode steps keep their logits and have parts of their own; those between attentions keep what the last one
+        hands on. All compute in the memory of the widest."""
+        config, buckets = self.config, (*self.row_buckets, *self.token_buckets)
+        nodes = len(buckets) * LAUNCHES_PER_LAYER * (config.num_layers + 1)
+        outputs = sum(self.row_buckets) * (config.vocab_size * _LOGIT_BYTES + config.hidden_size * self.itemsize)
+        handed_on = sum(self.token_buckets) * config.hidden_size * self.itemsize
+        most_rows = max(self.row_buckets, default=0)
+        pool = self.activations(max(buckets, default=0)) + most_rows * config.vocab_size * self.itemsize
+        return nodes * NODE_BYTES + outputs + handed_on + pool + self._parts(most_rows, max_context)
+
+    def _parts(self, num_queries: int, max_context: int) -> int:
+        config = self.config
+        return num_queries * config.num_heads * self.splits.bound(max_context) * (config.head_dim + 2) * 4
+
+    def _draw(self, num_rows: int) -> int:
+        rows = 1 << max(0, num_rows - 1).bit_length()
+        return self.config.vocab_size * (num_rows * (_LOGIT_BYTES + self.itemsize) + rows * _SCRATCH_BYTES)
+
+    def _expanded(self, bounds: StepBounds) -> int:
+        config = self.config
+        of_layer = 2 * config.intermediate_size if bounds.num_tokens >= EXPANDED_FROM else 0
+        of_head = config.vocab_size if bounds.num_rows >= EXPANDED_FROM else 0
+        return max(of_layer, of_head) * config.hidden_size * self.itemsize
+
+
+def bounds_of(config: EngineConfig, max_context: int) -> StepBounds:
+    """Rows: one of each sequence, and one for each token that is guessed."""
+    guesses = config.max_num_seqs * config.max_draft_tokens if config.speculation != "none" else 0
+    spare = max(0, config.max_num_batched_tokens - config.max_num_seqs)
+    return StepBounds(config.max_num_batched_tokens, config.max_num_seqs + min(guesses, spare), max_context)

@@ -1,0 +1,80 @@
+"""What steps take beside weights and pool: counted by hand, and, on a GPU, not more than is counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.kernels.triton.splits import SPLITS
+from engine.kernels.triton.step_memory import OTHERS_BYTES, StepBounds, StepMemory, bounds_of
+from engine.model_config import ModelConfig
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.weights.loader import load_model
+from tests.engine.kernels.triton.paged import DEVICE
+from tests.support.mock_engine import open_engine, run_to_end
+from tests.support.tiny_models import make_tiny_model
+
+CONFIG = ModelConfig.from_dict(
+    {
+        "model_type": "llama",
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+    }
+)
+MEMORY = StepMemory(CONFIG, itemsize=2, is_expanded=False, splits=SPLITS, row_buckets=(), token_buckets=())
+BOUNDS = StepBounds(num_tokens=100, num_rows=8, max_context=1024)
+PARTS = 4 * 4 * (16 + 2) * 4  # heads, parts of 1024 tokens, numbers, bytes: of a query
+
+
+def test_what_is_counted() -> None:
+    activations = 100 * (4 * 64 + 2 * 64 + 3 * 128) * 2
+    draw = 8 * 1000 * (4 + 2 + 12)
+    assert MEMORY.num_bytes(BOUNDS) == OTHERS_BYTES + activations + draw + 8 * PARTS
+
+
+def test_words_are_expanded_for_many_rows_alone() -> None:
+    words = replace(MEMORY, is_expanded=True)
+    assert words.num_bytes(BOUNDS) == MEMORY.num_bytes(BOUNDS)
+    many, more = replace(BOUNDS, num_tokens=129), replace(BOUNDS, num_tokens=129, num_rows=129)
+    assert words.num_bytes(many) - MEMORY.num_bytes(many) == 256 * 64 * 2
+    assert words.num_bytes(more) - MEMORY.num_bytes(more) == 1000 * 64 * 2
+
+
+def test_graphs_of_decode_steps_keep_their_logits() -> None:
+    graphs = replace(MEMORY, row_buckets=(4, 8))
+    least = 12 * 1000 * 4 + 8 * 1000 * 2 + 8 * PARTS
+    assert least < graphs.num_bytes(BOUNDS) - MEMORY.num_bytes(BOUNDS) < least + (2 << 20)
+    assert replace(graphs, token_buckets=(4, 8, 16)).num_bytes(BOUNDS) > graphs.num_bytes(BOUNDS)
+
+
+def test_guesses_have_rows_of_logits() -> None:
+    config = EngineConfig(model="m", max_num_seqs=8, max_num_batched_tokens=64, max_draft_tokens=4)
+    assert bounds_of(config, 99) == StepBounds(64, 8, 99)
+    assert bounds_of(replace(config, speculation="auto"), 99).num_rows == 40
+    assert bounds_of(replace(config, speculation="auto", max_draft_tokens=16), 99).num_rows == 64
+
+
+@pytest.mark.gpu
+def test_an_engine_takes_no_more_than_was_counted(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, vocab_size=32_000, hidden_size=1024, intermediate_size=4096)
+    config = EngineConfig(model=str(folder), backend="triton", device=DEVICE, dtype="bfloat16", num_blocks=64, max_context=512)
+    loaded = load_model(config)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    engine = open_engine(config, loaded)
+    for index in range(4):
+        prompt = tuple(range(10 + index, 210 + index))
+        assert engine.add(EngineRequest(str(index), prompt, SamplingParams(temperature=0.7, max_tokens=4)))
+    run_to_end(engine)
+    taken = free - torch.cuda.mem_get_info()[0] - engine.kv.tensor.nbytes
+    assert taken <= loaded.step_bytes(config)
