@@ -30,8 +30,9 @@ NORMS = pairwise(
 @pytest.mark.parametrize("row", NORMS, ids=name_of)
 def test_norms(row: dict[str, Any]) -> None:
     width, dtype, eps = row["width"], row["dtype"], row["eps"]
-    wide = [random((row["num_rows"], width + 6), dtype, seed) for seed in (0, 1)]
-    x, residual = (full[:, 3:-3] if row["view"] else full[:, 3:-3].clone() for full in wide)
+    # Rows of x and of the residual lie at different distances, with columns on both sides that are nobody's.
+    wide = [random((row["num_rows"], width + 2 * margin), dtype, margin) for margin in (3, 5)]
+    x, residual = (full[:, m:-m] if row["view"] else full[:, m:-m].clone() for full, m in zip(wide, (3, 5), strict=True))
     weight, units = random((width,), dtype, 2), 2 if dtype == torch.float16 else max(4, width / 4)
     if row["form"] == "norm":
         assert_close(rms_norm(x, weight, eps), layers.rms_norm(x, weight, eps), units)
