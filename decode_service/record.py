@@ -93,6 +93,11 @@ class Record:
     def request_id(self) -> str:
         return self.submission.request_id
 
+    @property
+    def trace_name(self) -> str:
+        """As in logs; empty without a trace."""
+        return "" if self.submission.trace is None else self.submission.trace.call.trace_name
+
     def is_at(self, submission: Submission) -> bool:
         """`submission` repeats the attempt that is under way (not one that has failed)."""
         known = self.submission

@@ -42,6 +42,7 @@ from kvtransfer.reservation import (
     reserved,
     transition,
 )
+from runtime import log
 from runtime.errors import Aborted, MeshError
 from runtime.errors import Cancelled as MeshCancelled
 from runtime.failpoints import hit_async
@@ -254,7 +255,8 @@ class Reservations:
         record.reservation = after
         reason = after.released_reason or "released"
         self._spans.end(record, reason, failure)
-        logger.info("request %s attempt %d released: %s", record.request_id, record.submission.attempt, reason)
+        with log.about(record.trace_name):  # whoever ends it: another call, or the keeper of leases
+            logger.info("request %s attempt %d released: %s", record.request_id, record.submission.attempt, reason)
         await self._free(record, failure or MeshCancelled(reason))
         if failure is not None:
             record.outbox.post(failed_event(record.request_id, record.submission.attempt, failure))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -46,6 +47,10 @@ class MachineLimits:
     operations_per_s: float
     bytes_per_s: float
 
+    def of_devices(self, count: int) -> MachineLimits:
+        """Of so many like this one, together."""
+        return MachineLimits(self.operations_per_s * count, self.bytes_per_s * count)
+
 
 def cost_of(loaded: LoadedModel, kv: KVShape) -> ModelCost:
     """From shapes and formats alone."""
@@ -66,21 +71,38 @@ def cost_of(loaded: LoadedModel, kv: KVShape) -> ModelCost:
         num_weights=num_weights,
         num_head_weights=num_head_weights,
         weight_bytes=weight_bytes,
-        kv_bytes_per_token=kv.bytes_per_block // kv.block_size,
+        # On a device a rank's pool has its own heads only.
+        kv_bytes_per_token=kv.bytes_per_block // kv.block_size * (config.num_kv_heads // kv.num_kv_heads),
         attention_operations=4 * config.num_layers * config.num_heads * config.head_dim,
     )
 
 
 @functools.cache
-def measure_limits(backend: str, numbers: str, device: str, num_threads: int) -> MachineLimits:
-    """Of the cores that the calling thread may use; once per process. `num_threads` 0: as many as the engine takes by itself."""
-    num_threads = num_threads or default_threads()
+def measure_limits(backend: str, numbers: str, device: str, num_threads: int, num_ranks: int = 1) -> MachineLimits:
+    """Of the cores that the calling thread may use; once per process. `num_threads` 0: as many as the engine takes by itself.
+
+    Of all `num_ranks` that share a model: on the CPU they share the cores and the memory of one machine, which are measured
+    whole; on CUDA each has a GPU, of which this process measures its own."""
+    num_threads = num_threads or default_threads() * num_ranks  # a rank has its share of torch's threads
     if backend == "native":
         return MachineLimits(
             limits.product_peak_gop_s(numbers, num_threads, repeats=_REPEATS) * 1e9,
             limits.read_bandwidth_gb_s(num_threads, num_bytes=_CPU_BYTES, repeats=_REPEATS) * 1e9,
         )
-    return _torch_limits(getattr(torch, numbers), device)
+    if device == "cuda":
+        return _torch_limits(getattr(torch, numbers), device).of_devices(num_ranks)
+    with _torch_threads(num_threads):
+        return _torch_limits(getattr(torch, numbers), device)
+
+
+@contextlib.contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @torch.inference_mode()

@@ -72,7 +72,7 @@ class StepProfiler:
         config = replace(_with_room(config, cases, num_steps), prefix_caching=False, speculation="none")
         loaded = load_model(config, lambda share, text: None if share else say(text))
         if not isinstance(loaded.model, NativeModel):
-            raise ValueError("backend: torch computes this model, whose steps have no stages to show; see the warning above")
+            raise ValueError(_why_not(getattr(loaded.model, "backend", "torch")))
         self._model = loaded.model
         self._sampler = _TimedSampler(loaded.model.sampler())
         self._model.sampler = lambda: self._sampler  # type: ignore[method-assign, assignment, return-value]  # this one's only
@@ -130,6 +130,11 @@ class StepProfiler:
     def _finish(self) -> None:
         while self._engine.has_work:
             self._engine.step()
+
+
+def _why_not(backend: str) -> str:
+    remedy = "see the warning above" if backend == "torch" else "give backend=native, which says why if it cannot"
+    return f"backend: {backend} computes this model, whose steps have no stages to show; {remedy}"
 
 
 class _Sampler(Protocol):

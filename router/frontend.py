@@ -73,10 +73,7 @@ class Frontend:
     def refused(self, operation: str, error: BaseException, received_ns: int, metadata: RequestMetadata | None = None) -> None:
         """A request ended before it could be made one of ours: it leaves a trace, and is counted, as those that are found invalid
         here. `operation`: what it was to be."""
-        trace = self._trace(operation, received_ns, metadata)
-        timings = RequestTimings(received_ns, spans=trace.spans)
-        timings.routed(received_ns)
-        self._end(None, timings, trace, error)
+        self._never_began(error, received_ns, self._trace(operation, received_ns, metadata))
 
     async def tokenize(self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None = None) -> mesh_pb2.TokenizeResponse:
         """Raises MeshError."""
@@ -125,7 +122,8 @@ class Frontend:
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         if self._draining:
             making.close()
-            raise self._going()
+            self._never_began(going := self._going(), received_ns, trace)
+            raise going
         self._num_streams += 1
         self._idle.clear()
         try:
@@ -166,6 +164,11 @@ class Frontend:
         request = Request(self.core, job, timings)
         self._requests.add(request)
         return request
+
+    def _never_began(self, error: BaseException, received_ns: int, trace: RequestTrace) -> None:
+        timings = RequestTimings(received_ns, spans=trace.spans)
+        timings.routed(received_ns)
+        self._end(None, timings, trace, error)
 
     def _end(self, request: Request | None, timings: RequestTimings, trace: RequestTrace, error: BaseException | None) -> None:
         """Whoever closes a stream behind its last message has not left early."""

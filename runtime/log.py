@@ -7,11 +7,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Literal, TextIO
@@ -39,6 +40,16 @@ def configure(
 def belongs_to(trace: str) -> None:
     """What this task logs from now on, and tasks that it starts, names the trace; "" names none."""
     _trace.set(trace)
+
+
+@contextlib.contextmanager
+def about(trace: str) -> Iterator[None]:
+    """What is logged within names this trace, whatever the task's own is; "" names none."""
+    token = _trace.set(trace)
+    try:
+        yield
+    finally:
+        _trace.reset(token)
 
 
 def parse_levels(text: str) -> dict[str, int]:

@@ -14,7 +14,6 @@ from engine.engine import Engine
 from engine.errors import EngineStopped
 from engine.loop import EngineLoop
 from engine.outputs import StepResult
-from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from kvtransfer.staged import StagedMemory
 from kvtransfer.transports.grpc import SERVICE as PUSH_SERVICE
@@ -22,30 +21,30 @@ from kvtransfer.transports.grpc import add_push_service
 from prefill_service.handoff import HandoffTools
 from prefill_service.servicer import PrefillServicer
 from prefill_service.validation import PrefillValidator
-from protos.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from protos.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from runtime.block_stream import BlockStream
-from runtime.cache_root import cache_root_of
 from runtime.config import ConfigError
 from runtime.identity import new_epoch
 from runtime.server import GrpcServer
 from runtime.telemetry.metrics import Readings
 from runtime.telemetry.resource import resource_of
 from runtime.telemetry.tracing import open_tracing
-from runtime.tls import Tls, open_tls
+from runtime.tls import open_tls
 from worker.config import WorkerConfig
 from worker.control import Changes, ControlServicer
 from worker.cpus import bind
-from worker.description import Description, describe, identity_of, layout_of
+from worker.description import Description, describe
 from worker.dispatch import Dispatcher
 from worker.grammars import compiler_for
 from worker.latency import StepWatch, limits_for, prior_for
 from worker.load import LoadReporter
 from worker.metrics import Seen, WorkerMetrics, read
 from worker.prefix_publisher import PrefixPublisher, list_blocks
+from worker.receiving import receiver_for
 from worker.roles import Role, RoleGate, roles_of
-from worker.staging import staged_memory, transports_of
+from worker.staging import staged_memory
 from worker.step_spans import StepSpans
-from worker.token_request import TokenRequestTranslator
+from worker.terms import Terms
 
 STREAM_END_GRACE_S = 2.0  # for frames and answers that are on their way when everything has ended
 
@@ -76,9 +75,8 @@ class Worker:
         self.description: Description | None = None
         self._config = config
         self._worker_id = worker_id
-        self.tracing = open_tracing(
-            config.telemetry, "pdmesh-worker", resource_of(worker_id, config.mesh, config.roles, self.epoch)
-        )
+        resource = resource_of(worker_id, config.mesh, config.roles, self.epoch)
+        self.tracing = open_tracing(config.telemetry, "pdmesh-worker", resource)
         self._spans = DecodeSpans(self.tracing, lambda: self.dispatcher.num_steps)
         self._step_spans = StepSpans(self._spans)
         self._on_failure = on_failure
@@ -86,35 +84,15 @@ class Worker:
         self._engine_loop = EngineLoop(engine, self._on_step, on_failure, self.dispatcher.on_ready)
         self._publisher = PrefixPublisher(engine, self._engine_loop, self.epoch, worker_id) if config.redis else None
         self._grammars = compiler_for(engine)
-        identity, layout = identity_of(engine, config.served_name), layout_of(engine)
-        translate = TokenRequestTranslator(
-            identity.model,
-            lambda tenant, cache_salt: cache_root_of(identity, layout.kv_dtype, tenant=tenant, cache_salt=cache_salt),
-            self._grammars,
-        )
+        terms = Terms.of(engine, config.served_name, self._grammars)
         self.watch = StepWatch(engine.pacer)
         self.load = self._load_reporter()
         tls = open_tls(config.tls)
         self._staged = staged or staged_memory(engine)
-        self._sender = Sender(self._staged or engine.kv, identity, layout, self.epoch, tls=tls)
-        self.prefill = PrefillServicer(
-            PrefillValidator(identity, layout, translate),
-            HandoffTools(
-                self._engine_loop,
-                self.dispatcher,
-                self._sender,
-                layout.block_size,
-                lambda: self.dispatcher.num_steps,
-                engine.exports.signal.tell_every,
-                self.metrics.pushed,
-            ),
-            check_new_work=self.gate.checker(worker_pb2.ROLE_PREFILL),
-            owns_requests=lambda: bool(self.decode.reservations.active),
-            tracing=self.tracing,
-            steps=self._spans.steps,
-        )
-        self.decode = DecodeService(config.decode_settings, self._surroundings(identity, layout, translate))
-        self._receiver = _receiver(config, engine, self._staged, self.decode, identity, layout, tls)
+        self._sender = Sender(self._staged or engine.kv, terms.identity, terms.layout, self.epoch, tls=tls)
+        self.prefill = self._prefill_servicer(terms)
+        self.decode = DecodeService(config.decode_settings, self._surroundings(terms))
+        self._receiver = receiver_for(config, engine, self._staged, self.decode, terms, tls)
         self._server = GrpcServer(config.host, config.port, tls=tls)
         self._tasks: list[asyncio.Task[None]] = []
         self._role_change = asyncio.Lock()
@@ -133,6 +111,19 @@ class Worker:
             await self._receiver.start()
         except OSError as error:
             raise ConfigError("--transfer-port", f"cannot listen for KV on {self._transfer_address}: {error.strerror}") from error
+        self._register()
+        await self._server.start()
+        self._receiver.grpc_address = self._address
+        self.description = self._describe()
+        for work in (self.decode.keeper.run(), self.load.run()):
+            self._tasks.append(self._background(work))
+        if self._publisher is not None:
+            self._tasks.append(self._background(self._publisher.run(BlockStream(self._config.redis, self._config.mesh))))
+        await self.metrics.start()
+        await self._server.set_serving(True)
+        return self.description
+
+    def _register(self) -> None:
         control = ControlServicer(
             info=self.info,
             report=self.load.report,
@@ -148,16 +139,6 @@ class Worker:
         self._server.register(worker_pb2_grpc.add_WorkerControlServicer_to_server, control, "pdmesh.v1.WorkerControl")
         if self._receiver.takes_calls:
             self._server.register(add_push_service, self._receiver, PUSH_SERVICE)
-        await self._server.start()
-        self._receiver.grpc_address = self._address
-        self.description = self._describe()
-        for work in (self.decode.keeper.run(), self.load.run()):
-            self._tasks.append(self._background(work))
-        if self._publisher is not None:
-            self._tasks.append(self._background(self._publisher.run(BlockStream(self._config.redis, self._config.mesh))))
-        await self.metrics.start()
-        await self._server.set_serving(True)
-        return self.description
 
     def info(self) -> worker_pb2.WorkerInfo:
         """What the worker registers, with the roles of now. Only after `start`."""
@@ -253,14 +234,31 @@ class Worker:
             num_handoff_failures=lambda: self.prefill.num_handoff_failures + self.decode.reservations.num_handoff_failures,
         )
 
-    def _surroundings(
-        self, identity: common_pb2.Identity, layout: common_pb2.KVLayout, translate: TokenRequestTranslator
-    ) -> Surroundings:
+    def _prefill_servicer(self, terms: Terms) -> PrefillServicer:
+        tools = HandoffTools(
+            self._engine_loop,
+            self.dispatcher,
+            self._sender,
+            terms.layout.block_size,
+            lambda: self.dispatcher.num_steps,
+            self.engine.exports.signal.tell_every,
+            self.metrics.pushed,
+        )
+        return PrefillServicer(
+            PrefillValidator(terms.identity, terms.layout, terms.translate),
+            tools,
+            check_new_work=self.gate.checker(worker_pb2.ROLE_PREFILL),
+            owns_requests=lambda: bool(self.decode.reservations.active),
+            tracing=self.tracing,
+            steps=self._spans.steps,
+        )
+
+    def _surroundings(self, terms: Terms) -> Surroundings:
         return Surroundings(
             epoch=self.epoch,
-            identity=identity,
-            layout=layout,
-            translate=translate,
+            identity=terms.identity,
+            layout=terms.layout,
+            translate=terms.translate,
             engine=self._engine_loop,
             sinks=self.dispatcher,
             quiesce=lambda reservation_id: self._receiver.quiesce(reservation_id),
@@ -291,31 +289,6 @@ class Worker:
             model=self._config.served_name,
             transports=tuple(endpoint.transport for endpoint in self._receiver.endpoints()),
         )
-
-
-def _receiver(
-    config: WorkerConfig,
-    engine: Engine,
-    staged: StagedMemory | None,
-    decode: DecodeService,
-    identity: common_pb2.Identity,
-    layout: common_pb2.KVLayout,
-    tls: Tls | None,
-) -> Receiver:
-    """A worker whose pool transports cannot write to takes no KV: it prefills LOCAL."""
-    return Receiver(
-        staged or engine.kv,
-        decode.delegate,
-        identity,
-        layout,
-        host=config.host,
-        port=config.transfer_port,
-        transports=transports_of(engine, staged, config.transports),
-        advertise=config.advertise or None,
-        idle_timeout_s=config.lease_s,
-        tls=tls,
-        fp8_scales=engine.kv_scales,
-    )
 
 
 def _report_failure(on_failure: Callable[[BaseException], None], task: asyncio.Task[None]) -> None:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
+from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.hardware import MachineLimits, measure_limits
 from engine.outputs import StepResult
@@ -13,22 +14,25 @@ from engine.pacing import Pacer, StepCost
 from planning.latency_fit import LatencyFit
 from planning.latency_model import LatencyModel, Work
 from planning.prior import Hardware, ModelShape, prior_of
+from planning.roofline import ALL_REDUCE_S
 from protos.v1 import worker_pb2
 
 TELL_STEPS = 32
 """After so many steps the engine is told anew what they cost."""
+_GLOO_SUM_S = 2e-4  # of a row over two processes; 0.3 to 0.5 ms were seen on two busy cores
 
 
 def limits_for(engine: Engine) -> MachineLimits:
     """To be called on the engine thread, whose cores are the ones that count; measures for some 50 ms, once per process."""
-    return measure_limits(engine.cost.backend, engine.cost.numbers, engine.config.device, engine.config.num_threads)
+    cost, config = engine.cost, engine.config
+    return measure_limits(cost.backend, cost.numbers, config.device, config.num_threads, config.tensor_parallel)
 
 
 def prior_for(engine: Engine) -> LatencyModel:
     """On the engine thread."""
     cost, measured = engine.cost, limits_for(engine)
     return prior_of(
-        Hardware(measured.operations_per_s, measured.bytes_per_s),
+        Hardware(measured.operations_per_s, measured.bytes_per_s, _sum_s(engine.config)),
         ModelShape(
             num_layers=cost.num_layers,
             num_weights=cost.num_weights,
@@ -38,6 +42,12 @@ def prior_for(engine: Engine) -> LatencyModel:
             attention_operations=cost.attention_operations,
         ),
     )
+
+
+def _sum_s(config: EngineConfig) -> float:
+    if config.tensor_parallel == 1:
+        return 0.0
+    return ALL_REDUCE_S if config.device == "cuda" else _GLOO_SUM_S
 
 
 class StepWatch:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from grpc import StatusCode
+from grpc.aio import AioRpcError
 
 from protos.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from protos.vllm.vllm_engine_pb2_grpc import VllmEngineStub
@@ -15,7 +17,7 @@ from runtime.telemetry.propagation import SpanContext, inject
 from runtime.telemetry.spans import Span
 from runtime.telemetry.tracing import Tracing
 from tests.router.kserve import calls
-from tests.router.mesh import Mesh
+from tests.router.mesh import Mesh, request
 from tests.router.mesh import running_mesh as running
 from tests.router.openai.conftest import client_of, url
 from tests.router.vllm_engine import test_generate as vllm_engine
@@ -76,6 +78,20 @@ async def test_a_trace_goes_on(model_folder: Path, ask: Callable[[Mesh], Awaitab
         is_chat = ask is _chat
         assert root.attributes["gen_ai.operation.name"] == ("chat" if is_chat else "text_completion")
         await mesh.until_whole()
+
+
+async def test_what_a_draining_router_refuses_leaves_a_trace(model_folder: Path) -> None:
+    async with running(model_folder) as mesh:
+        outbox = Collected()
+        mesh.router.core.tracing = Tracing(outbox, share=0.0)
+        await mesh.router.frontend.drain(0.05)
+        with pytest.raises(AioRpcError) as refused:
+            async for _ in mesh.stub.Generate(request(), metadata=METADATA):
+                pass
+        assert refused.value.code() is StatusCode.UNAVAILABLE
+        (root,) = (span for span in outbox.spans if span.name == "generate")
+        assert (root.context.trace_id, root.parent_id) == (0xABC, 0xDEF)
+        assert (root.is_failed, root.attributes["error.type"]) == (True, "UNAVAILABLE")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import io
 import json
 import logging
@@ -77,6 +78,23 @@ async def test_lines_about_a_traced_request_name_its_trace_also_in_tasks_that_it
     said = [(line["message"], line.get("trace_id")) for line in map(json.loads, stream.getvalue().splitlines())]
     begun = [("begun", trace) for trace in ("abc", None, "def")]
     assert said == [*begun, *[("inside", trace) for _, trace in begun], ("of nobody", None)]
+
+
+def test_a_line_about_another_request_names_that_ones_trace() -> None:
+    stream = io.StringIO()
+    log.configure("router", format_="json", env={}, stream=stream)
+    logger = logging.getLogger("some.part")
+
+    def said_by_a_task_of(own: str) -> list[str | None]:
+        log.belongs_to(own)
+        for trace in ("abc", ""):
+            with log.about(trace):
+                logger.info("about it")
+        logger.info("of its own")
+        return [json.loads(line).get("trace_id") for line in stream.getvalue().splitlines()[-3:]]
+
+    for own in ("", "def"):
+        assert contextvars.copy_context().run(said_by_a_task_of, own) == ["abc", None, own or None]
 
 
 async def _says(logger: logging.Logger) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import astuple, replace
+from typing import Any
 
 import pytest
+import torch
 
+from engine import hardware
 from engine.engine import Engine
-from engine.hardware import cost_of, measure_limits
+from engine.hardware import MachineLimits, cost_of, measure_limits
 from engine.loop import EngineLoop
 from engine.outputs import StepResult, StepWork
+from engine.weights.loader import load_model
 from planning.latency_model import LatencyModel, Work
 from protos.v1 import worker_pb2
 from tests.support.mini_router import MiniRouter
@@ -98,6 +103,44 @@ def test_the_prior_is_of_this_model_on_this_machine(model: Model) -> None:
     assert 1e8 < measured.bytes_per_s < 1e13
     assert all(0 < number < 1 for number in astuple(prior_for(engine))[:5])
     engine.kv.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="on the CPU ranks share memory as Linux has it")
+def test_the_prior_is_of_all_ranks(model: Model) -> None:
+    """Ranks on the CPU have the machine that one has, and meet twice a layer; those on CUDA have a device each."""
+    settings: dict[str, Any] = {"backend": "torch", "tensor_parallel": 2, "num_threads": 1}
+    alone = model.engine(num_threads=1)
+    num_threads = torch.get_num_threads()
+    loaded = load_model(model.engine_config(**settings))
+    pair = Model(model.folder, loaded).engine(**settings)
+    try:
+        assert pair.cost == alone.cost
+        of_one, of_both = prior_for(alone), prior_for(pair)
+        num_layers = alone.cost.num_layers
+        assert of_both.per_prefill_token_s == pytest.approx(of_one.per_prefill_token_s, rel=0.9)
+        assert of_both.fixed_s > 2 * num_layers * 2e-4
+        assert torch.get_num_threads() == 1
+        share = replace(pair.kv.shape, num_kv_heads=pair.kv.shape.num_kv_heads // 2)  # as a rank's pool on a device is
+        assert cost_of(loaded, share) == alone.cost
+    finally:
+        pair.close()
+        alone.kv.close()
+        torch.set_num_threads(num_threads)
+
+
+def test_devices_of_several_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def measured(_dtype: torch.dtype, _device: str) -> MachineLimits:
+        seen.append(torch.get_num_threads())
+        return MachineLimits(3.0, 5.0)
+
+    monkeypatch.setattr(hardware, "_torch_limits", measured)
+    measure = measure_limits.__wrapped__
+    assert measure("torch", "bfloat16", "cuda", 1, 4) == MachineLimits(12.0, 20.0)
+    before = torch.get_num_threads()
+    assert measure("torch", "bfloat16", "cpu", 3, 4) == MachineLimits(3.0, 5.0)
+    assert seen[1] == 3 and torch.get_num_threads() == before, "all of the worker's threads, for this while"
 
 
 async def test_a_worker_reports_before_and_while_it_works(decoder: Peer, router: MiniRouter) -> None:

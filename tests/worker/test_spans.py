@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +14,7 @@ import pytest
 
 from benchmarks.observability.otlp_receiver import OtlpReceiver, Received
 from protos.v1 import decode_pb2, mesh_pb2, prefill_pb2, worker_pb2
+from runtime import log
 from runtime.telemetry.config import TelemetryConfig
 from runtime.telemetry.propagation import SpanContext, inject
 from runtime.telemetry.worker_context import submit_metadata
@@ -26,6 +30,19 @@ TRACE = 0xABC
 def receiver() -> Iterator[OtlpReceiver]:
     with OtlpReceiver() as receiver:
         yield receiver
+
+
+@pytest.fixture
+def logged() -> Iterator[io.StringIO]:
+    """What decode's requests log, as the worker's own handler writes it."""
+    stream, logger = io.StringIO(), logging.getLogger("decode_service.reservations")
+    handler, level = logging.StreamHandler(stream), logger.level
+    handler.setFormatter(log.JsonFormatter("worker"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield stream
+    logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 @dataclass
@@ -178,6 +195,16 @@ async def test_steps_are_told_in_batches_that_name_whom_they_served(model: Model
 
 def batches(receiver: OtlpReceiver) -> list[Received]:
     return [span for span in receiver.spans if span.name == "decode.step"]
+
+
+async def test_the_line_of_a_release_names_its_trace(model: Model, receiver: OtlpReceiver, logged: io.StringIO) -> None:
+    """Whoever ends the request: a Cancel without a trace, as here, or the keeper of leases."""
+    async with pair(model, receiver) as workers:
+        await workers.submit("a", 200, LOCAL)
+        await workers.decode.decode.Cancel(decode_pb2.CancelRequest(request_id="a", reason="the client left"))
+        lines = [json.loads(line) for line in logged.getvalue().splitlines()]
+        [released] = [line for line in lines if "released" in line["message"]]
+        assert released["trace_id"] == f"{TRACE:032x}"
 
 
 async def test_a_stay_that_is_cancelled_says_so(model: Model, receiver: OtlpReceiver) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,8 +18,10 @@ from engine.kv_cache import KVShape
 from engine.parallel.model import ParallelModel
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
+from engine.speculation.heads.weights import save_heads
 from engine.weights.loader import load_model
 from tests.engine.parallel.conftest import config_of, running
+from tests.engine.speculation.heads.tiny_heads import make_heads
 from tests.support.mock_engine import run_to_end
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="on the CPU ranks share memory as Linux has it")
@@ -163,6 +166,21 @@ def test_guessed_ahead(folder: Path, one: dict[SamplingParams, list[tuple[int, .
     with running(config_of(folder, 2, speculation="prompt_lookup", draft_length=4)) as engine:
         assert answers(engine, GREEDY) == one[GREEDY]
         assert engine.stats().speculation is not None
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_guessed_by_heads(
+    folder: Path, one: dict[SamplingParams, list[tuple[int, ...]]], sampling: SamplingParams, tmp_path: Path
+) -> None:
+    """They read the hidden state behind the last sum, which rank 0 has whole, and its embedding, which is not split."""
+    config = config_of(folder, 2, speculation="heads", draft_length=3, draft_heads=str(tmp_path / "heads.safetensors"))
+    sizes = json.loads((folder / "config.json").read_text())
+    save_heads(make_heads(hidden_size=sizes["hidden_size"], vocab_size=sizes["vocab_size"]), config.draft_heads)
+    with running(config) as engine:
+        assert answers(engine, sampling) == one[sampling]
+        speculation = engine.stats().speculation
+        assert speculation is not None
+        assert speculation.by_proposer["heads"].num_verified > 0
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)])

@@ -62,6 +62,11 @@ def test_contexts_at_which_splits_double(length: int) -> None:
     check(Sequences(Shape(2, 1, 16), [(length + 2, 4), (length + 9, 17)]))
 
 
+def test_more_splits_than_are_merged_at_once() -> None:
+    """Eight are: one more, eight more, and one behind those."""
+    check(Sequences(Shape(2, 1, 16), [(129, 1), (144, 2), (256, 1), (257, 1)]), splits=Splits(16, 32))
+
+
 def test_the_splits_that_serve() -> None:
     check(Sequences(Shape(2, 1, 16), [(256, 1), (257, 1), (530, 17)]), splits=Splits())
 

@@ -26,6 +26,7 @@ from engine.weights.quantize import (
     quantize_int4,
     quantize_int8,
 )
+from pdmesh.step_profile import Case, StepProfiler
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.paged_loop import Chunk, PagedLoop
 from tests.support.mock_engine import hash_block, run_to_end
@@ -135,6 +136,13 @@ def test_an_engine_says_what_its_steps_read(folder: Path) -> None:
     loaded = load_model(config)
     cost = Engine(config, hash_block=hash_block, loaded=loaded).cost
     assert (cost.backend, cost.numbers, cost.weight_bytes) == ("triton", "float32", triton_of(loaded).bytes_per_step)
+
+
+def test_a_profile_names_who_computes(folder: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"^backend: triton computes this model, whose steps have no stages to show; give backend"
+    ):
+        StepProfiler(config_of(folder), [Case(1, 8)], 1)
 
 
 def test_without_the_interpreter_a_cpu_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

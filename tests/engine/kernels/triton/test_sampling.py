@@ -131,6 +131,28 @@ def test_equals_at_the_bound_of_top_p_are_taken_by_their_ids(top_p: float) -> No
     assert_same(logits, [row(seed=3, index=i, top_p=top_p) for i in range(6)])
 
 
+def test_penalties_that_decide() -> None:
+    """A negative logit is multiplied; what came three times is lowered three times. Without, token 1 would be the best."""
+    logits = torch.full((2, 40), -9.0)
+    logits[:, 1:3] = torch.tensor([[-1.0, -1.2], [3.0, 2.0]])
+    rows = [
+        row(temperature=0.0, repetition_penalty=1.5, prompt=(1,)),
+        row(temperature=0.0, frequency_penalty=0.5, output=(1, 1, 1), index=3),
+    ]
+    assert_same(logits, rows)
+    assert [token.token_id for token in DeviceSampler(CHUNK).sample(logits.to(DEVICE), rows)] == [2, 2]
+
+
+def test_nobody_behind_the_bound_of_top_k_is_drawn() -> None:
+    """The next one would be drawn as often as they are; every byte of its score differs from that of the last that is kept."""
+    logits = torch.full((16, 40), -1e5)
+    logits[:, :5] = torch.tensor([0.0, -1.0, -4.0, -16.0, -64.0])
+    rows = [row(seed=9, index=i, temperature=100.0, top_k=2 + i % 2) for i in range(16)]
+    assert_same(logits, rows)
+    drawn = [token.token_id for token in DeviceSampler(CHUNK).sample(logits.to(DEVICE), rows)]
+    assert (set(drawn[::2]), set(drawn[1::2])) == ({0, 1}, {0, 1, 2})
+
+
 def test_equals_at_the_bound_of_top_k_all_stay() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0, -0.0, 3.0]]).expand(8, -1).contiguous()
     assert_same(logits, [row(seed=4, index=i, top_k=2) for i in range(8)])

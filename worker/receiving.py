@@ -1,0 +1,36 @@
+"""Where KV from other workers arrives in this one."""
+
+from __future__ import annotations
+
+from decode_service.service import DecodeService
+from engine.engine import Engine
+from kvtransfer.receiver import Receiver
+from kvtransfer.staged import StagedMemory
+from runtime.tls import Tls
+from worker.config import WorkerConfig
+from worker.staging import transports_of
+from worker.terms import Terms
+
+
+def receiver_for(
+    config: WorkerConfig,
+    engine: Engine,
+    staged: StagedMemory | None,
+    decode: DecodeService,
+    terms: Terms,
+    tls: Tls | None,
+) -> Receiver:
+    """A worker whose pool transports cannot write to takes no KV: it prefills LOCAL."""
+    return Receiver(
+        staged or engine.kv,
+        decode.delegate,
+        terms.identity,
+        terms.layout,
+        host=config.host,
+        port=config.transfer_port,
+        transports=transports_of(engine, staged, config.transports),
+        advertise=config.advertise or None,
+        idle_timeout_s=config.lease_s,
+        tls=tls,
+        fp8_scales=engine.kv_scales,
+    )
