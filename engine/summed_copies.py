@@ -44,7 +44,8 @@ class Blocks:
         """Raises ValueError naming what does not fit."""
         num_layers = self.pool.shape[0]
         if self.pool.dtype != torch.int64 or self.pool.dim() != 4 or not self.pool.is_contiguous():
-            raise ValueError(f"pool: {self.pool.dtype} {tuple(self.pool.shape)}, expected contiguous int64 [layers, 2, blocks, words]")
+            shape = f"{self.pool.dtype} {tuple(self.pool.shape)}"
+            raise ValueError(f"pool: {shape}, expected contiguous int64 [layers, 2, blocks, words]")
         if not 0 <= self.layers.start < self.layers.stop <= num_layers or self.layers.step != 1:
             raise ValueError(f"layers: {self.layers} is not within the pool's {num_layers}")
         if self.block_ids.dtype != torch.int32 or self.block_ids.dim() != 1 or not self.block_ids.is_contiguous():

@@ -18,7 +18,7 @@ from kvtransfer.parts import Part
 from kvtransfer.push import PartMoved
 from kvtransfer.staged import Lent, StagedMemory, ended
 from kvtransfer.stream import Stream, expect, release, wait_set
-from kvtransfer.transports.base import Outgoing
+from kvtransfer.transports.base import Outgoing, ShowingOutgoing
 from protos.v1 import transfer_pb2
 from runtime import failpoints
 
@@ -102,7 +102,7 @@ class OutgoingConnection:
         """Nothing to send yet, but the prefill goes on. Something that is being sent says as much."""
         if not self._writing.locked():
             async with self._writing:
-                await self._write(transfer_pb2.TransferMessage(alive=transfer_pb2.TransferAlive()))
+                await self._say_alive()
 
     async def commit(self, num_parts: int, num_tokens: int, choices: Sequence[transfer_pb2.CommittedChoice]) -> None:
         """Close the manifest; returns when the receiver has started the sequence."""
@@ -140,6 +140,10 @@ class OutgoingConnection:
 
     async def _send(self, part: Part, block_ids: Sequence[int]) -> None:
         ids = block_ids[part.block_start : part.block_end]
+        if isinstance(self.outgoing, ShowingOutgoing):
+            await self.outgoing.settle(part.layers, ids, self._say_alive)
+            await self._send_views(part, ids, [])
+            return
         if isinstance(self._memory, StagedMemory):
             lent = await self._fetched(self._memory, part.layers, ids)
             try:
@@ -158,7 +162,7 @@ class OutgoingConnection:
         fetching = asyncio.create_task(memory.fetch(layers, ids))
         try:
             while not (await asyncio.wait([fetching], timeout=FETCH_ALIVE_S))[0]:
-                await self._write(transfer_pb2.TransferMessage(alive=transfer_pb2.TransferAlive()))
+                await self._say_alive()
             return fetching.result()
         except BaseException:
             fetching.cancel()
@@ -180,10 +184,15 @@ class OutgoingConnection:
         if self.on_part is not None:
             self._sent_ns.setdefault(part.part_id, time.monotonic_ns())
         self._progress()
-        crc32c = await self.outgoing.send_part(header, views, ids, lambda _count: self._progress())
-        end = transfer_pb2.PartEnd(part_id=part.part_id, crc32c=crc32c)
+        total = await self.outgoing.send_part(header, views, ids, lambda _count: self._progress())
+        shows = isinstance(self.outgoing, ShowingOutgoing)
+        sums = {"word_sum": total} if shows else {"crc32c": total}
+        end = transfer_pb2.PartEnd(part_id=part.part_id, **sums)
         await self.stream.write_message(transfer_pb2.TransferMessage(part_end=end))
         self._progress()
+
+    async def _say_alive(self) -> None:
+        await self._write(transfer_pb2.TransferMessage(alive=transfer_pb2.TransferAlive()))
 
     async def _write(self, message: transfer_pb2.TransferMessage) -> None:
         """Where the connection is broken, what the receiver last said is worth more than a broken pipe."""

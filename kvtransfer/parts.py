@@ -116,7 +116,7 @@ class Manifest:
         """`part` arrived corrupt: it may be sent once more. Raises TransferRefused DATA_LOSS the second time."""
         if part.part_id in self._corrupt:
             message = f"part {part.part_id} arrived corrupt twice"
-            raise TransferRefused(grpc.StatusCode.DATA_LOSS, message, field="part_end.crc32c")
+            raise TransferRefused(grpc.StatusCode.DATA_LOSS, message, field="part_end")
         self._corrupt.add(part.part_id)
 
     def check_complete(self, commit: transfer_pb2.TransferCommit, num_tokens: int) -> None:

@@ -24,6 +24,7 @@ from kvtransfer.push import PushJob, PushResult
 from kvtransfer.reachability import Silent
 from kvtransfer.staged import StagedMemory
 from kvtransfer.transports.base import Outgoing, Transport
+from kvtransfer.transports.cuda_ipc import CudaIpcTransport, shown_by
 from kvtransfer.transports.registry import transports_with
 from protos.v1 import common_pb2, transfer_pb2
 from runtime import failpoints
@@ -65,7 +66,7 @@ class Sender:
         self._layout = layout
         self._epoch = epoch
         self._reply_timeout_s = reply_timeout_s
-        self._part_bytes = min(part_bytes, memory.part_bytes) if isinstance(memory, StagedMemory) else part_bytes
+        self._part_bytes = part_bytes
         self._num_connections = num_connections
         self._transports = transports_with(tls)
         self._bytes_per_s: dict[str, float] = {}
@@ -159,6 +160,7 @@ class Sender:
         opened: list[OutgoingConnection] = []
         try:
             endpoint = await self._connect(job, opened)
+            pipeline.target_bytes = self._part_bytes_over(endpoint.transport)
             lease_s = job.reservation.lease_ms / 1000 or math.inf
             for connection in opened:
                 connection.on_part = job.on_part
@@ -174,6 +176,14 @@ class Sender:
                     await connection.stop()
             finally:
                 await self._close(*(connection.outgoing for connection in opened))
+
+    def _part_bytes_over(self, transport: str) -> int:
+        """Of a staged pool parts are fetched by pieces, unless the receiver's device reads it."""
+        memory = self._memory
+        if not isinstance(memory, StagedMemory):
+            return self._part_bytes
+        shown = shown_by(memory) if transport == CudaIpcTransport.name else None
+        return min(self._part_bytes, memory.part_bytes if shown is None else shown.part_bytes)
 
     async def _connect(self, job: PushJob, opened: list[OutgoingConnection]) -> common_pb2.TransferEndpoint:
         """Over the best transport that works; to where. Raises PushFailed with what stood in the way of each."""

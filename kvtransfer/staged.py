@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from kvtransfer.parts import Part, cut
 from kvtransfer.stream import Stream
 
 if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
+    from engine.shown_pool import ShownPool
     from engine.staging import Marks, Piece, Staging
     from engine.streams import Mark
 
@@ -43,12 +44,15 @@ class StagedMemory:
 
     fd = None
 
-    def __init__(self, pool: KVMemory, departures: Staging, arrivals: Staging, marks: Marks) -> None:
-        """`pool` says the shape; both directions are of its tensor, `marks` of the steps that write to it."""
+    def __init__(
+        self, pool: KVMemory, departures: Staging, arrivals: Staging, marks: Marks, shown: ShownPool | None = None
+    ) -> None:
+        """`pool` says the shape; both directions are of its tensor, `marks` of the steps that write to it. `shown`: the same for
+        workers of this host whose device may read it (cuda_ipc)."""
         shape = shape_of(pool)
         self.num_layers, self.num_blocks = shape.num_layers, shape.num_blocks
         self.bytes_per_layer_block = shape.bytes_per_layer_block
-        self.marks = marks
+        self.marks, self.shown = marks, shown
         self._departures, self._arrivals = _Door(departures), _Door(arrivals)
 
     @property
@@ -127,6 +131,8 @@ class StagedMemory:
         """Waits for what is under way. No transfer may run any more; idempotent."""
         for door in (self._departures, self._arrivals):
             door.staging.close()
+        if self.shown is not None:
+            self.shown.close()
 
     async def _load(self, content: Bytes, layers: range, block_ids: Sequence[int], after: Mark, stream: Stream) -> None:
         """The reverse of `store`."""
@@ -183,7 +189,14 @@ async def settled(copy: Future[None]) -> None:
 
 async def all_settled(copies: Sequence[Future[None]]) -> None:
     """Of all of them; the first error counts, a cancellation before any."""
-    waiting = [asyncio.wrap_future(copy) for copy in copies]
+    errors = await all_ended(copies)
+    if errors:
+        raise errors[0]
+
+
+async def all_ended(works: Sequence[Future[Any]]) -> list[BaseException]:
+    """What they raised, once all are over; a cancellation is raised then, and not before."""
+    waiting = [asyncio.wrap_future(work) for work in works]
     cancelled: asyncio.CancelledError | None = None
     while not all(each.done() for each in waiting):
         try:
@@ -193,8 +206,7 @@ async def all_settled(copies: Sequence[Future[None]]) -> None:
     errors = [error for each in waiting if (error := each.exception()) is not None]
     if cancelled is not None:
         raise cancelled
-    if errors:
-        raise errors[0]
+    return errors
 
 
 async def ended(task: asyncio.Task[Lent]) -> None:

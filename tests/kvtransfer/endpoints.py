@@ -17,7 +17,7 @@ from kvtransfer.delegate import PushTarget
 from kvtransfer.errors import TransferRefused
 from kvtransfer.feed import FirstTokensDrawn, KVFeed, complete_feed
 from kvtransfer.grant import check_grant, new_token, unknown_reservation
-from kvtransfer.memory import part_views
+from kvtransfer.memory import KVMemory, part_views
 from kvtransfer.parts import Part
 from kvtransfer.receiver import Receiver
 from kvtransfer.reservation import (
@@ -32,14 +32,16 @@ from kvtransfer.reservation import (
     transition,
 )
 from kvtransfer.sender import PushJob, Sender
+from kvtransfer.staged import StagedMemory
 from kvtransfer.stream import expect
-from kvtransfer.transports.base import Outgoing
+from kvtransfer.transports.base import Outgoing, ShowingOutgoing
 from kvtransfer.transports.grpc import SERVICE, PushService, add_push_service
 from kvtransfer.transports.registry import transports_with
 from protos.v1 import common_pb2, transfer_pb2
 from runtime.server import GrpcServer
 from runtime.tls import Tls
 from tests.support.certificates import mesh_tls
+from tests.support.host_sharing import staged
 from tests.support.kv_memory import FakeKVMemory, make_identity, make_layout, make_memory
 
 EPOCH = 0xE0
@@ -135,9 +137,10 @@ class World:
         self.source.fill(1)
         self.target.fill(2)
         self.before = bytes(self.target.memory())
+        self.seen_source, self.seen_target = self._seen()
         self.delegate = FakeDelegate()
         self.receiver = Receiver(
-            self.target,
+            self.seen_target,
             self.delegate,
             self.identity,
             self.layout,
@@ -147,16 +150,22 @@ class World:
         )
         self.sender = self.make_sender(part_bytes=part_bytes)
 
+    def _seen(self) -> tuple[KVMemory, KVMemory]:
+        """The pools as the ends see them: over cuda_ipc as those of a device."""
+        if self.transport != "cuda_ipc":
+            return self.source, self.target
+        return staged(self.source, self.source_layout.block_size), staged(self.target, self.layout.block_size)
+
     def make_sender(
         self,
         *,
-        memory: FakeKVMemory | None = None,
+        memory: KVMemory | None = None,
         part_bytes: int = 4096,
         reply_timeout_s: float = 5.0,
         num_connections: int = 1,
     ) -> Sender:
         return Sender(
-            memory or self.source,
+            memory or self.seen_source,
             self.identity,
             self.source_layout,
             7,
@@ -232,10 +241,10 @@ class World:
         self, hello: transfer_pb2.TransferHello | None = None, *, source: FakeKVMemory | None = None
     ) -> AsyncIterator["RawPeer"]:
         """A connection of a sender that does as the test says; greeted already if `hello` is given."""
-        source = source or self.source
+        seen, source = source or self.seen_source, source or self.source
         endpoint = self.receiver.endpoints()[0]
         with ThreadPoolExecutor(1) as executor:
-            outgoing = await self.transports[self.transport].connect(endpoint, source, executor, DEADLINE_S)
+            outgoing = await self.transports[self.transport].connect(endpoint, seen, executor, DEADLINE_S)
             peer = RawPeer(outgoing, source)
             try:
                 await peer.stream.open()
@@ -275,11 +284,16 @@ class RawPeer:
         for name, value in changes.items():
             setattr(end if name == "crc32c" else header, name, value)
         views = part_views(self._source, part.layers, source_ids)
-        crc32c = await self.outgoing.send_part(header, views, source_ids, lambda _count: None)
-        end.crc32c = end.crc32c or crc32c
+        if isinstance(self.outgoing, ShowingOutgoing):
+            await self.outgoing.settle(part.layers, source_ids, self.send_nothing)
+        total = await self.outgoing.send_part(header, views, source_ids, lambda _count: None)
+        end.crc32c, end.word_sum = end.crc32c or total % 2**32, end.crc32c or total
         with suppress(ConnectionError):  # refused by its header: the answer lies there
             await self.send(part_end=end)
         return await self.stream.read_message()
+
+    async def send_nothing(self) -> None:
+        """There is no hurry."""
 
     async def send(self, **message: object) -> None:
         await self.stream.write_message(transfer_pb2.TransferMessage(**message))  # type: ignore[arg-type]
@@ -351,6 +365,9 @@ async def running(world: World) -> AsyncIterator[World]:
         assert world.receiver.num_connections == 0
         for transport in world.transports.values():
             transport.close()
+        for seen in (world.seen_source, world.seen_target):
+            if isinstance(seen, StagedMemory):
+                seen.close()
         world.source.close()
         world.target.close()
 

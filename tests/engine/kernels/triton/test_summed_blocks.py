@@ -53,7 +53,7 @@ def test_gather_sum_and_scatter(copies: SummedCopies, block_words: int, block_id
     assert torch.equal(room, travels)
     target = random_words(3, 2, 11, block_words, seed=1)
     table, before = [10, 3, 0, 4, 6][: len(block_ids)], target.clone()
-    there = Blocks(target, range(0, 2), ids(*table))
+    there = Blocks(target, range(2), ids(*table))
     copies.scatter(there, room, gathered, torch.tensor([signed(expected ^ 1)], device=DEVICE))
     assert torch.equal(target, before)
     copies.scatter(there, room, gathered, torch.tensor([signed(expected)], device=DEVICE))
