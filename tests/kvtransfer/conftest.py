@@ -12,6 +12,8 @@ from kvtransfer.transports.nixl_reader import Reader
 from tests.kvtransfer.endpoints import World, nothing_left, running
 from tests.support.nixl import NIXL, NIXL_TLS
 
+CONVERTING = ["shm", "tcp", "tcp+tls", "grpc", "grpc+tls", NIXL, NIXL_TLS]  # between layouts
+
 
 @pytest.fixture(scope="session", autouse=True)
 def grpc_keeps_its_threads() -> Iterator[None]:
@@ -37,7 +39,7 @@ def nixl_keeps_what_it_opens_once() -> None:
         Reader().close()
 
 
-@pytest.fixture(params=["cuda_ipc", "shm", "tcp", "tcp+tls", "grpc", "grpc+tls", NIXL, NIXL_TLS])
+@pytest.fixture(params=["cuda_ipc", *CONVERTING])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
