@@ -31,8 +31,8 @@ class HostPool:
     """Another process's. Satisfies engine.pool_sharing.OpenPool."""
 
     def __init__(self, mapping: mmap.mmap, offset: int, num_bytes: int) -> None:
-        self._mapping: mmap.mmap | None = mapping
-        self._bytes: Tensor | None = torch.frombuffer(mapping, dtype=torch.uint8, offset=offset, count=num_bytes)
+        self._mapping = mapping
+        self._bytes: Tensor | None = _tensor(memoryview(mapping), offset, num_bytes)
 
     @property
     def bytes(self) -> Tensor:
@@ -40,8 +40,9 @@ class HostPool:
         return self._bytes
 
     def close(self) -> None:
-        """The mapping goes with its last view, as a peer's words may be held by a test."""
-        self._mapping = self._bytes = None
+        """Whoever looks at it from now on is struck, as on a GPU."""
+        self._bytes = None
+        self._mapping.close()
 
 
 @dataclass
@@ -80,9 +81,8 @@ class HostSharing:
 def pool_of(memory: FakeKVMemory, block_size: int) -> Tensor:
     """The very bytes of `memory` as an engine's pool; not to be used once it is closed."""
     shape = shape_of(memory)
-    with memory.memory() as whole:
-        array = (ctypes.c_char * shape.num_bytes).from_address(address_of(whole))
-    return torch.frombuffer(array, dtype=torch.int8).view(shape.num_layers, 2, shape.num_blocks, block_size, 1, -1)
+    raw = _tensor(memory.memory(), 0, shape.num_bytes).view(torch.int8)
+    return raw.view(shape.num_layers, 2, shape.num_blocks, block_size, 1, -1)
 
 
 def staged(
@@ -98,3 +98,10 @@ def staged(
     out, back = (Staging(pool, streams, sizes, IndexedBlocks()) for _ in range(2))
     shown = ShownPool(pool, sharing or HostSharing(memory.fd), streams, copies or IndexedSums(), ROOM_BYTES)
     return StagedMemory(memory, out, back, Marks(streams), shown)
+
+
+def _tensor(whole: memoryview, offset: int, num_bytes: int) -> Tensor:
+    """uint8 of what it shows; does not keep it open."""
+    with whole:
+        array = (ctypes.c_char * num_bytes).from_address(address_of(whole) + offset)
+    return torch.frombuffer(array, dtype=torch.uint8)
