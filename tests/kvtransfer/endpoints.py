@@ -110,7 +110,8 @@ class FakeDelegate:
 
 
 class World:
-    """A receiver and a sender over one transport ("tcp+tls", "grpc+tls": encrypted), on pools of different sizes."""
+    """A receiver and a sender over one transport ("tcp+tls", "grpc+tls": encrypted; "cuda_ipc+gpu": on a real GPU), on pools of
+    different sizes."""
 
     def __init__(
         self,
@@ -126,8 +127,8 @@ class World:
         tls: Tls | None = None,
     ) -> None:
         """`layout` is the receiver's, `source_layout` the sender's: the same unless given."""
-        self.transport, _, encryption = transport.partition("+")
-        self.tls = mesh_tls() if encryption else tls
+        self.transport, _, self.variant = transport.partition("+")
+        self.tls = mesh_tls() if self.variant == "tls" else tls
         self.transports = transports_with(self.tls)
         self.identity = identity or make_identity(num_layers=num_layers)
         self.layout = layout or make_layout()
@@ -152,6 +153,10 @@ class World:
 
     def _seen(self) -> tuple[KVMemory, KVMemory]:
         """The pools as the ends see them: over cuda_ipc as those of a device."""
+        if self.variant == "gpu":
+            from tests.support.gpu_memory import GpuMemory
+
+            return GpuMemory(self.source, self.source_layout.block_size), GpuMemory(self.target, self.layout.block_size)
         if self.transport != "cuda_ipc":
             return self.source, self.target
         return staged(self.source, self.source_layout.block_size), staged(self.target, self.layout.block_size)

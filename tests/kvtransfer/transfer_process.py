@@ -26,7 +26,9 @@ def make_world(transport: str) -> World:
 def sum_of(world: World, *, target: bool, job: PushJob) -> int:
     """CRC-32C of the request's blocks at one end."""
     ids = world.delegate.held["r1"].block_ids if target else job.source_block_ids
-    memory = world.target if target else world.source
+    memory, seen = (world.target, world.seen_target) if target else (world.source, world.seen_source)
+    if world.variant == "gpu":
+        seen.show()  # type: ignore[attr-defined]
     return checksum(memory.block_bytes(block_id) for block_id in ids)
 
 
