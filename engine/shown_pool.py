@@ -1,10 +1,11 @@
 """A pool on a device that workers of the same host read, and that takes from theirs what it reads there.
 
     shows    behind a mark: sum ─► 8 bytes to the host. The blocks are final then, and others may be told
-    pulls    behind a mark: gather from the peer's pool ─► room, summed ─► if the sum is right: scatter ─► our pool
+    pulls    behind a mark: copy from the peer's pool into ours, summed as it is stored ─► 8 bytes to the host
 
-Nobody ever writes into another's pool. `room` is one part on the device, and a lane's work runs in its order, so one is enough:
-nothing is lent, and no peer can hold anything. Nothing here waits. One thread calls.
+Nobody ever writes into another's pool. What is read may change meanwhile: it is nothing until its sum is found right. No room is
+needed but for block ids, so a part may be large: what it costs is Python's (a quarter of a millisecond, or a hundred times what a
+GPU takes for 64 MiB). Nothing is lent, and no peer can hold anything. Nothing here waits. One thread calls.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from engine.pool_sharing import NotShared, OpenPool, PoolHandle, PoolSharing
 from engine.streams import Lane, Mark, Streams
-from engine.summed_copies import NUM_SUMS, WORD_BYTES, Blocks, SummedCopies, signed, summed_copies_for, unsigned
+from engine.summed_copies import NUM_SUMS, WORD_BYTES, Blocks, SummedCopies, summed_copies_for, unsigned
 
-ROOM_BYTES = 64 << 20
+PART_BYTES = 256 << 20
+MAX_BLOCKS = 1 << 16  # of a part
 
 
 @dataclass(frozen=True)
@@ -43,19 +45,18 @@ class ShownPool:
         sharing: PoolSharing,
         streams: Streams,
         copies: SummedCopies | None = None,
-        room_bytes: int = ROOM_BYTES,
+        part_bytes: int = PART_BYTES,
     ) -> None:
         """pool: `KVPool.tensor`. Raises NotShared for one that cannot be shown or read by words."""
         block_bytes = pool[0, 0, 0].numel() * pool.element_size()
-        if block_bytes % WORD_BYTES or 2 * block_bytes > room_bytes:
-            raise NotShared("pool", f"blocks of {block_bytes} bytes are no whole words of 8, or too many for {room_bytes}")
+        if block_bytes % WORD_BYTES:
+            raise NotShared("pool", f"blocks of {block_bytes} bytes are no whole words of 8")
         self.handle: PoolHandle = sharing.show(pool)
-        self.part_bytes = room_bytes  # the most that `pull` takes at once
+        self.part_bytes = part_bytes  # of a part, as it is best
         self._words = _by_words(pool)
         self._sharing = sharing
         self._copies = summed_copies_for(pool.device) if copies is None else copies
-        self._room = torch.empty(room_bytes // WORD_BYTES, dtype=torch.int64, device=pool.device)
-        max_blocks = room_bytes // (2 * block_bytes)
+        max_blocks = min(MAX_BLOCKS, max(1, part_bytes // (2 * block_bytes)))
         self._sums, self._pulls = (_Slips(pool.device, streams, max_blocks) for _ in range(2))
 
     def sum(self, layers: range, block_ids: Sequence[int], after: Mark) -> Future[int]:
@@ -67,24 +68,19 @@ class ShownPool:
         return self._sums.run(work, after, block_ids)
 
     def pull(
-        self, peer: PeerPool, source_ids: Sequence[int], layers: range, block_ids: Sequence[int], expected: int, after: Mark
+        self, peer: PeerPool, source_ids: Sequence[int], layers: range, block_ids: Sequence[int], after: Mark
     ) -> Future[int]:
-        """Read blocks of the peer's into ours, behind `after`; returns the sum of what was read: if it is not `expected`, nothing
-        has been written. Raises ValueError for ids outside a pool, and for more than part_bytes."""
-        shape = (len(layers), 2, len(block_ids), self._words.shape[3])
-        num_words = shape[0] * shape[1] * shape[2] * shape[3]
+        """Copy blocks of the peer's into ours, behind `after`; returns the sum of what was stored. Raises ValueError for ids
+        outside a pool, and for too many."""
         for name, ids, words in (("source_ids", source_ids, peer.words), ("block_ids", block_ids, self._words)):
             if len(ids) != len(block_ids) or not 0 <= min(ids) <= max(ids) < words.shape[2]:
                 raise ValueError(f"{name}: {len(ids)} of {min(ids)} to {max(ids)}; the pool has 0 to {words.shape[2] - 1}")
-        if num_words > len(self._room):
-            raise ValueError(f"block_ids: {num_words * WORD_BYTES} bytes, there is room for {self.part_bytes}")
-        room = self._room[:num_words].view(shape)
 
         def work(slip: _Slip) -> None:
-            self._copies.gather(Blocks(peer.words, layers, slip.ids), room, slip.sums)
-            self._copies.scatter(Blocks(self._words, layers, slip.second_ids), room, slip.sums, slip.expected)
+            source = Blocks(peer.words, layers, slip.ids)
+            self._copies.copy(source, Blocks(self._words, layers, slip.second_ids), slip.sums)
 
-        return self._pulls.run(work, after, source_ids, block_ids, expected)
+        return self._pulls.run(work, after, source_ids, block_ids)
 
     def open(self, handle: PoolHandle, num_blocks: int) -> PeerPool:
         """The pool of a peer, in a thread. Raises NotShared."""
@@ -97,10 +93,10 @@ class ShownPool:
             raise NotShared("offset", f"{handle.offset} is no place for a pool: {error}") from error
 
     def warm(self, mark: Callable[[], Mark]) -> None:
-        """Compiles what there is to compile: a block is summed and, with a sum that is not its own, pulled. Waits."""
+        """Compiles what there is to compile: a block is summed, and copied to where it is. Waits; before the pool is used."""
         own = PeerPool(self._words, _Own(self._words))
-        wrong = self.sum(range(1), [0], mark()).result() ^ 1
-        self.pull(own, [0], range(1), [0], wrong, mark()).result()
+        self.sum(range(1), [0], mark()).result()
+        self.pull(own, [0], range(1), [0], mark()).result()
 
     def close(self) -> None:
         """Waits for what is under way; idempotent."""
@@ -118,30 +114,26 @@ class _Own:
 
 @dataclass(eq=False, frozen=True)
 class _Slip:
-    """What a work on the device is told, and says: expected, sums, ids of blocks twice. The same on the host and there."""
+    """What a work on the device is told, and says: sums, ids of blocks twice. The same on the host and there."""
 
-    words: Tensor  # [1 + NUM_SUMS + max_blocks] int64
+    words: Tensor  # [NUM_SUMS + max_blocks] int64
     num_blocks: int
 
     @property
-    def expected(self) -> Tensor:
-        return self.words[:1]
-
-    @property
     def sums(self) -> Tensor:
-        return self.words[1 : 1 + NUM_SUMS]
+        return self.words[:NUM_SUMS]
 
     @property
     def ids(self) -> Tensor:
-        return self.words[1 + NUM_SUMS :].view(torch.int32)[: self.num_blocks]
+        return self.words[NUM_SUMS:].view(torch.int32)[: self.num_blocks]
 
     @property
     def second_ids(self) -> Tensor:
-        return self.words[1 + NUM_SUMS :].view(torch.int32)[self.num_blocks : 2 * self.num_blocks]
+        return self.words[NUM_SUMS:].view(torch.int32)[self.num_blocks : 2 * self.num_blocks]
 
     @property
     def told(self) -> Tensor:
-        return self.words[: 1 + NUM_SUMS + self.num_blocks]
+        return self.words[: NUM_SUMS + self.num_blocks]
 
 
 class _Slips:
@@ -150,17 +142,16 @@ class _Slips:
     def __init__(self, device: torch.device, streams: Streams, max_blocks: int) -> None:
         self.lane: Lane = streams.lane()
         self._streams = streams
-        self._num_words = 1 + NUM_SUMS + max_blocks
+        self._max_blocks, self._num_words = max_blocks, NUM_SUMS + max_blocks
         self._there = torch.zeros(self._num_words, dtype=torch.int64, device=device)
         self._free: list[Tensor] = []  # filled by whoever finds that a work is done, in any thread
 
-    def run(
-        self, work: Callable[[_Slip], None], after: Mark, ids: Sequence[int], second_ids: Sequence[int] = (), expected: int = 0
-    ) -> Future[int]:
-        """The sum that it makes."""
-        here = _Slip(self._taken(), len(ids))
-        there = _Slip(self._there, len(ids))
-        here.expected[0], here.ids[:] = signed(expected), torch.tensor(ids, dtype=torch.int32)
+    def run(self, work: Callable[[_Slip], None], after: Mark, ids: Sequence[int], second_ids: Sequence[int] = ()) -> Future[int]:
+        """The sum that it makes. Raises ValueError for too many ids."""
+        if len(ids) > self._max_blocks:
+            raise ValueError(f"block_ids: {len(ids)} are more than {self._max_blocks}")
+        here, there = _Slip(self._taken(), len(ids)), _Slip(self._there, len(ids))
+        here.ids[:] = torch.tensor(ids, dtype=torch.int32)
         here.second_ids[: len(second_ids)] = torch.tensor(second_ids, dtype=torch.int32)
         here.sums.zero_()
 

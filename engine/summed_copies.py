@@ -1,4 +1,4 @@
-"""Blocks of a pool into a contiguous room and back, summed on the way: what one device reads out of another process's pool.
+"""Blocks of one pool into another, summed on the way: what a device reads out of another process's pool.
 
     sum = Σ mix(word[i] ^ (i + 1) * GOLDEN) mod 2^64       word: 8 bytes, i: its place in the part as it travels
 
@@ -7,8 +7,6 @@ one word is wrong never has the sum of the right one; one that is wrong otherwis
 chance of 2^-64. It tells accidents, and defends against nobody. Why no CRC-32C: a GPU has no instruction for it, and to read a
 gigabyte back over PCIe for the host's would take 20 ms at 50 GB/s, where a device reads it in 0.3 ms at 3.3 TB/s; this takes some
 30 integer operations for 8 bytes, which an H100 does at about that speed.
-
-Partial sums stay on the device, NUM_SUMS of them, so that nobody waits between a gather and the scatter that depends on it.
 """
 
 from __future__ import annotations
@@ -35,12 +33,7 @@ class Blocks:
     layers: range
     block_ids: Tensor
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Of a room for them."""
-        return len(self.layers), 2, len(self.block_ids), self.pool.shape[3]
-
-    def check(self, room: Tensor | None = None) -> None:
+    def check(self) -> None:
         """Raises ValueError naming what does not fit."""
         num_layers = self.pool.shape[0]
         if self.pool.dtype != torch.int64 or self.pool.dim() != 4 or not self.pool.is_contiguous():
@@ -50,8 +43,12 @@ class Blocks:
             raise ValueError(f"layers: {self.layers} is not within the pool's {num_layers}")
         if self.block_ids.dtype != torch.int32 or self.block_ids.dim() != 1 or not self.block_ids.is_contiguous():
             raise ValueError(f"block_ids: {self.block_ids.dtype} {tuple(self.block_ids.shape)}, expected int32 [blocks]")
-        if room is not None and (room.dtype != torch.int64 or room.shape != self.shape or not room.is_contiguous()):
-            raise ValueError(f"room: {room.dtype} {tuple(room.shape)}, expected contiguous int64 {self.shape}")
+
+    def check_fits(self, source: Blocks) -> None:
+        """Raises ValueError unless `source` has as many of the same size, of the same layers."""
+        ours, theirs = ((each.layers, len(each.block_ids), each.pool.shape[3]) for each in (self, source))
+        if ours != theirs:
+            raise ValueError(f"source: {theirs} of layers, blocks and words of a block do not go where {ours} are")
 
 
 class SummedCopies(Protocol):
@@ -59,12 +56,8 @@ class SummedCopies(Protocol):
 
     def sum(self, blocks: Blocks, sums: Tensor) -> None: ...
 
-    def gather(self, blocks: Blocks, room: Tensor, sums: Tensor) -> None:
-        """Fill the room, and sum what is stored there: the pool may change meanwhile."""
-        ...
-
-    def scatter(self, blocks: Blocks, room: Tensor, sums: Tensor, expected: Tensor) -> None:
-        """Write the room into the pool if `sums` add up to expected, int64 [1]; otherwise nothing."""
+    def copy(self, source: Blocks, target: Blocks, sums: Tensor) -> None:
+        """From one pool into another; sums what is stored: the source may change meanwhile."""
         ...
 
 
@@ -75,31 +68,24 @@ class IndexedSums:
         blocks.check()
         sums[:1] += word_sum(_of(blocks)[:, :, blocks.block_ids.long()])
 
-    def gather(self, blocks: Blocks, room: Tensor, sums: Tensor) -> None:
-        blocks.check(room)
-        room.copy_(_of(blocks)[:, :, blocks.block_ids.long()])
-        sums[:1] += word_sum(room)
-
-    def scatter(self, blocks: Blocks, room: Tensor, sums: Tensor, expected: Tensor) -> None:
-        blocks.check(room)
-        ids = blocks.block_ids.long()
-        _of(blocks)[:, :, ids] = torch.where(sums.sum() == expected, room, _of(blocks)[:, :, ids])
+    def copy(self, source: Blocks, target: Blocks, sums: Tensor) -> None:
+        source.check()
+        target.check()
+        target.check_fits(source)
+        words = _of(source)[:, :, source.block_ids.long()]
+        _of(target)[:, :, target.block_ids.long()] = words
+        sums[:1] += word_sum(words)
 
 
 def word_sum(words: Tensor) -> Tensor:
     """The sum of int64 words in their order, as one word."""
     places = torch.arange(1, words.numel() + 1, device=words.device)
-    return _mixed(words.flatten() ^ places * signed(_GOLDEN)).sum()
+    return _mixed(words.flatten() ^ places * _signed(_GOLDEN)).sum()
 
 
 def unsigned(total: int) -> int:
     """A sum of partial sums as it travels."""
     return total % 2**64
-
-
-def signed(word: int) -> int:
-    """An unsigned word as a tensor of int64 holds it."""
-    return word - 2**64 if word >= 2**63 else word
 
 
 def summed_copies_for(device: torch.device) -> SummedCopies:
@@ -116,11 +102,15 @@ def _of(blocks: Blocks) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    x = (x ^ _shifted(x, 30)) * signed(_MIX_1)
-    x = (x ^ _shifted(x, 27)) * signed(_MIX_2)
+    x = (x ^ _shifted(x, 30)) * _signed(_MIX_1)
+    x = (x ^ _shifted(x, 27)) * _signed(_MIX_2)
     return x ^ _shifted(x, 31)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
     """To the right, filled with zeros: torch's own keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word

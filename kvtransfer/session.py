@@ -22,7 +22,7 @@ from kvtransfer.delegate import ReceiverDelegate
 from kvtransfer.errors import FrameError, TransferRefused, code_number
 from kvtransfer.layouts import Layout
 from kvtransfer.memory import KVMemory
-from kvtransfer.parts import Manifest, Part
+from kvtransfer.parts import MAX_PART_BYTES, MAX_PULLED_BYTES, Manifest, Part
 from kvtransfer.staged import StagedMemory
 from kvtransfer.stream import Stream, expect
 from kvtransfer.transports.base import Incoming, PullingIncoming
@@ -293,7 +293,8 @@ class Connection:
 
     async def _part(self, header: transfer_pb2.PartHeader) -> None:
         manifest = self._session.manifest(self._layout)
-        part = manifest.check(header)
+        pulls = isinstance(self._incoming, PullingIncoming)
+        part = manifest.check(header, MAX_PULLED_BYTES if pulls else MAX_PART_BYTES)
         manifest.begin(part)
         try:
             total, expected = await self._write_part(header, part, self._session)
@@ -338,11 +339,10 @@ class Connection:
     async def _pull_part(
         self, header: transfer_pb2.PartHeader, part: Part, session: Session, incoming: PullingIncoming
     ) -> tuple[int, int]:
-        """The device writes it if it is right; a sender that says no more keeps it from nothing."""
-        expected = (await self._part_end(header)).word_sum
-        self._check_fence()  # the last question: until the device is through, this connection writes
+        """Until the device is through, this connection writes."""
         block_ids = session.target.block_ids[part.block_start : part.block_end]
-        return await incoming.pull_part(header, part, block_ids, expected, session.begin), expected
+        total = await incoming.pull_part(header, part, block_ids, session.begin)
+        return total, (await self._part_end(header)).word_sum
 
     async def _part_end(self, header: transfer_pb2.PartHeader) -> transfer_pb2.PartEnd:
         end = (await expect(self.stream, "part_end")).part_end

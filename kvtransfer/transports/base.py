@@ -79,11 +79,9 @@ class Incoming(Protocol):
 class PullingIncoming(Incoming, Protocol):
     """One that has a device write parts into its pool, in the form in which they lie at the sender."""
 
-    async def pull_part(
-        self, header: transfer_pb2.PartHeader, part: Part, block_ids: Sequence[int], expected: int, after: Mark
-    ) -> int:
-        """Write the part into `block_ids` of the pool behind `after`, if what arrives has the word_sum `expected`; returns the
-        one that it has. Nothing is written any more when it returns or raises. Raises TransferRefused."""
+    async def pull_part(self, header: transfer_pb2.PartHeader, part: Part, block_ids: Sequence[int], after: Mark) -> int:
+        """Write the part into `block_ids` of the pool behind `after`; returns the word_sum of what was stored. Nothing is written
+        any more when it returns or raises. Raises TransferRefused."""
 
 
 class Transport(Protocol):

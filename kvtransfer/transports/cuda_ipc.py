@@ -2,14 +2,14 @@
 
     sender ── hello + the driver's handle of its pool, over a Unix socket ──► receiver: opens it, once for each pool
     sender: sums the part on its device, behind the mark of its layers
-    sender ── part header with block ids, part end with the sum ────────────► receiver: one work on its device: gather into a room
-                                                                              of its own, summed as it is stored; if the sum is
-           ◄── answer ─────────────────────────────────────────────────────  right, scatter into its pool, behind its own mark
+    sender ── part header with block ids, part end with the sum ────────────► receiver: its device copies from pool to pool,
+                                                                              behind its own mark, and sums WHAT IT STORES
+           ◄── ok, if that is the sum ──────────────────────────────────────
 
-Nobody writes into another's pool, so a sender that was paused and wakes up does no harm. What it has given away meanwhile is read
-at most into the room, and stored only if it is what was announced. A part is announced when it is final, so the two processes
-share no event; a sender that is silent holds nothing of the device, for a part is read when its end has come. A push that is
-cancelled, and `quiesce`, wait for the device; the other end is told by its connection.
+Nobody writes into another's pool, so a sender that was paused and wakes up does no harm: what it has given away meanwhile spoils
+a copy whose sum then differs, in blocks that nobody reads before the commit. A part is announced when it is final, so the two
+processes share no event, and who is silent holds nothing of the device. A push that is cancelled, and `quiesce`, wait for the
+device; the other end is told by its connection.
 
 Whoever dies: his connection ends, and with it the push; a work that reads then goes on reading (engine/cuda_sharing.py says what
 the driver promises), and its sum decides. What goes wrong on the device is refused with UNIMPLEMENTED: the next attempt goes over
@@ -127,15 +127,13 @@ class CudaIpcIncoming:
     ) -> int:
         raise FrameError("cuda_ipc writes parts into the pool of a device alone")
 
-    async def pull_part(
-        self, header: transfer_pb2.PartHeader, part: Part, block_ids: Sequence[int], expected: int, after: Mark
-    ) -> int:
+    async def pull_part(self, header: transfer_pb2.PartHeader, part: Part, block_ids: Sequence[int], after: Mark) -> int:
         if self._source is None or self._shape is None:
             raise FrameError("part before hello")
         source = source_of(header, part, self._shape)
         try:
             failpoints.hit("cuda_ipc.pull")
-            pulling = self._shown.pull(self._source, source.block_ids, part.layers, block_ids, expected, after)
+            pulling = self._shown.pull(self._source, source.block_ids, part.layers, block_ids, after)
             await all_ended([pulling])
             return pulling.result()
         except (RuntimeError, ValueError) as error:

@@ -26,6 +26,7 @@ from kvtransfer.feed import FirstTokensDrawn, KVFeed, Ready
 from kvtransfer.memory import KVMemory
 from kvtransfer.parts import Part
 from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
 from kvtransfer.staged import StagedMemory
 from kvtransfer.transports import cuda_ipc, opened_pools
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
@@ -99,10 +100,10 @@ async def test_pushes_side_by_side_over_several_connections(monkeypatch: pytest.
             world.check_untouched(set(range(world.target.num_blocks)) - written)
 
 
-async def test_parts_are_as_large_as_the_room_and_not_as_a_piece() -> None:
+async def test_parts_are_not_as_small_as_a_piece() -> None:
     with nothing_left():
         async with running(World("cuda_ipc")) as world:
-            world.sender = world.make_sender(part_bytes=1 << 30)
+            world.sender = Sender(world.seen_source, world.identity, world.layout, 7)
             assert (await world.sender.push(world.job(), timeout_s=10)).num_parts == 1
 
 
@@ -192,7 +193,7 @@ async def test_block_ids_outside_the_senders_pool_are_refused() -> None:
             world.check_untouched(set(range(world.target.num_blocks)))
 
 
-async def test_what_has_changed_since_it_was_announced_is_not_stored() -> None:
+async def test_what_has_changed_since_it_was_announced_is_no_part_and_touches_nothing_else() -> None:
     """A sender that was paused, and whose blocks were given to others meanwhile."""
     with nothing_left():
         async with running(World("cuda_ipc")) as world:
@@ -201,9 +202,9 @@ async def test_what_has_changed_since_it_was_announced_is_not_stored() -> None:
             async with world.raw_peer(world.hello("r1")) as peer:
                 answer = await peer.send_part(part, [0, 1, 2, 3], crc32c=1)
                 assert not answer.part_reply.ok and answer.part_reply.message.startswith("part_end: ")
-                world.check_untouched(set(range(world.target.num_blocks)))
+                held = world.delegate.held["r1"]
+                world.check_untouched(set(range(world.target.num_blocks)) - set(held.block_ids))
                 assert (await peer.send_part(part, [0, 1, 2, 3])).part_reply.ok
-            held = world.delegate.held["r1"]
             for source_id, target_id in enumerate(held.block_ids):
                 assert world.source.block_bytes(source_id) == world.target.block_bytes(target_id)
 
@@ -218,14 +219,17 @@ async def test_a_sender_that_falls_silent_within_a_part_keeps_nobody_from_anythi
                 await peer.send(part=header)
                 job = world.job()
                 assert (await world.sender.push(job, timeout_s=2)).committed
-            world.check_arrived(job)
+            held = [world.delegate.held[name].block_ids for name in ("r1", "silent")]
+            for source_id, target_id in zip(job.source_block_ids, held[0], strict=True):
+                assert world.source.block_bytes(source_id) == world.target.block_bytes(target_id)
+            world.check_untouched(set(range(world.target.num_blocks)) - {*held[0], *held[1][:2]})
 
 
 async def test_a_device_that_fails_costs_the_attempt_and_the_next_one_goes_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(copies: IndexedSums, blocks: Blocks, room: Tensor, sums: Tensor) -> None:
+    def fail(copies: IndexedSums, source: Blocks, target: Blocks, sums: Tensor) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(IndexedSums, "gather", fail)
+    monkeypatch.setattr(IndexedSums, "copy", fail)
     with nothing_left():
         async with running(also_by_others(World("cuda_ipc"))) as world:
             job = world.job()
@@ -374,13 +378,13 @@ async def test_pools_are_kept_for_a_while_and_closed(monkeypatch: pytest.MonkeyP
     memory.close()
 
 
-def test_ids_outside_a_pool_and_more_than_there_is_room_for_are_refused() -> None:
+def test_ids_outside_a_pool_and_too_many_are_refused() -> None:
     memory, streams = FakeKVMemory(2, 8, 512), InOrder()
     pool = ShownPool(pool_of(memory, 16), HostSharing(memory.fd), streams, IndexedSums(), 4096)
     peer = pool.open(pool.handle, 8)
-    cases = {"source_ids": ([8], [1]), "block_ids: 1": ([1], [-1]), "block_ids: 6144 bytes": ([1, 2, 3], [1, 2, 3])}
+    cases = {"source_ids": ([8], [1]), "block_ids: 1": ([1], [-1]), "block_ids: 5 are more than 4": ([1] * 5, [1] * 5)}
     for message, (source_ids, block_ids) in cases.items():
         with pytest.raises(ValueError, match=message):
-            pool.pull(peer, source_ids, range(2), block_ids, 0, streams.mark())
+            pool.pull(peer, source_ids, range(2), block_ids, streams.mark())
     pool.close()
     memory.close()

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from torch import Tensor
 
-from engine.summed_copies import Blocks, IndexedSums, word_sum
+from engine.summed_copies import Blocks, IndexedSums
 from kvtransfer import framing, session
 from kvtransfer.checksum import checksum
 from kvtransfer.errors import FrameError, PeerClosed, PushFailed
@@ -56,15 +56,16 @@ def spoil_parts(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 
     for end in (InlineIncoming, ShmIncoming, NixlIncoming):
         monkeypatch.setattr(end, "receive_part", spoiled(end.receive_part))
-    gather = IndexedSums.gather
+    copy = IndexedSums.copy
 
-    def gathered(copies: IndexedSums, blocks: Blocks, room: Tensor, sums: Tensor) -> None:
-        gather(copies, blocks, room, sums)
+    def copied(copies: IndexedSums, source: Blocks, target: Blocks, sums: Tensor) -> None:
+        copy(copies, source, target, sums)
         if next(left, None) is not None:
-            room.view(-1)[7] ^= 0x10
-            sums.zero_()[:1] += word_sum(room)
+            target.pool[target.layers.start, 0, target.block_ids[0], 7] ^= 0x10
+            sums.zero_()
+            copies.sum(target, sums)
 
-    monkeypatch.setattr(IndexedSums, "gather", gathered)
+    monkeypatch.setattr(IndexedSums, "copy", copied)
 
 
 async def test_a_corrupt_part_is_sent_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

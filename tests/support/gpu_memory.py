@@ -9,7 +9,7 @@ from engine.shown_pool import ShownPool
 from engine.staging import Marks, Staging, StagingSizes
 from engine.streams import streams_of
 from kvtransfer.staged import StagedMemory
-from tests.support.host_sharing import ROOM_BYTES, pool_of
+from tests.support.host_sharing import PART_BYTES, pool_of
 from tests.support.kv_memory import FakeKVMemory
 
 
@@ -22,7 +22,7 @@ class GpuMemory(StagedMemory):
         self._pool = pool_of(memory, block_size).to(device)
         streams, sizes = streams_of(device), StagingSizes(num_pieces=2, piece_bytes=6 * memory.bytes_per_layer_block)
         out, back = (Staging(self._pool, streams, sizes) for _ in range(2))
-        shown = ShownPool(self._pool, CudaSharing(device), streams, room_bytes=ROOM_BYTES)
+        shown = ShownPool(self._pool, CudaSharing(device), streams, part_bytes=PART_BYTES)
         shown.warm(streams.mark)
         super().__init__(memory, out, back, Marks(streams), shown)
 

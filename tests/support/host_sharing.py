@@ -22,7 +22,7 @@ from kvtransfer.native.library import address_of
 from kvtransfer.staged import StagedMemory
 from tests.support.kv_memory import FakeKVMemory
 
-ROOM_BYTES = 1 << 20
+PART_BYTES = 1 << 20
 _HANDLE = struct.Struct("<ii")  # process, descriptor
 DEVICE = b"the host's cores"
 
@@ -96,7 +96,7 @@ def staged(
     streams, pool = streams or InOrder(), pool_of(memory, block_size)
     sizes = StagingSizes(num_pieces=2, piece_bytes=6 * memory.bytes_per_layer_block)
     out, back = (Staging(pool, streams, sizes, IndexedBlocks()) for _ in range(2))
-    shown = ShownPool(pool, sharing or HostSharing(memory.fd), streams, copies or IndexedSums(), ROOM_BYTES)
+    shown = ShownPool(pool, sharing or HostSharing(memory.fd), streams, copies or IndexedSums(), PART_BYTES)
     return StagedMemory(memory, out, back, Marks(streams), shown)
 
 

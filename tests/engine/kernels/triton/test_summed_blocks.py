@@ -1,4 +1,4 @@
-"""Sums, gathers and scatters of a launch equal the reference, bit for bit, and what a wrong sum belongs to is not stored."""
+"""Sums and copies of a launch equal the reference, bit for bit, and touch nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.triton.summed_blocks import TritonSums
-from engine.summed_copies import NUM_SUMS, Blocks, IndexedSums, SummedCopies, signed, unsigned, word_sum
+from engine.summed_copies import NUM_SUMS, Blocks, IndexedSums, SummedCopies, unsigned, word_sum
 from tests.engine.kernels.triton.paged import DEVICE
 
 LAYERS = range(1, 3)
@@ -41,36 +41,31 @@ def by_hand(words: list[int]) -> int:
 @pytest.mark.parametrize("copies", BOTH, ids=["torch", "triton"])
 @pytest.mark.parametrize("block_words", [1, 12, 64, 1030])
 @pytest.mark.parametrize("block_ids", [(5,), (7, 2, 8, 0, 1)], ids=str)
-def test_gather_sum_and_scatter(copies: SummedCopies, block_words: int, block_ids: tuple[int, ...]) -> None:
+def test_sum_and_copy(copies: SummedCopies, block_words: int, block_ids: tuple[int, ...]) -> None:
     pool = random_words(4, 2, 9, block_words)
     travels = pool[1:3][:, :, list(block_ids)].contiguous()
     expected = by_hand([word % 2**64 for word in travels.flatten().tolist()])
     assert unsigned(int(word_sum(travels))) == expected
-    blocks, sums, room, gathered = Blocks(pool, LAYERS, ids(*block_ids)), no_sums(), torch.empty_like(travels), no_sums()
+    blocks, sums, copied = Blocks(pool, LAYERS, ids(*block_ids)), no_sums(), no_sums()
     copies.sum(blocks, sums)
-    copies.gather(blocks, room, gathered)
-    assert unsigned(int(sums.sum())) == unsigned(int(gathered.sum())) == expected
-    assert torch.equal(room, travels)
     target = random_words(3, 2, 11, block_words, seed=1)
     table, before = [10, 3, 0, 4, 6][: len(block_ids)], target.clone()
-    there = Blocks(target, range(2), ids(*table))
-    copies.scatter(there, room, gathered, torch.tensor([signed(expected ^ 1)], device=DEVICE))
-    assert torch.equal(target, before)
-    copies.scatter(there, room, gathered, torch.tensor([signed(expected)], device=DEVICE))
-    before[0:2][:, :, table] = travels
+    copies.copy(blocks, Blocks(target, LAYERS, ids(*table)), copied)
+    assert unsigned(int(sums.sum())) == unsigned(int(copied.sum())) == expected
+    before[1:3][:, :, table] = travels
     assert torch.equal(target, before)
 
 
 def test_what_a_sum_tells_apart() -> None:
     """A wrong bit anywhere, two in the same place of two words, words that changed places, a part of zeros that is longer."""
-    words = random_words(64)
+    words, one = random_words(64), torch.tensor(1, device=DEVICE)
     sums = {int(word_sum(words))}
     for place in (0, 63):
         for bit in (0, 31, 63):
             changed = words.clone()
-            changed[place] ^= signed(1 << bit)
+            changed[place] ^= one << bit
             sums.add(int(word_sum(changed)))
-            changed[7] ^= signed(1 << bit)
+            changed[7] ^= one << bit
             sums.add(int(word_sum(changed)))
     sums.add(int(word_sum(words.flip(0))))
     sums.update(int(word_sum(torch.zeros(count, dtype=torch.int64, device=DEVICE))) for count in (63, 64))
@@ -79,13 +74,14 @@ def test_what_a_sum_tells_apart() -> None:
 
 @pytest.mark.parametrize("copies", BOTH, ids=["torch", "triton"])
 def test_what_does_not_fit_is_refused_by_name(copies: SummedCopies) -> None:
-    pool, room = random_words(4, 2, 9, 8), random_words(2, 2, 2, 8)
+    pool = random_words(4, 2, 9, 8)
+    good = Blocks(pool, LAYERS, ids(1, 2))
     cases = {
-        "pool": (Blocks(pool.transpose(0, 2), LAYERS, ids(1, 2)), room),
-        "layers": (Blocks(pool, range(3, 5), ids(1, 2)), room),
-        "block_ids": (Blocks(pool, LAYERS, ids(1, 2).long()), room),
-        "room": (Blocks(pool, LAYERS, ids(1, 2, 3)), room),
+        "pool": Blocks(pool.transpose(0, 2), LAYERS, ids(1, 2)),
+        "layers": Blocks(pool, range(3, 5), ids(1, 2)),
+        "block_ids": Blocks(pool, LAYERS, ids(1, 2).long()),
+        "source": Blocks(pool, LAYERS, ids(1, 2, 3)),
     }
-    for name, (blocks, each) in cases.items():
+    for name, blocks in cases.items():
         with pytest.raises(ValueError, match=name):
-            copies.gather(blocks, each, no_sums())
+            copies.copy(blocks, good, no_sums())
