@@ -165,7 +165,7 @@ class CudaIpcTransport:
     """Between processes of one user on one host whose pools lie in memory of a GPU."""
 
     name = "cuda_ipc"
-    gains_by_connections = True  # while the device works for one, Python does for the other
+    gains_by_connections = False  # one costs the device nothing, and a second one a handshake
 
     def __init__(self) -> None:
         self._pools = OpenedPools()

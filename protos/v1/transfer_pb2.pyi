@@ -328,7 +328,7 @@ Global___PartHeader: _TypeAlias = PartHeader  # noqa: Y015
 @_typing.final
 class PartEnd(_message.Message):
     """PartEnd comes behind the bytes of a part: their checksum is computed while they move, so that neither end reads them twice. Over
-    cuda_ipc it follows the header at once: the receiver stores only what has this sum.
+    cuda_ipc it follows the header at once.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -20,7 +20,6 @@ from engine.pool_sharing import NotShared
 from engine.shown_pool import PeerPool, ShownPool
 from engine.streams import InOrder, Streams
 from engine.summed_copies import Blocks, IndexedSums
-from kvtransfer import sender
 from kvtransfer.errors import PushFailed
 from kvtransfer.feed import FirstTokensDrawn, KVFeed, Ready
 from kvtransfer.memory import KVMemory
@@ -83,12 +82,10 @@ async def test_it_is_preferred_and_opens_a_pool_once(monkeypatch: pytest.MonkeyP
             assert sharing.num_opened == 2
 
 
-async def test_pushes_side_by_side_over_several_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "BYTES_FOR_A_CONNECTION", 1 << 12)
+async def test_pushes_side_by_side() -> None:
     streams = ReorderingStreams()
     with at_work(streams, seed=3):
         async with on_devices(streams) as world:
-            world.sender = world.make_sender(num_connections=3)
             jobs = [world.job(f"r{index}", num_blocks=8, first_block=2, start=8 * index, spread=True) for index in range(7)]
             results = await asyncio.gather(*(world.sender.push(job, timeout_s=10) for job in jobs))
             assert {result.transport for result in results} == {"cuda_ipc"}
