@@ -41,7 +41,6 @@ from kvtransfer.transports import unix_sockets
 from kvtransfer.transports.opened_pools import OpenedPools
 from kvtransfer.transports.pulled import shape_of_sender, source_of
 from protos.v1 import common_pb2, transfer_pb2
-from runtime import failpoints
 from runtime.identity import host_id
 
 if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
@@ -132,7 +131,6 @@ class CudaIpcIncoming:
             raise FrameError("part before hello")
         source = source_of(header, part, self._shape)
         try:
-            failpoints.hit("cuda_ipc.pull")
             pulling = self._shown.pull(self._source, source.block_ids, part.layers, block_ids, after)
             await all_ended([pulling])
             return pulling.result()

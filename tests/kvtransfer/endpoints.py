@@ -41,7 +41,6 @@ from protos.v1 import common_pb2, transfer_pb2
 from runtime.server import GrpcServer
 from runtime.tls import Tls
 from tests.support.certificates import mesh_tls
-from tests.support.host_sharing import staged
 from tests.support.kv_memory import FakeKVMemory, make_identity, make_layout, make_memory
 
 EPOCH = 0xE0
@@ -159,6 +158,8 @@ class World:
             return GpuMemory(self.source, self.source_layout.block_size), GpuMemory(self.target, self.layout.block_size)
         if self.transport != "cuda_ipc":
             return self.source, self.target
+        from tests.support.host_sharing import staged  # torch, for which other transports have no need
+
         return staged(self.source, self.source_layout.block_size), staged(self.target, self.layout.block_size)
 
     def make_sender(
@@ -323,11 +324,11 @@ def at_part(number: int, act: Callable[[], object]) -> Callable[[PushTarget], No
     return hook
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for `condition`, at most DEADLINE_S."""
-    deadline = time.monotonic() + DEADLINE_S
+async def until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Wait for `condition`, at most so long."""
+    deadline = time.monotonic() + deadline_s
     while not condition():
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
+        assert time.monotonic() < deadline, f"not within {deadline_s} s: {what}"
         await asyncio.sleep(0.005)
 
 

@@ -16,6 +16,7 @@ from tests.kvtransfer.endpoints import World, running, until
 
 NUM_BLOCKS = 200
 NUM_LAYERS = 12
+START_S = 30  # of the other process, with torch
 
 
 def make_world(transport: str) -> World:
@@ -36,7 +37,7 @@ async def receive(transport: str) -> None:
     async with running(make_world(transport)) as world:
         job = world.job(num_blocks=NUM_BLOCKS)
         _say(reservation=job.reservation.SerializeToString().hex(), expected=sum_of(world, target=False, job=job))
-        await until(lambda: len(world.delegate.events) == 2, "a push")
+        await until(lambda: len(world.delegate.events) == 2, "a push", START_S)
         _say(sum=sum_of(world, target=True, job=job), events=world.delegate.kinds())
 
 
