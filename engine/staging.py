@@ -152,13 +152,25 @@ class Staging:
         return room.view(self._pool.dtype).view(len(layers), 2, -1, *self._pool.shape[4:])
 
 
+@dataclass(frozen=True)
+class StepMarks:
+    """Of the step that runs, as far as it has been launched: behind which mark so many of its layers are."""
+
+    step: Sequence[tuple[int, Mark]]
+
+    def behind(self, num_layers: int) -> Mark:
+        """The first behind the first `num_layers`. If the step has not come so far, an earlier one was meant, and its beginning
+        is behind that one."""
+        return next((mark for reached, mark in self.step if reached >= num_layers), self.step[0][1])
+
+
 class Marks:
     """Of the compute stream: behind which one the keys and values of which layers are there.
 
         the engine thread, as it launches a step:    begin()   ...   reach(4)   ...   reach(8)   ...
                                                     ▲ all of earlier steps    ▲ layers 0 to 3 of this one
 
-    `behind` may be asked from another thread about layers that `begin` and `reach` came for: by what a step told (exports.py).
+    `so_far` may be asked from another thread about layers that `begin` and `reach` came for: by what a step told (exports.py).
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -171,15 +183,24 @@ class Marks:
     def reach(self, num_layers: int) -> None:
         self._step.append((num_layers, self._streams.mark()))
 
+    def so_far(self) -> StepMarks:
+        return StepMarks(tuple(self._step))
+
     def behind(self, num_layers: int) -> Mark:
-        """The first behind the first `num_layers` of the step that runs. If it has not come so far, an earlier step was meant,
-        and its beginning is behind that one."""
-        step = list(self._step)
-        return next((mark for reached, mark in step if reached >= num_layers), step[0][1])
+        """By what is known now; see StepMarks."""
+        return self.so_far().behind(num_layers)
 
     def now(self) -> Mark:
         """Behind all that has been launched."""
         return self._streams.mark()
+
+    def reached(self, mark: Mark) -> Future[None]:
+        """Done when the device has come past it."""
+        return self._streams.reached(mark)
+
+    def close(self) -> None:
+        """Nobody waits for marks any more; idempotent."""
+        self._streams.close()
 
 
 def _piece(streams: Streams, num_bytes: int, max_blocks: int) -> Piece:

@@ -9,6 +9,7 @@ Nothing else is ordered: work of a lane may run before or behind any step that n
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from engine.stream_watch import StreamWatch
 
 Work = Callable[[], None]
 
@@ -44,7 +47,15 @@ class Streams(Protocol):
         """From any thread; never waits."""
         ...
 
+    def reached(self, mark: Mark) -> Future[None]:
+        """Done when the device has come past it; what went wrong there is its exception. It may be cancelled."""
+        ...
+
     def lane(self) -> Lane: ...
+
+    def close(self) -> None:
+        """When nobody waits for marks any more; idempotent."""
+        ...
 
     def host_room(self, num_bytes: int) -> Tensor:
         """[num_bytes] uint8 in memory of the host that the device copies from and to while others run."""
@@ -57,8 +68,14 @@ class InOrder:
     def mark(self) -> Mark:
         return Mark()
 
+    def reached(self, mark: Mark) -> Future[None]:
+        return _done()
+
     def lane(self) -> Lane:
         return _InOrderLane()
+
+    def close(self) -> None:
+        """Nobody ever waits."""
 
     def host_room(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
@@ -76,6 +93,7 @@ class _InOrderLane:
 
 @dataclass(frozen=True)
 class _CudaMark(Mark):
+    position: int  # in the compute stream: marks made later have greater ones
     event: torch.cuda.Event
 
 
@@ -85,14 +103,24 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._compute = torch.cuda.default_stream(device)
+        self._positions = itertools.count()
+        self._watch = StreamWatch()
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits for it sleeps
         event.record(self._compute)
-        return _CudaMark(event)
+        return _CudaMark(next(self._positions), event)
+
+    def reached(self, mark: Mark) -> Future[None]:
+        assert isinstance(mark, _CudaMark), "a mark of other streams"
+        is_there = mark.event.query()  # type: ignore[no-untyped-call]
+        return _done() if is_there else self._watch.tell(mark.position, mark.event.synchronize)
 
     def lane(self) -> Lane:
         return _CudaLane(self._device)
+
+    def close(self) -> None:
+        self._watch.close()
 
     def host_room(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -136,6 +164,12 @@ class _CudaLane:
 
 def streams_of(device: torch.device) -> Streams:
     return CudaStreams(device) if device.type == "cuda" else InOrder()
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    _finish(future, None)
+    return future
 
 
 def _error_of(work: Work) -> Exception | None:

@@ -39,12 +39,13 @@ Ending = FirstTokensDrawn | NothingToDecode
 
 class KVFeed:
     """One prefill writes, one push reads, both on the event loop. `group`: layers of which the push wants to hear at once.
-    on_end() is called when the prefill ends."""
+    on_ready(ready) is called when more is final, on_end() when the prefill ends."""
 
     def __init__(self) -> None:
         self.ready = Ready()
         self.ending: Ending | None = None
         self.group = 0
+        self.on_ready: Callable[[Ready], None] | None = None
         self.on_end: Callable[[], None] | None = None
         self._changed = asyncio.Event()
 
@@ -57,6 +58,8 @@ class KVFeed:
             return
         self.ready = ready
         self._changed.set()
+        if self.on_ready is not None:
+            self.on_ready(ready)
 
     def end(self, ending: Ending) -> None:
         """Once, behind the last `advance`."""

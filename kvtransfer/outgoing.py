@@ -12,25 +12,26 @@ from typing import TypeVar
 
 import grpc
 
+from kvtransfer.departure import Departure, Departures
 from kvtransfer.errors import FrameError, NoAnswer, PeerClosed, PushFailed, TransportUnavailable, code_of, push_failed
 from kvtransfer.memory import KVMemory, part_views
 from kvtransfer.parts import Part
+from kvtransfer.pieces import Lent
 from kvtransfer.push import PartMoved
-from kvtransfer.staged import Lent, StagedMemory, ended
+from kvtransfer.staged import StagedMemory
 from kvtransfer.stream import Stream, expect, release, wait_set
 from kvtransfer.transports.base import Outgoing, ShowingOutgoing
+from kvtransfer.waiting import LAST_WORD_S, all_or_first_error, ended
 from protos.v1 import transfer_pb2
 from runtime import failpoints
 
 HELLO_TIMEOUT_S = 2.0
 MAX_UNANSWERED = 4  # parts under way on a connection: the receiver always has one to work on
-LAST_WORD_S = 0.2  # for a refusal that may lie unread on a broken connection
 FETCH_ALIVE_S = 0.5  # between two signs of life while a part is fetched from a device
 BUFFERED_BYTES = 4 << 20  # may lie in the buffers of a socket when we have sent the last one
 SLOWEST_BYTES_PER_S = 1 << 20  # of a link that is not given up
 
 T = TypeVar("T")
-Parts = asyncio.Queue[Part | None]
 
 
 class OutgoingConnection:
@@ -46,8 +47,8 @@ class OutgoingConnection:
         self._sent_ns: dict[int, int] = {}  # by part, while somebody hears of it
         self._memory = memory
         self._reply_timeout_s = reply_timeout_s
-        self._unanswered: dict[int, Part] = {}
-        self._corrupt: deque[Part] = deque()  # of them, those to be sent again
+        self._unanswered: dict[int, Departure] = {}
+        self._corrupt: deque[Departure] = deque()  # of them, those to be sent again
         self._sent_again: set[int] = set()
         self._all_sent = False
         self._busy_since = self._last_progress = 0.0
@@ -82,9 +83,9 @@ class OutgoingConnection:
             self._reader.cancel()
             await asyncio.wait([self._reader])
 
-    async def pump(self, parts: Parts, block_ids: Sequence[int]) -> None:
-        """Send what comes out of `parts`, out of `block_ids` (the whole request's), until None; returns when all is verified."""
-        await all_or_first_error(self._send_from(parts, block_ids), self._send_corrupt_again(block_ids))
+    async def pump(self, departures: Departures) -> None:
+        """Send what comes out of `departures` until None; returns when all is verified."""
+        await all_or_first_error(self._send_from(departures), self._send_corrupt_again())
 
     async def while_open(self, work: Coroutine[object, object, T]) -> T:
         """The result of `work`, unless the receiver ends the push meanwhile."""
@@ -118,60 +119,69 @@ class OutgoingConnection:
         await self._write(transfer_pb2.TransferMessage(abort=abort))
         await self._until(lambda: isinstance(self._error, PeerClosed))
 
-    async def _send_from(self, parts: Parts, block_ids: Sequence[int]) -> None:
-        while (part := await parts.get()) is not None:
-            await failpoints.hit_async("push.part")
-            await self._until(lambda: len(self._unanswered) < MAX_UNANSWERED)
-            if not self._unanswered:
-                self._busy_since = time.monotonic()
-            async with self._writing:
-                await self._send(part, block_ids)
+    async def _send_from(self, departures: Departures) -> None:
+        while (departure := await departures.get()) is not None:
+            try:
+                await self._depart(departure)
+            finally:
+                await departure.drop()
         await self._until(lambda: not self._unanswered)
         self._all_sent = True
         self._changed.set()
 
-    async def _send_corrupt_again(self, block_ids: Sequence[int]) -> None:
+    async def _depart(self, departure: Departure) -> None:
+        """In its turn."""
+        await failpoints.hit_async("push.part")
+        await self._until(lambda: len(self._unanswered) < MAX_UNANSWERED)
+        if not self._unanswered:
+            self._busy_since = time.monotonic()
+        async with self._writing:
+            await self._send(departure)
+
+    async def _send_corrupt_again(self) -> None:
         """Each once: `_take_answer` sees to it."""
         while not self._all_sent:
             await self._until(lambda: bool(self._corrupt) or self._all_sent)
             while self._corrupt:
                 async with self._writing:
-                    await self._send(self._corrupt.popleft(), block_ids)
+                    await self._send(self._corrupt.popleft())
 
-    async def _send(self, part: Part, block_ids: Sequence[int]) -> None:
-        ids = block_ids[part.block_start : part.block_end]
+    async def _send(self, departure: Departure) -> None:
         if isinstance(self.outgoing, ShowingOutgoing):
-            await self.outgoing.settle(part.layers, ids, self._say_alive)
-            await self._send_views(part, ids, [])
+            await self.outgoing.settle(departure.part.layers, departure.block_ids, departure.at, self._say_alive)
+            await self._send_views(departure, [])
             return
         if isinstance(self._memory, StagedMemory):
-            lent = await self._fetched(self._memory, part.layers, ids)
+            lent = await self._fetched(self._memory, departure)
             try:
-                await self._send_views(part, ids, [lent.view])
+                await self._send_views(departure, [lent.view])
             finally:
                 self._memory.give_back(lent)
             return
-        views = part_views(self._memory, part.layers, ids)
+        views = part_views(self._memory, departure.part.layers, departure.block_ids)
         try:
-            await self._send_views(part, ids, views)
+            await self._send_views(departure, views)
         finally:
             release(views)
 
-    async def _fetched(self, memory: StagedMemory, layers: range, ids: Sequence[int]) -> Lent:
+    async def _fetched(self, memory: StagedMemory, departure: Departure) -> Lent:
         """Says meanwhile that we are alive: a step may be long, and others may have all pieces."""
-        fetching = asyncio.create_task(memory.fetch(layers, ids))
+        fetching = asyncio.create_task(departure.fetched())
         try:
             while not (await asyncio.wait([fetching], timeout=FETCH_ALIVE_S))[0]:
                 await self._say_alive()
             return fetching.result()
         except BaseException:
             fetching.cancel()
-            await ended(fetching)  # until then its blocks are read
-            if not fetching.cancelled() and fetching.exception() is None:
-                memory.give_back(fetching.result())
+            try:
+                await ended(fetching)  # until then its blocks are read
+            finally:
+                if not fetching.cancelled() and fetching.exception() is None:
+                    memory.give_back(fetching.result())
             raise
 
-    async def _send_views(self, part: Part, ids: Sequence[int], views: Sequence[memoryview]) -> None:
+    async def _send_views(self, departure: Departure, views: Sequence[memoryview]) -> None:
+        part = departure.part
         header = transfer_pb2.PartHeader(
             part_id=part.part_id,
             layer_start=part.layer_start,
@@ -180,13 +190,12 @@ class OutgoingConnection:
             block_end=part.block_end,
             num_bytes=part.num_bytes(self._memory.bytes_per_layer_block),
         )
-        self._unanswered[part.part_id] = part
+        self._unanswered[part.part_id] = departure
         if self.on_part is not None:
             self._sent_ns.setdefault(part.part_id, time.monotonic_ns())
         self._progress()
-        total = await self.outgoing.send_part(header, views, ids, lambda _count: self._progress())
-        shows = isinstance(self.outgoing, ShowingOutgoing)
-        sums = {"word_sum": total} if shows else {"crc32c": total}
+        total = await self.outgoing.send_part(header, views, departure.block_ids, lambda _count: self._progress())
+        sums = {"word_sum": total} if isinstance(self.outgoing, ShowingOutgoing) else {"crc32c": total}
         end = transfer_pb2.PartEnd(part_id=part.part_id, **sums)
         await self.stream.write_message(transfer_pb2.TransferMessage(part_end=end))
         self._progress()
@@ -232,9 +241,10 @@ class OutgoingConnection:
                 raise FrameError(f"a receiver does not send {kind} here")
 
     def _take_answer(self, reply: transfer_pb2.PartReply) -> None:
-        part = self._unanswered.get(reply.part_id)
-        if part is None or part in self._corrupt:
+        departure = self._unanswered.get(reply.part_id)
+        if departure is None or departure in self._corrupt:
             raise FrameError(f"the receiver answered part {reply.part_id}, which it was not sent")
+        part = departure.part
         if reply.ok:
             self.num_bytes += part.num_bytes(self._memory.bytes_per_layer_block)
             del self._unanswered[reply.part_id]
@@ -245,7 +255,7 @@ class OutgoingConnection:
             raise push_failed(grpc.StatusCode.DATA_LOSS, f"part {part.part_id} arrived corrupt twice: {reply.message}")
         else:
             self._sent_again.add(part.part_id)
-            self._corrupt.append(part)
+            self._corrupt.append(departure)
 
     def _tell_moved(self, part: Part) -> None:
         sent_ns = self._sent_ns.pop(part.part_id, None)
@@ -271,28 +281,11 @@ class OutgoingConnection:
         if not self._unanswered and not self._is_ending:
             return None
         size = self._memory.bytes_per_layer_block
-        buffered = min(BUFFERED_BYTES, sum(part.num_bytes(size) for part in self._unanswered.values()))
+        buffered = min(BUFFERED_BYTES, sum(each.part.num_bytes(size) for each in self._unanswered.values()))
         left = self._last_progress + self._reply_timeout_s + buffered / SLOWEST_BYTES_PER_S - time.monotonic()
         if left <= 0:
             raise TimeoutError
         return left
-
-
-async def all_or_first_error(*work: Coroutine[object, object, T]) -> list[T]:
-    """All results; or an error, once the others are cancelled and have ended. When a connection breaks the others get a
-    moment: the receiver may have said to one of them why, and that is worth more than a broken pipe."""
-    tasks = [asyncio.create_task(each) for each in work]
-    try:
-        done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if others and any(isinstance(task.exception(), ConnectionError) for task in done):
-            done |= (await asyncio.wait(others, timeout=LAST_WORD_S, return_when=asyncio.FIRST_EXCEPTION))[0]
-        for task in sorted(done, key=lambda task: not isinstance(task.exception(), PushFailed)):
-            task.result()
-        return [task.result() for task in tasks]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _check_reply(reply: transfer_pb2.TransferReply) -> None:

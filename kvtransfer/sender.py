@@ -165,7 +165,7 @@ class Sender:
             for connection in opened:
                 connection.on_part = job.on_part
             try:
-                yield OutgoingSession(opened, pipeline, self._memory.num_layers, lease_s)
+                yield OutgoingSession(opened, pipeline, self._memory, lease_s)
             except PushFailed as error:
                 if error.code is grpc.StatusCode.UNIMPLEMENTED:  # so the next attempt takes another transport
                     self._silent.note(endpoint, job.reservation.epoch)

@@ -1,6 +1,7 @@
 """KV in memory that no transport can read: parts of it leave and arrive by way of pinned pieces (engine/staging.py).
 
-    send      `fetch` lends a piece filled with a part; `give_back` when it is sent. Who finds none waits in turn.
+    send      `fetch` lends a piece filled with a part; `give_back` when it is sent. Who finds none waits in turn. What comes next
+              is fetched meanwhile where pieces are to spare (departure.py)
     receive   a part arrives in ordinary memory and is verified there; `place` then writes it to the pool
 
 All of it on the event loop. Whoever is cancelled meanwhile returns when the device is through: nothing reads or writes a block
@@ -12,9 +13,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,20 +23,14 @@ from kvtransfer.conversion import Conversion
 from kvtransfer.conversion import Staging as HostStaging
 from kvtransfer.memory import KVMemory, shape_of
 from kvtransfer.parts import Part, cut
+from kvtransfer.pieces import Door, Lent
 from kvtransfer.stream import Stream
+from kvtransfer.waiting import all_settled, settled
 
 if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
     from engine.shown_pool import ShownPool
     from engine.staging import Marks, Piece, Staging
     from engine.streams import Mark
-
-
-@dataclass(frozen=True)
-class Lent:
-    """A piece, and the part in it."""
-
-    piece: Piece
-    view: memoryview
 
 
 class StagedMemory:
@@ -53,12 +47,12 @@ class StagedMemory:
         self.num_layers, self.num_blocks = shape.num_layers, shape.num_blocks
         self.bytes_per_layer_block = shape.bytes_per_layer_block
         self.marks, self.shown = marks, shown
-        self._departures, self._arrivals = _Door(departures), _Door(arrivals)
+        self.departures, self._arrivals = Door(departures), Door(arrivals)
 
     @property
     def part_bytes(self) -> int:
         """The most that `fetch` takes at once."""
-        return self._departures.staging.sizes.piece_bytes
+        return self.departures.staging.sizes.piece_bytes
 
     def memory(self) -> memoryview:
         raise ValueError("the KV pool is staged: its bytes cannot be viewed")
@@ -66,21 +60,31 @@ class StagedMemory:
     def block_view(self, layer: int, kv: int, block_id: int) -> memoryview:
         raise ValueError("the KV pool is staged: its bytes cannot be viewed")
 
-    async def fetch(self, layers: range, block_ids: Sequence[int]) -> Lent:
-        """The part as it travels, once the device has computed and copied it. To be given back."""
-        staging = self._departures.staging
-        piece = await self._departures.take()
+    async def fetch(self, layers: range, block_ids: Sequence[int], after: Mark) -> Lent:
+        """The part as it is at `after`, as it travels, once the device has computed and copied it. To be given back."""
+        await self.reached(after)
+        return await self.filled(await self.departures.take(), layers, block_ids, after)
+
+    async def reached(self, mark: Mark) -> None:
+        """Nothing is held meanwhile: a part that is not computed yet is in nobody's way."""
+        reached = self.marks.reached(mark)
+        if not reached.done():
+            await asyncio.wrap_future(reached)
+        reached.result()
+
+    async def filled(self, piece: Piece, layers: range, block_ids: Sequence[int], after: Mark) -> Lent:
+        """The caller's piece with the part in it; given back on every other way out."""
         try:
-            await settled(staging.fetch(piece, layers, block_ids, self.marks.behind(layers.stop)))
-            return Lent(piece, piece.view(staging.num_bytes(layers, len(block_ids))))
+            await settled(self.departures.staging.fetch(piece, layers, block_ids, after))
+            return Lent(piece, piece.view(self.departures.staging.num_bytes(layers, len(block_ids))))
         except BaseException:
-            self._departures.give_back(piece)
+            self.departures.give_back(piece)
             raise
 
     def give_back(self, lent: Lent) -> None:
         """Nobody looks at its view any more."""
         lent.view.release()
-        self._departures.give_back(lent.piece)
+        self.departures.give_back(lent.piece)
 
     async def store(self, content: Bytes, layers: range, block_ids: Sequence[int], after: Mark, stream: Stream) -> None:
         """Write [layers, 2, blocks, bytes_per_layer_block] into the pool, behind `after`; returns when it is there.
@@ -129,10 +133,11 @@ class StagedMemory:
 
     def close(self) -> None:
         """Waits for what is under way. No transfer may run any more; idempotent."""
-        for door in (self._departures, self._arrivals):
+        for door in (self.departures, self._arrivals):
             door.staging.close()
         if self.shown is not None:
             self.shown.close()
+        self.marks.close()
 
     async def _load(self, content: Bytes, layers: range, block_ids: Sequence[int], after: Mark, stream: Stream) -> None:
         """The reverse of `store`."""
@@ -151,69 +156,6 @@ class StagedMemory:
         size = self._arrivals.staging.sizes.piece_bytes
         for cell in cut(0, layers, range(num_blocks), self.bytes_per_layer_block, size):
             yield cell, await self._arrivals.take()
-
-
-class _Door:
-    """The pieces of one direction, first come first served."""
-
-    def __init__(self, staging: Staging) -> None:
-        self.staging = staging
-        self._places = asyncio.Semaphore(staging.sizes.num_pieces)
-
-    async def take(self) -> Piece:
-        await self._places.acquire()
-        piece = self.staging.take()
-        assert piece is not None, "there are as many as places"
-        return piece
-
-    def give_back(self, piece: Piece) -> None:
-        self.staging.give_back(piece)
-        self._places.release()
-
-    def give_back_behind(self, piece: Piece) -> None:
-        """When its last copy is over."""
-        if not piece.is_under_way or piece.copy is None:
-            self.give_back(piece)
-        else:
-            asyncio.wrap_future(piece.copy).add_done_callback(lambda done: self._given_back(piece, done))
-
-    def _given_back(self, piece: Piece, done: asyncio.Future[None]) -> None:
-        done.exception()  # seen: it is heard by who waits for the copy
-        self.give_back(piece)
-
-
-async def settled(copy: Future[None]) -> None:
-    """Returns when the device is through, and not before, however often it is cancelled. Raises what the copy did."""
-    await all_settled([copy])
-
-
-async def all_settled(copies: Sequence[Future[None]]) -> None:
-    """Of all of them; the first error counts, a cancellation before any."""
-    errors = await all_ended(copies)
-    if errors:
-        raise errors[0]
-
-
-async def all_ended(works: Sequence[Future[Any]]) -> list[BaseException]:
-    """What they raised, once all are over; a cancellation is raised then, and not before."""
-    waiting = [asyncio.wrap_future(work) for work in works]
-    cancelled: asyncio.CancelledError | None = None
-    while not all(each.done() for each in waiting):
-        try:
-            await asyncio.wait(waiting)
-        except asyncio.CancelledError as cancellation:
-            cancelled = cancellation
-    errors = [error for each in waiting if (error := each.exception()) is not None]
-    if cancelled is not None:
-        raise cancelled
-    return errors
-
-
-async def ended(task: asyncio.Task[Lent]) -> None:
-    """Returns when the task has ended, however often the caller is cancelled."""
-    while not task.done():
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait([task])
 
 
 def _copy(target: Bytes, source: Bytes) -> None:

@@ -1,7 +1,7 @@
 """Which parts there are, in which order, and how long each may take. Pure: seconds in, a decision out.
 
-    | machine | kernels | greedy | decode | attention | prefill | batching | generate | mesh |      480 s
-      what it can   correctness      the most important figures          peers
+    | machine | kernels | greedy | decode | attention | prefill | handoff | batching | generate | mesh |      480 s
+      what it can   correctness      the most important figures                 peers
 
 Each part is a process of its own (`part.py`), so that one that fails, hangs or leaves the GPU in a bad state costs its own
 figures alone. What a part leaves of its time goes to the next one; where time is short the last parts go without.
@@ -30,13 +30,14 @@ class Part:
 
 PARTS = (
     Part("machine", 20, "copy bandwidth and the peak of products"),
-    Part("kernels", 60, "every kernel against the reference"),
-    Part("greedy", 40, "greedy tokens of graphs, of single launches, and of steps ahead"),
-    Part("decode", 110, "decode steps: 1B in bf16, 8B in bf16, int8 and int4; how busy the GPU is"),
+    Part("kernels", 50, "every kernel against the reference"),
+    Part("greedy", 37, "greedy tokens of graphs, of single launches, and of steps ahead"),
+    Part("decode", 100, "decode steps: 1B in bf16, 8B in bf16, int8 and int4; how busy the GPU is"),
     Part("attention", 40, "split and unsplit attention over a long context, prefill attention; torch and FlashInfer beside"),
     Part("prefill", 30, "a long prompt against the peak of products"),
-    Part("batching", 95, "8B, many sequences, beside transformers' continuous batching"),
-    Part("generate", 45, "1B, one sequence, beside transformers' generate with a static cache, compiled"),
+    Part("handoff", 40, "1 GB of keys and values to another process on this GPU, alone and beside its prefill"),
+    Part("batching", 85, "8B, many sequences, beside transformers' continuous batching"),
+    Part("generate", 40, "1B, one sequence, beside transformers' generate with a static cache, compiled"),
     Part("mesh", 30, "router, prefill and decode worker on this GPU"),
 )
 

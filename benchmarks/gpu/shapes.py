@@ -79,6 +79,7 @@ class Scale:
     single_output: int  # tokens of one sequence beside `generate`
     copy_bytes: int
     product_size: int
+    handed_off: int  # bytes of keys and values
 
     def config(self, model: str) -> ModelConfig:
         return ModelConfig.from_dict(self.models[model])
@@ -104,6 +105,7 @@ FULL = Scale(
     single_output=256,
     copy_bytes=1 << 32,
     product_size=8192,
+    handed_off=10**9,
 )
 TINY = Scale(
     dtype="float32",
@@ -120,4 +122,5 @@ TINY = Scale(
     single_output=4,
     copy_bytes=1 << 20,
     product_size=64,
+    handed_off=30_000,
 )

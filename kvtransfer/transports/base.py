@@ -40,9 +40,11 @@ class Outgoing(Protocol):
 class ShowingOutgoing(Outgoing, Protocol):
     """One that shows memory of a device as it lies there: parts have no views, and a PartEnd has a word_sum."""
 
-    async def settle(self, layers: range, block_ids: Sequence[int], say_alive: Callable[[], Awaitable[None]]) -> None:
-        """Returns when the device has computed and summed the part, which is the next one of `send_part`; says meanwhile now and
-        then that we are alive. Cancelled, it returns when nothing reads the blocks any more."""
+    async def settle(
+        self, layers: range, block_ids: Sequence[int], after: Mark, say_alive: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Returns when the device has computed the part (`after`) and summed it, which is the next one of `send_part`; says
+        meanwhile now and then that we are alive. Cancelled, it returns when nothing reads the blocks any more."""
 
 
 class Incoming(Protocol):

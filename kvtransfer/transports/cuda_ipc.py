@@ -35,11 +35,12 @@ from kvtransfer.compatibility import refuse
 from kvtransfer.errors import FrameError, TransferRefused, TransportUnavailable, push_failed
 from kvtransfer.memory import KVMemory, PoolShape
 from kvtransfer.parts import Part
-from kvtransfer.staged import StagedMemory, all_ended
+from kvtransfer.staged import StagedMemory
 from kvtransfer.stream import SocketStream, expect
 from kvtransfer.transports import unix_sockets
 from kvtransfer.transports.opened_pools import OpenedPools
 from kvtransfer.transports.pulled import shape_of_sender, source_of
+from kvtransfer.waiting import all_ended
 from protos.v1 import common_pb2, transfer_pb2
 from runtime.identity import host_id
 
@@ -68,8 +69,10 @@ class CudaIpcOutgoing:
         hello.device_pool.CopyFrom(transfer_pb2.DevicePool(handle=handle.handle, offset=handle.offset, device=handle.device))
         await self.stream.write_message(transfer_pb2.TransferMessage(hello=hello))
 
-    async def settle(self, layers: range, block_ids: Sequence[int], say_alive: Callable[[], Awaitable[None]]) -> None:
-        summing = self._shown.sum(layers, block_ids, self._memory.marks.behind(layers.stop))
+    async def settle(
+        self, layers: range, block_ids: Sequence[int], after: Mark, say_alive: Callable[[], Awaitable[None]]
+    ) -> None:
+        summing = self._shown.sum(layers, block_ids, after)
         waiting = asyncio.wrap_future(summing)
         try:
             while not (await asyncio.wait([waiting], timeout=ALIVE_S))[0]:

@@ -251,7 +251,7 @@ class World:
         endpoint = self.receiver.endpoints()[0]
         with ThreadPoolExecutor(1) as executor:
             outgoing = await self.transports[self.transport].connect(endpoint, seen, executor, DEADLINE_S)
-            peer = RawPeer(outgoing, source)
+            peer = RawPeer(outgoing, source, seen)
             try:
                 await peer.stream.open()
                 if hello is not None:
@@ -265,8 +265,8 @@ class World:
 class RawPeer:
     """A sender without manners."""
 
-    def __init__(self, outgoing: Outgoing, source: FakeKVMemory) -> None:
-        self.outgoing = outgoing
+    def __init__(self, outgoing: Outgoing, source: FakeKVMemory, seen: KVMemory) -> None:
+        self.outgoing, self._seen = outgoing, seen
         self.stream = outgoing.stream
         self._source = source
 
@@ -291,7 +291,8 @@ class RawPeer:
             setattr(end if name == "crc32c" else header, name, value)
         views = part_views(self._source, part.layers, source_ids)
         if isinstance(self.outgoing, ShowingOutgoing):
-            await self.outgoing.settle(part.layers, source_ids, self.send_nothing)
+            assert isinstance(self._seen, StagedMemory), "of a device"
+            await self.outgoing.settle(part.layers, source_ids, self._seen.marks.behind(part.layer_end), self.send_nothing)
         total = await self.outgoing.send_part(header, views, source_ids, lambda _count: None)
         end.crc32c, end.word_sum = end.crc32c or total % 2**32, end.crc32c or total
         with suppress(ConnectionError):  # refused by its header: the answer lies there

@@ -32,7 +32,7 @@ from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.opened_pools import OpenedPools
 from protos.v1 import transfer_pb2
 from tests.kvtransfer.endpoints import CHOICES, World, nothing_left, running, until
-from tests.kvtransfer.test_staged import at_work, do_all
+from tests.kvtransfer.staged_world import at_work, do_all
 from tests.support.host_sharing import HostSharing, pool_of, staged
 from tests.support.kv_memory import SEALS, FakeKVMemory, make_layout
 from tests.support.reordering import ReorderingStreams

@@ -63,6 +63,7 @@ class ReorderingStreams:
         self._compute: deque[Work] = deque()
         self._num_computed = self._num_launched = 0
         self._lanes: list[_LateLane] = []
+        self._waited_for: list[tuple[int, Future[None]]] = []
 
     def compute(self, work: Work) -> None:
         """Launch work of a step."""
@@ -74,9 +75,27 @@ class ReorderingStreams:
         with self.lock:
             return _LateMark(self._num_launched)
 
+    def reached(self, mark: Mark) -> Future[None]:
+        assert isinstance(mark, _LateMark)
+        future: Future[None] = Future()
+        with self.lock:
+            self._waited_for.append((mark.position, future))
+            self._tell_reached()
+        return future
+
     def lane(self) -> Lane:
         self._lanes.append(_LateLane(self))
         return self._lanes[-1]
+
+    def close(self) -> None:
+        with self.lock:
+            assert not self.num_waited_for, "somebody waits for a mark"
+
+    @property
+    def num_waited_for(self) -> int:
+        """How many wait for a mark."""
+        with self.lock:
+            return sum(not future.cancelled() for _, future in self._waited_for)
 
     @property
     def is_idle(self) -> bool:
@@ -87,10 +106,11 @@ class ReorderingStreams:
     def host_room(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
-    def advance(self, choose: Callable[[int], int]) -> bool:
-        """Does one of the works that may come next: the one of index `choose(how many)`. False: nothing is left."""
+    def advance(self, choose: Callable[[int], int], *, steps: bool = True) -> bool:
+        """Does one of the works that may come next: the one of index `choose(how many)`. False: nothing is left. Without `steps`
+        what computes stands still."""
         with self.lock:
-            ready: list[Work] = [self._do_compute] if self._compute else []
+            ready: list[Work] = [self._do_compute] if self._compute and steps else []
             ready += [lane.do_next for lane in self._lanes if lane.entries and lane.entries[0].after <= self._num_computed]
             if not ready:
                 return False
@@ -105,3 +125,11 @@ class ReorderingStreams:
     def _do_compute(self) -> None:
         self._compute.popleft()()
         self._num_computed += 1
+        self._tell_reached()
+
+    def _tell_reached(self) -> None:
+        reached = [(at, future) for at, future in self._waited_for if at <= self._num_computed]
+        self._waited_for = [each for each in self._waited_for if each not in reached]
+        for _, future in reached:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)

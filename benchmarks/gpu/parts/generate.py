@@ -6,6 +6,7 @@ import statistics
 import time
 
 from benchmarks.gpu.context import Context
+from benchmarks.gpu.counts import decode_bytes
 from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.peers import make_peer, peer_version, static_step_s
 from benchmarks.gpu.steady import prompt_of, whole_run
@@ -31,12 +32,16 @@ def run(context: Context) -> None:
         samples["peer"].append(static_step_s(peer, prompt, device, **lengths))
         if number + 1 < ROUNDS and not context.has_time(1.1 * (time.monotonic() - began), "more rounds of generate"):
             break
-    _add(context, {name: statistics.median(values) for name, values in samples.items()})
+    num_bytes = decode_bytes(subject.engine.cost, [scale.prompt + output // 2])
+    context.note(f"{MODEL} unquantized, one sequence: {num_bytes / 1e9:.4g} GB a step in the mean")
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    _add(context, medians, num_bytes / context.machine.bytes_per_s)
 
 
-def _add(context: Context, seconds: dict[str, float]) -> None:
+def _add(context: Context, seconds: dict[str, float], least_s: float) -> None:
+    """`least_s`: a step whose bytes are all that takes time."""
     peer = f"{peer_version()}, generate, static cache{', compiled' if context.device == 'cuda' else ''}"
     name = f"{MODEL} unquantized, one sequence"
-    context.add(Figure(f"{name}: pdmesh, step", seconds["pdmesh"] * 1e3, "ms", "lower"))
-    context.add(Figure(f"{name}: transformers, step", seconds["peer"] * 1e3, "ms", "lower", peer=peer))
+    context.add(Figure(f"{name}: pdmesh, step", seconds["pdmesh"] * 1e3, "ms", "lower", limit=least_s * 1e3))
+    context.add(Figure(f"{name}: transformers, step", seconds["peer"] * 1e3, "ms", "lower", limit=least_s * 1e3, peer=peer))
     context.add(Figure(f"{name}: over transformers", seconds["peer"] / seconds["pdmesh"], "x", "higher", peer=peer))

@@ -51,6 +51,25 @@ def test_a_piece_is_there_while_the_step_behind_its_mark_still_runs() -> None:
     staging.close()
 
 
+def test_a_mark_is_heard_of_when_the_device_has_come_past_it() -> None:
+    """And not those behind it: two questions, the later one first."""
+    pool = a_pool()
+    streams = streams_of(pool.device)
+    marks = Marks(streams)
+    marks.begin()
+    keep_busy(LONG // 4)
+    marks.reach(1)
+    keep_busy(LONG // 4)
+    marks.reach(2)
+    step = marks.so_far()
+    last, first = (marks.reached(step.behind(num_layers)) for num_layers in (2, 1))
+    assert not first.done() and not last.done()
+    first.result(10)
+    last.result(10)
+    assert marks.reached(step.behind(2)).done()
+    marks.close()
+
+
 def test_both_ways_wait_for_their_mark() -> None:
     pool = a_pool()
     streams = streams_of(pool.device)
