@@ -28,7 +28,7 @@ def staged_memory(engine: Engine) -> StagedMemory | None:
     if on_host or engine.kv.shape.num_kv_heads != engine.model_config.num_kv_heads:
         return None
     device = engine.kv.tensor.device
-    return stage(engine, streams_of(device), sharing=_sharing(device))
+    return stage(engine, streams_of(device), sharing=sharing_for(device))
 
 
 def stage(
@@ -47,10 +47,11 @@ def stage(
     out, back = Staging(pool, streams, departures), Staging(pool, streams, arrivals)
     for direction in (out, back):  # what is compiled while requests run would keep the event loop from everybody else
         direction.warm()
-    return StagedMemory(engine.kv, out, back, marks, _shown(pool, streams, sharing))
+    return StagedMemory(engine.kv, out, back, marks, shown_to_others(pool, streams, sharing))
 
 
-def _sharing(device: torch.device) -> PoolSharing | None:
+def sharing_for(device: torch.device) -> PoolSharing | None:
+    """How workers of this host are shown a pool there; None: not at all."""
     try:
         return CudaSharing(device) if device.type == "cuda" else None
     except NotShared as error:
@@ -58,8 +59,8 @@ def _sharing(device: torch.device) -> PoolSharing | None:
         return None
 
 
-def _shown(pool: Tensor, streams: Streams, sharing: PoolSharing | None) -> ShownPool | None:
-    """None: KV of it goes through memory of the host."""
+def shown_to_others(pool: Tensor, streams: Streams, sharing: PoolSharing | None) -> ShownPool | None:
+    """Warmed up. None: KV of it goes through memory of the host."""
     if sharing is None:
         return None
     try:
