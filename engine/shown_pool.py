@@ -4,8 +4,9 @@
     pulls    behind a mark: copy from the peer's pool into ours, summed as it is stored ─► 8 bytes to the host
 
 Nobody ever writes into another's pool. What is read may change meanwhile: it is nothing until its sum is found right. No room is
-needed but for block ids, so a part may be large: what it costs is Python's (a quarter of a millisecond, or a hundred times what a
-GPU takes for 64 MiB). Nothing is lent, and no peer can hold anything. Nothing here waits. One thread calls.
+needed but for block ids, so a part may be large: what each costs Python, most of a millisecond (docs/gpu.md), is more than
+a GPU should take to copy hundreds of megabytes. Nothing is lent, and no peer can hold anything. Nothing here waits. One thread
+calls.
 """
 
 from __future__ import annotations
