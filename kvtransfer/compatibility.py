@@ -29,6 +29,15 @@ def check_layout(identity: common_pb2.Identity, ours: common_pb2.KVLayout, their
         raise Incompatible(f"layout.{field}", getattr(mine, field), getattr(other, field))
 
 
+def check_same_layout(ours: common_pb2.KVLayout, theirs: common_pb2.KVLayout) -> None:
+    """For what converts nothing. Raises TransferRefused UNIMPLEMENTED, so that the sender takes another transport."""
+    for field in ours.DESCRIPTOR.fields:
+        mine, other = getattr(ours, field.name), getattr(theirs, field.name)
+        if mine != other:
+            message = f"ours is {mine!r}, theirs is {other!r}, and this transport converts nothing"
+            raise TransferRefused(grpc.StatusCode.UNIMPLEMENTED, message, field=f"layout.{field.name}")
+
+
 def check_protocol(theirs: int) -> None:
     """Raises Incompatible if the peer's hello is of another version of this protocol."""
     if theirs != PROTOCOL_VERSION:

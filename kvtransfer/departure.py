@@ -24,16 +24,23 @@ if TYPE_CHECKING:
 
 
 class Departure:
-    """A part, and the blocks of our pool that it lies in. `final`: where the pool is staged."""
+    """A part, and the blocks of our pool that it lies in. `final`: where the pool is staged. `is_shown`: the receiver's device
+    reads it there, so nothing is fetched."""
 
-    def __init__(self, part: Part, block_ids: Sequence[int], final: Final | None = None) -> None:
+    def __init__(self, part: Part, block_ids: Sequence[int], final: Final | None = None, *, is_shown: bool = False) -> None:
         self.part, self.block_ids = part, block_ids
-        self._final = final
+        self._final, self._is_shown = final, is_shown
         self._ahead: Ahead | None = None
+
+    @property
+    def at(self) -> Mark:
+        """Where it is final; of a staged pool."""
+        assert self._final is not None, "memory that can be viewed has no marks"
+        return self._final.at
 
     def begin(self) -> None:
         """Fetch it before its turn, if that is in nobody's way."""
-        if self._final is not None:
+        if self._final is not None and not self._is_shown:
             self._ahead = Ahead(self._final, self.part.layers, self.block_ids)
 
     async def fetched(self) -> Lent:

@@ -20,7 +20,7 @@ from kvtransfer.pieces import Lent
 from kvtransfer.push import PartMoved
 from kvtransfer.staged import StagedMemory
 from kvtransfer.stream import Stream, expect, release, wait_set
-from kvtransfer.transports.base import Outgoing
+from kvtransfer.transports.base import Outgoing, ShowingOutgoing
 from kvtransfer.waiting import LAST_WORD_S, all_or_first_error, ended
 from protos.v1 import transfer_pb2
 from runtime import failpoints
@@ -103,7 +103,7 @@ class OutgoingConnection:
         """Nothing to send yet, but the prefill goes on. Something that is being sent says as much."""
         if not self._writing.locked():
             async with self._writing:
-                await self._write(transfer_pb2.TransferMessage(alive=transfer_pb2.TransferAlive()))
+                await self._say_alive()
 
     async def commit(self, num_parts: int, num_tokens: int, choices: Sequence[transfer_pb2.CommittedChoice]) -> None:
         """Close the manifest; returns when the receiver has started the sequence."""
@@ -147,6 +147,10 @@ class OutgoingConnection:
                     await self._send(self._corrupt.popleft())
 
     async def _send(self, departure: Departure) -> None:
+        if isinstance(self.outgoing, ShowingOutgoing):
+            await self.outgoing.settle(departure.part.layers, departure.block_ids, departure.at, self._say_alive)
+            await self._send_views(departure, [])
+            return
         if isinstance(self._memory, StagedMemory):
             lent = await self._fetched(self._memory, departure)
             try:
@@ -165,7 +169,7 @@ class OutgoingConnection:
         fetching = asyncio.create_task(departure.fetched())
         try:
             while not (await asyncio.wait([fetching], timeout=FETCH_ALIVE_S))[0]:
-                await self._write(transfer_pb2.TransferMessage(alive=transfer_pb2.TransferAlive()))
+                await self._say_alive()
             return fetching.result()
         except BaseException:
             fetching.cancel()
@@ -190,10 +194,14 @@ class OutgoingConnection:
         if self.on_part is not None:
             self._sent_ns.setdefault(part.part_id, time.monotonic_ns())
         self._progress()
-        crc32c = await self.outgoing.send_part(header, views, departure.block_ids, lambda _count: self._progress())
-        end = transfer_pb2.PartEnd(part_id=part.part_id, crc32c=crc32c)
+        total = await self.outgoing.send_part(header, views, departure.block_ids, lambda _count: self._progress())
+        sums = {"word_sum": total} if isinstance(self.outgoing, ShowingOutgoing) else {"crc32c": total}
+        end = transfer_pb2.PartEnd(part_id=part.part_id, **sums)
         await self.stream.write_message(transfer_pb2.TransferMessage(part_end=end))
         self._progress()
+
+    async def _say_alive(self) -> None:
+        await self._write(transfer_pb2.TransferMessage(alive=transfer_pb2.TransferAlive()))
 
     async def _write(self, message: transfer_pb2.TransferMessage) -> None:
         """Where the connection is broken, what the receiver last said is worth more than a broken pipe."""

@@ -12,6 +12,7 @@ from kvtransfer.parts import Part
 from kvtransfer.pipeline import Pipeline, choose_group
 from kvtransfer.push import PushJob
 from kvtransfer.staged import StagedMemory
+from kvtransfer.transports.base import ShowingOutgoing
 from kvtransfer.waiting import all_or_first_error
 
 ALIVE_S = 1.0  # between two signs of life while nothing is to be sent, at most
@@ -99,7 +100,8 @@ class OutgoingSession:
 
     def _departure(self, job: PushJob, part: Part) -> Departure:
         ids = job.source_block_ids[part.block_start : part.block_end]
-        return Departure(part, ids, None if self._told is None else self._told.final(part))
+        final = None if self._told is None else self._told.final(part)
+        return Departure(part, ids, final, is_shown=isinstance(self.first.outgoing, ShowingOutgoing))
 
     def _choose_group(self, feed: KVFeed, bytes_per_s: float, layer_bytes: int) -> int:
         feed.group = choose_group(self._memory.num_layers, bytes_per_s, layer_bytes)

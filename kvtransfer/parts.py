@@ -19,6 +19,7 @@ from protos.v1 import transfer_pb2
 
 TARGET_PART_BYTES = 64 << 20  # copied in 3 ms; of Python a part costs each end a quarter of one
 MAX_PART_BYTES = 64 << 20
+MAX_PULLED_BYTES = 1 << 30  # of a part that no host has to hold; a lease must not lapse over it
 MAX_PART_BLOCKS = 1 << 16
 
 
@@ -80,7 +81,7 @@ class Manifest:
         self._under_way: dict[int, Part] = {}  # connections bring parts at the same time
         self._corrupt: set[int] = set()
 
-    def check(self, header: transfer_pb2.PartHeader) -> Part:
+    def check(self, header: transfer_pb2.PartHeader, max_bytes: int = MAX_PART_BYTES) -> Part:
         """The part that `header` announces. Raises TransferRefused naming the field that does not fit; nothing is written."""
         part = Part(header.part_id, header.layer_start, header.layer_end, header.block_start, header.block_end)
         if not 0 <= part.layer_start < part.layer_end <= self.num_layers:
@@ -91,8 +92,8 @@ class Manifest:
                 f"blocks [{part.block_start}, {part.block_end}) are not within [{self.first_block}, {self.num_blocks})",
             )
         expected = part.num_bytes(self.bytes_per_layer_block)
-        if header.num_bytes != expected or expected > MAX_PART_BYTES:
-            raise refuse("part.num_bytes", f"{header.num_bytes}; its ranges make {expected}, the bound is {MAX_PART_BYTES}")
+        if header.num_bytes != expected or expected > max_bytes:
+            raise refuse("part.num_bytes", f"{header.num_bytes}; its ranges make {expected}, the bound is {max_bytes}")
         self._check_new(part)
         return part
 
@@ -116,7 +117,7 @@ class Manifest:
         """`part` arrived corrupt: it may be sent once more. Raises TransferRefused DATA_LOSS the second time."""
         if part.part_id in self._corrupt:
             message = f"part {part.part_id} arrived corrupt twice"
-            raise TransferRefused(grpc.StatusCode.DATA_LOSS, message, field="part_end.crc32c")
+            raise TransferRefused(grpc.StatusCode.DATA_LOSS, message, field="part_end")
         self._corrupt.add(part.part_id)
 
     def check_complete(self, commit: transfer_pb2.TransferCommit, num_tokens: int) -> None:

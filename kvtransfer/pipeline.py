@@ -44,7 +44,7 @@ class Pipeline:
         self._num_layers = num_layers
         self._num_blocks = num_blocks
         self.bytes_per_layer_block = bytes_per_layer_block
-        self._target_bytes = target_bytes
+        self.target_bytes = target_bytes  # of parts that are taken from now on
         self._begin = first_block  # all before it is on its way
         self._end = first_block  # of the present stripe
         self._layer = 0  # its layers below are on their way
@@ -62,9 +62,7 @@ class Pipeline:
             layers = self._layers_to_send(ready, group_of(2 * (self._end - self._begin) * self.bytes_per_layer_block))
             if not layers:
                 return
-            for part in cut(
-                self.num_parts, layers, range(self._begin, self._end), self.bytes_per_layer_block, self._target_bytes
-            ):
+            for part in cut(self.num_parts, layers, range(self._begin, self._end), self.bytes_per_layer_block, self.target_bytes):
                 self.num_parts += 1
                 yield part
             self._layer = layers.stop

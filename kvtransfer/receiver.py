@@ -62,7 +62,7 @@ class Receiver:
         check_memory(memory, identity, layout)
         self._shared = Host(memory, delegate, identity, layout, fp8_scales)
         self.num_corrupt = self._shared.num_corrupt
-        self._transports = [each for each in socket_transports(tls).values() if each.name in transports and each.receives()]
+        self._transports = [each for each in socket_transports(tls).values() if each.name in transports and each.receives(memory)]
         self.takes_calls = GRPC.name in transports
         self.grpc_address: str | None = None
         self._host, self._port, self._advertise = host, port, advertise

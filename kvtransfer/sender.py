@@ -24,6 +24,7 @@ from kvtransfer.push import PushJob, PushResult
 from kvtransfer.reachability import Silent
 from kvtransfer.staged import StagedMemory
 from kvtransfer.transports.base import Outgoing, Transport
+from kvtransfer.transports.cuda_ipc import CudaIpcTransport, shown_by
 from kvtransfer.transports.registry import transports_with
 from protos.v1 import common_pb2, transfer_pb2
 from runtime import failpoints
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 class Sender:
     """Pushes out of `memory`. identity, layout and epoch are this worker's. reply_timeout_s bounds every wait for a receiver.
-    tls encrypts what crosses hosts.
+    part_bytes: the most of a part; None: what suits the transport. tls encrypts what crosses hosts.
 
     Raises ValueError for memory that does not have the shape of identity and layout.
     """
@@ -55,7 +56,7 @@ class Sender:
         epoch: int,
         *,
         reply_timeout_s: float = 5.0,
-        part_bytes: int = TARGET_PART_BYTES,
+        part_bytes: int | None = None,
         num_connections: int = NUM_CONNECTIONS,
         tls: Tls | None = None,
     ) -> None:
@@ -65,7 +66,7 @@ class Sender:
         self._layout = layout
         self._epoch = epoch
         self._reply_timeout_s = reply_timeout_s
-        self._part_bytes = min(part_bytes, memory.part_bytes) if isinstance(memory, StagedMemory) else part_bytes
+        self._part_bytes = part_bytes
         self._num_connections = num_connections
         self._transports = transports_with(tls)
         self._bytes_per_s: dict[str, float] = {}
@@ -151,7 +152,7 @@ class Sender:
             raise refuse("source_block_ids", f"an id is outside the pool of {self._memory.num_blocks} blocks")
         memory = self._memory
         first_block = cached // self._layout.block_size  # decode may have a part of it already
-        return Pipeline(memory.num_layers, first_block, num_blocks, memory.bytes_per_layer_block, self._part_bytes)
+        return Pipeline(memory.num_layers, first_block, num_blocks, memory.bytes_per_layer_block)
 
     @asynccontextmanager
     async def _session(self, job: PushJob, pipeline: Pipeline) -> AsyncIterator[OutgoingSession]:
@@ -159,6 +160,7 @@ class Sender:
         opened: list[OutgoingConnection] = []
         try:
             endpoint = await self._connect(job, opened)
+            pipeline.target_bytes = self._part_bytes_over(endpoint.transport)
             lease_s = job.reservation.lease_ms / 1000 or math.inf
             for connection in opened:
                 connection.on_part = job.on_part
@@ -174,6 +176,15 @@ class Sender:
                     await connection.stop()
             finally:
                 await self._close(*(connection.outgoing for connection in opened))
+
+    def _part_bytes_over(self, transport: str) -> int:
+        """Of a staged pool parts are fetched by pieces, unless the receiver's device reads it."""
+        memory, wanted = self._memory, self._part_bytes
+        shown = shown_by(memory) if transport == CudaIpcTransport.name else None
+        if shown is not None:
+            return shown.part_bytes if wanted is None else wanted
+        wanted = TARGET_PART_BYTES if wanted is None else wanted
+        return min(wanted, memory.part_bytes) if isinstance(memory, StagedMemory) else wanted
 
     async def _connect(self, job: PushJob, opened: list[OutgoingConnection]) -> common_pb2.TransferEndpoint:
         """Over the best transport that works; to where. Raises PushFailed with what stood in the way of each."""

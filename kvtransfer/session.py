@@ -5,26 +5,32 @@ writing; from then on `quiesce` interrupts it and waits until its thread is out.
 quiesce has returned, no byte goes into its blocks.
 """
 
+from __future__ import annotations
+
 import asyncio
 import hmac
 import logging
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import grpc
 
-from kvtransfer.compatibility import check_identity, check_layout, check_protocol, refuse
+from kvtransfer.compatibility import check_identity, check_layout, check_protocol, check_same_layout, refuse
 from kvtransfer.conversion import Conversion, FP8Scales, Staging, kv_format
 from kvtransfer.delegate import ReceiverDelegate
 from kvtransfer.errors import FrameError, TransferRefused, code_number
 from kvtransfer.layouts import Layout
 from kvtransfer.memory import KVMemory
-from kvtransfer.parts import Manifest, Part
+from kvtransfer.parts import MAX_PART_BYTES, MAX_PULLED_BYTES, Manifest, Part
 from kvtransfer.staged import StagedMemory
 from kvtransfer.stream import Stream, expect
-from kvtransfer.transports.base import Incoming
+from kvtransfer.transports.base import Incoming, PullingIncoming
 from protos.v1 import common_pb2, transfer_pb2
 from runtime.errors import MeshError
+
+if TYPE_CHECKING:
+    from engine.streams import Mark
 
 HANDSHAKE_TIMEOUT_S = 2.0
 LINGER_S = 1.0
@@ -97,11 +103,16 @@ class Session:
         async with self.converting:
             self.check_fence()
             if isinstance(memory, StagedMemory):
-                assert self._begin is not None, "it has been marked when the push was accepted"
-                await memory.place(staging, part, conversion, block_ids, self._first_token, self._begin, stream)
+                await memory.place(staging, part, conversion, block_ids, self._first_token, self.begin, stream)
                 return
             assert conversion is not None, "without one a part is written where it belongs as it arrives"
             await stream.run(conversion.write, staging, part, memory, block_ids, self._first_token, stream.check_interrupted)
+
+    @property
+    def begin(self) -> Mark:
+        """Behind which a device may write. Of a staged pool."""
+        assert self._begin is not None, "it has been marked when the push was accepted"
+        return self._begin
 
     def check_join(self, hello: transfer_pb2.TransferHello) -> None:
         """May this connection be one of ours? Raises TransferRefused. It says the same as the first one, and knows the secret."""
@@ -204,7 +215,9 @@ class Connection:
             check_protocol(hello.protocol_version)
             check_identity(self._host.identity, hello.identity)
             check_layout(self._host.identity, self._host.layout, hello.layout)
-            self._incoming.prepare(hello)
+            if isinstance(self._incoming, PullingIncoming):
+                check_same_layout(self._host.layout, hello.layout)
+            await self._incoming.prepare(hello)
             return hello
         except MeshError as refusal:
             await self.refuse(refusal)
@@ -283,20 +296,21 @@ class Connection:
 
     async def _part(self, header: transfer_pb2.PartHeader) -> None:
         manifest = self._session.manifest(self._layout)
-        part = manifest.check(header)
+        pulls = isinstance(self._incoming, PullingIncoming)
+        part = manifest.check(header, MAX_PULLED_BYTES if pulls else MAX_PART_BYTES)
         manifest.begin(part)
         try:
-            crc32c, expected = await self._write_part(header, part, self._session)
+            total, expected = await self._write_part(header, part, self._session)
         finally:
             manifest.end(part)
-        ok = crc32c == expected
+        ok = total == expected
         if ok:
             manifest.accept(part, num_bytes=header.num_bytes)
         else:
             logger.warning("part %d of %s arrived corrupt over %s", part.part_id, self._where(), self.transport)
             self._host.num_corrupt[self.transport] += 1
             manifest.reject(part)
-        message = "" if ok else f"part_end.crc32c: it says {expected:#010x}, what arrived has {crc32c:#010x}"
+        message = "" if ok else f"part_end: it says {expected:#010x}, what arrived has {total:#010x}"
         reply = transfer_pb2.PartReply(part_id=header.part_id, ok=ok, message=message)
         await self.stream.write_message(transfer_pb2.TransferMessage(part_reply=reply))
 
@@ -305,11 +319,13 @@ class Connection:
         self._check_fence()
         self._writer_out.clear()  # no await between the question and this: quiesce sees us from here on
         try:
+            if isinstance(self._incoming, PullingIncoming):
+                return await self._pull_part(header, part, session, self._incoming)
             if self._conversion is not None or isinstance(self._host.memory, StagedMemory):
                 return await self._stage_part(header, part, session, self._conversion)
             block_ids = session.target.block_ids[part.block_start : part.block_end]
             crc32c = await self._incoming.receive_part(header, part, self._host.memory, block_ids, self._count_bytes)
-            return crc32c, await self._sent_crc32c(header)
+            return crc32c, (await self._part_end(header)).crc32c
         finally:
             self._writer_out.set()
 
@@ -318,16 +334,24 @@ class Connection:
     ) -> tuple[int, int]:
         staging = Staging(part, kv_format(self._host.identity, self._layout).num_bytes)
         crc32c = await self._incoming.receive_part(header, staging.part, staging, staging.block_ids, self._count_bytes)
-        expected = await self._sent_crc32c(header)
+        expected = (await self._part_end(header)).crc32c
         if crc32c == expected:
             await session.convert(conversion, staging, part, self.stream)
         return crc32c, expected
 
-    async def _sent_crc32c(self, header: transfer_pb2.PartHeader) -> int:
+    async def _pull_part(
+        self, header: transfer_pb2.PartHeader, part: Part, session: Session, incoming: PullingIncoming
+    ) -> tuple[int, int]:
+        """Until the device is through, this connection writes."""
+        block_ids = session.target.block_ids[part.block_start : part.block_end]
+        total = await incoming.pull_part(header, part, block_ids, session.begin)
+        return total, (await self._part_end(header)).word_sum
+
+    async def _part_end(self, header: transfer_pb2.PartHeader) -> transfer_pb2.PartEnd:
         end = (await expect(self.stream, "part_end")).part_end
         if end.part_id != header.part_id:
             raise FrameError(f"part_end.part_id: part {header.part_id} ended as {end.part_id}")
-        return end.crc32c
+        return end
 
     def _count_bytes(self, num_bytes: int) -> None:
         self._unreported_bytes += num_bytes

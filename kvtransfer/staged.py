@@ -28,6 +28,7 @@ from kvtransfer.stream import Stream
 from kvtransfer.waiting import all_settled, settled
 
 if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
+    from engine.shown_pool import ShownPool
     from engine.staging import Marks, Piece, Staging
     from engine.streams import Mark
 
@@ -37,12 +38,15 @@ class StagedMemory:
 
     fd = None
 
-    def __init__(self, pool: KVMemory, departures: Staging, arrivals: Staging, marks: Marks) -> None:
-        """`pool` says the shape; both directions are of its tensor, `marks` of the steps that write to it."""
+    def __init__(
+        self, pool: KVMemory, departures: Staging, arrivals: Staging, marks: Marks, shown: ShownPool | None = None
+    ) -> None:
+        """`pool` says the shape; both directions are of its tensor, `marks` of the steps that write to it. `shown`: the same for
+        workers of this host whose device may read it (cuda_ipc)."""
         shape = shape_of(pool)
         self.num_layers, self.num_blocks = shape.num_layers, shape.num_blocks
         self.bytes_per_layer_block = shape.bytes_per_layer_block
-        self.marks = marks
+        self.marks, self.shown = marks, shown
         self.departures, self._arrivals = Door(departures), Door(arrivals)
 
     @property
@@ -131,6 +135,8 @@ class StagedMemory:
         """Waits for what is under way. No transfer may run any more; idempotent."""
         for door in (self.departures, self._arrivals):
             door.staging.close()
+        if self.shown is not None:
+            self.shown.close()
         self.marks.close()
 
     async def _load(self, content: Bytes, layers: range, block_ids: Sequence[int], after: Mark, stream: Stream) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvtransfer.errors import PushFailed
 
@@ -38,7 +38,14 @@ async def settled(copy: Future[None]) -> None:
 
 async def all_settled(copies: Sequence[Future[None]]) -> None:
     """Of all of them; the first error counts, a cancellation before any."""
-    waiting = [asyncio.wrap_future(copy) for copy in copies]
+    errors = await all_ended(copies)
+    if errors:
+        raise errors[0]
+
+
+async def all_ended(works: Sequence[Future[Any]]) -> list[BaseException]:
+    """What they raised, once all are over; a cancellation is raised then, and not before."""
+    waiting = [asyncio.wrap_future(work) for work in works]
     cancelled: asyncio.CancelledError | None = None
     while not all(each.done() for each in waiting):
         try:
@@ -48,8 +55,7 @@ async def all_settled(copies: Sequence[Future[None]]) -> None:
     errors = [error for each in waiting if (error := each.exception()) is not None]
     if cancelled is not None:
         raise cancelled
-    if errors:
-        raise errors[0]
+    return errors
 
 
 async def ended(task: asyncio.Task[T]) -> None:

@@ -150,7 +150,10 @@ def compatible(prefill: WorkerView, decode: WorkerView) -> bool:
 @lru_cache(maxsize=1024)
 def _hands_over(prefill: Layout, decode: Layout, ours: frozenset[str], theirs: frozenset[str], same_host: bool) -> bool:
     common = ours & theirs
-    return prefill.difference(decode) is None and (bool(_REACH_EVERYWHERE & common) or ("shm" in common and same_host))
+    if prefill.difference(decode) is not None:
+        return False
+    here = {"shm", "cuda_ipc"} if prefill == decode else {"shm"}  # cuda_ipc converts nothing
+    return bool(_REACH_EVERYWHERE & common) or (same_host and bool(here & common))
 
 
 def nobody(workers: Iterable[WorkerView], demand: Demand) -> NoPlacement:

@@ -16,7 +16,7 @@ from worker.cpus import problem_with
 from worker.roles import ROLE_NAMES
 
 _ROLES_HELP = "services that take work at start: prefill, decode or both"
-_TRANSPORTS_HELP = "KV transports to offer; nixl is one more, where its package is installed (RDMA)"
+_TRANSPORTS_HELP = "KV transports to offer; cuda_ipc: of pools on GPUs; nixl is one more, where its package is installed (RDMA)"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -31,7 +31,7 @@ class WorkerConfig:
     port: int = field(default=0, metadata={"help": "gRPC port; 0 picks a free one"})
     advertise: str = field(default="", metadata={"help": "host that others reach it at; empty: the one it listens on"})
     transfer_port: int = field(default=0, metadata={"help": "port of the KV receiver (tcp; nixl takes any); 0 picks a free one"})
-    transports: tuple[str, ...] = field(default=("shm", "tcp", "grpc"), metadata={"help": _TRANSPORTS_HELP})
+    transports: tuple[str, ...] = field(default=("cuda_ipc", "shm", "tcp", "grpc"), metadata={"help": _TRANSPORTS_HELP})
     worker_id: str = field(default="", metadata={"help": "name of this worker, stable over restarts; empty: a random one"})
     redis: str = field(default="", metadata={"help": "URL of the registry; empty: routers are told otherwise", "secret": True})
     mesh: str = field(default="default", metadata={"help": "name of the mesh in the registry"})

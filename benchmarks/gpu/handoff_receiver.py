@@ -26,9 +26,10 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.staged import StagedMemory
 from kvtransfer.transports.grpc import SERVICE, add_push_service
 from kvtransfer.transports.nixl import NixlTransport
-from kvtransfer.transports.registry import installed
+from kvtransfer.transports.registry import TRANSPORTS
 from protos.v1 import common_pb2
 from runtime.server import GrpcServer
+from worker.staging import sharing_for, shown_to_others
 
 LEASE_S = 60  # a step takes as long as it takes in Triton's interpreter
 
@@ -40,7 +41,7 @@ class ReceivingEnd:
         self._ends = ends
         self._pool = KVPool(ends.shape, ends.device, shared=False)
         self._memory = _staged(ends, self._pool)
-        names = tuple(name for name in installed() if name != NixlTransport.name)  # it writes to CPU memory
+        names = tuple(name for name in TRANSPORTS if name != NixlTransport.name)  # it writes to CPU memory
         self._receiver = Receiver(
             self._memory, Grants(self._pool), ends.identity, ends.layout, transports=names, idle_timeout_s=LEASE_S
         )
@@ -81,7 +82,8 @@ def _staged(ends: Ends, pool: KVPool) -> StagedMemory:
     nothing = StagingSizes(1, 2 * ends.shape.bytes_per_layer_block)  # it sends none
     out, back = (Staging(pool.tensor, streams, sizes) for sizes in (nothing, ends.sizes()[1]))
     back.warm()
-    return StagedMemory(pool, out, back, Marks(streams))
+    shown = shown_to_others(pool.tensor, streams, sharing_for(pool.tensor.device))
+    return StagedMemory(pool, out, back, Marks(streams), shown)
 
 
 async def serve(ends: Ends) -> None:

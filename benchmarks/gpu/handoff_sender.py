@@ -25,7 +25,7 @@ from kvtransfer.push import PushJob, PushResult
 from kvtransfer.sender import Sender
 from kvtransfer.transports.registry import transports_with
 from protos.v1 import common_pb2
-from worker.staging import stage
+from worker.staging import sharing_for, stage
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ class SendingEnd:
 
     def __init__(self, ends: Ends, engine: Engine) -> None:
         self._ends, self._engine = ends, engine
-        self._memory = stage(engine, streams_of(engine.kv.tensor.device), *ends.sizes())
+        device = engine.kv.tensor.device
+        self._memory = stage(engine, streams_of(device), *ends.sizes(), sharing=sharing_for(device))
         self._sender = Sender(self._memory, ends.identity, ends.layout, EPOCH + 1)
         self._loop = EngineLoop(engine, self._on_step, self._on_failure, self._on_ready)
         self._measuring: asyncio.Task[Any] | None = None

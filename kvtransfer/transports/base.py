@@ -1,14 +1,19 @@
 """What every transport offers to the two ends of a session. The session's protocol itself is the same over all of them."""
 
+from __future__ import annotations
+
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvtransfer.memory import KVMemory
 from kvtransfer.parts import Part
 from kvtransfer.stream import Stream
 from protos.v1 import common_pb2, transfer_pb2
+
+if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
+    from engine.streams import Mark
 
 
 class Outgoing(Protocol):
@@ -28,7 +33,18 @@ class Outgoing(Protocol):
         on_bytes: Callable[[int], None],
     ) -> int:
         """Announce a part whose bytes are `views` and lie in `block_ids` of our pool, have them reach the receiver (or be
-        fetched), and return their CRC-32C. on_bytes(count) as they leave."""
+        fetched), and return their CRC-32C (word_sum: ShowingOutgoing). on_bytes(count) as they leave."""
+
+
+@runtime_checkable
+class ShowingOutgoing(Outgoing, Protocol):
+    """One that shows memory of a device as it lies there: parts have no views, and a PartEnd has a word_sum."""
+
+    async def settle(
+        self, layers: range, block_ids: Sequence[int], after: Mark, say_alive: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Returns when the device has computed the part (`after`) and summed it, which is the next one of `send_part`; says
+        meanwhile now and then that we are alive. Cancelled, it returns when nothing reads the blocks any more."""
 
 
 class Incoming(Protocol):
@@ -40,8 +56,9 @@ class Incoming(Protocol):
     async def receive_hello(self) -> transfer_pb2.TransferHello:
         """The first frame. Raises FrameError for another."""
 
-    def prepare(self, hello: transfer_pb2.TransferHello) -> None:
-        """Obtain what it takes to reach the sender's memory; its identity and layout are found good. Raises TransferRefused."""
+    async def prepare(self, hello: transfer_pb2.TransferHello) -> None:
+        """Obtain what it takes to reach the sender's memory; its identity and layout are found good. Raises TransferRefused:
+        UNIMPLEMENTED has the sender take another transport."""
 
     async def receive_part(
         self,
@@ -60,6 +77,15 @@ class Incoming(Protocol):
         """Give back what was obtained (not the stream); idempotent."""
 
 
+@runtime_checkable
+class PullingIncoming(Incoming, Protocol):
+    """One that has a device write parts into its pool, in the form in which they lie at the sender."""
+
+    async def pull_part(self, header: transfer_pb2.PartHeader, part: Part, block_ids: Sequence[int], after: Mark) -> int:
+        """Write the part into `block_ids` of the pool behind `after`; returns the word_sum of what was stored. Nothing is written
+        any more when it returns or raises. Raises TransferRefused."""
+
+
 class Transport(Protocol):
     """One way between two processes, as one sender or one receiver uses it."""
 
@@ -69,8 +95,8 @@ class Transport(Protocol):
     def sends(self, memory: KVMemory) -> bool:
         """Can this process send from this memory?"""
 
-    def receives(self) -> bool:
-        """Can this process receive by it?"""
+    def receives(self, memory: KVMemory) -> bool:
+        """Can this process receive by it into this memory?"""
 
     def reaches(self, endpoint: common_pb2.TransferEndpoint) -> bool:
         """Whether `endpoint` can be reached from this host."""

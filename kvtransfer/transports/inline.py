@@ -50,7 +50,7 @@ class InlineIncoming:
         await self.stream.open()
         return (await expect(self.stream, "hello")).hello
 
-    def prepare(self, hello: transfer_pb2.TransferHello) -> None:
+    async def prepare(self, hello: transfer_pb2.TransferHello) -> None:
         """Bytes come by themselves."""
 
     async def receive_part(

@@ -84,7 +84,7 @@ class NixlIncoming(InlineIncoming):
         self._reader: Reader | None = None
         self._remote: Remote | None = None
 
-    def prepare(self, hello: transfer_pb2.TransferHello) -> None:
+    async def prepare(self, hello: transfer_pb2.TransferHello) -> None:
         """NIXL takes its metadata apart only once the hello has shown its token: at the first part."""
         shape = shape_of_sender(hello, self._memory)
         if not 0 < len(hello.nixl_metadata) <= MAX_METADATA_BYTES:
@@ -156,7 +156,7 @@ class NixlTransport(TcpTransport):
     def sends(self, memory: KVMemory) -> bool:
         return self._problem is None and is_installed() and not isinstance(memory, StagedMemory)
 
-    def receives(self) -> bool:
+    def receives(self, memory: KVMemory) -> bool:
         """Opens the agent, so that a worker knows at its start; it starts without one, too."""
         try:
             self._open_reader()

@@ -1,6 +1,7 @@
 """All transports, best first. A new one is a module beside this and a line here."""
 
 from kvtransfer.transports.base import SocketTransport, Transport
+from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.transports.nixl import NixlTransport
 from kvtransfer.transports.nixl_agent import is_installed
@@ -12,9 +13,14 @@ GRPC = GrpcTransport()  # listens on no socket of its own
 
 
 def socket_transports(tls: Tls | None) -> dict[str, SocketTransport]:
-    """Those that listen on a socket, for one owner that closes them; tcp encrypted if `tls` is given. shm stays as it is: the
-    kernel vouches for its peer. nixl comes before tcp: it is offered only where somebody asked for it by name."""
-    transports: tuple[SocketTransport, ...] = (ShmTransport(), NixlTransport(tls), TcpTransport(tls))
+    """Those that listen on a socket, for one owner that closes them; tcp encrypted if `tls` is given. cuda_ipc and shm stay as
+    they are: the kernel vouches for the peer. nixl comes before tcp: it is offered only where somebody asked for it by name."""
+    transports: tuple[SocketTransport, ...] = (
+        CudaIpcTransport(),
+        ShmTransport(),
+        NixlTransport(tls),
+        TcpTransport(tls),
+    )
     return {transport.name: transport for transport in transports}
 
 
@@ -27,5 +33,6 @@ TRANSPORTS: tuple[str, ...] = tuple(transports_with(None))
 
 
 def installed() -> tuple[str, ...]:
-    """Names of those whose packages are there, best first."""
-    return tuple(name for name in TRANSPORTS if name != NixlTransport.name or is_installed())
+    """Names of those that move KV in memory of the host and whose packages are there, best first."""
+    on_host = (name for name in TRANSPORTS if name != CudaIpcTransport.name)
+    return tuple(name for name in on_host if name != NixlTransport.name or is_installed())

@@ -10,9 +10,7 @@ changes its blocks while they are copied spoils a copy whose checksum then diffe
 
 import asyncio
 import os
-import secrets
 import socket
-import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
@@ -26,16 +24,13 @@ from kvtransfer.memory import KVMemory, Rectangle, copies, shape_of
 from kvtransfer.native.library import Runs
 from kvtransfer.parts import Part
 from kvtransfer.stream import SocketStream
+from kvtransfer.transports import unix_sockets
 from kvtransfer.transports.mapped_pools import MappedPool, MappedPools
 from kvtransfer.transports.pulled import announce, shape_of_sender, source_of
 from protos.v1 import common_pb2, transfer_pb2
 from runtime.identity import host_id
 
-CONNECT_TIMEOUT_S = 1.0
-BACKLOG = 128
 BATCH_BYTES = 4 << 20  # copied between two looks at whether to stop
-_NAME_PREFIX = "pdmesh-kv-"
-_UCRED = struct.Struct("iII")  # pid, uid, gid
 
 
 class ShmOutgoing:
@@ -82,7 +77,7 @@ class ShmIncoming:
             raise FrameError(f"expected hello, got {message.WhichOneof('message')}")
         return message.hello
 
-    def prepare(self, hello: transfer_pb2.TransferHello) -> None:
+    async def prepare(self, hello: transfer_pb2.TransferHello) -> None:
         assert self._fd is not None, "a hello over shm brings a descriptor"
         self._source = self._pools.acquire(self._fd, shape_of_sender(hello, self._memory))
 
@@ -136,56 +131,30 @@ class ShmTransport:
     def sends(self, memory: KVMemory) -> bool:
         return sys.platform == "linux" and memory.fd is not None
 
-    def receives(self) -> bool:
+    def receives(self, memory: KVMemory) -> bool:
         return sys.platform == "linux"
 
     def reaches(self, endpoint: common_pb2.TransferEndpoint) -> bool:
         return endpoint.host_id == host_id()
 
     def listen(self, host: str, port: int) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            listener.bind("\0" + _NAME_PREFIX + secrets.token_hex(16))
-            listener.listen(BACKLOG)
-        except OSError:
-            listener.close()
-            raise
-        return listener
+        return unix_sockets.listen()
 
     def endpoint(self, listener: socket.socket, advertise: str | None) -> common_pb2.TransferEndpoint:
-        name: bytes = listener.getsockname()
-        return common_pb2.TransferEndpoint(transport=self.name, address=name[1:].decode("ascii"), host_id=host_id())
+        return common_pb2.TransferEndpoint(transport=self.name, address=unix_sockets.name_of(listener), host_id=host_id())
 
     async def connect(
         self, endpoint: common_pb2.TransferEndpoint, memory: KVMemory, executor: Executor, reply_timeout_s: float
     ) -> ShmOutgoing:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.setblocking(False)
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await asyncio.get_running_loop().sock_connect(sock, "\0" + endpoint.address)
-            check_peer(sock)  # a stranger who took the name must not get our memory
-        except (OSError, ValueError) as error:
-            sock.close()
-            raise TransportUnavailable(f"shm: cannot connect to {endpoint.address}: {error or 'timed out'}") from error
-        except BaseException:
-            sock.close()
-            raise
+        sock = await unix_sockets.connect(self.name, endpoint.address)
         return ShmOutgoing(SocketStream(sock, executor, reply_timeout_s), memory)
 
     def accept(self, sock: socket.socket, memory: KVMemory, executor: Executor, idle_timeout_s: float) -> ShmIncoming:
-        check_peer(sock)
+        unix_sockets.check_peer(self.name, sock)
         return ShmIncoming(SocketStream(sock, executor, idle_timeout_s), memory, self._pools)
 
     def close(self) -> None:
         """What is still mapped is given back within seconds."""
-
-
-def check_peer(sock: socket.socket) -> None:
-    """Raises PermissionError unless the process at the other end belongs to our user."""
-    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    if uid != os.geteuid():
-        raise PermissionError(f"shm: the peer runs as user {uid}, we as {os.geteuid()}")
 
 
 def copy_part(

@@ -32,7 +32,7 @@ class TcpTransport:
     def sends(self, memory: KVMemory) -> bool:
         return True
 
-    def receives(self) -> bool:
+    def receives(self, memory: KVMemory) -> bool:
         return True
 
     def reaches(self, endpoint: common_pb2.TransferEndpoint) -> bool:

@@ -416,9 +416,11 @@ class TransferEndpoint(_message.Message):
     HOST_ID_FIELD_NUMBER: _builtins.int
     TLS_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
-    """transport is "shm", "nixl", "tcp" or "grpc"."""
+    """transport is "cuda_ipc", "shm", "nixl", "tcp" or "grpc"."""
     address: _builtins.str
-    """address is "host:port" for nixl (of its control stream), tcp and grpc, the name of an abstract Unix socket for shm."""
+    """address is "host:port" for nixl (of its control stream), tcp and grpc, the name of an abstract Unix socket for
+    cuda_ipc and shm.
+    """
     host_id: _builtins.str
     """host_id tells whether two processes share a host (and its network namespace). Empty for tcp."""
     tls: _builtins.bool

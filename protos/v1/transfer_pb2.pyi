@@ -5,7 +5,7 @@ The transfer protocol between a prefill worker (sender) and a decode worker (rec
 bytes. A frame is a 4-byte magic "PDKV", 4 bytes of length and 4 bytes of CRC-32C of the body (little-endian), then the body: one
 TransferMessage. Over tcp (a socket) and grpc (TransferService) the bytes of a part follow its frame at once; over shm (a Unix
 socket) they are copied from the sender's memory, which the receiver maps read-only; over nixl (a socket, too) the receiver has
-NIXL read them.
+NIXL read them; over cuda_ipc (a Unix socket) its GPU reads them out of the sender's pool, and both ends sum on the device.
 
   sender                         receiver
   hello ───────────────────────► checks version, token, epoch, attempt, identity, layout
@@ -155,6 +155,7 @@ class TransferHello(_message.Message):
     CONNECTION_FIELD_NUMBER: _builtins.int
     NIXL_METADATA_FIELD_NUMBER: _builtins.int
     POOL_ADDRESS_FIELD_NUMBER: _builtins.int
+    DEVICE_POOL_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """protocol_version of the sender."""
     reservation_id: _builtins.str
@@ -168,7 +169,7 @@ class TransferHello(_message.Message):
     sender_epoch: _builtins.int
     """sender_epoch for logs."""
     pool_num_blocks: _builtins.int
-    """pool_num_blocks of the sender's pool. Only over shm and nixl."""
+    """pool_num_blocks of the sender's pool. Only over shm, nixl and cuda_ipc."""
     push_id: _builtins.bytes
     """push_id, 16 random bytes: connections that say the same are one push."""
     connection: _builtins.int
@@ -187,6 +188,10 @@ class TransferHello(_message.Message):
     def layout(self) -> _common_pb2.KVLayout:
         """layout of the sender."""
 
+    @_builtins.property
+    def device_pool(self) -> Global___DevicePool:
+        """device_pool is how the sender's pool is found on the GPU. Only over cuda_ipc."""
+
     def __init__(
         self,
         *,
@@ -203,14 +208,45 @@ class TransferHello(_message.Message):
         connection: _builtins.int = ...,
         nixl_metadata: _builtins.bytes = ...,
         pool_address: _builtins.int = ...,
+        device_pool: Global___DevicePool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device_pool", b"device_pool", "identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "connection", b"connection", "epoch", b"epoch", "identity", b"identity", "layout", b"layout", "nixl_metadata", b"nixl_metadata", "pool_address", b"pool_address", "pool_num_blocks", b"pool_num_blocks", "protocol_version", b"protocol_version", "push_id", b"push_id", "reservation_id", b"reservation_id", "sender_epoch", b"sender_epoch", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "connection", b"connection", "device_pool", b"device_pool", "epoch", b"epoch", "identity", b"identity", "layout", b"layout", "nixl_metadata", b"nixl_metadata", "pool_address", b"pool_address", "pool_num_blocks", b"pool_num_blocks", "protocol_version", b"protocol_version", "push_id", b"push_id", "reservation_id", b"reservation_id", "sender_epoch", b"sender_epoch", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TransferHello: _TypeAlias = TransferHello  # noqa: Y015
+
+@_typing.final
+class DevicePool(_message.Message):
+    """DevicePool is a pool in a GPU's memory, as its driver shows it to another process of this host."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    """handle that the driver made of the allocation in which the pool lies: a CUipcMemHandle, 64 bytes."""
+    offset: _builtins.int
+    """offset of the pool's first byte behind the allocation's."""
+    device: _builtins.bytes
+    """device is the UUID of the GPU, 16 bytes."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        device: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "handle", b"handle", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DevicePool: _TypeAlias = DevicePool  # noqa: Y015
 
 @_typing.final
 class TransferReply(_message.Message):
@@ -268,7 +304,7 @@ class PartHeader(_message.Message):
     """num_bytes of the part."""
     @_builtins.property
     def source_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """source_block_ids in the sender's pool, one for each block. Only over shm and nixl."""
+        """source_block_ids in the sender's pool, one for each block. Only over shm, nixl and cuda_ipc."""
 
     def __init__(
         self,
@@ -291,25 +327,33 @@ Global___PartHeader: _TypeAlias = PartHeader  # noqa: Y015
 
 @_typing.final
 class PartEnd(_message.Message):
-    """PartEnd comes behind the bytes of a part: their checksum is computed while they move, so that neither end reads them twice."""
+    """PartEnd comes behind the bytes of a part: their checksum is computed while they move, so that neither end reads them twice. Over
+    cuda_ipc it follows the header at once.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PART_ID_FIELD_NUMBER: _builtins.int
     CRC32C_FIELD_NUMBER: _builtins.int
+    WORD_SUM_FIELD_NUMBER: _builtins.int
     part_id: _builtins.int
     """part_id of the part that ends."""
     crc32c: _builtins.int
-    """crc32c (Castagnoli) of the part's bytes."""
+    """crc32c (Castagnoli) of the part's bytes. Over cuda_ipc it is 0, and word_sum counts."""
+    word_sum: _builtins.int
+    """word_sum of the part as words of 8 bytes, little-endian: the sum, modulo 2^64, of mix(word[i] ^ (i + 1) * 0x9e3779b97f4a7c15),
+    where mix is the finalizer of splitmix64. GPUs compute it as fast as they read. Only over cuda_ipc.
+    """
     def __init__(
         self,
         *,
         part_id: _builtins.int = ...,
         crc32c: _builtins.int = ...,
+        word_sum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "part_id", b"part_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "part_id", b"part_id", "word_sum", b"word_sum"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

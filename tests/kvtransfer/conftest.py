@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator, Iterator
 import grpc.aio
 import pytest
 
-from kvtransfer.transports import mapped_pools
+from kvtransfer.transports import mapped_pools, opened_pools
 from kvtransfer.transports.nixl_agent import is_installed
 from kvtransfer.transports.nixl_reader import Reader
 from tests.kvtransfer.endpoints import World, nothing_left, running
 from tests.support.nixl import NIXL, NIXL_TLS
+
+CONVERTING = ["shm", "tcp", "tcp+tls", "grpc", "grpc+tls", NIXL, NIXL_TLS]  # between layouts
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,6 +29,7 @@ def grpc_keeps_its_threads() -> Iterator[None]:
 def no_kept_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left behind is to be seen at once."""
     monkeypatch.setattr(mapped_pools, "KEEP_S", 0)
+    monkeypatch.setattr(opened_pools, "KEEP_S", 0)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -36,7 +39,7 @@ def nixl_keeps_what_it_opens_once() -> None:
         Reader().close()
 
 
-@pytest.fixture(params=["shm", "tcp", "tcp+tls", "grpc", "grpc+tls", NIXL, NIXL_TLS])
+@pytest.fixture(params=["cuda_ipc", *CONVERTING])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -18,7 +18,7 @@ from kvtransfer.delegate import PushTarget
 from kvtransfer.errors import TransferRefused
 from kvtransfer.feed import FirstTokensDrawn, KVFeed, complete_feed
 from kvtransfer.grant import check_grant, new_token, unknown_reservation
-from kvtransfer.memory import part_views
+from kvtransfer.memory import KVMemory, part_views
 from kvtransfer.parts import Part
 from kvtransfer.receiver import Receiver
 from kvtransfer.reservation import (
@@ -33,8 +33,9 @@ from kvtransfer.reservation import (
     transition,
 )
 from kvtransfer.sender import PushJob, Sender
+from kvtransfer.staged import StagedMemory
 from kvtransfer.stream import expect
-from kvtransfer.transports.base import Outgoing
+from kvtransfer.transports.base import Outgoing, ShowingOutgoing
 from kvtransfer.transports.grpc import SERVICE, PushService, add_push_service
 from kvtransfer.transports.registry import transports_with
 from protos.v1 import common_pb2, transfer_pb2
@@ -109,7 +110,8 @@ class FakeDelegate:
 
 
 class World:
-    """A receiver and a sender over one transport ("tcp+tls", "grpc+tls": encrypted), on pools of different sizes."""
+    """A receiver and a sender over one transport ("tcp+tls", "grpc+tls": encrypted; "cuda_ipc+gpu": on a real GPU), on pools of
+    different sizes."""
 
     def __init__(
         self,
@@ -126,8 +128,8 @@ class World:
         fp8_scales: FP8Scales = (),
     ) -> None:
         """`layout` is the receiver's, `source_layout` the sender's: the same unless given."""
-        self.transport, _, encryption = transport.partition("+")
-        self.tls = mesh_tls() if encryption else tls
+        self.transport, _, self.variant = transport.partition("+")
+        self.tls = mesh_tls() if self.variant == "tls" else tls
         self.transports = transports_with(self.tls)
         self.fp8_scales = fp8_scales
         self.identity = identity or make_identity(num_layers=num_layers)
@@ -138,9 +140,10 @@ class World:
         self.source.fill(1)
         self.target.fill(2)
         self.before = bytes(self.target.memory())
+        self.seen_source, self.seen_target = self._seen()
         self.delegate = FakeDelegate()
         self.receiver = Receiver(
-            self.target,
+            self.seen_target,
             self.delegate,
             self.identity,
             self.layout,
@@ -151,16 +154,28 @@ class World:
         )
         self.sender = self.make_sender(part_bytes=part_bytes)
 
+    def _seen(self) -> tuple[KVMemory, KVMemory]:
+        """The pools as the ends see them: over cuda_ipc as those of a device."""
+        if self.variant == "gpu":
+            from tests.support.gpu_memory import GpuMemory
+
+            return GpuMemory(self.source, self.source_layout.block_size), GpuMemory(self.target, self.layout.block_size)
+        if self.transport != "cuda_ipc":
+            return self.source, self.target
+        from tests.support.host_sharing import staged  # torch, for which other transports have no need
+
+        return staged(self.source, self.source_layout.block_size), staged(self.target, self.layout.block_size)
+
     def make_sender(
         self,
         *,
-        memory: FakeKVMemory | None = None,
+        memory: KVMemory | None = None,
         part_bytes: int = 4096,
         reply_timeout_s: float = 5.0,
         num_connections: int = 1,
     ) -> Sender:
         return Sender(
-            memory or self.source,
+            memory or self.seen_source,
             self.identity,
             self.source_layout,
             7,
@@ -236,11 +251,11 @@ class World:
         self, hello: transfer_pb2.TransferHello | None = None, *, source: FakeKVMemory | None = None
     ) -> AsyncIterator["RawPeer"]:
         """A connection of a sender that does as the test says; greeted already if `hello` is given."""
-        source = source or self.source
+        seen, source = source or self.seen_source, source or self.source
         endpoint = self.receiver.endpoints()[0]
         with ThreadPoolExecutor(1) as executor:
-            outgoing = await self.transports[self.transport].connect(endpoint, source, executor, DEADLINE_S)
-            peer = RawPeer(outgoing, source)
+            outgoing = await self.transports[self.transport].connect(endpoint, seen, executor, DEADLINE_S)
+            peer = RawPeer(outgoing, source, seen)
             try:
                 await peer.stream.open()
                 if hello is not None:
@@ -254,8 +269,8 @@ class World:
 class RawPeer:
     """A sender without manners."""
 
-    def __init__(self, outgoing: Outgoing, source: FakeKVMemory) -> None:
-        self.outgoing = outgoing
+    def __init__(self, outgoing: Outgoing, source: FakeKVMemory, seen: KVMemory) -> None:
+        self.outgoing, self._seen = outgoing, seen
         self.stream = outgoing.stream
         self._source = source
 
@@ -279,11 +294,17 @@ class RawPeer:
         for name, value in changes.items():
             setattr(end if name == "crc32c" else header, name, value)
         views = part_views(self._source, part.layers, source_ids)
-        crc32c = await self.outgoing.send_part(header, views, source_ids, lambda _count: None)
-        end.crc32c = end.crc32c or crc32c
+        if isinstance(self.outgoing, ShowingOutgoing):
+            assert isinstance(self._seen, StagedMemory), "of a device"
+            await self.outgoing.settle(part.layers, source_ids, self._seen.marks.behind(part.layer_end), self.send_nothing)
+        total = await self.outgoing.send_part(header, views, source_ids, lambda _count: None)
+        end.crc32c, end.word_sum = end.crc32c or total % 2**32, end.crc32c or total
         with suppress(ConnectionError):  # refused by its header: the answer lies there
             await self.send(part_end=end)
         return await self.stream.read_message()
+
+    async def send_nothing(self) -> None:
+        """There is no hurry."""
 
     async def send(self, **message: object) -> None:
         await self.stream.write_message(transfer_pb2.TransferMessage(**message))  # type: ignore[arg-type]
@@ -308,11 +329,11 @@ def at_part(number: int, act: Callable[[], object]) -> Callable[[PushTarget], No
     return hook
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for `condition`, at most DEADLINE_S."""
-    deadline = time.monotonic() + DEADLINE_S
+async def until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Wait for `condition`, at most so long."""
+    deadline = time.monotonic() + deadline_s
     while not condition():
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
+        assert time.monotonic() < deadline, f"not within {deadline_s} s: {what}"
         await asyncio.sleep(0.005)
 
 
@@ -355,6 +376,9 @@ async def running(world: World) -> AsyncIterator[World]:
         assert world.receiver.num_connections == 0
         for transport in world.transports.values():
             transport.close()
+        for seen in (world.seen_source, world.seen_target):
+            if isinstance(seen, StagedMemory):
+                seen.close()
         world.source.close()
         world.target.close()
 

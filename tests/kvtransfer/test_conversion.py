@@ -18,6 +18,7 @@ from kvtransfer.feed import FirstTokensDrawn, KVFeed, Ready
 from kvtransfer.layouts import Layout
 from kvtransfer.parts import Part
 from protos.v1 import common_pb2, transfer_pb2
+from tests.kvtransfer.conftest import CONVERTING
 from tests.kvtransfer.endpoints import CHOICES, World, nothing_left, running, until
 from tests.support.kv_memory import FakeKVMemory, make_identity, make_layout
 
@@ -87,6 +88,11 @@ def check(world: World, name: str, source_ids: list[int], num_tokens: int, first
             assert np.array_equal(now.values[:first_token], before.values[:first_token])
     original.close()
     world.check_untouched(set(range(world.target.num_blocks)) - set(ids))
+
+
+@pytest.fixture(params=CONVERTING)
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.mark.parametrize("name", PAIRS)

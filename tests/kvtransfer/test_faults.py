@@ -12,7 +12,9 @@ from typing import Any
 
 import grpc
 import pytest
+from torch import Tensor
 
+from engine.summed_copies import Blocks, IndexedSums
 from kvtransfer import framing, session
 from kvtransfer.checksum import checksum
 from kvtransfer.errors import FrameError, PeerClosed, PushFailed
@@ -54,6 +56,16 @@ def spoil_parts(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 
     for end in (InlineIncoming, ShmIncoming, NixlIncoming):
         monkeypatch.setattr(end, "receive_part", spoiled(end.receive_part))
+    copy = IndexedSums.copy
+
+    def copied(copies: IndexedSums, source: Blocks, target: Blocks, sums: Tensor) -> None:
+        copy(copies, source, target, sums)
+        if next(left, None) is not None:
+            target.pool[target.layers.start, 0, target.block_ids[0], 7] ^= 0x10
+            sums.zero_()
+            copies.sum(target, sums)
+
+    monkeypatch.setattr(IndexedSums, "copy", copied)
 
 
 async def test_a_corrupt_part_is_sent_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +228,7 @@ async def stuck_listener(
 
     async def accept() -> None:
         sock, _ = await asyncio.get_running_loop().sock_accept(listener)
-        await serve(transport.accept(sock, world.target, executor, 10))
+        await serve(transport.accept(sock, world.seen_target, executor, 10))
 
     task = asyncio.create_task(accept())
     try:

@@ -9,10 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
+from tests.kvtransfer.conftest import CONVERTING
 from tests.support.certificates import mesh_tls
 
 DEADLINE_S = 30
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+ON_GPU = pytest.param("cuda_ipc+gpu", marks=[pytest.mark.gpu, NEEDS_GPU])
 
 
 @contextmanager
@@ -33,6 +37,11 @@ def said(child: "subprocess.Popen[str]") -> dict[str, Any]:
     assert line, f"the process ended with {child.wait(DEADLINE_S)}"
     answer: dict[str, Any] = json.loads(line)
     return answer
+
+
+@pytest.fixture(params=["cuda_ipc", ON_GPU, *CONVERTING])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.mark.timeout(120)

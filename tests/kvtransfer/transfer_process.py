@@ -16,6 +16,7 @@ from tests.kvtransfer.endpoints import World, running, until
 
 NUM_BLOCKS = 200
 NUM_LAYERS = 12
+START_S = 30  # of the other process, with torch
 
 
 def make_world(transport: str) -> World:
@@ -26,7 +27,9 @@ def make_world(transport: str) -> World:
 def sum_of(world: World, *, target: bool, job: PushJob) -> int:
     """CRC-32C of the request's blocks at one end."""
     ids = world.delegate.held["r1"].block_ids if target else job.source_block_ids
-    memory = world.target if target else world.source
+    memory, seen = (world.target, world.seen_target) if target else (world.source, world.seen_source)
+    if world.variant == "gpu":
+        seen.show()  # type: ignore[attr-defined]
     return checksum(memory.block_bytes(block_id) for block_id in ids)
 
 
@@ -34,7 +37,7 @@ async def receive(transport: str) -> None:
     async with running(make_world(transport)) as world:
         job = world.job(num_blocks=NUM_BLOCKS)
         _say(reservation=job.reservation.SerializeToString().hex(), expected=sum_of(world, target=False, job=job))
-        await until(lambda: len(world.delegate.events) == 2, "a push")
+        await until(lambda: len(world.delegate.events) == 2, "a push", START_S)
         _say(sum=sum_of(world, target=True, job=job), events=world.delegate.kinds())
 
 

@@ -19,6 +19,12 @@ def worker(name: str, **fields: object) -> WorkerView:
     return fleets.worker(name, **{**SMALL, "num_free_blocks": 100, **fields})
 
 
+def device_pair(**prefill: object) -> list[WorkerView]:
+    """Two on GPUs of one host that have no other transport in common."""
+    only = {"transports": frozenset({"cuda_ipc"})}
+    return [worker("p0", **only, **prefill), worker("d0", **only)]
+
+
 DEMAND = Demand(model="m", num_tokens=160, max_total_tokens=200)
 P0, P1, D0, D1, BOTH = worker("p0"), worker("p1"), worker("d0"), worker("d1"), worker("pd")
 
@@ -68,6 +74,9 @@ def place(workers: list[WorkerView], **demand: object) -> tuple[str, str | None]
         ([worker("p0", model="x"), worker("d0", model="x"), D1], {}, ("d1", None)),
         ([worker("p0", host_id="there", transports=frozenset({"shm"})), D0], {}, ("d0", None)),  # shm does not reach
         ([worker("p0", transports=frozenset({"shm"})), D0], {}, ("d0", "p0")),
+        (device_pair(), {}, ("d0", "p0")),
+        (device_pair(host_id="there"), {}, ("d0", None)),
+        (device_pair(layout=Layout(32, "float32")), {}, ("d0", None)),  # cuda_ipc converts nothing
         ([worker("p0", host_id="there"), D0], {}, ("d0", "p0")),  # tcp does
         ([worker("p0", host_id="there", transports=frozenset({"grpc"})), D1], {}, ("d1", None)),
         (

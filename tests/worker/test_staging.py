@@ -6,6 +6,8 @@ import pytest
 
 from engine.staging import StagingSizes
 from engine.streams import InOrder
+from kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from tests.support.host_sharing import HostSharing
 from tests.support.worker_mesh import Model
 from worker.staging import stage, staged_memory, transports_of
 
@@ -24,11 +26,24 @@ def test_no_peer_writes_to_a_staged_pool_and_steps_mark_how_far_they_are(model: 
     engine = model.engine()
     staged = stage(engine, InOrder(), StagingSizes(2, 1 << 20), StagingSizes(2, 1 << 20))
     assert transports_of(engine, staged, NAMES) == ("shm", "tcp")
+    assert staged.shown is None and not CudaIpcTransport().receives(staged) and not CudaIpcTransport().sends(engine.kv)
     assert engine.exports.signal.marks is staged.marks
     for show in (staged.memory, lambda: staged.block_view(0, 0, 0)):
         with pytest.raises(ValueError, match="staged"):
             show()
     staged.close()
+    engine.close()
+
+
+def test_a_pool_that_cannot_be_shown_is_staged_all_the_same_and_it_is_said_why(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = model.engine()
+    for sharing, is_shown in ((HostSharing(engine.kv.fd), True), (HostSharing(None), False)):
+        staged = stage(engine, InOrder(), StagingSizes(2, 1 << 20), StagingSizes(2, 1 << 20), sharing)
+        assert (staged.shown is not None) == CudaIpcTransport().receives(staged) == is_shown
+        staged.close()
+    assert [line for line in caplog.messages if "cuda_ipc is not used: handle: private memory has none" in line]
     engine.close()
 
 

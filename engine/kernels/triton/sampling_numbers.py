@@ -34,7 +34,7 @@ def order_of(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _mix(x: tl.tensor) -> tl.tensor:
+def mix(x: tl.tensor) -> tl.tensor:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -43,12 +43,12 @@ def _mix(x: tl.tensor) -> tl.tensor:
 @triton.jit
 def random_bits(seed: tl.tensor, choice: tl.tensor, index: tl.tensor, token_ids: tl.tensor) -> tl.tensor:
     """engine/noise.py's random_bits: seed, choice, index scalars, token_ids int32 -> uint64 in [0, 2^32)."""
-    key = _mix(seed.to(tl.uint64))
-    key = _mix(key + (choice.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15)
-    key = _mix(key + (index.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15)
-    second = _mix(key ^ 0xD1B54A32D192ED03)
+    key = mix(seed.to(tl.uint64))
+    key = mix(key + (choice.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15)
+    key = mix(key + (index.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15)
+    second = mix(key ^ 0xD1B54A32D192ED03)
     x = (token_ids.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
-    return _mix(_mix(x + key) ^ second) >> 32
+    return mix(mix(x + key) ^ second) >> 32
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from engine.kernels.triton import (
     kv_kernels,
     norms,
     sampling_kernels,
+    summed_blocks,
     weight_kernels,
 )
 from engine.kernels.triton.tiles import choose_tiles
@@ -102,6 +103,10 @@ def _keys_and_values() -> Iterator[Case]:
     for gathers in (False, True):
         pointers = {"pool": "i64", "piece": "i64", "block_ids": "i32"}
         yield Case(blocks.move_kernel, pointers, {**shares, "GATHERS": gathers}, {"num_warps": 4})
+    pointers = {**dict.fromkeys(("source", "target", "sums"), "i64"), **dict.fromkeys(("source_ids", "target_ids"), "i32")}
+    whole = {"BLOCK_WORDS": 4096, "WORDS": 1024, "SUMS": 64}
+    for stores in (False, True):
+        yield Case(summed_blocks.sum_kernel, pointers, {**whole, "STORES": stores}, {"num_warps": 4})
     names = ("message", "token_ids", "positions", "slots", "context_lens", "logits_rows", "block_tables", "drawn")
     yield Case(decode_kernels.unpack_kernel, dict.fromkeys(names, "i32"), {"BLOCK": 128}, {"num_warps": 4})
 

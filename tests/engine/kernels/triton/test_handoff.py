@@ -6,7 +6,7 @@ Without a GPU all of it runs in Triton's interpreter, over a pool in CPU memory 
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.cuda_sharing import CudaSharing
 from engine.engine import Engine
 from engine.kernels.triton.blocks import TritonBlocks
 from engine.kernels.triton.model import TritonModel
+from engine.pool_sharing import PoolSharing
 from engine.staging import StagingSizes
 from engine.streams import streams_of
 from engine.weights.loader import load_model
@@ -26,6 +28,7 @@ from kvtransfer.staged import StagedMemory
 from protos.v1 import prefill_pb2
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.kernels.triton.test_fp8_kv import SCALES, with_scales
+from tests.support.host_sharing import HostSharing
 from tests.support.mini_router import MiniRouter
 from tests.support.tiny_models import make_tiny_model
 from tests.support.worker_mesh import Model, Peer, only_transport, reference, running_worker, token_request
@@ -83,6 +86,14 @@ def staged(engine: Engine) -> StagedMemory:
     return stage(engine, streams_of(engine.kv.tensor.device), small, small)
 
 
+def shown(engine: Engine) -> StagedMemory:
+    """That, and as a device shows it to others; without a GPU shared memory stands for its."""
+    device = engine.kv.tensor.device
+    sharing: PoolSharing = CudaSharing(device) if DEVICE == "cuda" else HostSharing(engine.kv.fd)
+    small = StagingSizes(num_pieces=2, piece_bytes=4 * engine.kv.bytes_per_layer_block)
+    return stage(engine, streams_of(device), small, small, sharing)
+
+
 @asynccontextmanager
 async def two_workers(
     folder: Path,
@@ -91,10 +102,12 @@ async def two_workers(
     prefill: bool = True,
     decode: bool = True,
     kv_dtypes: tuple[str, str] = ("auto", "auto"),
+    way: Callable[[Engine], StagedMemory] = staged,
 ) -> AsyncIterator[tuple[Peer, Peer, MiniRouter]]:
-    """`prefill`, `decode`: its pool is staged; otherwise transports see it. `kv_dtypes`: of prefill's pool and of decode's."""
+    """`prefill`, `decode`: its pool is staged, in this way; otherwise transports see it. `kv_dtypes`: of prefill's pool and of
+    decode's."""
     small: dict[str, object] = {"num_blocks": 24, "max_num_batched_tokens": 24, "max_num_seqs": 4, "device": DEVICE}
-    ways: list[dict[str, Any]] = [{"engine": small, "stage": staged if each else None} for each in (prefill, decode)]
+    ways: list[dict[str, Any]] = [{"engine": small, "stage": way if each else None} for each in (prefill, decode)]
     async with (
         running_worker(loaded(folder, backend, kv_dtypes[0]), roles=("prefill",), worker_id="p", **ways[0]) as prefiller,
         running_worker(loaded(folder, backend, kv_dtypes[1]), roles=("decode",), worker_id="d", **ways[1]) as decoder,
@@ -141,6 +154,26 @@ async def test_what_decode_holds_is_not_sent_again(folder: Path, transport: str,
     assert outputs == expected
     assert 0 < num_bytes[1] < num_bytes[0]
     assert launched.count("gather") >= 5 and launched.count("scatter") >= 5
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a process does not open its own pool; tests/kvtransfer/test_processes.py has two")
+async def test_one_device_reads_what_the_other_shows(folder: Path, launched: list[str]) -> None:
+    """Sums and conditional scatters on the kernels; nothing is staged, chunks and a prefix that decode holds."""
+    requests = {"r1": token_request(PROMPT), "r2": token_request([*PROMPT[:40], *range(100, 117)], temperature=0.9, n=2)}
+    own = loaded(folder, "torch")
+    expected = {name: reference(own, request) for name, request in requests.items()}
+    num_bytes = []
+    async with two_workers(folder, "torch", way=shown) as (prefiller, decoder, router):
+        launched.clear()
+        for name, request in requests.items():
+            _, outcome = await router.generate(prefiller, decoder, name, request)
+            assert outcome.transport == "cuda_ipc"
+            num_bytes.append(outcome.kv_bytes)
+            await router.until_finished(name, request.sampling.n)
+    outputs = {name: [router.of(name).output(choice) for choice in range(len(each))] for name, each in expected.items()}
+    assert outputs == expected
+    assert 0 < num_bytes[1] < num_bytes[0]
+    assert launched == []
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the other worker's pool is to be in CPU memory")

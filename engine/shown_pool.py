@@ -1,0 +1,185 @@
+"""A pool on a device that workers of the same host read, and that takes from theirs what it reads there.
+
+    shows    behind a mark: sum ─► 8 bytes to the host. The blocks are final then, and others may be told
+    pulls    behind a mark: copy from the peer's pool into ours, summed as it is stored ─► 8 bytes to the host
+
+Nobody ever writes into another's pool. What is read may change meanwhile: it is nothing until its sum is found right. No room is
+needed but for block ids, so a part may be large: what each costs Python, most of a millisecond (docs/gpu.md), is more than
+a GPU should take to copy hundreds of megabytes. Nothing is lent, and no peer can hold anything. Nothing here waits. One thread
+calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.pool_sharing import NotShared, OpenPool, PoolHandle, PoolSharing
+from engine.streams import Lane, Mark, Streams
+from engine.summed_copies import NUM_SUMS, WORD_BYTES, Blocks, SummedCopies, summed_copies_for, unsigned
+
+PART_BYTES = 256 << 20
+MAX_BLOCKS = 1 << 16  # of a part
+
+
+@dataclass(frozen=True)
+class PeerPool:
+    """Another worker's, of the same layers and blocks of the same size; how many, it says itself."""
+
+    words: Tensor  # int64 [num_layers, 2, num_blocks, words of a block]
+    opened: OpenPool
+
+    def close(self) -> None:
+        self.opened.close()
+
+
+class ShownPool:
+    """Satisfies what kvtransfer.staged asks of it."""
+
+    def __init__(
+        self,
+        pool: Tensor,
+        sharing: PoolSharing,
+        streams: Streams,
+        copies: SummedCopies | None = None,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
+        """pool: `KVPool.tensor`. Raises NotShared for one that cannot be shown or read by words."""
+        block_bytes = pool[0, 0, 0].numel() * pool.element_size()
+        if block_bytes % WORD_BYTES:
+            raise NotShared("pool", f"blocks of {block_bytes} bytes are no whole words of 8")
+        self.handle: PoolHandle = sharing.show(pool)
+        self.part_bytes = part_bytes  # of a part, as it is best
+        self._words = _by_words(pool)
+        self._sharing = sharing
+        self._copies = summed_copies_for(pool.device) if copies is None else copies
+        max_blocks = min(MAX_BLOCKS, max(1, part_bytes // (2 * block_bytes)))
+        self._sums, self._pulls = (_Slips(pool.device, streams, max_blocks) for _ in range(2))
+
+    def sum(self, layers: range, block_ids: Sequence[int], after: Mark) -> Future[int]:
+        """Of these blocks of these layers as they are at `after`, as a part travels. Done, they are final."""
+
+        def work(slip: _Slip) -> None:
+            self._copies.sum(Blocks(self._words, layers, slip.ids), slip.sums)
+
+        return self._sums.run(work, after, block_ids)
+
+    def pull(
+        self, peer: PeerPool, source_ids: Sequence[int], layers: range, block_ids: Sequence[int], after: Mark
+    ) -> Future[int]:
+        """Copy blocks of the peer's into ours, behind `after`; returns the sum of what was stored. Raises ValueError for ids
+        outside a pool, and for too many."""
+        for name, ids, words in (("source_ids", source_ids, peer.words), ("block_ids", block_ids, self._words)):
+            if len(ids) != len(block_ids) or not 0 <= min(ids) <= max(ids) < words.shape[2]:
+                raise ValueError(f"{name}: {len(ids)} of {min(ids)} to {max(ids)}; the pool has 0 to {words.shape[2] - 1}")
+
+        def work(slip: _Slip) -> None:
+            source = Blocks(peer.words, layers, slip.ids)
+            self._copies.copy(source, Blocks(self._words, layers, slip.second_ids), slip.sums)
+
+        return self._pulls.run(work, after, source_ids, block_ids)
+
+    def open(self, handle: PoolHandle, num_blocks: int) -> PeerPool:
+        """The pool of a peer, in a thread. Raises NotShared."""
+        shape = (*self._words.shape[:2], num_blocks, self._words.shape[3])
+        opened = self._sharing.open(handle, WORD_BYTES * shape[0] * shape[1] * shape[2] * shape[3])
+        try:
+            return PeerPool(opened.bytes.view(torch.int64).view(shape), opened)
+        except RuntimeError as error:  # it does not begin at a word
+            opened.close()
+            raise NotShared("offset", f"{handle.offset} is no place for a pool: {error}") from error
+
+    def warm(self, mark: Callable[[], Mark]) -> None:
+        """Compiles what there is to compile: a block is summed, and copied to where it is. Waits; before the pool is used."""
+        own = PeerPool(self._words, _Own(self._words))
+        self.sum(range(1), [0], mark()).result()
+        self.pull(own, [0], range(1), [0], mark()).result()
+
+    def close(self) -> None:
+        """Waits for what is under way; idempotent."""
+        for slips in (self._sums, self._pulls):
+            slips.lane.close()
+
+
+@dataclass(frozen=True)
+class _Own:
+    bytes: Tensor
+
+    def close(self) -> None:
+        """It is not ours to close."""
+
+
+@dataclass(eq=False, frozen=True)
+class _Slip:
+    """What a work on the device is told, and says: sums, ids of blocks twice. The same on the host and there."""
+
+    words: Tensor  # [NUM_SUMS + max_blocks] int64
+    num_blocks: int
+
+    @property
+    def sums(self) -> Tensor:
+        return self.words[:NUM_SUMS]
+
+    @property
+    def ids(self) -> Tensor:
+        return self.words[NUM_SUMS:].view(torch.int32)[: self.num_blocks]
+
+    @property
+    def second_ids(self) -> Tensor:
+        return self.words[NUM_SUMS:].view(torch.int32)[self.num_blocks : 2 * self.num_blocks]
+
+    @property
+    def told(self) -> Tensor:
+        return self.words[: NUM_SUMS + self.num_blocks]
+
+
+class _Slips:
+    """A lane, with memory for what its works are told. That on the device serves them all, one after the other."""
+
+    def __init__(self, device: torch.device, streams: Streams, max_blocks: int) -> None:
+        self.lane: Lane = streams.lane()
+        self._streams = streams
+        self._max_blocks, self._num_words = max_blocks, NUM_SUMS + max_blocks
+        self._there = torch.zeros(self._num_words, dtype=torch.int64, device=device)
+        self._free: list[Tensor] = []  # filled by whoever finds that a work is done, in any thread
+
+    def run(self, work: Callable[[_Slip], None], after: Mark, ids: Sequence[int], second_ids: Sequence[int] = ()) -> Future[int]:
+        """The sum that it makes. Raises ValueError for too many ids."""
+        if len(ids) > self._max_blocks:
+            raise ValueError(f"block_ids: {len(ids)} are more than {self._max_blocks}")
+        here, there = _Slip(self._taken(), len(ids)), _Slip(self._there, len(ids))
+        here.ids[:] = torch.tensor(ids, dtype=torch.int32)
+        here.second_ids[: len(second_ids)] = torch.tensor(second_ids, dtype=torch.int32)
+        here.sums.zero_()
+
+        def launch() -> None:
+            there.told.copy_(here.told, non_blocking=True)
+            work(there)
+            here.sums.copy_(there.sums, non_blocking=True)
+
+        total: Future[int] = Future()
+        total.set_running_or_notify_cancel()
+        self.lane.run(launch, after).add_done_callback(lambda done: self._say(done, here, total))
+        return total
+
+    def _taken(self) -> Tensor:
+        try:
+            return self._free.pop()
+        except IndexError:  # one for each work that is under way, which is one for a connection
+            return self._streams.host_room(WORD_BYTES * self._num_words).view(torch.int64)
+
+    def _say(self, done: Future[None], slip: _Slip, total: Future[int]) -> None:
+        error, value = done.exception(), unsigned(int(slip.sums.sum()))
+        self._free.append(slip.words)
+        if error is None:
+            total.set_result(value)
+        else:
+            total.set_exception(error)
+
+
+def _by_words(pool: Tensor) -> Tensor:
+    return pool.flatten(3).view(torch.int64)

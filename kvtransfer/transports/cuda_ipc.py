@@ -1,0 +1,215 @@
+"""cuda_ipc: the receiver's GPU reads the sender's pool in GPU memory. For processes of one user on one host.
+
+    sender ── hello + the driver's handle of its pool, over a Unix socket ──► receiver: opens it, once for each pool
+    sender: sums the part on its device, behind the mark of its layers
+    sender ── part header with block ids, part end with the sum ────────────► receiver: its device copies from pool to pool,
+                                                                              behind its own mark, and sums WHAT IT STORES
+           ◄── ok, if that is the sum ──────────────────────────────────────
+
+Nobody writes into another's pool, so a sender that was paused and wakes up does no harm: what it has given away meanwhile spoils
+a copy whose sum then differs, in blocks that nobody reads before the commit. A part is announced when it is final, so the two
+processes share no event, and who is silent holds nothing of the device. A push that is cancelled, and `quiesce`, wait for the
+device; the other end is told by its connection.
+
+Whoever dies: his connection ends, and with it the push; a work that reads then goes on reading (engine/cuda_sharing.py says what
+the driver promises), and its sum decides. What goes wrong on the device is refused with UNIMPLEMENTED: the next attempt goes over
+another transport. So does at once what this one does not do: other layouts, memory without a handle, devices that do not
+reach each other. Only one that cannot open the sender's pool says so; there is no search for what might.
+
+The driver's handle opens the whole pool, also for writing: the kernel vouches that both ends are of one user, as for shm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING
+
+import grpc
+
+from kvtransfer.compatibility import refuse
+from kvtransfer.errors import FrameError, TransferRefused, TransportUnavailable, push_failed
+from kvtransfer.memory import KVMemory, PoolShape
+from kvtransfer.parts import Part
+from kvtransfer.staged import StagedMemory
+from kvtransfer.stream import SocketStream, expect
+from kvtransfer.transports import unix_sockets
+from kvtransfer.transports.opened_pools import OpenedPools
+from kvtransfer.transports.pulled import shape_of_sender, source_of
+from kvtransfer.waiting import all_ended
+from protos.v1 import common_pb2, transfer_pb2
+from runtime.identity import host_id
+
+if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
+    from engine.shown_pool import PeerPool, ShownPool
+    from engine.streams import Mark
+
+MAX_HANDLE_BYTES = 256
+ALIVE_S = 0.5  # between two signs of life while the device computes
+
+logger = logging.getLogger(__name__)
+
+
+class CudaIpcOutgoing:
+    """The sender's end."""
+
+    def __init__(self, stream: SocketStream, memory: StagedMemory, shown: ShownPool) -> None:
+        self.stream = stream
+        self._memory = memory
+        self._shown = shown
+        self._sum = 0
+
+    async def send_hello(self, hello: transfer_pb2.TransferHello) -> None:
+        handle = self._shown.handle
+        hello.pool_num_blocks = self._memory.num_blocks
+        hello.device_pool.CopyFrom(transfer_pb2.DevicePool(handle=handle.handle, offset=handle.offset, device=handle.device))
+        await self.stream.write_message(transfer_pb2.TransferMessage(hello=hello))
+
+    async def settle(
+        self, layers: range, block_ids: Sequence[int], after: Mark, say_alive: Callable[[], Awaitable[None]]
+    ) -> None:
+        summing = self._shown.sum(layers, block_ids, after)
+        waiting = asyncio.wrap_future(summing)
+        try:
+            while not (await asyncio.wait([waiting], timeout=ALIVE_S))[0]:
+                await say_alive()
+        finally:
+            await all_ended([summing])
+        if (error := waiting.exception()) is not None:
+            raise push_failed(grpc.StatusCode.UNIMPLEMENTED, f"cuda_ipc: our device could not sum a part: {error}") from error
+        self._sum = waiting.result()
+
+    async def send_part(
+        self,
+        header: transfer_pb2.PartHeader,
+        views: Sequence[memoryview],
+        block_ids: Sequence[int],
+        on_bytes: Callable[[int], None],
+    ) -> int:
+        header.source_block_ids[:] = block_ids
+        await self.stream.write_message(transfer_pb2.TransferMessage(part=header))
+        return self._sum
+
+
+class CudaIpcIncoming:
+    """The receiver's end."""
+
+    def __init__(self, stream: SocketStream, shown: ShownPool, memory: KVMemory, pools: OpenedPools) -> None:
+        self.stream = stream
+        self._shown = shown
+        self._memory = memory
+        self._pools = pools
+        self._shape: PoolShape | None = None
+        self._source: PeerPool | None = None
+
+    async def receive_hello(self) -> transfer_pb2.TransferHello:
+        return (await expect(self.stream, "hello")).hello
+
+    async def prepare(self, hello: transfer_pb2.TransferHello) -> None:
+        pool, shape = hello.device_pool, shape_of_sender(hello, self._memory)
+        if not 0 < len(pool.handle) <= MAX_HANDLE_BYTES:
+            raise refuse("hello.device_pool.handle", f"{len(pool.handle)} bytes are not 1 to {MAX_HANDLE_BYTES}")
+        if shape.num_bytes == 0:
+            raise refuse("hello.pool_num_blocks", "0; a pool has at least one block")
+        key = (hello.sender_epoch, pool.handle, pool.offset, pool.device, shape)
+        self._source = await self._pools.acquire(key, lambda: self._open(pool, shape.num_blocks))
+        self._shape = shape
+
+    async def receive_part(
+        self,
+        header: transfer_pb2.PartHeader,
+        part: Part,
+        memory: KVMemory,
+        block_ids: Sequence[int],
+        on_bytes: Callable[[int], None],
+    ) -> int:
+        raise FrameError("cuda_ipc writes parts into the pool of a device alone")
+
+    async def pull_part(self, header: transfer_pb2.PartHeader, part: Part, block_ids: Sequence[int], after: Mark) -> int:
+        if self._source is None or self._shape is None:
+            raise FrameError("part before hello")
+        source = source_of(header, part, self._shape)
+        try:
+            pulling = self._shown.pull(self._source, source.block_ids, part.layers, block_ids, after)
+            await all_ended([pulling])
+            return pulling.result()
+        except (RuntimeError, ValueError) as error:
+            logger.warning("the device could not read a part of another worker's pool: %s", error)
+            raise _unusable("part", f"the device could not read it: {error}") from error
+
+    def close(self) -> None:
+        if self._source is not None:
+            self._pools.release(self._source)
+            self._source = None
+
+    async def _open(self, pool: transfer_pb2.DevicePool, num_blocks: int) -> PeerPool:
+        from engine.pool_sharing import NotShared, PoolHandle
+
+        opened: list[PeerPool] = []
+        handle = PoolHandle(pool.handle, pool.offset, pool.device)
+        try:
+            await self.stream.run(lambda: opened.append(self._shown.open(handle, num_blocks)))
+        except NotShared as error:
+            raise _unusable(f"hello.device_pool.{error.field}", error.why) from error
+        except BaseException:
+            for each in opened:  # cancelled meanwhile
+                each.close()
+            raise
+        return opened[0]
+
+
+class CudaIpcTransport:
+    """Between processes of one user on one host whose pools lie in memory of a GPU."""
+
+    name = "cuda_ipc"
+    gains_by_connections = False  # one costs the device nothing, and a second one a handshake
+
+    def __init__(self) -> None:
+        self._pools = OpenedPools()
+
+    def sends(self, memory: KVMemory) -> bool:
+        return sys.platform == "linux" and shown_by(memory) is not None
+
+    def receives(self, memory: KVMemory) -> bool:
+        return self.sends(memory)
+
+    def reaches(self, endpoint: common_pb2.TransferEndpoint) -> bool:
+        return endpoint.host_id == host_id()
+
+    def listen(self, host: str, port: int) -> socket.socket:
+        return unix_sockets.listen()
+
+    def endpoint(self, listener: socket.socket, advertise: str | None) -> common_pb2.TransferEndpoint:
+        return common_pb2.TransferEndpoint(transport=self.name, address=unix_sockets.name_of(listener), host_id=host_id())
+
+    async def connect(
+        self, endpoint: common_pb2.TransferEndpoint, memory: KVMemory, executor: Executor, reply_timeout_s: float
+    ) -> CudaIpcOutgoing:
+        shown = shown_by(memory)
+        if shown is None or not isinstance(memory, StagedMemory):
+            raise TransportUnavailable("cuda_ipc: our pool is not shown to other processes")
+        sock = await unix_sockets.connect(self.name, endpoint.address)
+        return CudaIpcOutgoing(SocketStream(sock, executor, reply_timeout_s), memory, shown)
+
+    def accept(self, sock: socket.socket, memory: KVMemory, executor: Executor, idle_timeout_s: float) -> CudaIpcIncoming:
+        unix_sockets.check_peer(self.name, sock)
+        shown = shown_by(memory)
+        assert shown is not None, "who listens receives"
+        return CudaIpcIncoming(SocketStream(sock, executor, idle_timeout_s), shown, memory, self._pools)
+
+    def close(self) -> None:
+        self._pools.close()
+
+
+def shown_by(memory: KVMemory) -> ShownPool | None:
+    """The pool as other processes may read it, if they may."""
+    return memory.shown if isinstance(memory, StagedMemory) else None
+
+
+def _unusable(field: str, what: str) -> TransferRefused:
+    """This transport will not do; the sender takes another."""
+    return TransferRefused(grpc.StatusCode.UNIMPLEMENTED, what, field=field)
