@@ -28,7 +28,7 @@ from engine.speculation.draft import Draft
 from engine.weights.kv_scales import KVScales
 from engine.weights.loader import LoadedModel, load_model
 from tests.engine.kernels.triton.paged import DEVICE
-from tests.engine.kernels.triton.test_decode import Counted
+from tests.engine.kernels.triton.recorders import Counted
 from tests.engine.kernels.triton.test_model import answers, prompt
 from tests.engine.paged_loop import Chunk, PagedLoop, load
 from tests.engine.trees import TreeStep, verify
