@@ -64,7 +64,7 @@ def test_logits_and_the_pool_are_those_of_one_rank(folder: Path, degree: int, qu
     pool, alone = parallel.open_pool(shape), torch.zeros(shape.tensor_shape)
     try:
         chunk, mixed, *_ = batches()
-        rest = [mixed, decode_rows(21), decode_rows(22)] if quantization == "none" else [decode_rows(10)]
+        rest = [mixed, decode_rows(21), decode_rows(22)] if quantization == "none" else [decode_rows(20)]
         for batch in [chunk, *rest]:
             expected = single.model.forward(batch, alone).clone()
             torch.testing.assert_close(parallel.forward(batch, pool.tensor), expected, rtol=2e-4, atol=2e-4)
