@@ -71,7 +71,7 @@ class EngineConfig:
     )
     num_threads: int = field(default=0, metadata={"help": "threads that compute; 0: one for each core"})
     tensor_parallel: int = field(
-        default=1, metadata={"help": "processes (on CUDA: GPUs) that share the model; torch backend only"}
+        default=1, metadata={"help": "processes (on CUDA: GPUs) that share the model; not with the native backend"}
     )
     tensor_parallel_timeout_s: float = field(
         default=30.0, metadata={"help": "a process of them that is silent so long within a step ends the worker"}
@@ -119,8 +119,8 @@ class EngineConfig:
         if self.tensor_parallel == 1:
             return
         asked = f"tensor_parallel: {self.tensor_parallel}"
-        if self.backend in ("native", "triton") or (self.backend == "auto" and self.device == "cpu"):
-            raise ValueError(f"{asked} needs the torch backend for now; give backend=torch, or tensor_parallel=1")
+        if self.backend == "native" or (self.backend == "auto" and self.device == "cpu"):
+            raise ValueError(f"{asked} does not go with the native backend for now; give backend=torch, or tensor_parallel=1")
         if named := {"draft_model", "self_draft"}.intersection(named_proposers(self.speculation)):
             raise ValueError(f"{asked} does not go with speculation={', '.join(sorted(named))} for now; give other proposers")
         if self.draft_model or self.self_draft_layers:

@@ -85,9 +85,8 @@ def choose_numerics(
 
 
 def wants_triton(config: EngineConfig) -> bool:
-    """Whether it is for the Triton kernels to say why they do not serve. Ranks that share a model compute in torch."""
-    is_default = config.backend == "auto" and config.device == "cuda" and config.tensor_parallel == 1
-    return config.backend == "triton" or is_default
+    """Whether it is for the Triton kernels to say why they do not serve."""
+    return config.backend == "triton" or (config.backend == "auto" and config.device == "cuda")
 
 
 def _why_not_triton(config: EngineConfig, model: ModelConfig, no_triton: str) -> str:
@@ -98,7 +97,7 @@ def _why_not_triton(config: EngineConfig, model: ModelConfig, no_triton: str) ->
 
 def _why_torch(config: EngineConfig, model: ModelConfig, no_library: str) -> str:
     if config.tensor_parallel > 1:
-        return f"tensor_parallel={config.tensor_parallel} computes in torch"
+        return f"tensor_parallel={config.tensor_parallel}, and it computes with one rank alone"
     if config.device != "cpu":
         return f"it is for device=cpu, this is {config.device}"
     is_plain = config.quantization == "none" or (config.quantization == "auto" and config.dtype != "auto")

@@ -14,10 +14,10 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.kv_cache import KVShape
 from engine.kv_moves import move_slots
-from engine.model import DecoderModel
 from engine.parallel import wire
 from engine.parallel.group import Group, find_meeting_point
-from engine.parallel.load import join, load_shard
+from engine.parallel.load import load_shard
+from engine.parallel.share import Share
 from engine.parallel.split import Shard
 from engine.parallel.wire import Kind
 
@@ -28,21 +28,23 @@ def follow(sock: socket.socket) -> None:
     config, shard = EngineConfig(**settings["engine"]), Shard(settings["rank"], settings["size"])
     if config.device == "cuda":
         torch.cuda.set_device(shard.rank)
-    whole, model = load_shard(config, shard)
+    join = load_shard(config, shard)
     wire.send(sock, Kind.LOADED)
     store = find_meeting_point(_json(sock, Kind.MEET)["port"], shard.size)
-    model = join(model, whole, Group(store, shard, config.device, config.tensor_parallel_timeout_s))
+    share = join(Group(store, shard, config.device, config.tensor_parallel_timeout_s))
     kv = _open_pool(sock, config.device)
     wire.send(sock, Kind.READY)
-    _compute(sock, model, kv)
+    _compute(sock, share, kv)
 
 
 @torch.inference_mode()
-def _compute(sock: socket.socket, model: DecoderModel, kv: Tensor) -> None:
+def _compute(sock: socket.socket, share: Share, kv: Tensor) -> None:
     while True:
-        kind, payload = wire.expect(sock, Kind.STEP, Kind.COPY, Kind.MOVE)
+        kind, payload = wire.expect(sock, Kind.STEP, Kind.COPY, Kind.MOVE, Kind.PREPARE)
         if kind is Kind.STEP:
-            model.forward(wire.decode_batch(payload), kv)
+            share.forward(wire.decode_batch(payload), kv)
+        elif kind is Kind.PREPARE:
+            share.prepare(kv)
         elif kind is Kind.COPY:
             sources, targets = wire.decode_slots(payload)
             kv[:, :, targets] = kv[:, :, sources]

@@ -1,13 +1,17 @@
 """Exchanges between the ranks of one engine, over torch.distributed: gloo on the CPU, NCCL on CUDA.
 
 A group is an object of its own, none of torch's process-wide ones, so a process may have several engines. Its sockets are on
-loopback; nothing here is encrypted or authenticated, so the machine's users have to trust each other. Every exchange is bounded.
+loopback; nothing here is encrypted or authenticated, so the machine's users have to trust each other. Every exchange is bounded:
+gloo's by its timeout, NCCL's, which the host only launches, by `Group.wait` on rank 0, with whose process all others end.
 """
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol, cast
@@ -21,6 +25,8 @@ from engine.parallel.split import Shard
 
 HOST = "127.0.0.1"
 MEETING_TIMEOUT = timedelta(seconds=60)  # of ranks that are all known to be ready
+NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
+_POLL_S = 20e-6
 
 
 class Store(Protocol):
@@ -63,8 +69,12 @@ class Group:
         """Returns when all ranks are there. Raises ExchangeFailed."""
         self.shard = shard
         timeout = timedelta(seconds=timeout_s)
+        self._is_on_device, self._timeout_s = device == "cuda", timeout_s
         with _as_exchange_failed():
             self._group: _Exchanges = _nccl(store, shard, timeout) if device == "cuda" else _gloo(store, shard, timeout)
+        if self._is_on_device:  # NCCL opens its connections with the first exchange: here, where a failure says why none serves
+            self.sum(torch.zeros((1, 1), device=device))
+            self.wait()
 
     def sum(self, x: Tensor) -> Tensor:
         """x [M, N], which may be overwritten -> the sum over all ranks, the same bits on each of them.
@@ -94,11 +104,38 @@ class Group:
             self._group.gather([list(parts.unbind())] if is_root else [], [x.contiguous()], options).wait()
         return torch.cat(parts.unbind(), dim=1) if is_root else x
 
+    def wait(self) -> None:
+        """Until this rank's device has done all that was launched; on the CPU it has. Raises ExchangeFailed when that takes
+        longer than the group's timeout, and ends the exchanges then."""
+        if not self._is_on_device:
+            return
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        with _as_exchange_failed():
+            finished = wait_until(done.query, self._timeout_s)
+        if not finished:
+            self.abort()
+            raise ExchangeFailed(f"the device has waited for {self._timeout_s:g} s")
+
     def abort(self) -> None:
-        """Ends exchanges that wait, from any thread: NCCL's kernels would wait for a dead rank until their time is up; gloo sees
-        that its connection is closed."""
-        if (abort := getattr(self._group, "abort", None)) is not None:
+        """Ends exchanges that wait, from any thread: NCCL's kernels would wait for a dead rank for ever; gloo sees that its
+        connection is closed. NCCL tells its kernels at once, then waits for the graphs that hold it: on a thread of its own."""
+        if (abort := getattr(self._group, "abort", None)) is None:
+            return
+        if self._is_on_device:
+            threading.Thread(target=abort, name="abort exchanges", daemon=True).start()
+        else:
             abort()
+
+
+def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
+    """Asks every few microseconds, which a step of milliseconds does not feel; whether it was done in time."""
+    deadline = time.monotonic() + timeout_s
+    while not is_done():
+        if time.monotonic() >= deadline:
+            return is_done()
+        time.sleep(_POLL_S)
+    return True
 
 
 def _added_in_order(parts: Tensor) -> Tensor:
@@ -126,9 +163,18 @@ def _gloo(store: Store, shard: Shard, timeout: timedelta) -> _Exchanges:
 def _nccl(store: Store, shard: Shard, timeout: timedelta) -> _Exchanges:
     if not dist.is_nccl_available():
         raise ExchangeFailed("this torch has no NCCL; on CUDA ranks need it")
+    leave_errors_to_us()
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return cast("_Exchanges", dist.ProcessGroupNCCL(store, shard.rank, shard.size, options))  # type: ignore[arg-type]
+
+
+def leave_errors_to_us() -> None:
+    """Before NCCL's group is made, which reads this once. Torch's watchdog thread would end the process by SIGABRT where an
+    exchange fails or takes too long (its default, 3), or break the exchange off (2), so that a step would end with numbers that
+    are none. Rank 0 waits with a bound of its own (`Group.wait`) and hears of ranks that end (`ranks.py`). And an exchange must
+    not block the host (`wait` of torch's work): in a graph's capture it may not."""
+    os.environ.update(NCCL_SETTINGS)
 
 
 @contextmanager

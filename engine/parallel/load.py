@@ -6,47 +6,58 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention import AttentionBackend
 from engine.config import EngineConfig
 from engine.kernels.cpu.threads import default_threads
+from engine.kernels.triton.support import why_not_here
 from engine.layers import GatedMLP, Linear, make_linear
 from engine.memory import effective_max_context
 from engine.model import DecoderLayer, DecoderModel
 from engine.model_config import ModelConfig
-from engine.numerics import Numerics, choose_numerics
+from engine.numerics import Numerics, choose_numerics, wants_triton
 from engine.parallel.attention import SharedPoolAttention
 from engine.parallel.errors import ExchangeFailed, RankFailed
 from engine.parallel.group import Group, open_meeting_point
 from engine.parallel.layers import GatheredHead, SummedLinear
 from engine.parallel.model import ParallelModel
 from engine.parallel.ranks import Ranks
+from engine.parallel.share import Share
 from engine.parallel.split import Shard, ShardSource
 from engine.parallel.wire import Kind
-from engine.weights.loader import Progress, TorchBuilder, open_checkpoint
+from engine.weights.loader import Progress, TorchBuilder, numeric_mode, open_checkpoint
 from engine.weights.source import WeightSource
 from engine.weights.tensors import checked
 
+if TYPE_CHECKING:
+    from engine.parallel.quantized import SharedMaps
 
-def load_with_ranks(source: WeightSource, config: EngineConfig, numerics: Numerics, progress: Progress) -> ParallelModel:
-    """Rank 0's share, and the other ranks' processes, each with its own. Raises ValueError: a rank failed (RankFailed), or the
-    machine has too few devices; no process is left then."""
+
+Join = Callable[[Group], Share]
+
+
+def load_with_ranks(
+    source: WeightSource, config: EngineConfig, numerics: Numerics, progress: Progress
+) -> tuple[ParallelModel, str]:
+    """Rank 0's share, and the other ranks' processes, each with its own; and the numeric mode. Raises ValueError: a rank failed
+    (RankFailed), or the machine has too few devices; no process is left then."""
     _check_machine(config)
     torch.set_num_threads(_threads_each(config))
     shard = Shard(0, config.tensor_parallel)
     ranks = Ranks(shard.size, config.tensor_parallel_timeout_s)
     try:
         ranks.tell_settings({"size": shard.size, "engine": asdict(replace(config, num_threads=_threads_each(config)))})
-        model = _build(source, config, numerics.dtype, shard, progress)
+        parts = _Parts(source, config, numerics, shard, progress)
         ranks.wait_for(Kind.LOADED)
         store = open_meeting_point(shard.size)
         ranks.tell(Kind.MEET, b'{"port": %d}' % store.port)
         group = Group(store, shard, config.device, config.tensor_parallel_timeout_s)
-        return ParallelModel(join(model, source.config, group), ranks, group)
+        share, mode = parts.joined(group)
+        return ParallelModel(share, ranks, group), mode
     except (RankFailed, ExchangeFailed) as error:
         ranks.close()
         raise ValueError(str(error)) from error
@@ -55,16 +66,44 @@ def load_with_ranks(source: WeightSource, config: EngineConfig, numerics: Numeri
         raise
 
 
-def load_shard(config: EngineConfig, shard: Shard) -> tuple[ModelConfig, DecoderModel]:
-    """In another rank's process: the whole model's configuration, and this rank's share of its weights."""
+def load_shard(config: EngineConfig, shard: Shard) -> Join:
+    """In another rank's process: this rank's share of the weights, which needs but the group."""
     torch.set_num_threads(config.num_threads)
     source, _ = open_checkpoint(Path(config.model))
-    numerics = choose_numerics(config, source.config, has_int4=False, no_library="it was not asked for")
-    return source.config, _build(source, config, numerics.dtype, shard, lambda _share, _text: None)
+    no_triton = why_not_here(config.device) if wants_triton(config) else ""
+    numerics = choose_numerics(
+        config, source.config, has_int4=False, no_library="it was not asked for", no_triton=no_triton
+    )  # as rank 0 chooses: `has_int4` and the library are for the native kernels
+    parts = _Parts(source, config, numerics, shard, lambda _share, _text: None)
+    return lambda group: parts.joined(group)[0]
 
 
-def join(model: DecoderModel, whole: ModelConfig, group: Group) -> DecoderModel:
-    """A share that meets the others where sums are needed. Its pool: see `attention.py` for the CPU; its own on a device."""
+class _Parts:
+    """One rank's weights, before ranks have met."""
+
+    def __init__(self, source: WeightSource, config: EngineConfig, numerics: Numerics, shard: Shard, progress: Progress) -> None:
+        self._whole, self._config, self._numerics = source.config, config, numerics
+        self._max_context = effective_max_context(config, source.config)
+        maps = _shared_maps(source, config, numerics, shard) if numerics.is_quantized else None
+        self._decoder = _ShardBuilder(source, numerics.dtype, config.device, shard, maps).build(self._max_context, progress)
+
+    def joined(self, group: Group) -> tuple[Share, str]:
+        """The share that meets the others where sums are needed, and its numeric mode, which is that of a single rank."""
+        whole, config = self._whole, self._config
+        decoder = _joined_decoder(self._decoder, whole, group)
+        on_shared_pool = config.device == "cpu"
+        heads = group.shard.part(whole.num_kv_heads)
+        if self._numerics.backend == "triton":
+            from engine.weights.triton import triton_model  # triton is not everywhere
+
+            model, mode = triton_model(decoder, config, self._numerics, self._max_context)
+            return Share(model, heads if on_shared_pool else None), mode
+        if on_shared_pool:
+            decoder.attention = SharedPoolAttention(decoder.config, config.device, heads, whole.num_kv_heads)
+        return Share(decoder, None), numeric_mode(decoder, config.device)
+
+
+def _joined_decoder(model: DecoderModel, whole: ModelConfig, group: Group) -> DecoderModel:
     return DecoderModel(
         model.config,
         embedding=model.embedding,
@@ -72,7 +111,7 @@ def join(model: DecoderModel, whole: ModelConfig, group: Group) -> DecoderModel:
         norm=model.norm,
         head=GatheredHead(model.head, whole.vocab_size, group),
         rotary=model.rotary,
-        attention=_on_shared_pool(model, whole, group.shard) if model.device.type == "cpu" else model.attention,
+        attention=model.attention,
     )
 
 
@@ -81,22 +120,19 @@ def _joined(layer: DecoderLayer, group: Group) -> DecoderLayer:
     return replace(layer, output=SummedLinear(layer.output, group), mlp=mlp)
 
 
-def _on_shared_pool(model: DecoderModel, whole: ModelConfig, shard: Shard) -> AttentionBackend:
-    return SharedPoolAttention(model.config, str(model.device), shard.part(whole.num_kv_heads), whole.num_kv_heads)
+def _shared_maps(source: WeightSource, config: EngineConfig, numerics: Numerics, shard: Shard) -> SharedMaps:
+    from engine.parallel.quantized import SharedMaps
 
-
-def _build(
-    source: WeightSource, config: EngineConfig, dtype: torch.dtype, shard: Shard, progress: Callable[[float, str], None]
-) -> DecoderModel:
-    max_context = effective_max_context(config, source.config)
-    return _ShardBuilder(source, dtype, config.device, shard).build(max_context, progress)
+    return SharedMaps(source, numerics, config.device, shard)
 
 
 class _ShardBuilder(TorchBuilder):
     """Builds what one rank has. Only the head needs a word: its vocabulary is cut, that of the embeddings is not."""
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, device: str, shard: Shard) -> None:
-        super().__init__(ShardSource(source, shard), dtype, device)
+    def __init__(
+        self, source: WeightSource, dtype: torch.dtype, device: str, shard: Shard, maps: SharedMaps | None = None
+    ) -> None:
+        super().__init__(ShardSource(source, shard), dtype, device, maps)
         self._shard = shard
 
     def _head(self, embedding: Tensor) -> Linear:
@@ -104,7 +140,8 @@ class _ShardBuilder(TorchBuilder):
         whole = embedding if self.config.tie_word_embeddings else checked(self.source, "lm_head.weight", tuple(embedding.shape))
         rows = self._shard.vocabulary(vocab_size)
         missing = self._shard.vocabulary_rows(vocab_size) - len(rows)
-        return make_linear(F.pad(whole[rows.start : rows.stop], (0, 0, 0, missing)).to(self.device, self.dtype))
+        weight = F.pad(whole[rows.start : rows.stop], (0, 0, 0, missing)).to(self.device, self.dtype)
+        return make_linear(weight) if self.maps is None else self.maps.head(weight)
 
 
 def _threads_each(config: EngineConfig) -> int:

@@ -1,11 +1,17 @@
-"""The model as rank 0 has it: every step is told to the other ranks, then computed together with them."""
+"""The model as rank 0 has it: every step is told to the other ranks, then computed together with them.
+
+On a device rank 0 waits for the end of each step before anything of it is used. That is where a rank that is silent is found out
+(`Group.wait`), and it is why no step is launched ahead of the one before it (engine/ahead.py).
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -13,43 +19,65 @@ from torch import Tensor
 from engine.batch import StepBatch
 from engine.exports import LayerSignal
 from engine.kv_cache import KVPool, KVShape
-from engine.model import DecoderModel
 from engine.parallel import wire
 from engine.parallel.errors import ExchangeFailed, RankFailed
 from engine.parallel.group import Group
 from engine.parallel.ranks import Ranks
+from engine.parallel.share import Share
 from engine.parallel.wire import Kind
+from engine.runner import TokenSampler
+from engine.sampling import Sampler
 
 
-class ParallelModel(DecoderModel):
-    """A DecoderModel of rank 0's share, whose `config` it has, and the hold on the other ranks. For one engine and its pool."""
+class ParallelModel:
+    """Rank 0's share, whose `config` it has, and the hold on the other ranks. For one engine and its pool."""
 
-    def __init__(self, share: DecoderModel, ranks: Ranks, group: Group) -> None:
-        super().__init__(
-            share.config,
-            embedding=share.embedding,
-            layers=share.layers,
-            norm=share.norm,
-            head=share.head,
-            rotary=share.rotary,
-            attention=share.attention,
-        )
+    def __init__(self, share: Share, ranks: Ranks, group: Group) -> None:
+        self.config = share.model.config
+        self.backend: str = getattr(share.model, "backend", "torch")
         self.ranks = ranks
-        self._group = group
+        self._share, self._group = share, group
         self._has_pool = False
         self.watch(lambda _: None)
         weakref.finalize(self, ranks.close)  # an engine that is dropped, or whose making failed, leaves no process either
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
-        """See DecoderModel.forward. Raises RankFailed: no later step can succeed."""
+        """See DecoderModel.forward; on a device its work is done, not only launched. Raises RankFailed: no later step can
+        succeed."""
         self.ranks.tell(Kind.STEP, wire.encode_batch(batch))
-        try:
-            return super().forward(batch, kv, signal, hidden)
-        except ExchangeFailed as error:
-            raise self.ranks.blame(error) from error
+        with self._together():
+            return self._share.forward(batch, kv, signal, hidden)
 
-    def first_layers(self, num_layers: int) -> DecoderModel:
+    def prepare(self, kv: Tensor) -> None:
+        """See LoadedModel.prepare: on every rank. Raises ValueError when one fails."""
+        try:
+            self.ranks.tell(Kind.PREPARE)
+            with self._together():
+                self._share.prepare(kv)
+        except RankFailed as error:
+            raise ValueError(str(error)) from error
+
+    def sampler(self) -> TokenSampler:
+        """One that draws where rank 0's logits are, if its model has one."""
+        own = getattr(self._share.model, "sampler", None)
+        return own() if own is not None else Sampler()
+
+    @property
+    def device(self) -> torch.device:
+        return self._share.device
+
+    @property
+    def embedding(self) -> Tensor:
+        """Every rank has all of it."""
+        return self._share.model.embedding
+
+    @property
+    def bytes_per_step(self) -> int:
+        """See TritonModel: of all ranks."""
+        return self.ranks.size * int(getattr(self._share.model, "bytes_per_step", 0))
+
+    def first_layers(self, num_layers: int) -> NoReturn:
         """Raises ValueError: other ranks would have to compute them, too."""
         raise ValueError("tensor_parallel: the first layers alone are not computed together; leave self_draft out")
 
@@ -65,7 +93,7 @@ class ParallelModel(DecoderModel):
         try:
             self.ranks.tell(Kind.POOL, wire.as_json({**asdict(shape), "dtype": dtype}))
             if self.device.type == "cpu":
-                return KVPool(shape, "cpu", before_seal=self._share)
+                return KVPool(shape, "cpu", before_seal=self._show)
             pool = KVPool(shape, self.device.type)
             self.ranks.wait_for(Kind.READY)
             return pool
@@ -93,7 +121,17 @@ class ParallelModel(DecoderModel):
         """Ends the other ranks and waits for their end; idempotent."""
         self.ranks.close()
 
-    def _share(self, fd: int) -> None:
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """What every rank does. On the way out it is done here, and nothing of it broke. Raises RankFailed."""
+        try:
+            yield
+            self._group.wait()
+        except ExchangeFailed as error:
+            raise self.ranks.blame(error) from error
+        self.ranks.check()  # a rank that died lets NCCL end what waits for it, with numbers that are none
+
+    def _show(self, fd: int) -> None:
         self.ranks.show_fd(fd)
         self.ranks.wait_for(Kind.READY)
 

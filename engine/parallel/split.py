@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from engine.model_config import ModelConfig
-from engine.weights.quantize import Int4Weight
+from engine.weights.quantize import Int4Weight, Int8Weight
 from engine.weights.source import WeightSource
 
 _BY_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
@@ -105,6 +105,26 @@ def cut(name: str, tensor: Tensor, shard: Shard) -> Tensor:
         return tensor if shard.rank == 0 else tensor.new_zeros(tensor.shape)
     columns = _part_of(name, tensor.shape[1], shard)
     return tensor[:, columns.start : columns.stop].contiguous()
+
+
+def cut_quantized(name: str, weight: Int8Weight | Int4Weight, shard: Shard) -> Int8Weight | Int4Weight:
+    """What this rank has of a quantized tensor. Raises ValueError for a shape that cannot be shared, or groups that a cut would
+    part."""
+    values = cut(name, weight.values, shard)
+    if isinstance(weight, Int4Weight):
+        if values.shape[1] % weight.group:
+            fits = f"{values.shape[1]} columns of a rank; give a smaller quantization_group, or another tensor_parallel"
+            raise ValueError(f"{name}: groups of {weight.group} do not fit into {fits}")
+        scales, minimums = (cut(name, each, shard) for each in (weight.scales, weight.minimums))
+        return replace(weight, values=values, scales=scales, minimums=minimums)
+    is_by_rows = len(values) < len(weight.values)
+    return Int8Weight(values, cut(name, weight.scales, shard) if is_by_rows else weight.scales)
+
+
+def whole_shape(name: str, rows: int, width: int, shard: Shard) -> tuple[int, int]:
+    """Of the weight `name` of which a rank has [rows, width]."""
+    _, map_name, _ = ("..." + name).rsplit(".", 2)
+    return rows * (shard.size if map_name in _BY_ROWS else 1), width * (shard.size if map_name in _BY_COLUMNS else 1)
 
 
 def _part_of(name: str, total: int, shard: Shard) -> range:

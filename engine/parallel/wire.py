@@ -6,6 +6,7 @@
     MEET (json: port) ──────────────────────────────────►  joins the group
     POOL (json), on the CPU with the pool's descriptor ─►  maps it, or makes its own on its device
                         ◄───────────────────────── READY
+    PREPARE, on a device ───────────────────────────────►  records its graphs, together with rank 0
     STEP (a batch), COPY, MOVE (slots) ─────────────────►  no answer: ranks meet in the exchanges of a step
 
 A closed socket says that the other end is gone. A batch is int64 numbers end to end: a step costs one write for each rank, and
@@ -42,6 +43,7 @@ class Kind(IntEnum):
     STEP = 7
     COPY = 8
     MOVE = 9
+    PREPARE = 10
 
 
 def send(sock: socket.socket, kind: Kind, payload: bytes = b"") -> None:

@@ -30,6 +30,7 @@ from engine.weights.loader import LoadedModel
 
 if TYPE_CHECKING:
     from engine.kernels.triton.model import TritonModel
+    from engine.parallel.model import ParallelModel
 
 NONE = "none"
 AUTO = "auto"
@@ -117,7 +118,7 @@ def _heads(parts: Parts) -> HeadProposer:
     return HeadProposer(_maths(heads, parts.loaded.model), parts.sampler, config.vocab_size, config.eos_token_ids)
 
 
-def _maths(heads: DraftHeads, model: NativeModel | DecoderModel | TritonModel) -> HeadMaths:
+def _maths(heads: DraftHeads, model: NativeModel | DecoderModel | TritonModel | ParallelModel) -> HeadMaths:
     if not isinstance(model, NativeModel):
         return TorchHeads(heads, model.embedding)
     if why_not_native(heads, model.weights.embedding):

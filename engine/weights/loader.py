@@ -39,6 +39,7 @@ from engine.weights.tensors import checked
 
 if TYPE_CHECKING:
     from engine.kernels.triton.model import TritonModel
+    from engine.parallel.model import ParallelModel
     from engine.weights.triton import QuantizedMaps
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class LoadedModel:
     """
 
     config: ModelConfig
-    model: NativeModel | DecoderModel | TritonModel
+    model: NativeModel | DecoderModel | TritonModel | ParallelModel
     weights_hash: str
     dtype: torch.dtype  # of activations and of what is not quantized
     kv_dtype: torch.dtype
@@ -116,19 +117,18 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
 
 def _load(
     source: WeightSource, config: EngineConfig, numerics: Numerics, library: ctypes.CDLL | None, progress: Progress
-) -> tuple[NativeModel | DecoderModel | TritonModel, str]:
+) -> tuple[NativeModel | DecoderModel | TritonModel | ParallelModel, str]:
     """The model, and its numeric mode."""
     max_context = effective_max_context(config, source.config)
-    if numerics.backend == "triton":
-        return _load_triton(source, config, numerics, progress)
     if config.tensor_parallel > 1:
         from engine.parallel.load import load_with_ranks  # it loads as this module does
 
-        parallel = load_with_ranks(source, config, numerics, progress)
-        return parallel, _numeric_mode(parallel, config.device)
+        return load_with_ranks(source, config, numerics, progress)
+    if numerics.backend == "triton":
+        return _load_triton(source, config, numerics, progress)
     if numerics.backend == "torch" or library is None:
         model = TorchBuilder(source, numerics.dtype, config.device).build(max_context, progress)
-        return model, _numeric_mode(model, config.device)
+        return model, numeric_mode(model, config.device)
     num_threads = config.num_threads or default_threads()
     with one_torch_thread():
         weights = NativeBuilder(source, numerics, max_context).build(progress)
@@ -187,7 +187,7 @@ def _check_device(device: str) -> None:
         raise ValueError("device: cuda is not available to this torch; install a CUDA build, or give device=cpu")
 
 
-def _numeric_mode(model: DecoderModel, device: str) -> str:
+def numeric_mode(model: DecoderModel, device: str) -> str:
     """Such as `float32-cpu-onednn-reference-AVX512`: dtype, device, linear kernel, attention backend, kind of processor."""
     dtype = str(model.dtype).removeprefix("torch.")
     if device == "cuda":

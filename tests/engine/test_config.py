@@ -25,10 +25,10 @@ from engine.config import MAX_DRAFT_TOKENS, PROPOSERS, EngineConfig, named_propo
         ({"tensor_parallel": 0}, "tensor_parallel: 0 is less than 1; give at least 1"),
         (
             {"tensor_parallel": 2},
-            "tensor_parallel: 2 needs the torch backend for now; give backend=torch, or tensor_parallel=1",
+            "tensor_parallel: 2 does not go with the native backend for now; give backend=torch, or tensor_parallel=1",
         ),
-        ({"tensor_parallel": 2, "backend": "native"}, "tensor_parallel: 2 needs the torch backend for now"),
-        ({"tensor_parallel": 2, "backend": "native", "device": "cuda"}, "tensor_parallel: 2 needs the torch backend for now"),
+        ({"tensor_parallel": 2, "backend": "native"}, "tensor_parallel: 2 does not go with the native backend for now"),
+        ({"tensor_parallel": 2, "backend": "native", "device": "cuda"}, "tensor_parallel: 2 does not go with the native backend"),
         (
             {"tensor_parallel": 2, "backend": "torch", "speculation": "prompt_lookup,self_draft"},
             "tensor_parallel: 2 does not go with speculation=self_draft for now; give other proposers",
@@ -55,6 +55,7 @@ def test_settings_that_can(speculation: str) -> None:
 def test_ranks_compute_with_torch() -> None:
     EngineConfig("model", tensor_parallel=2, backend="torch", speculation="prompt_lookup").validate()
     EngineConfig("model", tensor_parallel=8, device="cuda").validate()
+    EngineConfig("model", tensor_parallel=2, backend="triton").validate()
 
 
 def test_each_name_counts_once() -> None:

@@ -121,7 +121,7 @@ class _Remote:
         (["--speculation", "heads", "--draft-heads", __file__], f"--draft-heads: {__file__}: it cannot be read"),
         (["--speculation", "auto", "--draft-model", "/nowhere"], "--draft-model: /nowhere does not exist"),
         (["--speculation", "self_draft", "--self-draft-layers", "9"], "--self-draft-layers: 9 is not allowed"),
-        (["--tensor-parallel", "2"], "--tensor-parallel: 2 needs the torch backend for now"),
+        (["--tensor-parallel", "2"], "--tensor-parallel: 2 does not go with the native backend for now"),
         (["--tensor-parallel", "3", "--backend", "torch"], "--tensor-parallel: 3 does not divide the model's 2 KV heads"),
     ],
 )

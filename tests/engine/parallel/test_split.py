@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from engine.model_config import ModelConfig
-from engine.parallel.split import Shard, ShardSource, check_degree, cut, num_elements_held, shard_config
+from engine.parallel.split import (
+    Shard,
+    ShardSource,
+    check_degree,
+    cut,
+    cut_quantized,
+    num_elements_held,
+    shard_config,
+    whole_shape,
+)
+from engine.weights.quantize import Int4Weight, Int8Weight, dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
 from engine.weights.safetensors import SafetensorsSource
 from tests.support.mock_engine import model_config
 from tests.support.tiny_models import make_tiny_model
@@ -93,3 +103,23 @@ def test_memory_of_all_ranks_and_of_one() -> None:
     assert num_elements_held(model, 1000 + table, 1, one_memory=True) == 1000 + table
     assert num_elements_held(model, 1000 + table, 4, one_memory=True) == 1000 + 4 * table
     assert num_elements_held(model, 1000 + table, 4, one_memory=False) == 250 + table
+
+
+@pytest.mark.parametrize("name", ["x.q_proj.weight", "x.down_proj.weight", "x.embed_tokens.weight"])
+def test_a_quantized_tensor_is_cut_with_its_own_scales(name: str) -> None:
+    """So the numbers of a share are those of the whole, and not those that the share would have been given by itself."""
+    whole = torch.randn(8, 256)
+    for rank in range(2):
+        shard = Shard(rank, 2)
+        share = cut(name, whole, shard)
+        assert whole_shape(name, share.shape[0], share.shape[1], shard) == (8, 256)
+        eight, four = cut_quantized(name, quantize_int8(whole), shard), cut_quantized(name, quantize_int4(whole, 64), shard)
+        assert isinstance(eight, Int8Weight)
+        assert isinstance(four, Int4Weight)
+        assert torch.equal(dequantize_int8(eight), cut(name, dequantize_int8(quantize_int8(whole)), shard))
+        assert torch.equal(dequantize_int4(four), cut(name, dequantize_int4(quantize_int4(whole, 64)), shard))
+
+
+def test_groups_that_a_cut_would_part_are_named() -> None:
+    with pytest.raises(ValueError, match=r"x\.o_proj\.weight: groups of 128 do not fit into 64 columns of a rank"):
+        cut_quantized("x.o_proj.weight", quantize_int4(torch.randn(8, 128), 128), Shard(0, 2))

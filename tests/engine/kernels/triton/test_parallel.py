@@ -1,0 +1,122 @@
+"""Ranks on the Triton kernels give what one rank gives: logits, the pool, and greedy tokens, handed off as well."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.batch import StepBatch
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.kv_cache import KVShape
+from engine.parallel.model import ParallelModel
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.weights.loader import load_model
+from tests.engine.parallel.conftest import running
+from tests.engine.parallel.test_parallel_engine import batches, numbers
+from tests.support.mock_engine import run_to_end
+from tests.support.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or torch.cuda.is_available(), reason="on the CPU ranks share memory as Linux has it"
+)
+PROMPTS = [(1, 2, 3), tuple(range(7, 40)), (*range(7, 27), 9)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four KV heads, biases behind the sums, and a vocabulary that two do not divide."""
+    more: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "vocab_size": 321, "tie_word_embeddings": True}
+    sizes: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "num_hidden_layers": 2}
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "llama", **sizes, **more)
+
+
+@pytest.fixture(autouse=True)
+def interpreter_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(part for part in folders if part))
+
+
+def config_of(folder: Path, tensor_parallel: int, **settings: object) -> EngineConfig:
+    sizes = {"num_blocks": 24, "max_context": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32, "num_threads": 1}
+    given = {"dtype": "float32", "speculation": "none", "tensor_parallel_timeout_s": 120.0, **sizes, **settings}
+    return EngineConfig(str(folder), backend="triton", tensor_parallel=tensor_parallel, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("degree", "quantization"), [(2, "none"), (2, "int8"), (2, "int4"), (4, "none")])
+def test_logits_and_the_pool_are_those_of_one_rank(folder: Path, degree: int, quantization: str) -> None:
+    """A chunk of a prompt, another beside a decode row, then decode rows alone (a bucket, twice)."""
+    settings = {"quantization": quantization, "quantization_group": 32}
+    single, several = (load_model(config_of(folder, each, **settings)) for each in (1, degree))
+    parallel, model = several.model, single.config
+    assert isinstance(parallel, ParallelModel)
+    assert (several.numeric_mode, parallel.backend) == (single.numeric_mode, "triton")
+    shape = KVShape(model.num_layers, 8, 16, model.num_kv_heads, model.head_dim, torch.float32)
+    pool, alone = parallel.open_pool(shape), torch.zeros(shape.tensor_shape)
+    try:
+        chunk, mixed, *_ = batches()
+        rest = [mixed, decode_rows(21), decode_rows(22)] if quantization == "none" else [decode_rows(20)]
+        for batch in [chunk, *rest]:
+            expected = single.model.forward(batch, alone).clone()
+            torch.testing.assert_close(parallel.forward(batch, pool.tensor), expected, rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(pool.tensor, alone, rtol=2e-4, atol=2e-4)
+    finally:
+        parallel.close()
+        pool.close()
+
+
+def decode_rows(position: int) -> StepBatch:
+    """Of the sequence in blocks 3 and 4, and of the one in block 1, eleven behind it."""
+    tokens, positions, slots = numbers([5, 6]), numbers([position, position - 11]), numbers([48 + position, 5 + position])
+    return StepBatch(tokens, positions, slots, [0, 1, 2], [position + 1, position - 10], [[3, 4], [1]], numbers([0, 1]))
+
+
+def answers(engine: Engine) -> list[tuple[int, ...]]:
+    for index, prompt in enumerate(PROMPTS):
+        assert engine.add(EngineRequest(str(index), prompt, GREEDY))
+    collector = run_to_end(engine)
+    return [collector.answer(str(index)).token_ids for index in range(len(PROMPTS))]
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> list[tuple[int, ...]]:
+    with running(config_of(folder, 1)) as engine:
+        return answers(engine)
+
+
+@pytest.fixture
+def pair(folder: Path) -> Iterator[Engine]:
+    with running(config_of(folder, 2)) as engine:
+        yield engine
+
+
+def test_greedy_tokens_are_those_of_one_rank(pair: Engine, one: list[tuple[int, ...]]) -> None:
+    """All at once: chunks, decode rows beside them, and buckets of decode rows, which every rank records at the same step."""
+    assert answers(pair) == one
+
+
+@pytest.mark.parametrize("way", ["to two", "to one"])
+def test_handed_off_between_degrees(folder: Path, pair: Engine, one: list[tuple[int, ...]], way: str) -> None:
+    with running(config_of(folder, 1)) as single:
+        source, target = (single, pair) if way == "to two" else (pair, single)
+        for index, expected in enumerate(one):
+            request = EngineRequest(str(index), PROMPTS[index], GREEDY)
+            assert source.add(replace(request, prefill_only=True))
+            [first] = run_to_end(source).answer(str(index)).token_ids
+            granted = target.reserve(request)
+            assert granted is not None
+            skip = granted.num_cached_tokens // target.config.block_size
+            theirs, ours = source.held_blocks(str(index))[skip:], granted.block_ids[skip:]
+            target.kv.tensor[:, :, list(ours)] = source.kv.tensor[:, :, list(theirs)]
+            source.release(str(index))
+            target.start(str(index), {0: first})
+            assert (first, *run_to_end(target).answer(str(index)).token_ids) == expected, f"prompt {index}"
