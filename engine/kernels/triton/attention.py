@@ -31,6 +31,7 @@ from engine.batch import StepBatch
 from engine.kernels.triton.attention_kernels import merge_kernel, split_kernel, walk_kernel
 from engine.kernels.triton.kv_store import check_kv, store_kv
 from engine.kernels.triton.metadata import MAX_SPLIT_QUERIES, StepMetadata
+from engine.kernels.triton.room import shared_bytes
 from engine.kernels.triton.splits import SPLITS, Splits
 from engine.kernels.triton.tiles import Tiles, choose_tiles, padded_dim
 from engine.model_config import ModelConfig
@@ -252,7 +253,7 @@ class TritonPlan:
 
 
 def _tiles(query: Tensor, splits: Splits, invariant: bool) -> Tiles:
-    tiles = choose_tiles(query.shape[2], query.dtype.itemsize)
+    tiles = choose_tiles(query.shape[2], query.dtype.itemsize, shared_bytes(query.device))
     tiles = replace(tiles, keys=min(tiles.keys, splits.min_keys))
     if not invariant:
         return tiles
