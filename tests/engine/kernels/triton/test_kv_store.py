@@ -126,11 +126,9 @@ def test_float8_with_scales_that_are_no_powers_of_two() -> None:
     scales = torch.tensor([0.0137, 1 / 3], device=DEVICE)
     kv = pool(2, 64, torch.float8_e4m3fn)
     store_kv(key, value, kv, indices(SLOTS), kv_scales=scales)
-    expected = [
-        (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
-        for x, scale in zip((key, value), scales, strict=True)
-    ]
-    check_pool(kv, *expected, 0)
+    scaled = [(x.float() / scale).clamp(-448, 448) for x, scale in zip((key, value), scales, strict=True)]
+    expected_key, expected_value = (x.to(torch.float8_e4m3fn).float() for x in scaled)
+    check_pool(kv, expected_key, expected_value, 0)
 
 
 def test_rotated_keys_in_float8() -> None:
