@@ -8,6 +8,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.kernels.cpu.model import why_not
+from engine.kernels.triton.room import shared_bytes
 from engine.kernels.triton.support import why_not as triton_why_not
 from engine.model_config import ModelConfig
 
@@ -92,7 +93,8 @@ def wants_triton(config: EngineConfig) -> bool:
 def _why_not_triton(config: EngineConfig, model: ModelConfig, no_triton: str) -> str:
     if config.device == "cpu" and _choose_dtype(config, model) == torch.bfloat16:
         return "on device=cpu Triton's interpreter multiplies bfloat16 wrongly, float16 and float32 rightly"
-    return no_triton or triton_why_not(model) or ""
+    room = shared_bytes(torch.device(config.device))
+    return no_triton or triton_why_not(model, _choose_dtype(config, model).itemsize, room) or ""
 
 
 def _why_torch(config: EngineConfig, model: ModelConfig, no_library: str) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.kernels.triton.attention_kernels import merge_kernel, split_kernel, walk_kernel
 from engine.kernels.triton.kv_store import check_kv
 from engine.kernels.triton.metadata import MAX_SPLIT_QUERIES, StepMetadata
+from engine.kernels.triton.room import shared_bytes
 from engine.kernels.triton.splits import Splits
 from engine.kernels.triton.tiles import Tiles, choose_tiles, padded_dim
 
@@ -178,7 +179,7 @@ _MERGE_SWITCHES = ("MAX_QUERIES", "MIN_KEYS", "MOST", "DIM", "DIM_PAD", "HAS_WIN
 
 
 def _tiles(query: Tensor, splits: Splits, invariant: bool) -> Tiles:
-    tiles = choose_tiles(query.shape[2], query.dtype.itemsize)
+    tiles = choose_tiles(query.shape[2], query.dtype.itemsize, shared_bytes(query.device))
     tiles = replace(tiles, keys=min(tiles.keys, splits.min_keys))
     if not invariant:
         return tiles

@@ -101,7 +101,7 @@ def _rows(tile, num_queries, context, window, kv_head, GROUP: tl.constexpr, BLOC
     return index, kv_head * GROUP + rows % GROUP, index < num_queries, position, lowest
 
 
-@triton.jit(do_not_specialize=["num_parts", "window", "num_tiles", "num_programs"])
+@triton.jit(do_not_specialize=["table_stride", "tail_stride", "num_parts", "window", "num_tiles", "num_programs"])
 def split_kernel(
     query, keys, values, scales, out, part_acc, part_stats,
     query_starts, split_starts, context_lens, block_tables, tail_firsts, tail_slots,
@@ -122,14 +122,16 @@ def split_kernel(
     index, head, alive, position, lowest = _rows(tile, num_queries, context, window, kv_head, GROUP, BLOCK_M, HAS_WINDOW)
     columns = tl.arange(0, DIM_PAD)
     present = alive[:, None] & (columns < DIM)[None, :]
-    token = (start + index).to(tl.int64)
-    out_at = out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + columns[None, :]
+    # The sequence's rows begin at a scalar and offsets behind it are narrow: as many wide addresses would not fit into registers.
+    query += start.to(tl.int64) * query_token_stride
+    out += start.to(tl.int64) * out_token_stride
+    out_offsets = (index * out_token_stride + head * out_head_stride)[:, None] + columns[None, :]
     if context == 0:
         if z == 0:
-            tl.store(out_at, tl.zeros([BLOCK_M, DIM_PAD], out.dtype.element_ty), mask=present)
+            tl.store(out + out_offsets, tl.zeros([BLOCK_M, DIM_PAD], out.dtype.element_ty), mask=present)
         return
-    query_at = query + token[:, None] * query_token_stride + head[:, None] * query_head_stride + columns[None, :]
-    rows = tl.load(query_at, mask=present, other=0.0)
+    query_offsets = (index * query_token_stride + head * query_head_stride)[:, None] + columns[None, :]
+    rows = tl.load(query + query_offsets, mask=present, other=0.0)
     table = block_tables + sequence.to(tl.int64) * table_stride
     tails = tail_slots + sequence.to(tl.int64) * tail_stride
     tail_first = tl.load(tail_firsts + sequence)
@@ -139,7 +141,9 @@ def split_kernel(
         value_scale = tl.load(scales + 1)
     own_len = split_len_of(position + 1, MIN_KEYS, MOST)
     first_split, last_split = lowest // own_len, position // own_len
-    part = (tl.load(split_starts + sequence) + index).to(tl.int64) * num_heads + head
+    first_part = tl.load(split_starts + sequence).to(tl.int64) * num_heads * num_parts
+    part_acc += first_part * DIM
+    part_stats += first_part * 2
     # Queries of a tile may have splits of two lengths, where a doubling falls between them: a pass for each.
     length = tl.min(tl.where(alive, own_len, 1 << 30))
     while length <= tl.max(tl.where(alive, own_len, 0)):
@@ -160,11 +164,12 @@ def split_kernel(
             wanted = member & (split >= first_split) & (split <= last_split)
             alone = wanted & (first_split == last_split)
             result = acc / tl.where(wanted, total, 1.0)[:, None] * value_scale
-            tl.store(out_at, result.to(out.dtype.element_ty), mask=present & alone[:, None])
+            tl.store(out + out_offsets, result.to(out.dtype.element_ty), mask=present & alone[:, None])
             wanted = wanted & (first_split != last_split)
-            tl.store(part_stats + (part * num_parts + split) * 2, peak, mask=wanted)
-            tl.store(part_stats + (part * num_parts + split) * 2 + 1, total, mask=wanted)
-            tl.store(part_acc + (part * num_parts + split)[:, None] * DIM + columns[None, :], acc, mask=present & wanted[:, None])
+            part = (index * num_heads + head) * num_parts + split
+            tl.store(part_stats + part * 2, peak, mask=wanted)
+            tl.store(part_stats + part * 2 + 1, total, mask=wanted)
+            tl.store(part_acc + part[:, None] * DIM + columns[None, :], acc, mask=present & wanted[:, None])
         length = length * 2
 
 
@@ -228,7 +233,7 @@ def _sequence_of(program, query_starts, num_seqs, GROUP: tl.constexpr, BLOCK_M: 
     return low
 
 
-@triton.jit(do_not_specialize=["num_seqs", "window"])
+@triton.jit(do_not_specialize=["table_stride", "tail_stride", "num_seqs", "window"])
 def walk_kernel(
     query, keys, values, scales, out,
     query_starts, context_lens, block_tables, tail_firsts, tail_slots,

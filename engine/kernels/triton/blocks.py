@@ -22,12 +22,12 @@ _WORDS = 1024  # of a program: with 4 warps 8 words a thread, in 16 byte accesse
 _TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "first_token"])
 def move_kernel(
     pool: tl.tensor,
     piece: tl.tensor,
     block_ids: tl.tensor,
-    num_words: tl.tensor,
+    num_tokens: tl.tensor,
     first_token: tl.tensor,
     first_word: tl.tensor,
     plane_words: tl.tensor,
@@ -37,7 +37,8 @@ def move_kernel(
     GATHERS: tl.constexpr,
     WORDS: tl.constexpr,
 ) -> None:
-    """Program: WORDS words of a plane (keys or values of a layer) of the piece, which has num_words in each."""
+    """Program: WORDS words of a plane (keys or values of a layer) of the piece, which has num_tokens in each."""
+    num_words = num_tokens * SHARE_WORDS  # whose alignment the compiler sees, whatever the number of tokens
     plane = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     inside = at < num_words
@@ -74,7 +75,7 @@ def _launch(move: Move, *, gathers: bool) -> None:
         return
     grid = (2 * len(move.layers), triton.cdiv(num_words, _WORDS))
     move_kernel[grid](
-        *words, move.block_ids, num_words, move.first_token, heads.start * head_bytes // word, words[0][0, 0].numel(),
+        *words, move.block_ids, piece.shape[2], move.first_token, heads.start * head_bytes // word, words[0][0, 0].numel(),
         TOKEN_WORDS=num_heads * head_bytes // word, SHARE_WORDS=share_words, BLOCK_SIZE=block_size,
         GATHERS=gathers, WORDS=_WORDS, num_warps=4,
     )  # fmt: skip

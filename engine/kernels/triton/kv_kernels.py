@@ -26,12 +26,12 @@ def _to_float8(x):
 @triton.jit
 def _store(at, x, scales, index, present, HAS_SCALES: tl.constexpr):
     if HAS_SCALES:
-        tl.store(at, _to_float8(x.to(tl.float32) / tl.load(scales + index)), mask=present)
+        tl.store(at, _to_float8(tl.div_rn(x.to(tl.float32), tl.load(scales + index))), mask=present)
     else:
         tl.store(at, x, mask=present)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rope_store_kernel(
     qkv, norm, cos, sin, positions, slots, query, keys, values, scales,
     num_rows, qkv_stride, query_token_stride, query_head_stride, slot_stride, head_stride, eps,
@@ -83,7 +83,7 @@ def _product(a, b, dtype):
     return (a.to(tl.float32) * b.to(tl.float32)).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def store_kernel(
     key, value, slots, keys, values, scales,
     num_rows, key_token_stride, key_head_stride, value_token_stride, value_head_stride, slot_stride, head_stride,

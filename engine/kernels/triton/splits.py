@@ -4,7 +4,8 @@
     split_len   256         256              512         1024              (one split; up to 64; 33 to 64; 33 to 64; ...)
 
 Split i holds keys i * split_len to (i + 1) * split_len. 64 splits of 8 key/value heads are four programs for each of the 132
-multiprocessors of an H100 or H200, so one long sequence occupies the chip; 256 keys are the least that repays reading a program's
+multiprocessors of an H100 or H200, so one long sequence occupies the chip: from 4 k to 8 k on; at 2 k it has 64 programs
+(docs/gpu.md, "What limits a step", says why that is left so). 256 keys are the least that repays reading a program's
 queries and writing its part of the result (3 % of the bytes of the keys and values of 4 query heads).
 """
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from engine.kernels.triton.tiles import MAX_HEAD_DIM
+from engine.kernels.triton.room import HOPPER_BYTES
+from engine.kernels.triton.tiles import MAX_HEAD_DIM, choose_tiles
 from engine.model_config import ModelConfig
 
 INTERPRET = "TRITON_INTERPRET"
 
 
-def why_not(config: ModelConfig) -> str | None:
-    """What of this model the kernels do not compute; None when they compute it all."""
+def why_not(config: ModelConfig, item_size: int = 2, room: int = HOPPER_BYTES) -> str | None:
+    """What of this model the kernels do not compute; None when they compute it all. `item_size`: bytes of an activation; `room`:
+    shared memory that a program may have. Quantized products fit wherever attention does."""
     if config.head_dim > MAX_HEAD_DIM:
         return f"head_dim {config.head_dim} is more than {MAX_HEAD_DIM}"
+    try:
+        choose_tiles(config.head_dim, item_size, room)
+    except ValueError as error:
+        return str(error)
     if any(window is not None and window < 1 for window in config.windows):
         return "a sliding window of no tokens"
     return None

@@ -8,12 +8,20 @@ not measured.
   300 TFLOPS at 4.8 TB/s, a third of what the matrix units do; in return decode and prefill have the same instructions. Stages
   keep 64 KB or more of keys on their way per program, and two programs fit into a multiprocessor's 228 KB.
 - walk (compute bound): 128 rows with 8 warps, so that the accumulators of a split and of all splits fit into registers (64 + 64
-  each per thread for head_dim 128); for head_dim 256 half the rows.
+  each per thread for head_dim 128); for head_dim 256 half the rows, and the accumulator of all splits (128 registers) is put
+  away in local memory while a split is under way. 8 warps would hold it, but then both groups of four multiply all of the
+  queries with the keys, in steps of 16 keys: 1.5 times the matrix units' time, or 2.5 where they wait for the queries.
+- float32 has no matrix units that are exact: an element at a time, every product written out. Tiles are as small as keeps
+  accumulators and both factors in registers. For tests and small models; 1/15 of bfloat16's operations a second at best.
+
+On a GPU with less shared memory than Hopper tiles stay, as bits depend on them, and the pipeline is shorter (`fitting`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from engine.kernels.triton.room import HOPPER_BYTES
 
 MAX_HEAD_DIM = 256
 
@@ -36,8 +44,11 @@ _BY_PADDED_DIM = {
     128: Tiles(64, 64, 4, 3, 128, 8, 3),
     256: Tiles(32, 64, 4, 3, 64, 4, 3),
 }
-# float32 is multiplied without matrix units, an element at a time: for tests and small models only.
-_FLOAT32 = Tiles(64, 32, 4, 1, 32, 4, 1)
+_FLOAT32 = {
+    64: Tiles(32, 16, 4, 1, 16, 4, 1),
+    128: Tiles(32, 16, 8, 1, 16, 8, 1),
+    256: Tiles(16, 16, 8, 1, 16, 8, 1),
+}
 
 
 def padded_dim(head_dim: int) -> int:
@@ -47,7 +58,27 @@ def padded_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def choose_tiles(head_dim: int, item_size: int) -> Tiles:
-    """`item_size`: bytes of an element of the query."""
-    padded = padded_dim(head_dim)
-    return _FLOAT32 if item_size == 4 else _BY_PADDED_DIM[max(64, padded)]
+def choose_tiles(head_dim: int, item_size: int, room: int = HOPPER_BYTES) -> Tiles:
+    """`item_size`: bytes of an element of the query. `room`: bytes of shared memory that a program may have. Raises ValueError
+    where not even a pipeline of one stage fits."""
+    padded = max(64, padded_dim(head_dim))
+    return _fitting((_FLOAT32 if item_size == 4 else _BY_PADDED_DIM)[padded], padded, item_size, room)
+
+
+def _fitting(tiles: Tiles, padded: int, item_size: int, room: int) -> Tiles:
+    def stages(rows: int, most: int) -> int:
+        for number in range(most, 0, -1):
+            if shared_bound(tiles.keys, rows, padded, item_size, number) <= room:
+                return number
+        raise ValueError(f"head_dim: tiles of {padded} columns do not fit into {room} bytes of shared memory")
+
+    split, walk = stages(tiles.split_rows, tiles.split_stages), stages(tiles.walk_rows, tiles.walk_stages)
+    return replace(tiles, split_stages=split, walk_stages=walk)
+
+
+def shared_bound(keys: int, rows: int, columns: int, item_size: int, stages: int) -> int:
+    """Bytes of shared memory, no less than the compiler takes: queries, keys and values of all stages but the one that is
+    computed (of one stage: keys and weights only, one after the other), sums of rows."""
+    tile = columns * item_size
+    waiting = 2 * (stages - 1) * keys * tile if stages > 1 else keys * tile + 4 * rows * keys
+    return rows * tile + waiting + 2048

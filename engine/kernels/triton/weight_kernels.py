@@ -11,6 +11,9 @@ How a value leaves its word: OR-ed under the exponent of 2^23 a plane's bits are
 subtraction leaves value * 2^shift. That is two operations a weight where shift, mask and conversion from integer would be three,
 the conversion at a quarter of the rate. Bits from 23 up would fall into the exponent, so the upper planes are shifted down first,
 all at once. The 2^shift goes into the other factor, which is exact too.
+
+Triton compiles a kernel once for each kind of integer it is given (1, a multiple of 16, other). M has no kinds, since it differs
+from step to step; sizes of a weight have, since wide loads want to know that rows begin at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -85,7 +88,7 @@ def _finish(
         tl.store(out + m.to(tl.int64) * stride_out + n, total.to(out.dtype.element_ty), mask=is_row & (n < N))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def vector_kernel(
     x: tl.tensor, words: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, partials: tl.tensor, arrivals: tl.tensor,
     M: tl.tensor, N: tl.tensor, K: tl.tensor, num_tiles: tl.tensor, stride_x: tl.tensor, stride_out: tl.tensor,
@@ -135,7 +138,7 @@ def vector_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def tile_kernel(
     x: tl.tensor, words: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, partials: tl.tensor, arrivals: tl.tensor,
     M: tl.tensor, N: tl.tensor, K: tl.tensor, num_tiles: tl.tensor, stride_x: tl.tensor, stride_out: tl.tensor,

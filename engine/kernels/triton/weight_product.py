@@ -15,7 +15,8 @@ So int4 changes from vectors to tiles at a lower M than int8. These are counts, 
 
 Fixed configurations, by shape only (an autotuner would change the split, and with it the bits, from one start to the next):
 64 outputs a program (4 rows a thread share each activation), 4 warps, and so many shares of the inputs that about four programs
-come to each multiprocessor: with 8 KiB in flight each that covers the latency of memory. Shares are 2 input tiles at least.
+come to each multiprocessor: with 8 KiB in flight each that covers the latency of memory. Shares are 2 input tiles at least. Only
+the tile kernel's rows and stages follow from the device: as many as fit into its shared memory.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ import torch
 import triton
 from torch import Tensor
 
+from engine.kernels.triton.room import shared_bytes
 from engine.kernels.triton.weight_kernels import expand_kernel, tile_kernel, vector_kernel
-from engine.kernels.triton.weight_words import TILE_ROWS, WeightWords
+from engine.kernels.triton.weight_words import TILE_ROWS, TILE_WORDS, WeightWords
 
 VECTOR_ROWS = {"int4": 4, "int8": 8, "fp8": 8}  # up to so many rows the vector kernel
 TILE_ROWS_MAX = 128  # up to so many the tile kernel; above, expand and torch.mm
@@ -50,6 +52,32 @@ class Shares:
         wanted = min(_MAX_SPLITS, -(-_PROGRAMS // max(1, row_tiles)), max(1, input_tiles // 2))
         tiles = max(1, -(-input_tiles // wanted))
         return Shares(max(1, -(-input_tiles // tiles)), tiles)
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """Rows of the tile kernel's tile, and stages of its pipeline."""
+
+    rows: int
+    stages: int
+
+    @staticmethod
+    def of(bits: int, rows: int, room: int) -> TileShape:
+        """The largest of at most `rows` whose pipeline fits into `room` bytes of shared memory, of three stages or, up to 64
+        rows, of two: 128 rows of int4 fit into the registers of Hopper alone. A row's bits do not depend on the stages, and on
+        the tile as WordLinear says. Raises ValueError where none of 16 rows fits."""
+        while rows >= 16:
+            for stages in (3, 2) if rows <= 64 else (3,):
+                if TileShape(rows, stages).shared_bound(bits) <= room:
+                    return TileShape(rows, stages)
+            rows //= 2
+        raise ValueError(f"weights of {bits} bits: tiles of 16 rows do not fit into {room} bytes of shared memory")
+
+    def shared_bound(self, bits: int) -> int:
+        """Bytes that the compiler takes: of each stage all planes' activations, of each but the last words, and int4's scales."""
+        activations = 32 // bits * 32 * self.rows * 2
+        words = TILE_ROWS * TILE_WORDS * 4 * (2 if bits == 4 else 1)
+        return self.stages * activations + (self.stages - 1) * words
 
 
 class WordProduct:
@@ -75,7 +103,9 @@ class WordProduct:
         if x.dtype not in HALVES:
             raise ValueError(f"x: dtype {x.dtype}; the tensor cores take float16 or bfloat16")
         block = block or max(16, triton.next_power_of_2(x.shape[0]))
-        return self._launch(tile_kernel, x, out, triton.cdiv(x.shape[0], block), BLOCK_M=block)
+        shape = TileShape.of(self.weight.bits, block, shared_bytes(x.device))
+        m_tiles = triton.cdiv(x.shape[0], shape.rows)
+        return self._launch(tile_kernel, x, out, m_tiles, BLOCK_M=shape.rows, num_stages=shape.stages)
 
     def _launch(self, kernel: Any, x: Tensor, out: Tensor | None, m_tiles: int, **block: int) -> Tensor:
         weight, shares = self.weight, self.shares

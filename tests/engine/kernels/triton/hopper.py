@@ -1,162 +1,36 @@
-"""Compiles kernels for Hopper (sm_90) on a machine without a GPU: `python -m tests.engine.kernels.triton.hopper`.
+"""Compiles kernels as for a GPU, on a machine without one: `python -m tests.engine.kernels.triton.hopper GROUP [capability]`.
 
-One line of JSON a kernel. The interpreter takes Python that the compiler refuses, and says nothing of registers. Needs Triton
-with its ptxas, and must be a process of its own: in one that interprets kernels there is nothing to compile.
+One line of JSON a kernel. The interpreter takes Python that the compiler refuses, and says nothing of registers, shared memory,
+or what a number that is 1 or odd makes of a kernel. Groups are those of launches.py; needs Triton with its assembler.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from itertools import product
-from typing import Any, NamedTuple
+import sys
+import time
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from engine.kernels.triton import (
-    attention_kernels,
-    blocks,
-    decode_kernels,
-    gated,
-    kv_kernels,
-    norms,
-    sampling_kernels,
-    summed_blocks,
-    weight_kernels,
-)
-from engine.kernels.triton.tiles import choose_tiles
-
-HOPPER = GPUTarget("cuda", 90, 32)
-# As wide as activations, or in fp8 with scales.
-POOLS = [
-    ({"keys": "bf16", "values": "bf16", "scales": "bf16"}, False),
-    ({"keys": "fp8e4nv", "values": "fp8e4nv", "scales": "fp32"}, True),
-]
-_FLOATS = {"eps", "scale"}  # arguments; others that are neither constants nor pointers are integers
+from tests.engine.kernels.triton.cubins import usage_of
+from tests.engine.kernels.triton.launches import GROUPS
+from tests.engine.kernels.triton.recording import HOPPER, Variant, recording
 
 
-class Case(NamedTuple):
-    kernel: Any
-    pointers: dict[str, str]  # types of what is pointed to
-    constants: dict[str, Any]
-    options: dict[str, Any]
-
-    @property
-    def signature(self) -> dict[str, str]:
-        return {name: self._type(name) for name in self.kernel.arg_names}
-
-    def _type(self, name: str) -> str:
-        if name in self.constants:
-            return "constexpr"
-        if name in self.pointers:
-            return "*" + self.pointers[name]
-        return "fp32" if name in _FLOATS else "i32"
-
-    def compiled(self) -> Any:
-        names = self.kernel.arg_names
-        plain = self.constants.keys() | _FLOATS
-        aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name not in plain}
-        source = ASTSource(self.kernel, self.signature, constexprs=self.constants, attrs=aligned)
-        return triton.compile(source, target=HOPPER, options=self.options)
+def line_of(variant: Variant, capability: int) -> dict[str, object]:
+    started = time.perf_counter()
+    kernel = variant.compiled(capability)
+    seconds = round(time.perf_counter() - started, 1)
+    sizes = {name: value for name, value in variant.sizes.items() if name.isupper()}
+    measured = {"shared": kernel.metadata.shared, **usage_of(kernel.asm["cubin"])._asdict(), "seconds": seconds}
+    measured["approximate_divisions"] = kernel.asm["ptx"].count("div.full")
+    return {"kernel": variant.name, **sizes, "num_stages": variant.options["num_stages"], **measured}
 
 
-def cases() -> Iterator[Case]:
-    yield from _products()
-    yield from _rows()
-    yield from _keys_and_values()
-    yield from _attention()
-    yield from _draws()
-
-
-def _products() -> Iterator[Case]:
-    for bits, span, fp8 in ((4, 32, False), (4, 128, False), (8, 128, False), (8, 128, True)):
-        types = {"x": "bf16", "words": "i32", "scales": "i32" if bits == 4 else "fp32", "out": "bf16"}
-        format_ = {"BITS": bits, "SPAN": span, "FP8": fp8}
-        whole = {**types, "bias": "bf16", "partials": "fp32", "arrivals": "i32"}
-        shares = {**format_, "SPLITS": 8, "TILES": 2, "HAS_BIAS": True}
-        for rows in (1, 4) if bits == 4 else (1, 8):
-            yield Case(weight_kernels.vector_kernel, whole, {**shares, "ROWS": rows}, {"num_warps": 4})
-        for block in (16, 128):
-            yield Case(weight_kernels.tile_kernel, whole, {**shares, "BLOCK_M": block}, {"num_warps": 4})
-        yield Case(weight_kernels.expand_kernel, types, {**format_, "RAW": False}, {"num_warps": 4})
-
-
-def _rows() -> Iterator[Case]:
-    types = dict.fromkeys(("x", "residual", "weight", "out", "residual_out", "gate_up"), "bf16")
-    for adds in (False, True):
-        yield Case(norms._norm_kernel, types, {"ADDS": adds, "BLOCK": 8192}, {"num_warps": 8})
-    yield Case(gated._silu_mul_kernel, types, {"BLOCK": 1024}, {"num_warps": 4})
-
-
-def _keys_and_values() -> Iterator[Case]:
-    halves = dict.fromkeys(("qkv", "norm", "cos", "sin", "query", "key", "value"), "bf16")
-    for pool, is_fp8 in POOLS:
-        types = {**halves, **pool, "positions": "i32", "slots": "i32"}
-        heads = {"KV_HEADS": 8, "DIM": 128, "DIM_PAD": 128, "ROWS": 8, "HAS_SCALES": is_fp8}
-        for has_norm in (False, True):
-            sizes = {**heads, "HEADS": 32, "ROTARY": 128, "HAS_NORM": has_norm}
-            yield Case(kv_kernels.rope_store_kernel, types, sizes, {"num_warps": 4})
-        yield Case(kv_kernels.store_kernel, types, heads, {"num_warps": 4})
-    shares = {"TOKEN_WORDS": 256, "SHARE_WORDS": 128, "BLOCK_SIZE": 16, "WORDS": 1024}
-    for gathers in (False, True):
-        pointers = {"pool": "i64", "piece": "i64", "block_ids": "i32"}
-        yield Case(blocks.move_kernel, pointers, {**shares, "GATHERS": gathers}, {"num_warps": 4})
-    pointers = {**dict.fromkeys(("source", "target", "sums"), "i64"), **dict.fromkeys(("source_ids", "target_ids"), "i32")}
-    whole = {"BLOCK_WORDS": 4096, "WORDS": 1024, "SUMS": 64}
-    for stores in (False, True):
-        yield Case(summed_blocks.sum_kernel, pointers, {**whole, "STORES": stores}, {"num_warps": 4})
-    names = ("message", "token_ids", "positions", "slots", "context_lens", "logits_rows", "block_tables", "drawn")
-    yield Case(decode_kernels.unpack_kernel, dict.fromkeys(names, "i32"), {"BLOCK": 128}, {"num_warps": 4})
-
-
-def _attention() -> Iterator[Case]:
-    ints = ("query_starts", "split_starts", "context_lens", "block_tables", "tail_firsts", "tail_slots")
-    numbers = {
-        **dict.fromkeys(("query", "out"), "bf16"),
-        **dict.fromkeys(("part_acc", "part_stats"), "fp32"),
-        **dict.fromkeys(ints, "i32"),
-    }
-    for dim, (pool, is_fp8) in product((64, 128), POOLS):
-        types, tiles = {**numbers, **pool}, choose_tiles(dim, 2)
-        merged = {"MAX_QUERIES": 16, "MIN_KEYS": 256, "MOST": 64, "DIM": dim, "DIM_PAD": dim, "HAS_WINDOW": False}
-        merged["HAS_SCALES"] = is_fp8
-        whole = {**merged, "GROUP": 4, "BLOCK_SIZE": 16, "BLOCK_N": tiles.keys, "HAS_TAILS": False}
-        for kernel, rows, warps, stages in (
-            (attention_kernels.split_kernel, tiles.split_rows, tiles.split_warps, tiles.split_stages),
-            (attention_kernels.walk_kernel, tiles.walk_rows, tiles.walk_warps, tiles.walk_stages),
-        ):
-            switches = {name: value for name, value in whole.items() if name in kernel.arg_names}
-            yield Case(kernel, types, {**switches, "BLOCK_M": rows}, {"num_warps": warps, "num_stages": stages})
-        yield Case(attention_kernels.merge_kernel, types, {**merged, "UNROLL": 8}, {"num_warps": 1})
-
-
-def _draws() -> Iterator[Case]:
-    floats = ("logits", "adjusted", "best_values", "score_values", "packed", "sums", "temperatures", "top_ps", "floors", "min_ps")
-    ints = ("best_ids", "score_ids", "packed_ids", "counts", "count_rows", "masks", "mask_rows", "forbidden", "top_ks", "choices")
-    types = {
-        **dict.fromkeys((*floats, "repetitions", "presences", "frequencies"), "fp32"),
-        **dict.fromkeys((*ints, "indices", "tokens"), "i32"),
-        **dict.fromkeys(("int_limits", "seeds"), "i64"),
-    }
-    whole = {"VOCAB": 128_256, "CHUNK": 4096}
-    sizes = {"NUM_CHUNKS": 32, "CHUNKS": 32}
-    exact = {"enable_fp_fusion": False}
-    yield Case(sampling_kernels.adjust_kernel, types, {**whole, "NUM_FORBIDDEN": 2}, {"num_warps": 8, **exact})
-    yield Case(sampling_kernels.limits_kernel, types, {**whole, **sizes}, {"num_warps": 16, **exact})
-    yield Case(sampling_kernels.scores_kernel, types, {**whole, **sizes}, {"num_warps": 8, **exact})
-    yield Case(sampling_kernels.pick_kernel, types, sizes, {"num_warps": 1})
-
-
-def main() -> None:
-    for case in cases():
-        kernel = case.compiled()
-        conversions = kernel.asm["ttgir"].count("ttg.convert_layout")
-        spilled = kernel.asm["ptx"].count(".local")
-        line = {"kernel": case.kernel.__name__, **case.constants, "shared": kernel.metadata.shared, "conversions": conversions}
-        print(json.dumps({**line, "local": spilled}), flush=True)
+def main(group: str, capability: int = HOPPER) -> None:
+    with recording(capability) as recorder:
+        GROUPS[group]()
+    for variant in recorder.variants.values():
+        print(json.dumps(line_of(variant, capability)), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], *map(int, sys.argv[2:]))

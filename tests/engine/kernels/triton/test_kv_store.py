@@ -121,6 +121,16 @@ def test_float8_is_rounded_to_even_and_saturated_as_torch_does() -> None:
     check_pool(kv, expected_key, expected_value, atol=0)
 
 
+def test_float8_with_scales_that_are_no_powers_of_two() -> None:
+    key, value = random(5, 2, 64, dtype=torch.float16), random(5, 2, 64, dtype=torch.float16, seed=1)
+    scales = torch.tensor([0.0137, 1 / 3], device=DEVICE)
+    kv = pool(2, 64, torch.float8_e4m3fn)
+    store_kv(key, value, kv, indices(SLOTS), kv_scales=scales)
+    scaled = [(x.float() / scale).clamp(-448, 448) for x, scale in zip((key, value), scales, strict=True)]
+    expected_key, expected_value = (x.to(torch.float8_e4m3fn).float() for x in scaled)
+    check_pool(kv, expected_key, expected_value, 0)
+
+
 def test_rotated_keys_in_float8() -> None:
     rotary, scales = table(64, torch.float16, 64), torch.tensor([0.125, 0.25], device=DEVICE)
     qkv, narrow, wide = random(5, 8 * 64, dtype=torch.float16), pool(2, 64, torch.float8_e4m3fn), pool(2, 64, torch.float16)

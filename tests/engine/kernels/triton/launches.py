@@ -1,0 +1,131 @@
+"""Launches of every kernel through its own launcher, with the numbers that are hard on a compiler: one row, odd sizes, tails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.block_copies import Move
+from engine.kernels.triton.attention import paged_attention
+from engine.kernels.triton.blocks import TritonBlocks
+from engine.kernels.triton.decode_buffers import DecodeBuffers
+from engine.kernels.triton.gated import silu_mul
+from engine.kernels.triton.kv_store import rope_and_store, store_kv
+from engine.kernels.triton.linear import make_triton_linear
+from engine.kernels.triton.norms import add_rms_norm, rms_norm
+from engine.kernels.triton.sampling import DeviceSampler
+from engine.rope import RotaryTable
+from engine.rope_config import RopeConfig
+from engine.sampling import SampleRow
+from engine.sampling_params import SamplingParams
+from engine.weights.quantize import quantize_fp8, quantize_int4, quantize_int8
+from tests.engine.kernels.triton.paged import DEVICE, Sequences, Shape
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+# Three of each pair are split, the last is walked; contexts, tables and rows are odd.
+LENGTHS = [(601, 1), (39, 3), (1, 1), (97, 19)]
+
+
+def products() -> None:
+    """All row counts that are a kernel of their own, and one row, over one input tile and over several shares."""
+    wide, narrow = torch.randn(640, 1024), torch.randn(70, 128)
+    for weight in (
+        quantize_int8(wide),
+        quantize_int4(wide, 32),
+        quantize_int4(wide, 128),
+        quantize_fp8(wide),
+        quantize_int8(narrow),
+    ):
+        width = weight.values.shape[1]
+        linear = make_triton_linear(weight, torch.zeros(len(weight.values)))
+        for num_rows in (1, 3, 8, 17, 100, 131):
+            linear(torch.zeros(num_rows, width, dtype=BF16))
+    make_triton_linear(quantize_int8(wide), None, True)(torch.zeros(1, 1024, dtype=BF16))
+
+
+def rows() -> None:
+    for width in (2048, 4097, 8192):
+        x, weight = torch.zeros(1, width, dtype=BF16), torch.zeros(width, dtype=BF16)
+        rms_norm(x, weight, 1e-5)
+        add_rms_norm(x, x.clone(), weight, 1e-5)
+        silu_mul(torch.zeros(3, 2 * width, dtype=BF16))
+
+
+def keys_and_values() -> None:
+    for heads, kv_heads, dim in ((32, 8, 128), (7, 1, 96), (8, 1, 256)):
+        rotary = RotaryTable(
+            RopeConfig.from_dict({"rope_theta": 1e4}, head_dim=dim, max_context=100), 100, dtype=BF16, device=DEVICE
+        )
+        index = torch.zeros(1, dtype=torch.int32)
+        qkv, norm = torch.zeros(1, (heads + 2 * kv_heads) * dim, dtype=BF16), torch.zeros(heads + kv_heads, dim, dtype=BF16)
+        for dtype, scales in ((BF16, None), (FP8, torch.ones(2))):
+            kv = torch.zeros(2, 4, 16, kv_heads, dim, dtype=dtype)
+            rope_and_store(qkv, kv, rotary, index, index, num_heads=heads, kv_scales=scales)
+            rope_and_store(qkv, kv, rotary, index, index, num_heads=heads, norm=norm, eps=1e-5, kv_scales=scales)
+            key = torch.zeros(1, kv_heads, dim, dtype=BF16)
+            store_kv(key, key, kv, index, kv_scales=scales)
+
+
+def moves() -> None:
+    buffers = DecodeBuffers(8, 100, 16, torch.device(DEVICE))
+    for num_rows in (4, 8):
+        buffers.unpack(num_rows)
+    for dim, heads in ((128, range(8)), (128, range(3, 4)), (5, range(8))):
+        pool, ids = torch.zeros(2, 2, 9, 16, 8, dim, dtype=BF16), torch.zeros(5, dtype=torch.int32)
+        move = Move(pool, range(1, 2), ids, torch.zeros(1, 2, 33, len(heads), dim, dtype=BF16), 3, heads)
+        TritonBlocks().gather(move)
+        TritonBlocks().scatter(move)
+
+
+def attention(dim: int, dtype: torch.dtype = BF16, *, window: int | None = None, tail: int = 0, is_fp8: bool = False) -> None:
+    sequences = Sequences(Shape(32, 8, dim), LENGTHS, dtype, tail=tail)
+    kv = sequences.kv.to(FP8) if is_fp8 else sequences.kv
+    paged_attention(sequences.query, kv, sequences.meta(), window=window, kv_scales=torch.ones(2) if is_fp8 else None)
+
+
+def narrow_attention() -> None:
+    attention(64)
+    attention(64, is_fp8=True, tail=1)
+    attention(96, window=71)
+
+
+def attention_of_128() -> None:
+    attention(128)
+    attention(128, is_fp8=True)
+    attention(128, window=71, tail=3)
+
+
+def attention_of_256() -> None:
+    attention(256)
+    attention(256, is_fp8=True, window=71)
+
+
+def attention_in_float32() -> None:
+    for dim in (64, 128, 256):
+        attention(dim, torch.float32)
+
+
+def on_older_gpus() -> None:
+    """The largest tiles."""
+    linear = make_triton_linear(quantize_int4(torch.randn(640, 1024), 64))
+    for num_rows in (64, 128):
+        linear(torch.zeros(num_rows, 1024, dtype=BF16))
+    attention(128)
+    attention(256)
+
+
+def draws() -> None:
+    for num_rows in (1, 3, 16):
+        params = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.1, repetition_penalty=1.1, seed=1, max_tokens=10)
+        row = SampleRow(params, 0, 3, (1, 2), (3,), frozenset({5}))
+        DeviceSampler().sample(torch.zeros(num_rows, 128_256), [row] * num_rows)
+
+
+GROUPS: dict[str, Callable[[], None]] = {
+    group.__name__: group
+    for group in (
+        products, rows, keys_and_values, moves, narrow_attention, attention_of_128, attention_of_256, attention_in_float32, draws,
+        on_older_gpus,
+    )
+}  # fmt: skip

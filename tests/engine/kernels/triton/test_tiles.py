@@ -1,0 +1,67 @@
+"""Tiles by a device's shared memory: what an H100, an A100 and an L40S may have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.kernels.triton.room import HOPPER_BYTES, shared_bytes
+from engine.kernels.triton.support import why_not
+from engine.kernels.triton.tiles import Tiles, choose_tiles, shared_bound
+from engine.kernels.triton.weight_product import TileShape
+from engine.model_config import ModelConfig
+
+A100, L40S = 166_912, 101_376
+LLAMA = {"model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+LLAMA |= {"max_position_embeddings": 64, "rms_norm_eps": 1e-5, "dtype": "bfloat16"}
+ROOMS = (HOPPER_BYTES, A100, L40S)
+
+
+def test_a_products_tile_fits_where_it_runs() -> None:
+    assert [TileShape.of(4, 128, room) for room in ROOMS] == [TileShape(128, 3), TileShape(64, 3), TileShape(64, 2)]
+    assert [TileShape.of(4, 64, room) for room in ROOMS] == [TileShape(64, 3), TileShape(64, 3), TileShape(64, 2)]
+    assert [TileShape.of(8, 128, room) for room in ROOMS] == [TileShape(128, 3), TileShape(128, 3), TileShape(64, 3)]
+    for room in ROOMS:
+        for bits in (4, 8):
+            for rows in (16, 32, 64, 128):
+                shape = TileShape.of(bits, rows, room)
+                assert shape.rows <= rows and shape.shared_bound(bits) <= room
+    with pytest.raises(ValueError, match="weights of 4 bits: tiles of 16 rows do not fit into 30000 bytes"):
+        TileShape.of(4, 128, 30_000)
+
+
+def test_what_the_compiler_was_seen_to_take() -> None:
+    """Of shared memory, for Hopper."""
+    seen = {(4, 128): 229_376, (4, 64): 131_072, (4, 16): 57_344, (8, 128): 114_688, (8, 32): 40_960}
+    assert {key: TileShape(key[1], 3).shared_bound(key[0]) for key in seen} == seen
+
+
+@pytest.mark.parametrize("item_size", [2, 4])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_attentions_tiles_stay_and_their_pipeline_fits(head_dim: int, item_size: int) -> None:
+    """The shape of a tile is part of the numbers; how many wait for their turn is not."""
+    widest = choose_tiles(head_dim, item_size)
+    padded = max(64, 1 << (head_dim - 1).bit_length())
+    for room in ROOMS:
+        tiles = choose_tiles(head_dim, item_size, room)
+        assert without_stages(tiles) == without_stages(widest)
+        for rows, stages in ((tiles.split_rows, tiles.split_stages), (tiles.walk_rows, tiles.walk_stages)):
+            assert shared_bound(tiles.keys, rows, padded, item_size, stages) <= room
+    assert choose_tiles(head_dim, 2, 90_000).walk_stages < 3 or head_dim <= 64
+
+
+def without_stages(tiles: Tiles) -> Tiles:
+    return replace(tiles, split_stages=0, walk_stages=0)
+
+
+def test_a_gpu_on_which_nothing_fits_is_named_at_the_start() -> None:
+    config = ModelConfig.from_dict({**LLAMA, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256})
+    assert why_not(config) is None and why_not(config, 2, L40S) is None
+    assert why_not(config, 2, 48 * 1024) == "head_dim: tiles of 256 columns do not fit into 49152 bytes of shared memory"
+
+
+def test_without_a_gpu_there_is_as_much_as_on_hopper() -> None:
+    if not torch.cuda.is_available():
+        assert shared_bytes(torch.device("cuda")) == shared_bytes(torch.device("cpu")) == HOPPER_BYTES
