@@ -71,7 +71,8 @@ class TritonModel:
     @torch.inference_mode()
     def prepare(self, kv: Tensor) -> None:
         """Records the decode steps of all buckets on this pool ahead of the first request: seconds on a GPU. Without it each is
-        recorded when it is first needed."""
+        recorded when it is first needed. Compiles what draws."""
+        self.sampler().prepare(self.config.vocab_size, self.device)
         graphs = self._graphs_of(kv)
         if graphs is not None and self.recorder is not None:
             graphs.prepare()

@@ -21,6 +21,7 @@ from engine.kernels.triton import (
     gated,
     kv_kernels,
     norms,
+    sampling_filters,
     sampling_kernels,
     weight_kernels,
 )
@@ -121,18 +122,16 @@ def _attention() -> Iterator[Case]:
 
 
 def _draws() -> Iterator[Case]:
-    floats = ("logits", "adjusted", "best_values", "score_values", "packed", "sums", "temperatures", "top_ps", "floors", "min_ps")
-    ints = ("best_ids", "score_ids", "packed_ids", "counts", "count_rows", "masks", "mask_rows", "forbidden", "top_ks", "choices")
-    types = {
-        **dict.fromkeys((*floats, "repetitions", "presences", "frequencies"), "fp32"),
-        **dict.fromkeys((*ints, "indices", "tokens"), "i32"),
-        **dict.fromkeys(("int_limits", "seeds"), "i64"),
-    }
+    floats = ("logits", "adjusted", "best_values", "score_values", "packed", "sums")
+    ints = ("best_ids", "score_ids", "packed_ids", "counts", "message", "arrivals", "tokens")
+    types = {**dict.fromkeys(floats, "fp32"), **dict.fromkeys(ints, "i32"), "int_limits": "i64"}
     whole = {"VOCAB": 128_256, "CHUNK": 4096}
     sizes = {"NUM_CHUNKS": 32, "CHUNKS": 32}
     exact = {"enable_fp_fusion": False}
-    yield Case(sampling_kernels.adjust_kernel, types, {**whole, "NUM_FORBIDDEN": 2}, {"num_warps": 8, **exact})
-    yield Case(sampling_kernels.limits_kernel, types, {**whole, **sizes}, {"num_warps": 16, **exact})
+    yield Case(sampling_kernels.greedy_kernel, types, {**whole, **sizes}, {"num_warps": 8})
+    yield Case(sampling_kernels.count_kernel, types, {"BLOCK": 256}, {"num_warps": 4})
+    yield Case(sampling_kernels.adjust_kernel, types, whole, {"num_warps": 8, **exact})
+    yield Case(sampling_filters.limits_kernel, types, {**whole, **sizes}, {"num_warps": 16, **exact})
     yield Case(sampling_kernels.scores_kernel, types, {**whole, **sizes}, {"num_warps": 8, **exact})
     yield Case(sampling_kernels.pick_kernel, types, sizes, {"num_warps": 1})
 
