@@ -139,7 +139,7 @@ def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
 def test_more_forbidden_tokens_than_anybody_needs() -> None:
     """How many there are is a client's to say."""
     logits = logits_of(2, 300, 5)
-    many = {"stop_token_ids": tuple(range(256)), "min_tokens": 2}
+    many: dict[str, Any] = {"stop_token_ids": tuple(range(256)), "min_tokens": 2}
     assert_same(logits, [row(temperature=0, index=1, **many), row(seed=1, index=0, **many)])
 
 

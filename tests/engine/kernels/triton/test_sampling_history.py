@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.triton import sampling_history
 from engine.kernels.triton.sampling import DeviceSampler
 from engine.kernels.triton.sampling_history import IN_PROMPT, HistoryCounts
 from engine.sampling import Sampler, SampleRow
@@ -54,7 +53,12 @@ def test_a_sequence_is_counted_on_as_it_grows(monkeypatch: pytest.MonkeyPatch) -
     """Only what came since goes to the device: the prompt is converted once, and each output token once."""
     converted = list[int]()
     as_array = np.asarray
-    monkeypatch.setattr(sampling_history.np, "asarray", lambda x, *rest: converted.append(len(x)) or as_array(x, *rest))
+
+    def noted(tokens: Any, dtype: Any) -> Any:
+        converted.append(len(tokens))
+        return as_array(tokens, dtype)
+
+    monkeypatch.setattr("engine.kernels.triton.sampling_history.np.asarray", noted)
     sampler, owners = DeviceSampler(CHUNK), [Owner(tuple(range(i, 30))) for i in range(2)]
     for step in range(5):
         for owner, token in zip(owners, stepped(sampler, [owner.row() for owner in owners], step), strict=True):

@@ -46,7 +46,7 @@ class _Driver:
 
 def count_compiled() -> dict[str, str]:
     """From now on launches only compile: {hash: kernel} of what they did."""
-    driver.set_active(_Driver())  # type: ignore[no-untyped-call]
+    driver.set_active(_Driver())
     compiled, launch = dict[str, str](), JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
