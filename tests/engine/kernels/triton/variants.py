@@ -21,7 +21,7 @@ from engine.sampling import SampleRow
 from engine.sampling_params import SamplingParams
 from tests.engine.kernels.triton.hopper import HOPPER
 
-VOCAB = 1000  # tables of it are no multiples of 16 bytes long
+VOCAB = 1001  # rows and tables of it are no multiples of 16 bytes long
 
 
 class _Owner:
