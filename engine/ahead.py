@@ -241,6 +241,7 @@ class StepsAhead:
             prompt=request.prompt,
             output=sequence.output,  # as far as it is known; the rest is `Unseen`
             eos_token_ids=self._eos_token_ids,
+            owner=sequence,
         )
 
 

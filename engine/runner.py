@@ -172,6 +172,8 @@ class ModelRunner:
             output=[*output, *(draft.token_ids[node] for node in branch)] if branch else output,
             eos_token_ids=self._eos_token_ids,
             allowed=owner.allowed,
+            num_guessed=len(branch),
+            owner=sequence,
         )
 
 

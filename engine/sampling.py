@@ -33,6 +33,8 @@ class SampleRow:
     output: Sequence[int]  # tokens before `index`
     eos_token_ids: frozenset[int]
     allowed: Bits | None = None  # tokens that the request's grammar allows; None without one
+    num_guessed: int = 0  # so many of the last tokens of `output` are a draft's, and may turn out not to be
+    owner: object | None = None  # whose output it is, while it lives: a sampler may keep for it what it counted; None: nobody's
 
     @property
     def forbidden(self) -> frozenset[int]:

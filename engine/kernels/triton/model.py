@@ -23,13 +23,14 @@ from engine.kernels.triton.sampling import DeviceSampler
 from engine.kernels.triton.splits import SPLITS, Splits
 from engine.kernels.triton.step import StepOutput, TritonStep
 from engine.kernels.triton.step_memory import StepMemory, bounds_of
+from engine.kernels.triton.warm import warm
 from engine.kernels.triton.weight_words import WeightWords
 from engine.layers import ROW_MULTIPLE, Linear
 from engine.memory import MIB, effective_max_context, free_memory
 from engine.model import DecoderModel
 
 # Part of the numeric mode: to be raised with every change of the kernels that changes bits of a logit.
-KERNEL_REVISION = 1
+KERNEL_REVISION = 2
 
 logger = logging.getLogger(__name__)
 
@@ -103,11 +104,14 @@ class TritonModel:
 
     @torch.inference_mode()
     def prepare(self, kv: Tensor) -> None:
-        """Records the steps of all buckets on this pool ahead of the first request: seconds on a GPU. Without it each is
-        recorded when it is first needed."""
+        """Compiles what steps and draws launch, and records the steps of all buckets on this pool, ahead of the first request: a
+        minute or two on a GPU the first time, seconds afterwards. Without it each is compiled and recorded when it is first
+        needed."""
         if self.recorder is None:
             return
         started_s, free = time.monotonic(), free_memory(kv.device.type)
+        self.sampler().prepare(self.config.vocab_size, self.device)
+        warm(self._step, kv)
         for graphs in (self._graphs_of(kv), self._pieces_of(kv)):
             if graphs is not None:
                 graphs.prepare()

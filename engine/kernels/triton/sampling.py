@@ -1,95 +1,39 @@
 """Drawing tokens on the device: engine/sampling.py's rules, without a word from the host between logits and token ids.
 
-`draw` only launches kernels, into buffers that stay: a CUDA graph may hold it. `DeviceSampler.sample` is what the runner calls;
-it brings back what it returns, log-probabilities included, in one copy at the end.
+`sampling_launches.py` has the launches; `DeviceSampler` is what the runner calls. It keeps what stays from step to step on the
+device (sampling_batch.py, sampling_history.py), and brings back what it returns, log-probabilities included, in one copy.
 
 Which tokens agree with engine.sampling.Sampler. All choices are by the same rules, ties included, and the random bits are the
 same. Exponentials, logarithms and sums of exponentials are float32 numbers that two libraries may round differently, by some
 2^-23 of themselves. So a token may differ where the outcome hangs on that: two scores within about 2^-20 of each other, or a
 probability as close to the bound of top-p or min-p. Bits do not depend on the batch: a row is computed by programs of its own.
 
-Bytes: adjust reads and writes a row once and scores reads it once, 12 bytes a token of the vocabulary: 1.5 MB a row of 128 k,
-which a batch of 64 moves in 25 microseconds at 4 TB/s; a single row is bound by four launches. Top-k reads the row four times
-more and top-p three times, by one multiprocessor a row from the L2 cache, about 5 microseconds each time (counted, not measured).
+What a step costs beside its logits: rows that are all greedy and no more are one launch, and no message. Where some are drawn at
+random it is four launches, and a message of 72 bytes a row when the rows change; penalties add a launch, a message each step
+with the tokens that came since, and 4 bytes a token of the vocabulary to read.
+
+Bytes: adjust reads and writes a row once and scores reads it once, 12 bytes a token: 1.5 MB a row of 128 k, which a batch of 64
+moves in 25 microseconds at 4 TB/s. The limit of random draws is elsewhere: top-k reads the row four times more, top-p or min-p
+once more, top-p twice again, and one multiprocessor does all of a row. A pass computes an exponential or a histogram of 128 k
+numbers on it: about 30 microseconds by counting instructions (not measured), so that top-p alone takes some 0.1 ms and with top-k
+0.2 ms a step, however few the rows; 132 rows take as long as one. To spread a row over several programs, its float64 sums would
+have to be added by chunks in their order, so that bits still depend on the row alone; that is not done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from engine.kernels.triton.sampling_batch import COUNT_ROW, SamplingBatch, count_drawn, to_device
-from engine.kernels.triton.sampling_kernels import adjust_kernel, limits_kernel, pick_kernel, scores_kernel
+from engine.kernels.triton.sampling_batch import BatchMaker, to_device
+from engine.kernels.triton.sampling_launches import CHUNK, GreedyScratch, SamplingScratch, draw, greedy
 from engine.outputs import TokenLogprobs
 from engine.sampling import SampledToken, SampleRow, Unseen
-
-_CHUNK = 4096
-
-
-@dataclass(frozen=True)
-class SamplingScratch:
-    """Buffers of `draw` for up to R rows: 12 bytes a row and token of the vocabulary. One draw at a time."""
-
-    adjusted: Tensor  # [R, V] float32
-    packed: Tensor  # [R, V] float32: probabilities that may be in top-p's set
-    packed_ids: Tensor  # [R, V] int32: whose
-    best_values: Tensor  # [2, R, chunks] float32: of adjusted logits, of scores
-    best_ids: Tensor  # [2, R, chunks] int32
-    limits: Tensor  # [R, 3] int64
-    sums: Tensor  # [R, 2] float32
-
-    @staticmethod
-    def of(num_rows: int, vocab_size: int, device: torch.device, *, chunk: int = _CHUNK) -> SamplingScratch:
-        chunks = triton.cdiv(vocab_size, chunk)
-        return SamplingScratch(
-            adjusted=torch.empty((num_rows, vocab_size), device=device),
-            packed=torch.empty((num_rows, vocab_size), device=device),
-            packed_ids=torch.empty((num_rows, vocab_size), dtype=torch.int32, device=device),
-            best_values=torch.empty((2, num_rows, chunks), device=device),
-            best_ids=torch.empty((2, num_rows, chunks), dtype=torch.int32, device=device),
-            limits=torch.empty((num_rows, 3), dtype=torch.int64, device=device),
-            sums=torch.empty((num_rows, 2), device=device),
-        )
-
-
-def draw(
-    logits: Tensor, batch: SamplingBatch, scratch: SamplingScratch, tokens: Tensor | None = None, *, chunk: int = _CHUNK
-) -> Tensor:
-    """logits [R, V], of which rows are contiguous and unchanged, float32 or narrower -> tokens [R] int32, on the device.
-
-    Raises ValueError where shapes do not fit. `chunk`: tokens of a program, the same as the scratch's.
-    """
-    num_rows, vocab_size = _check(logits, batch, scratch, chunk)
-    tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device) if tokens is None else tokens
-    if num_rows == 0:
-        return tokens
-    temperature, top_p, floor, min_p, repetition, presence, frequency = batch.floats.unbind()
-    choice, index, top_k, count_row, mask_row = batch.places.unbind()
-    (best_values, score_values), (best_ids, score_ids) = scratch.best_values.unbind(), scratch.best_ids.unbind()
-    chunks = scratch.best_values.shape[2]
-    sizes = {"NUM_CHUNKS": chunks, "CHUNKS": triton.next_power_of_2(chunks)}
-    exact = {"VOCAB": vocab_size, "CHUNK": chunk, "enable_fp_fusion": False}
-    adjust_kernel[(num_rows, chunks)](
-        logits, scratch.adjusted, best_values, best_ids, batch.counts, count_row, batch.masks, mask_row, batch.forbidden,
-        repetition, presence, frequency, logits.stride(0), batch.masks.shape[1],
-        NUM_FORBIDDEN=batch.forbidden.shape[1], num_warps=8, **exact,
-    )  # fmt: skip
-    if batch.is_random:
-        limits_kernel[(num_rows,)](
-            scratch.adjusted, best_values, scratch.packed, scratch.packed_ids, scratch.limits, scratch.sums,
-            temperature, top_k, top_p, floor, min_p, num_warps=16, **sizes, **exact,
-        )  # fmt: skip
-        scores_kernel[(num_rows, chunks)](
-            scratch.adjusted, best_values, score_values, score_ids, scratch.limits, scratch.sums,
-            temperature, top_p, min_p, batch.seeds, choice, index, num_warps=8, **sizes, **exact,
-        )  # fmt: skip
-    pick_kernel[(num_rows,)](best_values, best_ids, score_values, score_ids, temperature, tokens, num_warps=1, **sizes)
-    return tokens
+from engine.sampling_params import SamplingParams
 
 
 class DeviceDrawing:
@@ -118,10 +62,19 @@ class DeviceDrawing:
 class DeviceSampler:
     """engine.runner.TokenSampler. Not for two threads at once: it keeps its buffers from call to call."""
 
-    def __init__(self, chunk: int = _CHUNK) -> None:
+    def __init__(self, chunk: int = CHUNK) -> None:
         """`chunk`: tokens of the vocabulary that one program takes, a power of two."""
         self._chunk = chunk
         self._scratch: SamplingScratch | None = None
+        self._greedy_scratch: GreedyScratch | None = None
+        self._maker: BatchMaker | None = None
+
+    @torch.inference_mode()
+    def prepare(self, vocab_size: int, device: torch.device) -> None:
+        """Compiles all that draws from such logits will ever launch, by drawing from some: seconds, where nothing is cached."""
+        logits = torch.zeros((1, vocab_size), device=device)
+        for row in _rows_of_all_kinds(vocab_size):
+            self.sample(logits, [row])
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
@@ -131,23 +84,59 @@ class DeviceSampler:
     @torch.inference_mode()
     def start(self, logits: Tensor, rows: Sequence[SampleRow], unseen: Unseen | None = None) -> DeviceDrawing:
         """As `sample`, without waiting; of one row at least. The logits may change after. `unseen`: one token more of each."""
-        batch = SamplingBatch.of(rows, logits.shape[1], logits.device)
-        if unseen is not None and batch.is_counted:
-            before = unseen.tokens.index_select(0, to_device(np.array(unseen.places, np.int64), logits.device))
-            count_drawn(batch.counts, batch.places[COUNT_ROW], before)
-        tokens = draw(logits, batch, self._room(len(rows), logits), chunk=self._chunk)
+        tokens = self._drawn(logits, rows, unseen)
         counts = [row.params.logprobs for row in rows]
         if all(count is None for count in counts):
             return DeviceDrawing(tokens)
         return DeviceDrawing(tokens, _told(logits, tokens, counts), counts)
 
-    def _room(self, num_rows: int, logits: Tensor) -> SamplingScratch:
-        room = self._scratch
-        if room is None or room.sums.shape[0] < num_rows or room.adjusted.shape[1] != logits.shape[1]:
-            self._scratch = room = SamplingScratch.of(
-                triton.next_power_of_2(num_rows), logits.shape[1], logits.device, chunk=self._chunk
-            )
+    def _drawn(self, logits: Tensor, rows: Sequence[SampleRow], unseen: Unseen | None) -> Tensor:
+        logits = _aligned(logits)
+        maker = self._maker_for(logits)
+        plans = maker.plans(rows)
+        if all(not plan.is_random and plan.is_free(row) for row, plan in zip(rows, plans, strict=True)):
+            return greedy(logits, self._greedy_room(logits), chunk=self._chunk)
+        return draw(logits, maker.of(rows, plans, unseen), self._room(logits), chunk=self._chunk)
+
+    def _maker_for(self, logits: Tensor) -> BatchMaker:
+        maker = self._maker
+        if maker is None or maker.vocab_size != logits.shape[1] or maker.device != logits.device:
+            self._maker = maker = BatchMaker(logits.shape[1], logits.device)
+        return maker
+
+    def _room(self, logits: Tensor) -> SamplingScratch:
+        room, (num_rows, vocab_size) = self._scratch, logits.shape
+        if room is None or not room.fits(logits):
+            num_rows = triton.next_power_of_2(num_rows)
+            self._scratch = room = SamplingScratch.of(num_rows, vocab_size, logits.device, chunk=self._chunk)
         return room
+
+    def _greedy_room(self, logits: Tensor) -> GreedyScratch:
+        room, (num_rows, vocab_size) = self._greedy_scratch, logits.shape
+        if room is None or not room.fits(logits, self._chunk):
+            num_rows = triton.next_power_of_2(num_rows)
+            self._greedy_scratch = room = GreedyScratch.of(num_rows, vocab_size, logits.device, chunk=self._chunk)
+        return room
+
+
+def _aligned(logits: Tensor) -> Tensor:
+    """Where a kernel for aligned addresses can read them: a model's are; a view of some rows may not be."""
+    return logits if logits.data_ptr() % 16 == 0 else logits.clone()
+
+
+def _rows_of_all_kinds(vocab_size: int) -> list[SampleRow]:
+    """One that is greedy and no more, one that asks for everything."""
+    plain = SamplingParams(temperature=0.0, max_tokens=1)
+    everything = SamplingParams(
+        temperature=1.0, top_k=2, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1,
+        min_tokens=2, max_tokens=2, stop_token_ids=(1,), logprobs=1, seed=1,
+    )  # fmt: skip
+    allowed = np.full(-(-vocab_size // 32), 2**32 - 1, np.uint32)
+    return [
+        SampleRow(plain, 0, 0, (), (), frozenset()),
+        SampleRow(everything, 0, 1, (0,), (0,), frozenset(), allowed, num_guessed=1),
+        SampleRow(everything, 0, 1, (0,), (0,), frozenset(), allowed),
+    ]
 
 
 def _told(logits: Tensor, tokens: Tensor, counts: Sequence[int | None]) -> Tensor:
@@ -190,19 +179,3 @@ def _listed(line: Tensor, token: int, count: int) -> TokenLogprobs:
     most = (len(line) - 1) // 2
     values = line.view(torch.float32).tolist()
     return TokenLogprobs((token, values[0]), tuple(zip(line[1 : 1 + count].tolist(), values[1 + most :][:count], strict=True)))
-
-
-def _check(logits: Tensor, batch: SamplingBatch, scratch: SamplingScratch, chunk: int) -> tuple[int, int]:
-    """The numbers of rows and of tokens."""
-    if logits.dim() != 2 or logits.stride(1) != 1 or logits.shape[0] != batch.num_rows:
-        raise ValueError(f"logits: shape {tuple(logits.shape)}; give [{batch.num_rows}, V] with contiguous rows")
-    num_rows, vocab_size = logits.shape
-    if scratch.adjusted.shape[0] < num_rows or scratch.adjusted.shape[1] != vocab_size:
-        raise ValueError(f"scratch: for {tuple(scratch.adjusted.shape)}, not {tuple(logits.shape)}")
-    if scratch.best_values.shape[2] != triton.cdiv(vocab_size, chunk):
-        raise ValueError(f"chunk: {chunk} is not what the scratch was made for")
-    if batch.counts.shape[1] != vocab_size or batch.masks.shape[1] != triton.cdiv(vocab_size, 32):
-        raise ValueError(
-            f"batch: counts of {batch.counts.shape[1]} tokens, masks of {batch.masks.shape[1]} words for {vocab_size}"
-        )
-    return num_rows, vocab_size

@@ -1,12 +1,15 @@
-"""What a batch of draws needs, as tensors on the device: one entry a row, and tables that rows point into.
+"""What a step's draws need, in one message to the device, or in none.
 
-A CUDA graph captures the addresses: keep the tensors, copy the next step's contents into them (`SamplingBatch.copy_`).
+    message [words] int32    records of the rows │ masks │ forbidden tokens │ guessed tokens │ places to count
+                             sampling_record.py    ─────────── records say where ──────────    sampling_history.py
+
+A step whose rows differ from the last one's in their index alone needs no message: it reads the last one's, `ahead` tokens on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,85 +17,113 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sampling import SampleRow
+from engine.kernels.triton import sampling_record as record
+from engine.kernels.triton.sampling_history import HistoryCounts, Update
+from engine.sampling import SampleRow, Unseen
+from engine.sampling_params import SamplingParams
 
-IN_PROMPT = 1 << 30  # bit of a count: the token stands in the prompt; below it: how often in the output
-NOWHERE = -1
-COUNT_ROW = 3  # of a batch's `places`
-_FLOATS = ("temperature", "top_p", "floor", "min_p", "repetition", "presence", "frequency")
+_MAX_REMEMBERED = 4096
+_CHOICE, _INDEX, _COUNT_ROW = record.column(record.CHOICE), record.column(record.INDEX), record.column(record.COUNT_ROW)
+_MASK, _FORBIDDEN, _GUESSED = record.column(record.MASK), record.column(record.FORBIDDEN), record.column(record.GUESSED)
+
+Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """R rows. Neutral values change nothing; temperature 0 is greedy."""
+    """R rows."""
 
-    floats: Tensor  # [7, R] float32, see the properties
-    seeds: Tensor  # [R] int64: the unsigned seed's bits
-    places: Tensor  # [5, R] int32: choice, index in the output, top_k (0: all), row of counts, row of masks (-1: none)
-    forbidden: Tensor  # [R, F] int32, -1 where there is none; F a power of two
-    counts: Tensor  # [C, V] int32: see IN_PROMPT
-    masks: Tensor  # [G, ceil(V / 32)] int32: token t is allowed if bit t % 32 of word t // 32 is set
-    is_counted: bool  # whether any row has counts
-    is_random: bool  # whether any row's temperature may be above 0: else half of the kernels are not launched
+    message: Tensor  # int32, on the device
+    counts: Tensor  # [C, V] int32 (sampling_history.py); anything if no record points into it
+    vocab_size: int
+    num_rows: int
+    first_place: int  # in the message: of the places to count
+    num_prompt: int  # of them: of prompts
+    num_places: int
+    is_random: bool  # whether any row's temperature is above 0: else half of the kernels are not launched
+    ahead: int = 0  # added to each row's index
 
-    @property
-    def num_rows(self) -> int:
-        return self.seeds.shape[0]
 
-    def copy_(self, other: SamplingBatch) -> None:
-        """Takes over the contents of a batch of the same shapes. Raises ValueError for others."""
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            if isinstance(mine, Tensor):
-                if mine.shape != theirs.shape:
-                    raise ValueError(f"{field.name}: shape {tuple(theirs.shape)}, not {tuple(mine.shape)}")
-                mine.copy_(theirs, non_blocking=True)
+class Plan:
+    """What the parameters of a request come to, whatever the row."""
 
-    @staticmethod
-    def of(rows: Sequence[SampleRow], vocab_size: int, device: torch.device) -> SamplingBatch:
-        """From what the runner says of each row. Copies to the device, waits for nothing that runs there."""
-        counted = [row for row in rows if _is_counted(row)]
-        masked = [row for row in rows if row.allowed is not None]
-        place_of = {id(row): place for place, row in enumerate(counted)}
-        mask_of = {id(row): place for place, row in enumerate(masked)}
-        floats = [_floats(row, vocab_size) for row in rows]
-        places = [
-            (
-                row.choice,
-                row.index,
-                min(row.params.top_k, vocab_size),
-                place_of.get(id(row), NOWHERE),
-                mask_of.get(id(row), NOWHERE),
-            )
-            for row in rows
-        ]
+    def __init__(self, params: SamplingParams, vocab_size: int) -> None:
+        self.params = params  # also keeps their id() from being another's
+        self.min_tokens = params.min_tokens
+        self.is_random = not params.greedy
+        self.has_repetition = params.repetition_penalty != 1.0
+        self.has_penalty = self.has_repetition or bool(params.presence_penalty or params.frequency_penalty)
+        self.record = record.packed(params, vocab_size).tobytes()
+
+    def is_free(self, row: SampleRow) -> bool:
+        """Whether temperature and filters are all that the row asks for."""
+        return not self.has_penalty and row.allowed is None and row.index >= self.min_tokens
+
+    def is_counted(self, row: SampleRow) -> bool:
+        return self.has_repetition or (self.has_penalty and len(row.output) > 0)
+
+
+class BatchMaker:
+    """Makes the batches of one sampler, on its thread. Remembers parameters in packed form, histories, and the last batch."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size, self.device = vocab_size, device
+        self.history = HistoryCounts(vocab_size, device)
+        self.num_messages = 0
+        self._plans: dict[int, Plan] = {}
+        self._last: tuple[list[tuple[Plan, int, int]], int, SamplingBatch] | None = None
+
+    def plans(self, rows: Sequence[SampleRow]) -> list[Plan]:
+        """By identity: to hash the parameters by value would cost more than all the rest."""
+        known = self._plans
+        return [known.get(id(row.params)) or self._new_plan(row.params) for row in rows]
+
+    def of(self, rows: Sequence[SampleRow], plans: Sequence[Plan], unseen: Unseen | None = None) -> SamplingBatch:
+        """Of at least one row; `unseen`: one token more of each. Copies to the device, waits for nothing that runs there."""
+        if not all(plan.is_free(row) for row, plan in zip(rows, plans, strict=True)):
+            self._last = None
+            return self._sent(rows, plans, unseen)
+        first = rows[0].index
+        key = [(plan, row.choice, row.index - first) for row, plan in zip(rows, plans, strict=True)]
+        if self._last is None or self._last[0] != key:
+            self._last = (key, first, self._sent(rows, plans))
+        return replace(self._last[2], ahead=first - self._last[1])
+
+    def _new_plan(self, params: SamplingParams) -> Plan:
+        if len(self._plans) >= _MAX_REMEMBERED:
+            self._plans.clear()
+        plan = self._plans[id(params)] = Plan(params, self.vocab_size)
+        return plan
+
+    def _sent(self, rows: Sequence[SampleRow], plans: Sequence[Plan], unseen: Unseen | None = None) -> SamplingBatch:
+        counted = [place for place, (row, plan) in enumerate(zip(rows, plans, strict=True)) if plan.is_counted(row)]
+        count_rows, update = self.history.place([rows[place] for place in counted]) if counted else ([], Update())
+        table = np.frombuffer(bytearray(b"".join([plan.record for plan in plans])), np.int32).reshape(len(rows), -1)
+        table[:, _CHOICE] = [row.choice for row in rows]
+        table[:, _INDEX] = [row.index for row in rows]
+        table[counted, _COUNT_ROW] = count_rows
+        parts = _with_lists(table, rows, set(counted), self.vocab_size, _NONE if unseen is None else _ROOM)
+        first_place = sum(map(len, parts))
+        message = np.concatenate([*parts, *update.prompts, *update.outputs])
+        self.num_messages += 1
+        sent = to_device(message, self.device)
+        if unseen is not None and counted:
+            self._fill_in(sent, table[counted, _GUESSED + 1] - 1, np.array(unseen.places, np.int64)[counted], unseen.tokens)
         return SamplingBatch(
-            floats=to_device(np.array(floats, np.float64).reshape(len(rows), len(_FLOATS)).T.astype(np.float32), device),
-            seeds=to_device(np.array([row.params.seed for row in rows], np.uint64).view(np.int64), device),
-            places=to_device(np.array(places, np.int32).reshape(len(rows), 5).T.copy(), device),
-            forbidden=to_device(_forbidden(rows), device),
-            counts=counts_of([(row.prompt, row.output) for row in counted], vocab_size, device),
-            masks=to_device(_masks(masked, vocab_size), device),
-            is_counted=bool(counted),
-            is_random=any(not row.params.greedy for row in rows),
+            message=sent,
+            counts=sent if self.history.counts is None else self.history.counts,
+            vocab_size=self.vocab_size,
+            num_rows=len(rows),
+            first_place=first_place,
+            num_prompt=sum(map(len, update.prompts)),
+            num_places=len(message) - first_place,
+            is_random=any(plan.is_random for plan in plans),
         )
 
-
-def counts_of(histories: Sequence[tuple[Sequence[int], Sequence[int]]], vocab_size: int, device: torch.device) -> Tensor:
-    """[C, vocab_size] int32 from prompts and outputs; one row, unused, where there is none."""
-    counts = torch.zeros((max(1, len(histories)), vocab_size), dtype=torch.int32, device=device)
-    prompts = _flat((prompt for prompt, _ in histories), vocab_size, device)
-    outputs = _flat((output for _, output in histories), vocab_size, device)
-    counts.view(-1).index_fill_(0, prompts, IN_PROMPT)
-    counts.view(-1).scatter_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
-    return counts
-
-
-def count_drawn(counts: Tensor, count_rows: Tensor, tokens: Tensor) -> None:
-    """Counts one more token of each row's output, on the device: counts [C, V], count_rows [R] (-1: not counted), tokens [R]."""
-    is_counted = count_rows >= 0
-    places = count_rows.clamp_min(0).long() * counts.shape[1] + tokens
-    counts.view(-1).scatter_add_(0, places, is_counted.to(counts.dtype))
+    def _fill_in(self, message: Tensor, words: Ints, places: NDArray[np.int64], tokens: Tensor) -> None:
+        """On the device: what the host has not seen is put where it left room."""
+        seen = tokens.index_select(0, to_device(places, self.device))
+        message.index_copy_(0, to_device(words.astype(np.int64), self.device), seen)
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -101,44 +132,41 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _floats(row: SampleRow, vocab_size: int) -> tuple[float, ...]:
-    params = row.params
-    has_output = len(row.output) > 0
-    return (
-        params.temperature,
-        params.top_p,
-        (1.0 - params.top_p) / vocab_size,
-        params.min_p,
-        params.repetition_penalty,
-        params.presence_penalty if has_output else 0.0,
-        params.frequency_penalty if has_output else 0.0,
-    )
+def _with_lists(table: Ints, rows: Sequence[SampleRow], counted: set[int], vocab_size: int, room: Ints) -> list[Ints]:
+    """The table's records, told where the lists behind it are, and those lists. `room`: behind the guesses of who is counted."""
+    parts, end, mask_of = [table.reshape(-1)], table.size, dict[int, int]()
+    for place, row in enumerate(rows):
+        lists = {_FORBIDDEN: _forbidden(row), _GUESSED: np.concatenate([_guessed(row), room]) if place in counted else _NONE}
+        for field, tokens in lists.items():
+            if len(tokens):
+                table[place, field : field + 2] = end, end + len(tokens)
+                parts.append(tokens)
+                end += len(tokens)
+        if row.allowed is None:
+            continue
+        if id(row.allowed) not in mask_of:  # choices that have not parted share one
+            mask_of[id(row.allowed)] = end
+            parts.append(_mask(row.allowed, vocab_size))
+            end += len(parts[-1])
+        table[place, _MASK] = mask_of[id(row.allowed)]
+    return parts
 
 
-def _is_counted(row: SampleRow) -> bool:
-    params = row.params
-    return params.repetition_penalty != 1.0 or bool(len(row.output) and (params.presence_penalty or params.frequency_penalty))
+_NONE = np.zeros(0, np.int32)
+_ROOM = np.zeros(1, np.int32)  # for a token that the host has not seen
 
 
-def _forbidden(rows: Sequence[SampleRow]) -> NDArray[np.int32]:
-    lists = [sorted(row.forbidden) for row in rows]
-    longest = max((len(tokens) for tokens in lists), default=0)
-    width = 1 << (longest - 1).bit_length() if longest else 1  # few widths: each is a kernel of its own
-    table = np.full((len(rows), width), NOWHERE, np.int32)
-    for line, tokens in zip(table, lists, strict=True):
-        line[: len(tokens)] = np.minimum(tokens, 2**31 - 1)  # beyond the vocabulary: nobody's
-    return table
+def _forbidden(row: SampleRow) -> Ints:
+    tokens = row.forbidden if row.index < row.params.min_tokens else ()
+    return np.minimum(np.array(sorted(tokens), np.int64), 2**31 - 1).astype(np.int32)  # beyond the vocabulary: nobody's
 
 
-def _masks(rows: Sequence[SampleRow], vocab_size: int) -> NDArray[np.int32]:
-    table = np.zeros((max(1, len(rows)), -(-vocab_size // 32)), np.uint32)
-    for line, row in zip(table, rows, strict=False):
-        assert row.allowed is not None
-        line[:] = row.allowed[: len(line)]
-    return table.view(np.int32)
+def _guessed(row: SampleRow) -> Ints:
+    return np.array(row.output[len(row.output) - row.num_guessed :], np.int32)
 
 
-def _flat(lists: Iterable[Sequence[int]], vocab_size: int, device: torch.device) -> Tensor:
-    """Indices into the flat counts."""
-    parts = [np.asarray(tokens, np.int64).reshape(-1) + row * vocab_size for row, tokens in enumerate(lists)]
-    return to_device(np.concatenate(parts) if parts else np.zeros(0, np.int64), device)
+def _mask(allowed: NDArray[np.uint32], vocab_size: int) -> Ints:
+    """Token t is allowed if bit t % 32 of word t // 32 is set."""
+    words = np.zeros(-(-vocab_size // 32), np.uint32)
+    words[: len(allowed)] = allowed[: len(words)]
+    return words.view(np.int32)

@@ -1,4 +1,4 @@
-"""Numbers inside the sampling kernels: exponential, noise, and an order on floats. Triton functions, no launchers.
+"""Numbers inside the sampling kernels: exponential, noise, an order on floats, the best of some. Triton functions, no launchers.
 
 All are written so that compilers have no choice: launches that use them set `enable_fp_fusion=False`.
 """
@@ -61,3 +61,23 @@ def gumbel_of(bits: tl.tensor) -> tl.tensor:
     lost = tl.where(rest == 1.0, 1.0, v / tl.where(rest == 1.0, 1.0, 1.0 - rest))
     exponential = tl.where(rest == 1.0, v, -tl.log(rest) * lost).to(tl.float32)
     return -tl.log(exponential.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def best_of(values: tl.tensor, ids: tl.tensor, is_candidate: tl.tensor) -> tl.tensor:
+    """The highest value among candidates and its lowest id; 2^31 - 1 without candidates."""
+    best = tl.max(tl.where(is_candidate, values, float("-inf")), axis=0)
+    return best, tl.min(tl.where(is_candidate & (values == best), ids, 2147483647), axis=0)
+
+
+@triton.jit
+def scaled(adjusted: tl.tensor, ids: tl.tensor, highest: tl.tensor, temperature: tl.tensor, VOCAB: tl.constexpr) -> tl.tensor:
+    """Logits as the highest 0 and divided by the temperature; -infinity outside the vocabulary."""
+    value = tl.load(adjusted + ids, mask=ids < VOCAB, other=float("-inf")) - highest
+    return tl.div_rn(value, temperature)
+
+
+@triton.jit
+def highest_of(best_values: tl.tensor, row: tl.tensor, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr) -> tl.tensor:
+    chunks = tl.arange(0, CHUNKS)
+    return tl.max(tl.load(best_values + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=float("-inf")), axis=0)

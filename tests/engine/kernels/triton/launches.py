@@ -119,7 +119,9 @@ def draws() -> None:
     for num_rows in (1, 3, 16):
         params = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.1, repetition_penalty=1.1, seed=1, max_tokens=10)
         row = SampleRow(params, 0, 3, (1, 2), (3,), frozenset({5}))
-        DeviceSampler().sample(torch.zeros(num_rows, 128_256), [row] * num_rows)
+        plain = SampleRow(SamplingParams(temperature=0.0, max_tokens=1), 0, 0, (), (), frozenset())
+        for each in (row, plain):
+            DeviceSampler().sample(torch.zeros(num_rows, 128_256), [each] * num_rows)
 
 
 GROUPS: dict[str, Callable[[], None]] = {

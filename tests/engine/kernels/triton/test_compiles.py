@@ -60,6 +60,14 @@ def test_tiles_take_as_much_memory_on_older_gpus(capability: str) -> None:
         assert kernel["shared"] <= bound(kernel), kernel
 
 
+@pytest.mark.timeout(900)
+@needs_tools
+def test_no_draw_waits_for_a_compiler_once_the_sampler_is_prepared() -> None:
+    [counted] = spoken("variants")
+    names = ["adjust_kernel", "count_kernel", "greedy_kernel", "limits_kernel", "pick_kernel", "scores_kernel"]
+    assert counted == {"prepared": names, "later": []}
+
+
 @needs_tools
 def test_what_is_stored_in_float8_is_divided_as_ieee_says() -> None:
     """The interpreter divides exactly whatever the compiler is told."""

@@ -14,8 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine import noise
-from engine.kernels.triton.sampling import DeviceSampler, SamplingScratch, draw
-from engine.kernels.triton.sampling_batch import IN_PROMPT, SamplingBatch, count_drawn, counts_of
+from engine.kernels.triton.sampling import DeviceSampler
+from engine.kernels.triton.sampling_batch import BatchMaker
+from engine.kernels.triton.sampling_launches import GreedyScratch, SamplingScratch, draw, greedy
 from engine.kernels.triton.sampling_numbers import exp_of, gumbel_of, random_bits
 from engine.sampling import Sampler, SampleRow, Unseen
 from engine.sampling_params import SamplingParams
@@ -174,29 +175,40 @@ def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
     assert together == [sampler.sample(logits[i : i + 1], [rows[i]])[0] for i in range(4)]
 
 
-def test_counts_kept_on_the_device_are_those_of_the_lists() -> None:
-    vocab = 40
-    counts = counts_of([((1, 2, 2), (2, 3)), ((), ())], vocab, DEVICE)
-    assert counts[0, :4].tolist() == [0, IN_PROMPT, IN_PROMPT + 1, 1] and not counts[1].any()
-    count_drawn(counts, torch.tensor([1, -1, 0], device=DEVICE), torch.tensor([7, 8, 3], device=DEVICE))
-    assert torch.equal(counts, counts_of([((1, 2, 2), (2, 3, 3)), ((), (7,))], vocab, DEVICE))
+def test_more_forbidden_tokens_than_anybody_needs() -> None:
+    """How many there are is a client's to say."""
+    logits = logits_of(2, 300, 5)
+    many: dict[str, Any] = {"stop_token_ids": tuple(range(256)), "min_tokens": 2}
+    assert_same(logits, [row(temperature=0, index=1, **many), row(seed=1, index=0, **many)])
 
 
-def test_a_batch_stays_on_the_device_from_step_to_step() -> None:
-    """As a graph would: the same buffers, contents changed by copies, counts by what was drawn."""
-    output: list[int] = []
-    logits = logits_of(1, 50, 3)
-    params: dict[str, Any] = {"seed": 8, "frequency_penalty": 4.0, "repetition_penalty": 1.2, "prompt": (1, 2)}
-    batch = SamplingBatch.of([row(index=0, **params)], 50, DEVICE)
-    counts, scratch = batch.counts.clone(), SamplingScratch.of(1, 50, DEVICE, chunk=CHUNK)
-    for index in range(5):
-        tokens = draw(logits.to(DEVICE), batch, scratch, chunk=CHUNK)
-        [expected] = Sampler().sample(logits, [row(index=index, output=tuple(output), **params)])
-        assert tokens.tolist() == [expected.token_id]
-        output.append(expected.token_id)
-        count_drawn(counts, torch.zeros(1, dtype=torch.int32, device=DEVICE), tokens)
-        batch.copy_(SamplingBatch.of([row(index=index + 1, output=tuple(output), **params)], 50, DEVICE))
-        assert torch.equal(batch.counts, counts)
+def test_rows_that_only_go_on_need_no_message() -> None:
+    """Steps of rows that stay the same: what was sent for the first holds for all; greedy ones send nothing at all."""
+    sampler, reference = DeviceSampler(CHUNK), Sampler()
+    params = [SamplingParams(seed=i, top_p=0.9, temperature=0.7 * i, max_tokens=9) for i in range(3)]
+    for step in range(4):
+        rows = [SampleRow(p, 1, step + 2 * i, (), (), frozenset()) for i, p in enumerate(params)]
+        logits = logits_of(3, 90, step)
+        assert sampler.sample(logits.to(DEVICE), rows) == reference.sample(logits, rows)
+    assert num_messages(sampler) == 1
+    rows[1] = SampleRow(params[1], 1, 77, (), (), frozenset())
+    assert sampler.sample(logits.to(DEVICE), rows) == reference.sample(logits, rows)
+    assert num_messages(sampler) == 2
+    plain = [SampleRow(SamplingParams(temperature=0.0, max_tokens=9), 0, i, (), (), frozenset()) for i in range(3)]
+    assert sampler.sample(logits.to(DEVICE), plain) == reference.sample(logits, plain)
+    assert num_messages(sampler) == 2
+
+
+def num_messages(sampler: DeviceSampler) -> int:
+    assert sampler._maker is not None
+    return sampler._maker.num_messages
+
+
+def test_a_row_of_what_is_no_number_names_a_token_all_the_same() -> None:
+    logits = torch.full((1, 40), torch.nan, device=DEVICE)
+    for params in ({"temperature": 0.0}, {"temperature": 0.0, "repetition_penalty": 1.5}, {"seed": 1}):
+        [token] = DeviceSampler(CHUNK).sample(logits, [row(**params)])
+        assert token.token_id == 0
 
 
 @triton.jit
@@ -233,15 +245,16 @@ def test_noise_is_that_of_the_engine_and_exponentials_are_right(seed: int, choic
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
-    batch, scratch = SamplingBatch.of([row()], 40, DEVICE), SamplingScratch.of(1, 40, DEVICE, chunk=CHUNK)
+    maker, scratch, rows = BatchMaker(40, DEVICE), SamplingScratch.of(1, 40, DEVICE, chunk=CHUNK), [row()]
+    batch = maker.of(rows, maker.plans(rows))
     with pytest.raises(ValueError, match="logits"):
         draw(torch.zeros((2, 40), device=DEVICE), batch, scratch, chunk=CHUNK)
     with pytest.raises(ValueError, match="scratch"):
-        draw(torch.zeros((1, 41), device=DEVICE), batch, scratch, chunk=CHUNK)
+        draw(torch.zeros((1, 40), device=DEVICE), batch, SamplingScratch.of(1, 41, DEVICE, chunk=CHUNK), chunk=CHUNK)
     with pytest.raises(ValueError, match="chunk"):
         draw(torch.zeros((1, 40), device=DEVICE), batch, scratch)
-    with pytest.raises(ValueError, match="floats"):
-        batch.copy_(SamplingBatch.of([row(), row()], 40, DEVICE))
+    with pytest.raises(ValueError, match="scratch"):
+        greedy(torch.zeros((2, 40), device=DEVICE), GreedyScratch.of(1, 40, DEVICE, chunk=CHUNK), chunk=CHUNK)
 
 
 @pytest.mark.gpu
