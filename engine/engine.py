@@ -304,8 +304,10 @@ class Engine:
 
 def _open_pool(config: EngineConfig, loaded: LoadedModel) -> KVPool:
     """With all heads; where each rank of tensor parallelism has a device, only with this one's."""
-    model, free = loaded.model, free_memory(config.device)
-    if not isinstance(model, ParallelModel):
-        shape = kv_shape(config, loaded.config, loaded.kv_dtype, free, loaded.step_bytes(config))
-        return KVPool(shape, config.device, shared=config.kv_shared)
-    return model.open_pool(kv_shape(config, loaded.config if model.shares_pool else model.config, loaded.kv_dtype, free))
+    model = loaded.model
+    has_own_heads = isinstance(model, ParallelModel) and not model.shares_pool
+    heads_of = model.config if has_own_heads else loaded.config
+    shape = kv_shape(config, heads_of, loaded.kv_dtype, free_memory(config.device), loaded.step_bytes(config))
+    if isinstance(model, ParallelModel):
+        return model.open_pool(shape)
+    return KVPool(shape, config.device, shared=config.kv_shared)

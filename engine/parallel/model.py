@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import StepBatch
+from engine.config import EngineConfig
 from engine.exports import LayerSignal
 from engine.kv_cache import KVPool, KVShape
 from engine.parallel import wire
@@ -62,6 +63,11 @@ class ParallelModel:
         """One that draws where rank 0's logits are, if its model has one."""
         own = getattr(self._share.model, "sampler", None)
         return own() if own is not None else Sampler()
+
+    def step_bytes(self, config: EngineConfig) -> int:
+        """See LoadedModel.step_bytes: of a rank's device."""
+        own = getattr(self._share.model, "step_bytes", None)
+        return int(own(config)) if own is not None else 0
 
     @property
     def device(self) -> torch.device:

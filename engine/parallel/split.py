@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from engine.model_config import ModelConfig
-from engine.weights.quantize import Int4Weight, Int8Weight
+from engine.weights.quantize import Fp8Weight, Int4Weight, Int8Weight
 from engine.weights.source import WeightSource
 
+QuantizedWeight = Int8Weight | Int4Weight | Fp8Weight
 _BY_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 _BY_COLUMNS = frozenset({"o_proj", "down_proj"})
 
@@ -107,7 +108,7 @@ def cut(name: str, tensor: Tensor, shard: Shard) -> Tensor:
     return tensor[:, columns.start : columns.stop].contiguous()
 
 
-def cut_quantized(name: str, weight: Int8Weight | Int4Weight, shard: Shard) -> Int8Weight | Int4Weight:
+def cut_quantized(name: str, weight: QuantizedWeight, shard: Shard) -> QuantizedWeight:
     """What this rank has of a quantized tensor. Raises ValueError for a shape that cannot be shared, or groups that a cut would
     part."""
     values = cut(name, weight.values, shard)
@@ -118,7 +119,7 @@ def cut_quantized(name: str, weight: Int8Weight | Int4Weight, shard: Shard) -> I
         scales, minimums = (cut(name, each, shard) for each in (weight.scales, weight.minimums))
         return replace(weight, values=values, scales=scales, minimums=minimums)
     is_by_rows = len(values) < len(weight.values)
-    return Int8Weight(values, cut(name, weight.scales, shard) if is_by_rows else weight.scales)
+    return replace(weight, values=values, scales=cut(name, weight.scales, shard) if is_by_rows else weight.scales)
 
 
 def whole_shape(name: str, rows: int, width: int, shard: Shard) -> tuple[int, int]:

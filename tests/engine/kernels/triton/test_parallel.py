@@ -52,7 +52,7 @@ def config_of(folder: Path, tensor_parallel: int, **settings: object) -> EngineC
     return EngineConfig(str(folder), backend="triton", tensor_parallel=tensor_parallel, **given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("degree", "quantization"), [(2, "none"), (2, "int8"), (2, "int4"), (4, "none")])
+@pytest.mark.parametrize(("degree", "quantization"), [(2, "none"), (2, "int8"), (2, "int4"), (2, "fp8"), (4, "none")])
 def test_logits_and_the_pool_are_those_of_one_rank(folder: Path, degree: int, quantization: str) -> None:
     """A chunk of a prompt, another beside a decode row, then decode rows alone (a bucket, twice)."""
     settings = {"quantization": quantization, "quantization_group": 32}
