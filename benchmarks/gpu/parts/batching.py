@@ -34,6 +34,8 @@ def run(context: Context) -> None:
         took = time.monotonic() - began
         if number + 1 < ROUNDS and not context.has_time(1.1 * took, "a second round of continuous batching"):
             break
+    attention = getattr(peer.config, "_attn_implementation", None) or "its default"
+    context.note(f"transformers' continuous batching attends by {attention}; without flash-attn it has torch's SDPA over pages")
     _add(context, output, {name: statistics.median(values) for name, values in samples.items()}, _most(context, subject, output))
 
 

@@ -42,7 +42,8 @@ class CudaGraphs:
             work()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Copies of a hand-off go on meanwhile on threads of their own, which ask for events: no matter of this capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = work()
         graph.replay()  # a capture computes nothing
         return Recording(output, graph.replay)
