@@ -14,6 +14,12 @@ from engine.kernels.cpu import library as abi
 from engine.kernels.cpu.model import kv_head_dim
 
 
+def copy_blocks(kv: Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:
+    """In all layers block `sources[i]` goes to `targets[i]`: all are read before any is written. kv as for `move_slots`."""
+    blocks = movable(kv)
+    blocks[:, :, indices_for(kv, targets)] = blocks[:, :, indices_for(kv, sources)]
+
+
 def move_slots(kv: Tensor, sources: Sequence[int], targets: Sequence[int], arrangement: str) -> None:
     """In all layers what lies at `sources[i]` goes to `targets[i]`, as if all were read before any is written.
 

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from engine.batch import StepBatch, Tail
-from engine.block_copies import movable
 from engine.blocks import num_blocks_for
 from engine.exports import LayerSignal
 from engine.grammar import Bits
 from engine.indices import indices_for
-from engine.kv_moves import move_slots
+from engine.kv_moves import copy_blocks, move_slots
 from engine.sampling import SampledToken, SampleRow
 from engine.scheduler import Piece, Plan
 from engine.sequence import Sequence
@@ -116,8 +115,7 @@ class ModelRunner:
         if copies:
             # All sources are read before any target is written: a source may have been freed and be a target by now.
             sources, targets = [copy.source for copy in copies], [copy.target for copy in copies]
-            kv = movable(self._kv)
-            kv[:, :, indices_for(kv, targets)] = kv[:, :, indices_for(kv, sources)]
+            copy_blocks(self._kv, sources, targets)
             if self._others is not None:
                 self._others.copy_blocks(sources, targets)
 

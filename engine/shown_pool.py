@@ -130,11 +130,16 @@ class _Slip:
 
     @property
     def second_ids(self) -> Tensor:
-        return self.words[NUM_SUMS:].view(torch.int32)[self.num_blocks : 2 * self.num_blocks]
+        return self.words[NUM_SUMS:].view(torch.int32)[self._second : self._second + self.num_blocks]
 
     @property
     def told(self) -> Tensor:
-        return self.words[: NUM_SUMS + self.num_blocks]
+        return self.words[: NUM_SUMS + (self._second + self.num_blocks + 1) // 2]
+
+    @property
+    def _second(self) -> int:
+        """At a multiple of 16 bytes, whatever the number of blocks: for others Triton would compile the kernel once more."""
+        return self.num_blocks + -self.num_blocks % 4
 
 
 class _Slips:
@@ -143,7 +148,7 @@ class _Slips:
     def __init__(self, device: torch.device, streams: Streams, max_blocks: int) -> None:
         self.lane: Lane = streams.lane()
         self._streams = streams
-        self._max_blocks, self._num_words = max_blocks, NUM_SUMS + max_blocks
+        self._max_blocks, self._num_words = max_blocks, NUM_SUMS + max_blocks + 2
         self._there = torch.zeros(self._num_words, dtype=torch.int64, device=device)
         self._free: list[Tensor] = []  # filled by whoever finds that a work is done, in any thread
 

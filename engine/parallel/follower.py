@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.kv_cache import KVShape
-from engine.kv_moves import move_slots
+from engine.kv_moves import copy_blocks, move_slots
 from engine.parallel import wire
 from engine.parallel.group import Group, find_meeting_point
 from engine.parallel.load import load_shard
@@ -47,7 +47,7 @@ def _compute(sock: socket.socket, share: Share, kv: Tensor) -> None:
             share.prepare(kv)
         elif kind is Kind.COPY:
             sources, targets = wire.decode_slots(payload)
-            kv[:, :, targets] = kv[:, :, sources]
+            copy_blocks(kv, sources, targets)
         else:
             move_slots(kv, *wire.decode_slots(payload), "plain")
 

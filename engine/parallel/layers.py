@@ -1,4 +1,7 @@
-"""The linear maps behind which ranks meet. Both are `engine.layers.Linear`s: a model does not know that it is shared."""
+"""The linear maps behind which ranks meet. Both are `engine.layers.Linear`s: a model does not know that it is shared.
+
+`inner`: the map over the rank's own weights.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,17 @@ class SummedLinear:
     """Each rank has some of the inputs: the outputs are added up."""
 
     def __init__(self, linear: Linear, group: Group) -> None:
-        self.kind, self._linear, self._group = linear.kind, linear, group
+        self.kind, self.inner, self._group = linear.kind, linear, group
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._group.sum(self._linear(x))
+        return self._group.sum(self.inner(x))
 
 
 class GatheredHead:
     """Each rank has some of the vocabulary: rank 0 has all logits [M, vocab_size], the others something of no use."""
 
     def __init__(self, linear: Linear, vocab_size: int, group: Group) -> None:
-        self.kind, self._linear, self._vocab_size, self._group = linear.kind, linear, vocab_size, group
+        self.kind, self.inner, self._vocab_size, self._group = linear.kind, linear, vocab_size, group
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._group.gather(self._linear(x))[:, : self._vocab_size]
+        return self._group.gather(self.inner(x))[:, : self._vocab_size].contiguous()

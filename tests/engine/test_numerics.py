@@ -141,7 +141,6 @@ def test_torch_serves_where_the_kernels_cannot(of: ModelConfig, settings: Settin
         ({"backend": "torch", "kv_dtype": "float32"}, "kv_dtype: float32 needs backend=native; give auto"),
         ({"device": "cuda", "backend": "native"}, "backend: native cannot run this: it is for device=cpu, this is cuda"),
         ({"device": "cuda", "backend": "torch", "quantization": "int8"}, "quantization: int8 needs backend=triton; give none"),
-        ({"device": "cuda", "tensor_parallel": 2, "kv_dtype": "fp8"}, r"kv_dtype: fp8 needs backend=triton \(tensor_parallel=2"),
         (
             {"device": "cuda", "kv_dtype": "int8"},
             "kv_dtype: int8 needs backend=native; the Triton kernels have bfloat16 and fp8; give auto or fp8",

@@ -21,7 +21,7 @@ from engine.kernels.triton.metadata import Capacity, StepMetadata
 from engine.kernels.triton.pieces import PieceGraphs
 from engine.kernels.triton.sampling import DeviceSampler
 from engine.kernels.triton.splits import SPLITS, Splits
-from engine.kernels.triton.step import StepOutput, TritonStep
+from engine.kernels.triton.step import StepOutput, TritonStep, tell
 from engine.kernels.triton.step_memory import StepMemory, bounds_of
 from engine.kernels.triton.warm import warm
 from engine.kernels.triton.weight_words import WeightWords
@@ -95,7 +95,7 @@ class TritonModel:
         memory = StepMemory(
             self.config,
             itemsize=self.decoder.dtype.itemsize,
-            is_expanded=isinstance(self.decoder.head, WordLinear),
+            is_expanded=isinstance(_inner(self.decoder.head), WordLinear),
             splits=self.splits,
             row_buckets=self.sizes.buckets if self.sizes is not None else (),
             token_buckets=self.token_buckets,
@@ -111,7 +111,7 @@ class TritonModel:
             return
         started_s, free = time.monotonic(), free_memory(kv.device.type)
         self.sampler().prepare(self.config.vocab_size, self.device)
-        warm(self._step, kv)
+        warm(self._step, kv, *(() if self.sizes is None else (self.sizes.max_num_seqs,)))
         for graphs in (self._graphs_of(kv), self._pieces_of(kv)):
             if graphs is not None:
                 graphs.prepare()
@@ -131,9 +131,11 @@ class TritonModel:
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
         """See DecoderModel.forward. Logits hold until the next call. On a GPU the work is queued: nothing here waits for it,
         unless `signal` is to be told and has no marks."""
-        graphs = self._graphs_of(kv) if signal is None else None
+        graphs = self._graphs_of(kv)
         if graphs is not None and graphs.buffers.why_not(batch) is None:
-            output = graphs.run(batch)
+            output = graphs.run(batch)  # whether or not somebody is to be told: ranks that are not told launch the same
+            for index in range(self.config.num_layers):
+                tell(signal, index, self.device)
         else:
             output = self._other(batch, kv, signal)
         if hidden is not None:
@@ -166,8 +168,13 @@ class TritonModel:
         return StepOutput(output.logits[:num_rows], output.states[:num_rows])
 
 
+def _inner(linear: Linear) -> Linear:
+    """What a rank has of a map that ranks share (engine/parallel/layers.py)."""
+    return getattr(linear, "inner", linear)
+
+
 def _num_bytes(linear: Linear) -> int:
-    weight = getattr(linear, "weight", None)
+    weight = getattr(_inner(linear), "weight", None)
     return int(weight.num_bytes if isinstance(weight, WeightWords) else weight.nbytes) if weight is not None else 0
 
 

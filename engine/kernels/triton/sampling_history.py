@@ -26,7 +26,7 @@ from torch import Tensor
 from engine.sampling import SampleRow
 
 IN_PROMPT = 1 << 30  # bit of a count: the token stands in the prompt; below it: how often in the output
-_MOST_ROWS = 64
+MOST_ROWS = 64
 _FIRST_ROWS = 4
 
 Ints = NDArray[np.int32]
@@ -57,7 +57,7 @@ class _Held:
 class HistoryCounts:
     """For one sampler, on its thread; sequences may be dropped on any."""
 
-    def __init__(self, vocab_size: int, device: torch.device, most_rows: int = _MOST_ROWS) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, most_rows: int = MOST_ROWS) -> None:
         """`most_rows`: kept from step to step. A step that needs more has them."""
         self._vocab_size, self._device, self._most_rows = vocab_size, device, most_rows
         self._held: dict[weakref.ref[object], _Held] = {}  # who was drawn last stands last

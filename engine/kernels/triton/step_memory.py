@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
+from engine.kernels.triton.sampling_history import MOST_ROWS
 from engine.kernels.triton.splits import Splits
 from engine.model_config import ModelConfig
 
@@ -26,6 +27,7 @@ LAUNCHES_PER_LAYER = 11
 EXPANDED_FROM = 129  # rows: above TILE_ROWS_MAX of weight_product.py
 _SCRATCH_BYTES = 12  # of the sampler, for a row and token of the vocabulary
 _LOGIT_BYTES = 4
+_SORTED_BYTES = 28  # of a row whose log-probabilities are wanted: logits once more, sorted values, their ids, room to sort
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,11 @@ class StepMemory:
         return num_queries * config.num_heads * self.splits.bound(max_context) * (config.head_dim + 2) * 4
 
     def _draw(self, num_rows: int) -> int:
+        """Counts for penalties as well, and what log-probabilities are sorted in, should all rows want them."""
         rows = 1 << max(0, num_rows - 1).bit_length()
-        return self.config.vocab_size * (num_rows * (_LOGIT_BYTES + self.itemsize) + rows * _SCRATCH_BYTES)
+        counts = 4 * max(MOST_ROWS, num_rows)
+        a_row = _LOGIT_BYTES + self.itemsize + _SORTED_BYTES
+        return self.config.vocab_size * (num_rows * a_row + rows * _SCRATCH_BYTES + counts)
 
     def _expanded(self, bounds: StepBounds) -> int:
         config = self.config

@@ -38,7 +38,7 @@ PARTS = 4 * 4 * (16 + 2) * 4  # heads, parts of 1024 tokens, numbers, bytes: of 
 
 def test_what_is_counted() -> None:
     activations = 100 * (4 * 64 + 2 * 64 + 3 * 128) * 2
-    draw = 8 * 1000 * (4 + 2 + 12)
+    draw = 8 * 1000 * (4 + 2 + 12 + 28) + 64 * 1000 * 4  # and counts of 64 sequences
     assert MEMORY.num_bytes(BOUNDS) == OTHERS_BYTES + activations + draw + 8 * PARTS
 
 
