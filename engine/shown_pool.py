@@ -11,6 +11,7 @@ calls.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -37,6 +38,20 @@ class PeerPool:
         self.opened.close()
 
 
+@dataclass(frozen=True)
+class Rooms:
+    """Memory on the device for parts as they travel. What writes there (NIXL) is ordered with no stream: nothing of ours may."""
+
+    words: Tensor  # int64 [num_rooms, words of a room]
+
+    @property
+    def address(self) -> int:
+        return self.words.data_ptr()
+
+    def room(self, index: int) -> Tensor:
+        return self.words[index]
+
+
 class ShownPool:
     """Satisfies what kvtransfer.staged asks of it."""
 
@@ -60,6 +75,20 @@ class ShownPool:
         max_blocks = min(MAX_BLOCKS, max(1, part_bytes // (2 * block_bytes)))
         self._sums, self._pulls = (_Slips(pool.device, streams, max_blocks) for _ in range(2))
 
+    @property
+    def device(self) -> torch.device:
+        return self._words.device
+
+    @property
+    def address(self) -> int:
+        """Of the pool, in this process."""
+        return self._words.data_ptr()
+
+    def enter(self) -> None:
+        """Its device becomes the current one of this thread: for libraries that ask the driver."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     def sum(self, layers: range, block_ids: Sequence[int], after: Mark) -> Future[int]:
         """Of these blocks of these layers as they are at `after`, as a part travels. Done, they are final."""
 
@@ -82,6 +111,29 @@ class ShownPool:
             self._copies.copy(source, Blocks(self._words, layers, slip.second_ids), slip.sums)
 
         return self._pulls.run(work, after, source_ids, block_ids)
+
+    def rooms(self, num_rooms: int, num_bytes: int) -> Rooms:
+        """`num_bytes`, a multiple of 8, for each. Waits until nothing that had the memory before writes to it. Raises
+        RuntimeError if there is not so much."""
+        words = torch.zeros((num_rooms, num_bytes // WORD_BYTES), dtype=torch.int64, device=self.device)
+        int(words[-1, -1])
+        return Rooms(words)
+
+    def store(self, room: Tensor, layers: range, block_ids: Sequence[int], after: Mark) -> Future[int]:
+        """Copy a part out of `room` (int64 [words]) into our blocks, behind `after`; returns the sum of what was stored. Raises
+        ValueError for ids outside the pool, for too many and for more than a room holds."""
+        if not 0 <= min(block_ids) <= max(block_ids) < self._words.shape[2]:
+            raise ValueError(f"block_ids: {min(block_ids)} to {max(block_ids)}; the pool has 0 to {self._words.shape[2] - 1}")
+        shape = (len(layers), 2, len(block_ids), self._words.shape[3])
+        if (num_words := math.prod(shape)) > len(room):
+            raise ValueError(f"part: {num_words} words do not go into a room of {len(room)}")
+        part, there = room[:num_words].view(shape), self._words[layers.start : layers.stop]
+
+        def work(slip: _Slip) -> None:
+            whole = range(len(layers))
+            self._copies.copy(Blocks(part, whole, slip.ids), Blocks(there, whole, slip.second_ids), slip.sums)
+
+        return self._pulls.run(work, after, range(len(block_ids)), block_ids)
 
     def open(self, handle: PoolHandle, num_blocks: int) -> PeerPool:
         """The pool of a peer, in a thread. Raises NotShared."""

@@ -18,13 +18,11 @@ from kvtransfer.memory import KVMemory
 from kvtransfer.native.library import prepare
 from kvtransfer.outgoing import OutgoingConnection
 from kvtransfer.outgoing_session import OutgoingSession
-from kvtransfer.parts import TARGET_PART_BYTES
+from kvtransfer.part_sizes import part_bytes_over
 from kvtransfer.pipeline import Pipeline
 from kvtransfer.push import PushJob, PushResult
 from kvtransfer.reachability import Silent
-from kvtransfer.staged import StagedMemory
 from kvtransfer.transports.base import Outgoing, Transport
-from kvtransfer.transports.cuda_ipc import CudaIpcTransport, shown_by
 from kvtransfer.transports.registry import transports_with
 from protos.v1 import common_pb2, transfer_pb2
 from runtime import failpoints
@@ -160,7 +158,7 @@ class Sender:
         opened: list[OutgoingConnection] = []
         try:
             endpoint = await self._connect(job, opened)
-            pipeline.target_bytes = self._part_bytes_over(endpoint.transport)
+            pipeline.target_bytes = part_bytes_over(endpoint.transport, self._memory, self._part_bytes)
             lease_s = job.reservation.lease_ms / 1000 or math.inf
             for connection in opened:
                 connection.on_part = job.on_part
@@ -176,15 +174,6 @@ class Sender:
                     await connection.stop()
             finally:
                 await self._close(*(connection.outgoing for connection in opened))
-
-    def _part_bytes_over(self, transport: str) -> int:
-        """Of a staged pool parts are fetched by pieces, unless the receiver's device reads it."""
-        memory, wanted = self._memory, self._part_bytes
-        shown = shown_by(memory) if transport == CudaIpcTransport.name else None
-        if shown is not None:
-            return shown.part_bytes if wanted is None else wanted
-        wanted = TARGET_PART_BYTES if wanted is None else wanted
-        return min(wanted, memory.part_bytes) if isinstance(memory, StagedMemory) else wanted
 
     async def _connect(self, job: PushJob, opened: list[OutgoingConnection]) -> common_pb2.TransferEndpoint:
         """Over the best transport that works; to where. Raises PushFailed with what stood in the way of each."""

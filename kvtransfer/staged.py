@@ -42,7 +42,7 @@ class StagedMemory:
         self, pool: KVMemory, departures: Staging, arrivals: Staging, marks: Marks, shown: ShownPool | None = None
     ) -> None:
         """`pool` says the shape; both directions are of its tensor, `marks` of the steps that write to it. `shown`: the same for
-        workers of this host whose device may read it (cuda_ipc)."""
+        workers that read it as it lies on the device (cuda_ipc, nixl)."""
         shape = shape_of(pool)
         self.num_layers, self.num_blocks = shape.num_layers, shape.num_blocks
         self.bytes_per_layer_block = shape.bytes_per_layer_block

@@ -15,7 +15,6 @@ from engine.staging import Marks, Staging, StagingSizes
 from engine.streams import Streams, streams_of
 from kvtransfer.staged import StagedMemory
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.nixl import NixlTransport
 
 logger = logging.getLogger(__name__)
 DEPARTURES = StagingSizes(num_pieces=8)
@@ -73,8 +72,5 @@ def shown_to_others(pool: Tensor, streams: Streams, sharing: PoolSharing | None)
 
 
 def transports_of(engine: Engine, staged: StagedMemory | None, transports: tuple[str, ...]) -> tuple[str, ...]:
-    """Of `transports`, those that can write to the pool. nixl writes to CPU memory itself; cuda_ipc asks whether the pool is
-    shown."""
-    if staged is not None:
-        return tuple(name for name in transports if name != NixlTransport.name)
-    return transports if engine.config.device == "cpu" else ()
+    """Of `transports`, those that can write to the pool. cuda_ipc and nixl ask whether a staged one is shown."""
+    return transports if staged is not None or engine.config.device == "cpu" else ()

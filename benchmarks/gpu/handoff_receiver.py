@@ -41,7 +41,7 @@ class ReceivingEnd:
         self._ends = ends
         self._pool = KVPool(ends.shape, ends.device, shared=False)
         self._memory = _staged(ends, self._pool)
-        names = tuple(name for name in TRANSPORTS if name != NixlTransport.name)  # it writes to CPU memory
+        names = tuple(name for name in TRANSPORTS if name != NixlTransport.name)  # not measured here
         self._receiver = Receiver(
             self._memory, Grants(self._pool), ends.identity, ends.layout, transports=names, idle_timeout_s=LEASE_S
         )

@@ -21,18 +21,14 @@ The driver's handle opens the whole pool, also for writing: the kernel vouches t
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
-import grpc
-
 from kvtransfer.compatibility import refuse
-from kvtransfer.errors import FrameError, TransferRefused, TransportUnavailable, push_failed
+from kvtransfer.errors import FrameError, TransportUnavailable
 from kvtransfer.memory import KVMemory, PoolShape
 from kvtransfer.parts import Part
 from kvtransfer.staged import StagedMemory
@@ -40,7 +36,7 @@ from kvtransfer.stream import SocketStream, expect
 from kvtransfer.transports import unix_sockets
 from kvtransfer.transports.opened_pools import OpenedPools
 from kvtransfer.transports.pulled import shape_of_sender, source_of
-from kvtransfer.waiting import all_ended
+from kvtransfer.transports.summed import SummedOutgoing, pulled, shown_by, unusable
 from protos.v1 import common_pb2, transfer_pb2
 from runtime.identity import host_id
 
@@ -49,50 +45,21 @@ if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
     from engine.streams import Mark
 
 MAX_HANDLE_BYTES = 256
-ALIVE_S = 0.5  # between two signs of life while the device computes
-
-logger = logging.getLogger(__name__)
 
 
-class CudaIpcOutgoing:
+class CudaIpcOutgoing(SummedOutgoing):
     """The sender's end."""
 
     def __init__(self, stream: SocketStream, memory: StagedMemory, shown: ShownPool) -> None:
-        self.stream = stream
+        super().__init__(stream, shown, CudaIpcTransport.name)
         self._memory = memory
-        self._shown = shown
-        self._sum = 0
+        self._handle = shown.handle
 
     async def send_hello(self, hello: transfer_pb2.TransferHello) -> None:
-        handle = self._shown.handle
+        handle = self._handle
         hello.pool_num_blocks = self._memory.num_blocks
         hello.device_pool.CopyFrom(transfer_pb2.DevicePool(handle=handle.handle, offset=handle.offset, device=handle.device))
         await self.stream.write_message(transfer_pb2.TransferMessage(hello=hello))
-
-    async def settle(
-        self, layers: range, block_ids: Sequence[int], after: Mark, say_alive: Callable[[], Awaitable[None]]
-    ) -> None:
-        summing = self._shown.sum(layers, block_ids, after)
-        waiting = asyncio.wrap_future(summing)
-        try:
-            while not (await asyncio.wait([waiting], timeout=ALIVE_S))[0]:
-                await say_alive()
-        finally:
-            await all_ended([summing])
-        if (error := waiting.exception()) is not None:
-            raise push_failed(grpc.StatusCode.UNIMPLEMENTED, f"cuda_ipc: our device could not sum a part: {error}") from error
-        self._sum = waiting.result()
-
-    async def send_part(
-        self,
-        header: transfer_pb2.PartHeader,
-        views: Sequence[memoryview],
-        block_ids: Sequence[int],
-        on_bytes: Callable[[int], None],
-    ) -> int:
-        header.source_block_ids[:] = block_ids
-        await self.stream.write_message(transfer_pb2.TransferMessage(part=header))
-        return self._sum
 
 
 class CudaIpcIncoming:
@@ -133,13 +100,8 @@ class CudaIpcIncoming:
         if self._source is None or self._shape is None:
             raise FrameError("part before hello")
         source = source_of(header, part, self._shape)
-        try:
-            pulling = self._shown.pull(self._source, source.block_ids, part.layers, block_ids, after)
-            await all_ended([pulling])
-            return pulling.result()
-        except (RuntimeError, ValueError) as error:
-            logger.warning("the device could not read a part of another worker's pool: %s", error)
-            raise _unusable("part", f"the device could not read it: {error}") from error
+        peer = self._source
+        return await pulled(lambda: self._shown.pull(peer, source.block_ids, part.layers, block_ids, after))
 
     def close(self) -> None:
         if self._source is not None:
@@ -154,7 +116,7 @@ class CudaIpcIncoming:
         try:
             await self.stream.run(lambda: opened.append(self._shown.open(handle, num_blocks)))
         except NotShared as error:
-            raise _unusable(f"hello.device_pool.{error.field}", error.why) from error
+            raise unusable(f"hello.device_pool.{error.field}", error.why) from error
         except BaseException:
             for each in opened:  # cancelled meanwhile
                 each.close()
@@ -203,13 +165,3 @@ class CudaIpcTransport:
 
     def close(self) -> None:
         self._pools.close()
-
-
-def shown_by(memory: KVMemory) -> ShownPool | None:
-    """The pool as other processes may read it, if they may."""
-    return memory.shown if isinstance(memory, StagedMemory) else None
-
-
-def _unusable(field: str, what: str) -> TransferRefused:
-    """This transport will not do; the sender takes another."""
-    return TransferRefused(grpc.StatusCode.UNIMPLEMENTED, what, field=field)

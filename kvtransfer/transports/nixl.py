@@ -7,11 +7,14 @@
 
 The receiver pulls, and nobody else ever writes into its pool: neither a sender that was paused and wakes up after its blocks were
 given away, nor NIXL, which goes on writing after a read was released (nixl_reader.py). The price is a copy, in which the checksum
-is computed that would read the bytes anyhow.
+is computed that would read the bytes anyhow. Pools in memory of GPUs: nixl_device.py. Between one there and one in
+the host's KV goes over tcp.
 
 What tcp encrypts here is the conversation. The KV itself goes as NIXL moves it, in the clear, and a host that reaches a sender's
 agent and knows its metadata reads its pool: only for a network that is trusted.
 """
+
+from __future__ import annotations
 
 import asyncio
 import logging
@@ -19,9 +22,8 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from kvtransfer.compatibility import refuse
 from kvtransfer.errors import FrameError, TransportUnavailable
 from kvtransfer.memory import KVMemory, PoolShape, Rectangle, shape_of
 from kvtransfer.native.library import address_of
@@ -29,18 +31,22 @@ from kvtransfer.parts import Part
 from kvtransfer.staged import StagedMemory
 from kvtransfer.stream import SocketStream
 from kvtransfer.transports.inline import InlineIncoming, InlineOutgoing
-from kvtransfer.transports.nixl_agent import Agent, NixlUnusable, is_installed
+from kvtransfer.transports.nixl_agent import HOST, Agent, NixlUnusable, is_installed
+from kvtransfer.transports.nixl_device import DeviceReader, NixlDeviceIncoming, NixlDeviceOutgoing, place_of
+from kvtransfer.transports.nixl_hello import check_pool
 from kvtransfer.transports.nixl_pull import Pull
 from kvtransfer.transports.nixl_reader import Reader, Remote
-from kvtransfer.transports.pulled import announce, shape_of_sender, source_of
+from kvtransfer.transports.pulled import announce, source_of
+from kvtransfer.transports.summed import shown_by, unusable
 from kvtransfer.transports.tcp import TcpTransport
 from protos.v1 import common_pb2, transfer_pb2
 from runtime.tls import Tls
 
-MAX_METADATA_BYTES = 64 << 10
+if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
+    from engine.shown_pool import ShownPool
+
 OPEN_TIMEOUT_S = 2.0  # the first time the package is loaded, too; a lease must not lapse over it
 POLL_S = 0.005  # while nothing comes no thread waits for it
-_ADDRESS_END = 1 << 64
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +92,9 @@ class NixlIncoming(InlineIncoming):
 
     async def prepare(self, hello: transfer_pb2.TransferHello) -> None:
         """NIXL takes its metadata apart only once the hello has shown its token: at the first part."""
-        shape = shape_of_sender(hello, self._memory)
-        if not 0 < len(hello.nixl_metadata) <= MAX_METADATA_BYTES:
-            raise refuse("hello.nixl_metadata", f"{len(hello.nixl_metadata)} bytes are not 1 to {MAX_METADATA_BYTES}")
-        if shape.num_bytes == 0:
-            raise refuse("hello.pool_num_blocks", "0; a pool has at least one block")
-        if not 0 < hello.pool_address <= _ADDRESS_END - shape.num_bytes:
-            raise refuse("hello.pool_address", f"no pool of {shape.num_bytes} bytes lies at {hello.pool_address:#x}")
+        if hello.HasField("nixl_device"):
+            raise unusable("hello.nixl_device", "the sender's pool is in memory of a device, ours is not")
+        shape = check_pool(hello, self._memory)
         self._metadata, self._address, self._shape = hello.nixl_metadata, hello.pool_address, shape
 
     async def receive_part(
@@ -151,15 +153,21 @@ class NixlTransport(TcpTransport):
         self._opening = threading.Lock()
         self._agents: dict[tuple[int, int], Agent] = {}  # of the sender, by address and size of its pool
         self._reader: Reader | None = None
+        self._device_reader: DeviceReader | None = None
         self._problem: str | None = None
 
     def sends(self, memory: KVMemory) -> bool:
-        return self._problem is None and is_installed() and not isinstance(memory, StagedMemory)
+        return self._problem is None and is_installed() and _is_seen(memory)
 
     def receives(self, memory: KVMemory) -> bool:
         """Opens the agent, so that a worker knows at its start; it starts without one, too."""
+        if not _is_seen(memory):
+            return False
         try:
-            self._open_reader()
+            if (shown := shown_by(memory)) is None:
+                self._open_reader()
+            else:
+                self._open_device_reader(shown)
         except NixlUnusable:
             return False
         return True
@@ -170,7 +178,7 @@ class NixlTransport(TcpTransport):
 
     async def connect(
         self, endpoint: common_pb2.TransferEndpoint, memory: KVMemory, executor: Executor, reply_timeout_s: float
-    ) -> NixlOutgoing:
+    ) -> NixlOutgoing | NixlDeviceOutgoing:
         opening = asyncio.get_running_loop().run_in_executor(executor, self._agent_of, memory)
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
@@ -181,19 +189,28 @@ class NixlTransport(TcpTransport):
             opening.add_done_callback(lambda future: future.exception())  # logged where it arose
             raise TransportUnavailable("nixl: our agent is still being opened; a later push finds it there") from error
         inline = await super().connect(endpoint, memory, executor, reply_timeout_s)
-        return NixlOutgoing(inline, f"nixl: {endpoint.address}", agent, memory)
+        name = f"nixl: {endpoint.address}"
+        if (shown := shown_by(memory)) is not None:
+            return NixlDeviceOutgoing(inline, name, agent, memory, shown)
+        return NixlOutgoing(inline, name, agent, memory)
 
-    def accept(self, sock: socket.socket, memory: KVMemory, executor: Executor, idle_timeout_s: float) -> NixlIncoming:
-        return NixlIncoming(self._accepted(sock, executor, idle_timeout_s), memory, self._open_reader)
+    def accept(
+        self, sock: socket.socket, memory: KVMemory, executor: Executor, idle_timeout_s: float
+    ) -> NixlIncoming | NixlDeviceIncoming:
+        stream = self._accepted(sock, executor, idle_timeout_s)
+        if self._device_reader is not None:  # by receives()
+            return NixlDeviceIncoming(stream, memory, self._device_reader)
+        return NixlIncoming(stream, memory, self._open_reader)
 
     def close(self) -> None:
         with self._opening:
             for agent in self._agents.values():
                 agent.close()
             self._agents.clear()
-            if self._reader is not None:
-                self._reader.close()
-                self._reader = None
+            for reader in (self._reader, self._device_reader):
+                if reader is not None:
+                    reader.close()
+            self._reader = self._device_reader = None
 
     def _open_reader(self) -> Reader:
         with self._opening:
@@ -201,13 +218,22 @@ class NixlTransport(TcpTransport):
                 self._reader = self._once(Reader)
             return self._reader
 
+    def _open_device_reader(self, shown: ShownPool) -> None:
+        with self._opening:
+            if self._device_reader is None:
+                self._device_reader = self._once(lambda: DeviceReader(shown))
+
     def _agent_of(self, memory: KVMemory) -> Agent:
         """With the pool registered; from the first push on."""
-        place = _address(memory), shape_of(memory).num_bytes
+        shown = shown_by(memory)
+        address, num_bytes = _address(memory) if shown is None else shown.address, shape_of(memory).num_bytes
         with self._opening:
-            if place not in self._agents:
-                self._agents[place] = self._once(lambda: Agent(*place))
-            return self._agents[place]
+            if (address, num_bytes) not in self._agents:
+                if shown is not None:
+                    shown.enter()
+                place = HOST if shown is None else place_of(shown)
+                self._agents[address, num_bytes] = self._once(lambda: Agent(address, num_bytes, place))
+            return self._agents[address, num_bytes]
 
     def _once(self, make: Callable[[], T]) -> T:
         """What it makes; what stands in the way of it is logged once. Raises NixlUnusable."""
@@ -222,6 +248,11 @@ class NixlTransport(TcpTransport):
         if self._tls is not None:
             logger.warning("nixl: TLS protects the conversation of a push, but the KV crosses the network in the clear")
         return made
+
+
+def _is_seen(memory: KVMemory) -> bool:
+    """By NIXL: memory of the host, or the pool of a device that others may read."""
+    return not isinstance(memory, StagedMemory) or memory.shown is not None
 
 
 def _address(memory: KVMemory) -> int:

@@ -8,6 +8,7 @@ import importlib
 import logging
 import os
 import secrets
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -20,6 +21,18 @@ PACKAGE = "nixl"
 BACKEND = "UCX"
 PROGRESS_DELAY_US = 100_000  # events wake the thread before that
 _NO_TAG = ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What memory lies in, as NIXL names it. kind: "DRAM", the host, or "VRAM", the GPU with number `device` of its process."""
+
+    kind: str = "DRAM"
+    device: int = 0
+
+
+HOST = Place()
+KINDS = ("DRAM", "VRAM")
 
 
 class NixlUnusable(Exception):
@@ -65,13 +78,14 @@ def _errors() -> tuple[type[Exception], ...]:
 
 
 class Agent:
-    """An agent with `num_bytes` of memory from `address` on, which must outlive it. Its methods may be called from any thread.
+    """An agent with `num_bytes` of memory of `place` from `address` on, which must outlive it. Its methods may be called from any
+    thread; of a GPU's memory, from one in which that GPU is the current one.
 
     `metadata` is what others need to read there.
     """
 
-    def __init__(self, address: int, num_bytes: int) -> None:
-        """Takes a tenth of a second. Raises NixlUnusable."""
+    def __init__(self, address: int, num_bytes: int, place: Place = HOST) -> None:
+        """Takes a tenth of a second. Raises NixlUnusable, also where the backend cannot do with such memory."""
         nixl = bindings()
         settings = nixl.nixlAgentConfig()
         settings.useProgThread = True  # a read may need its source to answer
@@ -81,12 +95,13 @@ class Agent:
         try:
             self._agent = nixl.nixlAgent(f"pdmesh-{secrets.token_hex(16)}", settings)
             self._agent.createBackend(BACKEND, {})
-            self._memory = nixl.nixlRegDList(nixl.DRAM_SEG, [(address, num_bytes, 0, _NO_TAG)])
+            self._memory = nixl.nixlRegDList(_kind(place), [(address, num_bytes, place.device, _NO_TAG)])
             self._agent.registerMem(self._memory, [])
             self.metadata = bytes(self._agent.getLocalMD())
         except _errors() as error:
-            raise NixlUnusable(f"no agent over {BACKEND} with {num_bytes} bytes of memory: {error}") from error
-        self._nixl = nixl
+            self.close()  # whoever keeps the error would keep its threads and files
+            raise NixlUnusable(f"no agent over {BACKEND} with {num_bytes} bytes of {place.kind}: {error}") from error
+        self._nixl, self._place = nixl, place
 
     def add_remote(self, metadata: bytes) -> str:
         """Make another's memory readable; its name. Raises NixlFailed."""
@@ -103,9 +118,10 @@ class Agent:
         except _errors() as error:
             logging.getLogger(__name__).info("nixl: %s was gone already: %s", name, error)
 
-    def read(self, remote: str, pieces: Runs) -> int:
-        """Begin to read `pieces` (address here, address there, bytes) and return a handle. Raises OutsideMemory, NixlFailed."""
-        here, there = self._list(pieces[:, [0, 2]]), self._list(pieces[:, [1, 2]])
+    def read(self, remote: str, pieces: Runs, source: Place = HOST) -> int:
+        """Begin to read `pieces` (address here, address there in `source`, bytes) and return a handle. Raises OutsideMemory,
+        NixlFailed."""
+        here, there = self._list(pieces[:, [0, 2]], self._place), self._list(pieces[:, [1, 2]], source)
         try:
             handle = int(self._agent.createXferReq(self._nixl.NIXL_READ, here, there, remote, _NO_TAG, []))
         except _errors() as error:
@@ -147,7 +163,11 @@ class Agent:
         except _errors() as error:
             logging.getLogger(__name__).warning("nixl: cannot release a read: %s", error)
 
-    def _list(self, pieces: Runs) -> Any:
-        rows = np.zeros((len(pieces), 3), np.uint64)  # address, bytes, device
+    def _list(self, pieces: Runs, place: Place) -> Any:
+        rows = np.full((len(pieces), 3), place.device, np.uint64)  # address, bytes, device
         rows[:, :2] = pieces
-        return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, rows)
+        return self._nixl.nixlXferDList(_kind(place), rows)
+
+
+def _kind(place: Place) -> Any:
+    return getattr(bindings(), f"{place.kind}_SEG")

@@ -1,4 +1,5 @@
-"""Reads of peers' pools into buffers of our own. Nobody but us writes into the pool: what is in a buffer is copied there.
+"""Reads of peers' pools into buffers of our own, of the host or of a GPU. Nobody but us writes into the pool: what is in a buffer
+is copied there.
 
 A read cannot be called back: NIXL says that it has released one, and UCX goes on writing (seen over UCX's tcp with a source that
 was paused: 63 of 64 MiB came after the release). So a read that nobody waits for any more keeps its buffer and its remote until
@@ -16,7 +17,7 @@ import numpy as np
 from kvtransfer.compatibility import refuse
 from kvtransfer.errors import TransferRefused
 from kvtransfer.native.library import Runs, address_of
-from kvtransfer.transports.nixl_agent import Agent, NixlFailed, OutsideMemory
+from kvtransfer.transports.nixl_agent import HOST, Agent, NixlFailed, OutsideMemory, Place
 
 BUFFER_BYTES = 1 << 20  # what was read is still in the processor's cache when it is copied
 NUM_BUFFERS = 32  # a part takes two; the others are for slow senders, and reads that do not end
@@ -43,15 +44,15 @@ class Read:
     remote: Remote
 
 
-class Reader:
-    """The receiver's agent with its buffers, for any number of connections and threads. Raises NixlUnusable."""
+class Reads:
+    """The receiver's agent with buffers, for any number of connections and threads."""
 
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, NUM_BUFFERS * BUFFER_BYTES)
-        self._address = address_of(memoryview(self._memory))
-        self._agent = Agent(self._address, len(self._memory))
+    def __init__(self, address: int, num_buffers: int, buffer_bytes: int, place: Place) -> None:
+        """The buffers lie at `address`, side by side, and outlive it. Raises NixlUnusable."""
+        self._address, self._buffer_bytes = address, buffer_bytes
+        self._agent = Agent(address, num_buffers * buffer_bytes, place)
         self._lock = threading.Lock()
-        self._free = list(range(NUM_BUFFERS))
+        self._free = list(range(num_buffers))
         self._left: list[Read] = []  # nobody waits for them
         self._remotes: dict[bytes, Remote] = {}
 
@@ -83,15 +84,15 @@ class Reader:
             self._drop_user(remote)
             self._tidy()
 
-    def read(self, remote: Remote, pieces: Runs) -> Read | None:
-        """Begin to read `pieces` (offset in a buffer, address in the peer, bytes); None: no buffer is free. Raises
+    def read(self, remote: Remote, pieces: Runs, source: Place = HOST) -> Read | None:
+        """Begin to read `pieces` (offset in a buffer, address in `source` of the peer, bytes); None: no buffer is free. Raises
         TransferRefused for what the peer has not registered, NixlFailed."""
         index = self._take()
         if index is None:
             return None
-        begin = self._address + index * BUFFER_BYTES
+        begin = self._address + index * self._buffer_bytes
         try:
-            return Read(self._agent.read(remote.name, pieces + np.array([begin, 0, 0])), index, remote)
+            return Read(self._agent.read(remote.name, pieces + np.array([begin, 0, 0]), source), index, remote)
         except OutsideMemory as error:
             self._give_back(index)
             problem = f"the pool there is not what the sender registered with NIXL: {error}"
@@ -111,11 +112,6 @@ class Reader:
             self._give_back(read.index)
             raise
 
-    def view(self, read: Read) -> memoryview:
-        """What was read; to be released."""
-        with memoryview(self._memory) as whole:
-            return whole[read.index * BUFFER_BYTES : (read.index + 1) * BUFFER_BYTES]
-
     def finish(self, read: Read) -> None:
         """Its buffer is not needed any more."""
         self._give_back(read.index)
@@ -128,10 +124,9 @@ class Reader:
             self._tidy()
 
     def close(self) -> None:
-        """Give everything back; idempotent. No connection may use it."""
+        """Give everything back; idempotent. No connection may use it. Nobody writes into the buffers from here on."""
         with self._lock:
-            self._agent.close()  # first: it may be writing
-            self._memory.close()
+            self._agent.close()
 
     def _take(self) -> int | None:
         with self._lock:
@@ -174,3 +169,21 @@ class Reader:
         except NixlFailed:
             read.remote.is_broken = True
             return True
+
+
+class Reader(Reads):
+    """Into buffers in memory of the host."""
+
+    def __init__(self) -> None:
+        """Raises NixlUnusable."""
+        self._memory = mmap.mmap(-1, NUM_BUFFERS * BUFFER_BYTES)
+        super().__init__(address_of(memoryview(self._memory)), NUM_BUFFERS, BUFFER_BYTES, HOST)
+
+    def view(self, read: Read) -> memoryview:
+        """What was read; to be released."""
+        with memoryview(self._memory) as whole:
+            return whole[read.index * BUFFER_BYTES : (read.index + 1) * BUFFER_BYTES]
+
+    def close(self) -> None:
+        super().close()  # first: it may be writing
+        self._memory.close()

@@ -5,7 +5,8 @@ The transfer protocol between a prefill worker (sender) and a decode worker (rec
 bytes. A frame is a 4-byte magic "PDKV", 4 bytes of length and 4 bytes of CRC-32C of the body (little-endian), then the body: one
 TransferMessage. Over tcp (a socket) and grpc (TransferService) the bytes of a part follow its frame at once; over shm (a Unix
 socket) they are copied from the sender's memory, which the receiver maps read-only; over nixl (a socket, too) the receiver has
-NIXL read them; over cuda_ipc (a Unix socket) its GPU reads them out of the sender's pool, and both ends sum on the device.
+NIXL read them; over cuda_ipc (a Unix socket) its GPU reads them out of the sender's pool, and both ends sum on the device, as
+over nixl between pools in memory of GPUs.
 
   sender                         receiver
   hello ───────────────────────► checks version, token, epoch, attempt, identity, layout
@@ -156,6 +157,7 @@ class TransferHello(_message.Message):
     NIXL_METADATA_FIELD_NUMBER: _builtins.int
     POOL_ADDRESS_FIELD_NUMBER: _builtins.int
     DEVICE_POOL_FIELD_NUMBER: _builtins.int
+    NIXL_DEVICE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """protocol_version of the sender."""
     reservation_id: _builtins.str
@@ -192,6 +194,10 @@ class TransferHello(_message.Message):
     def device_pool(self) -> Global___DevicePool:
         """device_pool is how the sender's pool is found on the GPU. Only over cuda_ipc."""
 
+    @_builtins.property
+    def nixl_device(self) -> Global___NixlDevice:
+        """nixl_device says that the sender's pool is in memory of a device, and that parts have a word_sum. Only over nixl."""
+
     def __init__(
         self,
         *,
@@ -209,14 +215,41 @@ class TransferHello(_message.Message):
         nixl_metadata: _builtins.bytes = ...,
         pool_address: _builtins.int = ...,
         device_pool: Global___DevicePool | None = ...,
+        nixl_device: Global___NixlDevice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["device_pool", b"device_pool", "identity", b"identity", "layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device_pool", b"device_pool", "identity", b"identity", "layout", b"layout", "nixl_device", b"nixl_device"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "connection", b"connection", "device_pool", b"device_pool", "epoch", b"epoch", "identity", b"identity", "layout", b"layout", "nixl_metadata", b"nixl_metadata", "pool_address", b"pool_address", "pool_num_blocks", b"pool_num_blocks", "protocol_version", b"protocol_version", "push_id", b"push_id", "reservation_id", b"reservation_id", "sender_epoch", b"sender_epoch", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "connection", b"connection", "device_pool", b"device_pool", "epoch", b"epoch", "identity", b"identity", "layout", b"layout", "nixl_device", b"nixl_device", "nixl_metadata", b"nixl_metadata", "pool_address", b"pool_address", "pool_num_blocks", b"pool_num_blocks", "protocol_version", b"protocol_version", "push_id", b"push_id", "reservation_id", b"reservation_id", "sender_epoch", b"sender_epoch", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TransferHello: _TypeAlias = TransferHello  # noqa: Y015
+
+@_typing.final
+class NixlDevice(_message.Message):
+    """NixlDevice is what a pool lies in, as NIXL names it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """kind is "VRAM", a GPU's memory. "DRAM", the host's, stands for it where there is none."""
+    number: _builtins.int
+    """number of the GPU in the sender's process."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NixlDevice: _TypeAlias = NixlDevice  # noqa: Y015
 
 @_typing.final
 class DevicePool(_message.Message):
@@ -328,7 +361,7 @@ Global___PartHeader: _TypeAlias = PartHeader  # noqa: Y015
 @_typing.final
 class PartEnd(_message.Message):
     """PartEnd comes behind the bytes of a part: their checksum is computed while they move, so that neither end reads them twice. Over
-    cuda_ipc it follows the header at once.
+    cuda_ipc, and over nixl out of a device, it follows the header at once.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -339,10 +372,11 @@ class PartEnd(_message.Message):
     part_id: _builtins.int
     """part_id of the part that ends."""
     crc32c: _builtins.int
-    """crc32c (Castagnoli) of the part's bytes. Over cuda_ipc it is 0, and word_sum counts."""
+    """crc32c (Castagnoli) of the part's bytes. Over cuda_ipc, and over nixl out of a device, it is 0, and word_sum counts."""
     word_sum: _builtins.int
     """word_sum of the part as words of 8 bytes, little-endian: the sum, modulo 2^64, of mix(word[i] ^ (i + 1) * 0x9e3779b97f4a7c15),
-    where mix is the finalizer of splitmix64. GPUs compute it as fast as they read. Only over cuda_ipc.
+    where mix is the finalizer of splitmix64. GPUs compute it as fast as they read. Only over cuda_ipc, and over nixl
+    out of a device.
     """
     def __init__(
         self,

@@ -5,7 +5,8 @@ The transfer protocol between a prefill worker (sender) and a decode worker (rec
 bytes. A frame is a 4-byte magic "PDKV", 4 bytes of length and 4 bytes of CRC-32C of the body (little-endian), then the body: one
 TransferMessage. Over tcp (a socket) and grpc (TransferService) the bytes of a part follow its frame at once; over shm (a Unix
 socket) they are copied from the sender's memory, which the receiver maps read-only; over nixl (a socket, too) the receiver has
-NIXL read them; over cuda_ipc (a Unix socket) its GPU reads them out of the sender's pool, and both ends sum on the device.
+NIXL read them; over cuda_ipc (a Unix socket) its GPU reads them out of the sender's pool, and both ends sum on the device, as
+over nixl between pools in memory of GPUs.
 
   sender                         receiver
   hello ───────────────────────► checks version, token, epoch, attempt, identity, layout

@@ -10,7 +10,7 @@ from kvtransfer.transports import mapped_pools, opened_pools
 from kvtransfer.transports.nixl_agent import is_installed
 from kvtransfer.transports.nixl_reader import Reader
 from tests.kvtransfer.endpoints import World, nothing_left, running
-from tests.support.nixl import NIXL, NIXL_TLS
+from tests.support.nixl import NIXL, NIXL_DEVICE, NIXL_TLS
 
 CONVERTING = ["shm", "tcp", "tcp+tls", "grpc", "grpc+tls", NIXL, NIXL_TLS]  # between layouts
 
@@ -39,7 +39,7 @@ def nixl_keeps_what_it_opens_once() -> None:
         Reader().close()
 
 
-@pytest.fixture(params=["cuda_ipc", *CONVERTING])
+@pytest.fixture(params=["cuda_ipc", NIXL_DEVICE, *CONVERTING])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -110,8 +110,8 @@ class FakeDelegate:
 
 
 class World:
-    """A receiver and a sender over one transport ("tcp+tls", "grpc+tls": encrypted; "cuda_ipc+gpu": on a real GPU), on pools of
-    different sizes."""
+    """A receiver and a sender over one transport ("tcp+tls", "grpc+tls": encrypted; "cuda_ipc+gpu", "nixl+gpu": on a real GPU;
+    "nixl+device": as on one), on pools of different sizes."""
 
     def __init__(
         self,
@@ -155,12 +155,12 @@ class World:
         self.sender = self.make_sender(part_bytes=part_bytes)
 
     def _seen(self) -> tuple[KVMemory, KVMemory]:
-        """The pools as the ends see them: over cuda_ipc as those of a device."""
+        """The pools as the ends see them: over cuda_ipc, and nixl+device, as those of a device."""
         if self.variant == "gpu":
             from tests.support.gpu_memory import GpuMemory
 
             return GpuMemory(self.source, self.source_layout.block_size), GpuMemory(self.target, self.layout.block_size)
-        if self.transport != "cuda_ipc":
+        if self.transport != "cuda_ipc" and self.variant != "device":
             return self.source, self.target
         from tests.support.host_sharing import staged  # torch, for which other transports have no need
 

@@ -27,7 +27,7 @@ from kvtransfer.parts import Part
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from kvtransfer.staged import StagedMemory
-from kvtransfer.transports import cuda_ipc, opened_pools
+from kvtransfer.transports import opened_pools, summed
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.opened_pools import OpenedPools
 from protos.v1 import transfer_pb2
@@ -342,7 +342,7 @@ def _spoil(pool: Tensor, block: int) -> None:
 
 
 async def test_a_push_that_waits_for_the_device_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_ipc, "ALIVE_S", 0.01)
+    monkeypatch.setattr(summed, "ALIVE_S", 0.01)
     streams, signs = ReorderingStreams(), list[str]()
     async with on_devices(streams) as world:
         job = world.job()

@@ -9,8 +9,9 @@ from kvtransfer.native.library import address_of
 from kvtransfer.parts import Part
 from kvtransfer.receiver import Receiver
 from kvtransfer.transports import nixl_agent
-from kvtransfer.transports.nixl import MAX_METADATA_BYTES, NixlTransport
-from kvtransfer.transports.nixl_agent import Agent, NixlUnusable
+from kvtransfer.transports.nixl import NixlTransport
+from kvtransfer.transports.nixl_agent import Agent, NixlUnusable, Place
+from kvtransfer.transports.nixl_hello import MAX_METADATA_BYTES
 from protos.v1 import transfer_pb2
 from tests.kvtransfer.endpoints import World, nothing_left, running
 from tests.support.nixl import NEEDS_NIXL
@@ -54,7 +55,7 @@ async def test_a_sender_whose_agent_cannot_be_opened_takes_tcp(
 ) -> None:
     transport, calls = NixlTransport(), []
 
-    def broken(*place: int) -> Agent:
+    def broken(*place: int | Place) -> Agent:
         calls.append(place)
         raise NixlUnusable("no device")
 

@@ -13,10 +13,12 @@ import torch
 
 from tests.kvtransfer.conftest import CONVERTING
 from tests.support.certificates import mesh_tls
+from tests.support.nixl import NEEDS_NIXL, NIXL_DEVICE
 
 DEADLINE_S = 30
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ON_GPU = pytest.param("cuda_ipc+gpu", marks=[pytest.mark.gpu, NEEDS_GPU])
+NIXL_ON_GPU = pytest.param("nixl+gpu", marks=[pytest.mark.gpu, NEEDS_GPU, NEEDS_NIXL])
 
 
 @contextmanager
@@ -39,7 +41,7 @@ def said(child: "subprocess.Popen[str]") -> dict[str, Any]:
     return answer
 
 
-@pytest.fixture(params=["cuda_ipc", ON_GPU, *CONVERTING])
+@pytest.fixture(params=["cuda_ipc", ON_GPU, NIXL_DEVICE, NIXL_ON_GPU, *CONVERTING])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

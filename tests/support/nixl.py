@@ -5,4 +5,4 @@ import pytest
 from kvtransfer.transports.nixl_agent import is_installed
 
 NEEDS_NIXL = pytest.mark.skipif(not is_installed(), reason="needs the package: pip install --no-deps nixl nixl-cu12")
-NIXL, NIXL_TLS = (pytest.param(name, marks=NEEDS_NIXL) for name in ("nixl", "nixl+tls"))
+NIXL, NIXL_TLS, NIXL_DEVICE = (pytest.param(name, marks=NEEDS_NIXL) for name in ("nixl", "nixl+tls", "nixl+device"))

@@ -1,0 +1,203 @@
+"""nixl between pools in memory of GPUs: NIXL reads a part into a room on the receiver's, which copies it into its pool.
+
+    sender: sums the part on its device, behind the mark of its layers
+    sender ── part header with block ids, part end with the sum ───► receiver: NIXL_READs the part into a room, as it travels;
+                                                                     its device copies it into its pool, behind its own mark,
+                                                                     and sums WHAT IT STORES
+           ◄── ok, if that is the sum ─────────────────────────────
+
+NIXL never writes into the pool: what comes late comes into a room. One whose read nobody waits for any more stays taken until
+the read has ended (nixl_reader.py). What does not work, another layout among it, goes over tcp: what hello shows in the same
+push, what comes later in the next attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from kvtransfer.errors import FrameError
+from kvtransfer.memory import KVMemory, Rectangle, copies
+from kvtransfer.parts import Part
+from kvtransfer.stream import SocketStream
+from kvtransfer.transports.inline import InlineIncoming, InlineOutgoing
+from kvtransfer.transports.nixl_agent import HOST, KINDS, Agent, NixlFailed, NixlUnusable, Place
+from kvtransfer.transports.nixl_hello import check_pool
+from kvtransfer.transports.nixl_pull import FIRST_PAUSE_S, MAX_PAUSE_S, PATIENCE_S, wire_order
+from kvtransfer.transports.nixl_reader import Read, Reads, Remote
+from kvtransfer.transports.pulled import source_of
+from kvtransfer.transports.summed import SummedOutgoing, pulled, unusable
+from protos.v1 import transfer_pb2
+
+if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
+    from engine.shown_pool import ShownPool
+    from engine.streams import Mark
+
+ROOM_BYTES = 64 << 20  # the largest part: what a part costs Python should be little beside it
+NUM_ROOMS = 4
+ROOM_S = 1.0  # to wait for a room: others may have all of them, and peers that are silent
+POLL_S = 0.002  # while nothing comes no thread waits for it
+
+logger = logging.getLogger(__name__)
+
+
+class NixlDeviceOutgoing(SummedOutgoing, InlineOutgoing):
+    """The sender's end."""
+
+    def __init__(self, inline: InlineOutgoing, name: str, agent: Agent, memory: KVMemory, shown: ShownPool) -> None:
+        InlineOutgoing.__init__(self, inline.stream, name)
+        SummedOutgoing.__init__(self, inline.stream, shown, "nixl")
+        self._agent = agent
+        self._memory = memory
+
+    async def send_hello(self, hello: transfer_pb2.TransferHello) -> None:
+        place = place_of(self._shown)
+        hello.nixl_metadata = self._agent.metadata
+        hello.pool_address = self._shown.address
+        hello.pool_num_blocks = self._memory.num_blocks
+        hello.nixl_device.CopyFrom(transfer_pb2.NixlDevice(kind=place.kind, number=place.device))
+        await super().send_hello(hello)
+
+
+class DeviceReader(Reads):
+    """Into rooms in the memory that the pool lies in."""
+
+    def __init__(self, shown: ShownPool) -> None:
+        """Raises NixlUnusable."""
+        self.shown = shown
+        try:
+            shown.enter()
+            self._rooms = shown.rooms(NUM_ROOMS, ROOM_BYTES)
+        except RuntimeError as error:
+            raise NixlUnusable(f"the device has no {NUM_ROOMS * ROOM_BYTES} bytes for what is read: {error}") from error
+        super().__init__(self._rooms.address, NUM_ROOMS, ROOM_BYTES, place_of(shown))
+
+    def store(self, read: Read, layers: range, block_ids: Sequence[int], after: Mark) -> Future[int]:
+        """What was read, written into the pool behind `after`; the sum of what was stored."""
+        return self.shown.store(self._rooms.room(read.index), layers, block_ids, after)
+
+
+class NixlDeviceIncoming(InlineIncoming):
+    """The receiver's end."""
+
+    def __init__(self, stream: SocketStream, memory: KVMemory, reader: DeviceReader) -> None:
+        super().__init__(stream)
+        self._memory = memory
+        self._reader = reader
+        self._hello: transfer_pb2.TransferHello | None = None
+        self._remote: Remote | None = None
+
+    async def prepare(self, hello: transfer_pb2.TransferHello) -> None:
+        """NIXL takes its metadata apart only once the hello has shown its token: at the first part."""
+        if not hello.HasField("nixl_device"):
+            raise unusable("hello.nixl_device", "the sender's pool is in memory of its host, ours is not")
+        if hello.nixl_device.kind not in KINDS:
+            raise unusable("hello.nixl_device.kind", f"{hello.nixl_device.kind!r} is none of {', '.join(KINDS)}")
+        check_pool(hello, self._memory)
+        self._hello = hello
+
+    async def receive_part(
+        self,
+        header: transfer_pb2.PartHeader,
+        part: Part,
+        memory: KVMemory,
+        block_ids: Sequence[int],
+        on_bytes: Callable[[int], None],
+    ) -> int:
+        raise FrameError("nixl reads parts for the pool of a device into rooms")
+
+    async def pull_part(self, header: transfer_pb2.PartHeader, part: Part, block_ids: Sequence[int], after: Mark) -> int:
+        if self._hello is None:
+            raise FrameError("part before hello")
+        if header.num_bytes > ROOM_BYTES:
+            raise unusable("part.num_bytes", f"{header.num_bytes}; a room has {ROOM_BYTES}")
+        source = source_of(header, part, check_pool(self._hello, self._memory))
+        if self._remote is None:
+            await self.stream.run(self._reach, self._hello.nixl_metadata)
+        assert self._remote is not None, "the sender's agent is reached"
+        reading = _Reading(self._reader, self._remote, self._hello, source)
+        try:
+            read = await self._read(reading)
+            return await pulled(lambda: self._reader.store(read, part.layers, block_ids, after))
+        finally:
+            reading.close()
+
+    def close(self) -> None:
+        if self._remote is not None:
+            self._reader.leave(self._remote)
+        self._remote = None
+
+    def _reach(self, metadata: bytes) -> None:
+        self._reader.shown.enter()
+        self._remote = self._reader.reach(metadata)
+
+    async def _read(self, reading: _Reading) -> Read:
+        """Returns when all of it is in a room. Raises TransferRefused, TimeoutError."""
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        while (read := await self.stream.run(reading.turn, self.stream.check_interrupted)) is None:
+            waited = loop.time() - begun
+            if waited > self.stream.idle_timeout_s:
+                raise TimeoutError
+            if not reading.has_room and waited > ROOM_S:
+                raise unusable("part", f"none of our {NUM_ROOMS} rooms on the device has become free")
+            await asyncio.sleep(POLL_S)
+        return read
+
+
+class _Reading:
+    """One part on its way into a room."""
+
+    def __init__(self, reader: DeviceReader, remote: Remote, hello: transfer_pb2.TransferHello, source: Rectangle) -> None:
+        self._reader, self._remote = reader, remote
+        self._place = Place(hello.nixl_device.kind, hello.nixl_device.number)
+        self._pieces = copies(wire_order(source), source)
+        self._pieces[:, 1] += hello.pool_address
+        self._read: Read | None = None
+        self._has_ended = False
+
+    @property
+    def has_room(self) -> bool:
+        return self._read is not None
+
+    def turn(self, check_interrupted: Callable[[], None]) -> Read | None:
+        """What was read; None: not yet. For at most PATIENCE_S, in a thread. Raises TransferRefused."""
+        self._reader.shown.enter()
+        deadline, pause = time.monotonic() + PATIENCE_S, FIRST_PAUSE_S
+        while time.monotonic() < deadline:
+            check_interrupted()
+            if self._advance():
+                return self._read
+            time.sleep(pause)
+            pause = min(2 * pause, MAX_PAUSE_S)
+        return None
+
+    def close(self) -> None:
+        """Its room is free, once nothing is written into it; no thread may be inside, and no device read it. Idempotent."""
+        if self._read is not None and self._has_ended:
+            self._reader.finish(self._read)
+        elif self._read is not None:
+            self._reader.abandon(self._read)
+        self._read = None
+
+    def _advance(self) -> bool:
+        try:
+            if self._read is None:
+                self._read = self._reader.read(self._remote, self._pieces, self._place)
+            self._has_ended = self._read is not None and self._reader.has_ended(self._read)
+        except NixlFailed as error:
+            self._read = None  # the reader has taken its room back
+            logger.warning("nixl could not read a part of another worker's pool: %s", error)
+            raise unusable("part", f"nixl could not read it: {error}") from error
+        return self._has_ended
+
+
+def place_of(shown: ShownPool) -> Place:
+    """What the pool lies in. "DRAM" is the host's memory, which stands for a GPU's where there is none."""
+    if shown.device.type == "cpu":
+        return HOST
+    return Place("VRAM", shown.device.index or 0)
