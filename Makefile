@@ -12,7 +12,7 @@ PROTOS := $(wildcard protos/*/*.proto)
 CODE := pdmesh simulator worker router prefill_service decode_service autoscaler kvtransfer planning runtime engine text protos benchmarks examples tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh test-k8s equality
+.PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh test-thorough test-k8s equality
 .PHONY: chaos bench-mesh bench-cpu bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-observability bench-gpu train-heads stubs format clean
 
 help:  ## show this list
@@ -76,6 +76,9 @@ unit: $(READY) $(TRITON) model kernels
 
 mesh: $(READY) model kernels
 	$(BIN)/python -m pytest tests/mesh || $(ONCE_MORE) tests/mesh
+
+test-thorough: $(READY) $(TRITON) model kernels  ## takes minutes and seldom finds more than `make test`: every variant of every GPU kernel compiled
+	$(BIN)/python -m pytest -m thorough tests
 
 test-k8s: $(READY) model kernels  ## the manifests and the autoscaler on a real API server, built once into the cache (not part of `make test`)
 	$(BIN)/python -m tests.cluster.manifests --cache $${XDG_CACHE_HOME:-$$HOME/.cache}/pdmesh/manifests

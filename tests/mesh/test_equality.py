@@ -12,7 +12,7 @@ from benchmarks.prompts import encode_all
 from pdmesh.models import ensure_model
 from text.tokenizer import Tokenizer
 
-NUM_TOKENS = 64
+NUM_TOKENS = 32
 # One token, English, code, German, Japanese, and one of a few hundred tokens.
 CHOSEN = (0, 1, 2, 3, 7, 21)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.engine.kernels.triton import interpreter_costs
+
 
 def mend() -> None:
     """Imports triton: `TRITON_INTERPRET=1` must be set before."""
     _scalars_as_indices()
     _patch_once_a_launch()
+    interpreter_costs.lower()
 
 
 def _scalars_as_indices() -> None:
