@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ from kvtransfer.staged import StagedMemory
 from kvtransfer.stream import SocketStream, expect
 from kvtransfer.transports.opened_pools import OpenedPools
 from kvtransfer.transports.pulled import shape_of_sender, source_of
-from kvtransfer.transports.summed import SummedOutgoing, pulled, shown_by, unusable
+from kvtransfer.transports.summed import SummedIncoming, SummedOutgoing, pulled, shown_by, unusable
 from kvtransfer.transports.unix_sockets import UnixSocketTransport
 from protos.v1 import common_pb2, transfer_pb2
 
@@ -61,7 +61,7 @@ class CudaIpcOutgoing(SummedOutgoing):
         await self.stream.write_message(transfer_pb2.TransferMessage(hello=hello))
 
 
-class CudaIpcIncoming:
+class CudaIpcIncoming(SummedIncoming):
     """The receiver's end."""
 
     def __init__(self, stream: SocketStream, shown: ShownPool, memory: KVMemory, pools: OpenedPools) -> None:
@@ -84,16 +84,6 @@ class CudaIpcIncoming:
         key = (hello.sender_epoch, pool.handle, pool.offset, pool.device, shape)
         self._source = await self._pools.acquire(key, lambda: self._open(pool, shape.num_blocks))
         self._shape = shape
-
-    async def receive_part(
-        self,
-        header: transfer_pb2.PartHeader,
-        part: Part,
-        memory: KVMemory,
-        block_ids: Sequence[int],
-        on_bytes: Callable[[int], None],
-    ) -> int:
-        raise FrameError("cuda_ipc writes parts into the pool of a device alone")
 
     async def pull_part(self, header: transfer_pb2.PartHeader, part: Part, block_ids: Sequence[int], after: Mark) -> int:
         if self._source is None or self._shape is None:
