@@ -7,7 +7,7 @@ long as its worker. The driver's library is loaded wherever torch has a device, 
 What the driver says of owners that go: to free memory that others have open is undefined. So a pool is never freed before its
 process ends (engine/kv_cache.py drops it into torch's cache of segments at most), and a mapping is used only for a peer whose
 connection is open. Of a process that ends it says nothing; others have seen that the memory stays until the last one that has it
-open closes it, which is why mappings are kept for seconds only (kvtransfer/transports/opened_pools.py).
+open closes it, which is why mappings are kept for seconds only (kvtransfer/transports/kept_pools.py).
 
 Expandable segments of torch's allocator have no such handles: `show` says so.
 """

@@ -53,11 +53,17 @@ class PushJob:
 @dataclass(frozen=True)
 class PushResult:
     """A push that ended as it should: num_bytes of KV in num_parts over `transport`, of which `num_exposed_bytes` were sent after
-    the prefill had ended. elapsed_ns: from the call to the receipt of the commit. `committed`: there was something to decode."""
+    the prefill had ended. Monotonic nanoseconds: `started_ns` of the call, `ended_ns` when the receiver had acknowledged the end.
+    `committed`: there was something to decode."""
 
     transport: str
     num_bytes: int
     num_exposed_bytes: int
     num_parts: int
-    elapsed_ns: int
+    started_ns: int
+    ended_ns: int
     committed: bool
+
+    @property
+    def elapsed_ns(self) -> int:
+        return self.ended_ns - self.started_ns

@@ -11,10 +11,11 @@ from kvtransfer.conversion import FP8Scales
 from kvtransfer.delegate import PushTarget, ReceiverDelegate
 from kvtransfer.errors import Incompatible, TransferRefused
 from kvtransfer.grant import unknown_reservation
+from kvtransfer.incoming_connection import IncomingConnection
 from kvtransfer.memory import KVMemory
 from kvtransfer.message_stream import MessageStream, Wire
 from kvtransfer.native.library import prepare
-from kvtransfer.session import Connection, Host, Session
+from kvtransfer.session import Host, Session
 from kvtransfer.transports.base import Incoming, SocketTransport
 from kvtransfer.transports.registry import GRPC, TRANSPORTS, socket_transports
 from protos.v1 import common_pb2, transfer_pb2
@@ -72,7 +73,7 @@ class Receiver:
         self._listeners: list[tuple[SocketTransport, socket.socket]] = []
         self._is_running = False
         self._accepting: list[asyncio.Task[None]] = []
-        self._connections: dict[asyncio.Task[None], Connection] = {}
+        self._connections: dict[asyncio.Task[None], IncomingConnection] = {}
         self._pushes: dict[bytes, Session] = {}  # those that run, by push_id
 
     async def start(self) -> None:
@@ -163,7 +164,7 @@ class Receiver:
         return True
 
     def _connect(self, incoming: Incoming, transport: str) -> None:
-        connection = Connection(self._shared, incoming, transport)
+        connection = IncomingConnection(self._shared, incoming, transport)
         task = asyncio.create_task(self._run(connection))
         self._connections[task] = connection
         task.add_done_callback(self._forget)
@@ -173,7 +174,7 @@ class Receiver:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a connection ended by a bug of ours", exc_info=error)
 
-    async def _run(self, connection: Connection) -> None:
+    async def _run(self, connection: IncomingConnection) -> None:
         try:
             hello = await connection.hello()
             if hello is None:
@@ -193,7 +194,7 @@ class Receiver:
             if session is not None and not session.connections and self._pushes.get(session.hello.push_id) is session:
                 del self._pushes[session.hello.push_id]
 
-    async def _open(self, connection: Connection, hello: transfer_pb2.TransferHello) -> None:
+    async def _open(self, connection: IncomingConnection, hello: transfer_pb2.TransferHello) -> None:
         """A new push. Raises MeshError."""
         if len(hello.push_id) != PUSH_ID_BYTES or hello.push_id in self._pushes:
             raise refuse("push_id", f"give {PUSH_ID_BYTES} random bytes of your own")
@@ -206,7 +207,7 @@ class Receiver:
             each.interrupt()
         await asyncio.gather(*(each.quiesce() for each in former))
 
-    def _join(self, connection: Connection, hello: transfer_pb2.TransferHello) -> None:
+    def _join(self, connection: IncomingConnection, hello: transfer_pb2.TransferHello) -> None:
         """One more connection of a push that runs. Raises MeshError."""
         session = self._pushes.get(hello.push_id)
         if session is None:

@@ -91,13 +91,15 @@ class Sender:
                 num_exposed_bytes = await session.send_parts(job, self._bytes_per_s.get(session.transport, ASSUMED_BYTES_PER_S))
                 ending = await session.ending(job)
                 await self._end(session, pipeline, job, ending)
+                ended_ns = time.monotonic_ns()  # what is left is ours alone: connections to close
                 self._learn(session)
         return PushResult(
             transport=session.transport,
             num_bytes=session.num_bytes,
             num_exposed_bytes=num_exposed_bytes,
             num_parts=pipeline.num_parts,
-            elapsed_ns=time.monotonic_ns() - started_ns,
+            started_ns=started_ns,
+            ended_ns=ended_ns,
             committed=isinstance(ending, FirstTokensDrawn),
         )
 

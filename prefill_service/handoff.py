@@ -180,14 +180,14 @@ class Handoff:
             )
         if not result.committed:
             return _finished("")
-        committed_ns = time.monotonic_ns()
-        self._assignment.spans.committed(first.drawn_ns, committed_ns)
-        self._tools.pushed(result, committed_ns - first.drawn_ns)
+        exposed_ns = result.ended_ns - first.drawn_ns
+        self._assignment.spans.committed(first.drawn_ns, result.ended_ns)
+        self._tools.pushed(result, exposed_ns)
         return prefill_pb2.HandoffOutcome(
             status=prefill_pb2.HANDOFF_STATUS_COMMITTED,
             kv_bytes=result.num_bytes,
             transport=result.transport,
-            kv_exposed_ns=committed_ns - first.drawn_ns,
+            kv_exposed_ns=exposed_ns,
         )
 
 

@@ -226,15 +226,19 @@ async def _all_blocks(followed: Followed) -> tuple[int, list[int]]:
     """Sequence and names. Raises InvalidList, AioRpcError."""
     names: list[int] = []
     sequence: int | None = None
-    async for part in followed.worker.list_blocks(LIST_TIMEOUT_S):
-        if part.epoch != followed.info.epoch:
-            raise InvalidList(f"epoch {part.epoch:016x} is not the worker's {followed.info.epoch:016x}")
-        if sequence not in (None, part.sequence):
-            raise InvalidList(f"sequence {part.sequence} differs from {sequence} in the part before")
-        sequence = part.sequence
-        names.extend(part.blocks)
-        if len(names) > followed.info.num_blocks:
-            raise InvalidList(f"blocks are more than the worker's num_blocks, {followed.info.num_blocks}")
-        if part.is_last:
-            return sequence, names
+    call = followed.worker.list_blocks(LIST_TIMEOUT_S)
+    try:
+        async for part in call:
+            if part.epoch != followed.info.epoch:
+                raise InvalidList(f"epoch {part.epoch:016x} is not the worker's {followed.info.epoch:016x}")
+            if sequence not in (None, part.sequence):
+                raise InvalidList(f"sequence {part.sequence} differs from {sequence} in the part before")
+            sequence = part.sequence
+            names.extend(part.blocks)
+            if len(names) > followed.info.num_blocks:
+                raise InvalidList(f"blocks are more than the worker's num_blocks, {followed.info.num_blocks}")
+            if part.is_last:
+                return sequence, names
+    finally:
+        call.cancel()  # whatever else it would say
     raise InvalidList("is_last is in no part")

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
@@ -33,12 +33,11 @@ from kvtransfer.memory import KVMemory, PoolShape
 from kvtransfer.parts import Part
 from kvtransfer.staged import StagedMemory
 from kvtransfer.stream import SocketStream, expect
-from kvtransfer.transports import unix_sockets
 from kvtransfer.transports.opened_pools import OpenedPools
 from kvtransfer.transports.pulled import shape_of_sender, source_of
-from kvtransfer.transports.summed import SummedOutgoing, pulled, shown_by, unusable
+from kvtransfer.transports.summed import SummedIncoming, SummedOutgoing, pulled, shown_by, unusable
+from kvtransfer.transports.unix_sockets import UnixSocketTransport
 from protos.v1 import common_pb2, transfer_pb2
-from runtime.identity import host_id
 
 if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
     from engine.shown_pool import PeerPool, ShownPool
@@ -62,7 +61,7 @@ class CudaIpcOutgoing(SummedOutgoing):
         await self.stream.write_message(transfer_pb2.TransferMessage(hello=hello))
 
 
-class CudaIpcIncoming:
+class CudaIpcIncoming(SummedIncoming):
     """The receiver's end."""
 
     def __init__(self, stream: SocketStream, shown: ShownPool, memory: KVMemory, pools: OpenedPools) -> None:
@@ -85,16 +84,6 @@ class CudaIpcIncoming:
         key = (hello.sender_epoch, pool.handle, pool.offset, pool.device, shape)
         self._source = await self._pools.acquire(key, lambda: self._open(pool, shape.num_blocks))
         self._shape = shape
-
-    async def receive_part(
-        self,
-        header: transfer_pb2.PartHeader,
-        part: Part,
-        memory: KVMemory,
-        block_ids: Sequence[int],
-        on_bytes: Callable[[int], None],
-    ) -> int:
-        raise FrameError("cuda_ipc writes parts into the pool of a device alone")
 
     async def pull_part(self, header: transfer_pb2.PartHeader, part: Part, block_ids: Sequence[int], after: Mark) -> int:
         if self._source is None or self._shape is None:
@@ -124,11 +113,10 @@ class CudaIpcIncoming:
         return opened[0]
 
 
-class CudaIpcTransport:
+class CudaIpcTransport(UnixSocketTransport):
     """Between processes of one user on one host whose pools lie in memory of a GPU."""
 
     name = "cuda_ipc"
-    gains_by_connections = False  # one costs the device nothing, and a second one a handshake
 
     def __init__(self) -> None:
         self._pools = OpenedPools()
@@ -139,29 +127,18 @@ class CudaIpcTransport:
     def receives(self, memory: KVMemory) -> bool:
         return self.sends(memory)
 
-    def reaches(self, endpoint: common_pb2.TransferEndpoint) -> bool:
-        return endpoint.host_id == host_id()
-
-    def listen(self, host: str, port: int) -> socket.socket:
-        return unix_sockets.listen()
-
-    def endpoint(self, listener: socket.socket, advertise: str | None) -> common_pb2.TransferEndpoint:
-        return common_pb2.TransferEndpoint(transport=self.name, address=unix_sockets.name_of(listener), host_id=host_id())
-
     async def connect(
         self, endpoint: common_pb2.TransferEndpoint, memory: KVMemory, executor: Executor, reply_timeout_s: float
     ) -> CudaIpcOutgoing:
         shown = shown_by(memory)
         if shown is None or not isinstance(memory, StagedMemory):
             raise TransportUnavailable("cuda_ipc: our pool is not shown to other processes")
-        sock = await unix_sockets.connect(self.name, endpoint.address)
-        return CudaIpcOutgoing(SocketStream(sock, executor, reply_timeout_s), memory, shown)
+        return CudaIpcOutgoing(await self._connected(endpoint, executor, reply_timeout_s), memory, shown)
 
     def accept(self, sock: socket.socket, memory: KVMemory, executor: Executor, idle_timeout_s: float) -> CudaIpcIncoming:
-        unix_sockets.check_peer(self.name, sock)
-        shown = shown_by(memory)
+        stream, shown = self._accepted(sock, executor, idle_timeout_s), shown_by(memory)
         assert shown is not None, "who listens receives"
-        return CudaIpcIncoming(SocketStream(sock, executor, idle_timeout_s), shown, memory, self._pools)
+        return CudaIpcIncoming(stream, shown, memory, self._pools)
 
     def close(self) -> None:
         self._pools.close()

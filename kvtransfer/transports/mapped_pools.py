@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
 import sys
-from dataclasses import dataclass
 
 import grpc
 
 from kvtransfer.errors import TransferRefused
 from kvtransfer.memory import PoolShape
+from kvtransfer.transports.kept_pools import KeptPools
 from runtime import failpoints
 
 if sys.platform == "linux":
     import fcntl
 
-KEEP_S = 5.0  # a mapping that nobody uses: the next push of its sender finds its pages in place
+Key = tuple[int, int, PoolShape]
 
 
 class MappedPool:
@@ -41,50 +40,17 @@ class MappedPool:
         self._map.close()
 
 
-@dataclass
-class _Kept:
-    pool: MappedPool
-    num_users: int = 0
-    expiry: asyncio.TimerHandle | None = None
-
-
-class MappedPools:
-    """One mapping for each pool, however many pushes come out of it: to touch every page of a fresh one costs a third of the
-    copying. One that is not used is given back after KEEP_S: it would keep the memory of a peer that has died."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, int, PoolShape], _Kept] = {}
-
-    def __len__(self) -> int:
-        """Mappings that are there."""
-        return len(self._kept)
+class MappedPools(KeptPools[Key, MappedPool]):
+    """To touch every page of a fresh mapping costs a third of the copying."""
 
     def acquire(self, fd: int, shape: PoolShape) -> MappedPool:
         """The pool behind `fd`, until release(). Raises TransferRefused as MappedPool does."""
         status = os.fstat(fd)
         key = (status.st_dev, status.st_ino, shape)  # while it is mapped, no other file can have its number
-        kept = self._kept.get(key)
-        if kept is None:
-            kept = self._kept[key] = _Kept(MappedPool(fd, shape))
-        else:
+        pool = self.find(key)
+        if pool is not None:
             _check_pool(fd, shape)
-        if kept.expiry is not None:
-            kept.expiry.cancel()
-            kept.expiry = None
-        kept.num_users += 1
-        return kept.pool
-
-    def release(self, pool: MappedPool) -> None:
-        """Once for each acquire(), on the event loop."""
-        key, kept = next((key, kept) for key, kept in self._kept.items() if kept.pool is pool)
-        kept.num_users -= 1
-        if kept.num_users == 0 and not KEEP_S:
-            self._expire(key)
-        elif kept.num_users == 0:
-            kept.expiry = asyncio.get_running_loop().call_later(KEEP_S, self._expire, key)
-
-    def _expire(self, key: tuple[int, int, PoolShape]) -> None:
-        self._kept.pop(key).pool.close()
+        return self.use(key, pool or MappedPool(fd, shape))
 
 
 def _check_pool(fd: int, shape: PoolShape) -> None:

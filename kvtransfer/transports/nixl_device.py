@@ -30,7 +30,7 @@ from kvtransfer.transports.nixl_hello import check_pool
 from kvtransfer.transports.nixl_pull import FIRST_PAUSE_S, MAX_PAUSE_S, PATIENCE_S, wire_order
 from kvtransfer.transports.nixl_reader import Read, Reads, Remote
 from kvtransfer.transports.pulled import source_of
-from kvtransfer.transports.summed import SummedOutgoing, pulled, unusable
+from kvtransfer.transports.summed import SummedIncoming, SummedOutgoing, pulled, unusable
 from protos.v1 import transfer_pb2
 
 if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
@@ -81,7 +81,7 @@ class DeviceReader(Reads):
         return self.shown.store(self._rooms.room(read.index), layers, block_ids, after)
 
 
-class NixlDeviceIncoming(InlineIncoming):
+class NixlDeviceIncoming(SummedIncoming, InlineIncoming):
     """The receiver's end."""
 
     def __init__(self, stream: SocketStream, memory: KVMemory, reader: DeviceReader) -> None:
@@ -99,16 +99,6 @@ class NixlDeviceIncoming(InlineIncoming):
             raise unusable("hello.nixl_device.kind", f"{hello.nixl_device.kind!r} is none of {', '.join(KINDS)}")
         check_pool(hello, self._memory)
         self._hello = hello
-
-    async def receive_part(
-        self,
-        header: transfer_pb2.PartHeader,
-        part: Part,
-        memory: KVMemory,
-        block_ids: Sequence[int],
-        on_bytes: Callable[[int], None],
-    ) -> int:
-        raise FrameError("nixl reads parts for the pool of a device into rooms")
 
     async def pull_part(self, header: transfer_pb2.PartHeader, part: Part, block_ids: Sequence[int], after: Mark) -> int:
         if self._hello is None:

@@ -4,7 +4,7 @@
     sender ── part header with its block ids ───────────────────────────► receiver: copies, sums WHAT IT STORES
     sender ── part end: the sum of what lies in its pool ───────────────► receiver: compares
 
-The mapping may outlive the connection by seconds (mapped_pools.py); a receiver keeps nothing else of that epoch. A sender that
+The mapping may outlive the connection by seconds (kept_pools.py); a receiver keeps nothing else of that epoch. A sender that
 changes its blocks while they are copied spoils a copy whose checksum then differs; it cannot touch ours.
 """
 
@@ -24,11 +24,10 @@ from kvtransfer.memory import KVMemory, Rectangle, copies, shape_of
 from kvtransfer.native.library import Runs
 from kvtransfer.parts import Part
 from kvtransfer.stream import SocketStream
-from kvtransfer.transports import unix_sockets
 from kvtransfer.transports.mapped_pools import MappedPool, MappedPools
 from kvtransfer.transports.pulled import announce, shape_of_sender, source_of
+from kvtransfer.transports.unix_sockets import UnixSocketTransport
 from protos.v1 import common_pb2, transfer_pb2
-from runtime.identity import host_id
 
 BATCH_BYTES = 4 << 20  # copied between two looks at whether to stop
 
@@ -119,11 +118,10 @@ class ShmIncoming:
         raise FrameError(f"shm: a hello must bring exactly one file descriptor, got {len(fds)}")
 
 
-class ShmTransport:
+class ShmTransport(UnixSocketTransport):
     """Between processes of one user on one host."""
 
     name = "shm"
-    gains_by_connections = False
 
     def __init__(self) -> None:
         self._pools = MappedPools()
@@ -134,27 +132,16 @@ class ShmTransport:
     def receives(self, memory: KVMemory) -> bool:
         return sys.platform == "linux"
 
-    def reaches(self, endpoint: common_pb2.TransferEndpoint) -> bool:
-        return endpoint.host_id == host_id()
-
-    def listen(self, host: str, port: int) -> socket.socket:
-        return unix_sockets.listen()
-
-    def endpoint(self, listener: socket.socket, advertise: str | None) -> common_pb2.TransferEndpoint:
-        return common_pb2.TransferEndpoint(transport=self.name, address=unix_sockets.name_of(listener), host_id=host_id())
-
     async def connect(
         self, endpoint: common_pb2.TransferEndpoint, memory: KVMemory, executor: Executor, reply_timeout_s: float
     ) -> ShmOutgoing:
-        sock = await unix_sockets.connect(self.name, endpoint.address)
-        return ShmOutgoing(SocketStream(sock, executor, reply_timeout_s), memory)
+        return ShmOutgoing(await self._connected(endpoint, executor, reply_timeout_s), memory)
 
     def accept(self, sock: socket.socket, memory: KVMemory, executor: Executor, idle_timeout_s: float) -> ShmIncoming:
-        unix_sockets.check_peer(self.name, sock)
-        return ShmIncoming(SocketStream(sock, executor, idle_timeout_s), memory, self._pools)
+        return ShmIncoming(self._accepted(sock, executor, idle_timeout_s), memory, self._pools)
 
     def close(self) -> None:
-        """What is still mapped is given back within seconds."""
+        self._pools.close()
 
 
 def copy_part(

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvtransfer.errors import TransferRefused, push_failed
+from kvtransfer.errors import FrameError, TransferRefused, push_failed
 from kvtransfer.memory import KVMemory
+from kvtransfer.parts import Part
 from kvtransfer.staged import StagedMemory
 from kvtransfer.stream import Stream
 from kvtransfer.waiting import all_ended
@@ -60,6 +61,20 @@ class SummedOutgoing:
         header.source_block_ids[:] = block_ids
         await self.stream.write_message(transfer_pb2.TransferMessage(part=header))
         return self._sum
+
+
+class SummedIncoming:
+    """The receiver's end, in so far as its parts come in one way only."""
+
+    async def receive_part(
+        self,
+        header: transfer_pb2.PartHeader,
+        part: Part,
+        memory: KVMemory,
+        block_ids: Sequence[int],
+        on_bytes: Callable[[int], None],
+    ) -> int:
+        raise FrameError("over this transport parts are pulled into the pool of a device, and nowhere else")
 
 
 async def pulled(pull: Callable[[], Future[int]]) -> int:

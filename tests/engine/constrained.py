@@ -14,6 +14,7 @@ from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.speculation.proposer import Proposer
 from engine.weights.loader import LoadedModel, load_model
+from tests.support.handed_over import hand_over
 from tests.support.mock_engine import FreeRows, open_engine
 from tests.support.tiny_models import IM_END, VOCAB_SIZE, make_tiny_model
 from text.grammar import GrammarCompiler
@@ -118,13 +119,7 @@ def run_apart(prefill: Engine, decode: Engine, *asked: EngineRequest) -> Answers
     answers: Answers = defaultdict(Answer)
     for each in asked:
         answers.update(first := run(prefill, replace(each, prefill_only=True)))
-        granted = decode.reserve(each)
-        assert granted is not None
-        skip = granted.num_cached_tokens // decode.config.block_size
-        source, target = prefill.held_blocks(each.request_id)[skip:], granted.block_ids[skip:]
-        decode.kv.tensor[:, :, list(target)] = prefill.kv.tensor[:, :, list(source)]
-        prefill.release(each.request_id)
-        decode.start(each.request_id, {choice: answer.token_ids[0] for (_, choice), answer in first.items()})
+        hand_over(prefill, decode, each, {choice: answer.token_ids[0] for (_, choice), answer in first.items()})
     while (result := decode.step()) is not None:
         collect(answers, result)
     decode.check_integrity()

@@ -17,6 +17,7 @@ from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.weights.loader import LoadedModel, load_model
 from tests.engine.backends import BACKENDS
+from tests.support.handed_over import hand_over
 from tests.support.mock_engine import open_engine, run_to_end
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
 
@@ -114,13 +115,7 @@ def test_prefilled_in_one_engine_and_decoded_in_another(reference: Reference) ->
     for index, expected in enumerate(reference.answers):
         prefill.add(request(index, prefill_only=True))
         [first] = run_to_end(prefill).answer(str(index)).token_ids
-        granted = decode.reserve(request(index))
-        assert granted is not None
-        skip = granted.num_cached_tokens // decode.config.block_size
-        source, target = prefill.held_blocks(str(index))[skip:], granted.block_ids[skip:]
-        decode.kv.tensor[:, :, list(target)] = prefill.kv.tensor[:, :, list(source)]
-        prefill.release(str(index))
-        decode.start(str(index), {0: first})
+        hand_over(prefill, decode, request(index), {0: first})
         assert (first, *run_to_end(decode).answer(str(index)).token_ids) == expected, f"prompt {index}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 import grpc.aio
 import pytest
 
-from kvtransfer.transports import mapped_pools, opened_pools
+from kvtransfer.transports import kept_pools
 from kvtransfer.transports.nixl_agent import is_installed
 from kvtransfer.transports.nixl_reader import Reader
 from tests.kvtransfer.endpoints import World, nothing_left, running
@@ -28,8 +28,7 @@ def grpc_keeps_its_threads() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_kept_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left behind is to be seen at once."""
-    monkeypatch.setattr(mapped_pools, "KEEP_S", 0)
-    monkeypatch.setattr(opened_pools, "KEEP_S", 0)
+    monkeypatch.setattr(kept_pools, "KEEP_S", 0)
 
 
 @pytest.fixture(scope="session", autouse=True)

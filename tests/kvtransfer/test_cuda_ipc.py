@@ -27,7 +27,7 @@ from kvtransfer.parts import Part
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from kvtransfer.staged import StagedMemory
-from kvtransfer.transports import opened_pools, summed
+from kvtransfer.transports import kept_pools, summed
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.opened_pools import OpenedPools
 from protos.v1 import transfer_pb2
@@ -67,7 +67,7 @@ def shown(memory: KVMemory) -> ShownPool:
 
 
 async def test_it_is_preferred_and_opens_a_pool_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opened_pools, "KEEP_S", 0.2)
+    monkeypatch.setattr(kept_pools, "KEEP_S", 0.2)
     with nothing_left():
         async with running(also_by_others(World("cuda_ipc"))) as world:
             assert [endpoint.transport for endpoint in world.receiver.endpoints()] == list(BOTH)
@@ -354,23 +354,39 @@ async def test_a_push_that_waits_for_the_device_says_that_it_is_alive(monkeypatc
         world.check_arrived(job)
 
 
-async def test_pools_are_kept_for_a_while_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opened_pools, "KEEP_S", 0.01)
+async def test_a_pool_that_several_ask_for_at_once_is_opened_once() -> None:
     memory, pools = FakeKVMemory(1, 2, 512, seals=SEALS), OpenedPools()
+    sharing = HostSharing(memory.fd)
+    pool = ShownPool(pool_of(memory, 16), sharing, InOrder(), IndexedSums(), 1 << 16)
+
+    async def opened() -> PeerPool:
+        await asyncio.sleep(0)
+        return pool.open(pool.handle, 2)
+
+    first, second = await asyncio.gather(pools.acquire((1,), opened), pools.acquire((1,), opened))
+    assert first is second and sharing.num_opened == 1
+    assert await pools.acquire((2,), opened) is not first
+    pools.release(first)
+    pools.release(second)
+    assert len(pools) == 1
+    pool.close()
+    memory.close()
+
+
+async def test_a_pool_that_could_not_be_opened_is_tried_again() -> None:
+    pools, memory = OpenedPools(), FakeKVMemory(1, 2, 512, seals=SEALS)
     pool = ShownPool(pool_of(memory, 16), HostSharing(memory.fd), InOrder(), IndexedSums(), 1 << 16)
+
+    async def failing() -> PeerPool:
+        raise NotShared("handle", "it is of a process that has ended")
 
     async def opened() -> PeerPool:
         return pool.open(pool.handle, 2)
 
-    first, second = await asyncio.gather(pools.acquire((1,), opened), pools.acquire((1,), opened))
-    assert first is second and await pools.acquire((2,), opened) is not first
-    pools.release(first)
-    await asyncio.sleep(0.03)
-    assert len(pools) == 2  # it has another user
-    pools.release(first)
-    assert await pools.acquire((1,), opened) is first  # it was kept for a while
-    pools.release(first)
-    await until(lambda: len(pools) == 1, "the pool is closed")
+    with pytest.raises(NotShared, match="ended"):
+        await pools.acquire((1,), failing)
+    assert len(pools) == 0
+    pools.release(await pools.acquire((1,), opened))
     pool.close()
     memory.close()
 

@@ -15,7 +15,7 @@ import pytest
 from torch import Tensor
 
 from engine.summed_copies import Blocks, IndexedSums
-from kvtransfer import framing, session
+from kvtransfer import framing, incoming_connection
 from kvtransfer.checksum import checksum
 from kvtransfer.errors import FrameError, PeerClosed, PushFailed
 from kvtransfer.memory import KVMemory, part_views
@@ -117,7 +117,7 @@ async def test_garbage_after_hello_closes_the_connection(world: World, seed: int
     "garbage", [b"G", b"GET / HTTP/1.1\r\n\r\n", b"PDKV\xff\xff\xff\xff", b"PDKV\0\0\0\0", b"PDKV\3\0\0\0abc"]
 )
 async def test_garbage_instead_of_hello(world: World, garbage: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(incoming_connection, "HANDSHAKE_TIMEOUT_S", 0.2)
     async with world.raw_peer() as peer:
         await peer.send_bytes(garbage)
         with pytest.raises(ConnectionError):
@@ -127,7 +127,7 @@ async def test_garbage_instead_of_hello(world: World, garbage: bytes, monkeypatc
 
 
 async def test_a_silent_connection_is_closed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "HANDSHAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(incoming_connection, "HANDSHAKE_TIMEOUT_S", 0.1)
     async with world.raw_peer() as peer:
         with pytest.raises(PeerClosed):
             await peer.stream.read_message()

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from typing import Any
 
 import grpc
@@ -10,6 +11,7 @@ import pytest
 from kvtransfer.errors import PushFailed, TransferRefused
 from kvtransfer.feed import NothingToDecode, complete_feed
 from kvtransfer.parts import Part
+from kvtransfer.transports.base import Outgoing
 from protos.v1 import common_pb2, transfer_pb2
 from runtime import failpoints
 from tests.kvtransfer.endpoints import CHOICES, EPOCH, World, nothing_left, running, until
@@ -24,6 +26,20 @@ async def test_bytes_arrive(world: World) -> None:
     assert (num_bytes, transport) == (result.num_bytes, world.transport)
     assert commit.num_parts == result.num_parts > 1 and list(commit.choices) == list(CHOICES)
     assert world.delegate.kinds() == ["open", "commit"]
+
+
+async def test_a_push_has_ended_when_the_receiver_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left to close then is no part of the time in which decode waited."""
+    close, took_ns = world.sender._close, 50_000_000
+
+    async def slowly(*connections: Outgoing) -> None:
+        await asyncio.sleep(1.1 * took_ns / 1e9)
+        await close(*connections)
+
+    monkeypatch.setattr(world.sender, "_close", slowly)
+    began_ns = time.monotonic_ns()
+    result = await world.sender.push(world.job(), timeout_s=10)
+    assert began_ns <= result.started_ns < result.ended_ns <= time.monotonic_ns() - took_ns
 
 
 async def test_prefix_blocks_are_not_sent(world: World) -> None:

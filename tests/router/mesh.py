@@ -74,9 +74,12 @@ class Mesh:
         return self.workers[name]
 
     async def generate(self, request: mesh_pb2.GenerateRequest, *, timeout: float = 30.0) -> Answer:
-        answer = Answer()
-        async for message in self.stub.Generate(request, timeout=timeout):
-            answer.take(message)
+        answer, call = Answer(), self.stub.Generate(request, timeout=timeout)
+        try:
+            async for message in call:
+                answer.take(message)
+        finally:
+            call.cancel()  # gRPC misses a cancellation that comes just when the request has gone out
         answer.check_indexes()
         return answer
 

@@ -40,6 +40,7 @@ class Held:
     sent: dict[int, int]
     token: bytes
     running: bool = False
+    is_paused: bool = False  # stands where `pause_at` says
     task: asyncio.Task[None] | None = None
 
     @property
@@ -233,7 +234,9 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
                     continue
                 goes_on = True
                 if index == self.pause_at:
+                    held.is_paused = True
                     await self.resume.wait()
+                    held.is_paused = False
                 tokens.append(stub_model.token(held.request, choice, index))
             self.news.set()
             await asyncio.sleep(0)

@@ -22,6 +22,7 @@ from engine.speculation.heads.weights import save_heads
 from engine.weights.loader import load_model
 from tests.engine.parallel.conftest import config_of, running
 from tests.engine.speculation.heads.tiny_heads import make_heads
+from tests.support.handed_over import hand_over
 from tests.support.mock_engine import run_to_end
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="on the CPU ranks share memory as Linux has it")
@@ -192,11 +193,5 @@ def test_prefilled_by_one_degree_and_decoded_by_another(
             request = EngineRequest(str(index), prompts()[index], GREEDY)
             assert source.add(replace(request, prefill_only=True))
             [first] = run_to_end(source).answer(str(index)).token_ids
-            granted = target.reserve(request)
-            assert granted is not None
-            skip = granted.num_cached_tokens // target.config.block_size
-            theirs, ours = source.held_blocks(str(index))[skip:], granted.block_ids[skip:]
-            target.kv.tensor[:, :, list(ours)] = source.kv.tensor[:, :, list(theirs)]
-            source.release(str(index))
-            target.start(str(index), {0: first})
+            hand_over(source, target, request, {0: first})
             assert (first, *run_to_end(target).answer(str(index)).token_ids) == expected, f"prompt {index}"

@@ -19,6 +19,7 @@ from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.weights.loader import load_model
 from tests.engine.backends import needs_native
+from tests.support.handed_over import hand_over
 from tests.support.mock_engine import open_engine
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
 
@@ -162,16 +163,6 @@ def test_prefilled_in_one_engine_and_decoded_in_another(model: Model) -> None:
     assert {key: (answer.token_ids, answer.logprobs) for key, answer in answers.items()} == {
         key: (answer.token_ids, answer.logprobs) for key, answer in model.answers.items()
     }
-
-
-def hand_over(prefill: Engine, decode: Engine, each: EngineRequest, first_tokens: dict[int, int]) -> None:
-    granted = decode.reserve(each)
-    assert granted is not None
-    skip = granted.num_cached_tokens // decode.config.block_size
-    source, target = prefill.held_blocks(each.request_id)[skip:], granted.block_ids[skip:]
-    decode.kv.tensor[:, :, list(target)] = prefill.kv.tensor[:, :, list(source)]
-    prefill.release(each.request_id)
-    decode.start(each.request_id, first_tokens)
 
 
 def test_numbers_name_themselves(tmp_path: Path) -> None:

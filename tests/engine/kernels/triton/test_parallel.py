@@ -23,6 +23,7 @@ from engine.sampling_params import SamplingParams
 from engine.weights.loader import load_model
 from tests.engine.parallel.conftest import running
 from tests.engine.parallel.test_parallel_engine import batches, numbers
+from tests.support.handed_over import hand_over
 from tests.support.mock_engine import run_to_end
 from tests.support.tiny_models import make_tiny_model
 
@@ -117,11 +118,5 @@ def test_handed_off_between_degrees(folder: Path, pair: Engine, one: list[tuple[
             request = EngineRequest(str(index), PROMPTS[index], GREEDY)
             assert source.add(replace(request, prefill_only=True))
             [first] = run_to_end(source).answer(str(index)).token_ids
-            granted = target.reserve(request)
-            assert granted is not None
-            skip = granted.num_cached_tokens // target.config.block_size
-            theirs, ours = source.held_blocks(str(index))[skip:], granted.block_ids[skip:]
-            target.kv.tensor[:, :, list(ours)] = source.kv.tensor[:, :, list(theirs)]
-            source.release(str(index))
-            target.start(str(index), {0: first})
+            hand_over(source, target, request, {0: first})
             assert (first, *run_to_end(target).answer(str(index)).token_ids) == expected, f"prompt {index}"
