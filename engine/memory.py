@@ -83,8 +83,12 @@ def _shape(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, num_blo
 
 
 def free_memory(device: str) -> int:
-    """Bytes that can still be allocated: on CUDA the device's; on CPU the machine's, or the container's when that is less."""
+    """Bytes that can still be allocated: on CUDA the device's; on CPU the machine's, or the container's when that is less.
+
+    Not while requests run: what torch keeps of a GPU for later, such as the room in which a head was quantized, it gives back for
+    this, as it would be taken for taken; and it waits for the device to do so."""
     if device == "cuda":
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         return int(free)
     return min(_machine_free(Path("/proc/meminfo")), _cgroup_free(Path("/sys/fs/cgroup")))

@@ -104,6 +104,16 @@ def test_free_memory_is_less_than_the_machines() -> None:
     assert MIB < free_memory("cpu") < 2**50
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_torch_keeps_of_a_gpu_is_free() -> None:
+    before = free_memory("cuda")
+    kept = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
+    assert free_memory("cuda") <= before - 255 * MIB
+    del kept
+    assert free_memory("cuda") > before - 64 * MIB
+
+
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
     assert cgroup_free(tmp_path) > 2**60
     (tmp_path / "memory.current").write_text("700\n")
