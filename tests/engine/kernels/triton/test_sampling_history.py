@@ -155,9 +155,8 @@ def test_buffers_have_room_for_an_engines_sequences_from_the_first_on() -> None:
     held = []
     for count in (1, 70):
         logits = logits_of(count, count).to(DEVICE)
-        sampler._drawn(logits, [owner.row() for owner in owners[:count]], None)
-        held.append((sampler._scratch, history_of(sampler).counts))
-    assert held[0] == held[1]
-    scratch, counts = held[0]
-    assert scratch is not None and counts is not None
-    assert (len(scratch.adjusted), len(counts)) == (128, 70)
+        history = sampler._maker_for(logits).history
+        history.place([owner.row() for owner in owners[:count]])
+        held.append((sampler._room(logits).adjusted, history.counts))
+    assert [one is other for one, other in zip(*held, strict=True)] == [True, True]
+    assert [len(buffer) for buffer in held[0] if buffer is not None] == [128, 70]
