@@ -42,7 +42,7 @@ from engine.speculation.draft import Draft
 from engine.speculation.handover import unpacked
 from engine.speculation.proposer import Proposer
 from engine.speculation.remembered import Circumstances, processor_name
-from engine.speculation.setup import Parts, make_proposers
+from engine.speculation.setup import Drafts, Parts, load_drafts, make_proposers
 from engine.speculation.speculator import Bounds, Speculator
 from engine.timing import StartClock
 from engine.weights.loader import LoadedModel, load_model
@@ -78,7 +78,8 @@ class Engine:
         self.kv_arrangement = "panels" if isinstance(loaded.model, NativeModel) else "plain"  # see kv_format.py
         self.eos_token_ids = frozenset(loaded.config.eos_token_ids)
         self._parallel = loaded.model if isinstance(loaded.model, ParallelModel) else None
-        self.kv = _open_pool(config, loaded)
+        drafts = load_drafts(config, loaded) if proposers is None else Drafts()
+        self.kv = _open_pool(config, loaded, drafts)
         loaded.prepare(self.kv.tensor)  # before steps are timed for the speculator
         self.cost = cost_of(loaded, self.kv.shape)
         self.sampler = sampler = loaded.sampler()
@@ -86,7 +87,7 @@ class Engine:
         limits = self._limits()
         self._allocator = BlockAllocator(self._pool, config.block_size, hash_block, prefix_caching=config.prefix_caching)
         if proposers is None:
-            parts = Parts(config, loaded, self.kv, self._allocator, sampler, lambda: len(self._scheduler.running))
+            parts = Parts(config, loaded, drafts, self.kv, self._allocator, sampler, lambda: len(self._scheduler.running))
             proposers = make_proposers(parts)
         self.speculator = self._make_speculator(proposers, loaded) if proposers else None
         hidden_size = loaded.config.hidden_size if self.speculator and self.speculator.wants_hidden else None
@@ -302,12 +303,13 @@ class Engine:
         )
 
 
-def _open_pool(config: EngineConfig, loaded: LoadedModel) -> KVPool:
+def _open_pool(config: EngineConfig, loaded: LoadedModel, drafts: Drafts) -> KVPool:
     """With all heads; where each rank of tensor parallelism has a device, only with this one's."""
     model = loaded.model
     has_own_heads = isinstance(model, ParallelModel) and not model.shares_pool
     heads_of = model.config if has_own_heads else loaded.config
-    shape = kv_shape(config, heads_of, loaded.kv_dtype, free_memory(config.device), loaded.step_bytes(config))
+    step_bytes = loaded.step_bytes(config) + drafts.step_bytes
+    shape = kv_shape(config, heads_of, loaded.kv_dtype, free_memory(config.device), step_bytes, drafts.block_bytes)
     if isinstance(model, ParallelModel):
         return model.open_pool(shape)
     return KVPool(shape, config.device, shared=config.kv_shared)

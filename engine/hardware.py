@@ -15,6 +15,7 @@ from engine.kernels.cpu import limits
 from engine.kernels.cpu.model import NativeModel
 from engine.kernels.cpu.threads import default_threads
 from engine.kv_cache import KVShape
+from engine.memory import free_memory
 from engine.weights.loader import LoadedModel
 
 if TYPE_CHECKING:
@@ -109,7 +110,9 @@ def _torch_threads(count: int) -> Iterator[None]:
 def _torch_limits(dtype: torch.dtype, device: str) -> MachineLimits:
     size = _CUDA_SIZE if device == "cuda" else _CPU_SIZE
     factor = torch.ones((size, size), dtype=dtype, device=device)
-    stream = torch.ones(_CUDA_BYTES if device == "cuda" else _CPU_BYTES, dtype=torch.uint8, device=device)
+    # On a GPU beside the pool, which may have left no more than what steps need.
+    num_bytes = min(_CUDA_BYTES, free_memory(device) // 4) if device == "cuda" else _CPU_BYTES
+    stream = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     return MachineLimits(
         2 * size**3 / _best_s(lambda: factor @ factor, device),
         2 * stream.nbytes / _best_s(stream.clone, device),  # read and written

@@ -37,31 +37,41 @@ def check_weights_fit(weight_bytes: int, free_bytes: int, device: str) -> None:
         )
 
 
-def kv_shape(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free_bytes: int, step_bytes: int = 0) -> KVShape:
+def kv_shape(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    free_bytes: int,
+    step_bytes: int = 0,
+    draft_block_bytes: int = 0,
+) -> KVShape:
     """The pool's shape: from num_blocks, else from kv_memory_mb, else a share of `free_bytes` (measured with weights loaded), of
-    which steps need `step_bytes`.
+    which steps need `step_bytes`. A draft model's pool beside it takes `draft_block_bytes` for each of its blocks: out of the
+    same share, but not out of kv_memory_mb.
 
     Without num_blocks the pool must hold at least one sequence of max_context. Raises DoesNotFit otherwise.
     """
-    block = _shape(config, model, dtype, 1).bytes_per_block
+    own = _shape(config, model, dtype, 1).bytes_per_block
+    block = own + draft_block_bytes
     free_bytes = max(0, free_bytes - step_bytes)
     free = f"{config.device} has {_mib(free_bytes)} free" + (f" beside {_mib(step_bytes)} for steps" if step_bytes else "")
+    pool = "the KV pool with the draft model's" if draft_block_bytes else "the KV pool"
     per_sequence = -(-effective_max_context(config, model) // config.block_size)
     if config.num_blocks:
         num_blocks = config.num_blocks
     elif config.kv_memory_mb:
-        num_blocks = config.kv_memory_mb * MIB // block
+        num_blocks = config.kv_memory_mb * MIB // own
     else:
         num_blocks = min(int(config.kv_memory_share * free_bytes) // block, config.max_num_seqs * per_sequence)
     if not config.num_blocks and num_blocks < per_sequence:
         raise DoesNotFit(
-            f"the KV pool holds {num_blocks} blocks ({_mib(num_blocks * block)}), one sequence of "
+            f"{pool} holds {num_blocks} blocks ({_mib(num_blocks * block)}), one sequence of "
             f"{effective_max_context(config, model)} tokens needs {per_sequence} ({_mib(per_sequence * block)}), "
             f"{free}; lower max_context, or raise kv_memory_mb or kv_memory_share"
         )
     if num_blocks * block > free_bytes:
         raise DoesNotFit(
-            f"the KV pool needs {_mib(num_blocks * block)} ({num_blocks} blocks), {free}; lower num_blocks or kv_memory_mb"
+            f"{pool} needs {_mib(num_blocks * block)} ({num_blocks} blocks), {free}; lower num_blocks or kv_memory_mb"
         )
     return _shape(config, model, dtype, num_blocks)
 
@@ -73,8 +83,12 @@ def _shape(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, num_blo
 
 
 def free_memory(device: str) -> int:
-    """Bytes that can still be allocated: on CUDA the device's; on CPU the machine's, or the container's when that is less."""
+    """Bytes that can still be allocated: on CUDA the device's; on CPU the machine's, or the container's when that is less.
+
+    Not while requests run: what torch keeps of a GPU for later, such as the room in which a head was quantized, it gives back for
+    this, as it would be taken for taken; and it waits for the device to do so."""
     if device == "cuda":
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         return int(free)
     return min(_machine_free(Path("/proc/meminfo")), _cgroup_free(Path("/sys/fs/cgroup")))

@@ -44,7 +44,7 @@ def _compute(sock: socket.socket, share: Share, kv: Tensor) -> None:
         if kind is Kind.STEP:
             share.forward(wire.decode_batch(payload), kv)
         elif kind is Kind.PREPARE:
-            share.prepare(kv)
+            share.prepare_steps(kv)
         elif kind is Kind.COPY:
             sources, targets = wire.decode_slots(payload)
             copy_blocks(kv, sources, targets)

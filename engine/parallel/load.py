@@ -29,7 +29,7 @@ from engine.parallel.ranks import Ranks
 from engine.parallel.share import Share
 from engine.parallel.split import Shard, ShardSource
 from engine.parallel.wire import Kind
-from engine.weights.kv_scales import read_kv_scales
+from engine.weights.kv_scales import pool_scales
 from engine.weights.loader import Progress, TorchBuilder, numeric_mode, open_checkpoint
 from engine.weights.source import WeightSource
 from engine.weights.tensors import checked
@@ -84,7 +84,8 @@ class _Parts:
 
     def __init__(self, source: WeightSource, config: EngineConfig, numerics: Numerics, shard: Shard, progress: Progress) -> None:
         self._whole, self._config, self._numerics = source.config, config, numerics
-        self._max_context, self._kv_scales = effective_max_context(config, source.config), read_kv_scales(source)
+        self._max_context = effective_max_context(config, source.config)
+        self._kv_scales = pool_scales(source, numerics.kv_dtype)
         maps = _shared_maps(source, config, numerics, shard) if numerics.is_quantized else None
         self._decoder = _ShardBuilder(source, numerics.dtype, config.device, shard, maps).build(self._max_context, progress)
 

@@ -51,11 +51,13 @@ class ParallelModel:
             return self._share.forward(batch, kv, signal, hidden)
 
     def prepare(self, kv: Tensor) -> None:
-        """See LoadedModel.prepare: on every rank. Raises ValueError when one fails."""
+        """See LoadedModel.prepare: on every rank. Draws come last, so that nobody waits in an exchange while rank 0 compiles what
+        it alone launches. Raises ValueError when one fails."""
         try:
             self.ranks.tell(Kind.PREPARE)
             with self._together():
-                self._share.prepare(kv)
+                self._share.prepare_steps(kv)
+            self._share.prepare_draws()
         except RankFailed as error:
             raise ValueError(str(error)) from error
 

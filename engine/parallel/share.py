@@ -36,10 +36,15 @@ class Share:
         """See DecoderModel.forward; `kv` as `follower.py` and the engine open it. Of no use on ranks other than 0."""
         return self.model.forward(batch, self.pool_of(kv), signal, hidden)
 
-    def prepare(self, kv: Tensor) -> None:
-        """See LoadedModel.prepare. Every rank at the same time: what is recorded has exchanges in it."""
+    def prepare_steps(self, kv: Tensor) -> None:
+        """See TritonModel. Every rank at the same time: what is recorded has exchanges in it."""
         if not isinstance(self.model, DecoderModel):
-            self.model.prepare(self.pool_of(kv))
+            self.model.prepare_steps(self.pool_of(kv))
+
+    def prepare_draws(self) -> None:
+        """See TritonModel. Rank 0 alone draws."""
+        if not isinstance(self.model, DecoderModel):
+            self.model.prepare_draws()
 
     def pool_of(self, kv: Tensor) -> Tensor:
         """[..., heads of the pool, head_dim] -> [..., this rank's, head_dim], a view."""

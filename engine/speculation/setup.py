@@ -6,31 +6,26 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from engine.allocator import BlockAllocator
 from engine.config import EngineConfig, named_proposers
 from engine.kernels.cpu.model import NativeModel
 from engine.kv_cache import KVPool
 from engine.memory import effective_max_context
-from engine.model import DecoderModel
 from engine.runner import TokenSampler
 from engine.speculation.heads.native import NativeHeads, why_not_native
 from engine.speculation.heads.proposer import HeadProposer
 from engine.speculation.heads.reference import HeadMaths, TorchHeads
-from engine.speculation.heads.weights import FILE, DraftHeads, load_heads
-from engine.speculation.models.open import Target, load_draft_model, open_draft_model
+from engine.speculation.heads.weights import FILE, load_heads
+from engine.speculation.models.kv import draft_shape
+from engine.speculation.models.open import Target, draft_config, load_draft_model, open_draft_model
 from engine.speculation.models.room import Room, room_in
-from engine.speculation.models.self_draft import self_draft
+from engine.speculation.models.self_draft import first_layers, self_draft
 from engine.speculation.ngrams.lookahead import Lookahead
 from engine.speculation.ngrams.prompt_lookup import PromptLookup
 from engine.speculation.ngrams.retrieval import Retrieval
 from engine.speculation.proposer import Proposer
 from engine.weights.loader import LoadedModel
-
-if TYPE_CHECKING:
-    from engine.kernels.triton.model import TritonModel
-    from engine.parallel.model import ParallelModel
 
 NONE = "none"
 AUTO = "auto"
@@ -39,11 +34,23 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Drafts:
+    """What guesses by computing, loaded before the KV pool is sized; None: nobody guesses so. `step_bytes` of the device's memory
+    are for its steps and graphs, `block_bytes` for its own pool, for each block of the target's."""
+
+    heads: HeadMaths | None = None
+    model: LoadedModel | None = None
+    step_bytes: int = 0
+    block_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Parts:
     """What of an engine proposers are made from. `num_running`: sequences, at the moment."""
 
     config: EngineConfig
     loaded: LoadedModel
+    drafts: Drafts
     kv: KVPool
     allocator: BlockAllocator
     sampler: TokenSampler
@@ -54,8 +61,23 @@ class Parts:
         return room_in(self.allocator, self.num_running)
 
 
+def load_drafts(config: EngineConfig, loaded: LoadedModel) -> Drafts:
+    """Of the configured proposers. Raises ValueError naming the field for what cannot be."""
+    names = names_for(config, loaded)
+    heads = _maths(config, loaded) if "heads" in names else None
+    model, models, block_bytes = None, list[object](), 0
+    if "draft_model" in names:
+        model = load_draft_model(given_draft_model(config), config, loaded.config)
+        block_bytes = draft_shape(model, 1, config.block_size).bytes_per_block
+        models.append(model.model)
+    if "self_draft" in names:
+        models.append(first_layers(loaded.model, config.self_draft_layers))
+    needs = [own for each in models if (own := getattr(each, "draft_bytes", None)) is not None]
+    return Drafts(heads, model, sum(own(draft_config(config, loaded.config)) for own in needs), block_bytes)
+
+
 def make_proposers(parts: Parts) -> list[Proposer]:
-    """In the order of the configuration. Raises ValueError naming the field for what cannot be."""
+    """In the order of the configuration, ready for the first request. Raises ValueError naming the field for what cannot be."""
     names = names_for(parts.config, parts.loaded)
     if names != proposer_names(parts.config):
         logger.info("speculation: auto guesses nothing where torch computes: it may lose there; name who is to guess")
@@ -108,17 +130,20 @@ def given_draft_model(config: EngineConfig) -> str:
 
 
 def _heads(parts: Parts) -> HeadProposer:
-    path, config = given_heads(parts.config), parts.loaded.config
+    config = parts.loaded.config
+    assert parts.drafts.heads is not None, "load_drafts loads what is named"
+    device = parts.kv.tensor.device
+    return HeadProposer(parts.drafts.heads, parts.sampler, config.vocab_size, config.eos_token_ids, device)
+
+
+def _maths(config: EngineConfig, loaded: LoadedModel) -> HeadMaths:
+    path, model = given_heads(config), loaded.model
     heads = load_heads(path)
-    if why := heads.why_not(config.hidden_size, config.vocab_size):
+    if why := heads.why_not(loaded.config.hidden_size, loaded.config.vocab_size):
         raise ValueError(f"draft_heads: {path}: {why}")
-    if not heads.is_for(parts.loaded.weights_hash):
+    if not heads.is_for(loaded.weights_hash):
         others = "draft_heads: %s was trained for other weights (%.12s) than the model's (%.12s): it may guess badly"
-        logger.warning(others, path, heads.trained_for, parts.loaded.weights_hash)
-    return HeadProposer(_maths(heads, parts.loaded.model), parts.sampler, config.vocab_size, config.eos_token_ids)
-
-
-def _maths(heads: DraftHeads, model: NativeModel | DecoderModel | TritonModel | ParallelModel) -> HeadMaths:
+        logger.warning(others, path, heads.trained_for, loaded.weights_hash)
     if not isinstance(model, NativeModel):
         return TorchHeads(heads, model.embedding)
     if why_not_native(heads, model.weights.embedding):
@@ -128,13 +153,15 @@ def _maths(heads: DraftHeads, model: NativeModel | DecoderModel | TritonModel | 
 
 def _draft_model(parts: Parts) -> Proposer:
     target = Target(parts.config, parts.loaded.config, parts.kv.shape)
-    loaded = load_draft_model(given_draft_model(parts.config), target)
-    return open_draft_model(loaded, target, parts.room, inner=PromptLookup())
+    assert parts.drafts.model is not None, "load_drafts loads what is named"
+    draft = open_draft_model(parts.drafts.model, target, parts.room, sampler=parts.sampler, inner=PromptLookup())
+    draft.prepare()
+    return draft
 
 
 def _self_draft(parts: Parts) -> Proposer:
     config = parts.loaded.config
-    return self_draft(
+    draft = self_draft(
         parts.loaded.model,
         parts.config.self_draft_layers,
         parts.kv.tensor,
@@ -144,6 +171,8 @@ def _self_draft(parts: Parts) -> Proposer:
         max_context=effective_max_context(parts.config, config),
         inner=PromptLookup(),
     )
+    draft.prepare()
+    return draft
 
 
 _KINDS: dict[str, Callable[[Parts], Proposer]] = {

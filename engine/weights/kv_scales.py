@@ -7,7 +7,10 @@ other.
 
 from __future__ import annotations
 
+import logging
 import math
+
+import torch
 
 from engine.weights.source import WeightSource
 
@@ -15,6 +18,27 @@ KVScales = tuple[tuple[float, float], ...]
 """(keys, values) of each layer."""
 # As compressed-tensors and as ModelOpt name them, within a layer's `self_attn`.
 _NAMES = (("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"))
+
+
+logger = logging.getLogger(__name__)
+
+
+def pool_scales(source: WeightSource, kv_dtype: torch.dtype) -> KVScales:
+    """Of a pool of this type: empty unless it is fp8. Raises ValueError as `read_kv_scales`."""
+    return read_kv_scales(source) if kv_dtype == torch.float8_e4m3fn else ()
+
+
+def known_scales(source: WeightSource, kv_dtype: torch.dtype) -> KVScales:
+    """By which a worker with a pool of this type reads blocks in fp8 that others push: the same ones, whatever its own type. What
+    is wrong with them is no reason to refuse the checkpoint unless the pool is fp8: nobody can have one with these weights then,
+    so that none are pushed. Raises ValueError as `read_kv_scales`, for fp8."""
+    try:
+        return read_kv_scales(source)
+    except ValueError as error:
+        if kv_dtype == torch.float8_e4m3fn:
+            raise
+        logger.warning("the checkpoint's scales of KV in fp8 are of no use (%s): no worker can serve it with kv_dtype=fp8", error)
+        return ()
 
 
 def read_kv_scales(source: WeightSource) -> KVScales:

@@ -31,7 +31,7 @@ from engine.rope import RotaryTable
 from engine.runner import TokenSampler
 from engine.sampling import Sampler
 from engine.weights.hash import weights_hash
-from engine.weights.kv_scales import KVScales, read_kv_scales
+from engine.weights.kv_scales import KVScales, known_scales, pool_scales
 from engine.weights.native import NativeBuilder, one_torch_thread
 from engine.weights.safetensors import SafetensorsSource, weight_files
 from engine.weights.source import WeightSource
@@ -61,7 +61,7 @@ class LoadedModel:
     dtype: torch.dtype  # of activations and of what is not quantized
     kv_dtype: torch.dtype
     numeric_mode: str
-    kv_scales: KVScales = ()  # the checkpoint's, for KV in fp8; empty: all are 1
+    kv_scales: KVScales = ()  # the checkpoint's, for KV in fp8, here or of who pushes; empty: all are 1, or nobody can have any
 
     def sampler(self) -> TokenSampler:
         """The model's own, which draws where it computes; torch's where it has none."""
@@ -81,8 +81,13 @@ class LoadedModel:
     def prepare(self, kv: Tensor) -> None:
         """Before the first request: what its first steps would wait for, such as the recording of graphs on the pool `kv`."""
         own = getattr(self.model, "prepare", None)
-        if own is not None and kv.device.type != "cpu":
+        if own is not None and is_prepared_on(kv.device):
             own(kv)
+
+
+def is_prepared_on(device: torch.device) -> bool:
+    """Not on the CPU, where nothing is compiled or recorded that a request would wait for."""
+    return device.type != "cpu"
 
 
 def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: None) -> LoadedModel:
@@ -112,7 +117,9 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
     loading = partial(_load, source, config, numerics, library)
     model, mode = loading(lambda share, text: progress(0.3 + 0.7 * share, text))
     progress(1.0, "loaded")
-    return LoadedModel(source.config, model, digest, numerics.dtype, numerics.kv_dtype, mode, read_kv_scales(source))
+    return LoadedModel(
+        source.config, model, digest, numerics.dtype, numerics.kv_dtype, mode, known_scales(source, numerics.kv_dtype)
+    )
 
 
 def _load(
@@ -144,7 +151,7 @@ def _load_triton(source: WeightSource, config: EngineConfig, numerics: Numerics,
     max_context = effective_max_context(config, source.config)
     maps = QuantizedMaps(source, numerics, config.device) if numerics.is_quantized else None
     decoder = TorchBuilder(source, numerics.dtype, config.device, maps).build(max_context, progress)
-    return triton_model(decoder, config, numerics, max_context, read_kv_scales(source))
+    return triton_model(decoder, config, numerics, max_context, pool_scales(source, numerics.kv_dtype))
 
 
 def _num_elements(source: WeightSource, config: EngineConfig) -> int:

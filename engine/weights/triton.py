@@ -14,6 +14,7 @@ from engine.kernels.triton.graphs import make_recorder
 from engine.kernels.triton.linear import make_triton_linear
 from engine.kernels.triton.model import KERNEL_REVISION, TritonModel
 from engine.kernels.triton.pieces import token_buckets
+from engine.kernels.triton.step_memory import bounds_of
 from engine.layers import Linear
 from engine.model import DecoderModel
 from engine.numerics import Numerics
@@ -61,15 +62,15 @@ _IN_8_BITS: dict[str, Callable[[Tensor], Int8Weight | Fp8Weight]] = {"int8": qua
 def triton_model(
     decoder: DecoderModel, config: EngineConfig, numerics: Numerics, max_context: int, kv_scales: KVScales
 ) -> tuple[TritonModel, str]:
-    """The decoder on the kernels, steps as graphs; and its numeric mode. `kv_scales`: for a pool of fp8."""
-    is_fp8 = numerics.kv_dtype == torch.float8_e4m3fn
+    """The decoder on the kernels, steps as graphs; and its numeric mode. `kv_scales`: of a pool in fp8, else empty."""
     buckets = token_buckets(config.max_num_batched_tokens, decoder.config.layer_weights)
     model = TritonModel(
         decoder,
         DecodeSizes(config.max_num_seqs, max_context, config.block_size),
         token_buckets=buckets,
         recorder=make_recorder(decoder.device),
-        kv_scales=torch.tensor(kv_scales, dtype=torch.float32, device=decoder.device) if is_fp8 else None,
+        kv_scales=torch.tensor(kv_scales, dtype=torch.float32, device=decoder.device) if kv_scales else None,
+        max_rows=bounds_of(config, max_context).num_rows,
     )
     return model, numerics.name(f"triton{KERNEL_REVISION}-{decoder.layers[0].qkv.kind}-{_processor(config.device)}")
 

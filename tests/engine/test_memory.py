@@ -68,6 +68,16 @@ def test_what_steps_need_is_left_free() -> None:
         kv_shape(EngineConfig(model="m", num_blocks=1000), MODEL, torch.float32, 100 * MIB, 40 * MIB)
 
 
+def test_a_drafts_pool_lies_beside_every_block() -> None:
+    free = 400 * SEQUENCE * BLOCK // 100
+    config = EngineConfig(model="m", kv_memory_share=0.5)
+    assert kv_shape(config, MODEL, torch.float32, free, 0, BLOCK // 3).num_blocks == 150 * SEQUENCE // 100
+    config = EngineConfig(model="m", num_blocks=4 * SEQUENCE)
+    assert kv_shape(config, MODEL, torch.float32, free).num_blocks == 4 * SEQUENCE
+    with pytest.raises(DoesNotFit, match=r"with the draft model's needs 21 MiB \(256 blocks\), cpu has 16 MiB free"):
+        kv_shape(config, MODEL, torch.float32, free, 0, BLOCK // 3)
+
+
 def test_an_int8_token_carries_its_scale() -> None:
     def shape(dtype: torch.dtype) -> KVShape:
         return kv_shape(EngineConfig(model="m", num_blocks=5), MODEL, dtype, 2**40)
@@ -92,6 +102,16 @@ def test_max_context_is_the_models_or_less() -> None:
 
 def test_free_memory_is_less_than_the_machines() -> None:
     assert MIB < free_memory("cpu") < 2**50
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_torch_keeps_of_a_gpu_is_free() -> None:
+    before = free_memory("cuda")
+    kept = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
+    assert free_memory("cuda") <= before - 255 * MIB
+    del kept
+    assert free_memory("cuda") > before - 64 * MIB
 
 
 def test_a_containers_limit_counts(tmp_path: Path) -> None:

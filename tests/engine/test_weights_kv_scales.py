@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.weights.kv_scales import read_kv_scales
+from engine.weights.kv_scales import known_scales, pool_scales, read_kv_scales
 from engine.weights.loader import open_checkpoint
 from engine.weights.source import WeightSource
 from tests.support.tiny_models import make_tiny_model
@@ -54,3 +54,15 @@ def test_either_name_and_1_where_there_is_none(
 def test_what_is_wrong_is_named(folder: Path, tmp_path: Path, scales: dict[str, torch.Tensor], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         read_kv_scales(with_tensors(folder, tmp_path, scales))
+
+
+def test_only_a_pool_in_fp8_refuses_a_checkpoint_for_its_scales(folder: Path, tmp_path: Path) -> None:
+    """Others read them all the same: who has fp8 may push to them."""
+    good = with_tensors(folder, tmp_path, {"k_scale": torch.tensor(0.25), "v_scale": torch.tensor(0.5)})
+    assert known_scales(good, torch.bfloat16) == known_scales(good, torch.float8_e4m3fn) == ((1.0, 1.0), (0.25, 0.5))
+    assert (pool_scales(good, torch.bfloat16), pool_scales(good, torch.float8_e4m3fn)[1]) == ((), (0.25, 0.5))
+    bad = with_tensors(folder, tmp_path, {"k_scale": torch.ones(2), "v_scale": torch.ones(2)})
+    assert known_scales(bad, torch.bfloat16) == pool_scales(bad, torch.bfloat16) == ()
+    for read in (known_scales, pool_scales):
+        with pytest.raises(ValueError, match="keys and values of a layer have one scale each"):
+            read(bad, torch.float8_e4m3fn)

@@ -44,8 +44,10 @@ class DecodeRows:
         rewritten: list[int] = []
         for index, (row, table) in enumerate(zip(placed, tables, strict=True)):
             held = self._tables[row]
-            if held[: len(table)] != table:
-                is_next = len(held) == len(table) - 1 and table[:-1] == held
+            if held == table:
+                continue
+            is_next = len(held) == len(table) - 1 and table[:-1] == held
+            if is_next or held[: len(table)] != table:
                 (added if is_next else rewritten).append(index)
             self._tables[row] = table
         self._row_of = {table[-1]: row for row, table in zip(placed, tables, strict=True)}

@@ -49,12 +49,13 @@ class TritonModel:
         recorder: Recorder | None = None,
         splits: Splits = SPLITS,
         kv_scales: Tensor | None = None,
+        max_rows: int | None = None,
     ) -> None:
         """`sizes`: of decode steps, which then go in buckets, recorded where there is a recorder; `token_buckets` (pieces.py): of
         other steps, likewise. None, and no buckets: each step is as wide as its batch. `splits` of attention: part of the numeric
-        mode. `kv_scales` [num_layers, 2] float32 where the pool is fp8."""
+        mode. `kv_scales` [num_layers, 2] float32 where the pool is fp8. `max_rows` of logits in a step; None: any."""
         self.config, self.decoder, self.sizes, self.token_buckets = decoder.config, decoder, sizes, tuple(token_buckets)
-        self.splits, self.recorder, self.kv_scales = splits, recorder, kv_scales
+        self.splits, self.recorder, self.kv_scales, self.max_rows = splits, recorder, kv_scales, max_rows
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs | None = None
         attention = TritonAttention(decoder.config, str(decoder.device), kv_scales=kv_scales, splits=splits)
@@ -77,11 +78,12 @@ class TritonModel:
             recorder=self.recorder,
             splits=self.splits,
             kv_scales=None if self.kv_scales is None else self.kv_scales[:num_layers],
+            max_rows=self.max_rows,
         )
 
     def sampler(self) -> DeviceSampler:
         """One that draws where the logits are."""
-        return DeviceSampler()
+        return DeviceSampler(num_seqs=0 if self.sizes is None else self.sizes.max_num_seqs)
 
     @property
     def bytes_per_step(self) -> int:
@@ -92,7 +94,14 @@ class TritonModel:
 
     def step_bytes(self, config: EngineConfig) -> int:
         """Of the device's memory, beside weights and pool: see step_memory.py."""
-        memory = StepMemory(
+        return self._memory().num_bytes(bounds_of(config, effective_max_context(config, self.config)))
+
+    def draft_bytes(self, config: EngineConfig) -> int:
+        """As `step_bytes`, of a model that drafts for another one, whose sampler draws for both."""
+        return self._memory().draft_bytes(bounds_of(config, effective_max_context(config, self.config)))
+
+    def _memory(self) -> StepMemory:
+        return StepMemory(
             self.config,
             itemsize=self.decoder.dtype.itemsize,
             is_expanded=isinstance(_inner(self.decoder.head), WordLinear),
@@ -100,18 +109,25 @@ class TritonModel:
             row_buckets=self.sizes.buckets if self.sizes is not None else (),
             token_buckets=self.token_buckets,
         )
-        return memory.num_bytes(bounds_of(config, effective_max_context(config, self.config)))
+
+    def prepare(self, kv: Tensor) -> None:
+        """`prepare_steps` and `prepare_draws`, ahead of the first request: a minute or two on a GPU the first time, seconds
+        afterwards. Without it each kernel is compiled, and each graph recorded, when it is first needed."""
+        self.prepare_steps(kv)
+        self.prepare_draws()
+
+    def prepare_draws(self) -> None:
+        """Compiles what draws from such a model's logits launch."""
+        if self.recorder is not None:
+            self.sampler().prepare(self.config.vocab_size, self.device)
 
     @torch.inference_mode()
-    def prepare(self, kv: Tensor) -> None:
-        """Compiles what steps and draws launch, and records the steps of all buckets on this pool, ahead of the first request: a
-        minute or two on a GPU the first time, seconds afterwards. Without it each is compiled and recorded when it is first
-        needed."""
+    def prepare_steps(self, kv: Tensor) -> None:
+        """Compiles what steps launch, and records those of all buckets on this pool."""
         if self.recorder is None:
             return
         started_s, free = time.monotonic(), free_memory(kv.device.type)
-        self.sampler().prepare(self.config.vocab_size, self.device)
-        warm(self._step, kv, *(() if self.sizes is None else (self.sizes.max_num_seqs,)))
+        warm(self._step, kv, *(() if self.max_rows is None else (self.max_rows,)))
         for graphs in (self._graphs_of(kv), self._pieces_of(kv)):
             if graphs is not None:
                 graphs.prepare()

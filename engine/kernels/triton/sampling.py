@@ -62,9 +62,10 @@ class DeviceDrawing:
 class DeviceSampler:
     """engine.runner.TokenSampler. Not for two threads at once: it keeps its buffers from call to call."""
 
-    def __init__(self, chunk: int = CHUNK) -> None:
-        """`chunk`: tokens of the vocabulary that one program takes, a power of two."""
-        self._chunk = chunk
+    def __init__(self, chunk: int = CHUNK, num_seqs: int = 0) -> None:
+        """`chunk`: tokens of the vocabulary that one program takes, a power of two. `num_seqs`: for which buffers have room from
+        their first use on, as each that grows leaves pieces behind in which no larger one has room."""
+        self._chunk, self._num_seqs = chunk, num_seqs
         self._scratch: SamplingScratch | None = None
         self._greedy_scratch: GreedyScratch | None = None
         self._maker: BatchMaker | None = None
@@ -101,13 +102,13 @@ class DeviceSampler:
     def _maker_for(self, logits: Tensor) -> BatchMaker:
         maker = self._maker
         if maker is None or maker.vocab_size != logits.shape[1] or maker.device != logits.device:
-            self._maker = maker = BatchMaker(logits.shape[1], logits.device)
+            self._maker = maker = BatchMaker(logits.shape[1], logits.device, self._num_seqs)
         return maker
 
     def _room(self, logits: Tensor) -> SamplingScratch:
         room, (num_rows, vocab_size) = self._scratch, logits.shape
         if room is None or not room.fits(logits):
-            num_rows = triton.next_power_of_2(num_rows)
+            num_rows = triton.next_power_of_2(max(num_rows, self._num_seqs))
             self._scratch = room = SamplingScratch.of(num_rows, vocab_size, logits.device, chunk=self._chunk)
         return room
 

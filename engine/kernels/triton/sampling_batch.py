@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.triton import sampling_record as record
-from engine.kernels.triton.sampling_history import HistoryCounts, Update
+from engine.kernels.triton.sampling_history import MOST_ROWS, HistoryCounts, Update
 from engine.sampling import SampleRow, Unseen
 from engine.sampling_params import SamplingParams
 
@@ -66,9 +66,10 @@ class Plan:
 class BatchMaker:
     """Makes the batches of one sampler, on its thread. Remembers parameters in packed form, histories, and the last batch."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, num_seqs: int = 0) -> None:
+        """`num_seqs`: whose histories are kept, if they are more than MOST_ROWS."""
         self.vocab_size, self.device = vocab_size, device
-        self.history = HistoryCounts(vocab_size, device)
+        self.history = HistoryCounts(vocab_size, device, max(MOST_ROWS, num_seqs))
         self.num_messages = 0
         self._plans: dict[int, Plan] = {}
         self._last: tuple[list[tuple[Plan, int, int]], int, SamplingBatch] | None = None

@@ -7,8 +7,11 @@ A row is a sequence's as long as the sequence lives. What is kept is checked aga
 again if it does not fit, so nobody has to say that a request was preempted, parted into choices, or came from another worker. A
 draft's tokens are not counted: they go along with each draw (sampling_record.GUESSED) until they are kept.
 
-Bytes: 4 a row and token of the vocabulary, 0.5 MB a row of 128 k; 64 rows, 33 MB, unless one step has more. Beyond that, who was
-not drawn for the longest time loses its row and is counted anew when its turn comes.
+Bytes: 4 a row and token of the vocabulary, 0.5 MB a row of 128 k; 64 rows, 33 MB, or as many as an engine has sequences. Beyond
+that, who was not drawn for the longest time loses its row and is counted anew when its turn comes. A step that needs more rows by
+itself has them (drafted tokens do, where nobody owns them), in powers of two: a few more each time would be a new piece of memory
+each time, while the pieces before are too small for anybody. They are not given back: step_memory.py has counted as many as a
+step can need, so that the pool of KV leaves them free, and nobody else would use them.
 """
 
 from __future__ import annotations
@@ -27,7 +30,6 @@ from engine.sampling import SampleRow
 
 IN_PROMPT = 1 << 30  # bit of a count: the token stands in the prompt; below it: how often in the output
 MOST_ROWS = 64
-_FIRST_ROWS = 4
 
 Ints = NDArray[np.int32]
 
@@ -58,7 +60,7 @@ class HistoryCounts:
     """For one sampler, on its thread; sequences may be dropped on any."""
 
     def __init__(self, vocab_size: int, device: torch.device, most_rows: int = MOST_ROWS) -> None:
-        """`most_rows`: kept from step to step. A step that needs more has them."""
+        """`most_rows`: kept from step to step, and there from the first on. A step that needs more has them."""
         self._vocab_size, self._device, self._most_rows = vocab_size, device, most_rows
         self._held: dict[weakref.ref[object], _Held] = {}  # who was drawn last stands last
         self._dropped: deque[weakref.ref[object]] = deque()  # of sequences that are no more; told on any thread
@@ -137,9 +139,8 @@ class HistoryCounts:
     def _grow(self, num_more: int) -> None:
         old = self.counts
         num_old = 0 if old is None else old.shape[0]
-        num_rows = max(_FIRST_ROWS, 1 << (num_old + num_more - 1).bit_length())
-        if num_rows > self._most_rows:
-            num_rows = max(self._most_rows, num_old + num_more)
+        num_needed = num_old + num_more
+        num_rows = self._most_rows if num_needed <= self._most_rows else 1 << (num_needed - 1).bit_length()
         self.counts = torch.empty((num_rows, self._vocab_size), dtype=torch.int32, device=self._device)
         if old is not None:
             self.counts[:num_old].copy_(old)

@@ -51,10 +51,13 @@ class StepMemory:
     token_buckets: Sequence[int]
 
     def num_bytes(self, bounds: StepBounds) -> int:
+        return OTHERS_BYTES + self._draw(bounds.num_rows) + self.draft_bytes(bounds)
+
+    def draft_bytes(self, bounds: StepBounds) -> int:
+        """Of a model that drafts beside another: its draws are made in the other's buffers."""
         expanded = self._expanded(bounds) if self.is_expanded else 0
         parts = self._parts(min(bounds.num_rows, bounds.num_tokens), bounds.max_context)
-        steps = self.activations(bounds.num_tokens) + parts + self._draw(bounds.num_rows) + expanded
-        return OTHERS_BYTES + steps + self.graphs(bounds.max_context)
+        return self.activations(bounds.num_tokens) + parts + expanded + self.graphs(bounds.max_context)
 
     def activations(self, num_tokens: int) -> int:
         """Residuals, queries and what is attended stay; beside them either all heads or the wide half of a layer."""
@@ -81,7 +84,7 @@ class StepMemory:
     def _draw(self, num_rows: int) -> int:
         """Counts for penalties as well, and what log-probabilities are sorted in, should all rows want them."""
         rows = 1 << max(0, num_rows - 1).bit_length()
-        counts = 4 * max(MOST_ROWS, num_rows)
+        counts = 4 * max(MOST_ROWS, rows)
         a_row = _LOGIT_BYTES + self.itemsize + _SORTED_BYTES
         return self.config.vocab_size * (num_rows * a_row + rows * _SCRATCH_BYTES + counts)
 

@@ -103,9 +103,17 @@ class HeadProposer:
 
     name, is_free, wants_hidden, learns = NAME, False, True, True
 
-    def __init__(self, maths: HeadMaths, sampler: TokenSampler, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        """`sampler`: the model's, so that a guess is drawn as the token itself."""
+    def __init__(
+        self,
+        maths: HeadMaths,
+        sampler: TokenSampler,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        device: torch.device | None = None,
+    ) -> None:
+        """`sampler`: the model's, so that a guess is drawn as the token itself, and `device`: where it draws; None: the CPU."""
         self._maths, self._sampler, self._vocab_size = maths, sampler, vocab_size
+        self._device = device or torch.device("cpu")
         self._eos_token_ids = frozenset(eos_token_ids)
         self._ids: list[int] = maths.heads.token_ids.tolist()
         self._places: NDArray[np.int64] = maths.heads.token_ids.numpy()
@@ -193,7 +201,7 @@ class HeadProposer:
         # numpy: operators of torch that have this many elements wake its threads, which wait for those that compute steps.
         full = self._room(len(rows))
         full.numpy()[:, self._places] = np.where(is_good[:, None], logits, np.float32(0.0))
-        tokens = [token.token_id for token in self._sampler.sample(full, rows)]
+        tokens = [token.token_id for token in self._sampler.sample(full.to(self._device), rows)]
         places = np.searchsorted(self._places, tokens)
         chances = [
             chance_of(logits[i], place, row, self._places) if is_good[i] else 0.0

@@ -54,14 +54,19 @@ class DraftKV(Protocol):
         ...
 
 
+def draft_shape(loaded: LoadedModel, num_blocks: int, block_size: int) -> KVShape:
+    """Of a draft model's pool beside one of so many blocks."""
+    config, dtype = loaded.config, loaded.kv_dtype
+    head_size = kv_head_size(config.head_dim, dtype)
+    return KVShape(config.num_layers, num_blocks, block_size, config.num_kv_heads, head_size, dtype)
+
+
 class ParallelKV:
     """A pool for a draft model, beside a target's pool of a given shape."""
 
     def __init__(self, loaded: LoadedModel, target: KVShape, device: str = "cpu") -> None:
         """Raises DoesNotFit, with the numbers."""
-        config, dtype = loaded.config, loaded.kv_dtype
-        head_size = kv_head_size(config.head_dim, dtype)
-        shape = KVShape(config.num_layers, target.num_blocks, target.block_size, config.num_kv_heads, head_size, dtype)
+        shape = draft_shape(loaded, target.num_blocks, target.block_size)
         _check_fits(shape, device)
         self._pool = KVPool(shape, device, shared=False)
         self._block_size = shape.block_size

@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.kv_cache import KVShape
 from engine.memory import DoesNotFit, effective_max_context
 from engine.model_config import ModelConfig
+from engine.runner import TokenSampler
 from engine.speculation.models.kv import ParallelKV
 from engine.speculation.models.proposer import CATCH_UP_TOKENS, ModelDraft
 from engine.speculation.models.room import Room
@@ -23,7 +24,7 @@ from engine.weights.loader import LoadedModel, load_model, open_checkpoint
 
 @dataclass(frozen=True)
 class Target:
-    """What a draft model has to fit to: the engine's settings, its model, its KV pool."""
+    """What a draft model is opened beside: the engine's settings, its model, its KV pool."""
 
     config: EngineConfig
     model: ModelConfig
@@ -34,16 +35,22 @@ class Target:
         return effective_max_context(self.config, self.model)
 
 
-def load_draft_model(path: str, target: Target) -> LoadedModel:
-    """In the numbers and on the device of the target's engine.
+def draft_config(config: EngineConfig, target: ModelConfig) -> EngineConfig:
+    """Of a model that drafts, from that of the target's engine. A step of it catches up some tokens, and has of each sequence the
+    last one and what is guessed ahead of it."""
+    num_tokens = CATCH_UP_TOKENS + config.max_num_seqs * config.max_draft_tokens
+    return replace(config, max_context=effective_max_context(config, target), max_num_batched_tokens=num_tokens)
+
+
+def load_draft_model(path: str, config: EngineConfig, target: ModelConfig) -> LoadedModel:
+    """In the numbers and on the device of the target's engine, whose `config` it is.
 
     Raises ValueError, naming `draft_model` and what to do, for one that cannot draft for this target, before its weights are
     read, and for one that cannot be loaded (DoesNotFit where there is no memory).
     """
-    check_draft_model(path, target.config, target.model)
-    own = replace(target.config, model=path, max_context=target.max_context)
+    check_draft_model(path, config, target)
     with _told_of(path):
-        return load_model(own)
+        return load_model(replace(draft_config(config, target), model=path))
 
 
 def open_draft_model(
@@ -51,17 +58,20 @@ def open_draft_model(
     target: Target,
     room: Room,
     *,
+    sampler: TokenSampler | None = None,
     name: str = "draft_model",
     inner: Proposer | None = None,
     catch_up_tokens: int = CATCH_UP_TOKENS,
 ) -> ModelDraft:
-    """Raises ValueError for a model of another vocabulary, DoesNotFit where there is no memory for its KV pool."""
+    """`sampler`: the target's, whose buffers then serve both; None: one of its own.
+
+    Raises ValueError for a model of another vocabulary, DoesNotFit where there is no memory for its KV pool."""
     _check_vocabulary_size(loaded.config, target.model)
     return ModelDraft(
         name,
         loaded.model,
         ParallelKV(loaded, target.kv, target.config.device),
-        loaded.sampler(),
+        sampler or loaded.sampler(),
         room,
         eos_token_ids=target.model.eos_token_ids,
         max_context=min(target.max_context, loaded.config.max_context),

@@ -33,6 +33,7 @@ from engine.speculation.models.course import Course
 from engine.speculation.models.kv import DraftKV
 from engine.speculation.models.room import Room
 from engine.speculation.proposer import Ask, Proposer
+from engine.weights import loader
 
 CATCH_UP_TOKENS = 256  # in one call, over all sequences
 LEAST_AHEAD = 0.2
@@ -68,6 +69,12 @@ class ModelDraft:
         self._max_context = max_context
         self._inner = inner
         self._catch_up_tokens = catch_up_tokens
+
+    def prepare(self) -> None:
+        """Before the first request: as LoadedModel.prepare, but for draws, which are the target's."""
+        own, kv = getattr(self._model, "prepare_steps", None), self.kv.tensor
+        if own is not None and loader.is_prepared_on(kv.device):
+            own(kv)
 
     @torch.inference_mode()
     def propose(self, asks: Sequence_[Ask]) -> list[Draft]:

@@ -31,6 +31,12 @@ class LayeredModel(Protocol):
         ...
 
 
+def first_layers(model: LayeredModel, num_layers: int) -> ForwardModel:
+    """Without weights of its own. Raises ValueError for a number of layers that is no part of the model's."""
+    check_num_layers(num_layers, model.config)
+    return model.first_layers(num_layers)
+
+
 def self_draft(
     model: LayeredModel,
     num_layers: int,
@@ -43,12 +49,10 @@ def self_draft(
     name: str = "self_draft",
     inner: Proposer | None = None,
 ) -> ModelDraft:
-    """`kv`: the target's pool, whose owner `room` asks for slots. Raises ValueError for a number of layers that is no part of
-    the model's."""
-    check_num_layers(num_layers, model.config)
+    """`kv`: the target's pool, whose owner `room` asks for slots. Raises ValueError as `first_layers`."""
     return ModelDraft(
         name,
-        model.first_layers(num_layers),
+        first_layers(model, num_layers),
         TargetKV(kv),
         sampler,
         room,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,12 +13,19 @@ from typing import Any
 import pytest
 import torch
 
+import engine.kernels.triton.model as model_module
 from engine.batch import StepBatch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.exports import LayerSignal
+from engine.kernels.triton.model import TritonModel
+from engine.kernels.triton.sampling import DeviceSampler
 from engine.kv_cache import KVShape
+from engine.parallel import wire
+from engine.parallel.follower import _compute
 from engine.parallel.model import ParallelModel
+from engine.parallel.share import Share
+from engine.parallel.wire import Kind
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.weights.loader import load_model
@@ -78,6 +86,26 @@ def test_logits_and_the_pool_are_those_of_one_rank(folder: Path, degree: int, qu
     finally:
         parallel.close()
         pool.close()
+
+
+def test_a_follower_prepares_no_draws(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A follower hears of it through its socket; what it never launches is not compiled there."""
+    prepared = list[str]()
+    monkeypatch.setattr(model_module, "warm", lambda *_: prepared.append("steps"))
+    monkeypatch.setattr(DeviceSampler, "prepare", lambda *_: prepared.append("draws"))
+    model = load_model(config_of(folder, 1)).model
+    assert isinstance(model, TritonModel)
+    model = TritonModel(model.decoder, recorder=model.recorder)
+    share, kv = Share(model, None), torch.zeros(2, 2, 4, 16, 4, 16)
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        wire.send(mine, Kind.PREPARE)
+        mine.close()
+        with pytest.raises(EOFError):
+            _compute(theirs, share, kv)
+    assert prepared == ["steps"]
+    share.prepare_draws()  # as rank 0 does
+    assert prepared == ["steps", "draws"]
 
 
 def decode_rows(position: int) -> StepBatch:

@@ -113,7 +113,8 @@ def test_an_output_that_was_changed_is_counted_anew() -> None:
     stepped(sampler, [owner.row()], 10)
 
 
-def test_rows_that_are_nobodys_are_counted_for_one_step() -> None:
+def test_rows_that_are_nobodys_are_counted_for_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.kernels.triton.sampling_batch.MOST_ROWS", 4)
     sampler = DeviceSampler(CHUNK)
     for step in range(6):
         owner = Owner(output=[step, step])
@@ -132,14 +133,30 @@ def test_rows_come_free_with_their_sequences_and_are_bounded() -> None:
     _, update = history.place([owners[19].row(), owners[0].row()])
     assert [len(places) for places in update.outputs] == [1]  # the last is still held, the first was given up
     rows, _ = history.place([owner.row() for owner in owners[:9]])
-    assert len(set(rows)) == 9 and len(history.counts) == 9  # a step that needs more has them
+    assert len(set(rows)) == 9 and len(history.counts) == 16  # a step that needs more has them
+    grown = history.counts
+    history.place([owner.row() for owner in owners[:14]])
+    assert history.counts is grown  # and one with a few more takes no memory for them
     del owners
     gc.collect()
     assert history.num_held == 0
 
 
-def test_growing_keeps_what_was_counted() -> None:
+def test_growing_keeps_what_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.kernels.triton.sampling_batch.MOST_ROWS", 2)
     sampler, owners = DeviceSampler(CHUNK), [Owner((i, i + 1), [i + 2] * i) for i in range(7)]
     stepped(sampler, [owner.row() for owner in owners[:2]], 0)
     stepped(sampler, [owner.row() for owner in owners], 1)
     stepped(sampler, [owner.row() for owner in reversed(owners)], 2)
+
+
+def test_buffers_have_room_for_an_engines_sequences_from_the_first_on() -> None:
+    sampler, owners = DeviceSampler(CHUNK, num_seqs=70), [Owner(output=[i]) for i in range(70)]
+    held = []
+    for count in (1, 70):
+        logits = logits_of(count, count).to(DEVICE)
+        history = sampler._maker_for(logits).history
+        history.place([owner.row() for owner in owners[:count]])
+        held.append((sampler._room(logits).adjusted, history.counts))
+    assert [one is other for one, other in zip(*held, strict=True)] == [True, True]
+    assert [len(buffer) for buffer in held[0] if buffer is not None] == [128, 70]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.noise import gumbel
-from engine.sampling import Sampler, SampleRow
+from engine.sampling import SampledToken, Sampler, SampleRow
 from engine.sequence import Sequence
 from engine.speculation.draft import NOTHING, Draft, Verified
 from engine.speculation.heads.proposer import HeadProposer
@@ -68,6 +68,22 @@ def test_a_chain_is_drawn_as_the_model_draws(way: dict[str, object]) -> None:
     assert list(draft.token_ids) == expected_chain(0, sequence.output, 4, ignore_eos=True, **way)
     assert all(0 < chance <= 1 for chance in draft.chances)
     assert draft.proposer == proposer.name == "heads"
+
+
+class OfADevice:
+    """Sees where the rows lie that it is given; none can be read there."""
+
+    def sample(self, logits: torch.Tensor, rows: list[SampleRow]) -> list[SampledToken]:
+        assert (logits.device.type, tuple(logits.shape)) == ("meta", (len(rows), VOCAB))
+        return [SampledToken(1, None) for _ in rows]
+
+
+def test_a_sampler_of_a_device_gets_rows_of_its_memory() -> None:
+    maths = TorchHeads(make_heads(), make_embedding())
+    proposer = HeadProposer(maths, OfADevice(), VOCAB, {EOS}, torch.device("meta"))
+    sequence = taught(proposer, 0, temperature=0.9, seed=5)
+    [draft] = proposer.propose([Ask(sequence, 2, 2)])
+    assert set(draft.token_ids) == {1}
 
 
 def test_chances_are_probabilities_given_the_noise() -> None:

@@ -40,7 +40,7 @@ def target_of(folder: Path, loaded: LoadedModel, **settings: object) -> Target:
 
 def test_a_smaller_model_with_the_same_tokens_in_the_engines_numbers(folder: Path, loaded: LoadedModel, tmp_path: Path) -> None:
     small = make_tiny_model(tmp_path, "qwen2", hidden_size=32, num_hidden_layers=1, max_position_embeddings=600)
-    draft = load_draft_model(str(small), target_of(folder, loaded, dtype="bfloat16"))
+    draft = load_draft_model(str(small), config_of(folder, dtype="bfloat16"), loaded.config)
     assert (draft.config.num_layers, draft.dtype) == (1, torch.bfloat16)
     assert draft.model.rotary.num_positions == 512  # type: ignore[union-attr]  # the engine's context, not its own
 
@@ -48,7 +48,7 @@ def test_a_smaller_model_with_the_same_tokens_in_the_engines_numbers(folder: Pat
 def test_another_number_of_tokens(folder: Path, loaded: LoadedModel, tmp_path: Path) -> None:
     other = make_tiny_model(tmp_path, vocab_size=VOCAB_SIZE + 8)
     with pytest.raises(ValueError, match=r"draft_model: it has 328 tokens, the model has 320; give a model with the same voc"):
-        load_draft_model(str(other), target_of(folder, loaded))
+        load_draft_model(str(other), config_of(folder), loaded.config)
     with pytest.raises(ValueError, match="draft_model: it has 328 tokens"):
         open_draft_model(load_model(config_of(other)), target_of(folder, loaded), lambda _sequence, _num_tokens, _num_kept: True)
 
@@ -62,16 +62,16 @@ def test_other_tokens(folder: Path, loaded: LoadedModel, tmp_path: Path) -> None
     with pytest.raises(
         ValueError, match=r"draft_model: the tokens of .* \(tokenizer\.json differs\); give a model with the same"
     ):
-        load_draft_model(str(other), target_of(folder, loaded))
+        load_draft_model(str(other), config_of(folder), loaded.config)
     file.unlink()
-    assert load_draft_model(str(other), target_of(folder, loaded)).config.vocab_size == VOCAB_SIZE
+    assert load_draft_model(str(other), config_of(folder), loaded.config).config.vocab_size == VOCAB_SIZE
 
 
 def test_a_shorter_context(folder: Path, loaded: LoadedModel, tmp_path: Path) -> None:
     near = make_tiny_model(tmp_path, max_position_embeddings=128)
     with pytest.raises(ValueError, match="draft_model: it sees 128 tokens, max_context is 512; give max_context=128, or a draft"):
-        load_draft_model(str(near), target_of(folder, loaded))
-    assert load_draft_model(str(near), target_of(folder, loaded, max_context=128)).config.max_context == 128
+        load_draft_model(str(near), config_of(folder), loaded.config)
+    assert load_draft_model(str(near), config_of(folder, max_context=128), loaded.config).config.max_context == 128
 
 
 def test_what_is_wrong_with_its_weights_is_not_said_of_the_model(folder: Path, loaded: LoadedModel, tmp_path: Path) -> None:
@@ -79,12 +79,12 @@ def test_what_is_wrong_with_its_weights_is_not_said_of_the_model(folder: Path, l
     [weights] = other.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-9])
     with pytest.raises(ValueError, match=f"^draft_model: {weights} cannot be read"):
-        load_draft_model(str(other), target_of(folder, loaded))
+        load_draft_model(str(other), config_of(folder), loaded.config)
 
 
 def test_no_such_model(folder: Path, loaded: LoadedModel, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"draft_model: .*/none does not exist; give a model folder or a \.gguf file"):
-        load_draft_model(str(tmp_path / "none"), target_of(folder, loaded))
+        load_draft_model(str(tmp_path / "none"), config_of(folder), loaded.config)
 
 
 def test_a_vocabulary_is_its_tokens_and_ids_only(folder: Path, tmp_path: Path) -> None:
