@@ -30,7 +30,7 @@ class Part:
 
 PARTS = (
     Part("machine", 18, "copy bandwidth and the peak of products"),
-    Part("compile", 50, "every kernel of the others, by all cores"),
+    Part("compile", 52, "every kernel of the others, by all cores"),
     Part("kernels", 28, "every kernel against the reference"),
     Part("greedy", 32, "greedy tokens of graphs, of single launches, and of steps ahead"),
     Part("decode", 90, "decode steps: 1B in bf16, 8B in bf16, int8, int4 and fp8; KV in fp8; how busy the GPU is"),
