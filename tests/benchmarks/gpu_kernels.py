@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.compiler import Launches, recorded
+from benchmarks.gpu.compiler import recorded
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.paged import BLOCK_SIZE
@@ -44,7 +44,7 @@ def launch_all(weights: str) -> None:
 
 
 def main(weights: str) -> None:
-    context, ahead = Context("cpu", TINY, Deadline(100.0), Path("/dev/null")), Launches()
+    context = Context("cpu", TINY, Deadline(100.0), Path("/dev/null"))
     with recorded() as ahead:
         for _, scene in scenes(context):
             scene()
