@@ -25,7 +25,7 @@ LONG = [(20_000, 1), (16_400, 9), (3000, 700)]
 
 
 def attention_checks(context: Context) -> Iterator[tuple[str, Check]]:
-    lengths = LENGTHS + (LONG if context.device == "cuda" else [])
+    lengths = LENGTHS + (LONG if context.device != "cpu" else [])
     for model, heads in context.scale.heads.items():
         for window in (None, 70):
             name = f"attention, heads of {model}{'' if window is None else f', window {window}'}"

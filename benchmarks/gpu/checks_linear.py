@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.gpu.checks import Check, random
 from benchmarks.gpu.compare import UNIT, over_bound
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.drawn import random_int4, random_int8
+from benchmarks.gpu.drawn import random_fp8, random_int4, random_int8
 from engine.kernels.triton.linear import make_triton_linear
 from engine.weights.quantize import (
     Fp8Weight,
@@ -19,7 +19,6 @@ from engine.weights.quantize import (
     dequantize_fp8,
     dequantize_int4,
     dequantize_int8,
-    quantize_fp8,
 )
 
 ENCODINGS = ("int8", "int4", "fp8")
@@ -47,7 +46,7 @@ def _product(context: Context, encoding: str, outputs: int, inputs: int) -> floa
 
 
 def _activations(context: Context, inputs: int) -> Iterator[Tensor]:
-    for rows in ROWS if context.device == "cuda" else (1, 4, 9):
+    for rows in ROWS if context.device != "cpu" else (1, 4, 9):
         yield random(context, f"x{rows}", rows, inputs)
 
 
@@ -58,7 +57,7 @@ def _weight(context: Context, encoding: str, outputs: int, inputs: int) -> tuple
     if encoding == "int4":
         int4 = random_int4("check", outputs, inputs, 32, context.device)
         return int4, dequantize_int4(int4)
-    fp8 = quantize_fp8(random(context, "fp8", outputs, inputs))
+    fp8 = random_fp8("check", outputs, inputs, 0, context.device)
     return fp8, dequantize_fp8(fp8)
 
 

@@ -93,6 +93,7 @@ class Run:
     def _argv(self, part: Part, sink: Path, seconds: float) -> list[str]:
         argv = [sys.executable, "-m", "benchmarks.gpu.part", part.name, "--sink", str(sink), "--seconds", f"{seconds:.1f}"]
         argv += ["--device", self.args.device, *(["--tiny"] if self.args.tiny else [])]
+        argv += [] if "capability" not in self._gpu else ["--capability", str(self._gpu["capability"]).replace(".", "")]
         copy, product = self.gathered.value_of(COPY), self.gathered.value_of(PRODUCT)
         return argv if copy is None or product is None else [*argv, "--bandwidth", f"{copy}", "--peak", f"{product}"]
 

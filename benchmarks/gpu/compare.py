@@ -1,4 +1,7 @@
-"""How far one tensor is from another, in units of what it may be; how many tokens differ."""
+"""How far one tensor is from another, in units of what it may be; how many tokens differ.
+
+Tensors on the device `meta` have no numbers: they are taken for equal (rehearsal.py launches what is compared, and no more).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ def over_bound(actual: Tensor, expected: Tensor, bound: Tensor) -> float:
     """Largest error over the bound at its place; infinite for another shape or dtype, and for NaN on one side alone."""
     if actual.shape != expected.shape:
         return float("inf")
+    if actual.is_meta:
+        return 0.0
     error = (actual.double() - expected.double()).abs() / bound.double()
     error = torch.where(actual.isnan() & expected.isnan(), torch.zeros_like(error), error)
     worst = error.nan_to_num(nan=float("inf")).max().item() if error.numel() else 0.0
@@ -29,8 +34,15 @@ def over_roundings(actual: Tensor, expected: Tensor, roundings: float) -> float:
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of what is expected; infinite where something is NaN."""
+    if actual.is_meta:
+        return 0.0
     difference = (actual.double() - expected.double()).norm() / expected.double().norm()
     return float(difference.nan_to_num(nan=float("inf")).item())
+
+
+def is_same(actual: Tensor, expected: Tensor) -> bool:
+    """To the bit."""
+    return actual.is_meta or torch.equal(actual, expected)
 
 
 def num_differing(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> int:

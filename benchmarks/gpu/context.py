@@ -23,6 +23,7 @@ class Context:
     deadline: Deadline
     sink: Path
     limits: MachineLimits | None = None
+    capability: int = 90  # whose kernels are compiled ahead, as CUDA counts: 90 is Hopper
     num_failures: int = field(default=0)
 
     @property

@@ -1,15 +1,17 @@
-"""The recorded decode step of an engine's model, alone on the device: replayed without a host between two runs."""
+"""The recorded decode step of an engine's model, and the draw behind it, each alone on the device: replayed without a host
+between two runs."""
 
 from __future__ import annotations
 
 import torch
 
 from benchmarks.gpu.batches import decode_batch
-from benchmarks.gpu.timing import replayed_s
+from benchmarks.gpu.timing import device_s, replayed_s
 from benchmarks.gpu.weights import Subject
 from engine.kernels.triton.attention import TritonAttention
 from engine.kernels.triton.decode import DecodeGraphs, DecodeSizes
 from engine.kernels.triton.graphs import Recording, Work, make_recorder
+from engine.kernels.triton.sampling_launches import GreedyScratch, greedy
 from engine.kernels.triton.step import TritonStep
 
 
@@ -35,3 +37,11 @@ def graph_step_s(subject: Subject, device: str, contexts: list[int]) -> float:
     DecodeGraphs(step, engine.kv.tensor, sizes, kept).run(decode_batch(contexts, config.block_size))
     assert kept.last is not None
     return replayed_s({"step": kept.last.replay}, device)["step"]
+
+
+@torch.inference_mode()
+def draw_s(subject: Subject, device: str, num_rows: int) -> float:
+    """Median seconds of a greedy draw from the logits of so many sequences."""
+    vocab_size, place = subject.model.config.vocab_size, subject.model.device
+    logits, scratch = torch.randn((num_rows, vocab_size), device=place), GreedyScratch.of(num_rows, vocab_size, place)
+    return device_s(lambda: greedy(logits, scratch), device)

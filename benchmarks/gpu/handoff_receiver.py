@@ -25,7 +25,6 @@ from kvtransfer.native import library as native_library
 from kvtransfer.receiver import Receiver
 from kvtransfer.staged import StagedMemory
 from kvtransfer.transports.grpc import SERVICE, add_push_service
-from kvtransfer.transports.nixl import NixlTransport
 from kvtransfer.transports.registry import TRANSPORTS
 from protos.v1 import common_pb2
 from runtime.server import GrpcServer
@@ -41,9 +40,8 @@ class ReceivingEnd:
         self._ends = ends
         self._pool = KVPool(ends.shape, ends.device, shared=False)
         self._memory = _staged(ends, self._pool)
-        names = tuple(name for name in TRANSPORTS if name != NixlTransport.name)  # not measured here
         self._receiver = Receiver(
-            self._memory, Grants(self._pool), ends.identity, ends.layout, transports=names, idle_timeout_s=LEASE_S
+            self._memory, Grants(self._pool), ends.identity, ends.layout, transports=TRANSPORTS, idle_timeout_s=LEASE_S
         )
         self._numbers = itertools.count()
 

@@ -23,6 +23,7 @@ from engine.streams import streams_of
 from kvtransfer.feed import KVFeed, Ready, complete_feed
 from kvtransfer.push import PushJob, PushResult
 from kvtransfer.sender import Sender
+from kvtransfer.transports.nixl import NixlTransport
 from kvtransfer.transports.registry import transports_with
 from protos.v1 import common_pb2
 from worker.staging import sharing_for, stage
@@ -106,12 +107,12 @@ class SendingEnd:
         self._memory.close()
 
     def transports(self, offered: list[str]) -> list[str]:
-        """Those that both ends offer, best first."""
+        """Those that both ends offer, best first; nixl, where its package is installed, last: a mesh takes it only if told to."""
         ours = transports_with(None)
         found = [name for name, transport in ours.items() if name in offered and transport.sends(self._memory)]
         for transport in ours.values():
             transport.close()
-        return found
+        return sorted(found, key=lambda name: name == NixlTransport.name)
 
     async def prefill(self) -> Prefilled:
         """With nobody to hand it to. Its blocks stay until `release`."""

@@ -9,10 +9,14 @@ import argparse
 import importlib
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.process import NOT_EQUAL
+
+COMPILES = "compile"
+"""The part that compiles for a GPU also where there is none; the others interpret kernels there."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -24,6 +28,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--bandwidth", type=float, help="GB/s, as measured; with --peak")
     parser.add_argument("--peak", type=float, help="10^12 operations/s")
+    parser.add_argument("--capability", type=int, default=90, help="as CUDA counts, 90: of Hopper")
     return parser.parse_args(argv)
 
 
@@ -35,16 +40,33 @@ def prepare_interpreter() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    if args.device == "cpu":
+    if args.device == "cuda":
+        return _run(args)
+    if args.name != COMPILES:
         prepare_interpreter()
+        return _run(args)
+    os.environ.pop("TRITON_INTERPRET", None)
+    with tempfile.TemporaryDirectory(prefix="pdmesh-gpu-kernels-") as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache  # nobody launches them here
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     from benchmarks.gpu.context import Context
+    from benchmarks.gpu.fresh import FreshKernels
     from benchmarks.gpu.shapes import FULL, TINY
     from benchmarks.gpu.timing import Deadline
     from engine.hardware import MachineLimits
 
     limits = MachineLimits(args.peak * 1e12, args.bandwidth * 1e9) if args.peak and args.bandwidth else None
-    context = Context(args.device, TINY if args.tiny else FULL, Deadline(args.seconds), args.sink, limits)
-    importlib.import_module(f"benchmarks.gpu.parts.{args.name}").run(context)
+    scale = TINY if args.tiny else FULL
+    context = Context(args.device, scale, Deadline(args.seconds), args.sink, limits, args.capability)
+    fresh = FreshKernels() if args.device == "cuda" and args.name != COMPILES else None
+    try:
+        importlib.import_module(f"benchmarks.gpu.parts.{args.name}").run(context)
+    finally:
+        if fresh is not None and (words := fresh.words()):
+            context.note(f"{args.name}: {words}")
     return NOT_EQUAL if context.num_failures else 0
 
 

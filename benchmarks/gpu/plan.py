@@ -1,7 +1,7 @@
 """Which parts there are, in which order, and how long each may take. Pure: seconds in, a decision out.
 
-    | machine | kernels | greedy | decode | attention | prefill | handoff | batching | generate | mesh |      480 s
-      what it can   correctness      the most important figures                 peers
+    | machine | compile | kernels | greedy | decode | attention | prefill | handoff | batching | generate | mesh |     480 s
+      what it can         correctness          the most important figures                 peers
 
 Each part is a process of its own (`part.py`), so that one that fails, hangs or leaves the GPU in a bad state costs its own
 figures alone. What a part leaves of its time goes to the next one; where time is short the last parts go without.
@@ -21,7 +21,7 @@ LEAST_S = 5.0
 
 @dataclass(frozen=True)
 class Part:
-    """`budget_s`: what it needs at least, its process's start and the compilation of kernels included."""
+    """`budget_s`: what it needs at least, its process's start included; kernels are compiled by then (`compile`)."""
 
     name: str
     budget_s: float
@@ -29,16 +29,17 @@ class Part:
 
 
 PARTS = (
-    Part("machine", 20, "copy bandwidth and the peak of products"),
-    Part("kernels", 50, "every kernel against the reference"),
-    Part("greedy", 37, "greedy tokens of graphs, of single launches, and of steps ahead"),
-    Part("decode", 100, "decode steps: 1B in bf16, 8B in bf16, int8, int4 and fp8; KV in fp8; how busy the GPU is"),
-    Part("attention", 40, "split and unsplit attention over a long context, prefill attention; torch and FlashInfer beside"),
-    Part("prefill", 30, "a long prompt against the peak of products"),
-    Part("handoff", 40, "1 GB of keys and values to another process on this GPU, alone and beside its prefill"),
-    Part("batching", 85, "8B, many sequences, beside transformers' continuous batching"),
-    Part("generate", 40, "1B, one sequence, beside transformers' generate with a static cache, compiled"),
-    Part("mesh", 30, "router, prefill and decode worker on this GPU"),
+    Part("machine", 18, "copy bandwidth and the peak of products"),
+    Part("compile", 52, "every kernel of the others, by all cores"),
+    Part("kernels", 28, "every kernel against the reference"),
+    Part("greedy", 32, "greedy tokens of graphs, of single launches, and of steps ahead"),
+    Part("decode", 90, "decode steps: 1B in bf16, 8B in bf16, int8, int4 and fp8; KV in fp8; how busy the GPU is"),
+    Part("attention", 26, "split and unsplit attention over a long context, prefill attention; torch and FlashInfer beside"),
+    Part("prefill", 26, "a long prompt against the peak of products"),
+    Part("handoff", 35, "1 GB of keys and values to another process on this GPU, alone and beside its prefill"),
+    Part("batching", 70, "8B, many sequences, beside transformers' continuous batching"),
+    Part("generate", 55, "1B, one sequence, beside transformers' generate with a static cache, compiled"),
+    Part("mesh", 40, "router, prefill and decode worker on this GPU"),
 )
 
 

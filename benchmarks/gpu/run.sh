@@ -4,7 +4,8 @@
 #     benchmarks/gpu/run.sh [--only PART[,PART]] [--output FILE] [--limit SECONDS]
 #
 # Needed there: Python 3.12 (PYTHON=, by default python3) with torch, Triton and transformers. The rest comes from the wheels that
-# `make bench-gpu` put into benchmarks/gpu/wheels/ elsewhere; they go to a folder of their own, and away at the end.
+# `make bench-gpu` put into benchmarks/gpu/wheels/ elsewhere; they go to a folder of their own, and away at the end. Triton wants a
+# C compiler; what it compiles stays in its cache (TRITON_CACHE_DIR). With --only, name `compile` before parts that find none there.
 # Exit status: 0, 1 (something is not equal, or a part failed), 3 (what is missing stands in one line).
 set -eu
 cd "$(dirname "$0")/../.."
@@ -24,7 +25,7 @@ if [ "$tag" = 3.12 ] && ls benchmarks/gpu/wheels/*.whl >/dev/null 2>&1; then
         --no-compile --no-cache-dir --target "$scratch/site" benchmarks/gpu/wheels/*.whl
     PYTHONPATH="$scratch/site${PYTHONPATH:+:$PYTHONPATH}"
 fi
-PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 "$python" -m benchmarks.gpu --started "$started" "$@" &
+PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 "$python" -m benchmarks.gpu --started "$started" "$@" &
 child=$!
 status=0
 wait "$child" || status=$?

@@ -53,14 +53,16 @@ _DRAWN: dict[str, Callable[[str, int, int, int, str], Int8Weight | Int4Weight | 
 }
 
 
-def make_decoder(shape: ModelConfig, weights: str, config: EngineConfig, dtype: torch.dtype) -> DecoderModel:
-    """`weights`: int8, int4, fp8, or none, which is `dtype`."""
+def make_decoder(
+    shape: ModelConfig, weights: str, config: EngineConfig, dtype: torch.dtype, place: str | None = None
+) -> DecoderModel:
+    """`weights`: int8, int4, fp8, or none, which is `dtype`. `place`: a device of torch, by default the engine's."""
     is_plain = weights == "none"
     name = str(dtype).removeprefix("torch.") if is_plain else weights
     numerics = Numerics("triton", name, config.quantization_group if weights == "int4" else 0, dtype, dtype)
-    source = RandomSource(shape, config.device, dtype)
-    maps = None if is_plain else RandomMaps(source, numerics, config.device)
-    builder = TorchBuilder(source, dtype, config.device, maps)
+    source = RandomSource(shape, place or config.device, dtype)
+    maps = None if is_plain else RandomMaps(source, numerics, place or config.device)
+    builder = TorchBuilder(source, dtype, place or config.device, maps)
     return builder.build(effective_max_context(config, shape), lambda _share, _text: None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -38,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_correctness_comes_first_and_all_parts_fit_the_limit() -> None:
     names = [part.name for part in PARTS]
-    assert names[:4] == ["machine", "kernels", "greedy", "decode"]
+    assert names[:5] == ["machine", "compile", "kernels", "greedy", "decode"]
     assert names[-1] == "mesh"
     assert sum(part.budget_s for part in PARTS) <= LIMIT_S - RESERVE_S <= 472
     for name in names:
@@ -48,7 +49,7 @@ def test_correctness_comes_first_and_all_parts_fit_the_limit() -> None:
 def test_parts_are_chosen_by_name_and_keep_their_order() -> None:
     assert [part.name for part in chosen(["decode", "machine"])] == ["machine", "decode"]
     assert chosen([]) == PARTS
-    with pytest.raises(ValueError, match=r"only: there is no part 'decod'; there are machine, kernels"):
+    with pytest.raises(ValueError, match=r"only: there is no part 'decod'; there are machine, compile, kernels"):
         chosen(["decod"])
 
 
@@ -189,6 +190,18 @@ def test_pages_and_the_dense_form_hold_the_same_keys() -> None:
     for position in (0, 15, 16, 19):
         page = sequence.kv[0, sequence.table[position // BLOCK_SIZE], position % BLOCK_SIZE]
         assert torch.equal(key[0, :, position], page)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("weights", ["none", "int8"])
+def test_what_steps_launch_was_compiled_ahead(weights: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.benchmarks.gpu_kernels", weights]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["missing"] == []
+    assert found["ahead"] > found["used"] >= 8
 
 
 FIGURES = [

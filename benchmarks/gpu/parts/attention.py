@@ -22,7 +22,7 @@ from engine.kernels.triton.splits import SPLITS, Splits
 
 UNSPLIT = Splits(SPLITS.min_keys, 1)
 SHARE_GOAL, SPEEDUP_GOAL = 70.0, 8.0
-EXPECTED_S = 6.0
+EXPECTED_S = 4.0
 HAS_FLASHINFER = importlib.util.find_spec("flashinfer") is not None
 Attend = Callable[[], Tensor]
 TOLERANCE = 2e-2  # of the norm of what is expected: roundings of bfloat16 on both sides
@@ -38,6 +38,16 @@ def run(context: Context) -> None:
             _prefill(context, model)
     if not HAS_FLASHINFER:
         context.note("FlashInfer is not installed here: nothing was measured of it")
+
+
+@torch.inference_mode()
+def rehearse(context: Context, model: str) -> None:
+    """What is launched of ours; see rehearsal.py."""
+    scale = context.scale
+    for queries, length in ((1, scale.long_context), (scale.prefill, scale.prefill)):
+        sequence = Sequence.random(scale.heads[model], length, queries, context.device, context.dtype)
+        for splits in (SPLITS, UNSPLIT):
+            _ours(sequence, splits)()
 
 
 def _decode(context: Context, model: str, *, is_asked: bool) -> None:

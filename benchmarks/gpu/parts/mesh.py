@@ -34,6 +34,14 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 4096,
 }
+TINY_SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+"""What Triton's interpreter bears."""
 STREAMS, PROMPT, OUTPUT = 8, 256, 64
 NUM_ALONE = 2
 
@@ -58,7 +66,7 @@ def _folder(context: Context, folder: Path) -> Path:
     from tests.support.tiny_models import make_tiny_model  # it makes a model with transformers, in a second or so
 
     is_full = context.device == "cuda"
-    return make_tiny_model(folder, "llama", dtype="bfloat16" if is_full else "float32", **(SHAPE if is_full else {}))
+    return make_tiny_model(folder, "llama", dtype="bfloat16" if is_full else "float32", **(SHAPE if is_full else TINY_SHAPE))
 
 
 def _config(context: Context, folder: Path, logs: Path) -> LocalMeshConfig:

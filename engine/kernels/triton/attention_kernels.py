@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.triton import splits
+from engine.kernels.triton.settled import settle_keys
 
 DOUBLINGS = tl.constexpr(splits.DOUBLINGS)
 # Below every score, yet finite: exp2(masked - it) and exp2(it - score) are 0, never NaN.
@@ -310,3 +311,6 @@ def walk_kernel(
         length = length * 2
     result = sum_acc / tl.where(alive, sum_total, 1.0)[:, None] * value_scale
     tl.store(out_at, result.to(out.dtype.element_ty), mask=present)
+
+
+settle_keys(globals())

@@ -148,4 +148,4 @@ def _empty(num_rows: int, device: torch.device) -> Tensor:
 
 
 def _queued(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

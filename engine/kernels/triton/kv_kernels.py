@@ -7,6 +7,8 @@ qkv | token 0: q heads | k heads | v heads | token 1: q heads | ...          a p
 import triton
 import triton.language as tl
 
+from engine.kernels.triton.settled import settle_keys
+
 FLOAT8_MAX = tl.constexpr(448.0)
 FLOAT8_MIN_NORMAL = tl.constexpr(2.0**-6)
 # Adding it leaves multiples of 2**-9 only, the steps of float8_e4m3fn below its normal numbers.
@@ -100,3 +102,6 @@ def store_kernel(
     _store(keys + offset, tl.load(key_at, mask=kept, other=0.0), scales, 0, kept, HAS_SCALES)
     value_at = value + (token * value_token_stride + head * value_head_stride)[:, None] + columns[None, :]
     _store(values + offset, tl.load(value_at, mask=kept, other=0.0), scales, 1, kept, HAS_SCALES)
+
+
+settle_keys(globals())

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from engine.kernels.triton.sampling_numbers import exp_of, highest_of, order_of, scaled
 from engine.kernels.triton.sampling_record import FLOOR, MIN_P, TEMPERATURE, TOP_K, TOP_P, WORDS, float_at
+from engine.kernels.triton.settled import settle_keys
 
 
 @triton.jit
@@ -158,3 +159,6 @@ def limits_kernel(
         tl.store(int_limits + row * 3 + 2, last.to(tl.int64))
         tl.store(sums + row * 2, sum_k)
         tl.store(sums + row * 2 + 1, sum_p)
+
+
+settle_keys(globals())

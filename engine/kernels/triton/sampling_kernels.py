@@ -34,6 +34,7 @@ from engine.kernels.triton.sampling_record import (
     float_at,
     seed_of,
 )
+from engine.kernels.triton.settled import settle_keys
 
 
 @triton.jit
@@ -165,3 +166,6 @@ def pick_kernel(
         ids = tl.load(score_ids + at, mask=inside, other=2147483647)
     _, token = best_of(values, ids, ids < 2147483647)
     tl.store(tokens + row, tl.where(token == 2147483647, 0, token))  # a row of NaN has no best, and must name a token
+
+
+settle_keys(globals())

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.triton.settled import settle_keys
+
 
 @triton.jit
 def exp_of(x: tl.tensor) -> tl.tensor:
@@ -81,3 +83,6 @@ def scaled(adjusted: tl.tensor, ids: tl.tensor, highest: tl.tensor, temperature:
 def highest_of(best_values: tl.tensor, row: tl.tensor, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr) -> tl.tensor:
     chunks = tl.arange(0, CHUNKS)
     return tl.max(tl.load(best_values + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=float("-inf")), axis=0)
+
+
+settle_keys(globals())

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from engine.kernels.triton.settled import settle_keys
 from engine.sampling_params import SamplingParams
 
 # Kernels see a module's constants as constexpr only.
@@ -69,3 +70,6 @@ def packed(params: SamplingParams, vocab_size: int) -> Ints:
     record[column(SEED) : column(SEED) + 2] = np.array([params.seed], "<u8").view("<i4")
     record[[column(COUNT_ROW), column(MASK)]] = -1
     return record
+
+
+settle_keys(globals())

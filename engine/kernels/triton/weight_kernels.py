@@ -21,6 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.triton.settled import settle_keys
+
 
 @triton.constexpr_function
 def _shift(plane: int, bits: int) -> int:
@@ -218,3 +220,6 @@ def expand_kernel(
                 value = value + minimum
         at = out + n.to(tl.int64)[:, None] * K + k[None, :]
         tl.store(at, value.to(out.dtype.element_ty), mask=(n[:, None] < N) & (k[None, :] < K))
+
+
+settle_keys(globals())
