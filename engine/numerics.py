@@ -9,6 +9,7 @@ import torch
 from engine.config import EngineConfig
 from engine.kernels.cpu.model import why_not
 from engine.kernels.triton.room import shared_bytes
+from engine.kernels.triton.support import why_no_fp8_kv
 from engine.kernels.triton.support import why_not as triton_why_not
 from engine.model_config import ModelConfig
 
@@ -114,6 +115,8 @@ def _triton(config: EngineConfig, dtype: torch.dtype) -> Numerics:
         raise ValueError(
             f"kv_dtype: {config.kv_dtype} needs backend=native; the Triton kernels have {_name(dtype)} and fp8; give auto or fp8"
         )
+    if config.kv_dtype == "fp8" and config.device == "cuda" and (reason := why_no_fp8_kv(torch.cuda.get_device_capability())):
+        raise ValueError(f"kv_dtype: {reason}")
     is_plain = config.quantization in ("auto", "none")
     weights = _name(dtype) if is_plain else config.quantization
     group = config.quantization_group if weights == "int4" else 0
