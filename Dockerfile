@@ -81,10 +81,12 @@ RUN sh k8s/docker/install.sh /opt/pdmesh worker
 COPY . .
 RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation .
 
-# CUDA's libraries come with torch; the driver's come from the node, through NVIDIA's container runtime. Triton compiles in C what
-# launches its kernels, when a worker starts; what it has compiled it keeps in the cache.
-FROM base AS worker-cuda
+# Triton compiles in C what launches its kernels, when a worker starts; what it has compiled it keeps in the cache.
+FROM base AS with-compiler
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+
+# CUDA's libraries come with torch; the driver's come from the node, through NVIDIA's container runtime.
+FROM with-compiler AS worker-cuda
 COPY --from=kernels /opt/pdmesh-kernels /opt/pdmesh-kernels
 COPY --from=worker-cuda-build /opt/pdmesh /opt/pdmesh
 ENV PDMESH_KERNELS_DIR=/opt/pdmesh-kernels PDMESH_CACHE=/var/cache/pdmesh
