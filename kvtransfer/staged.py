@@ -28,8 +28,9 @@ from kvtransfer.stream import Stream
 from kvtransfer.waiting import all_settled, settled
 
 if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
+    from engine.piece_copies import Piece
     from engine.shown_pool import ShownPool
-    from engine.staging import Marks, Piece, Staging
+    from engine.staging import Marks, Staging
     from engine.streams import Mark
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.staging import Marks, Piece, Staging, StagingSizes
+from engine.piece_copies import Piece
+from engine.staging import Marks, Staging, StagingSizes
 from engine.streams import streams_of
 
 pytestmark = pytest.mark.gpu
