@@ -45,6 +45,10 @@ class Copies(Protocol):
         """Of a block's keys, or values, in a layer, with all heads."""
         ...
 
+    def mark(self) -> Mark:
+        """Behind all that has been launched."""
+        ...
+
     def new_piece(self, index: int) -> Piece: ...
 
     def fetch(self, piece: Piece, layers: range, num_blocks: int, after: Mark) -> Future[None]:
@@ -112,6 +116,9 @@ class PieceCopies:
         rows = piece_bytes // self._columns.row_bytes
         self._room = torch.empty((rows, self._columns.num_bytes), dtype=torch.uint8, device=pool.device)
         self._room_ids = torch.empty(self._size.max_blocks, dtype=torch.int32, device=pool.device)
+
+    def mark(self) -> Mark:
+        return self._streams.mark()
 
     def new_piece(self, index: int) -> Piece:
         host_room = self._streams.host_room

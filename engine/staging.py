@@ -50,7 +50,7 @@ class Staging:
         Raises ValueError for pieces too small for one block of a layer."""
         self.sizes = sizes
         self._copies = PieceCopies(pool, streams, sizes.piece_bytes, block_copies) if copies is None else copies
-        self._streams, self._num_blocks = streams, pool.shape[2]
+        self._num_blocks = pool.shape[2]
         self._free = [self._copies.new_piece(index) for index in range(sizes.num_pieces)]
         self._taken: set[Piece] = set()
 
@@ -97,7 +97,7 @@ class Staging:
         if piece is None:
             raise IntegrityError("pieces are lent already")
         for move in (self.fetch, self.store):
-            move(piece, range(1), [0], self._streams.mark()).result()
+            move(piece, range(1), [0], self._copies.mark()).result()
         self.give_back(piece)
 
     def check(self) -> None:
@@ -149,13 +149,13 @@ class Marks:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._step = [(0, streams.mark())]
+        self._step = [(0, self.now())]
 
     def begin(self) -> None:
-        self._step = [(0, self._streams.mark())]
+        self._step = [(0, self.now())]
 
     def reach(self, num_layers: int) -> None:
-        self._step.append((num_layers, self._streams.mark()))
+        self._step.append((num_layers, self._within(num_layers)))
 
     def so_far(self) -> StepMarks:
         return StepMarks(tuple(self._step))
@@ -175,3 +175,7 @@ class Marks:
     def close(self) -> None:
         """Nobody waits for marks any more; idempotent."""
         self._streams.close()
+
+    def _within(self, num_layers: int) -> Mark:
+        """Behind so many layers of the step that is being launched."""
+        return self._streams.mark()

@@ -22,6 +22,7 @@ from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.weights.loader import load_model
 from tests.engine.parallel.conftest import running
+from tests.engine.parallel.staged_ranks import handed_off, staged_ranks
 from tests.engine.parallel.test_parallel_engine import batches, numbers
 from tests.support.mock_engine import run_to_end
 from tests.support.tiny_models import make_tiny_model
@@ -125,3 +126,11 @@ def test_handed_off_between_degrees(folder: Path, pair: Engine, one: list[tuple[
             source.release(str(index))
             target.start(str(index), {0: first})
             assert (first, *run_to_end(target).answer(str(index)).token_ids) == expected, f"prompt {index}"
+
+
+def test_handed_off_where_each_rank_has_a_pool(folder: Path, one: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs: kernels see a pool of the rank's heads, and one of them moves blocks to and from pieces. It hands off
+    to itself, by way of other blocks."""
+    monkeypatch.setattr("engine.parallel.load.ranks_share_pool", lambda config: False)
+    with staged_ranks(config_of(folder, 2, prefix_caching=False)) as pair:
+        assert handed_off(pair, pair, EngineRequest("r", PROMPTS[1], GREEDY)) == one[1]
