@@ -40,10 +40,10 @@ def follow(sock: socket.socket) -> None:
     share = join(Group(store, shard, config.device, config.tensor_parallel_timeout_s))
     kv = _open_pool(sock, config.device, shares_pool=settings["shares_pool"])
     wire.send(sock, Kind.READY)
-    _Rank(sock, share, kv, shard).compute()
+    _Follower(sock, share, kv, shard).compute()
 
 
-class _Rank:
+class _Follower:
     """One that has loaded, met the others and has its pool."""
 
     def __init__(self, sock: socket.socket, share: Share, kv: Tensor, shard: Shard) -> None:

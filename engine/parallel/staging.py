@@ -61,7 +61,7 @@ def stage_ranks(
 ) -> tuple[Marks, list[Staging]]:
     """A Staging for each of `sizes`. pool: rank 0's; streams: of its device. Before the first step, and for one thread.
 
-    Raises ValueError: pieces too small for a block of a layer, or a rank failed (RankFailed)."""
+    Raises ValueError for pieces too small for a block of a layer, RankFailed."""
     marks = RanksMarks(streams, model.commands)
     columns = Columns.of(pool, model.shard.rank, model.shard.size)
     stagings = []
