@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.parallel.model import ParallelModel
-from engine.parallel.staging import stage_ranks
+from engine.parallel.staging import RanksCopies, stage_ranks
 from engine.piece_copies import Piece
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -53,7 +53,7 @@ class Staged:
 
 @contextmanager
 def staged_ranks(config: EngineConfig) -> Iterator[Staged]:
-    """In the end no thread of the copies is left, nor a descriptor but that of the memory, which goes with its last piece."""
+    """In the end no thread and no socket of the copies is left. Their memory goes with the last piece."""
     with running(config) as engine:
         model, pool = engine.ranks_with_pools, engine.kv.tensor
         assert model is not None and engine.kv.shape.num_kv_heads < engine.model_config.num_kv_heads
@@ -64,15 +64,17 @@ def staged_ranks(config: EngineConfig) -> Iterator[Staged]:
         try:
             yield Staged(engine, model, marks, staging)
         finally:
-            descriptors = open_files()
             staging.close()
             marks.close()
-            assert len(descriptors - open_files()) == 4, "a socket to the rank, a pair to wake the thread, its selector"
+            assert all(sock.fileno() == -1 for sock in sockets_of(staging))
             assert not [each for each in set(threading.enumerate()) - threads if each.name == "kv-answers"]
 
 
-def open_files() -> set[str]:
-    return {f"{each.name} {each.readlink()}" for each in Path("/proc/self/fd").iterdir() if each.is_symlink()}
+def sockets_of(staging: Staging) -> list[socket.socket]:
+    copies = staging._copies
+    assert isinstance(copies, RanksCopies)
+    channel = copies._channel
+    return [*channel._socks.values(), channel._wakes, channel._woken]
 
 
 def prefilled(engine: Engine, name: str, prompt: tuple[int, ...]) -> list[int]:
