@@ -74,7 +74,7 @@ class EngineConfig:
         default=1, metadata={"help": "processes (on CUDA: GPUs) that share the model; not with the native backend"}
     )
     tensor_parallel_timeout_s: float = field(
-        default=30.0, metadata={"help": "a process of them that is silent so long within a step ends the worker"}
+        default=30.0, metadata={"help": "a process of them that is silent so long in a step, or in a copy of KV, ends the worker"}
     )
 
     def validate(self) -> None:
