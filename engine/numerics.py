@@ -92,8 +92,6 @@ def wants_triton(config: EngineConfig) -> bool:
 
 
 def _why_not_triton(config: EngineConfig, model: ModelConfig, no_triton: str) -> str:
-    if config.device == "cpu" and _choose_dtype(config, model) == torch.bfloat16:
-        return "on device=cpu Triton's interpreter multiplies bfloat16 wrongly, float16 and float32 rightly"
     room = shared_bytes(torch.device(config.device))
     return no_triton or triton_why_not(model, _choose_dtype(config, model).itemsize, room) or ""
 

@@ -20,6 +20,7 @@ from engine.kernels.triton.linear_words import WordLinear
 from engine.kernels.triton.metadata import Capacity, StepMetadata
 from engine.kernels.triton.pieces import PieceGraphs
 from engine.kernels.triton.sampling import DeviceSampler
+from engine.kernels.triton.split_bounds import SplitBounds
 from engine.kernels.triton.splits import SPLITS, Splits
 from engine.kernels.triton.step import StepOutput, TritonStep, tell
 from engine.kernels.triton.step_memory import StepMemory, bounds_of
@@ -178,7 +179,8 @@ class TritonModel:
         """A step that is none of the decode graphs'."""
         pieces = self._pieces_of(kv)
         bucket = None if pieces is None else pieces.bucket_of(batch.num_tokens)
-        meta = StepMetadata.of(batch, self.device, padded(Capacity.of(batch), bucket))
+        capacity = Capacity.of(batch, SplitBounds.of(self.config.num_heads, self.max_rows or 0))
+        meta = StepMetadata.of(batch, self.device, padded(capacity, bucket))
         output = self._step.run(meta, kv, signal) if pieces is None or bucket is None else pieces.run(meta, signal)
         num_rows = len(batch.logits_rows)
         return StepOutput(output.logits[:num_rows], output.states[:num_rows])

@@ -6,9 +6,8 @@
     a draw          logits, rounded and wide, and the sampler's buffers
     expanded        one map of quantized weights, for more rows than the kernels on words take
 
-Upper bounds of what is allocated, but for three guesses that nobody has measured: NODE_BYTES for a launch in a graph,
-OTHERS_BYTES for code of kernels and room of libraries, and that ends of prompts, of which any number may be split, meet few
-contexts long enough for many parts. How much graphs took is logged at start.
+Upper bounds of what is allocated, but for two guesses that nobody has measured: NODE_BYTES for a launch in a graph, and
+OTHERS_BYTES for code of kernels and room of libraries. How much graphs took is logged at start.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.kernels.triton.sampling_history import MOST_ROWS
+from engine.kernels.triton.split_bounds import SplitBounds
 from engine.kernels.triton.splits import Splits
 from engine.model_config import ModelConfig
 
@@ -56,7 +56,8 @@ class StepMemory:
     def draft_bytes(self, bounds: StepBounds) -> int:
         """Of a model that drafts beside another: its draws are made in the other's buffers."""
         expanded = self._expanded(bounds) if self.is_expanded else 0
-        parts = self._parts(min(bounds.num_rows, bounds.num_tokens), bounds.max_context)
+        split_tokens = SplitBounds.of(self.config.num_heads, bounds.num_rows).num_tokens
+        parts = self._parts(min(split_tokens, bounds.num_tokens), bounds.max_context)
         return self.activations(bounds.num_tokens) + parts + expanded + self.graphs(bounds.max_context)
 
     def activations(self, num_tokens: int) -> int:

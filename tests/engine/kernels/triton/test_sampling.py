@@ -144,6 +144,15 @@ def test_penalties_that_decide() -> None:
     assert [token.token_id for token in DeviceSampler(CHUNK).sample(logits.to(DEVICE), rows)] == [2, 2]
 
 
+def test_those_as_likely_as_the_likeliest_pass_the_highest_min_p() -> None:
+    """Who just meets the bound is kept: the highest leaves the likeliest, whoever is as likely, and nobody else."""
+    logits = torch.full((12, 40), 1.0)
+    logits[:, [7, 35]] = 2.0
+    rows = [row(seed=3, index=i, min_p=1.0) for i in range(12)]
+    assert_same(logits, rows)
+    assert {token.token_id for token in DeviceSampler(CHUNK).sample(logits.to(DEVICE), rows)} == {7, 35}
+
+
 def test_nobody_behind_the_bound_of_top_k_is_drawn() -> None:
     """The next one would be drawn as often as they are; every byte of its score differs from that of the last that is kept."""
     logits = torch.full((16, 40), -1e5)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.kernels.triton.split_bounds import SplitBounds
 from engine.kernels.triton.splits import SPLITS
 from engine.kernels.triton.step_memory import OTHERS_BYTES, StepBounds, StepMemory, bounds_of
 from engine.model_config import ModelConfig
@@ -39,7 +40,16 @@ PARTS = 4 * 4 * (16 + 2) * 4  # heads, parts of 1024 tokens, numbers, bytes: of 
 def test_what_is_counted() -> None:
     activations = 100 * (4 * 64 + 2 * 64 + 3 * 128) * 2
     draw = 8 * 1000 * (4 + 2 + 12 + 28) + 64 * 1000 * 4  # and counts of 64 sequences
-    assert MEMORY.num_bytes(BOUNDS) == OTHERS_BYTES + activations + draw + 8 * PARTS
+    assert MEMORY.num_bytes(BOUNDS) == OTHERS_BYTES + activations + draw + 100 * PARTS
+
+
+def test_parts_are_counted_as_far_as_a_step_is_split() -> None:
+    """That is what metadata allows: as many rows of heads as leave half of the chip idle, or all rows of logits."""
+    of_token, wide = MEMORY.activations(1), replace(BOUNDS, num_tokens=10_000)
+    parts = MEMORY.draft_bytes(wide) - 10_000 * of_token
+    assert parts == SplitBounds.of(4, 8).num_tokens * PARTS == 2048 * PARTS
+    more = replace(wide, num_rows=3000)
+    assert MEMORY.draft_bytes(more) - 10_000 * of_token == 3000 * PARTS
 
 
 def test_words_are_expanded_for_many_rows_alone() -> None:
