@@ -29,7 +29,7 @@ EXPANDED_FROM = 129  # rows: above TILE_ROWS_MAX of weight_product.py
 WIDE_EXPANDED_FROM = 5  # of float32, which tiles do not take: above the fewest of VECTOR_ROWS there
 _SCRATCH_BYTES = 12  # of the sampler, for a row and token of the vocabulary
 _LOGIT_BYTES = 4
-_SORTED_BYTES = 28  # of a row whose log-probabilities are wanted: logits once more, sorted values, their ids, room to sort
+_SELECTED_BYTES = 28  # of a row whose log-probabilities are wanted: those, logits once more, keys of 8 bytes, what makes them
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ class StepMemory:
         return num_queries * config.num_heads * self.splits.bound(max_context) * (config.head_dim + 2) * 4
 
     def _draw(self, num_rows: int) -> int:
-        """Counts for penalties as well, and what log-probabilities are sorted in, should all rows want them."""
+        """Counts for penalties as well, and what log-probabilities are selected with, should all rows want them."""
         rows = 1 << max(0, num_rows - 1).bit_length()
         counts = 4 * max(MOST_ROWS, rows)
-        a_row = _LOGIT_BYTES + self.itemsize + _SORTED_BYTES
+        a_row = _LOGIT_BYTES + self.itemsize + _SELECTED_BYTES
         return self.config.vocab_size * (num_rows * a_row + rows * _SCRATCH_BYTES + counts)
 
     def _expanded(self, num_tokens: int, num_rows: int) -> int:
