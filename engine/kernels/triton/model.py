@@ -16,6 +16,7 @@ from engine.exports import LayerSignal
 from engine.kernels.triton.attention import TritonAttention
 from engine.kernels.triton.decode import DecodeGraphs, DecodeSizes
 from engine.kernels.triton.graphs import Recorder
+from engine.kernels.triton.linear_fp8 import Fp8Linear
 from engine.kernels.triton.linear_words import WordLinear
 from engine.kernels.triton.metadata import Capacity, StepMetadata
 from engine.kernels.triton.pieces import PieceGraphs
@@ -30,8 +31,9 @@ from engine.layers import ROW_MULTIPLE, Linear
 from engine.memory import MIB, effective_max_context, free_memory
 from engine.model import DecoderModel
 
-# Part of the numeric mode: to be raised with every change of the kernels that changes bits of a logit.
-KERNEL_REVISION = 2
+# Part of the numeric mode: to be raised with every change of the kernels, or of how weights are quantized, that changes bits of a
+# logit.
+KERNEL_REVISION = 3
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,7 @@ class TritonModel:
             splits=self.splits,
             row_buckets=self.sizes.buckets if self.sizes is not None else (),
             token_buckets=self.token_buckets,
+            is_rounded=isinstance(_inner(self.decoder.layers[0].qkv), Fp8Linear),
         )
 
     def prepare(self, kv: Tensor) -> None:

@@ -60,6 +60,33 @@ def test_words_are_expanded_for_many_rows_alone() -> None:
     assert words.num_bytes(more) - MEMORY.num_bytes(more) == 1000 * 64 * 2
 
 
+def test_in_float32_few_rows_are_expanded() -> None:
+    wide = replace(MEMORY, itemsize=4)
+    assert replace(wide, is_expanded=True).num_bytes(BOUNDS) - wide.num_bytes(BOUNDS) == 1000 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("row_buckets", "token_buckets", "more"),
+    [
+        ((4, 128), (4, 128), 0),
+        ((4, 128), (4, 128, 132), 256 * 64 * 2),  # gate and up
+        ((4, 128, 256), (4,), 1000 * 64 * 2),  # the head, which is the larger
+        ((4, 8), (4, 256), 256 * 64 * 2),  # whose rows of logits are multiplied outside
+    ],
+)
+def test_graphs_that_expand_hold_a_map_of_their_own(
+    row_buckets: tuple[int, ...], token_buckets: tuple[int, ...], more: int
+) -> None:
+    plain = replace(MEMORY, row_buckets=row_buckets, token_buckets=token_buckets)
+    assert replace(plain, is_expanded=True).graphs(1024) - plain.graphs(1024) == more
+
+
+def test_activations_in_fp8_are_counted_where_products_round_them() -> None:
+    rounded = replace(MEMORY, is_rounded=True)
+    assert rounded.activations(128) == MEMORY.activations(128)
+    assert rounded.activations(200) - MEMORY.activations(200) == 200 * (128 + 4 + 128 * 2)
+
+
 def test_graphs_of_decode_steps_keep_their_logits() -> None:
     graphs = replace(MEMORY, row_buckets=(4, 8))
     least = 12 * 1000 * 4 + 8 * 1000 * 2 + 8 * PARTS
