@@ -50,7 +50,7 @@ USER 10001:10001
 EXPOSE 50061
 CMD ["python", "-m", "autoscaler"]
 
-# Native code for every processor of this architecture: a pod compiles nothing, and its image has no compiler.
+# Native code for every processor of this architecture: a pod on processors compiles nothing, and its image has no compiler.
 
 FROM packages AS kernels
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
@@ -81,11 +81,16 @@ RUN sh k8s/docker/install.sh /opt/pdmesh worker
 COPY . .
 RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation .
 
+# Triton compiles in C what launches its kernels, when a worker starts; what it has compiled it keeps in the cache.
+FROM base AS with-compiler
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+
 # CUDA's libraries come with torch; the driver's come from the node, through NVIDIA's container runtime.
-FROM base AS worker-cuda
+FROM with-compiler AS worker-cuda
 COPY --from=kernels /opt/pdmesh-kernels /opt/pdmesh-kernels
 COPY --from=worker-cuda-build /opt/pdmesh /opt/pdmesh
 ENV PDMESH_KERNELS_DIR=/opt/pdmesh-kernels PDMESH_CACHE=/var/cache/pdmesh
+ENV TRITON_CACHE_DIR=/var/cache/pdmesh/triton
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 EXPOSE 50051 50052

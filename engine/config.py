@@ -16,6 +16,11 @@ PROPOSERS = ("prompt_lookup", "retrieval", "lookahead", "heads", "draft_model", 
 MAX_DRAFT_TOKENS = 64
 
 
+def default_kv_share(device: str) -> float:
+    """A GPU is the worker's own, and what steps take of it is counted; the memory of a CPU is for others too."""
+    return 0.85 if device == "cuda" else 0.3
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Settings of one engine. Each `help` is what a person reads in `--help`."""
@@ -41,7 +46,10 @@ class EngineConfig:
     block_size: int = field(default=16, metadata={"help": "tokens in one KV block"})
     num_blocks: int = field(default=0, metadata={"help": "KV blocks; 0: as many as the KV memory holds"})
     kv_memory_mb: int = field(default=0, metadata={"help": "MiB for the KV pool; 0: a share of what the device has free"})
-    kv_memory_share: float = field(default=0.3, metadata={"help": "share of the device's free memory the KV pool may take"})
+    kv_memory_share: float = field(
+        default=0.0,
+        metadata={"help": "share of the device's free memory for the KV pool; 0: 0.3 of a CPU's, 0.85 of a GPU's"},
+    )
     kv_shared: bool = field(
         default=False,
         metadata={"help": "KV pool in memory that other processes may map; always so for who starts with role prefill"},
@@ -74,7 +82,7 @@ class EngineConfig:
         default=1, metadata={"help": "processes (on CUDA: GPUs) that share the model; not with the native backend"}
     )
     tensor_parallel_timeout_s: float = field(
-        default=30.0, metadata={"help": "a process of them that is silent so long within a step ends the worker"}
+        default=30.0, metadata={"help": "a process of them that is silent so long in a step, or in a copy of KV, ends the worker"}
     )
 
     def validate(self) -> None:
@@ -96,8 +104,8 @@ class EngineConfig:
             _at_least(name, getattr(self, name), 0)
         if self.num_threads > MAX_THREADS:
             raise ValueError(f"num_threads: {self.num_threads} is more than {MAX_THREADS}; give the cores that it may use")
-        if not 0.0 < self.kv_memory_share <= 1.0:
-            raise ValueError(f"kv_memory_share: {self.kv_memory_share} is not in (0, 1]; give a share such as 0.3")
+        if not 0.0 <= self.kv_memory_share <= 1.0:
+            raise ValueError(f"kv_memory_share: {self.kv_memory_share} is not in [0, 1]; give a share such as 0.3, or 0")
         if self.num_blocks and self.kv_memory_mb:
             raise ValueError("num_blocks and kv_memory_mb both size the KV pool; give one of them")
         self._check_drafts()

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.cuda_driver import CudaError, Driver
 from engine.pool_sharing import NotShared, PoolHandle
 
 HANDLE_BYTES = 64
@@ -36,63 +34,6 @@ class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
 
 
-class CudaError(RuntimeError):
-    """A call of the driver failed."""
-
-
-class _Driver:
-    """libcuda, with a device's primary context, which is torch's. Raises OSError, CudaError."""
-
-    def __init__(self, ordinal: int) -> None:
-        self._library = ctypes.CDLL("libcuda.so.1")
-        self.call("cuInit", 0)
-        self.device = self.device_of(ordinal)
-        self._context = ctypes.c_void_p()
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self.device)  # until the process ends
-
-    def call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._library, name)(*arguments)
-        if code:
-            said = ctypes.c_char_p()
-            self._library.cuGetErrorName(code, ctypes.byref(said))
-            raise CudaError(f"{name}: {(said.value or b'error').decode()} ({code})")
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """This thread may not have used the device before."""
-        self.call("cuCtxPushCurrent_v2", self._context)
-        try:
-            yield
-        finally:
-            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-
-    def device_of(self, ordinal: int) -> ctypes.c_int:
-        device = ctypes.c_int()
-        self.call("cuDeviceGet", ctypes.byref(device), ordinal)
-        return device
-
-    def num_devices(self) -> int:
-        count = ctypes.c_int()
-        self.call("cuDeviceGetCount", ctypes.byref(count))
-        return count.value
-
-    def uuid(self, device: ctypes.c_int) -> bytes:
-        raw = ctypes.create_string_buffer(16)
-        self.call("cuDeviceGetUuid_v2", raw, device)
-        return raw.raw
-
-    def attribute(self, name: int, address: int) -> int:
-        value = ctypes.c_int()
-        self.call("cuPointerGetAttribute", ctypes.byref(value), name, ctypes.c_uint64(address))
-        return value.value
-
-    def extent(self, address: int) -> tuple[int, int]:
-        """Beginning and bytes of the allocation around it."""
-        begin, size = ctypes.c_uint64(), ctypes.c_size_t()
-        self.call("cuMemGetAddressRange_v2", ctypes.byref(begin), ctypes.byref(size), ctypes.c_uint64(address))
-        return begin.value, size.value
-
-
 class CudaSharing:
     """Of one device. Satisfies engine.pool_sharing.PoolSharing."""
 
@@ -100,7 +41,7 @@ class CudaSharing:
         """Raises NotShared."""
         self._ordinal = torch.cuda.current_device() if device.index is None else device.index
         try:
-            self._driver = _Driver(self._ordinal)
+            self._driver = Driver(self._ordinal)
         except (OSError, AttributeError, CudaError) as error:
             raise NotShared("device", f"the driver's library is of no use: {error}") from error
 
@@ -147,7 +88,7 @@ class CudaSharing:
 class CudaPool:
     """Satisfies engine.pool_sharing.OpenPool."""
 
-    def __init__(self, driver: _Driver, address: int, offset: int, num_bytes: int) -> None:
+    def __init__(self, driver: Driver, address: int, offset: int, num_bytes: int) -> None:
         """Owns what was opened at `address`. Raises NotShared for a pool that leads out of it, or that cannot be looked at."""
         self._driver = driver
         self._address: int | None = address

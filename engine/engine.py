@@ -98,7 +98,7 @@ class Engine:
             self.eos_token_ids,
             hidden_size=hidden_size,
             arrangement=self.kv_arrangement,
-            others=None if self._parallel is None or self._parallel.shares_pool else self._parallel,
+            others=self.ranks_with_pools,
         )
         self.pacer = Pacer(is_on=config.keep_pace)
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer)
@@ -224,6 +224,11 @@ class Engine:
     def published_blocks(self) -> tuple[int, tuple[bytes, ...]]:
         """Hashes of all blocks that hold a reusable prefix, and the sequence of the last changes taken that they contain."""
         return self._pool.log.sequence if self._pool.log is not None else 0, self._pool.published()
+
+    @property
+    def ranks_with_pools(self) -> ParallelModel | None:
+        """The model where each rank has a pool of its own, of its heads: the engine's is then rank 0's."""
+        return None if self._parallel is None or self._parallel.shares_pool else self._parallel
 
     def watch_ranks(self, on_failure: Callable[[RankFailed], object]) -> None:
         """`on_failure` hears, from some thread, of a rank of tensor parallelism that has ended by itself: no step can succeed."""

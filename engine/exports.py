@@ -14,15 +14,19 @@ from __future__ import annotations
 import contextlib
 import os
 from array import array
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from engine.outputs import KVReady
 from engine.scheduler import Plan
 
-if TYPE_CHECKING:
-    from engine.staging import Marks
-
 SIGNALS_PER_STEP = 3  # until whoever listens asks for more or fewer
+
+
+class StepMarks(Protocol):
+    """Hears what of a step has been launched: see staging.py."""
+
+    def begin(self) -> None: ...
+    def reach(self, num_layers: int) -> None: ...
 
 
 class LayerSignal:
@@ -32,7 +36,7 @@ class LayerSignal:
         self.every = -(-num_layers // SIGNALS_PER_STEP)
         self.num_layers = num_layers
         self.fd = -1
-        self.marks: Marks | None = None  # where what is told of is only launched: who reads it does so behind a mark
+        self.marks: StepMarks | None = None  # where what is told of is only launched: who reads it does so behind a mark
         self._done = array("i", [0])
 
     def tell_every(self, num_layers: int) -> None:

@@ -10,7 +10,6 @@ descriptor can only map it read-only and can neither shrink nor grow it. A pool 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import sys
@@ -22,9 +21,7 @@ from torch import Tensor
 
 from engine.kv_pages import TouchedPages
 from engine.large_pages import private_memory
-
-# linux/fcntl.h; Python's fcntl module names F_SEAL_FUTURE_WRITE only from 3.13 on.
-_F_SEAL_FUTURE_WRITE = 0x0010
+from engine.sealed_memory import sealed_memory
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,10 @@ class KVPool:
         if device == "cpu":
             can_share = shared and sys.platform == "linux"
             num_bytes = shape.num_bytes
-            self._map, self.fd = _shared_memory(num_bytes, before_seal) if can_share else (private_memory(num_bytes), None)
+            if can_share:
+                self._map, self.fd = sealed_memory("pdmesh-kv", num_bytes, before_seal)
+            else:
+                self._map = private_memory(num_bytes)
             self._tensor: Tensor | None = torch.frombuffer(self._map, dtype=shape.dtype).view(shape.tensor_shape)
             planes = 2 * shape.num_layers
             self._pages = TouchedPages(self._tensor.data_ptr(), planes, shape.num_blocks, shape.bytes_per_layer_block)
@@ -142,17 +142,3 @@ class KVPool:
             with contextlib.suppress(BufferError):
                 self._map.close()
             self._map = None
-
-
-def _shared_memory(num_bytes: int, before_seal: Callable[[int], None] | None) -> tuple[mmap.mmap, int]:
-    fd = os.memfd_create("pdmesh-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, num_bytes)
-        mapping = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        if before_seal is not None:
-            before_seal(fd)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    except BaseException:
-        os.close(fd)
-        raise
-    return mapping, fd

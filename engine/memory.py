@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, default_kv_share
 from engine.kernels.cpu.model import kv_head_size
 from engine.kv_cache import KVShape
 from engine.model_config import ModelConfig
@@ -62,7 +62,8 @@ def kv_shape(
     elif config.kv_memory_mb:
         num_blocks = config.kv_memory_mb * MIB // own
     else:
-        num_blocks = min(int(config.kv_memory_share * free_bytes) // block, config.max_num_seqs * per_sequence)
+        share = config.kv_memory_share or default_kv_share(config.device)
+        num_blocks = min(int(share * free_bytes) // block, config.max_num_seqs * per_sequence)
     if not config.num_blocks and num_blocks < per_sequence:
         raise DoesNotFit(
             f"{pool} holds {num_blocks} blocks ({_mib(num_blocks * block)}), one sequence of "

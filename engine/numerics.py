@@ -9,6 +9,7 @@ import torch
 from engine.config import EngineConfig
 from engine.kernels.cpu.model import why_not
 from engine.kernels.triton.room import shared_bytes
+from engine.kernels.triton.support import why_no_fp8_kv
 from engine.kernels.triton.support import why_not as triton_why_not
 from engine.model_config import ModelConfig
 
@@ -45,7 +46,7 @@ class Numerics:
         return int(others * width + table * (self.dtype.itemsize + max(width, 1.0)))
 
     def name(self, kernels: str) -> str:
-        """All that decides the bits of a logit beside the weights and the KV dtype, such as `int8-native1-avx512_bf16`:
+        """All that decides the bits of a logit beside the weights and the KV dtype, such as `int8-native2-avx512_bf16`:
         format of the weights (and what is not quantized, if not bfloat16), kernels."""
         weights = f"{self.weights}g{self.group}" if self.weights == "int4" else self.weights
         weights += "a8" if self.rounds_activations else ""
@@ -91,8 +92,6 @@ def wants_triton(config: EngineConfig) -> bool:
 
 
 def _why_not_triton(config: EngineConfig, model: ModelConfig, no_triton: str) -> str:
-    if config.device == "cpu" and _choose_dtype(config, model) == torch.bfloat16:
-        return "on device=cpu Triton's interpreter multiplies bfloat16 wrongly, float16 and float32 rightly"
     room = shared_bytes(torch.device(config.device))
     return no_triton or triton_why_not(model, _choose_dtype(config, model).itemsize, room) or ""
 
@@ -114,6 +113,8 @@ def _triton(config: EngineConfig, dtype: torch.dtype) -> Numerics:
         raise ValueError(
             f"kv_dtype: {config.kv_dtype} needs backend=native; the Triton kernels have {_name(dtype)} and fp8; give auto or fp8"
         )
+    if config.kv_dtype == "fp8" and config.device == "cuda" and (reason := why_no_fp8_kv(torch.cuda.get_device_capability())):
+        raise ValueError(f"kv_dtype: {reason}")
     is_plain = config.quantization in ("auto", "none")
     weights = _name(dtype) if is_plain else config.quantization
     group = config.quantization_group if weights == "int4" else 0

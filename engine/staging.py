@@ -3,21 +3,22 @@
     take ─► piece ─► fetch: pool ─ gather ─► room ─ copy ─► piece       give_back: when what it was lent for is over
                      store: pool ◄─ scatter ─ room ◄─ copy ─ piece      while a copy is under way it cannot be given back
 
-`room` is one piece on the device; a lane's work runs in order, so one is enough. Nothing here waits: who wants to know when a
-piece is filled or read looks at the future that he gets. One thread calls.
+How a piece is copied: piece_copies.py. Nothing here waits: who wants to know when a piece is filled or read looks at the future
+that he gets. One thread calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.block_copies import BlockCopies, Move, block_copies_for
+from engine.block_copies import BlockCopies
 from engine.errors import IntegrityError
+from engine.piece_copies import Copies, Piece, PieceCopies
 from engine.streams import Mark, Streams
 
 
@@ -34,40 +35,29 @@ class StagingSizes:
                 raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
 
 
-@dataclass(eq=False)
-class Piece:
-    host: Tensor  # [piece_bytes] uint8
-    block_ids: Tensor  # [most blocks] int32, in the host's memory too
-    copy: Future[None] | None = field(default=None)  # the last one
-
-    @property
-    def is_under_way(self) -> bool:
-        return self.copy is not None and not self.copy.done()
-
-    def view(self, num_bytes: int) -> memoryview:
-        """Writable; to be released before the piece is given back."""
-        return memoryview(self.host.numpy())[:num_bytes]  # type: ignore[arg-type]
-
-
 class Staging:
     """One direction of one pool."""
 
-    def __init__(self, pool: Tensor, streams: Streams, sizes: StagingSizes, copies: BlockCopies | None = None) -> None:
-        """pool: `KVPool.tensor`. Raises ValueError for pieces too small for one block of a layer."""
+    def __init__(
+        self,
+        pool: Tensor,
+        streams: Streams,
+        sizes: StagingSizes,
+        block_copies: BlockCopies | None = None,
+        copies: Copies | None = None,
+    ) -> None:
+        """pool: `KVPool.tensor`. `copies`: what fills the pieces, where other processes take part (engine/parallel/staging.py).
+        Raises ValueError for pieces too small for one block of a layer."""
         self.sizes = sizes
-        self.block_bytes = pool[0, 0, 0].numel() * pool.element_size()  # keys, or values, of a layer
-        max_blocks = sizes.piece_bytes // (2 * self.block_bytes)
-        if not max_blocks:
-            raise ValueError(
-                f"piece_bytes: {sizes.piece_bytes} are too few for keys and values of a block: {2 * self.block_bytes}"
-            )
-        self._pool = pool
-        self._copies = block_copies_for(pool.device) if copies is None else copies
-        self._streams, self._lane = streams, streams.lane()
-        self._room = torch.empty(sizes.piece_bytes, dtype=torch.uint8, device=pool.device)
-        self._room_ids = torch.empty(max_blocks, dtype=torch.int32, device=pool.device)
-        self._free = [_piece(streams, sizes.piece_bytes, max_blocks) for _ in range(sizes.num_pieces)]
+        self._copies = PieceCopies(pool, streams, sizes.piece_bytes, block_copies) if copies is None else copies
+        self._num_blocks = pool.shape[2]
+        self._free = [self._copies.new_piece(index) for index in range(sizes.num_pieces)]
         self._taken: set[Piece] = set()
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block's keys, or values, in a layer."""
+        return self._copies.block_bytes
 
     @property
     def num_free(self) -> int:
@@ -91,26 +81,14 @@ class Staging:
 
     def fetch(self, piece: Piece, layers: range, block_ids: Sequence[int], after: Mark) -> Future[None]:
         """Fill the piece with these blocks of these layers, as they are at `after`; as a part travels (kvtransfer/parts.py)."""
-        room, ids, host = self._prepared(piece, layers, block_ids)
-
-        def work() -> None:
-            self._room_ids[: len(ids)].copy_(ids, non_blocking=True)
-            self._copies.gather(Move(self._pool, layers, self._room_ids[: len(ids)], self._shaped(room, layers)))
-            host.copy_(room, non_blocking=True)
-
-        piece.copy = self._lane.run(work, after)
+        self._prepare(piece, layers, block_ids)
+        piece.copy = self._copies.fetch(piece, layers, len(block_ids), after)
         return piece.copy
 
     def store(self, piece: Piece, layers: range, block_ids: Sequence[int], after: Mark) -> Future[None]:
         """Write what the piece holds into these blocks; behind `after` nobody else writes to them."""
-        room, ids, host = self._prepared(piece, layers, block_ids)
-
-        def work() -> None:
-            self._room_ids[: len(ids)].copy_(ids, non_blocking=True)
-            room.copy_(host, non_blocking=True)
-            self._copies.scatter(Move(self._pool, layers, self._room_ids[: len(ids)], self._shaped(room, layers)))
-
-        piece.copy = self._lane.run(work, after)
+        self._prepare(piece, layers, block_ids)
+        piece.copy = self._copies.store(piece, layers, len(block_ids), after)
         return piece.copy
 
     def warm(self) -> None:
@@ -119,7 +97,7 @@ class Staging:
         if piece is None:
             raise IntegrityError("pieces are lent already")
         for move in (self.fetch, self.store):
-            move(piece, range(1), [0], self._streams.mark()).result()
+            move(piece, range(1), [0], self._copies.mark()).result()
         self.give_back(piece)
 
     def check(self) -> None:
@@ -129,27 +107,23 @@ class Staging:
 
     def close(self) -> None:
         """Waits for copies that are under way; idempotent."""
-        self._lane.close()
+        self._copies.close()
 
     def num_bytes(self, layers: range, num_blocks: int) -> int:
         return len(layers) * 2 * num_blocks * self.block_bytes
 
-    def _prepared(self, piece: Piece, layers: range, block_ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Room on the device, the block ids, and room on the host, for so much. Raises IntegrityError, ValueError."""
+    def _prepare(self, piece: Piece, layers: range, block_ids: Sequence[int]) -> None:
+        """Raises IntegrityError, ValueError."""
         if piece not in self._taken or piece.is_under_way:
             raise IntegrityError("a piece is used that was not taken, or while it is copied")
-        size, num_blocks = self.num_bytes(layers, len(block_ids)), self._pool.shape[2]
+        size = self.num_bytes(layers, len(block_ids))
         if not 0 < size <= self.sizes.piece_bytes:
             raise ValueError(
                 f"block_ids: {len(block_ids)} of {len(layers)} layers are {size} bytes, a piece has {self.sizes.piece_bytes}"
             )
-        if not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
-            raise ValueError(f"block_ids: {min(block_ids)} to {max(block_ids)}; the pool has 0 to {num_blocks - 1}")
+        if not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
+            raise ValueError(f"block_ids: {min(block_ids)} to {max(block_ids)}; the pool has 0 to {self._num_blocks - 1}")
         piece.block_ids[: len(block_ids)] = torch.tensor(block_ids, dtype=torch.int32)
-        return self._room[:size], piece.block_ids[: len(block_ids)], piece.host[:size]
-
-    def _shaped(self, room: Tensor, layers: range) -> Tensor:
-        return room.view(self._pool.dtype).view(len(layers), 2, -1, *self._pool.shape[4:])
 
 
 @dataclass(frozen=True)
@@ -175,13 +149,13 @@ class Marks:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._step = [(0, streams.mark())]
+        self._step = [(0, self.now())]
 
     def begin(self) -> None:
-        self._step = [(0, self._streams.mark())]
+        self._step = [(0, self.now())]
 
     def reach(self, num_layers: int) -> None:
-        self._step.append((num_layers, self._streams.mark()))
+        self._step.append((num_layers, self._within(num_layers)))
 
     def so_far(self) -> StepMarks:
         return StepMarks(tuple(self._step))
@@ -202,6 +176,6 @@ class Marks:
         """Nobody waits for marks any more; idempotent."""
         self._streams.close()
 
-
-def _piece(streams: Streams, num_bytes: int, max_blocks: int) -> Piece:
-    return Piece(streams.host_room(num_bytes), streams.host_room(4 * max_blocks).view(torch.int32))
+    def _within(self, num_layers: int) -> Mark:
+        """Behind so many layers of the step that is being launched."""
+        return self._streams.mark()

@@ -91,15 +91,17 @@ class MessageStream(Stream):
         self._chunk = memoryview(b"")  # what was not yet taken of the last message
         self._closed = asyncio.Event()
 
-    async def carry(self) -> None:
-        """Move messages until close(), or until cancelled because the call is over."""
-        pumps = [asyncio.create_task(self._fill_inbox()), asyncio.create_task(self._empty_outbox())]
+    async def carry(self, grace_s: float = 0.0) -> None:
+        """Move messages until close(), or until cancelled because the call is over. A message that is being written then may take
+        `grace_s`: a server whose write was given up cannot end its call, and the peer would wait until his timeout."""
+        reading, writing = asyncio.create_task(self._fill_inbox()), asyncio.create_task(self._empty_outbox())
         try:
             await self._closed.wait()
+            await asyncio.wait([writing], timeout=grace_s)
         finally:
-            for pump in pumps:
+            for pump in (reading, writing):
                 pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+            await asyncio.gather(reading, writing, return_exceptions=True)
             self._inbox.end(PeerClosed("the call is over"))
             self._outbox.close(PeerClosed("the call is over"))
 

@@ -27,6 +27,7 @@ __all__ = ["Incompatible", "PushTarget", "Receiver", "ReceiverDelegate", "Transf
 NUM_THREADS = 4
 PUSH_ID_BYTES = 16
 ACCEPT_RETRY_S = 0.1  # after running out of descriptors
+LAST_WRITE_S = 1.0  # for a message that gRPC is writing when its call ends
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class Receiver:
             raise ResourceExhausted(f"{self._max_connections} connections are open already")
         stream = MessageStream(wire, self._executor, self._idle_timeout_s)
         self._connect(GRPC.accept(stream, self._shared.memory), GRPC.name)
-        await stream.carry()
+        await stream.carry(LAST_WRITE_S)
 
     def _sessions_of(self, reservation_id: str) -> list[Session]:
         return [session for session in self._pushes.values() if session.target.reservation_id == reservation_id]

@@ -21,15 +21,16 @@ import numpy as np
 from engine.kv_format import Bytes
 from kvtransfer.conversion import Conversion
 from kvtransfer.conversion import Staging as HostStaging
-from kvtransfer.memory import KVMemory, shape_of
+from kvtransfer.memory import KVMemory, PoolShape
 from kvtransfer.parts import Part, cut
 from kvtransfer.pieces import Door, Lent
 from kvtransfer.stream import Stream
 from kvtransfer.waiting import all_settled, settled
 
 if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
+    from engine.piece_copies import Piece
     from engine.shown_pool import ShownPool
-    from engine.staging import Marks, Piece, Staging
+    from engine.staging import Marks, Staging
     from engine.streams import Mark
 
 
@@ -39,13 +40,12 @@ class StagedMemory:
     fd = None
 
     def __init__(
-        self, pool: KVMemory, departures: Staging, arrivals: Staging, marks: Marks, shown: ShownPool | None = None
+        self, pool: KVMemory | PoolShape, departures: Staging, arrivals: Staging, marks: Marks, shown: ShownPool | None = None
     ) -> None:
-        """`pool` says the shape; both directions are of its tensor, `marks` of the steps that write to it. `shown`: the same for
-        workers that read it as it lies on the device (cuda_ipc, nixl)."""
-        shape = shape_of(pool)
-        self.num_layers, self.num_blocks = shape.num_layers, shape.num_blocks
-        self.bytes_per_layer_block = shape.bytes_per_layer_block
+        """`pool` says the shape, with all heads; both directions are of its tensor, `marks` of the steps that write to it.
+        `shown`: the same for workers that read it as it lies on the device (cuda_ipc, nixl)."""
+        self.num_layers, self.num_blocks = pool.num_layers, pool.num_blocks
+        self.bytes_per_layer_block = pool.bytes_per_layer_block
         self.marks, self.shown = marks, shown
         self.departures, self._arrivals = Door(departures), Door(arrivals)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pdmesh
+from engine.config import default_kv_share
 from runtime.child import StartFailed
 from runtime.config import to_env
 from runtime.tls import TlsConfig
@@ -152,6 +153,13 @@ def cpu_sets(config: LocalMeshConfig, cores: Sequence[int]) -> list[tuple[int, .
     return [tuple(cores[index * share : (index + 1) * share]) for index in range(config.num_workers)]
 
 
+def _kv_share(config: LocalMeshConfig) -> float:
+    """They share the device's memory: each takes its part of what is free when it has loaded, and together they leave as much as
+    one with the default, on a CPU as two."""
+    alone = default_kv_share(config.device)
+    return min(alone, (alone if config.device == "cuda" else 2 * alone) / config.num_sharing)
+
+
 def _worker(
     config: LocalMeshConfig,
     name: str,
@@ -174,8 +182,7 @@ def _worker(
         "--mesh": config.mesh,
         "--num-threads": str(threads),
         **({"--cpus": ",".join(map(str, cpus))} if cpus else {}),
-        # They share the machine's memory: each takes its part, and together they leave as much as two with the default.
-        "--kv-memory-share": f"{min(0.3, 0.6 / config.num_sharing):.4g}",
+        "--kv-memory-share": f"{_kv_share(config):.4g}",
         "--drain-grace-s": str(config.stop_grace_s / 2 if config.drain_grace_s is None else config.drain_grace_s),
     }
     # Idle threads that spin would take the cores from the other workers' threads.

@@ -33,8 +33,8 @@ def layout_of(engine: Engine) -> common_pb2.KVLayout:
     return common_pb2.KVLayout(
         block_size=shape.block_size,
         kv_dtype=dtype,
-        # On the CPU the ranks share a pool with all heads: what peers see of it does not depend on how many there are.
-        tensor_parallel_size=engine.model_config.num_kv_heads // shape.num_kv_heads,
+        # What peers see of a pool has all heads, however many ranks have them: in memory that these share, or in pieces.
+        tensor_parallel_size=1,
         arrangement=engine.kv_arrangement,
     )
 

@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+import torch
+
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.speculation.check import check_speculation
@@ -92,6 +94,16 @@ def _config_error(error: Exception) -> ConfigError:
     return ConfigError("--model", str(error))
 
 
+def _gpu_error(error: Exception) -> ConfigError:
+    """What the driver, torch's allocator, Triton or its C compiler refuses. No memory is the most frequent of it."""
+    said = next(iter(str(error).splitlines()), "") or type(error).__name__
+    if isinstance(error, torch.OutOfMemoryError):
+        return ConfigError("--kv-memory-share", f"the GPU's memory does not suffice: {said}", "give less, or a smaller model")
+    return ConfigError(
+        "--device", f"cuda: {type(error).__name__}: {said}", "see the log above; --backend torch does without kernels"
+    )
+
+
 def _open_engine(config: WorkerConfig, progress: Progress) -> Engine:
     """Called on a thread of its own; the threads that compute begin here."""
     check_speculation(config.engine_config)
@@ -125,6 +137,11 @@ async def _load_engine(life: Lifecycle, config: WorkerConfig) -> Engine:
         engine = await asyncio.to_thread(_open_engine, config, _progress_of(life))
     except (ValueError, OSError, MemoryError) as error:
         raise _config_error(error) from error
+    except Exception as error:
+        if config.engine.device != "cuda":
+            raise
+        logger.exception("the GPU could not be made ready")
+        raise _gpu_error(error) from error
     shape = engine.kv.shape
     life.progress(
         f"loaded {config.engine.model} in {time.monotonic() - started:.1f} s; "

@@ -8,7 +8,6 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.staged import StagedMemory
 from runtime.tls import Tls
 from worker.config import WorkerConfig
-from worker.staging import transports_of
 from worker.terms import Terms
 
 
@@ -20,7 +19,7 @@ def receiver_for(
     terms: Terms,
     tls: Tls | None,
 ) -> Receiver:
-    """A worker whose pool transports cannot write to takes no KV: it prefills LOCAL."""
+    """Over those of the configured transports that can write to the pool; cuda_ipc and nixl ask whether a staged one is shown."""
     return Receiver(
         staged or engine.kv,
         decode.delegate,
@@ -28,7 +27,7 @@ def receiver_for(
         terms.layout,
         host=config.host,
         port=config.transfer_port,
-        transports=transports_of(engine, staged, config.transports),
+        transports=config.transports,
         advertise=config.advertise or None,
         idle_timeout_s=config.lease_s,
         tls=tls,

@@ -9,12 +9,17 @@ from torch import Tensor
 
 from engine.cuda_sharing import CudaSharing
 from engine.engine import Engine
+from engine.parallel.errors import RankFailed
+from engine.parallel.staging import stage_ranks
 from engine.pool_sharing import NotShared, PoolSharing
 from engine.shown_pool import ShownPool
 from engine.staging import Marks, Staging, StagingSizes
 from engine.streams import Streams, streams_of
+from kvtransfer.memory import PoolShape
 from kvtransfer.staged import StagedMemory
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from kvtransfer.transports.nixl import NixlTransport
+from runtime.config import ConfigError
 
 logger = logging.getLogger(__name__)
 DEPARTURES = StagingSizes(num_pieces=8)
@@ -22,12 +27,15 @@ ARRIVALS = StagingSizes(num_pieces=4)
 
 
 def staged_memory(engine: Engine) -> StagedMemory | None:
-    """None: the pool is in CPU memory, or holds a part of the KV heads only; the other ranks' are in other pools."""
-    on_host = engine.kv.tensor.device.type == "cpu"
-    if on_host or engine.kv.shape.num_kv_heads != engine.model_config.num_kv_heads:
-        return None
+    """None: the pool is in CPU memory, with all heads. Raises ConfigError when a rank cannot take part."""
     device = engine.kv.tensor.device
-    return stage(engine, streams_of(device), sharing=sharing_for(device))
+    if engine.ranks_with_pools is None:
+        return None if device.type == "cpu" else stage(engine, streams_of(device), sharing=sharing_for(device))
+    logger.warning("%s and %s are not used: each rank has a pool of its own", CudaIpcTransport.name, NixlTransport.name)
+    try:
+        return stage(engine, streams_of(device))
+    except (RankFailed, RuntimeError) as error:
+        raise ConfigError("--tensor-parallel", str(error)) from error
 
 
 def stage(
@@ -38,15 +46,19 @@ def stage(
     sharing: PoolSharing | None = None,
 ) -> StagedMemory:
     """The engine's pool by way of pieces; from now on its steps mark how far they are. Before the first step. `sharing`: how
-    devices of other workers of this host are shown it, too.
+    devices of other workers of this host are shown it, too; not where each rank has a pool.
 
     Raises ValueError for pieces too small for a block of a layer."""
-    pool = engine.kv.tensor
-    engine.exports.signal.marks = marks = Marks(streams)
-    out, back = Staging(pool, streams, departures), Staging(pool, streams, arrivals)
+    pool, ranks = engine.kv.tensor, engine.ranks_with_pools
+    if ranks is not None:
+        marks, (out, back) = stage_ranks(ranks, pool, streams, (departures, arrivals))
+    else:
+        marks, out, back = Marks(streams), Staging(pool, streams, departures), Staging(pool, streams, arrivals)
+    engine.exports.signal.marks = marks
     for direction in (out, back):  # what is compiled while requests run would keep the event loop from everybody else
         direction.warm()
-    return StagedMemory(engine.kv, out, back, marks, shown_to_others(pool, streams, sharing))
+    shape = PoolShape(engine.kv.num_layers, engine.kv.num_blocks, out.block_bytes)  # with all heads
+    return StagedMemory(shape, out, back, marks, shown_to_others(pool, streams, sharing))
 
 
 def sharing_for(device: torch.device) -> PoolSharing | None:
@@ -69,8 +81,3 @@ def shown_to_others(pool: Tensor, streams: Streams, sharing: PoolSharing | None)
         return None
     shown.warm(streams.mark)
     return shown
-
-
-def transports_of(engine: Engine, staged: StagedMemory | None, transports: tuple[str, ...]) -> tuple[str, ...]:
-    """Of `transports`, those that can write to the pool. cuda_ipc and nixl ask whether a staged one is shown."""
-    return transports if staged is not None or engine.config.device == "cpu" else ()

@@ -29,7 +29,11 @@ def why_not(device: str) -> str:
     """In one line; empty where nothing is missing."""
     if names := missing_modules():
         return f"{', '.join(names)} (of Python packages); give PYTHON= one that has them"
-    return "" if device == "cpu" else _why_no_cuda()
+    if device == "cpu":
+        return ""
+    from engine.kernels.triton.support import why_not_here
+
+    return _why_no_cuda() or why_not_here(device)
 
 
 def _why_no_cuda() -> str:

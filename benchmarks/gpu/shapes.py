@@ -73,6 +73,7 @@ class Scale:
     steps: int  # of decoding that are timed
     greedy_tokens: int
     long_context: int
+    short_contexts: tuple[int, ...]  # that do not occupy the chip
     prefill: int
     many: int  # sequences beside continuous batching
     output: int  # tokens of each of them
@@ -99,6 +100,7 @@ FULL = Scale(
     steps=200,
     greedy_tokens=64,
     long_context=65_536,
+    short_contexts=(1024, 2048, 4096),
     prefill=8192,
     many=32,
     output=1000,
@@ -116,6 +118,7 @@ TINY = Scale(
     steps=3,
     greedy_tokens=4,
     long_context=600,
+    short_contexts=(40,),
     prefill=24,
     many=3,
     output=4,

@@ -1,4 +1,4 @@
-"""What a rank other than 0 does: load, meet, map the pool, then compute every step that rank 0 tells it."""
+"""What a rank other than 0 does: load, meet, open its pool, then compute every step that rank 0 tells it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.kv_cache import KVShape
+from engine.exports import LayerSignal
+from engine.kv_cache import KVPool, KVShape
 from engine.kv_moves import copy_blocks, move_slots
 from engine.parallel import wire
+from engine.parallel.copy_service import CopyService
 from engine.parallel.group import Group, find_meeting_point
 from engine.parallel.load import load_shard
+from engine.parallel.marks import Launched
 from engine.parallel.share import Share
+from engine.parallel.shared_pieces import PiecesShape, SharedPieces
 from engine.parallel.split import Shard
 from engine.parallel.wire import Kind
+from engine.piece_copies import Columns, PieceCopies
+from engine.streams import streams_of
 
 
 def follow(sock: socket.socket) -> None:
@@ -28,42 +34,78 @@ def follow(sock: socket.socket) -> None:
     config, shard = EngineConfig(**settings["engine"]), Shard(settings["rank"], settings["size"])
     if config.device == "cuda":
         torch.cuda.set_device(shard.rank)
-    join = load_shard(config, shard)
+    join = load_shard(config, shard, shares_pool=settings["shares_pool"])
     wire.send(sock, Kind.LOADED)
     store = find_meeting_point(_json(sock, Kind.MEET)["port"], shard.size)
     share = join(Group(store, shard, config.device, config.tensor_parallel_timeout_s))
-    kv = _open_pool(sock, config.device)
+    kv = _open_pool(sock, config.device, shares_pool=settings["shares_pool"])
     wire.send(sock, Kind.READY)
-    _compute(sock, share, kv)
+    _Follower(sock, share, kv, shard).compute()
 
 
-@torch.inference_mode()
-def _compute(sock: socket.socket, share: Share, kv: Tensor) -> None:
-    while True:
-        kind, payload = wire.expect(sock, Kind.STEP, Kind.COPY, Kind.MOVE, Kind.PREPARE)
+class _Follower:
+    """One that has loaded, met the others and has its pool."""
+
+    def __init__(self, sock: socket.socket, share: Share, kv: Tensor, shard: Shard) -> None:
+        self._sock, self._share, self._kv, self._shard = sock, share, kv, shard
+        self._streams = streams_of(kv.device)
+        self._launched = Launched(self._streams)
+        self._signal = LayerSignal(share.num_layers)
+        self._signal.marks = self._launched
+        self._signal.tell_every(1)
+
+    def compute(self) -> None:
+        """Until rank 0 is gone."""
+        kinds = (Kind.STEP, Kind.MARKED_STEP, Kind.COPY, Kind.MOVE, Kind.PREPARE, Kind.PIECES)
+        while True:
+            kind, payload = wire.expect(self._sock, *kinds)
+            self._launched.begin()
+            if kind is Kind.PIECES:
+                self._open_copies(payload)
+            else:
+                self._launch(kind, payload)
+            self._launched.end()
+
+    @torch.inference_mode()
+    def _launch(self, kind: Kind, payload: bytearray) -> None:
         if kind is Kind.STEP:
-            share.forward(wire.decode_batch(payload), kv)
+            self._share.forward(wire.decode_batch(payload), self._kv)
+        elif kind is Kind.MARKED_STEP:
+            self._share.forward(wire.decode_batch(payload), self._kv, self._signal)
         elif kind is Kind.PREPARE:
-            share.prepare_steps(kv)
+            self._share.prepare_steps(self._kv)
         elif kind is Kind.COPY:
-            sources, targets = wire.decode_slots(payload)
-            copy_blocks(kv, sources, targets)
+            copy_blocks(self._kv, *wire.decode_slots(payload))
         else:
-            move_slots(kv, *wire.decode_slots(payload), "plain")
+            move_slots(self._kv, *wire.decode_slots(payload), "plain")
+
+    def _open_copies(self, payload: bytearray) -> None:
+        """One direction of the hand-off: from now on a thread of its own takes orders for it."""
+        shape = PiecesShape(**json.loads(payload))
+        memory = _mapped(wire.receive_fd(self._sock), shape.num_bytes)
+        orders = socket.socket(fileno=wire.receive_fd(self._sock))
+        columns = Columns.of(self._kv, self._shard.rank, self._shard.size)
+        copies = PieceCopies(self._kv, self._streams, shape.piece_bytes, columns=columns)
+        pieces = SharedPieces(shape, memory, self._kv.device)
+        CopyService(orders, pieces, copies, self._launched, self._kv.device).start()
+        wire.send(self._sock, Kind.READY)
 
 
-def _open_pool(sock: socket.socket, device: str) -> Tensor:
-    """On the CPU rank 0's own memory, in which every rank has its heads; on a device one of our own, with our heads only."""
+def _open_pool(sock: socket.socket, device: str, *, shares_pool: bool) -> Tensor:
+    """Rank 0's own memory, in which every rank has its heads; or one of our own, with our heads only."""
     said = _json(sock, Kind.POOL)
     shape = KVShape(**{**said, "dtype": getattr(torch, said["dtype"])})
-    if device != "cpu":
-        return torch.zeros(shape.tensor_shape, dtype=shape.dtype, device=device)
-    fd = wire.receive_fd(sock)
+    if not shares_pool:
+        return KVPool(shape, device, shared=False).tensor
+    return torch.frombuffer(_mapped(wire.receive_fd(sock), shape.num_bytes), dtype=shape.dtype).view(shape.tensor_shape)
+
+
+def _mapped(fd: int, num_bytes: int) -> mmap.mmap:
+    """Takes the descriptor over."""
     try:
-        memory = mmap.mmap(fd, shape.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        return mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(fd)
-    return torch.frombuffer(memory, dtype=shape.dtype).view(shape.tensor_shape)
 
 
 def _json(sock: socket.socket, kind: Kind) -> dict[str, Any]:

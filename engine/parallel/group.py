@@ -69,7 +69,7 @@ class Group:
         """Returns when all ranks are there. Raises ExchangeFailed."""
         self.shard = shard
         timeout = timedelta(seconds=timeout_s)
-        self._is_on_device, self._timeout_s = device == "cuda", timeout_s
+        self._is_on_device, self.timeout_s = device == "cuda", timeout_s
         with _as_exchange_failed():
             self._group: _Exchanges = _nccl(store, shard, timeout) if device == "cuda" else _gloo(store, shard, timeout)
         if self._is_on_device:  # NCCL opens its connections with the first exchange: here, where a failure says why none serves
@@ -112,10 +112,10 @@ class Group:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         with _as_exchange_failed():
-            finished = wait_until(done.query, self._timeout_s)
+            finished = wait_until(done.query, self.timeout_s)
         if not finished:
             self.abort()
-            raise ExchangeFailed(f"the device has waited for {self._timeout_s:g} s")
+            raise ExchangeFailed(f"the device has waited for {self.timeout_s:g} s")
 
     def abort(self) -> None:
         """Ends exchanges that wait, from any thread: NCCL's kernels would wait for a dead rank for ever; gloo sees that its

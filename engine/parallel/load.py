@@ -49,16 +49,18 @@ def load_with_ranks(
     _check_machine(config)
     torch.set_num_threads(_threads_each(config))
     shard = Shard(0, config.tensor_parallel)
+    shares_pool = ranks_share_pool(config)
     ranks = Ranks(shard.size, config.tensor_parallel_timeout_s)
     try:
-        ranks.tell_settings({"size": shard.size, "engine": asdict(replace(config, num_threads=_threads_each(config)))})
-        parts = _Parts(source, config, numerics, shard, progress)
+        engine = asdict(replace(config, num_threads=_threads_each(config)))
+        ranks.tell_settings({"size": shard.size, "shares_pool": shares_pool, "engine": engine})
+        parts = _Parts(source, config, numerics, shard, progress, shares_pool=shares_pool)
         ranks.wait_for(Kind.LOADED)
         store = open_meeting_point(shard.size)
         ranks.tell(Kind.MEET, b'{"port": %d}' % store.port)
         group = Group(store, shard, config.device, config.tensor_parallel_timeout_s)
         share, mode = parts.joined(group)
-        return ParallelModel(share, ranks, group), mode
+        return ParallelModel(share, ranks, group, shares_pool=shares_pool), mode
     except (RankFailed, ExchangeFailed) as error:
         ranks.close()
         raise ValueError(str(error)) from error
@@ -67,7 +69,12 @@ def load_with_ranks(
         raise
 
 
-def load_shard(config: EngineConfig, shard: Shard) -> Join:
+def ranks_share_pool(config: EngineConfig) -> bool:
+    """One pool with all heads, in memory that every rank maps; else each has one of its own, with its own heads."""
+    return config.device == "cpu"
+
+
+def load_shard(config: EngineConfig, shard: Shard, *, shares_pool: bool) -> Join:
     """In another rank's process: this rank's share of the weights, which needs but the group."""
     torch.set_num_threads(config.num_threads)
     source, _ = open_checkpoint(Path(config.model))
@@ -75,17 +82,25 @@ def load_shard(config: EngineConfig, shard: Shard) -> Join:
     numerics = choose_numerics(
         config, source.config, has_int4=False, no_library="it was not asked for", no_triton=no_triton
     )  # as rank 0 chooses: `has_int4` and the library are for the native kernels
-    parts = _Parts(source, config, numerics, shard, lambda _share, _text: None)
+    parts = _Parts(source, config, numerics, shard, lambda _share, _text: None, shares_pool=shares_pool)
     return lambda group: parts.joined(group)[0]
 
 
 class _Parts:
     """One rank's weights, before ranks have met."""
 
-    def __init__(self, source: WeightSource, config: EngineConfig, numerics: Numerics, shard: Shard, progress: Progress) -> None:
-        self._whole, self._config, self._numerics = source.config, config, numerics
-        self._max_context = effective_max_context(config, source.config)
-        self._kv_scales = pool_scales(source, numerics.kv_dtype)
+    def __init__(
+        self,
+        source: WeightSource,
+        config: EngineConfig,
+        numerics: Numerics,
+        shard: Shard,
+        progress: Progress,
+        *,
+        shares_pool: bool,
+    ) -> None:
+        self._whole, self._config, self._numerics, self._shares_pool = source.config, config, numerics, shares_pool
+        self._max_context, self._kv_scales = effective_max_context(config, source.config), pool_scales(source, numerics.kv_dtype)
         maps = _shared_maps(source, config, numerics, shard) if numerics.is_quantized else None
         self._decoder = _ShardBuilder(source, numerics.dtype, config.device, shard, maps).build(self._max_context, progress)
 
@@ -93,14 +108,13 @@ class _Parts:
         """The share that meets the others where sums are needed, and its numeric mode, which is that of a single rank."""
         whole, config = self._whole, self._config
         decoder = _joined_decoder(self._decoder, whole, group)
-        on_shared_pool = config.device == "cpu"
         heads = group.shard.part(whole.num_kv_heads)
         if self._numerics.backend == "triton":
             from engine.weights.triton import triton_model  # triton is not everywhere
 
             model, mode = triton_model(decoder, config, self._numerics, self._max_context, self._kv_scales)
-            return Share(model, heads if on_shared_pool else None), mode
-        if on_shared_pool:
+            return Share(model, heads if self._shares_pool else None), mode
+        if self._shares_pool:
             decoder.attention = SharedPoolAttention(decoder.config, config.device, heads, whole.num_kv_heads)
         return Share(decoder, None), numeric_mode(decoder, config.device)
 

@@ -21,10 +21,14 @@ from engine.config import EngineConfig
 from engine.exports import LayerSignal
 from engine.kv_cache import KVPool, KVShape
 from engine.parallel import wire
+from engine.parallel.copy_channel import CopyChannel
 from engine.parallel.errors import ExchangeFailed, RankFailed
 from engine.parallel.group import Group
+from engine.parallel.marks import Commands
 from engine.parallel.ranks import Ranks
 from engine.parallel.share import Share
+from engine.parallel.shared_pieces import PiecesShape
+from engine.parallel.split import Shard
 from engine.parallel.wire import Kind
 from engine.runner import TokenSampler
 from engine.sampling import Sampler
@@ -33,10 +37,12 @@ from engine.sampling import Sampler
 class ParallelModel:
     """Rank 0's share, whose `config` it has, and the hold on the other ranks. For one engine and its pool."""
 
-    def __init__(self, share: Share, ranks: Ranks, group: Group) -> None:
+    def __init__(self, share: Share, ranks: Ranks, group: Group, *, shares_pool: bool) -> None:
+        """`shares_pool`: what rank 0 writes to the pool every rank sees; else each rank has a pool of its own, of its heads."""
         self.config = share.model.config
         self.backend: str = getattr(share.model, "backend", "torch")
-        self.ranks = ranks
+        self.ranks, self.shares_pool = ranks, shares_pool
+        self.commands = Commands()
         self._share, self._group = share, group
         self._has_pool = False
         self.watch(lambda _: None)
@@ -46,7 +52,8 @@ class ParallelModel:
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
         """See DecoderModel.forward; on a device its work is done, not only launched. Raises RankFailed: no later step can
         succeed."""
-        self.ranks.tell(Kind.STEP, wire.encode_batch(batch))
+        is_marked = signal is not None and signal.marks is not None
+        self._tell(Kind.MARKED_STEP if is_marked else Kind.STEP, wire.encode_batch(batch))
         with self._together():
             return self._share.forward(batch, kv, signal, hidden)
 
@@ -54,7 +61,7 @@ class ParallelModel:
         """See LoadedModel.prepare: on every rank. Draws come last, so that nobody waits in an exchange while rank 0 compiles what
         it alone launches. Raises ValueError when one fails."""
         try:
-            self.ranks.tell(Kind.PREPARE)
+            self._tell(Kind.PREPARE)
             with self._together():
                 self._share.prepare_steps(kv)
             self._share.prepare_draws()
@@ -90,8 +97,8 @@ class ParallelModel:
         raise ValueError("tensor_parallel: the first layers alone are not computed together; leave self_draft out")
 
     def open_pool(self, shape: KVShape) -> KVPool:
-        """The engine's pool, of which every rank has its heads. On the CPU all ranks share its memory; on a device each has a
-        pool of its own of this shape, and keys and values are moved by `copy_blocks` and `move_slots`.
+        """The engine's pool, of which every rank has its heads. All ranks share its memory; or each has a pool of its own of this
+        shape, and keys and values are moved by `copy_blocks` and `move_slots`.
 
         Raises ValueError for a second one, and when a rank fails."""
         if self._has_pool:
@@ -100,26 +107,39 @@ class ParallelModel:
         dtype = str(shape.dtype).removeprefix("torch.")
         try:
             self.ranks.tell(Kind.POOL, wire.as_json({**asdict(shape), "dtype": dtype}))
-            if self.device.type == "cpu":
+            if self.shares_pool:
                 return KVPool(shape, "cpu", before_seal=self._show)
-            pool = KVPool(shape, self.device.type)
+            pool = KVPool(shape, self.device.type, shared=False)
             self.ranks.wait_for(Kind.READY)
             return pool
         except RankFailed as error:
             raise ValueError(str(error)) from error
 
     @property
-    def shares_pool(self) -> bool:
-        """What rank 0 writes to the pool every rank sees."""
-        return self.device.type == "cpu"
+    def shard(self) -> Shard:
+        """Rank 0's."""
+        return self._group.shard
+
+    def open_copies(self, shape: PiecesShape, fd: int) -> CopyChannel:
+        """Where each rank has a pool: from now on all of them copy their heads to and from pieces in this memory, as they are
+        ordered (staging.py). Raises RankFailed."""
+        self._tell(Kind.PIECES, wire.as_json(asdict(shape)))
+        self.ranks.show_fd(fd)
+        channel = CopyChannel(self.ranks, self.ranks.open_channels(), self._group.timeout_s)
+        try:
+            self.ranks.wait_for(Kind.READY)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """The other ranks copy these blocks of their own pools, before the next step. Raises RankFailed."""
-        self.ranks.tell(Kind.COPY, wire.encode_slots(sources, targets))
+        self._tell(Kind.COPY, wire.encode_slots(sources, targets))
 
     def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """As `copy_blocks`, for slots: see engine/kv_moves.py."""
-        self.ranks.tell(Kind.MOVE, wire.encode_slots(sources, targets))
+        self._tell(Kind.MOVE, wire.encode_slots(sources, targets))
 
     def watch(self, on_failure: Callable[[RankFailed], object]) -> None:
         """`on_failure` hears at once, from some thread, of a rank that ends by itself, also when no step runs."""
@@ -128,6 +148,11 @@ class ParallelModel:
     def close(self) -> None:
         """Ends the other ranks and waits for their end; idempotent."""
         self.ranks.close()
+
+    def _tell(self, kind: Kind, payload: bytes = b"") -> None:
+        """A command to every rank. Raises RankFailed."""
+        self.commands.num_told += 1  # before any rank hears of it: a mark that is made meanwhile lies behind it
+        self.ranks.tell(kind, payload)
 
     @contextmanager
     def _together(self) -> Iterator[None]:

@@ -31,7 +31,7 @@ OnFailure = Callable[[RankFailed], None]
 
 
 class Ranks:
-    """Ranks 1 to size - 1. Methods are for one thread, but `watch` and `failure`."""
+    """Ranks 1 to size - 1. Methods are for one thread, but `watch`, `failure`, `fail`, `blame` and `name`."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
         """Starts the processes; they wait for `tell_settings`. `timeout_s` bounds what is said to a rank that should listen.
@@ -80,6 +80,21 @@ class Ranks:
         for rank in self._ranks:
             self._bounded(rank, lambda sock: wire.send_fd(sock, fd))
 
+    def open_channels(self) -> list[socket.socket]:
+        """One more socket to every rank, behind the frame that announces it; the caller's to close. Raises RankFailed."""
+        ours: list[socket.socket] = []
+        try:
+            for rank in self._ranks:
+                near, far = socket.socketpair()
+                ours.append(near)
+                with far:
+                    self._bounded(rank, partial(wire.send_fd, fd=far.fileno()))
+        except BaseException:
+            for sock in ours:
+                sock.close()
+            raise
+        return ours
+
     def wait_for(self, kind: Kind) -> None:
         """Every rank says so, or that and why it failed. Raises RankFailed."""
         for rank in self._ranks:
@@ -92,12 +107,25 @@ class Ranks:
         if self.failure is not None:
             raise self.failure
 
-    def blame(self, error: BaseException) -> RankFailed:
-        """Why an exchange broke: the rank that ended, known within moments; else one of them is silent."""
+    def name(self, number: int) -> str:
+        """Of rank `number` in what people read."""
+        return self._ranks[number - 1].name
+
+    def fail(self, failure: RankFailed) -> None:
+        """From any thread: whoever watches hears of it, unless ranks have failed already or are being ended."""
+        with self._lock:
+            if self._closing or self.failure is not None:
+                return
+            self.failure = failure
+            on_failure = self._on_failure
+        on_failure(failure)
+
+    def blame(self, error: BaseException, work: str = "take part in a step") -> RankFailed:
+        """Why `work` of the ranks broke: the rank that ended, known within moments; else one of them is silent."""
         deadline = time.monotonic() + _NOTICE_S
         while self.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        return self.failure or RankFailed(f"tensor_parallel: a rank did not take part in a step: {error}")
+        return self.failure or RankFailed(f"tensor_parallel: a rank did not {work}: {error}")
 
     def close(self) -> None:
         """Ends all ranks and waits until they are gone, whatever state they are in; idempotent."""
@@ -113,19 +141,14 @@ class Ranks:
         try:
             return act(rank.sock)
         except TimeoutError as error:
-            raise RankFailed(f"tensor_parallel: rank {rank.number} (process {rank.process.pid}) does not listen") from error
+            raise RankFailed(f"tensor_parallel: {rank.name} does not listen") from error
         except (OSError, EOFError) as error:
             raise self.blame(error) from error
 
     def _note_end(self, rank: _Rank, code: int) -> None:
         """On the rank's thread."""
-        with self._lock:
-            if self._closing or self.failure is not None:
-                return
-            how = f"signal {-code}" if code < 0 else f"code {code}"
-            self.failure = RankFailed(f"tensor_parallel: rank {rank.number} (process {rank.process.pid}) ended with {how}")
-            on_failure = self._on_failure
-        on_failure(self.failure)
+        how = f"signal {-code}" if code < 0 else f"code {code}"
+        self.fail(RankFailed(f"tensor_parallel: {rank.name} ended with {how}"))
 
 
 class _Rank:
@@ -140,6 +163,10 @@ class _Rank:
         self.process: subprocess.Popen[bytes]
         self._thread = threading.Thread(target=self._run, name=f"rank {number}", daemon=True)
         self._thread.start()
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.number} (process {self.process.pid})"
 
     def wait_started(self) -> None:
         """Raises RankFailed when the system could not start it."""

@@ -32,6 +32,10 @@ class Share:
     def device(self) -> torch.device:
         return self.model.device
 
+    @property
+    def num_layers(self) -> int:
+        return self.model.config.num_layers
+
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
         """See DecoderModel.forward; `kv` as `follower.py` and the engine open it. Of no use on ranks other than 0."""
         return self.model.forward(batch, self.pool_of(kv), signal, hidden)

@@ -7,7 +7,11 @@
     POOL (json), on the CPU with the pool's descriptor ─►  maps it, or makes its own on its device
                         ◄───────────────────────── READY
     PREPARE, on a device ───────────────────────────────►  records its graphs, together with rank 0
-    STEP (a batch), COPY, MOVE (slots) ─────────────────►  no answer: ranks meet in the exchanges of a step
+    PIECES (json), their memory, a socket ──────────────►  maps it, and takes orders on that socket from now on
+                        ◄───────────────────────── READY
+    STEP, MARKED_STEP (a batch), COPY, MOVE (slots) ────►  no answer: ranks meet in the exchanges of a step
+    on that socket: ORDER ──────────────────────────────►  copies between its pool and a piece (copy_orders.py)
+                        ◄──────────────────────── COPIED
 
 A closed socket says that the other end is gone. A batch is int64 numbers end to end: a step costs one write for each rank, and
 reading it makes no copy of its tensors.
@@ -44,6 +48,10 @@ class Kind(IntEnum):
     COPY = 8
     MOVE = 9
     PREPARE = 10
+    PIECES = 11
+    MARKED_STEP = 12  # one that parts of a hand-off are told of as it runs: each layer is marked
+    ORDER = 13
+    COPIED = 14
 
 
 def send(sock: socket.socket, kind: Kind, payload: bytes = b"") -> None:

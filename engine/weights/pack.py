@@ -61,7 +61,7 @@ def interleave_gate_up(gate: _W, up: _W) -> _W:
 
 def concat_rows(parts: Sequence[_W]) -> _W:
     """Maps of the same input as one: [N1, K], [N2, K], ... -> [N1 + N2 + ..., K]. A single part is passed on without a copy."""
-    return parts[0] if len(parts) == 1 else _by_rows(torch.cat, parts)
+    return parts[0] if len(parts) == 1 else _by_rows(_cat, parts)
 
 
 def pad_to_panels(tensor: Tensor) -> Tensor:
@@ -95,6 +95,14 @@ def _row_tensors(weight: Weight) -> tuple[Tensor, ...]:
         return (weight,)
     scaled = (weight.values, weight.scales)
     return (*scaled, weight.minimums) if isinstance(weight, Int4Weight) else scaled
+
+
+def _cat(tensors: list[Tensor]) -> Tensor:
+    """Of fp8 by bytes: not every device of torch's concatenates it as it is."""
+    first = tensors[0]
+    if first.dtype != torch.float8_e4m3fn:
+        return torch.cat(tensors)
+    return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(first.dtype)
 
 
 def _alternate_panels(tensors: list[Tensor]) -> Tensor:

@@ -1,10 +1,14 @@
-"""Weights in 8 and 4 bits: quantization (int8 and int4 on the CPU), and dequantization as its oracle.
+"""Weights in 8 and 4 bits: quantization, and dequantization as its oracle.
 
 Work goes in blocks that stay in the cache: torch's operators then run at the cache's speed instead of the memory's, an order
 of magnitude apart. A row's (int4: a group's) result depends on that row alone, not on the block or the number of threads.
 
-Best called with one torch thread (`torch.set_num_threads(1)`), from several threads of the caller's where there are idle cores:
-operators this short wait for a second torch thread longer than they run as soon as other processes want the cores.
+Nor on the device: a GPU makes the bits that a CPU makes. Only operators are used that IEEE 754 rounds alike everywhere, each a
+kernel of its own, so that nothing is fused; sums are added in a fixed order (`_sum`), and divisors are tensors (`_over`): on a
+GPU torch multiplies by the reciprocal of a number.
+
+On a CPU best called with one torch thread (`torch.set_num_threads(1)`), from several threads of the caller's where there are
+idle cores: operators this short wait for a second torch thread longer than they run as soon as other processes want the cores.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from torch import Tensor
 GROUPS = (32, 64, 128)
 E4M3_MAX = 448.0
 _BLOCK_WEIGHTS = 1 << 18  # 1 MiB of float32: the two or three that are in use at a time fit a core's share of the cache
+_GPU_BLOCK_WEIGHTS = 1 << 24  # 64 MiB: a launch is short beside its work, and some ten in use are less than a layer
 # Shares of a group's range that are cut off at its lower and its upper end, besides none at all. Cuts and the refit that follows
 # take 15 to 30 % off the squared error (normal, heavy-tailed and real weights, groups of 32 to 128); twice as many gain 2 % more.
 _CUTS = ((0.04, 0.0), (0.0, 0.04), (0.04, 0.04))
@@ -72,20 +77,22 @@ class Int4Weight:
                 raise ValueError(f"{name}: shape {tuple(tensor.shape)}, not {groups}: one for each group of {self.group}")
 
 
-def quantize_int8(weight: Tensor) -> Int8Weight:
+def quantize_int8(weight: Tensor, device: torch.device | str | None = None) -> Int8Weight:
     """weight [N, K] of any floating dtype: scale = largest magnitude / 127 (1 for a row of zeros), values rounded to nearest.
 
-    Each weight is off by half a scale at most. Raises ValueError for infinity or NaN.
+    Each weight is off by half a scale at most. Raises ValueError for infinity or NaN. `device`: where it is computed and stays;
+    the weight's own unless given.
     """
-    values = torch.empty(weight.shape, dtype=torch.int8)
-    scales = torch.empty(weight.shape[0])
-    for rows in _blocks(weight.shape[0], weight.shape[1]):
-        wide = weight[rows].float()
+    device = weight.device if device is None else torch.device(device)
+    values = torch.empty(weight.shape, dtype=torch.int8, device=device)
+    scales = torch.empty(weight.shape[0], device=device)
+    for rows in _blocks(weight.shape[0], weight.shape[1], device):
+        wide = weight[rows].to(device).float()
         largest = torch.maximum(wide.amax(1), wide.amin(1).neg_()) if wide.shape[1] else wide.new_zeros(len(wide))
         if not largest.isfinite().all():
             raise ValueError(_NOT_FINITE)
         # A subnormal scale would have few bits, or none.
-        scale = (largest / 127).clamp_min_(torch.finfo(torch.float32).tiny).masked_fill_(largest == 0, 1.0)
+        scale = _over(largest, 127.0).clamp_min_(torch.finfo(torch.float32).tiny).masked_fill_(largest == 0, 1.0)
         scales[rows] = scale
         values[rows] = (wide / scale[:, None]).round_()
     return Int8Weight(values, scales)
@@ -96,16 +103,17 @@ def dequantize_int8(weight: Int8Weight) -> Tensor:
     return weight.values * weight.scales[:, None]
 
 
-def quantize_fp8(weight: Tensor) -> Fp8Weight:
-    """weight [N, K] of any floating dtype and device: scale = largest magnitude / 448 (1 for a row of zeros), rounded to nearest.
+def quantize_fp8(weight: Tensor, device: torch.device | str | None = None) -> Fp8Weight:
+    """weight [N, K] of any floating dtype: scale = largest magnitude / 448 (1 for a row of zeros), rounded to nearest.
 
     Off by 1/16 of a weight at most; weights below 2^-15 of the row's largest are off by up to 2^-19 of it. Raises ValueError for
-    infinity or NaN.
+    infinity or NaN. `device`: as of quantize_int8.
     """
-    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    scales = torch.empty(weight.shape[0], device=weight.device)
-    for rows in _blocks(weight.shape[0], weight.shape[1]):
-        values[rows], scales[rows] = rounded_to_e4m3(weight[rows])
+    device = weight.device if device is None else torch.device(device)
+    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty(weight.shape[0], device=device)
+    for rows in _blocks(weight.shape[0], weight.shape[1], device):
+        values[rows], scales[rows] = rounded_to_e4m3(weight[rows].to(device))
     if not scales.isfinite().all():
         raise ValueError(_NOT_FINITE)
     return Fp8Weight(values, scales)
@@ -116,7 +124,7 @@ def rounded_to_e4m3(matrix: Tensor) -> tuple[Tensor, Tensor]:
     wide = matrix.float()
     largest = wide.abs().amax(1) if wide.shape[1] else wide.new_zeros(len(wide))
     # A subnormal scale would have few bits, or none.
-    scales = (largest / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny).masked_fill(largest == 0, 1.0)
+    scales = _over(largest, E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny).masked_fill(largest == 0, 1.0)
     return (wide / scales[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scales
 
 
@@ -125,23 +133,25 @@ def dequantize_fp8(weight: Fp8Weight) -> Tensor:
     return weight.values.float() * weight.scales[:, None]
 
 
-def quantize_int4(weight: Tensor, group: int) -> Int4Weight:
+def quantize_int4(weight: Tensor, group: int, device: torch.device | str | None = None) -> Int4Weight:
     """weight [N, K] of any floating dtype, K a multiple of `group`: for each group the range with the least squared error, of
     minimum to maximum, some that are a little shorter, and the least-squares refit of the best. Values are rounded for the
     scale and the minimum that are stored, in float16.
 
     Weights that llama.cpp's Q4_0 and Q4_1 stand for come back exactly in groups of 32: the first ranges tried are theirs.
-    Raises ValueError for another group, a K that it does not divide, infinity, NaN, and a range beyond float16.
+    Raises ValueError for another group, a K that it does not divide, infinity, NaN, and a range beyond float16. `device`: as of
+    quantize_int8.
     """
     _check_group(weight, group)
+    device = weight.device if device is None else torch.device(device)
     num_rows, width = weight.shape
     groups = weight.contiguous().view(-1, group)
-    values = torch.empty(groups.shape, dtype=torch.uint8)
-    scales, minimums = (torch.empty((len(groups), 1), dtype=torch.float16) for _ in range(2))
-    for part in _blocks(len(groups), group):
-        wide = groups[part].float()
+    values = torch.empty(groups.shape, dtype=torch.uint8, device=device)
+    scales, minimums = (torch.empty(len(groups), dtype=torch.float16, device=device) for _ in range(2))
+    for part in _blocks(len(groups), group, device):
+        wide = groups[part].to(device).float().t().contiguous()
         best = _best_fit(wide)
-        values[part] = _codes(wide, best.scale, best.minimum)
+        values[part] = _codes(wide, best.scale, best.minimum).to(torch.uint8).t()
         scales[part], minimums[part] = best.scale, best.minimum
     by_group = (num_rows, width // group)
     return Int4Weight(values.view(num_rows, width), scales.view(by_group), minimums.view(by_group), group)
@@ -156,11 +166,11 @@ def dequantize_int4(weight: Int4Weight) -> Tensor:
 
 @dataclass(frozen=True)
 class _Fit:
-    """A scale and a minimum for each group, and how far off they are: all [groups, 1] float32, the first two float16 values."""
+    """A scale and a minimum for each group, and how far off they are: all [groups] float32, the first two float16 values."""
 
     scale: Tensor
     minimum: Tensor
-    error: Tensor  # root of the summed squares; NaN or infinity where float16 does not hold scale or minimum
+    error: Tensor  # sum of the squares; NaN or infinity where float16 does not hold scale or minimum
 
     def or_better(self, other: _Fit) -> _Fit:
         is_better = other.error < self.error
@@ -172,6 +182,7 @@ class _Fit:
 
 
 def _best_fit(groups: Tensor) -> _Fit:
+    """groups [group, groups] float32: a group is a column, so that whatever is done to it runs along the rows."""
     ranges = _ranges(groups)
     best = _fit(groups, *next(ranges))
     for first, last in ranges:
@@ -187,8 +198,8 @@ def _best_fit(groups: Tensor) -> _Fit:
 
 
 def _ranges(groups: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ranges worth trying, [groups, 1] for code 0 and for code 15; the first is the fallback."""
-    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    """Ranges worth trying, [groups] for code 0 and for code 15; the first is the fallback."""
+    low, high = groups.amin(0), groups.amax(0)
     yield low, high
     # Q4_0: 8 steps from the largest magnitude to zero and 7 beyond. It starts from there even if that is the upper end (the
     # scale is negative then), because float16 holds 8 scales exactly, 7 not.
@@ -201,9 +212,9 @@ def _ranges(groups: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _fit(groups: Tensor, first: Tensor, last: Tensor) -> _Fit:
     minimum = first.half().float()
-    scale = ((last - minimum) / 15).half().float()
-    restored = _codes(groups, scale, minimum).mul_(scale).add_(minimum)
-    return _Fit(scale, minimum, torch.linalg.vector_norm(restored.sub_(groups), dim=1, keepdim=True))
+    scale = _over(last - minimum, 15.0).half().float()
+    off = _codes(groups, scale, minimum).mul_(scale).add_(minimum).sub_(groups)
+    return _Fit(scale, minimum, _sum(off.mul_(off)))
 
 
 def _codes(groups: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
@@ -214,17 +225,31 @@ def _codes(groups: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
 def _least_squares(groups: Tensor, fit: _Fit) -> tuple[Tensor, Tensor]:
     """The range of the straight line from codes to weights that has the least squared error, the codes being as they are."""
     codes = _codes(groups, fit.scale, fit.minimum)
-    mean_code, mean = codes.mean(1, keepdim=True), groups.mean(1, keepdim=True)
+    size = float(len(groups))
+    mean_code, mean = _over(_sum(codes), size), _over(_sum(groups), size)
     deviation = codes.sub_(mean_code)
-    spread = torch.linalg.vecdot(deviation, deviation).unsqueeze_(1)
-    scale = torch.linalg.vecdot(deviation, groups).unsqueeze_(1) / spread.clamp_min_(0.5)  # 0, or some 1 at the least
+    spread = _sum(deviation * deviation)
+    scale = _sum(deviation.mul_(groups)) / spread.clamp_min_(0.5)  # 0, or some 1 at the least
     first = mean - scale * mean_code
-    return first, first + 15 * scale
+    return first, first + scale * 15.0
 
 
-def _blocks(num_rows: int, width: int) -> Iterator[slice]:
-    """Slices of rows with about _BLOCK_WEIGHTS weights, one row at least."""
-    step = max(1, _BLOCK_WEIGHTS // max(1, width))
+def _sum(columns: Tensor) -> Tensor:
+    """[group, groups] -> [groups]: the upper half added to the lower one, until one row is left. Unlike torch's sums in the same
+    order on every device."""
+    while (half := len(columns) // 2) > 0:
+        columns = columns[:half] + columns[half:]
+    return columns[0]
+
+
+def _over(dividends: Tensor, divisor: float) -> Tensor:
+    """Rounded once, on every device."""
+    return dividends / torch.full_like(dividends, divisor)
+
+
+def _blocks(num_rows: int, width: int, device: torch.device) -> Iterator[slice]:
+    """Slices of rows with as many weights as the device likes at a time, one row at least."""
+    step = max(1, (_BLOCK_WEIGHTS if device.type == "cpu" else _GPU_BLOCK_WEIGHTS) // max(1, width))
     return (slice(start, start + step) for start in range(0, num_rows, step))
 
 

@@ -28,35 +28,42 @@ Weight = Int8Weight | Int4Weight | Fp8Weight
 
 
 class QuantizedMaps:
-    """Makes maps of a checkpoint's tensors. Quantized on the CPU, one tensor at a time; the device gets what is read there."""
+    """Makes maps of a checkpoint's tensors. Quantized where they will be read, one tensor at a time, a block of it after the
+    other: of the checkpoint's tensors the device holds the head alone."""
 
     def __init__(self, source: WeightSource, numerics: Numerics, device: str) -> None:
         self._source, self._numerics, self._device = source, numerics, device
 
     def joined(self, parts: Sequence[tuple[str, int]], width: int, bias: Tensor | None) -> Linear:
         """One product of several maps with the same input: parts are (name, output rows). Raises ValueError as `checked` does."""
-        weight = concat_rows([self._weight(f"{name}.weight", rows, width) for name, rows in parts])
-        rounds = self._numerics.rounds_activations
-        return make_triton_linear(_moved(weight, self._device), bias, rounds_activations=rounds)
+        weight = concat_rows([_moved(self._weight(f"{name}.weight", rows, width), self._device) for name, rows in parts])
+        return make_triton_linear(weight, bias, rounds_activations=self._numerics.rounds_activations)
 
     def head(self, weight: Tensor) -> Linear:
         """In int8 whatever the others are: it decides between neighbours. 4 bits would cost it more than they save, and fp8 is
         coarser near a row's largest weights."""
-        return make_triton_linear(_moved(quantize_int8(weight.cpu()), self._device), None)
+        return make_triton_linear(quantize_int8(weight, self._device), None)
 
     def _weight(self, name: str, rows: int, width: int) -> Weight:
-        form, group = self._numerics.weights, self._numerics.group
-        exact = self._source.get_int4(name, group) if form == "int4" else None
-        if exact is not None and exact.values.shape == (rows, width):
-            return exact
-        tensor = checked(self._source, name, (rows, width))
+        exact = self._exact(name, rows, width)
+        return self._quantized(name, checked(self._source, name, (rows, width))) if exact is None else exact
+
+    def _exact(self, name: str, rows: int, width: int) -> Int4Weight | None:
+        """What the checkpoint itself holds in 4 bits, on the host."""
+        exact = self._source.get_int4(name, self._numerics.group) if self._numerics.weights == "int4" else None
+        return exact if exact is not None and exact.values.shape == (rows, width) else None
+
+    def _quantized(self, name: str, tensor: Tensor) -> Weight:
+        """On the device. Raises ValueError that names the tensor."""
         try:
-            return quantize_int4(tensor, group) if form == "int4" else _IN_8_BITS[form](tensor)
+            if self._numerics.weights == "int4":
+                return quantize_int4(tensor, self._numerics.group, self._device)
+            return _IN_8_BITS[self._numerics.weights](tensor, self._device)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
 
-_IN_8_BITS: dict[str, Callable[[Tensor], Int8Weight | Fp8Weight]] = {"int8": quantize_int8, "fp8": quantize_fp8}
+_IN_8_BITS: dict[str, Callable[[Tensor, str], Int8Weight | Fp8Weight]] = {"int8": quantize_int8, "fp8": quantize_fp8}
 
 
 def triton_model(

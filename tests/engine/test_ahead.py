@@ -178,6 +178,17 @@ def test_choices_go_ahead_once_they_have_parted() -> None:
     assert model.num_unseen > 5
 
 
+@pytest.mark.parametrize(("num_blocks", "num_ahead"), [(4, 0), (5, 0), (6, 1), (7, 1)])
+def test_a_step_ahead_leaves_a_block_for_each_of_its_sequences(num_blocks: int, num_ahead: int) -> None:
+    """Two hold a block and need another one for the step ahead: the scheduler's own step behind it may want one more each."""
+    engine, model = engine_of(num_blocks=num_blocks)
+    requests = [request("a", 5, 6, 7, 8), request("b", 8, 9, 10, 11)]
+    for each in requests:
+        engine.add(each)
+    engine.step()
+    assert (engine.stats().num_running, model.num_unseen) == (2, num_ahead)
+
+
 def test_a_pool_without_room_is_left_to_the_scheduler() -> None:
     """Blocks of a step ahead are nobody's before the scheduler's own: sequences are preempted as without it."""
     engine, model = engine_of(num_blocks=9)

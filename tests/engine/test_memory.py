@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, default_kv_share
 from engine.kv_cache import KVShape
 from engine.memory import MIB, DoesNotFit, check_weights_fit, effective_max_context, free_memory, kv_shape
 from engine.memory import _cgroup_free as cgroup_free
 from engine.model_config import ModelConfig
+from pdmesh.commands import plan
 
 MODEL = ModelConfig.from_dict(
     {
@@ -40,6 +41,13 @@ def test_the_pool_is_as_asked() -> None:
 
 def test_the_pool_is_a_share_of_what_is_free() -> None:
     assert blocks(free=300 * SEQUENCE * BLOCK // 100, kv_memory_share=0.5) == 150 * SEQUENCE // 100
+
+
+@pytest.mark.parametrize(("device", "percent"), [("cpu", 30), ("cuda", 85)])
+def test_the_share_is_the_devices_unless_given(device: str, percent: int) -> None:
+    """As the planner counts."""
+    assert blocks(free=4 * SEQUENCE * BLOCK, device=device) == 4 * SEQUENCE * percent // 100
+    assert (default_kv_share("cpu"), default_kv_share("cuda")) == (plan._CPU_KV_SHARE, plan._GPU_KV_SHARE)
 
 
 def test_the_pool_is_no_more_than_all_sequences_can_use() -> None:
@@ -148,6 +156,7 @@ def test_a_containers_limit_counts_in_version_1_of_control_groups(tmp_path: Path
         ({"num_threads": -1}, "num_threads: -1 is less than 0"),
         ({"num_threads": 100_000}, "num_threads: 100000 is more than 1024"),
         ({"kv_memory_share": 1.5}, "kv_memory_share: 1.5 is not in"),
+        ({"kv_memory_share": -0.1}, "kv_memory_share: -0.1 is not in"),
         ({"num_blocks": 3, "kv_memory_mb": 3}, "give one of them"),
     ],
 )

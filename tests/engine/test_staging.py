@@ -14,7 +14,8 @@ from torch import Tensor
 
 from engine.block_copies import IndexedBlocks, Move
 from engine.errors import IntegrityError
-from engine.staging import Marks, Piece, Staging, StagingSizes
+from engine.piece_copies import Piece
+from engine.staging import Marks, Staging, StagingSizes
 from engine.streams import InOrder, Mark
 from tests.support.reordering import ReorderingStreams
 

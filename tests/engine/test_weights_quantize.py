@@ -10,13 +10,16 @@ from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.weights import quantize as module
 from engine.weights.quantize import (
+    Fp8Weight,
     Int4Weight,
     Int8Weight,
     dequantize_int4,
     dequantize_int8,
+    quantize_fp8,
     quantize_int4,
     quantize_int8,
 )
@@ -121,6 +124,59 @@ def test_a_row_does_not_depend_on_its_block_its_neighbours_or_the_threads(seed: 
     assert torch.equal(quantize_int4(weight[30:31], 32).values, expected[1].values[30:31])
 
 
+# Operators of torch that round once by IEEE 754, or not at all, on every device; and what only moves numbers or makes room.
+ROUNDED_ALIKE = {"add", "sub", "mul", "div", "neg", "abs", "round", "clamp", "clamp_min", "maximum", "amax", "amin", "_to_copy"}
+ROUNDED_ALIKE |= {"gt", "lt", "eq", "ne", "isfinite", "all", "any", "where", "masked_fill", "_local_scalar_dense"}
+MOVED = {"empty", "zeros", "full_like", "copy", "clone", "detach", "view", "_unsafe_view", "t", "slice", "select", "unsqueeze"}
+
+
+class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base has no annotations
+    """Which operators run; a division by a number is one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func._schema.name.removeprefix("aten::").removesuffix("_")
+        if name == "div" and not isinstance(args[1], Tensor):
+            name = "division by a number"
+        self.names.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_operator_rounds_alike_on_every_device() -> None:
+    """On a GPU a division by a number is a product with its reciprocal, and torch's sums have another order."""
+    weight = heavy_tailed(1, 20, 128, 0.05).bfloat16()
+    with Audit() as audit:
+        all_made = [quantize_int8(weight), quantize_fp8(weight), *(quantize_int4(weight, group) for group in (32, 64, 128))]
+    for made in all_made:
+        assert isinstance(made, Int8Weight | Fp8Weight | Int4Weight)
+        assert made.values.shape == weight.shape
+    assert audit.names >= {"add", "div", "amax"}
+    assert audit.names - ROUNDED_ALIKE - MOVED == set()
+
+
+def test_columns_are_added_in_one_order() -> None:
+    columns = heavy_tailed(4, 32, 5, 1.0)
+    expected = columns.numpy()
+    while len(expected) > 1:
+        expected = expected[: len(expected) // 2] + expected[len(expected) // 2 :]
+    assert np.array_equal(module._sum(columns).numpy(), expected[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("magnitude", [1e-6, 0.05, 100.0])
+def test_a_gpu_quantizes_to_the_bits_of_a_cpu(dtype: torch.dtype, magnitude: float) -> None:
+    weight = heavy_tailed(5, 3000, 1024, magnitude).clamp(-6e4, 6e4).to(dtype)
+    assert_equal(quantize_int8(weight, "cuda"), quantize_int8(weight))
+    assert_equal(quantize_fp8(weight, "cuda"), quantize_fp8(weight))
+    for group in (32, 64, 128):
+        assert_equal(quantize_int4(weight, group, "cuda"), quantize_int4(weight, group))
+
+
 def test_threads_do_not_change_a_bit_of_a_large_weight() -> None:
     weight = heavy_tailed(3, 1100, 512, 0.05)  # more than a block, and enough for torch to share it out
     expected = quantize_int8(weight), quantize_int4(weight, 128)
@@ -133,11 +189,11 @@ def test_threads_do_not_change_a_bit_of_a_large_weight() -> None:
     assert_equal(shared_out[1], expected[1])
 
 
-def assert_equal(ours: Int8Weight | Int4Weight, theirs: Int8Weight | Int4Weight) -> None:
-    assert torch.equal(ours.values, theirs.values)
-    assert torch.equal(ours.scales, theirs.scales)
+def assert_equal(ours: Int8Weight | Int4Weight | Fp8Weight, theirs: Int8Weight | Int4Weight | Fp8Weight) -> None:
+    assert torch.equal(ours.values.cpu().view(torch.uint8), theirs.values.view(torch.uint8))
+    assert torch.equal(ours.scales.cpu(), theirs.scales)
     if isinstance(ours, Int4Weight) and isinstance(theirs, Int4Weight):
-        assert torch.equal(ours.minimums, theirs.minimums)
+        assert torch.equal(ours.minimums.cpu(), theirs.minimums)
 
 
 def test_a_weight_that_is_not_contiguous_is_quantized_like_its_copy() -> None:

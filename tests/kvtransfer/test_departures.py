@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from engine.block_copies import IndexedBlocks, Move
 from engine.staging import Staging
 from engine.streams import InOrder
 from kvtransfer import outgoing, sender
@@ -266,17 +267,16 @@ def _refuse(target: PushTarget) -> None:
 
 async def test_a_device_that_fails_fails_the_push_and_keeps_no_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     async with staged("tcp", InOrder(), "sender") as both:
-        copies, calls = both.source.out._copies, 0
-        gather = copies.gather
+        gather, calls = IndexedBlocks.gather, 0
 
-        def failing(move: Any) -> None:
+        def failing(self: IndexedBlocks, move: Move) -> None:
             nonlocal calls
             calls += 1
             if calls > 3:
                 raise OSError("the device is gone")
-            gather(move)
+            gather(self, move)
 
-        monkeypatch.setattr(copies, "gather", failing)
+        monkeypatch.setattr(IndexedBlocks, "gather", failing)
         with pytest.raises(PushFailed, match="the device is gone"):
             await push_of(both, both.world.job())
         assert both.source.is_whole

@@ -75,6 +75,8 @@ def test_plans_name_workers_roles_and_share_the_cores() -> None:
     assert all(p.is_worker and flag(p, "--worker-id") == p.name for p in plans)
     assert {flag(p, "--num-threads") for p in plans} == {"2"} and {p.env["OMP_NUM_THREADS"] for p in plans} == {"2"}
     assert {flag(p, "--kv-memory-share") for p in plans} == {"0.15"}
+    on_a_gpu = worker_plans(LocalMeshConfig(model="/m/small", device="cuda", num_both=1), "redis://r", cores=range(8))
+    assert {flag(p, "--kv-memory-share") for p in on_a_gpu} == {f"{0.85 / len(on_a_gpu):.4g}"}
     assert flag(plans[0], "--model-name") == "small"
     assert plans[0].env["PDMESH_REDIS"] == "redis://r" and "redis://r" not in plans[0].argv
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -46,18 +47,25 @@ async def serving(
     await server.drain(0)
 
 
-async def call(channel: grpc.aio.Channel, kind: str, *requests: StringValue | bytes) -> list[str]:
-    """All responses; a request given as bytes goes out as it is."""
+async def call(channel: grpc.aio.Channel, kind: str, *requests: StringValue | bytes, is_silent: bool = False) -> list[str]:
+    """All responses; a request given as bytes goes out as it is. A caller that is silent sends nothing on a stream: where a call
+    is refused while a message is being sent, gRPC may say INTERNAL in the refusal's place."""
     path = f"/{SERVICE}/{kind}"
 
     def serialize(request: StringValue | bytes) -> bytes:
         return request if isinstance(request, bytes) else request.SerializeToString()
 
     sent = requests or (StringValue(value="x"),)
+    stream = _silence() if is_silent else iter(sent)
     if kind == "UnaryUnary":
         return [(await channel.unary_unary(path, serialize, StringValue.FromString)(sent[0])).value]
     if kind == "UnaryStream":
         return [message.value async for message in channel.unary_stream(path, serialize, StringValue.FromString)(sent[0])]
     if kind == "StreamUnary":
-        return [(await channel.stream_unary(path, serialize, StringValue.FromString)(iter(sent))).value]
-    return [message.value async for message in channel.stream_stream(path, serialize, StringValue.FromString)(iter(sent))]
+        return [(await channel.stream_unary(path, serialize, StringValue.FromString)(stream)).value]
+    return [message.value async for message in channel.stream_stream(path, serialize, StringValue.FromString)(stream)]
+
+
+async def _silence() -> AsyncIterator[StringValue]:
+    await asyncio.Event().wait()
+    yield StringValue()

@@ -93,7 +93,7 @@ async def running_worker(
     model: Model,
     *,
     engine: dict[str, object] | None = None,
-    stage: Callable[[Engine], StagedMemory] | None = None,
+    stage: Callable[[Engine], StagedMemory | None] | None = None,
     **overrides: object,
 ) -> AsyncIterator[Peer]:
     """A worker; at the end it must be whole and leave no descriptor or task behind. `stage`: its KV moves as that of a device."""

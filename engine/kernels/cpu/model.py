@@ -19,8 +19,9 @@ from engine.kernels.cpu.sampling import NativeSampler
 from engine.model import shortened
 from engine.model_config import ModelConfig
 
-# Part of the numeric mode: to be raised with every change of the kernels that changes bits of a logit or the layout of KV blocks.
-KERNEL_REVISION = 1
+# Part of the numeric mode: to be raised with every change of the kernels that changes bits of a logit or the layout of KV blocks,
+# and with one of how weights are quantized.
+KERNEL_REVISION = 2
 MAX_HEAD_DIM = 512
 GROUP_TOKENS = 16  # tokens of a group in a KV block: see attention.h
 INT8_SCALE_BYTES = 4  # a token's scale for each head lies at the end of its int8 block

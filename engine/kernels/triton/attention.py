@@ -1,9 +1,11 @@
 """Attention over the paged pool in two kernels, flash-decoding and flash prefill (attention_kernels.py draws their tiles).
 
-- split (Dao et al., Flash-Decoding, 2023): sequences with at most MAX_SPLIT_QUERIES queries in the step: decode, verification,
-  ends of prompts. Keys are split over programs, the parts merged by a second kernel; a query with one split needs no merge.
+- split (Dao et al., Flash-Decoding, 2023): sequences with few queries in the step: decode, verification, short chunks. Keys are
+  split over programs, the parts merged by a second kernel; a query with one split needs no merge.
 - walk (Dao, FlashAttention-2, 2023, algorithm 1): sequences with more. A program holds a tile of queries and walks all keys that
   they see, by position, with what is in the pool already before its own.
+
+How many queries are few is for each step to say (split_bounds.py): as many as walking would have too few programs for.
 
 Bits. A query's result depends on its own keys alone. Where its keys are split follows from its position (splits.py); tiles of
 keys lie at multiples of their size; what a query may not see changes nothing, to the bit; splits are folded in order. The grid,
@@ -29,7 +31,8 @@ from torch import Tensor
 from engine.batch import StepBatch
 from engine.kernels.triton.attention_call import AttentionCall, prepared
 from engine.kernels.triton.kv_store import store_kv
-from engine.kernels.triton.metadata import StepMetadata
+from engine.kernels.triton.metadata import Capacity, StepMetadata
+from engine.kernels.triton.split_bounds import SplitBounds
 from engine.kernels.triton.splits import SPLITS, Splits
 from engine.model_config import ModelConfig
 
@@ -97,7 +100,8 @@ class TritonAttention:
         self.kv_scales, self.splits, self.invariant = kv_scales, splits, invariant
 
     def plan(self, batch: StepBatch, block_size: int) -> TritonPlan:
-        return self.plan_of(StepMetadata.of(batch, self.device))
+        capacity = Capacity.of(batch, SplitBounds.of(self.config.num_heads))
+        return self.plan_of(StepMetadata.of(batch, self.device, capacity))
 
     def plan_of(self, meta: StepMetadata) -> TritonPlan:
         """For metadata that is on the device already, as in a graph."""

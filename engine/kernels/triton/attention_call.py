@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.kernels.triton.attention_kernels import merge_kernel, split_kernel, walk_kernel
 from engine.kernels.triton.kv_store import check_kv
-from engine.kernels.triton.metadata import MAX_SPLIT_QUERIES, StepMetadata
+from engine.kernels.triton.metadata import StepMetadata
 from engine.kernels.triton.room import shared_bytes
 from engine.kernels.triton.splits import Splits
 from engine.kernels.triton.tiles import Tiles, choose_tiles, padded_dim
@@ -93,12 +93,13 @@ class AttentionCall:
     @property
     def _split(self) -> _Launch:
         meta, tiles, workspace = self.meta, self.tiles, self.workspace
-        num_tiles = -(-self._max_queries * self._group // tiles.split_rows)
-        rows = meta.num_seqs * num_tiles
+        has_tiles = self._max_queries * self._group > tiles.split_rows
+        rows = meta.num_seqs + has_tiles * (meta.num_split_tokens * self._group // tiles.split_rows)
         programs = max(1, min(self._num_parts, TARGET_PROGRAMS // max(1, rows * self._num_kv_heads)))
         behind = (
             self.out, workspace.acc, workspace.stats, meta.query_starts, meta.split_starts, *self._contexts, *self._strides,
-            self.query.shape[1], self._num_parts, self.window or 0, self._scale2, num_tiles, programs,
+            self.query.shape[1], self._num_parts, self.window or 0, self._scale2, meta.num_seqs, meta.max_split_len,
+            int(has_tiles), programs,
         )  # fmt: skip
         tile = {"BLOCK_M": tiles.split_rows, "BLOCK_N": tiles.keys}
         warps = {"num_warps": tiles.split_warps, "num_stages": tiles.split_stages}
@@ -106,21 +107,22 @@ class AttentionCall:
 
     @property
     def _merge(self) -> _Launch:
-        meta, num_heads = self.meta, self.query.shape[1]
+        meta, num_heads, has_more = self.meta, self.query.shape[1], self._max_queries > 1
         behind = (
             self.out, meta.query_starts, meta.split_starts, meta.context_lens, self.out.stride(0), self.out.stride(1),
-            num_heads, self._num_parts, self.window or 0, self._max_queries,
+            num_heads, self._num_parts, self.window or 0, meta.num_seqs, meta.max_split_len, int(has_more),
         )  # fmt: skip
         switches = {name: self._switches[name] for name in _MERGE_SWITCHES}
         options = {"UNROLL": MERGE_UNROLL, **switches, "num_warps": 1}
-        return _Launch(merge_kernel[(meta.num_seqs * self._max_queries, num_heads)], behind, options)
+        return _Launch(merge_kernel[(meta.num_seqs + has_more * meta.num_split_tokens, num_heads)], behind, options)
 
     @property
     def _walk(self) -> _Launch:
         meta, tiles = self.meta, self.tiles
         programs = meta.num_tokens * self._group // tiles.walk_rows + meta.num_seqs
         behind = (
-            self.out, meta.query_starts, *self._contexts, *self._strides, meta.num_seqs, self.window or 0, self._scale2,
+            self.out, meta.query_starts, *self._contexts, *self._strides, meta.num_seqs, meta.max_split_len, self.window or 0,
+            self._scale2,
         )  # fmt: skip
         tile = {"BLOCK_M": tiles.walk_rows, "BLOCK_N": tiles.keys}
         warps = {"num_warps": tiles.walk_warps, "num_stages": tiles.walk_stages}
@@ -140,7 +142,8 @@ class AttentionCall:
 
     @property
     def _max_queries(self) -> int:
-        return min(self.meta.max_query_len, MAX_SPLIT_QUERIES)
+        """Of a sequence that is split."""
+        return min(self.meta.max_query_len, self.meta.max_split_len)
 
     @property
     def _scale2(self) -> float:
@@ -162,7 +165,6 @@ class AttentionCall:
     def _switches(self) -> dict[str, object]:
         head_dim = self.query.shape[2]
         return {
-            "MAX_QUERIES": MAX_SPLIT_QUERIES,
             "MIN_KEYS": self.splits.min_keys,
             "MOST": self.splits.most,
             "GROUP": self._group,
@@ -175,7 +177,7 @@ class AttentionCall:
         }
 
 
-_MERGE_SWITCHES = ("MAX_QUERIES", "MIN_KEYS", "MOST", "DIM", "DIM_PAD", "HAS_WINDOW", "HAS_SCALES")
+_MERGE_SWITCHES = ("MIN_KEYS", "MOST", "DIM", "DIM_PAD", "HAS_WINDOW", "HAS_SCALES")
 
 
 def _tiles(query: Tensor, splits: Splits, invariant: bool) -> Tiles:

@@ -102,23 +102,46 @@ def _rows(tile, num_queries, context, window, kv_head, GROUP: tl.constexpr, BLOC
     return index, kv_head * GROUP + rows % GROUP, index < num_queries, position, lowest
 
 
-@triton.jit(do_not_specialize=["table_stride", "tail_stride", "num_parts", "window", "num_tiles", "num_programs"])
+@triton.jit
+def _sequence_of(program, starts, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The last sequence whose first tile is not behind `program`. First tiles are told apart without a table: sequence b's is
+    starts[b] * GROUP // BLOCK_M + b, which leaves each sequence at least the tiles that it needs, and one if it needs none."""
+    low, high = num_seqs * 0, num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(starts + middle) * GROUP // BLOCK_M + middle <= program:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit(
+    do_not_specialize=[
+        "table_stride", "tail_stride", "num_parts", "window", "num_seqs", "max_queries", "has_tiles", "num_programs",
+    ]
+)  # fmt: skip
 def split_kernel(
     query, keys, values, scales, out, part_acc, part_stats,
     query_starts, split_starts, context_lens, block_tables, tail_firsts, tail_slots,
     query_token_stride, query_head_stride, out_token_stride, out_head_stride, slot_stride, head_stride, table_stride, tail_stride,
-    num_heads, num_parts, window, scale, num_tiles, num_programs,
-    MAX_QUERIES: tl.constexpr, MIN_KEYS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_TAILS: tl.constexpr, HAS_SCALES: tl.constexpr,
+    num_heads, num_parts, window, scale, num_seqs, max_queries, has_tiles, num_programs,
+    MIN_KEYS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TAILS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence and tile of rows, key/value head, z): splits z, z + num_programs, ... of the sequence's keys."""
-    sequence, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
+    """Program (sequence and tile of rows, key/value head, z): splits z, z + num_programs, ... of the sequence's keys. For
+    sequences with at most `max_queries` queries; 0 in `has_tiles`: each is one tile. Padding has one, that stores its zeros."""
+    sequence = tl.program_id(0)
+    tile = sequence * 0
+    if has_tiles > 0:
+        sequence = _sequence_of(tl.program_id(0), split_starts, num_seqs, GROUP, BLOCK_M)
+        tile = tl.program_id(0) - (tl.load(split_starts + sequence) * GROUP // BLOCK_M + sequence)
     kv_head, z = tl.program_id(1), tl.program_id(2)
     start = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - start
     context = tl.load(context_lens + sequence)
-    if (num_queries > MAX_QUERIES) | (tile * BLOCK_M >= num_queries * GROUP):
+    if ((num_queries > max_queries) & (context > 0)) | (tile * BLOCK_M >= num_queries * GROUP):
         return
     index, head, alive, position, lowest = _rows(tile, num_queries, context, window, kv_head, GROUP, BLOCK_M, HAS_WINDOW)
     columns = tl.arange(0, DIM_PAD)
@@ -128,8 +151,12 @@ def split_kernel(
     out += start.to(tl.int64) * out_token_stride
     out_offsets = (index * out_token_stride + head * out_head_stride)[:, None] + columns[None, :]
     if context == 0:
-        if z == 0:
-            tl.store(out + out_offsets, tl.zeros([BLOCK_M, DIM_PAD], out.dtype.element_ty), mask=present)
+        if (z == 0) & (tile == 0):
+            for first in range((num_queries * GROUP + BLOCK_M - 1) // BLOCK_M):
+                index, head, alive, position, lowest = _rows(first, num_queries, context, window, kv_head, GROUP, BLOCK_M, False)
+                places = (index * out_token_stride + head * out_head_stride)[:, None] + columns[None, :]
+                zeros = tl.zeros([BLOCK_M, DIM_PAD], out.dtype.element_ty)
+                tl.store(out + places, zeros, mask=alive[:, None] & (columns < DIM)[None, :])
         return
     query_offsets = (index * query_token_stride + head * query_head_stride)[:, None] + columns[None, :]
     rows = tl.load(query + query_offsets, mask=present, other=0.0)
@@ -174,19 +201,24 @@ def split_kernel(
         length = length * 2
 
 
-@triton.jit(do_not_specialize=["num_parts", "window", "max_queries"])
+@triton.jit(do_not_specialize=["num_parts", "window", "num_seqs", "max_queries", "has_more"])
 def merge_kernel(
     part_acc, part_stats, scales, out, query_starts, split_starts, context_lens, out_token_stride, out_head_stride,
-    num_heads, num_parts, window, max_queries,
-    MAX_QUERIES: tl.constexpr, MIN_KEYS: tl.constexpr, MOST: tl.constexpr, UNROLL: tl.constexpr, DIM: tl.constexpr,
+    num_heads, num_parts, window, num_seqs, max_queries, has_more,
+    MIN_KEYS: tl.constexpr, MOST: tl.constexpr, UNROLL: tl.constexpr, DIM: tl.constexpr,
     DIM_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Program (query of a sequence, head): folds the parts of its splits, in order. Nothing to do where there is one split."""
-    sequence, index, head = tl.program_id(0) // max_queries, tl.program_id(0) % max_queries, tl.program_id(1)
+    """Program (query of a sequence, head): folds the parts of its splits, in order. Nothing to do where there is one split. 0 in
+    `has_more`: no sequence has more than one query."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    index = sequence * 0
+    if has_more > 0:
+        sequence = _sequence_of(tl.program_id(0), split_starts, num_seqs, 1, 1)
+        index = tl.program_id(0) - (tl.load(split_starts + sequence) + sequence)
     start = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - start
     context = tl.load(context_lens + sequence)
-    if (num_queries > MAX_QUERIES) | (index >= num_queries) | (context == 0):
+    if (num_queries > max_queries) | (index >= num_queries) | (context == 0):
         return
     position = context - num_queries + index
     lowest = position * 0
@@ -220,32 +252,18 @@ def merge_kernel(
     tl.store(out_at, result.to(out.dtype.element_ty), mask=columns < DIM)
 
 
-@triton.jit
-def _sequence_of(program, query_starts, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The last sequence whose first tile is not behind `program`. First tiles are told apart without a table: sequence b's is
-    query_starts[b] * GROUP // BLOCK_M + b, which leaves each sequence at least the tiles that it needs."""
-    low, high = num_seqs * 0, num_seqs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(query_starts + middle) * GROUP // BLOCK_M + middle <= program:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@triton.jit(do_not_specialize=["table_stride", "tail_stride", "num_seqs", "window"])
+@triton.jit(do_not_specialize=["table_stride", "tail_stride", "num_seqs", "max_queries", "window"])
 def walk_kernel(
     query, keys, values, scales, out,
     query_starts, context_lens, block_tables, tail_firsts, tail_slots,
     query_token_stride, query_head_stride, out_token_stride, out_head_stride, slot_stride, head_stride, table_stride, tail_stride,
-    num_seqs, window, scale,
-    MAX_QUERIES: tl.constexpr, MIN_KEYS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_TAILS: tl.constexpr, HAS_SCALES: tl.constexpr,
+    num_seqs, max_queries, window, scale,
+    MIN_KEYS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TAILS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of rows, key/value head), for sequences with more than MAX_QUERIES queries: all splits, in order. Padding has
-    its zeros from here whatever its length, as split_kernel does not run where there is nothing to split."""
+    """Program (tile of rows, key/value head), for sequences with more than `max_queries` queries: all splits, in order. Padding
+    has its zeros from here whatever its length, as split_kernel does not run where there is nothing to split."""
     kv_head = tl.program_id(1)
     sequence = _sequence_of(tl.program_id(0), query_starts, num_seqs, GROUP, BLOCK_M)
     start = tl.load(query_starts + sequence)
@@ -254,7 +272,7 @@ def walk_kernel(
     # Tiles with the most keys begin first: what is left at the end is then short.
     num_tiles = (num_queries * GROUP + BLOCK_M - 1) // BLOCK_M
     tile = num_tiles - 1 - (tl.program_id(0) - (start * GROUP // BLOCK_M + sequence))
-    if ((num_queries <= MAX_QUERIES) & (context > 0)) | (tile < 0):
+    if ((num_queries <= max_queries) & (context > 0)) | (tile < 0):
         return
     index, head, alive, position, lowest = _rows(tile, num_queries, context, window, kv_head, GROUP, BLOCK_M, HAS_WINDOW)
     columns = tl.arange(0, DIM_PAD)

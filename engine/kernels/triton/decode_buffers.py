@@ -82,6 +82,7 @@ class DecodeBuffers:
             max_query_len=1,
             max_context=self.max_context,
             num_split_tokens=num_rows,
+            max_split_len=1,
         )
 
     def send(self, batch: StepBatch, num_rows: int) -> list[int]:

@@ -17,12 +17,16 @@ FLOAT8_SUBNORMAL = tl.constexpr(1.5 * 2.0**14)
 
 @triton.jit
 def _to_float8(x):
-    """Rounded here, to even and saturating, so that the cast only drops zeros: the interpreter's cast rounds otherwise."""
-    x = tl.minimum(tl.maximum(x, -FLOAT8_MAX), FLOAT8_MAX)
+    """Rounded here, to even and saturating, so that the cast only drops zeros: the interpreter's cast rounds otherwise. NaN stays
+    NaN, which shows a broken activation: a GPU's minimum and maximum would make 448 of it, and the interpreter's cast 256."""
+    is_number = x == x
+    x = tl.minimum(tl.maximum(tl.where(is_number, x, 0.0), -FLOAT8_MAX), FLOAT8_MAX)
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     small = (x + FLOAT8_SUBNORMAL) - FLOAT8_SUBNORMAL
-    return tl.where(tl.abs(x) < FLOAT8_MIN_NORMAL, small, normal).to(tl.float8e4nv)
+    rounded = tl.where(tl.abs(x) < FLOAT8_MIN_NORMAL, small, normal)
+    code = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return tl.where(is_number, code, 0x7F).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit

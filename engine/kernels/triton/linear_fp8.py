@@ -5,6 +5,11 @@ bfloat16's rate: activations are rounded to e4m3 then, with a scale for each row
 up to 1/16 of an activation, and shows: it is done only where a product is bound by the matrix units, and only if
 `rounds_activations` (the flag --fp8-activations, which the numeric mode names). Elsewhere, and for sizes that are no multiples of
 16 and float32, weights are expanded. A CPU has no such units, but torch computes the same there, for tests.
+
+Error of the sum of K products then, S = sum |x| |w| with the weights that the codes stand for: at most (2^-4 + 2^-12) S, and of
+activations below 2^-15 of a row's largest up to 2^-19 of that each; the units sum with 13 bits or more. Torch rounds the result
+to bfloat16 whatever x is, as its products with a scale a row give nothing else: off by 2^-8 |result| for float16 too, and once
+more where there is a bias.
 """
 
 from __future__ import annotations
@@ -12,10 +17,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.triton.fp8_rows import rounded_rows
 from engine.kernels.triton.linear_words import WordLinear, on_device
 from engine.kernels.triton.weight_product import HALVES, expanded
 from engine.kernels.triton.weight_words import WeightWords, words_of_fp8
-from engine.weights.quantize import Fp8Weight, rounded_to_e4m3
+from engine.weights.quantize import Fp8Weight
 
 
 def fp8_linear(
@@ -52,10 +58,10 @@ class Fp8Linear(WordLinear):
 
 def scaled_product(x: Tensor, weight: WeightWords, bias: Tensor | None) -> Tensor:
     """x [M, K] rounded to e4m3 by rows, times the weight's own codes, summed in float32; scales and bias at the end."""
-    values, scales = rounded_to_e4m3(x)
+    values, scales = rounded_rows(x)
     codes = expanded(weight, torch.uint8).view(torch.float8_e4m3fn)
     product = torch._scaled_mm(
         values, codes.t(), scale_a=scales[:, None], scale_b=weight.scales[None, :], out_dtype=torch.bfloat16
     )
     product = product.to(x.dtype)
-    return product if bias is None else product + bias.to(x.dtype)
+    return product if bias is None else product.add_(bias.to(x.dtype))

@@ -17,7 +17,7 @@ class WordLinear:
     | --- | --- | --- |
     | up to 8 (int4: 4) | vector | float32 weights, products and sums |
     | up to 128 | tile | int4 rounded to x's dtype, int8 and fp8 exact; float32 sums on the tensor cores |
-    | more | expand, `F.linear` | weights rounded to x's dtype; the library's sums |
+    | more | expand, `F.linear` | weights rounded to x's dtype; the library's sums (activations in fp8: linear_fp8.py) |
 
     A row's bits depend on nothing beside it within a kernel, but the three differ from each other, and the first two between
     powers of two that M rounds up to. `invariant` takes the tile kernel with tiles of 16 rows for every M: slower for a prompt

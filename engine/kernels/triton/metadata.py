@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 from engine.batch import StepBatch
+from engine.kernels.triton.split_bounds import SPLIT_BOUNDS, SplitBounds
 
 NO_TAIL = 2**30
 NOWHERE = -1
-MAX_SPLIT_QUERIES = 16
-"""A sequence with at most so many queries in a step has its keys split over many programs; with more, one program walks them."""
 
 
 @dataclass(frozen=True)
 class Capacity:
     """Sizes of the parts: T tokens of B sequences, W blocks of a table, X slots of a tail, R rows of logits. `max_query_len` and
-    `max_context` bound what any sequence has; they decide grids and the size of workspaces, never a number's bits."""
+    `max_context` bound what any sequence has; they decide grids and the size of workspaces, never a number's bits. Sequences with
+    at most `max_split_len` queries have their keys split over many programs (split_bounds.py)."""
 
     num_tokens: int
     num_seqs: int
@@ -38,25 +38,30 @@ class Capacity:
     num_logits: int
     max_query_len: int
     max_context: int
-    num_split_tokens: int  # of sequences with at most MAX_SPLIT_QUERIES queries
+    num_split_tokens: int  # of sequences with at most max_split_len queries
+    max_split_len: int
 
     @classmethod
-    def of(cls, batch: StepBatch) -> Capacity:
-        """Just enough for the batch."""
+    def of(cls, batch: StepBatch, bounds: SplitBounds = SPLIT_BOUNDS) -> Capacity:
+        """Just enough for the batch, of which is split what `bounds` say."""
+        lengths = _lengths(batch)
+        longest = bounds.longest(lengths)
         return cls(
             batch.num_tokens,
             batch.num_seqs,
             max(map(len, batch.block_tables), default=0),
             max((len(tail.slots) for tail in batch.tails.values()), default=0),
             len(batch.logits_rows),
-            max(_lengths(batch), default=0),
+            max(lengths, default=0),
             max(batch.context_lens, default=0),
-            _split_starts(batch)[-1],
+            _split_starts(batch, longest)[-1],
+            longest,
         )
 
     def check(self, batch: StepBatch) -> None:
         """Raises ValueError naming what of the batch does not fit, or leaves padding tokens without a sequence."""
-        needed = Capacity.of(batch)
+        split_tokens = _split_starts(batch, self.max_split_len)[-1]
+        needed = replace(Capacity.of(batch), num_split_tokens=split_tokens, max_split_len=self.max_split_len)
         for field in fields(self):
             need, have = getattr(needed, field.name), getattr(self, field.name)
             if need > have:
@@ -78,7 +83,7 @@ class StepMetadata:
     positions: Tensor  # [T]
     slots: Tensor  # [T]: where keys and values are written; NOWHERE for padding
     query_starts: Tensor  # [B + 1]
-    split_starts: Tensor  # [B + 1]: the same over tokens of sequences with at most MAX_SPLIT_QUERIES alone; padding has none
+    split_starts: Tensor  # [B + 1]: the same over tokens of sequences that are split alone; padding has none
     context_lens: Tensor  # [B]
     block_tables: Tensor  # [B, W]
     tail_firsts: Tensor  # [B]; NO_TAIL for none
@@ -88,6 +93,7 @@ class StepMetadata:
     max_query_len: int
     max_context: int
     num_split_tokens: int
+    max_split_len: int
 
     @classmethod
     def of(cls, batch: StepBatch, device: torch.device | str, capacity: Capacity | None = None) -> StepMetadata:
@@ -106,8 +112,8 @@ class StepMetadata:
         views: dict[str, Any] = {
             name: part[: _count(shape)].view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
         }
-        bounds = {name: getattr(capacity, name) for name in ("num_seqs", "max_query_len", "max_context", "num_split_tokens")}
-        return cls(buffer, **views, **bounds)
+        names = ("num_seqs", "max_query_len", "max_context", "num_split_tokens", "max_split_len")
+        return cls(buffer, **views, **{name: getattr(capacity, name) for name in names})
 
     @property
     def num_tokens(self) -> int:
@@ -116,11 +122,11 @@ class StepMetadata:
     @property
     def splits_any(self) -> bool:
         """Whether the kernel that splits keys has anything to do, if only padding."""
-        return bool(self.num_split_tokens) or self.max_query_len <= MAX_SPLIT_QUERIES
+        return bool(self.num_split_tokens) or not self.walks_any
 
     @property
     def walks_any(self) -> bool:
-        return self.max_query_len > MAX_SPLIT_QUERIES
+        return self.max_query_len > self.max_split_len
 
     @property
     def of_tokens(self) -> Tensor:
@@ -131,7 +137,7 @@ class StepMetadata:
 def pack(batch: StepBatch, capacity: Capacity) -> Tensor:
     """[N] int32 in CPU memory, pinned where there is a GPU to copy it to. Raises ValueError if it does not fit."""
     capacity.check(batch)
-    split_starts = _split_starts(batch)
+    split_starts = _split_starts(batch, capacity.max_split_len)
     sizes = [_padded(_count(shape)) for shape in _shapes(capacity).values()]
     buffer = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=torch.cuda.is_available())
     views = StepMetadata.over(buffer, capacity)
@@ -169,8 +175,8 @@ def _query_starts(batch: StepBatch, capacity: Capacity) -> list[int]:
     return starts
 
 
-def _split_starts(batch: StepBatch) -> list[int]:
-    return list(accumulate((n if n <= MAX_SPLIT_QUERIES else 0 for n in _lengths(batch)), initial=0))
+def _split_starts(batch: StepBatch, max_split_len: int) -> list[int]:
+    return list(accumulate((n if n <= max_split_len else 0 for n in _lengths(batch)), initial=0))
 
 
 def _put(target: Tensor, values: Tensor | Sequence[int]) -> None:

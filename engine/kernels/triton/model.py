@@ -16,10 +16,12 @@ from engine.exports import LayerSignal
 from engine.kernels.triton.attention import TritonAttention
 from engine.kernels.triton.decode import DecodeGraphs, DecodeSizes
 from engine.kernels.triton.graphs import Recorder
+from engine.kernels.triton.linear_fp8 import Fp8Linear
 from engine.kernels.triton.linear_words import WordLinear
 from engine.kernels.triton.metadata import Capacity, StepMetadata
 from engine.kernels.triton.pieces import PieceGraphs
 from engine.kernels.triton.sampling import DeviceSampler
+from engine.kernels.triton.split_bounds import SplitBounds
 from engine.kernels.triton.splits import SPLITS, Splits
 from engine.kernels.triton.step import StepOutput, TritonStep, tell
 from engine.kernels.triton.step_memory import StepMemory, bounds_of
@@ -29,8 +31,9 @@ from engine.layers import ROW_MULTIPLE, Linear
 from engine.memory import MIB, effective_max_context, free_memory
 from engine.model import DecoderModel
 
-# Part of the numeric mode: to be raised with every change of the kernels that changes bits of a logit.
-KERNEL_REVISION = 2
+# Part of the numeric mode: to be raised with every change of the kernels, or of how weights are quantized, that changes bits of a
+# logit.
+KERNEL_REVISION = 3
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +111,7 @@ class TritonModel:
             splits=self.splits,
             row_buckets=self.sizes.buckets if self.sizes is not None else (),
             token_buckets=self.token_buckets,
+            is_rounded=isinstance(_inner(self.decoder.layers[0].qkv), Fp8Linear),
         )
 
     def prepare(self, kv: Tensor) -> None:
@@ -178,7 +182,8 @@ class TritonModel:
         """A step that is none of the decode graphs'."""
         pieces = self._pieces_of(kv)
         bucket = None if pieces is None else pieces.bucket_of(batch.num_tokens)
-        meta = StepMetadata.of(batch, self.device, padded(Capacity.of(batch), bucket))
+        capacity = Capacity.of(batch, SplitBounds.of(self.config.num_heads, self.max_rows or 0))
+        meta = StepMetadata.of(batch, self.device, padded(capacity, bucket))
         output = self._step.run(meta, kv, signal) if pieces is None or bucket is None else pieces.run(meta, signal)
         num_rows = len(batch.logits_rows)
         return StepOutput(output.logits[:num_rows], output.states[:num_rows])

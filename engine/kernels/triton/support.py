@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import sysconfig
+from pathlib import Path
 
 from engine.kernels.triton.room import HOPPER_BYTES
 from engine.kernels.triton.tiles import MAX_HEAD_DIM, choose_tiles
 from engine.model_config import ModelConfig
 
 INTERPRET = "TRITON_INTERPRET"
+FP8_CAPABILITY = (8, 9)
+"""The least that converts numbers of 8 bits; weights in fp8 are unpacked by their bits, on any."""
 
 
 def why_not(config: ModelConfig, item_size: int = 2, room: int = HOPPER_BYTES) -> str | None:
@@ -32,5 +37,21 @@ def why_not_here(device: str) -> str:
         return "triton is not installed"
     interprets = os.environ.get(INTERPRET) == "1"
     if device == "cuda":
-        return f"{INTERPRET}=1 is set, which is for machines without a GPU" if interprets else ""
+        return f"{INTERPRET}=1 is set, which is for machines without a GPU" if interprets else _why_no_launches()
     return "" if interprets else f"on device={device} it runs in Triton's interpreter alone, for tests: {INTERPRET}=1 is not set"
+
+
+def _why_no_launches() -> str:
+    """Triton compiles in C what launches a kernel, the first time each is used."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or shutil.which(compiler) is None:
+        return f"Triton needs a C compiler, and there is no {compiler or 'gcc or clang'}; install gcc, or name one by CC"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return "" if header.exists() else f"Triton needs Python's headers, and there is no {header}; install python3-dev"
+
+
+def why_no_fp8_kv(capability: tuple[int, int]) -> str:
+    """Why attention cannot read keys and values in fp8 on a GPU of this compute capability; empty where it can."""
+    if capability >= FP8_CAPABILITY:
+        return ""
+    return f"fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or more, this has {capability[0]}.{capability[1]}; give auto"

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.batch import StepBatch
 from engine.block_copies import Move
 from engine.kernels.triton.blocks import TritonBlocks
-from engine.kernels.triton.metadata import MAX_SPLIT_QUERIES, Capacity, StepMetadata
+from engine.kernels.triton.metadata import Capacity, StepMetadata
 from engine.kernels.triton.splits import Splits
 from engine.kernels.triton.step import TritonStep
 from engine.kernels.triton.weight_product import TILE_ROWS_MAX
@@ -46,7 +46,7 @@ def warm_moves(kv: Tensor) -> None:
 
 def padding_steps(splits: Splits, max_logits: int) -> Iterator[Capacity]:
     """One step for each kind, each one sequence without context. `splits`: of attention."""
-    kinds = [(rows, 0) for rows in _rows()] + [(ROW_MULTIPLE, 1), (MAX_SPLIT_QUERIES + ROW_MULTIPLE, 1)]
+    kinds = [(rows, 0) for rows in _rows()] + [(ROW_MULTIPLE, 1), (2 * ROW_MULTIPLE, 1)]
     for rows, tail_width in kinds:
         yield Capacity(
             num_tokens=rows,
@@ -57,6 +57,7 @@ def padding_steps(splits: Splits, max_logits: int) -> Iterator[Capacity]:
             max_query_len=rows,
             max_context=2 * splits.min_keys,  # two parts: there is something to merge
             num_split_tokens=0,
+            max_split_len=ROW_MULTIPLE,  # the others are walked
         )
 
 

@@ -16,6 +16,7 @@ from engine.parallel.errors import RankFailed
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.parallel.conftest import pids_of, running
+from tests.engine.parallel.staged_ranks import handed_off, prefilled, staged_ranks
 from tests.support.mock_engine import run_to_end
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
@@ -63,3 +64,29 @@ def test_a_rank_that_dies_or_falls_silent_ends_the_step(folder: Path, number: si
             while True:
                 engine.step()
         assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_prefilled_by_two_ranks_and_decoded_by_two_others(folder: Path, backend: str) -> None:
+    """Rows of each rank's heads to pinned pieces that both map, and from there; marks of both devices, on two GPUs."""
+    prompt = tuple(range(7, 90))
+    with running(config_of(folder, backend, 1)) as single:
+        assert single.add(EngineRequest("r", prompt, GREEDY))
+        expected = run_to_end(single).answer("r").token_ids
+        kv = single.kv.tensor[:, :, prefilled(single, "kv", prompt[:80])[:5]].cpu()
+    with staged_ranks(config_of(folder, backend, 2)) as source, staged_ranks(config_of(folder, backend, 2)) as target:
+        computed = prefilled(source.engine, "kv", prompt[:80])
+        torch.testing.assert_close(source.fetched(computed[:5]).cpu(), kv, rtol=2e-3, atol=2e-3)
+        assert handed_off(source, target, EngineRequest("r", prompt, GREEDY)) == expected
+
+
+def test_a_rank_that_is_killed_in_a_copy_fails_the_worker(folder: Path) -> None:
+    with staged_ranks(config_of(folder, "triton", 2)) as made:
+        [pid] = pids_of(made.engine)
+        os.kill(pid, signal.SIGSTOP)
+        piece = made.taken()
+        copy = made.staging.fetch(piece, range(1), [0], made.marks.now())
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RankFailed, match="ended with signal 9"):
+            copy.result(20)
+        made.staging.give_back(piece)

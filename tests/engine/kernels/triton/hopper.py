@@ -8,13 +8,17 @@ kernel, in half a minute instead of three. Needs Triton with its assembler.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterable
 
+from tests.engine.kernels.triton.arrivals import lacking
 from tests.engine.kernels.triton.cubins import usage_of
 from tests.engine.kernels.triton.launches import GROUPS
 from tests.engine.kernels.triton.recording import HOPPER, Variant, recording
+
+_BARRIER = re.compile(r"\b(?:gpu|ttg)\.barrier\b")  # that a kernel's source asks for
 
 
 def line_of(variant: Variant, capability: int) -> dict[str, object]:
@@ -24,7 +28,8 @@ def line_of(variant: Variant, capability: int) -> dict[str, object]:
     sizes = {name: value for name, value in variant.sizes.items() if name.isupper()}
     measured = {"shared": kernel.metadata.shared, **usage_of(kernel.asm["cubin"])._asdict(), "seconds": seconds}
     measured["approximate_divisions"] = kernel.asm["ptx"].count("div.full")
-    return {"kernel": variant.name, **sizes, "num_stages": variant.options["num_stages"], **measured}
+    ordered = {"barriers": len(_BARRIER.findall(kernel.asm["ttir"])), "lacking": lacking(kernel.asm["ptx"])}
+    return {"kernel": variant.name, **sizes, "num_stages": variant.options["num_stages"], **measured, **ordered}
 
 
 def one_of_each(variants: Iterable[Variant]) -> list[Variant]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from tests.engine.kernels.triton import interpreter_costs
 
 
 def mend() -> None:
     """Imports triton: `TRITON_INTERPRET=1` must be set before."""
     _scalars_as_indices()
+    _products_of_bfloat16()
+    _rounding_to_bfloat16()
     _patch_once_a_launch()
     interpreter_costs.lower()
     _stand_in_for_graphs()
@@ -32,6 +36,42 @@ def _scalars_as_indices() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
+
+
+def _products_of_bfloat16() -> None:
+    """The interpreter of triton 3.6 keeps bfloat16 as uint16, and multiplies matrices of it as such. Widened they are the same
+    numbers, and products of two are exact, as in the matrix units."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    before = interpreter.InterpreterBuilder.create_dot
+
+    def widened(factor: Any) -> Any:
+        if factor.dtype.scalar != tl.bfloat16:
+            return factor
+        return interpreter.TensorHandle((factor.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def product(self: Any, left: Any, right: Any, *others: Any) -> Any:
+        return before(self, widened(left), widened(right), *others)
+
+    interpreter.InterpreterBuilder.create_dot = product
+
+
+def _rounding_to_bfloat16() -> None:
+    """The interpreter drops the bits that bfloat16 lacks; a GPU, and torch, round to nearest even."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    before = interpreter.InterpreterBuilder.cast_impl
+
+    def cast(self: Any, source: Any, target: Any) -> Any:
+        if source.dtype.scalar != tl.float32 or target.scalar != tl.bfloat16:
+            return before(self, source, target)
+        bits = np.ascontiguousarray(source.data).view(np.uint32)
+        rounded = np.where(np.isnan(source.data), bits | 0x400000, bits + 0x7FFF + ((bits >> 16) & 1))
+        return interpreter.TensorHandle((rounded >> 16).astype(np.uint16), tl.bfloat16)
+
+    interpreter.InterpreterBuilder.cast_impl = cast
 
 
 def _patch_once_a_launch() -> None:

@@ -10,6 +10,7 @@ from engine.block_copies import Move
 from engine.kernels.triton.attention import paged_attention
 from engine.kernels.triton.blocks import TritonBlocks
 from engine.kernels.triton.decode_buffers import DecodeBuffers
+from engine.kernels.triton.fp8_rows import rounded_rows
 from engine.kernels.triton.gated import silu_mul
 from engine.kernels.triton.kv_store import rope_and_store, store_kv
 from engine.kernels.triton.linear import make_triton_linear
@@ -50,6 +51,8 @@ def rows() -> None:
         rms_norm(x, weight, 1e-5)
         add_rms_norm(x, x.clone(), weight, 1e-5)
         silu_mul(torch.zeros(3, 2 * width, dtype=BF16))
+    for width in (4096, 14336, 4097):
+        rounded_rows(torch.zeros(131, width, dtype=BF16))
 
 
 def keys_and_values() -> None:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from engine.batch import StepBatch, Tail
 from engine.kernels.triton.metadata import Capacity, StepMetadata
+from engine.kernels.triton.split_bounds import SplitBounds
 
+FEW = SplitBounds(16, 1 << 20)  # whoever has more queries is walked
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -65,7 +67,10 @@ class Sequences:
         self.batch = _batch(self.lengths, tables, tails, slots)
 
     def meta(self, capacity: Capacity | None = None) -> StepMetadata:
-        return StepMetadata.of(self.batch, DEVICE, capacity)
+        return StepMetadata.of(self.batch, DEVICE, capacity or self.capacity())
+
+    def capacity(self, bounds: SplitBounds = FEW) -> Capacity:
+        return Capacity.of(self.batch, bounds)
 
     def naive(self, window: int | None = None) -> Tensor:
         """[T, num_heads, head_dim] float32: softmax over the visible keys, in float64."""

@@ -35,7 +35,7 @@ def steps() -> Iterator[StepBatch]:
             yield _batch([(num_tokens + before, num_tokens)])
         yield _batch([(40 + index, 1) for index in range(num_tokens)])
     for tail in (1, 2, 16):
-        yield _batch([(300, 3), (41, 1), (90, 20)], tail)
+        yield _batch([(300, 3), (41, 1), (90, 20), (1400, 1380)], tail)
     yield _batch([(1500, 1), (700, 16), (513, 512)])
 
 

@@ -88,12 +88,12 @@ def test_strided_queries_and_a_given_place_for_the_result() -> None:
     assert (out[:, [0, 5]] == 7).all()
 
 
-@pytest.mark.parametrize("max_query_len", [1, 40])
-def test_padding_is_answered_with_zeros_and_changes_nothing(max_query_len: int) -> None:
-    """A graph's buffer: more tokens and sequences than the step has, wider tables, a longer context."""
+@pytest.mark.parametrize(("max_query_len", "max_split_len"), [(1, 16), (40, 16), (40, 40)])
+def test_padding_is_answered_with_zeros_and_changes_nothing(max_query_len: int, max_split_len: int) -> None:
+    """A graph's buffer: more tokens and sequences than the step has, wider tables, a longer context. Zeros come from either
+    kernel, and from one tile of several."""
     sequences = Sequences(Shape(head_dim=16), [(70, 1), (300, 1), (1, 1)])
-    exact = Capacity.of(sequences.batch)
-    wide = Capacity(3 + 2 * max_query_len, 6, exact.table_width + 2, 4, 8, max_query_len, 1000, 6)
+    wide = Capacity(3 + 2 * max_query_len, 6, sequences.capacity().table_width + 2, 4, 8, max_query_len, 1000, 6, max_split_len)
     query = torch.cat((sequences.query, torch.full((2 * max_query_len, 4, 16), float("nan"), device=DEVICE)))
     result = paged_attention(query, sequences.kv, sequences.meta(wide), splits=SMALL)
     assert torch.equal(result[:3], check(sequences))
@@ -102,7 +102,7 @@ def test_padding_is_answered_with_zeros_and_changes_nothing(max_query_len: int) 
 
 def test_padding_beside_long_chunks_alone() -> None:
     sequences = Sequences(Shape(head_dim=16), [(20, 20)])
-    wide = replace(Capacity.of(sequences.batch), num_tokens=23, num_seqs=2)
+    wide = replace(sequences.capacity(), num_tokens=23, num_seqs=2)
     query = torch.cat((sequences.query, sequences.query[:3]))
     result = paged_attention(query, sequences.kv, sequences.meta(wide), splits=SMALL)
     assert torch.equal(result[:20], check(sequences))
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         with pytest.raises(ValueError, match=name):
             call()
     with pytest.raises(ValueError, match="num_tokens"):
-        good.meta(replace(Capacity.of(good.batch), num_tokens=0))
+        good.meta(replace(good.capacity(), num_tokens=0))
 
 
 @pytest.mark.gpu

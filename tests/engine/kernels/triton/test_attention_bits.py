@@ -12,17 +12,24 @@ from torch import Tensor
 
 from engine.kernels.triton.attention import paged_attention
 from engine.kernels.triton.attention_kernels import split_len_of
-from engine.kernels.triton.metadata import MAX_SPLIT_QUERIES
+from engine.kernels.triton.split_bounds import SplitBounds
 from engine.kernels.triton.splits import SPLITS, Splits
-from tests.engine.kernels.triton.paged import DEVICE, Sequences, Shape
+from tests.engine.kernels.triton.paged import DEVICE, FEW, Sequences, Shape
 
 SMALL = Splits(64, 4)
 SHAPE = Shape(2, 1, 16)
 LENGTHS = [(258, 4), (1, 1), (70, 17), (64, 1)]
 
 
-def attend(sequences: Sequences, window: int | None = None, splits: Splits = SMALL, invariant: bool = False) -> Tensor:
-    return paged_attention(sequences.query, sequences.kv, sequences.meta(), window=window, splits=splits, invariant=invariant)
+def attend(
+    sequences: Sequences,
+    window: int | None = None,
+    splits: Splits = SMALL,
+    invariant: bool = False,
+    bounds: SplitBounds = FEW,
+) -> Tensor:
+    meta = sequences.meta(sequences.capacity(bounds))
+    return paged_attention(sequences.query, sequences.kv, meta, window=window, splits=splits, invariant=invariant)
 
 
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float16, 70)], ids=str)
@@ -34,16 +41,25 @@ def test_alone_as_in_a_batch_and_elsewhere(dtype: torch.dtype, window: int | Non
     assert torch.equal(together, torch.cat(alone))
 
 
-@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float16, 70)], ids=str)
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float16, 70), (torch.bfloat16, None)], ids=str)
 def test_prefill_verification_and_decode_agree(dtype: torch.dtype, window: int | None) -> None:
     """Positions on both sides of 256, where splits double."""
-    num_queries = 2 * MAX_SPLIT_QUERIES
+    num_queries = 2 * FEW.max_queries
     walked = attend(Sequences(SHAPE, [(270, num_queries)], dtype, seeds=[0]), window)
-    verified = attend(Sequences(SHAPE, [(270, MAX_SPLIT_QUERIES)], dtype, seeds=[0]), window)
-    assert torch.equal(walked[-MAX_SPLIT_QUERIES:], verified)
+    verified = attend(Sequences(SHAPE, [(270, FEW.max_queries)], dtype, seeds=[0]), window)
+    assert torch.equal(walked[-FEW.max_queries :], verified)
     whole = Sequences(SHAPE, [(270, num_queries)], dtype, seeds=[0])
     for back in (1, 13, 15, 30):
         assert torch.equal(decode_one(whole, 270 - back, window)[0], walked[-back])
+
+
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 70)], ids=str)
+def test_chunks_and_long_drafts_are_split_to_the_bits_of_walking(dtype: torch.dtype, window: int | None) -> None:
+    """Tiles of several sequences, beside decode and a sequence that computes nothing; a draft of 64 tokens is one."""
+    sequences = Sequences(SHAPE, [(270, 65), (70, 1), (9, 0), (40, 40), (300, 33)], dtype)
+    walked = attend(sequences, window, bounds=SplitBounds(1, 1))
+    assert torch.equal(walked, attend(sequences, window, bounds=SplitBounds(65, 200)))
+    assert torch.equal(walked, attend(sequences, window, bounds=SplitBounds(65, 100)))
 
 
 def decode_one(whole: Sequences, position: int, window: int | None) -> Tensor:

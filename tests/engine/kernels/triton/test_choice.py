@@ -14,7 +14,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kernels.triton.model import TritonModel
 from engine.kernels.triton.sampling import DeviceSampler
-from engine.kernels.triton.support import why_not_here
+from engine.kernels.triton.support import why_no_fp8_kv, why_not_here
+from engine.numerics import choose_numerics
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.weights.loader import LoadedModel, load_model
@@ -26,6 +27,7 @@ from engine.weights.quantize import (
     quantize_int4,
     quantize_int8,
 )
+from engine.weights.safetensors import read_config
 from pdmesh.step_profile import Case, StepProfiler
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.paged_loop import Chunk, PagedLoop
@@ -66,7 +68,7 @@ def triton_of(loaded: LoadedModel) -> TritonModel:
 def test_what_is_loaded(folder: Path) -> None:
     loaded = load_model(config_of(folder))
     assert isinstance(loaded.sampler(), DeviceSampler)
-    assert loaded.numeric_mode.startswith("float32-triton2-")
+    assert loaded.numeric_mode.startswith("float32-triton3-")
     assert loaded.kv_dtype == torch.float32
 
 
@@ -107,7 +109,7 @@ def test_quantized_weights_are_read_as_they_are_held(rounded: tuple[Path, str]) 
     folder, form = rounded
     loaded, plain = (load_model(config_of(folder, quantization=which, dtype="float16")) for which in (form, "none"))
     model = triton_of(loaded)
-    assert loaded.numeric_mode.startswith(f"{'int4g32' if form == 'int4' else form}+float16-triton2-triton-{form}-")
+    assert loaded.numeric_mode.startswith(f"{'int4g32' if form == 'int4' else form}+float16-triton3-triton-{form}-")
     assert model.decoder.head.kind.startswith("triton-int8")
     share = model.bytes_per_step / triton_of(plain).bytes_per_step
     assert 0.3 < share < 0.45 if form == "int4" else 0.5 < share < 0.53
@@ -122,8 +124,8 @@ def test_rounded_activations_are_named_and_are_those_of_many_rows(rounded: tuple
         return
     settings = {"quantization": "fp8", "dtype": "float16"}
     plain, loaded = (load_model(config_of(folder, **settings, fp8_activations=rounds)) for rounds in (False, True))
-    assert plain.numeric_mode.startswith("fp8+float16-triton2-triton-fp8-vector8-tile128-mm-")
-    assert loaded.numeric_mode.startswith("fp8a8+float16-triton2-triton-fp8-vector8-tile128-scaledmm-")
+    assert plain.numeric_mode.startswith("fp8+float16-triton3-triton-fp8-vector8-tile128-mm-")
+    assert loaded.numeric_mode.startswith("fp8a8+float16-triton3-triton-fp8-vector8-tile128-scaledmm-")
     exact, down = (triton_of(each).decoder.layers[0].mlp.down for each in (plain, loaded))
     x = torch.randn((129, 256), generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.float16)
     assert torch.equal(down(x[:8]), exact(x[:8]))
@@ -153,3 +155,30 @@ def test_without_the_interpreter_a_cpu_is_refused(folder: Path, monkeypatch: pyt
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert why_not_here("cpu") == ""
     assert "TRITON_INTERPRET=1 is set" in why_not_here("cuda")
+
+
+def test_a_gpu_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert why_not_here("cuda") == "Triton needs a C compiler, and there is no gcc or clang; install gcc, or name one by CC"
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "there is no no-such-compiler" in why_not_here("cuda")
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_enough"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)]
+)
+def test_keys_in_fp8_need_ada_or_hopper(capability: tuple[int, int], is_enough: bool) -> None:
+    reason = why_no_fp8_kv(capability)
+    assert is_enough == (reason == "")
+    assert is_enough or f"this has {capability[0]}.{capability[1]}" in reason
+
+
+def test_a_gpu_that_is_too_old_for_keys_in_fp8_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("engine.numerics.shared_bytes", lambda device: 227 * 1024)
+    with pytest.raises(ValueError, match=r"^kv_dtype: fp8 needs a GPU of compute capability 8.9 .* this has 8.0; give auto"):
+        config = config_of(folder, device="cuda", kv_dtype="fp8")
+        choose_numerics(config, read_config(folder), has_int4=False, no_library="", no_triton="")

@@ -15,6 +15,7 @@ import triton
 
 from engine.kernels.triton.tiles import shared_bound
 from engine.kernels.triton.weight_product import TileShape
+from tests.engine.kernels.triton.arrivals import lacking
 from tests.engine.kernels.triton.cubins import count_spills
 from tests.engine.kernels.triton.launches import GROUPS
 
@@ -90,8 +91,31 @@ def test_no_draw_waits_for_a_compiler_once_the_sampler_is_prepared() -> None:
 def test_what_is_stored_in_float8_is_divided_as_ieee_says(one_of_each: list[dict[str, Any]]) -> None:
     """The interpreter divides exactly whatever the compiler is told."""
     stores = [kernel for kernel in one_of_each if kernel.get("HAS_SCALES") and "store" in kernel["kernel"]]
-    assert {kernel["kernel"] for kernel in stores} == {"store_kernel", "rope_store_kernel"}
+    stores += [kernel for kernel in one_of_each if kernel["kernel"] == "round_rows_kernel"]
+    assert {kernel["kernel"] for kernel in stores} == {"store_kernel", "rope_store_kernel", "round_rows_kernel"}
     assert [kernel for kernel in stores if kernel["approximate_divisions"]] == []
+
+
+@needs_tools
+def test_the_last_program_reads_what_the_others_wrote(one_of_each: list[dict[str, Any]]) -> None:
+    """And a thread what other threads of its program wrote, between the two halves of limits_kernel."""
+    arriving = {
+        each["kernel"]: each for each in one_of_each if each["kernel"] in ("greedy_kernel", "vector_kernel", "tile_kernel")
+    }
+    assert len(arriving) == 3 and all(each.get("SPLITS", 2) > 1 for each in arriving.values())
+    assert {name: each["lacking"] for name, each in arriving.items() if each["lacking"]} == {}
+    [limits] = [each for each in one_of_each if each["kernel"] == "limits_kernel"]
+    assert limits["barriers"] == 1
+
+
+def test_what_an_arrival_lacks_is_named() -> None:
+    whole = ["st.global.b32 [%rd9], %r27;", "bar.sync 0;", "@%p28 atom.global.gpu.acq_rel.add.u32 %r29, [%rd21], 1;"]
+    whole += ["bar.sync 0;", "st.global.b32 [%rd21], 0;", "ld.global.cg.b32 %r160, [%rd22];", "ld.global.b32 %r1, [%rd5];"]
+    assert lacking("\n".join(whole)) == []
+    assert lacking("\n".join(whole[:1] + whole[2:])) == ["a barrier behind the stores"]
+    assert lacking("\n".join(whole).replace("acq_rel", "relaxed")) == ["acq_rel"]
+    assert lacking("\n".join(whole).replace(".cg", "")) == ["loads past the first cache"]
+    assert lacking("\n".join(whole[:2])) == ["0 arrivals"]
 
 
 def bound(kernel: dict[str, Any]) -> int:

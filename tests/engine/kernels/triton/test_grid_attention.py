@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from engine.kernels.triton.attention import paged_attention
-from engine.kernels.triton.metadata import Capacity
+from engine.kernels.triton.split_bounds import SPLIT_BOUNDS
 from engine.kernels.triton.splits import Splits
 from tests.engine.kernels.triton.grid import name_of, pairwise
-from tests.engine.kernels.triton.paged import DEVICE, Sequences, Shape, naive_attention
+from tests.engine.kernels.triton.paged import DEVICE, FEW, Sequences, Shape, naive_attention
 from tests.engine.kernels.triton.test_attention import BOUNDS
 
 # (context, queries): one token; ends of splits, and of blocks; a chunk with keys before it; a sequence that computes nothing now.
@@ -30,10 +30,11 @@ ROWS = pairwise(
     window=[None, 1, 31, 64, 1000],
     step=list(STEPS),
     kv_heads=[2, 1],
-    pool=["float16", "float32", "float8 float16", "float8 float32"],
+    pool=["bfloat16", "float32", "float8 bfloat16", "float8 float32", "float16"],
     tail=[0, 1, 5],
     splits=[Splits(32, 2), Splits(16, 4), Splits()],
     padding=[0, 2],
+    bounds=[FEW, SPLIT_BOUNDS],
 )
 
 
@@ -68,7 +69,7 @@ def test_attention(row: dict[str, object]) -> None:
     shape = Shape(row["group"] * row["kv_heads"], row["kv_heads"], row["head_dim"], row["block_size"])  # type: ignore[operator, arg-type]
     case = Case.of(shape, row["step"], row["pool"], row["tail"], row["window"])  # type: ignore[arg-type]
     sequences, padding = case.sequences, int(row["padding"])  # type: ignore[call-overload]
-    exact = Capacity.of(sequences.batch)
+    exact = sequences.capacity(row["bounds"])  # type: ignore[arg-type]
     # Rows of no sequence, one a padding sequence: what is theirs is NaN, and must come to nothing.
     wide = replace(exact, num_tokens=exact.num_tokens + padding, num_seqs=exact.num_seqs + padding)
     query = torch.cat(

@@ -16,7 +16,7 @@ from tests.engine.kernels.triton.grid import name_of, pairwise
 from tests.engine.kernels.triton.test_linear import activations, assert_within_bound, quantized
 from tests.engine.kernels.triton.test_norms import assert_close, random
 
-DTYPES = [torch.float16, torch.float32]
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 NORMS = pairwise(
     width=[64, 96, 128, 256, 1, 100, 5000],
     num_rows=[1, 2, 7],
@@ -33,7 +33,7 @@ def test_norms(row: dict[str, Any]) -> None:
     # Rows of x and of the residual lie at different distances, with columns on both sides that are nobody's.
     wide = [random((row["num_rows"], width + 2 * margin), dtype, margin) for margin in (3, 5)]
     x, residual = (full[:, m:-m] if row["view"] else full[:, m:-m].clone() for full, m in zip(wide, (3, 5), strict=True))
-    weight, units = random((width,), dtype, 2), 2 if dtype == torch.float16 else max(4, width / 4)
+    weight, units = random((width,), dtype, 2), 2 if dtype != torch.float32 else max(4, width / 4)
     if row["form"] == "norm":
         assert_close(rms_norm(x, weight, eps), layers.rms_norm(x, weight, eps), units)
         return
@@ -55,7 +55,7 @@ def test_gates(row: dict[str, Any]) -> None:
     room = torch.full((row["num_rows"], width + 2), 7.0, dtype=dtype, device=wide.device)
     silu_mul(gate_up, room[:, 1:-1])
     expected = layers.silu(gate_up[:, :width]) * gate_up[:, width:]
-    assert_close(room[:, 1:-1], expected, 2 if dtype == torch.float16 else 8)
+    assert_close(room[:, 1:-1], expected, 2 if dtype != torch.float32 else 8)
     assert (room[:, [0, -1]] == 7).all()
 
 
@@ -74,11 +74,11 @@ PRODUCTS = pairwise(
 def test_products(row: dict[str, Any]) -> None:
     weight, dense = quantized(row["format"], row["num_outputs"], row["num_inputs"])
     dtype, is_int4 = row["dtype"], row["format"].startswith("int4")
-    invariant = row["invariant"] and dtype == torch.float16
+    invariant = row["invariant"] and dtype != torch.float32
     x = activations(row["num_rows"], row["num_inputs"], dtype)
     bias = activations(1, row["num_outputs"], dtype, 2)[0] if row["bias"] else None
     result = make_triton_linear(weight, bias, invariant)(x)
     # WordLinear's table: what is rounded before it is multiplied.
     is_vector = not invariant and row["num_rows"] <= VECTOR_ROWS[row["format"].split("-")[0]]
-    is_tile = invariant or (row["num_rows"] <= TILE_ROWS_MAX and dtype == torch.float16)
+    is_tile = invariant or (row["num_rows"] <= TILE_ROWS_MAX and dtype != torch.float32)
     assert_within_bound(result, x, dense, bias, 1 if is_vector or (is_tile and not is_int4) else 2)

@@ -131,6 +131,17 @@ def test_float8_with_scales_that_are_no_powers_of_two() -> None:
     check_pool(kv, expected_key, expected_value, 0)
 
 
+def test_what_is_no_number_stays_none_in_float8() -> None:
+    """Whatever its bits: a GPU's own NaN has all of them set."""
+    nans = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
+    key = torch.cat((nans, torch.tensor([torch.inf, -torch.inf]), torch.ones(59))).expand(5, 2, 64).contiguous().to(DEVICE)
+    kv = pool(2, 64, torch.float8_e4m3fn)
+    store_kv(key, key, kv, indices(SLOTS), kv_scales=torch.ones(2, device=DEVICE))
+    stored = kv.flatten(1, 2)[:, [slot for slot in SLOTS if slot >= 0]].float()
+    assert stored[..., :3].isnan().all() and not stored[..., 3:].isnan().any()
+    assert (stored[..., 3] == 448).all() and (stored[..., 4] == -448).all()
+
+
 def test_rotated_keys_in_float8() -> None:
     rotary, scales = table(64, torch.float16, 64), torch.tensor([0.125, 0.25], device=DEVICE)
     qkv, narrow, wide = random(5, 8 * 64, dtype=torch.float16), pool(2, 64, torch.float8_e4m3fn), pool(2, 64, torch.float16)

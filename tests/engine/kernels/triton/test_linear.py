@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.triton.fp8_rows import rounded_rows
 from engine.kernels.triton.linear import make_triton_linear
 from engine.kernels.triton.linear_fp8 import multiplies_fp8, scaled_product
 from engine.kernels.triton.linear_words import WordLinear
@@ -21,6 +22,7 @@ from engine.weights.quantize import (
     quantize_fp8,
     quantize_int4,
     quantize_int8,
+    rounded_to_e4m3,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -152,6 +154,37 @@ def test_fp8_is_off_by_a_sixteenth_at_most() -> None:
     assert bool((error <= dense.abs() / 16 + dense.abs().amax(1, keepdim=True) * 2.0**-18).all())
     with pytest.raises(ValueError, match="infinity or NaN"):
         quantize_fp8(torch.tensor([[1.0, float("inf")]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 33, 2048, 5000])
+def test_rows_are_rounded_as_torch_rounds_them(dtype: torch.dtype, width: int) -> None:
+    """Rows of all sizes: ties, numbers below the normal ones, zeros of both signs."""
+    x = activations(12, width, torch.float32) * torch.randn(12, width, generator=torch.Generator().manual_seed(2)).exp().to(
+        DEVICE
+    )
+    x *= (2.0 ** torch.arange(-12, 12, 2, device=DEVICE))[:, None]
+    x[1], x[2] = 0.0, torch.where(x[2] < 0, -1.0, 1.5) * 2.0**-122  # its scale would be subnormal
+    x[3, ::2] *= 2.0**-14
+    x[4], x[5, ::3] = torch.arange(width, device=DEVICE) % 449 - 224.0, -0.0
+    x[4, 0] = 448.0  # its scale is 1, its numbers whole: ties are there
+    x = x.to(dtype)
+    codes, scales = rounded_rows(x)
+    expected, expected_scales = rounded_to_e4m3(x)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    wide = torch.cat((x, x), 1)[:, width:]
+    assert torch.equal(rounded_rows(wide)[0].view(torch.uint8), codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -float("inf")])
+def test_a_row_that_is_not_finite_has_such_a_scale(value: float) -> None:
+    x = activations(3, 40, torch.bfloat16)
+    x[1, 7] = value
+    scales = rounded_rows(x)[1]
+    assert scales.isfinite().tolist() == [True, False, True]
+    with pytest.raises(ValueError, match="with contiguous rows"):
+        rounded_rows(x.t())
 
 
 def test_what_the_kernels_cannot_read_is_named() -> None:

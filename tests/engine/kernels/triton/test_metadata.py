@@ -9,6 +9,7 @@ import torch
 
 from engine.batch import StepBatch, Tail
 from engine.kernels.triton.metadata import NO_TAIL, Capacity, StepMetadata, pack
+from engine.kernels.triton.split_bounds import SplitBounds
 
 BATCH = StepBatch(
     token_ids=torch.tensor([5, 6, 7]),
@@ -20,12 +21,12 @@ BATCH = StepBatch(
     logits_rows=torch.tensor([0, 2]),
     tails={1: Tail(9, [51])},
 )
-WIDE = Capacity(6, 5, 4, 2, 3, 2, 100, 6)
+WIDE = Capacity(6, 5, 4, 2, 3, 2, 100, 6, 2)
 
 
 def test_exact() -> None:
     meta = StepMetadata.of(BATCH, "cpu")
-    assert Capacity.of(BATCH) == Capacity(3, 2, 3, 1, 2, 2, 10, 3)
+    assert Capacity.of(BATCH) == Capacity(3, 2, 3, 1, 2, 2, 10, 3, 2)
     assert [meta.token_ids.tolist(), meta.positions.tolist(), meta.slots.tolist()] == [[5, 6, 7], [4, 8, 9], [20, 40, 51]]
     assert [meta.query_starts.tolist(), meta.split_starts.tolist()] == [[0, 1, 3], [0, 1, 3]]
     assert [meta.context_lens.tolist(), meta.block_tables.tolist()] == [[5, 10], [[5, 0, 0], [3, 10, 2]]]
@@ -68,12 +69,15 @@ def test_long_chunks_are_not_split() -> None:
         tails={},
         **{name: torch.zeros(34, dtype=torch.int64) for name in ("token_ids", "positions", "slot_mapping")},
     )
-    meta = StepMetadata.of(batch, "cpu")
-    assert (meta.split_starts.tolist(), meta.num_split_tokens) == ([0, 1, 1, 17], 17)
+    meta = StepMetadata.of(batch, "cpu", Capacity.of(batch, SplitBounds(16, 17)))
+    assert (meta.split_starts.tolist(), meta.num_split_tokens, meta.max_split_len) == ([0, 1, 1, 17], 17, 16)
+    meta = StepMetadata.of(batch, "cpu", Capacity.of(batch, SplitBounds(16, 16)))
+    assert (meta.split_starts.tolist(), meta.num_split_tokens, meta.max_split_len) == ([0, 1, 1, 1], 1, 1)
 
 
 @pytest.mark.parametrize(
-    "field", ["num_tokens", "num_seqs", "table_width", "tail_width", "num_logits", "max_query_len", "max_context"]
+    "field",
+    ["num_tokens", "num_seqs", "table_width", "tail_width", "num_logits", "max_query_len", "max_context", "num_split_tokens"],
 )
 def test_what_does_not_fit_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=field):

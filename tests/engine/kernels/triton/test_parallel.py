@@ -22,14 +22,16 @@ from engine.kernels.triton.model import TritonModel
 from engine.kernels.triton.sampling import DeviceSampler
 from engine.kv_cache import KVShape
 from engine.parallel import wire
-from engine.parallel.follower import _compute
+from engine.parallel.follower import _Follower
 from engine.parallel.model import ParallelModel
 from engine.parallel.share import Share
+from engine.parallel.split import Shard
 from engine.parallel.wire import Kind
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.weights.loader import load_model
 from tests.engine.parallel.conftest import running
+from tests.engine.parallel.staged_ranks import handed_off, staged_ranks
 from tests.engine.parallel.test_parallel_engine import batches, numbers
 from tests.support.handed_over import hand_over
 from tests.support.mock_engine import run_to_end
@@ -102,7 +104,7 @@ def test_a_follower_prepares_no_draws(folder: Path, monkeypatch: pytest.MonkeyPa
         wire.send(mine, Kind.PREPARE)
         mine.close()
         with pytest.raises(EOFError):
-            _compute(theirs, share, kv)
+            _Follower(theirs, share, kv, Shard(1, 2)).compute()
     assert prepared == ["steps"]
     share.prepare_draws()  # as rank 0 does
     assert prepared == ["steps", "draws"]
@@ -148,3 +150,11 @@ def test_handed_off_between_degrees(folder: Path, pair: Engine, one: list[tuple[
             [first] = run_to_end(source).answer(str(index)).token_ids
             hand_over(source, target, request, {0: first})
             assert (first, *run_to_end(target).answer(str(index)).token_ids) == expected, f"prompt {index}"
+
+
+def test_handed_off_where_each_rank_has_a_pool(folder: Path, one: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs: kernels see a pool of the rank's heads, and one of them moves blocks to and from pieces. It hands off
+    to itself, by way of other blocks."""
+    monkeypatch.setattr("engine.parallel.load.ranks_share_pool", lambda config: False)
+    with staged_ranks(config_of(folder, 2, prefix_caching=False)) as pair:
+        assert handed_off(pair, pair, EngineRequest("r", PROMPTS[1], GREEDY)) == one[1]

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine import noise
-from engine.kernels.triton.sampling import DeviceSampler
+from engine.kernels.triton.sampling import DeviceSampler, _likeliest
 from engine.kernels.triton.sampling_batch import BatchMaker
 from engine.kernels.triton.sampling_launches import GreedyScratch, SamplingScratch, draw, greedy
 from engine.kernels.triton.sampling_numbers import exp_of, gumbel_of, random_bits
@@ -142,6 +142,15 @@ def test_penalties_that_decide() -> None:
     ]
     assert_same(logits, rows)
     assert [token.token_id for token in DeviceSampler(CHUNK).sample(logits.to(DEVICE), rows)] == [2, 2]
+
+
+def test_those_as_likely_as_the_likeliest_pass_the_highest_min_p() -> None:
+    """Who just meets the bound is kept: the highest leaves the likeliest, whoever is as likely, and nobody else."""
+    logits = torch.full((12, 40), 1.0)
+    logits[:, [7, 35]] = 2.0
+    rows = [row(seed=3, index=i, min_p=1.0) for i in range(12)]
+    assert_same(logits, rows)
+    assert {token.token_id for token in DeviceSampler(CHUNK).sample(logits.to(DEVICE), rows)} == {7, 35}
 
 
 def test_nobody_behind_the_bound_of_top_k_is_drawn() -> None:
@@ -272,3 +281,22 @@ def test_big_vocabularies(vocab: int) -> None:
         for i in range(48)
     ]
     assert_same(logits_of(48, vocab, 0), rows, 4096)
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 20, 300])
+def test_the_likeliest_are_those_of_a_stable_sort(most: int) -> None:
+    """Among equals the lowest id first: many are equal, also where the selection ends; some are impossible."""
+    generator = torch.Generator().manual_seed(most)
+    logits = torch.randint(-3, 4, (6, 300), generator=generator).float()
+    logits[1], logits[2, 40:] = 0.0, float("-inf")
+    logits[3] = torch.randn(300, generator=generator)
+    logits[4] = float("-inf")
+    logits[4, 7] = 2.0  # the only one, with log-probability zero
+    logits[5, ::2] = -0.0
+    asked, tokens = torch.tensor([0, 1, 2, 3, 4, 5]), torch.tensor([3, 0, 1, 299, 7, 8], dtype=torch.int32)
+    lines = _likeliest(logits.to(DEVICE), tokens.to(DEVICE), asked.to(DEVICE), most).cpu()
+    logprobs = logits.to(DEVICE).log_softmax(-1).cpu()
+    values, ids = logprobs.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(lines[:, 1 : 1 + most], ids[:, :most].int())
+    assert torch.equal(lines[:, 1 + most :].contiguous().view(torch.float32), values[:, :most])
+    assert torch.equal(lines[:, :1].contiguous().view(torch.float32), logprobs.gather(1, tokens.long()[:, None]))

@@ -49,6 +49,15 @@ def history_of(sampler: DeviceSampler) -> HistoryCounts:
     return sampler._maker.history
 
 
+def counts_of(sampler: DeviceSampler, owner: Owner) -> list[int]:
+    """Of a sequence that was drawn for. What stands in rows that are nobody's is not defined."""
+    history = history_of(sampler)
+    [place], _ = history.place([owner.row()])
+    assert history.counts is not None
+    counts: list[int] = history.counts[place].tolist()
+    return counts
+
+
 def test_a_sequence_is_counted_on_as_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what came since goes to the device: the prompt is converted once, and each output token once."""
     converted = list[int]()
@@ -69,10 +78,7 @@ def test_a_sequence_is_counted_on_as_it_grows(monkeypatch: pytest.MonkeyPatch) -
 def test_the_counts_are_those_of_the_lists() -> None:
     sampler, owner = DeviceSampler(CHUNK), Owner((1, 2, 2), [2, 3, 3])
     stepped(sampler, [owner.row()], 0)
-    counts = history_of(sampler).counts
-    assert counts is not None
-    [line] = [line for line in counts.tolist() if line[1] == IN_PROMPT]
-    assert line[:5] == [0, IN_PROMPT, IN_PROMPT + 1, 2, 0]
+    assert counts_of(sampler, owner)[:5] == [0, IN_PROMPT, IN_PROMPT + 1, 2, 0]
 
 
 def test_drafted_tokens_count_for_those_behind_them_and_for_nobody_else() -> None:
@@ -111,6 +117,16 @@ def test_an_output_that_was_changed_is_counted_anew() -> None:
     stepped(sampler, [owner.row()], 9)
     owner.prompt = (30, 31)
     stepped(sampler, [owner.row()], 10)
+
+
+def test_another_prompt_is_counted_anew_whatever_the_output() -> None:
+    """By the output alone what is held would fit: it is the same, or has grown."""
+    sampler, owner = DeviceSampler(CHUNK), Owner((1, 2), [4, 5])
+    stepped(sampler, [owner.row()], 7)
+    for prompt, output in (((30, 31), [4, 5]), ((32,), [4, 5, 6])):
+        owner.prompt, owner.output = prompt, output
+        stepped(sampler, [owner.row()], 8)
+        assert [token for token, count in enumerate(counts_of(sampler, owner)) if count & IN_PROMPT] == list(prompt)
 
 
 def test_rows_that_are_nobodys_are_counted_for_one_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.staging import Marks, Piece, Staging, StagingSizes
+from engine.piece_copies import Columns, Piece, PieceCopies
+from engine.staging import Marks, Staging, StagingSizes
 from engine.streams import streams_of
 
 pytestmark = pytest.mark.gpu
@@ -89,3 +90,24 @@ def test_both_ways_wait_for_their_mark() -> None:
     for piece in (out, back):
         staging.give_back(piece)
     staging.close()
+
+
+def test_two_ranks_heads_lie_side_by_side_in_a_piece() -> None:
+    """Each by copies of its own, between rows that lie apart in pinned memory and room on the device."""
+    whole = torch.randn(SHAPE, device="cuda").bfloat16()
+    pools = [whole[..., :4, :].contiguous(), whole[..., 4:, :].contiguous()]
+    streams, layers = streams_of(whole.device), range(1, 3)
+    ranks = [PieceCopies(pool, streams, 8 << 20, columns=Columns.of(pool, rank, 2)) for rank, pool in enumerate(pools)]
+    piece = ranks[0].new_piece(0)
+    piece.block_ids[:3] = torch.tensor([7, 60, 2])
+    for rank in ranks:
+        rank.fetch(piece, layers, 3, streams.mark()).result(10)
+    found = piece.host[: 2 * 2 * 3 * whole[0, 0, 0].nbytes].view(torch.bfloat16).view(2, 2, 3, *SHAPE[3:])
+    assert torch.equal(found, whole[1:3][:, :, [7, 60, 2]].cpu())
+    piece.block_ids[:3] = torch.tensor([11, 12, 40])
+    for rank in ranks:
+        rank.store(piece, layers, 3, streams.mark()).result(10)
+        rank.close()
+    assert torch.equal(torch.cat(pools, dim=4)[1:3][:, :, [11, 12, 40]], whole[1:3][:, :, [7, 60, 2]])
+    for part, pool in enumerate(pools):
+        assert torch.equal(pool[0], whole[0, ..., 4 * part : 4 * part + 4, :]), "other layers"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.kernels.triton.split_bounds import SplitBounds
 from engine.kernels.triton.splits import SPLITS
 from engine.kernels.triton.step_memory import OTHERS_BYTES, StepBounds, StepMemory, bounds_of
 from engine.model_config import ModelConfig
@@ -39,7 +40,16 @@ PARTS = 4 * 4 * (16 + 2) * 4  # heads, parts of 1024 tokens, numbers, bytes: of 
 def test_what_is_counted() -> None:
     activations = 100 * (4 * 64 + 2 * 64 + 3 * 128) * 2
     draw = 8 * 1000 * (4 + 2 + 12 + 28) + 64 * 1000 * 4  # and counts of 64 sequences
-    assert MEMORY.num_bytes(BOUNDS) == OTHERS_BYTES + activations + draw + 8 * PARTS
+    assert MEMORY.num_bytes(BOUNDS) == OTHERS_BYTES + activations + draw + 100 * PARTS
+
+
+def test_parts_are_counted_as_far_as_a_step_is_split() -> None:
+    """That is what metadata allows: as many rows of heads as leave half of the chip idle, or all rows of logits."""
+    of_token, wide = MEMORY.activations(1), replace(BOUNDS, num_tokens=10_000)
+    parts = MEMORY.draft_bytes(wide) - 10_000 * of_token
+    assert parts == SplitBounds.of(4, 8).num_tokens * PARTS == 2048 * PARTS
+    more = replace(wide, num_rows=3000)
+    assert MEMORY.draft_bytes(more) - 10_000 * of_token == 3000 * PARTS
 
 
 def test_words_are_expanded_for_many_rows_alone() -> None:
@@ -48,6 +58,33 @@ def test_words_are_expanded_for_many_rows_alone() -> None:
     many, more = replace(BOUNDS, num_tokens=129), replace(BOUNDS, num_tokens=129, num_rows=129)
     assert words.num_bytes(many) - MEMORY.num_bytes(many) == 256 * 64 * 2
     assert words.num_bytes(more) - MEMORY.num_bytes(more) == 1000 * 64 * 2
+
+
+def test_in_float32_few_rows_are_expanded() -> None:
+    wide = replace(MEMORY, itemsize=4)
+    assert replace(wide, is_expanded=True).num_bytes(BOUNDS) - wide.num_bytes(BOUNDS) == 1000 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("row_buckets", "token_buckets", "more"),
+    [
+        ((4, 128), (4, 128), 0),
+        ((4, 128), (4, 128, 132), 256 * 64 * 2),  # gate and up
+        ((4, 128, 256), (4,), 1000 * 64 * 2),  # the head, which is the larger
+        ((4, 8), (4, 256), 256 * 64 * 2),  # whose rows of logits are multiplied outside
+    ],
+)
+def test_graphs_that_expand_hold_a_map_of_their_own(
+    row_buckets: tuple[int, ...], token_buckets: tuple[int, ...], more: int
+) -> None:
+    plain = replace(MEMORY, row_buckets=row_buckets, token_buckets=token_buckets)
+    assert replace(plain, is_expanded=True).graphs(1024) - plain.graphs(1024) == more
+
+
+def test_activations_in_fp8_are_counted_where_products_round_them() -> None:
+    rounded = replace(MEMORY, is_rounded=True)
+    assert rounded.activations(128) == MEMORY.activations(128)
+    assert rounded.activations(200) - MEMORY.activations(200) == 200 * (128 + 4 + 128 * 2)
 
 
 def test_graphs_of_decode_steps_keep_their_logits() -> None:

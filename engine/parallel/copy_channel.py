@@ -1,0 +1,164 @@
+"""Rank 0's side of copies that all ranks make of one part: orders to the others, and a thread that hears when each is through.
+
+    event loop    run(copy) ── an order to every other rank, our own copy launched ──► a future
+    a thread      the last of all their answers, and our own ──► the future is done
+
+A copy is over when no rank reads or writes its piece any more. A rank that dies, or whose answer does not come within the timeout
+behind our own, fails the worker (`Ranks.fail`) as one in a step does: by a step's exchanges ranks pass their marks together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from engine.parallel import wire
+from engine.parallel.copy_orders import Answer, Copy, Order
+from engine.parallel.errors import RankFailed
+from engine.parallel.ranks import Ranks
+from engine.parallel.wire import Kind
+
+_OURS = 0
+
+
+@dataclass(eq=False)
+class _UnderWay:
+    """`waits_for`: ranks that are not through; `deadline`: monotonic, of the others, once we are."""
+
+    waits_for: set[int]
+    future: Future[None] = field(default_factory=Future)
+    error: BaseException | None = None
+    deadline: float | None = None
+
+
+class CopyChannel:
+    """One direction. `run` and `close` are for one thread."""
+
+    def __init__(self, ranks: Ranks, socks: Sequence[socket.socket], timeout_s: float) -> None:
+        """`socks`: to ranks 1, 2, ...; closed here."""
+        self._ranks, self._timeout_s = ranks, timeout_s
+        self._socks = dict(enumerate(socks, start=1))
+        self._numbers = itertools.count()
+        self._under_way: dict[int, _UnderWay] = {}
+        self._changed = threading.Condition()
+        self._failure: RankFailed | None = None
+        self._is_closed = False
+        self._wakes, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for rank, sock in [*self._socks.items(), (_OURS, self._woken)]:
+            sock.settimeout(timeout_s)
+            self._selector.register(sock, selectors.EVENT_READ, rank)
+        self._thread = threading.Thread(target=self._hear, name="kv-answers", daemon=True)
+        self._thread.start()
+
+    def run(self, copy: Copy, launch: Callable[[], Future[None]]) -> Future[None]:
+        """`launch`: our own part. The future cannot be cancelled; its exception is the first of any rank's, RankFailed where one
+        is gone."""
+        with self._changed:
+            number, copying = next(self._numbers), _UnderWay({_OURS, *self._socks})
+            copying.future.set_running_or_notify_cancel()
+            if self._failure is not None:
+                copying.future.set_exception(self._failure)
+                return copying.future
+            self._under_way[number] = copying
+        for rank, sock in self._socks.items():
+            try:
+                wire.send(sock, Kind.ORDER, Order(number, copy).encode())
+            except OSError:
+                self._through(number, rank, RankFailed(f"tensor_parallel: rank {rank} takes no orders"))  # its end is heard of
+        try:
+            own = launch()
+        except Exception as error:  # noqa: BLE001  it belongs to who waits for the copy
+            self._through(number, _OURS, error)
+        else:
+            own.add_done_callback(lambda done: self._through(number, _OURS, done.exception()))
+        return copying.future
+
+    def close(self) -> None:
+        """Waits for copies that are under way; idempotent."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._under_way)
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._wake()
+        self._thread.join()
+        self._selector.close()
+        for sock in (*self._socks.values(), self._wakes, self._woken):
+            sock.close()
+
+    def _through(self, number: int, rank: int, error: BaseException | None) -> None:
+        """From any thread. A rank says so once."""
+        with self._changed:
+            copying = self._under_way.get(number)
+            if copying is None or rank not in copying.waits_for:
+                return
+            copying.waits_for.remove(rank)
+            copying.error = copying.error or error
+            if rank == _OURS:
+                copying.deadline = time.monotonic() + self._timeout_s
+            if copying.waits_for:
+                if rank == _OURS:
+                    self._wake()
+                return
+            del self._under_way[number]
+            self._changed.notify_all()
+        if copying.error is None:
+            copying.future.set_result(None)
+        else:
+            copying.future.set_exception(copying.error)
+
+    def _hear(self) -> None:
+        while not self._is_closed:
+            for key, _ in self._selector.select(self._time_left()):
+                if key.data == _OURS:
+                    self._woken.recv(4096)
+                else:
+                    self._hear_from(key.data)
+            self._give_up_silent()
+
+    def _hear_from(self, rank: int) -> None:
+        try:
+            answer = Answer.decode(wire.expect(self._socks[rank], Kind.COPIED)[1])
+        except (OSError, EOFError) as error:
+            if not self._is_closed:
+                self._lose(rank, self._ranks.blame(error, "copy KV"))
+            return
+        broken = RuntimeError(f"tensor_parallel: rank {rank} could not copy KV: {answer.error}") if answer.error else None
+        self._through(answer.number, rank, broken)
+
+    def _give_up_silent(self) -> None:
+        with self._changed:
+            now, late = time.monotonic(), set[int]()
+            for copying in self._under_way.values():
+                if copying.deadline is not None and copying.deadline <= now:
+                    late |= copying.waits_for
+        for rank in late:
+            why = f"has not answered for {self._timeout_s:g} s in a copy of KV"
+            self._lose(rank, RankFailed(f"tensor_parallel: {self._ranks.name(rank)} {why}"))
+
+    def _lose(self, rank: int, failure: RankFailed) -> None:
+        """Nothing is heard of it any more, and no copy begins."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(self._socks[rank])
+        with self._changed:
+            self._failure = self._failure or failure
+            numbers = list(self._under_way)
+        for number in numbers:
+            self._through(number, rank, failure)
+        self._ranks.fail(failure)
+
+    def _time_left(self) -> float | None:
+        with self._changed:
+            deadlines = [each.deadline for each in self._under_way.values() if each.deadline is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _wake(self) -> None:
+        self._wakes.send(b"\0")

@@ -1,0 +1,80 @@
+"""The hand-off in and out of pools that ranks have of their own: all ranks fill and empty the pieces of a Staging together.
+
+order ─► rank 0: gather heads 0 and 1 ─┐
+      ─► rank 1: gather heads 2 and 3 ─┴► [ token: head 0 | 1 | 2 | 3 ]   a shared piece, as transports send it
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from torch import Tensor
+
+from engine.parallel.copy_channel import CopyChannel
+from engine.parallel.copy_orders import Copy
+from engine.parallel.marks import PlacedMark, RanksMarks
+from engine.parallel.model import ParallelModel
+from engine.parallel.shared_pieces import PiecesShape, SharedPieces
+from engine.piece_copies import Columns, Piece, PieceCopies
+from engine.sealed_memory import sealed_memory
+from engine.staging import Marks, Staging, StagingSizes
+from engine.streams import Mark, Streams
+
+
+class RanksCopies:
+    """Of one direction. Satisfies engine.piece_copies.Copies; marks are RanksMarks'."""
+
+    def __init__(self, own: PieceCopies, pieces: SharedPieces, channel: CopyChannel, marks: RanksMarks) -> None:
+        self._own, self._pieces, self._channel, self._marks = own, pieces, channel, marks
+
+    @property
+    def block_bytes(self) -> int:
+        return self._own.block_bytes
+
+    def mark(self) -> Mark:
+        return self._marks.now()
+
+    def new_piece(self, index: int) -> Piece:
+        return self._pieces.piece(index)
+
+    def fetch(self, piece: Piece, layers: range, num_blocks: int, after: Mark) -> Future[None]:
+        assert isinstance(after, PlacedMark), "a mark of other streams"
+        own = partial(self._own.fetch, piece, layers, num_blocks, after.own)
+        return self._channel.run(Copy(False, piece.index, layers, num_blocks, after.place), own)
+
+    def store(self, piece: Piece, layers: range, num_blocks: int, after: Mark) -> Future[None]:
+        assert isinstance(after, PlacedMark), "a mark of other streams"
+        own = partial(self._own.store, piece, layers, num_blocks, after.own)
+        return self._channel.run(Copy(True, piece.index, layers, num_blocks, after.place), own)
+
+    def close(self) -> None:
+        self._channel.close()
+        self._own.close()
+        self._pieces.close()
+
+
+def stage_ranks(
+    model: ParallelModel, pool: Tensor, streams: Streams, sizes: Sequence[StagingSizes]
+) -> tuple[Marks, list[Staging]]:
+    """A Staging for each of `sizes`. pool: rank 0's; streams: of its device. Before the first step, and for one thread.
+
+    Raises ValueError for pieces too small for a block of a layer, RankFailed."""
+    marks = RanksMarks(streams, model.commands)
+    columns = Columns.of(pool, model.shard.rank, model.shard.size)
+    stagings = []
+    for each in sizes:
+        own = PieceCopies(pool, streams, each.piece_bytes, columns=columns)
+        shape = PiecesShape(each.num_pieces, each.piece_bytes, own.block_bytes)
+        pieces, channel = _shared_with(model, shape, pool)
+        stagings.append(Staging(pool, streams, each, copies=RanksCopies(own, pieces, channel, marks)))
+    return marks, stagings
+
+
+def _shared_with(model: ParallelModel, shape: PiecesShape, pool: Tensor) -> tuple[SharedPieces, CopyChannel]:
+    channels: list[CopyChannel] = []
+    memory, fd = sealed_memory("pdmesh-pieces", shape.num_bytes, lambda fd: channels.append(model.open_copies(shape, fd)))
+    os.close(fd)  # all ranks have it, and nobody else is to
+    return SharedPieces(shape, memory, pool.device), channels[0]
