@@ -5,8 +5,8 @@
                 launches and exchanges are not made, as a capture computes nothing
     replay      the same calls, with the same grids, numbers and addresses
 
-As on a GPU: scalars, grids and choices of kernels are those of the recording. Tensors are kept by where their memory lies. What the
-recording allocates is its own (a graph's pool); what it found has to outlive it, or the replay raises. The recordings of one
+As on a GPU: scalars, grids and choices of kernels are those of the recording. Tensors are kept by where their memory lies. What
+the recording allocates is its own (a graph's pool); what it found has to outlive it, or the replay raises. The recordings of one
 recorder share one pool, so each replay first fills with 0xff (NaN in every format, -1 in integers) whatever it may overwrite: its
 own memory, and that of all that were recorded after it, which may have been given what its temporaries had left.
 
@@ -73,7 +73,7 @@ class _Place:
 
     def __init__(self, tensor: Tensor, is_own: bool) -> None:
         self._kept = tensor if is_own or not torch._C._has_storage(tensor) else None  # packed weights have no storage
-        self._storage = StorageWeakRef(tensor.untyped_storage()) if self._kept is None else None
+        self._storage = StorageWeakRef(tensor.untyped_storage()) if self._kept is None else None  # type: ignore[no-untyped-call]
         self._view = (tensor.storage_offset(), tensor.size(), tensor.stride()) if self._kept is None else None
         self._dtype = tensor.dtype
 
@@ -102,11 +102,11 @@ class _Call:
             kept.copy_(new)
 
 
-class _Tape(TorchDispatchMode):
+class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One recording. As a dispatch mode it is told of every operation of torch."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[_Call] = []
         self._own: dict[int, torch.UntypedStorage] = {}  # by address of the storage
         self._thread = threading.get_ident()
@@ -128,7 +128,7 @@ class _Tape(TorchDispatchMode):
 
     def poison(self) -> None:
         for storage in self._own.values():
-            storage.fill_(POISON)
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(POISON)
 
     def place(self, tensor: Tensor) -> _Place:
         return _Place(tensor, torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata in self._own)
@@ -149,11 +149,11 @@ class _Tape(TorchDispatchMode):
 
     def _launched(self, launch: Any, executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
-            return launch(executor, *args, **kwargs)
-        if callable(executor.grid):
+            launch(executor, *args, **kwargs)
+        elif callable(executor.grid):
             raise TypeError(f"{executor.fn.__name__}: give its grid in numbers")
-        self._calls.append(_Call(self, partial(launch, executor), args, kwargs))
-        return None
+        else:
+            self._calls.append(_Call(self, partial(launch, executor), args, kwargs))
 
     def _exchanged(self, name: str, exchange: Any, group: Any, *args: Any) -> _Done:
         self._calls.append(_Call(self, lambda *given: exchange(group, *given).wait(), args, {}))

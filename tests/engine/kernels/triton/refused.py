@@ -15,7 +15,17 @@ class CaptureRefused(RuntimeError):
 
 
 _ASKING = frozenset(
-    {"_local_scalar_dense", "_unique2", "equal", "is_nonzero", "item", "masked_select", "nonzero", "unique_consecutive", "unique_dim"}
+    {
+        "_local_scalar_dense",
+        "_unique2",
+        "equal",
+        "is_nonzero",
+        "item",
+        "masked_select",
+        "nonzero",
+        "unique_consecutive",
+        "unique_dim",
+    }
 )
 _TO_HOST = frozenset({"cpu", "numpy", "pin_memory", "tolist"})
 _FROM_HOST = frozenset({"as_tensor", "from_numpy", "frombuffer", "new_tensor", "tensor"})
@@ -41,7 +51,7 @@ class NoHost(TorchFunctionMode):
 def check_operation(name: str, args: tuple[Any, ...]) -> None:
     """`name` of an ATen operation, without its overload. Raises CaptureRefused."""
     if name in _ASKING:
-        raise CaptureRefused(f"{name}: waits for the device")
+        raise CaptureRefused(f"{'item' if name == '_local_scalar_dense' else name}: waits for the device")
     if name == "lift_fresh":
         raise CaptureRefused("numbers of Python: a copy from pageable memory of the host")
     if name == "index" and any(index is not None and index.dtype is torch.bool for index in args[1]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 
@@ -110,6 +111,7 @@ def test_memory_that_is_freed_behind_the_recording() -> None:
     recording = Frozen().record(lambda: (added(held[0], 1),))
     recording.replay()
     held.clear()
+    gc.collect()  # the interpreter's copies of arguments to the host are a cycle of references
     with pytest.raises(MemoryGone, match=re.escape("torch.float32 (8,)")):
         recording.replay()
 
@@ -117,7 +119,7 @@ def test_memory_that_is_freed_behind_the_recording() -> None:
 X = torch.ones(4)
 REFUSED: dict[str, Callable[[], object]] = {
     "item": lambda: X[0].item(),
-    "is_nonzero": lambda: bool(X[0]),
+    "item, asked by a condition": lambda: bool(X[0]),
     "equal": lambda: torch.equal(X, X),
     "cpu": lambda: X.cpu(),
     "tolist": lambda: X.tolist(),
@@ -141,6 +143,6 @@ def test_what_a_capture_refuses(name: str) -> None:
             REFUSED[name]()
         return ()
 
-    with pytest.raises(CaptureRefused, match=f"^{name}"):
+    with pytest.raises(CaptureRefused, match=f"^{name.partition(',')[0]}"):
         Frozen().record(work)
     assert X.tolist() == [1.0] * 4  # it is no longer refused
