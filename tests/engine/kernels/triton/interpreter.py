@@ -16,6 +16,13 @@ def mend() -> None:
     _rounding_to_bfloat16()
     _patch_once_a_launch()
     interpreter_costs.lower()
+    _stand_in_for_graphs()
+
+
+def _stand_in_for_graphs() -> None:
+    from tests.engine.kernels.triton.frozen import stand_in
+
+    stand_in()
 
 
 def _scalars_as_indices() -> None:
