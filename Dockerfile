@@ -48,7 +48,7 @@ FROM base AS autoscaler
 COPY --from=autoscaler-build /opt/pdmesh /opt/pdmesh
 USER 10001:10001
 EXPOSE 50061
-CMD ["python", "-m", "autoscaler"]
+CMD ["python", "-m", "pdmesh.autoscaler"]
 
 # Native code for every processor of this architecture: a pod on processors compiles nothing, and its image has no compiler.
 
@@ -56,7 +56,7 @@ FROM packages AS kernels
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN python -m pip install --no-cache-dir -c requirements.lock numpy
 COPY . .
-RUN python -m engine.kernels.cpu.build --all --output /opt/pdmesh-kernels \
+RUN python -m pdmesh.engine.kernels.cpu.build --all --output /opt/pdmesh-kernels \
  && python -m kvtransfer.native.library --output /opt/pdmesh-kernels
 
 # Workers.
@@ -74,7 +74,7 @@ COPY --from=worker-cpu-build /opt/pdmesh /opt/pdmesh
 ENV PDMESH_KERNELS_DIR=/opt/pdmesh-kernels PDMESH_CACHE=/var/cache/pdmesh
 USER 10001:10001
 EXPOSE 50051 50052
-CMD ["python", "-m", "worker"]
+CMD ["python", "-m", "pdmesh.worker"]
 
 FROM packages AS worker-cuda-build
 RUN sh k8s/docker/install.sh /opt/pdmesh worker
@@ -94,7 +94,7 @@ ENV TRITON_CACHE_DIR=/var/cache/pdmesh/triton
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 EXPOSE 50051 50052
-CMD ["python", "-m", "worker"]
+CMD ["python", "-m", "pdmesh.worker"]
 
 # A model's folder as /model, to be copied by an init container. This one is SmolLM2-135M-Instruct (Apache-2.0).
 

@@ -7,9 +7,8 @@ JOBS ?= 2
 READY := $(VENV)/.ready
 TRITON := $(VENV)/.triton
 GPU_WHEELS := benchmarks/gpu/wheels/.ready
-PROTOS := $(wildcard protos/*/*.proto)
 # One list of what is linted and typed, for people and for CI.
-CODE := pdmesh simulator worker router prefill_service decode_service autoscaler kvtransfer planning runtime engine text protos benchmarks examples tests
+CODE := pdmesh router prefill_service decode_service kvtransfer tools benchmarks examples tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh test-thorough test-k8s equality
@@ -45,7 +44,7 @@ model: $(READY)  ## fetch and convert SmolLM2-135M-Instruct into the cache (once
 
 # Compiled once, ahead of what would otherwise wait for it in each process. Without a compiler the torch backend serves.
 kernels: $(READY)  ## compile the CPU kernels and the transfer of KV into the cache (once)
-	@$(BIN)/python -m engine.kernels.cpu.build || echo "==> without them the slower torch backend computes"
+	@$(BIN)/python -m pdmesh.engine.kernels.cpu.build || echo "==> without them the slower torch backend computes"
 	@$(BIN)/python -m kvtransfer.native.library || echo "==> without it Python moves the KV, slower"
 
 demo: $(READY) kernels  ## a real question through router, prefill, hand-off and decode; shows where the time went
@@ -64,9 +63,9 @@ contracts: $(READY)
 	$(BIN)/lint-imports --no-cache
 
 stubs-fresh: $(READY)
-	$(BIN)/python -m protos.generate --check
-	$(BIN)/python -m protos.stable --check
-	$(BIN)/python -m protos.reference --check
+	$(BIN)/python -m tools.protos.generate --check
+	$(BIN)/python -m tools.protos.stable --check
+	$(BIN)/python -m tools.protos.reference --check
 
 # What failed runs once more, without the rest: a test that the machine's load made late is shown above and passes then,
 # what is broken fails twice.
@@ -144,16 +143,16 @@ bench-router: $(READY) model kernels  ## policy, peers, interference, overhead, 
 	$(BIN)/python -m benchmarks.router $(ARGS)
 
 bench-autoscale: $(READY) model kernels  ## the autoscaler against an oracle and others on public traces (TRACES=folder), the simulator (compiled before) against a real mesh
-	$(BIN)/python -m simulator.compiled
+	$(BIN)/python -m pdmesh.simulator.compiled
 	$(BIN)/python -m benchmarks.autoscale $(if $(TRACES),--traces $(TRACES)) $(ARGS)
 
 bench-capacity: $(READY) model kernels  ## which rate mesh, one engine, vLLM and SMG + vLLM bear (half an hour; goes on where it was stopped)
 	$(BIN)/python -m benchmarks.capacity $(ARGS)
 
 stubs: $(READY)  ## regenerate what comes from the .proto files: stubs, docs/api.md, the list of what is promised to clients
-	$(BIN)/python -m protos.generate
-	$(BIN)/python -m protos.stable
-	$(BIN)/python -m protos.reference
+	$(BIN)/python -m tools.protos.generate
+	$(BIN)/python -m tools.protos.stable
+	$(BIN)/python -m tools.protos.reference
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

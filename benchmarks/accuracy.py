@@ -25,8 +25,8 @@ from benchmarks.accuracy_reference import Reference, reference_of
 from benchmarks.accuracy_text import cut_windows, fixed_text
 from benchmarks.accuracy_variant import Variant
 from benchmarks.harness import Figure, say
-from pdmesh.models import DEFAULT_MODEL, ensure_model
-from text.tokenizer import Tokenizer
+from pdmesh.models.registry import DEFAULT_MODEL, ensure_model
+from pdmesh.text.tokenizer import Tokenizer
 
 Overrides = Mapping[str, object]
 Window = tuple[int, ...]

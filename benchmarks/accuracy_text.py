@@ -11,7 +11,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from text.tokenizer import Tokenizer
+from pdmesh.text.tokenizer import Tokenizer
 
 # Of the standard library, in this order: the first windows come from the first files.
 FILES = (

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine_runs import GREEDY, run
-from engine.batch import StepBatch
-from engine.blocks import num_blocks_for
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.weights.loader import load_model
-from text.block_hash import hash_block
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.kv_cache.block_pool import num_blocks_for
+from pdmesh.engine.loader.loader import load_model
+from pdmesh.engine.runner.batch import StepBatch
+from pdmesh.text.block_hash import hash_block
 
 # Tokens in a step of prefill. More than one step for a window, so that chunks after the first are measured too.
 CHUNK = 128

@@ -15,11 +15,11 @@ import jsonschema
 
 from benchmarks.constrained_schemas import prompt, schema
 from benchmarks.harness import PLAIN_FLAGS, Figure, say, write
-from pdmesh.client import AsyncClient
-from pdmesh.client_types import FinishReason, Generation
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
-from pdmesh.models import ensure_model
+from pdmesh.client.client import AsyncClient
+from pdmesh.client.types import FinishReason, Generation
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.models.registry import ensure_model
 
 NUM_REQUESTS, ROUNDS, STREAMS = 500, 10, 16
 MAX_TOKENS = 512

@@ -23,8 +23,8 @@ from benchmarks.cpu_prompts import Prompts
 from benchmarks.cpu_table import all_with_goals, left_out, side_by_side
 from benchmarks.harness import Figure, say, write
 from benchmarks.peers.catalogue import OURS, PEERS, Contestant
-from pdmesh.models import DEFAULT_MODEL, ensure_model
-from text.tokenizer import Tokenizer
+from pdmesh.models.registry import DEFAULT_MODEL, ensure_model
+from pdmesh.text.tokenizer import Tokenizer
 
 QUICK = Plan(rounds=1, starts=1, batches=(1, 4), new_tokens=32, long_context=2000)
 

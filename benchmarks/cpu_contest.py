@@ -17,7 +17,7 @@ from benchmarks.peers.catalogue import Contestant
 from benchmarks.peers.environments import PeerError, ensure_environment, peers_folder
 from benchmarks.peers.process import Child
 from benchmarks.peers.weights import ensure_weights
-from pdmesh.model_catalogue import ModelError
+from pdmesh.models.catalogue import ModelError
 
 MAX_SEQS, _SANITY_TOKENS = 32, 8
 # A pool for 32 sequences, every prompt computed in full, and each step for one token of a sequence, as with the others.

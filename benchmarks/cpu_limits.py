@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.kernels.cpu import limits
+from pdmesh.engine.kernels.cpu import limits
 
 READ, INT8, BF16 = "read bandwidth, all threads", "int8 product peak", "bf16 product peak"
 # How each limit is measured; in turn with the contestants, so that a machine's moods touch all alike.

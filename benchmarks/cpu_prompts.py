@@ -6,7 +6,7 @@ import sysconfig
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 
-from text.tokenizer import Tokenizer
+from pdmesh.text.tokenizer import Tokenizer
 
 _NUM_CHARACTERS = 2_000_000
 QUESTION = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from text.block_hash import hash_block
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.text.block_hash import hash_block
 
 # Fields of EngineConfig: the numbers that an engine, or every worker of a mesh, computes in.
 Settings = Mapping[str, object]

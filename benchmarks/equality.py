@@ -19,8 +19,8 @@ from benchmarks.equality_ways import Outcome, Task, engine_ways, mesh_ways, pree
 from benchmarks.goodness import chi_square_p, draw_first_tokens, softmax_of_next
 from benchmarks.harness import Figure, say, write
 from benchmarks.prompts import encode_all
-from pdmesh.models import ensure_model
-from text.tokenizer import Tokenizer
+from pdmesh.models.registry import ensure_model
+from pdmesh.text.tokenizer import Tokenizer
 
 NUM_TOKENS = 64
 NUM_DRAWS = 10_000

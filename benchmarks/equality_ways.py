@@ -13,10 +13,10 @@ from pathlib import Path
 
 from benchmarks import mesh_runs
 from benchmarks.engine_runs import DEFAULT, Draw, Settings, flags_of, make_engine, run, run_alone
-from engine.engine import Engine
-from pdmesh.client import AsyncClient
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
+from pdmesh.client.client import AsyncClient
+from pdmesh.engine.engine import Engine
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
 
 BLOCK_SIZE = 16
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from pdmesh.client import AsyncClient
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
+from pdmesh.client.client import AsyncClient
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
 
 CHOICES = 16
 PARALLEL = 16

@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.harness import Figure, say
-from pdmesh.models import DEFAULT_MODEL, ensure_model
-from protos.v1 import (
+from pdmesh.models.registry import DEFAULT_MODEL, ensure_model
+from pdmesh.runtime.child import ManagedProcess
+from pdmesh.runtime.rpc.channel import connect
+from pdmesh.v1 import (
     common_pb2,
     decode_pb2,
     decode_pb2_grpc,
@@ -31,8 +33,6 @@ from protos.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from runtime.channel import connect
-from runtime.child import ManagedProcess
 
 LENGTHS = (500, 1000, 2000, 4000)
 NETNS, LINK_RATE = "pdmesh-bench", "10gbit"

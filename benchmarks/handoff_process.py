@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 
-from engine.kernels.cpu import build
-from engine.kv_cache import KVPool, KVShape
 from kvtransfer.compatibility import PROTOCOL_VERSION
-from kvtransfer.delegate import PushTarget
 from kvtransfer.feed import FirstTokensDrawn, complete_feed
 from kvtransfer.native import library as native_library
-from kvtransfer.push import PushJob
-from kvtransfer.receiver import Receiver
-from kvtransfer.sender import Sender
+from kvtransfer.receiver.delegate import PushTarget
+from kvtransfer.receiver.receiver import Receiver
+from kvtransfer.sender.push_part import PushJob
+from kvtransfer.sender.sender import Sender
 from kvtransfer.transports.grpc import SERVICE, add_push_service
 from kvtransfer.transports.registry import installed
-from protos.v1 import common_pb2, transfer_pb2
-from runtime.server import GrpcServer
+from pdmesh.engine.kernels.cpu import build
+from pdmesh.engine.kv_cache.pool import KVPool, KVShape
+from pdmesh.runtime.rpc.server import GrpcServer
+from pdmesh.v1 import common_pb2, transfer_pb2
 
 NUM_BYTES = 256 << 20
 EPOCH = 1

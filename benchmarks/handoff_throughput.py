@@ -14,7 +14,7 @@ from benchmarks import loopback
 from benchmarks.handoff_process import NUM_BYTES
 from benchmarks.harness import Figure, interleave, say
 from benchmarks.memory_copy import copy_bandwidth_gb_s, streamed_bandwidth_gb_s
-from kvtransfer.sender import NUM_CONNECTIONS
+from kvtransfer.sender.sender import NUM_CONNECTIONS
 from kvtransfer.transports.registry import installed
 
 COPY, STREAMED = "memcpy of 256 MB, one core", "copy of 256 MB past the caches, one core"

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 
 from benchmarks.engine_runs import make_engine
 from benchmarks.harness import PLAIN, Figure, say, write
-from engine.engine import Engine
-from engine.outputs import StepResult
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from pdmesh.models import DEFAULT_MODEL, ensure_model
-from planning.latency_fit import LatencyFit
-from planning.latency_model import LatencyModel, Work
-from worker.latency import prior_for
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.outputs import StepResult
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.models.registry import DEFAULT_MODEL, ensure_model
+from pdmesh.planning.latency_fit import LatencyFit
+from pdmesh.planning.latency_model import LatencyModel, Work
+from pdmesh.worker.latency import prior_for
 
 CONCURRENCY = (2, 8, 16, 4, 12)  # one after the other, each for a fifth of the time
 ARRIVALS = 0.2  # of a new prompt before a step, while there is room

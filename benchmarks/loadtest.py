@@ -23,14 +23,14 @@ import httpx
 
 from benchmarks.harness import Figure, say, write
 from benchmarks.loadtest_stub import Latencies
-from pdmesh.loadtest.grpc_target import GrpcSettings, GrpcTarget
 from pdmesh.loadtest.lengths import fixed
 from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
-from pdmesh.loadtest.openai_target import OpenAiSettings, OpenAiTarget
 from pdmesh.loadtest.record import Outcome
 from pdmesh.loadtest.runner import RunLog, Runner, RunSettings
 from pdmesh.loadtest.stats import Latency, Window, quantile, summarise
-from pdmesh.loadtest.target import Target
+from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
+from pdmesh.loadtest.targets.openai import OpenAiSettings, OpenAiTarget
+from pdmesh.loadtest.targets.target import Target
 from pdmesh.loadtest.workload import Arrivals, PlannedSession, TrafficClass, Workload, plan
 
 RATE, DURATION_S, WARMUP_S = 500.0, 20.0, 2.0

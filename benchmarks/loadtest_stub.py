@@ -23,8 +23,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from protos.v1 import mesh_pb2, worker_pb2
-from protos.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
+from pdmesh.v1 import mesh_pb2, worker_pb2
+from pdmesh.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
 
 MODEL = "stub"
 MAX_CONTEXT = 32_768

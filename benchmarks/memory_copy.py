@@ -9,8 +9,8 @@ from functools import cache
 
 import numpy as np
 
-from engine.kernels.cpu.build import load_library
 from kvtransfer.native.library import PROJECT, Native, address_of
+from pdmesh.engine.kernels.cpu.build import load_library
 
 
 def copy_bandwidth_gb_s(num_bytes: int) -> float:

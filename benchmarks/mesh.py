@@ -17,13 +17,13 @@ from pathlib import Path
 from benchmarks.cpu_time import event_loop_cpu_ns, process_cpu_ns
 from benchmarks.engine_runs import DEFAULT, FLOAT32, GREEDY, Settings, flags_of, make_engine, timed
 from benchmarks.harness import PLAIN, Figure, interleave, say, write
-from engine.engine import Engine
-from engine.kernels.cpu.limits import product_peak_gop_s, read_bandwidth_gb_s
-from engine.request import EngineRequest
-from pdmesh.client import AsyncClient, Completed, Delta
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
-from pdmesh.models import ensure_model
+from pdmesh.client.client import AsyncClient, Completed, Delta
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.kernels.cpu.limits import product_peak_gop_s, read_bandwidth_gb_s
+from pdmesh.engine.request import EngineRequest
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.models.registry import ensure_model
 
 BATCHES = (1, 4, 16, 32)
 PREFILLS = (128, 512, 2000)

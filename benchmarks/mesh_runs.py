@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from benchmarks.engine_runs import Draw
-from pdmesh.client import AsyncClient, Completed, Delta
-from pdmesh.client_types import Timings
+from pdmesh.client.client import AsyncClient, Completed, Delta
+from pdmesh.client.types import Timings
 
 Disturb = Callable[[], Awaitable[None]]
 

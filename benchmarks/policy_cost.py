@@ -11,15 +11,15 @@ import time
 from dataclasses import replace
 from statistics import quantiles
 
-from kvtransfer.layouts import Layout
-from planning.latency_model import LatencyModel
-from protos.v1 import worker_pb2
-from router.candidates import Demand, Placement
-from router.overheads import Overheads
-from router.policy import PredictPolicy
-from router.roster import Roster
-from router.views import WorkerView
-from router.worker_views import Described, view_of
+from kvtransfer.layout import Layout
+from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.v1 import worker_pb2
+from router.routing.cost_policy import PredictPolicy
+from router.routing.filters import Demand, Placement
+from router.routing.fleet_snapshot import Roster
+from router.routing.overheads import Overheads
+from router.routing.worker_reports import Described, view_of
+from router.routing.worker_snapshot import WorkerView
 
 NUM_DECISIONS = 3000
 NUM_HOLDERS = 20

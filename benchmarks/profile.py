@@ -3,9 +3,9 @@
 import statistics
 
 from benchmarks.harness import Figure, say, write
-from engine.config import EngineConfig
-from pdmesh.models import ensure_model
-from pdmesh.step_profile import PYTHON, Case, StepProfile, StepProfiler
+from pdmesh.doctor.step_profile import PYTHON, Case, StepProfile, StepProfiler
+from pdmesh.engine.config import EngineConfig
+from pdmesh.models.registry import ensure_model
 
 CASES = (Case(1, 160), Case(16, 160), Case(0, 512))
 STEPS, ROUNDS = 64, 5

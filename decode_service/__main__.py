@@ -1,6 +1,6 @@
 """`python -m decode_service`: a worker with one role."""
 
-from worker.main import decode_main
+from pdmesh.worker.main import decode_main
 
 if __name__ == "__main__":
     decode_main()

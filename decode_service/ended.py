@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.errors import Aborted, Cancelled, MeshError
+from pdmesh.runtime.errors import Aborted, Cancelled, MeshError
 
 
 @dataclass(frozen=True)

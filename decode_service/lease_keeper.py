@@ -6,13 +6,13 @@ import asyncio
 import time
 
 from decode_service.deadlines import has_passed
-from decode_service.outbox import Outboxes
 from decode_service.ports import start
-from decode_service.record import Record
 from decode_service.refusals import released_by_worker
-from decode_service.reservations import Reservations
+from decode_service.request import Record
+from decode_service.requests import Reservations
+from decode_service.token_stream import Outboxes
 from kvtransfer.reservation import Cancelled, Event, LeaseExpired
-from runtime.errors import DeadlineExceeded, MeshError
+from pdmesh.runtime.errors import DeadlineExceeded, MeshError
 
 TICK_S = 0.02
 

@@ -13,8 +13,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from engine.outputs import FinishReason, SequenceUpdate, TokenLogprobs
-from protos.v1 import common_pb2, decode_pb2
+from pdmesh.engine.outputs import FinishReason, SequenceUpdate, TokenLogprobs
+from pdmesh.v1 import common_pb2, decode_pb2
 
 _FINISH_REASONS: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,

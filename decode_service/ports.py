@@ -7,15 +7,15 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
-from engine.engine import Engine
-from engine.outputs import RequestStarted, SequenceUpdate
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.outputs import RequestStarted, SequenceUpdate
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
 class EngineCalls(Protocol):
-    """The engine's thread (`engine.loop.EngineLoop`)."""
+    """The engine's thread (`pdmesh.engine.loop.EngineLoop`)."""
 
     async def call(self, fn: Callable[[Engine], T]) -> T:
         """Runs `fn` between two steps."""
@@ -30,7 +30,7 @@ class Sink(Protocol):
 
 
 class Sinks(Protocol):
-    """The engine's results by engine request id (`worker.dispatch.Dispatcher`)."""
+    """The engine's results by engine request id (`pdmesh.worker.step_dispatcher.Dispatcher`)."""
 
     def add(self, engine_id: str, sink: Sink) -> None: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtransfer.reservation import AlreadyRunning, InvalidTransition, StaleAttempt
-from runtime.errors import Aborted, FailedPrecondition, MeshError, ResourceExhausted, Unavailable
+from pdmesh.runtime.errors import Aborted, FailedPrecondition, MeshError, ResourceExhausted, Unavailable
 
 # To a router that asks for finished output too late: it can have the tokens drawn again elsewhere.
 OUTPUT_GONE = Unavailable("it has finished here, and its output is no longer kept")

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 from decode_service.outputs import RequestOutput
 from decode_service.spans import DecodeSpan, DecodeSpans
-from engine.outputs import PrefillTiming, RequestStarted, SequenceUpdate
-from engine.request import EngineRequest
-from engine.reservations import ReservedBlocks
 from kvtransfer.reservation import Mode, ReservationState, State
-from protos.v1 import common_pb2, decode_pb2
-from runtime.errors import MeshError
-from runtime.telemetry.worker_context import SubmitContext
+from pdmesh.engine.outputs import PrefillTiming, RequestStarted, SequenceUpdate
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.scheduler.reservations import ReservedBlocks
+from pdmesh.runtime.errors import MeshError
+from pdmesh.runtime.telemetry.worker_context import SubmitContext
+from pdmesh.v1 import common_pb2, decode_pb2
 
 if TYPE_CHECKING:
-    from decode_service.outbox import Outbox
+    from decode_service.token_stream import Outbox
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from decode_service.ended import EndedRequests
-from decode_service.outbox import Outbox, Outboxes
 from decode_service.ports import EngineCalls, Sinks, in_own_task
-from decode_service.record import Beginning, Handoff, Record, Submission, failed_event, monotonic_ns
 from decode_service.refusals import OUTPUT_GONE, no_room, refusal_of, released_by_worker
+from decode_service.request import Beginning, Handoff, Record, Submission, failed_event, monotonic_ns
 from decode_service.request_locks import RequestLocks
 from decode_service.settings import ReservationSettings
 from decode_service.spans import DecodeSpans
-from engine.engine import Engine
-from engine.reservations import ReservedBlocks
-from kvtransfer.grant import new_token
+from decode_service.token_stream import Outbox, Outboxes
+from kvtransfer.receiver.grant import new_token
 from kvtransfer.reservation import (
     Cancelled,
     Committed,
@@ -42,10 +40,12 @@ from kvtransfer.reservation import (
     reserved,
     transition,
 )
-from runtime import log
-from runtime.errors import Aborted, MeshError
-from runtime.errors import Cancelled as MeshCancelled
-from runtime.failpoints import hit_async
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.scheduler.reservations import ReservedBlocks
+from pdmesh.runtime import log
+from pdmesh.runtime.errors import Aborted, MeshError
+from pdmesh.runtime.errors import Cancelled as MeshCancelled
+from pdmesh.runtime.failpoints import hit_async
 
 logger = logging.getLogger(__name__)
 

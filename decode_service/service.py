@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from decode_service.delegate import PushDelegate
 from decode_service.lease_keeper import LeaseKeeper
-from decode_service.outbox import Outboxes
 from decode_service.ports import EngineCalls, Sinks
 from decode_service.refusals import released_by_worker
-from decode_service.reservations import Reservations
+from decode_service.requests import Reservations
 from decode_service.servicer import DecodeServicer, Endpoints
 from decode_service.settings import DecodeSettings
 from decode_service.spans import DecodeSpans
+from decode_service.token_stream import Outboxes
+from decode_service.transfer_delegate import PushDelegate
 from decode_service.validation import SubmitValidator, Translate
 from kvtransfer.reservation import Failed
-from protos.v1 import common_pb2, worker_pb2
+from pdmesh.v1 import common_pb2, worker_pb2
 
 
 @dataclass(frozen=True)

@@ -8,23 +8,23 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from decode_service.outbox import Outbox, Outboxes, Stream
 from decode_service.ports import start
-from decode_service.record import Record, monotonic_ns
-from decode_service.reservations import Reservations
+from decode_service.request import Record, monotonic_ns
+from decode_service.requests import Reservations
 from decode_service.spans import DecodeSpans
+from decode_service.token_stream import Outbox, Outboxes, Stream
 from decode_service.validation import SubmitValidator, check_attach, check_id
-from engine.errors import InvalidRequest, RequestTooLarge
 from kvtransfer.reservation import Cancelled, Mode
-from protos.v1 import common_pb2, decode_pb2
-from protos.v1.decode_pb2_grpc import DecodeServiceServicer
-from runtime import log
-from runtime.errors import DeadlineExceeded, InvalidArgument, Unavailable
-from runtime.telemetry.spans import Value
-from runtime.telemetry.worker_context import SubmitContext, read_submit
+from pdmesh.engine.errors import InvalidRequest, RequestTooLarge
+from pdmesh.runtime import log
+from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from pdmesh.runtime.telemetry.spans import Value
+from pdmesh.runtime.telemetry.worker_context import SubmitContext, read_submit
+from pdmesh.v1 import common_pb2, decode_pb2
+from pdmesh.v1.decode_pb2_grpc import DecodeServiceServicer
 
 if TYPE_CHECKING:
-    from protos.v1.decode_pb2_grpc import _MaybeAsyncIterator, _ServicerContext
+    from pdmesh.v1.decode_pb2_grpc import _MaybeAsyncIterator, _ServicerContext
 
 Endpoints = Callable[[], list[common_pb2.TransferEndpoint]]
 

@@ -13,17 +13,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.outputs import RequestStarted
-from runtime.errors import MeshError
-from runtime.telemetry.problems import finish_word, problem_of
-from runtime.telemetry.propagation import SpanContext
-from runtime.telemetry.spans import Kind, Span, Value
-from runtime.telemetry.steps import StepLog, chunk_events
-from runtime.telemetry.tracing import OFF, Tracing
-from runtime.telemetry.worker_context import SubmitContext
+from pdmesh.engine.outputs import RequestStarted
+from pdmesh.runtime.errors import MeshError
+from pdmesh.runtime.telemetry.problems import finish_word, problem_of
+from pdmesh.runtime.telemetry.propagation import SpanContext
+from pdmesh.runtime.telemetry.spans import Kind, Span, Value
+from pdmesh.runtime.telemetry.steps import StepLog, chunk_events
+from pdmesh.runtime.telemetry.tracing import OFF, Tracing
+from pdmesh.runtime.telemetry.worker_context import SubmitContext
 
 if TYPE_CHECKING:
-    from decode_service.record import Record
+    from decode_service.request import Record
 
 MAX_ENDED = 64
 

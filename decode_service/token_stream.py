@@ -14,10 +14,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 
-from decode_service.record import Record, monotonic_ns
+from decode_service.request import Record, monotonic_ns
 from decode_service.settings import StreamSettings
-from protos.v1 import decode_pb2, worker_pb2
-from runtime.errors import Aborted, MeshError, Unavailable
+from pdmesh.runtime.errors import Aborted, MeshError, Unavailable
+from pdmesh.v1 import decode_pb2, worker_pb2
 
 MAX_TICK_S = 0.05
 DEFAULT_PERIOD_S = 0.1

@@ -7,18 +7,18 @@ import time
 import grpc
 
 from decode_service.ports import start
-from decode_service.record import Beginning, Handoff, Record
-from decode_service.reservations import Reservations
-from kvtransfer.delegate import PushTarget
+from decode_service.request import Beginning, Handoff, Record
+from decode_service.requests import Reservations
 from kvtransfer.errors import TransferRefused
-from kvtransfer.grant import check_epoch, check_grant, unknown_reservation
+from kvtransfer.receiver.delegate import PushTarget
+from kvtransfer.receiver.grant import check_epoch, check_grant, unknown_reservation
 from kvtransfer.reservation import AttemptFailed, Finished, InvalidTransition, Progress, PushOpened, StaleAttempt, transition
-from protos.v1 import common_pb2, transfer_pb2
-from runtime.failpoints import hit
+from pdmesh.runtime.failpoints import hit
+from pdmesh.v1 import common_pb2, transfer_pb2
 
 
 class PushDelegate:
-    """Implements `kvtransfer.delegate.ReceiverDelegate` on the table of reservations."""
+    """Implements `kvtransfer.receiver.delegate.ReceiverDelegate` on the table of reservations."""
 
     def __init__(self, reservations: Reservations, *, epoch: int, block_size: int) -> None:
         self._reservations = reservations

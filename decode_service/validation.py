@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from decode_service.deadlines import deadline_of
-from decode_service.record import Submission
-from engine.request import EngineRequest
+from decode_service.request import Submission
 from kvtransfer.reservation import Mode
-from protos.v1 import common_pb2, decode_pb2, mesh_pb2
-from runtime.errors import FailedPrecondition, InvalidArgument
+from pdmesh.engine.request import EngineRequest
+from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument
+from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MIN_PERIOD_MS, MAX_PERIOD_MS = 10, 10_000

@@ -8,7 +8,7 @@ import sys
 
 from pdmesh import errors
 from pdmesh.client import AsyncClient, Delta
-from pdmesh.client_stream import AsyncStream
+from pdmesh.client.stream import AsyncStream
 
 
 def story(client: AsyncClient) -> AsyncStream:

@@ -9,8 +9,8 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from protos import service_config
-from protos.v1 import common_pb2, mesh_pb2, mesh_pb2_grpc
+from pdmesh.client import service_config
+from pdmesh.v1 import common_pb2, mesh_pb2, mesh_pb2_grpc
 
 
 def request(resume: mesh_pb2.Resume | None = None) -> mesh_pb2.GenerateRequest:

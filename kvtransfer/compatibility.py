@@ -4,9 +4,9 @@ import grpc
 from google.protobuf.message import Message
 
 from kvtransfer.errors import Incompatible, TransferRefused
-from kvtransfer.layouts import Layout
+from kvtransfer.layout import Layout
 from kvtransfer.memory import KVMemory
-from protos.v1 import common_pb2
+from pdmesh.v1 import common_pb2
 
 PROTOCOL_VERSION = 3
 INT8_SCALE_BYTES = 4  # of a token and head

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine.kv_format import Bytes, KVFormat, Numbers
-from kvtransfer.layouts import Layout
+from kvtransfer.layout import Layout
+from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, PoolShape
-from kvtransfer.parts import Part
-from protos.v1 import common_pb2
+from pdmesh.engine.kv_cache.format import Bytes, KVFormat, Numbers
+from pdmesh.v1 import common_pb2
 
 
 def kv_format(identity: common_pb2.Identity, layout: Layout) -> KVFormat:

@@ -2,7 +2,7 @@
 
 import grpc
 
-from runtime.errors import MeshError
+from pdmesh.runtime.errors import MeshError
 
 
 class TransferRefused(MeshError):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from protos.v1 import transfer_pb2
+from pdmesh.v1 import transfer_pb2
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from kvtransfer.checksum import checksum
 from kvtransfer.errors import FrameError
-from protos.v1 import transfer_pb2
+from pdmesh.v1 import transfer_pb2
 
 MAGIC = b"PDKV"
 TLS_HANDSHAKE = b"\x16\x03"  # how a peer begins that has certificates

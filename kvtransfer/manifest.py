@@ -15,7 +15,7 @@ import grpc
 
 from kvtransfer.compatibility import refuse
 from kvtransfer.errors import TransferRefused
-from protos.v1 import transfer_pb2
+from pdmesh.v1 import transfer_pb2
 
 TARGET_PART_BYTES = 64 << 20  # copied in 3 ms; of Python a part costs each end a quarter of one
 MAX_PART_BYTES = 64 << 20

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
-    from engine.piece_copies import Piece
-    from engine.staging import Staging
+    from pdmesh.engine.kv_cache.piece_copies import Piece
+    from pdmesh.engine.kv_cache.staging import Staging
 
 
 @dataclass(frozen=True)

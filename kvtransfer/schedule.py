@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from kvtransfer.feed import Ready
-from kvtransfer.parts import TARGET_PART_BYTES, Part, cut
+from kvtransfer.manifest import TARGET_PART_BYTES, Part, cut
 
 # What a group costs the prefill that goes on meanwhile: event loops and threads of both ends take cores from it, and all its
 # threads wait for the one that was interrupted.

@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.kv_format import Bytes
 from kvtransfer.conversion import Conversion
 from kvtransfer.conversion import Staging as HostStaging
+from kvtransfer.manifest import Part, cut
 from kvtransfer.memory import KVMemory, PoolShape
-from kvtransfer.parts import Part, cut
 from kvtransfer.pieces import Door, Lent
 from kvtransfer.stream import Stream
 from kvtransfer.waiting import all_settled, settled
+from pdmesh.engine.kv_cache.format import Bytes
 
 if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
-    from engine.piece_copies import Piece
-    from engine.shown_pool import ShownPool
-    from engine.staging import Marks, Staging
-    from engine.streams import Mark
+    from pdmesh.engine.kv_cache.ipc_pool import ShownPool
+    from pdmesh.engine.kv_cache.piece_copies import Piece
+    from pdmesh.engine.kv_cache.staging import Marks, Staging
+    from pdmesh.engine.kv_cache.streams import Mark
 
 
 class StagedMemory:

@@ -20,7 +20,7 @@ from kvtransfer.checksum import extend_over
 from kvtransfer.errors import FrameError, PeerClosed
 from kvtransfer.native.cursor import NativeCursor
 from kvtransfer.native.library import native
-from protos.v1 import transfer_pb2
+from pdmesh.v1 import transfer_pb2
 
 TURN_MS = 100
 POLL_MS = 10

@@ -1,6 +1,6 @@
 """Words without a flag on a command line: `pdmesh generate "Once upon a time" --max-tokens 20`.
 
-Options are frozen dataclasses that `runtime.config` loads. A field with metadata {"positional": True} may also be given as bare
+Options are frozen dataclasses that `pdmesh.runtime.config` loads. A field with metadata {"positional": True} may also be given as bare
 words, in the order of the fields; the last of them takes all words that are left, as one text or, if it is a tuple, one by one.
 """
 
@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TypeVar, get_origin, get_type_hints
 
-from runtime.config import ENV_PREFIX, load
-from runtime.config_options import options_of
+from pdmesh.runtime.config import ENV_PREFIX, load
+from pdmesh.runtime.config_options import options_of
 
 T = TypeVar("T")
 

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["plan"]:
         # It simulates, compiled where that was done; to be said before its modules are imported.
-        importlib.import_module("simulator.compiled").use()
+        importlib.import_module("pdmesh.simulator.compiled").use()
     sys.exit(run(argv))
 
 

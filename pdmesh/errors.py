@@ -1,4 +1,4 @@
-"""Errors of the client library. They are the mesh's own (`runtime.errors`), under the names that a caller looks for.
+"""Errors of the client library. They are the mesh's own (`pdmesh.runtime.errors`), under the names that a caller looks for.
 
     try:
         client.generate("…", temperature=-1)
@@ -17,8 +17,8 @@ from typing import cast
 import grpc
 import grpc.aio
 
-from runtime import errors as mesh_errors
-from runtime.errors import (
+from pdmesh.runtime import errors as mesh_errors
+from pdmesh.runtime.errors import (
     Aborted,
     Cancelled,
     DeadlineExceeded,
@@ -30,7 +30,7 @@ from runtime.errors import (
     Unavailable,
     Unimplemented,
 )
-from runtime.errors import ResourceExhausted as Overloaded
+from pdmesh.runtime.errors import ResourceExhausted as Overloaded
 
 __all__ = [
     "Aborted",

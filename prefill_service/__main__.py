@@ -1,6 +1,6 @@
 """`python -m prefill_service`: a worker with one role."""
 
-from worker.main import prefill_main
+from pdmesh.worker.main import prefill_main
 
 if __name__ == "__main__":
     prefill_main()

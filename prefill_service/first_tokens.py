@@ -6,8 +6,8 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from engine.outputs import FinishReason, PrefillTiming, RequestStarted, SequenceUpdate, TokenLogprobs
-from protos.v1 import common_pb2, prefill_pb2, transfer_pb2
+from pdmesh.engine.outputs import FinishReason, PrefillTiming, RequestStarted, SequenceUpdate, TokenLogprobs
+from pdmesh.v1 import common_pb2, prefill_pb2, transfer_pb2
 
 _FINISH_REASONS: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,

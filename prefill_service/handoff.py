@@ -12,19 +12,19 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
 
-from engine.engine import Engine
-from engine.outputs import KVReady
-from engine.request import EngineRequest
 from kvtransfer.errors import PushFailed, code_number
 from kvtransfer.feed import Ending, FirstTokensDrawn, KVFeed, NothingToDecode, Ready
-from kvtransfer.push import PushJob, PushResult
-from kvtransfer.sender import Sender
+from kvtransfer.sender.push_part import PushJob, PushResult
+from kvtransfer.sender.sender import Sender
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.outputs import KVReady
+from pdmesh.engine.request import EngineRequest
+from pdmesh.runtime.errors import DeadlineExceeded, ResourceExhausted
+from pdmesh.runtime.failpoints import hit_async
+from pdmesh.v1 import common_pb2, prefill_pb2
 from prefill_service.first_tokens import FirstTokens, FirstTokensSink
 from prefill_service.ports import EngineCalls, Sinks
 from prefill_service.spans import NO_SPANS, Spans
-from protos.v1 import common_pb2, prefill_pb2
-from runtime.errors import DeadlineExceeded, ResourceExhausted
-from runtime.failpoints import hit_async
 
 RETRY_DELAY_S = 0.1
 STUCK_S = 0.5  # between two looks at an engine that may have stopped

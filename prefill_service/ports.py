@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from engine.engine import Engine
-from engine.outputs import KVReady, RequestStarted, SequenceUpdate
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.outputs import KVReady, RequestStarted, SequenceUpdate
 
 T = TypeVar("T")
 
 
 class EngineCalls(Protocol):
-    """The engine's thread (`engine.loop.EngineLoop`)."""
+    """The engine's thread (`pdmesh.engine.loop.EngineLoop`)."""
 
     async def call(self, fn: Callable[[Engine], T]) -> T:
         """Runs `fn` between two steps."""
@@ -27,7 +27,7 @@ class Sink(Protocol):
 
 
 class Sinks(Protocol):
-    """The engine's results by engine request id (`worker.dispatch.Dispatcher`)."""
+    """The engine's results by engine request id (`pdmesh.worker.step_dispatcher.Dispatcher`)."""
 
     def add(self, engine_id: str, sink: Sink, on_ready: Callable[[KVReady], None] | None = None) -> None: ...
 

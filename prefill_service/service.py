@@ -11,19 +11,19 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from engine.errors import InvalidRequest, RequestTooLarge
+from pdmesh.engine.errors import InvalidRequest, RequestTooLarge
+from pdmesh.runtime import log
+from pdmesh.runtime.errors import InvalidArgument
+from pdmesh.runtime.telemetry.steps import StepLog
+from pdmesh.runtime.telemetry.tracing import OFF, Tracing
+from pdmesh.v1 import prefill_pb2
+from pdmesh.v1.prefill_pb2_grpc import PrefillServiceServicer
 from prefill_service.handoff import Handoff, HandoffTools
 from prefill_service.spans import Spans, open_spans
 from prefill_service.validation import PrefillValidator
-from protos.v1 import prefill_pb2
-from protos.v1.prefill_pb2_grpc import PrefillServiceServicer
-from runtime import log
-from runtime.errors import InvalidArgument
-from runtime.telemetry.steps import StepLog
-from runtime.telemetry.tracing import OFF, Tracing
 
 if TYPE_CHECKING:
-    from protos.v1.prefill_pb2_grpc import _ServicerContext
+    from pdmesh.v1.prefill_pb2_grpc import _ServicerContext
 
 
 class PrefillServicer(PrefillServiceServicer):

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtransfer.push import PartMoved
-from runtime.telemetry.problems import is_departure, problem_of
-from runtime.telemetry.propagation import SpanContext
-from runtime.telemetry.spans import Kind, Value
-from runtime.telemetry.steps import StepLog, chunk_events
-from runtime.telemetry.tracing import Tracing
+from kvtransfer.sender.push_part import PartMoved
+from pdmesh.runtime.telemetry.problems import is_departure, problem_of
+from pdmesh.runtime.telemetry.propagation import SpanContext
+from pdmesh.runtime.telemetry.spans import Kind, Value
+from pdmesh.runtime.telemetry.steps import StepLog, chunk_events
+from pdmesh.runtime.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:
     from prefill_service.first_tokens import FirstTokens

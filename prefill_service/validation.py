@@ -6,11 +6,11 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from engine.request import EngineRequest
 from kvtransfer.compatibility import check_identity, check_layout
+from pdmesh.engine.request import EngineRequest
+from pdmesh.runtime.errors import InvalidArgument
+from pdmesh.v1 import common_pb2, prefill_pb2
 from prefill_service.handoff import Assignment, named
-from protos.v1 import common_pb2, prefill_pb2
-from runtime.errors import InvalidArgument
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from runtime.telemetry.config import TelemetryConfig
-from runtime.tls import TlsConfig
+from pdmesh.runtime.rpc.tls import TlsConfig
+from pdmesh.runtime.telemetry.config import TelemetryConfig
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]+):[0-9]{1,5}")

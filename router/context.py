@@ -5,31 +5,31 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from planning.objectives import ModelObjective
-from router.admission import Admission
+from pdmesh.planning.objectives import ModelObjective
+from pdmesh.runtime.identity import new_epoch
+from pdmesh.runtime.telemetry.tracing import OFF, Tracing
 from router.background import Background
 from router.config import RouterConfig
-from router.decisions import Decisions
-from router.fleet import Fleet
-from router.forecast import Forecaster
-from router.gate import Gate
-from router.hedge import HedgeLimits, Hedging
-from router.judge import Judge
-from router.metrics import RequestMetrics
-from router.migration import Movable
-from router.other_policies import PreferencePolicy, preference
-from router.output_lengths import OutputLengths
-from router.overheads import Overheads
-from router.places import AdmissionSettings
-from router.policy import Policy, PredictPolicy
-from router.prefix_index import PrefixIndex
-from router.room_line import RoomLine
-from router.served_model import ServedModel
-from router.tenant_limits import TenantBook
+from router.fleet.hedging import HedgeLimits, Hedging
+from router.fleet.judge import Judge
+from router.fleet.migration import Movable
+from router.fleet.registry import Fleet
+from router.flow_control.capacity import AdmissionSettings
+from router.flow_control.controller import Admission
+from router.flow_control.forecast import Forecaster
+from router.flow_control.gate import Gate
+from router.flow_control.tenant_limits import TenantBook
+from router.kv_index.index import PrefixIndex
+from router.lifecycle.capacity_queue import RoomLine
+from router.routing.cost_policy import Policy, PredictPolicy
+from router.routing.decisions import Decisions
+from router.routing.output_lengths import OutputLengths
+from router.routing.overheads import Overheads
+from router.routing.policies.single_signal import PreferencePolicy, preference
+from router.telemetry.metrics import RequestMetrics
+from router.telemetry.traffic import Traffic
+from router.tokenization.served_model import ServedModel
 from router.trace_keeper import TraceKeeper
-from router.traffic import Traffic
-from runtime.identity import new_epoch
-from runtime.telemetry.tracing import OFF, Tracing
 
 
 @dataclass(eq=False)

@@ -7,40 +7,42 @@ import os
 import secrets
 import sys
 
-from planning import objectives
-from protos.inference import grpc_service_pb2_grpc
-from protos.v1 import mesh_pb2_grpc
-from protos.vllm import vllm_engine_pb2_grpc
-from router import key_store, processes, served_model
-from router.callers import KeyInterceptor
+from pdmesh.planning import objectives
+from pdmesh.runtime import config as configuration
+from pdmesh.runtime import log, process
+from pdmesh.runtime.registry.block_stream import BlockStream
+from pdmesh.runtime.registry.registry import Registry
+from pdmesh.runtime.rpc.channel import Channels
+from pdmesh.runtime.rpc.server import Callers, ConnectionLimits, GrpcServer
+from pdmesh.runtime.rpc.tls import open_tls
+from pdmesh.runtime.telemetry.metrics import open_metrics
+from pdmesh.runtime.telemetry.resource import resource_of
+from pdmesh.runtime.telemetry.tracing import open_tracing
+from pdmesh.third_party.kserve import grpc_service_pb2_grpc
+from pdmesh.third_party.vllm import vllm_engine_pb2_grpc
+from pdmesh.v1 import mesh_pb2_grpc
+from router import processes
+from router.api.frontend import Frontend
+from router.api.kserve.service import SERVICE_NAME as KSERVE
+from router.api.kserve.service import InferenceService
+from router.api.openai.gateway import open_gateway
+from router.api.service import MeshService
+from router.api.vllm.service import SERVICE_NAME as VLLM_ENGINE
+from router.api.vllm.service import VllmEngineService
+from router.auth import key_store
+from router.auth.identity import KeyInterceptor
+from router.auth.tenants import Tenants
 from router.config import RouterConfig
-from router.core import Core
-from router.decode_link import LinkSettings
-from router.fleet import Fleet
-from router.forecaster import PolicyForecaster
-from router.frontend import Frontend
-from router.kserve.service import SERVICE_NAME as KSERVE
-from router.kserve.service import InferenceService
-from router.metrics_status import StatusReader
-from router.migration import Mover
-from router.openai.gateway import open_gateway
-from router.prefix_follower import PrefixFollower
-from router.rebalance import Rebalancer
-from router.service import MeshService
-from router.shared_state import SharedState
-from router.tenants import Tenants
-from router.vllm_engine.service import SERVICE_NAME as VLLM_ENGINE
-from router.vllm_engine.service import VllmEngineService
-from runtime import config as configuration
-from runtime import log, process
-from runtime.block_stream import BlockStream
-from runtime.channel import Channels
-from runtime.registry import Registry
-from runtime.server import Callers, ConnectionLimits, GrpcServer
-from runtime.telemetry.metrics import open_metrics
-from runtime.telemetry.resource import resource_of
-from runtime.telemetry.tracing import open_tracing
-from runtime.tls import open_tls
+from router.context import Core
+from router.fleet.decode_stream import LinkSettings
+from router.fleet.migration import Mover
+from router.fleet.rebalance import Rebalancer
+from router.fleet.registry import Fleet
+from router.fleet.shared_state import SharedState
+from router.flow_control.ttft_predictor import PolicyForecaster
+from router.kv_index.subscriber import PrefixFollower
+from router.telemetry.fleet_metrics import StatusReader
+from router.tokenization import served_model
 
 SERVICE_NAME = "pdmesh.v1.Mesh"
 BACKGROUND_GRACE_S = 3.0

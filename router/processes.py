@@ -18,12 +18,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
+from pdmesh.runtime import ports
+from pdmesh.runtime.child import ManagedProcess, StartFailed
+from pdmesh.runtime.config import ConfigError, to_env
+from pdmesh.runtime.process import Lifecycle
+from pdmesh.runtime.telemetry.config import TelemetryConfig
 from router.config import RouterConfig
-from runtime import ports
-from runtime.child import ManagedProcess, StartFailed
-from runtime.config import ConfigError, to_env
-from runtime.process import Lifecycle
-from runtime.telemetry.config import TelemetryConfig
 
 START_TIMEOUT_S = 120.0
 FIRST_BACKOFF_S = 0.2

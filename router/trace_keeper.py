@@ -13,7 +13,7 @@ import grpc.aio
 from router.background import Background
 
 if TYPE_CHECKING:
-    from router.worker import Worker
+    from router.fleet.worker import Worker
 
 GATHER_S = 0.2
 CALL_TIMEOUT_S = 1.0

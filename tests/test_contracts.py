@@ -7,14 +7,14 @@ import pytest
 
 TORCH_FREE = [
     "router.main",
-    "simulator.main",
-    "autoscaler.policy",
-    "text.tokenizer",
-    "text.choice_text",
+    "pdmesh.simulator.main",
+    "pdmesh.autoscaler.policy.policy",
+    "pdmesh.text.tokenizer",
+    "pdmesh.text.choice_text",
     "pdmesh.client",
     "pdmesh.console.main",
-    "runtime.server",
-    "runtime.registry",
+    "pdmesh.runtime.rpc.server",
+    "pdmesh.runtime.registry.registry",
 ]
 HEAVY = ["torch", "transformers", "engine"]
 

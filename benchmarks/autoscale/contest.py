@@ -7,19 +7,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from autoscaler.collect_counts import Counts
-from autoscaler.collect_traffic import lengths_of
-from autoscaler.settings import AutoscalerSettings
-from autoscaler.views import PoolName
 from benchmarks.autoscale.dynamo import DynamoPlanner, DynamoSettings, Interval
 from benchmarks.autoscale.rivals import Hpa, HpaSettings
 from benchmarks.autoscale.scenario import Scenario
-from planning.capacity_load import Limits, Worker
-from planning.durations import middle_s
-from simulator.autoscaling import Autoscaled, Moment, OwnScaler, Scaler, Seen, Wanted, goals_of, reversals
-from simulator.results import Results, Window
-from simulator.traces import Arrival
-from simulator.worker_spec import WorkerSpec
+from pdmesh.autoscaler.collect.collect_counts import Counts
+from pdmesh.autoscaler.collect.traffic import lengths_of
+from pdmesh.autoscaler.settings import AutoscalerSettings
+from pdmesh.autoscaler.views import PoolName
+from pdmesh.planning.capacity_load import Limits, Worker
+from pdmesh.planning.duration_histogram import middle_s
+from pdmesh.simulator.arrivals import Arrival
+from pdmesh.simulator.autoscaling import Autoscaled, Moment, OwnScaler, Scaler, Seen, Wanted, goals_of, reversals
+from pdmesh.simulator.results import Results, Window
+from pdmesh.simulator.workers.spec import WorkerSpec
 
 POOLS = (PoolName.PREFILL, PoolName.DECODE)
 WINDOW_S = 60.0

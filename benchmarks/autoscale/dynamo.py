@@ -13,9 +13,9 @@ more or less each interval, marked experimental) and its other predictors (ARIMA
 import math
 from dataclasses import dataclass, replace
 
-from planning.capacity_load import Goals, Lengths, Worker
-from planning.capacity_steps import largest_batch, step_s
-from planning.prompt_times import times_alone
+from pdmesh.planning.capacity_load import Goals, Lengths, Worker
+from pdmesh.planning.capacity_steps import largest_batch, step_s
+from pdmesh.planning.prompt_times import times_alone
 
 
 @dataclass(frozen=True)

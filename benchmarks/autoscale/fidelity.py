@@ -23,9 +23,9 @@ from benchmarks.autoscale.options import Options
 from benchmarks.harness import Figure, say
 from benchmarks.router.meshes import MESH, SEPARATED, Running, Shape
 from benchmarks.router.options import Kept
-from router.places import AdmissionSettings
-from simulator.settings import MeshSettings
-from simulator.traces import Arrival
+from pdmesh.simulator.arrivals import Arrival
+from pdmesh.simulator.settings import MeshSettings
+from router.flow_control.capacity import AdmissionSettings
 
 SHAPES = (SEPARATED, MESH)
 LOAD = 0.6

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmarks.autoscale.fidelity_runs import Passage, Run, SeenWorker
-from planning.latency_model import LatencyModel, Work
-from simulator.settings import HandOff
+from pdmesh.planning.latency_model import LatencyModel, Work
+from pdmesh.simulator.settings import HandOff
 
 LONGEST_BETWEEN_S = 0.02
 """What is longer was no pause between two steps: nothing was to be done."""
@@ -25,7 +25,7 @@ LASTS_S = (0.005, 5.0)
 
 @dataclass(frozen=True)
 class Calibration:
-    """Seconds, but for `noise`: as `simulator.settings.MeshSettings` and `simulator.worker_spec.WorkerSpec` have them."""
+    """Seconds, but for `noise`: as `pdmesh.simulator.settings.MeshSettings` and `pdmesh.simulator.workers.spec.WorkerSpec` have them."""
 
     router_s: float
     call_s: float
@@ -103,7 +103,7 @@ def _centred(values: Iterable[float]) -> list[float]:
 
 
 def _lasts_s(left: float, seconds: float) -> float:
-    """The time constant with which so much of the variance is left after so long: the formula of `simulator.course.StepTimes`."""
+    """The time constant with which so much of the variance is left after so long: the formula of `pdmesh.simulator.workers.batch.StepTimes`."""
     low, high = LASTS_S
     for _ in range(60):
         middle = math.sqrt(low * high)

@@ -17,16 +17,16 @@ from benchmarks.harness import say
 from benchmarks.router import options as router_options
 from benchmarks.router.meshes import Running, Shape, asking
 from benchmarks.router.windows import call
-from pdmesh.client import AsyncClient
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import ProcessPlan
-from pdmesh.loadtest.grpc_target import GrpcSettings, GrpcTarget
+from pdmesh.client.client import AsyncClient
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import ProcessPlan
 from pdmesh.loadtest.objectives import Objectives
 from pdmesh.loadtest.record import Outcome, Record
 from pdmesh.loadtest.runner import Runner, RunSettings
+from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
 from pdmesh.loadtest.workload import PlannedSession, PlannedTurn, Segment, TrafficClass
-from protos.v1 import mesh_pb2, worker_pb2
-from simulator.traces import Arrival
+from pdmesh.simulator.arrivals import Arrival
+from pdmesh.v1 import mesh_pb2, worker_pb2
 
 TTFT_MS, TPOT_MS = 3000, 60
 LOOK_PERIOD_S = 0.5

@@ -8,10 +8,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from planning.latency_model import LatencyModel
-from simulator import shaping
-from simulator.traces import Arrival, log_normal, poisson, read_azure
-from simulator.worker_spec import KNOWN_STEPS, WorkerSpec
+from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.simulator import shaping
+from pdmesh.simulator.arrivals import Arrival, log_normal, poisson, read_azure
+from pdmesh.simulator.workers.spec import KNOWN_STEPS, WorkerSpec
 
 TRACE = "AzureLLMInferenceTrace_conv.csv"
 INPUT_SCALE, OUTPUT_SCALE = 0.05, 0.25
@@ -49,7 +49,7 @@ class Passage:
 @dataclass(frozen=True)
 class SeenWorker:
     """A worker: its roles and sizes, and each latency model that it reported while requests were counted: the five prices of
-    `simulator.worker_spec.PRICES`, the errors with and without prompts, and the steps it was fitted to. `steps`: see
+    `pdmesh.simulator.workers.spec.PRICES`, the errors with and without prompts, and the steps it was fitted to. `steps`: see
     `logged_worker.py`."""
 
     name: str

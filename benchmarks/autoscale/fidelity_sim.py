@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from benchmarks.autoscale.fidelity_calibration import Calibration
 from benchmarks.autoscale.fidelity_runs import Passage, Run
-from planning.objectives import ModelObjective
-from simulator.ledger import MODEL
-from simulator.mesh import Mesh
-from simulator.request import End, Request
-from simulator.settings import MeshSettings
-from simulator.traces import Arrival
+from pdmesh.planning.objectives import ModelObjective
+from pdmesh.simulator.arrivals import Arrival
+from pdmesh.simulator.mesh import Mesh
+from pdmesh.simulator.request import End, Request
+from pdmesh.simulator.routers.ledger import MODEL
+from pdmesh.simulator.settings import MeshSettings
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Audience:
         """Nothing is known yet."""
 
     def ended(self, request: Request, end: End, now: float) -> None:
-        """As `simulator.mesh.Audience` says. Raises ValueError for one that was lost: nobody dies here."""
+        """As `pdmesh.simulator.mesh.Audience` says. Raises ValueError for one that was lost: nobody dies here."""
         if request.arrival.at_s < self.from_s:
             return
         if end is End.LOST:

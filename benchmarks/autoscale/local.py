@@ -13,21 +13,21 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autoscaler.loop import Loop
-from autoscaler.loop_history import Entry
 from benchmarks.autoscale.local_report import Sample, Story, page
 from benchmarks.autoscale.options import MODEL, Options
 from benchmarks.harness import PLAIN_FLAGS, Figure, say
+from pdmesh.autoscaler.loop import Loop
+from pdmesh.autoscaler.loop_history import Entry
 from pdmesh.commands.up_autoscale import AutoscaleOptions, local_loop, scaled
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
 from pdmesh.loadtest import arrivals
-from pdmesh.loadtest.grpc_target import GrpcSettings, GrpcTarget
 from pdmesh.loadtest.lengths import fixed
 from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
 from pdmesh.loadtest.record import Outcome
 from pdmesh.loadtest.runner import Runner, RunSettings
 from pdmesh.loadtest.stats import Window, summarise
+from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
 from pdmesh.loadtest.workload import PlannedSession, PlannedTurn, Segment, TrafficClass
 
 SCALING = AutoscaleOptions(

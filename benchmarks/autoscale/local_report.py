@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from autoscaler.loop_history import Entry
-from pdmesh.loadtest.charts import Axis, Line, Mark, Point, linear, lines_chart
+from pdmesh.autoscaler.loop_history import Entry
 from pdmesh.loadtest.objectives import ObjectiveBook
 from pdmesh.loadtest.record import Record
-from pdmesh.loadtest.report_html import document
-from pdmesh.loadtest.report_parts import section, table
+from pdmesh.loadtest.reports.charts import Axis, Line, Mark, Point, linear, lines_chart
+from pdmesh.loadtest.reports.html import document
+from pdmesh.loadtest.reports.report_parts import section, table
 from pdmesh.loadtest.stats import Window, summarise
 from pdmesh.loadtest.timeline import timeline
 

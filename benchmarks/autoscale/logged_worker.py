@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from engine.outputs import StepResult
-from worker.latency import StepWatch
-from worker.main import main
+from pdmesh.engine.outputs import StepResult
+from pdmesh.worker.latency import StepWatch
+from pdmesh.worker.main import main
 
 Step = tuple[float, ...]
 

@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 
 from benchmarks.harness import say
-from pdmesh.model_cache import cache_folder
-from pdmesh.models import ensure_model
+from pdmesh.models.model_cache import cache_folder
+from pdmesh.models.registry import ensure_model
 
 MODEL = "smollm2-135m-instruct"
 """Of the parts that run real workers."""

@@ -18,13 +18,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autoscaler.views import PoolName
 from benchmarks.autoscale.contest import POOLS, WINDOW_S, Outcome, worker_of
 from benchmarks.autoscale.scenario import Scenario
-from planning import capacity_steps as steps
-from planning.capacity_load import Lengths
-from simulator.autoscaling import Seen, Wanted, goals_of
-from simulator.traces import Arrival
+from pdmesh.autoscaler.views import PoolName
+from pdmesh.planning import capacity_steps as steps
+from pdmesh.planning.capacity_load import Lengths
+from pdmesh.simulator.arrivals import Arrival
+from pdmesh.simulator.autoscaling import Seen, Wanted, goals_of
 
 Schedule = dict[PoolName, list[int]]
 Evaluate = Callable[[Schedule], Outcome]

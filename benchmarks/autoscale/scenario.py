@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 
-from autoscaler.views import PoolName
 from benchmarks.harness import say
-from planning.latency_model import LatencyModel
-from planning.objectives import ModelObjective
-from router.places import AdmissionSettings
-from simulator import shaping
-from simulator.ledger import MODEL
-from simulator.settings import HandOff, MeshSettings
-from simulator.traces import READERS, Arrival, log_normal, poisson
-from simulator.worker_spec import KNOWN_STEPS, WorkerSpec
+from pdmesh.autoscaler.views import PoolName
+from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.planning.objectives import ModelObjective
+from pdmesh.simulator import shaping
+from pdmesh.simulator.arrivals import READERS, Arrival, log_normal, poisson
+from pdmesh.simulator.routers.ledger import MODEL
+from pdmesh.simulator.settings import HandOff, MeshSettings
+from pdmesh.simulator.workers.spec import KNOWN_STEPS, WorkerSpec
+from router.flow_control.capacity import AdmissionSettings
 
 FOUR_L4 = WorkerSpec(
     LatencyModel(0.0735, 7.2e-4, 1.35e-8, 1e-4, 1.7e-7, num_steps=KNOWN_STEPS),

@@ -13,15 +13,15 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoscaler.views import PoolName
 from benchmarks.autoscale import oracle
 from benchmarks.autoscale.contest import COOL_DOWN_S, POOLS, WINDOW_S, Outcome, dynamo, fixed, hpa_cpu, hpa_queue, own, play
 from benchmarks.autoscale.options import Options
 from benchmarks.autoscale.scenario import PUBLISHED, SCENARIOS, Scenario, quick
 from benchmarks.harness import Figure, say
-from simulator import compiled
-from simulator.autoscaling_page import Shown, page
-from simulator.traces import Arrival
+from pdmesh.autoscaler.views import PoolName
+from pdmesh.simulator import compiled
+from pdmesh.simulator.arrivals import Arrival
+from pdmesh.simulator.autoscaling_page import Shown, page
 
 OURS, ORACLE = "pdmesh", "oracle"
 RIVALS = {

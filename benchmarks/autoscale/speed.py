@@ -1,5 +1,5 @@
 """How many requests a second one core simulates, of a large mesh with the real router and the autoscaler on it: compiled, where
-that was done (`python -m simulator.compiled`), and interpreted; and whether both simulate the same.
+that was done (`python -m pdmesh.simulator.compiled`), and interpreted; and whether both simulate the same.
 
 Each run has a process to itself, which says before anything is imported whether it uses what is compiled.
 """
@@ -13,21 +13,21 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 
-from autoscaler.settings import AutoscalerSettings, PoolSettings
-from autoscaler.views import PoolName
 from benchmarks.autoscale.options import Options
 from benchmarks.harness import Figure, say
-from planning.latency_model import LatencyModel
-from planning.objectives import ModelObjective
-from router.places import AdmissionSettings
-from simulator import compiled
-from simulator.autoscaling import Autoscaled, OwnScaler, goals_of
-from simulator.ledger import MODEL
-from simulator.request import End, Request
-from simulator.results import Results
-from simulator.settings import MeshSettings
-from simulator.traces import log_normal, poisson
-from simulator.worker_spec import KNOWN_STEPS, WorkerSpec
+from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
+from pdmesh.autoscaler.views import PoolName
+from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.planning.objectives import ModelObjective
+from pdmesh.simulator import compiled
+from pdmesh.simulator.arrivals import log_normal, poisson
+from pdmesh.simulator.autoscaling import Autoscaled, OwnScaler, goals_of
+from pdmesh.simulator.request import End, Request
+from pdmesh.simulator.results import Results
+from pdmesh.simulator.routers.ledger import MODEL
+from pdmesh.simulator.settings import MeshSettings
+from pdmesh.simulator.workers.spec import KNOWN_STEPS, WorkerSpec
+from router.flow_control.capacity import AdmissionSettings
 
 GOAL = 1_000_000 / 300
 SPEC = WorkerSpec(
@@ -72,7 +72,7 @@ def figures(options: Options) -> list[Figure]:
         Figure(f"{name}: interpreted", large.num_requests / 5 / slow.took_s, "requests/s", "higher"),
     ]
     if not fast.is_compiled:
-        say("nothing is compiled, so nothing is compared: python -m simulator.compiled")
+        say("nothing is compiled, so nothing is compared: python -m pdmesh.simulator.compiled")
         return speeds
     # Too few workers: requests wait, a third is refused, and after a minute pods come.
     tight = Load(int(options.pick(18_000, 2_000)), 250.0, 16, max_inflight=400)

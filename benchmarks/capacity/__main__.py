@@ -23,11 +23,11 @@ from benchmarks.capacity.processes import watched_shared_memory
 from benchmarks.capacity.systems import MODEL, SYSTEMS, System
 from benchmarks.harness import RESULTS, say, write
 from benchmarks.peers.environments import PeerError
-from pdmesh.loadtest import report_text
 from pdmesh.loadtest import result as results
 from pdmesh.loadtest.measure import search_capacity, trial_of, window_at
-from pdmesh.model_cache import cache_folder
-from pdmesh.model_catalogue import ModelError
+from pdmesh.loadtest.reports import text
+from pdmesh.models.catalogue import ModelError
+from pdmesh.models.model_cache import cache_folder
 
 PAGE = RESULTS.parent.parent / "docs" / "reports" / "capacity.html"
 
@@ -39,7 +39,7 @@ async def search(system: System, plan: Plan, folder: Path) -> Outcome:
             probes.run,
             plan.measurement(system.name, MODEL),
             (plan.search,),
-            lambda trial: say(f"{system.name}: {report_text.trial_line(trial)}"),
+            lambda trial: say(f"{system.name}: {text.trial_line(trial)}"),
         )
         if found.interrupted:
             raise asyncio.CancelledError
@@ -63,7 +63,7 @@ async def _again(outcome: Outcome, probes: Probes, rate: float, *, show: bool) -
     if measured.interrupted:
         raise asyncio.CancelledError
     trial = trial_of(rate, measured)
-    say(f"{outcome.system.name}: asked again: {report_text.trial_line(trial)}")
+    say(f"{outcome.system.name}: asked again: {text.trial_line(trial)}")
     return replace(outcome, trials=(*outcome.trials, trial), shown=measured if show else outcome.shown)
 
 

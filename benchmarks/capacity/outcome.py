@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from benchmarks.capacity.plan import MAX_INPUT_TOKENS, OUTPUT_TOKENS, TRAFFIC, Plan
 from benchmarks.capacity.systems import System
 from benchmarks.harness import Figure, this_machine
-from pdmesh.loadtest import report_compare
 from pdmesh.loadtest.capacity import Capacity, Trial, found
-from pdmesh.loadtest.report_compare import Facts
+from pdmesh.loadtest.reports import comparison
+from pdmesh.loadtest.reports.comparison import Facts
 from pdmesh.loadtest.result import Result
 
 # What was asked of the mesh: times its peer's capacity.
@@ -129,4 +129,4 @@ def page(outcomes: Sequence[Outcome], absent: Mapping[str, str], command: str) -
         Facts("The machine", [(name, str(value)) for name, value in machine.items()]),
     ]
     results = {outcome.system.name: outcome.result for outcome in outcomes}
-    return report_compare.page(results, "Capacity of four systems on one machine", facts)
+    return comparison.page(results, "Capacity of four systems on one machine", facts)

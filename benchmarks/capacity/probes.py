@@ -20,9 +20,9 @@ from pdmesh.loadtest.progress import Progress
 from pdmesh.loadtest.record import Outcome
 from pdmesh.loadtest.result import Result
 from pdmesh.loadtest.runner import RunSettings
-from pdmesh.loadtest.target import Ask, Said, Target, TargetError, Tokens
+from pdmesh.loadtest.targets.target import Ask, Said, Target, TargetError, Tokens
 from pdmesh.loadtest.workload import Arrivals, Segment, TrafficClass
-from runtime.child import StartFailed
+from pdmesh.runtime.child import StartFailed
 
 # Before anything counts: as many requests as fill the system's batches, whatever it compiles for them.
 WARM_UP_RATE, WARM_UP_S, WARM_UP_TIMEOUT_S = 1.0, 12.0, 60.0

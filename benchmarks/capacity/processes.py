@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from benchmarks.capacity import keeper
 from benchmarks.harness import say
 from benchmarks.peers.environments import PeerError, last_line, peers_folder
-from runtime.child import ChildProcess
+from pdmesh.runtime.child import ChildProcess
 
 START_TIMEOUT_S = 600.0
 _POLL_S, _HEARTBEAT_S = 0.5, 20.0

@@ -15,12 +15,12 @@ from benchmarks.harness import PLAIN_FLAGS, say
 from benchmarks.peers.catalogue import TORCH, VLLM, Environment
 from benchmarks.peers.environments import child_environment, ensure_environment, peers_folder
 from benchmarks.peers.weights import ensure_weights
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
-from pdmesh.loadtest.grpc_target import GrpcSettings, GrpcTarget
-from pdmesh.loadtest.openai_target import OpenAiSettings, OpenAiTarget
-from pdmesh.loadtest.target import Target
-from pdmesh.models import ensure_model
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
+from pdmesh.loadtest.targets.openai import OpenAiSettings, OpenAiTarget
+from pdmesh.loadtest.targets.target import Target
+from pdmesh.models.registry import ensure_model
 
 MODEL, MAX_CONTEXT = "smollm2-135m-instruct", 2048
 SMG_VLLM = Environment(

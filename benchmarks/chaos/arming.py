@@ -1,11 +1,11 @@
-"""Failpoints of a process that runs: armed and disarmed through the file that it watches (`runtime.failpoints`)."""
+"""Failpoints of a process that runs: armed and disarmed through the file that it watches (`pdmesh.runtime.failpoints`)."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
-from runtime.failpoints import FILE_VARIABLE, HIT_SUFFIX
+from pdmesh.runtime.failpoints import FILE_VARIABLE, HIT_SUFFIX
 
 _POLL_PERIOD_S = 0.004
 
@@ -25,7 +25,7 @@ class Arming:
         return {FILE_VARIABLE: str(self._file)}
 
     def arm(self, name: str, action: str) -> None:
-        """`name` does `action` (as `runtime.failpoints` reads it) from now on."""
+        """`name` does `action` (as `pdmesh.runtime.failpoints` reads it) from now on."""
         self._hits_before[name] = self._count(name)
         self._armed[name] = action
         self._write()

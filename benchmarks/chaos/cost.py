@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.harness import PLAIN_FLAGS, Figure, say
-from pdmesh.client import AsyncClient
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan
+from pdmesh.client.client import AsyncClient
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
 
 MAX_COST = 2.0  # %
 NUM_PAIRS, NUM_WAVES = 7, 4
@@ -80,5 +80,5 @@ def _mesh(model: Path, *, protected: bool) -> LocalMesh:
 def _without_checksums(plan: ProcessPlan) -> ProcessPlan:
     if not plan.is_worker:
         return plan
-    at = plan.argv.index("worker")
+    at = plan.argv.index("pdmesh.worker")
     return replace(plan, argv=(*plan.argv[:at], "benchmarks.chaos.unprotected", *plan.argv[at + 1 :]))

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Sequence
 from benchmarks.chaos.jobs import Job
 from benchmarks.chaos.tally import Tally
 from benchmarks.chaos.verify import Answer
-from pdmesh.client import AsyncClient, Completed, Delta
-from pdmesh.client_stream import AsyncStream
-from pdmesh.client_types import GenerateOptions
+from pdmesh.client.client import AsyncClient, Completed, Delta
+from pdmesh.client.stream import AsyncStream
+from pdmesh.client.types import GenerateOptions
 from pdmesh.errors import MeshError
 
 REQUEST_TIMEOUT_S = 90.0

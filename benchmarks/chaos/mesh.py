@@ -15,11 +15,11 @@ from benchmarks.chaos.link import Link
 from benchmarks.chaos.links import Links
 from benchmarks.chaos.plan import LinkName
 from benchmarks.chaos.registry import Registry
-from pdmesh.client import AsyncClient
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_member import Member
-from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan
-from protos.v1 import mesh_pb2
+from pdmesh.client.client import AsyncClient
+from pdmesh.launcher.member import Member
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
+from pdmesh.v1 import mesh_pb2
 from tests.mesh.checks import Footprint, is_running, unwhole
 
 _POLL_PERIOD_S = 0.03

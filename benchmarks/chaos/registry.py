@@ -8,7 +8,7 @@ import signal
 
 from redis.asyncio import Redis
 
-from runtime.redis_embedded import EmbeddedRedis
+from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 
 
 class Registry:

@@ -28,8 +28,8 @@ from benchmarks.chaos.progress import Progress
 from benchmarks.chaos.record import Round
 from benchmarks.chaos.tally import Tally
 from benchmarks.harness import say, write
-from pdmesh.model_cache import cache_folder
-from pdmesh.models import ensure_model
+from pdmesh.models.model_cache import cache_folder
+from pdmesh.models.registry import ensure_model
 from tests.support.tiny_models import make_tiny_model
 
 TINY_FAULTS, REAL_FAULTS = 2420, 220  # 20 and some of each kind at each state

@@ -4,7 +4,7 @@ It says the same as all others about itself and takes their place in a mesh of i
 """
 
 from benchmarks.handoff_process import set_sums
-from worker.main import main
+from pdmesh.worker.main import main
 
 if __name__ == "__main__":
     if not set_sums(sums=False):

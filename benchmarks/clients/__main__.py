@@ -17,9 +17,9 @@ from benchmarks.clients.catalogue import CLIENTS, GENERATORS, REFERENCE
 from benchmarks.clients.records import Records, recording
 from benchmarks.clients.site import Site
 from benchmarks.harness import PLAIN_FLAGS, Figure, say, write
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
-from pdmesh.models import ensure_model
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.models.registry import ensure_model
 
 ROUNDS = 3
 

@@ -18,7 +18,7 @@ from benchmarks.clients.site import Site
 from benchmarks.harness import Figure, say
 from benchmarks.peers.environments import PeerError, child_environment, ensure_environment
 from benchmarks.prompts import SHORT
-from pdmesh.client import Client
+from pdmesh.client.client import Client
 
 MAX_TOKENS = 48
 CASES = tuple(Case(content, max_tokens=MAX_TOKENS, seed=number, temperature=0.8) for number, content in enumerate(SHORT))

@@ -1,7 +1,7 @@
 """pdmesh's own client: the reference."""
 
 from benchmarks.clients.cases import Case, Outcome, Stopwatch, serve
-from pdmesh.client import Client, Delta
+from pdmesh.client.client import Client, Delta
 
 
 class _Asking:

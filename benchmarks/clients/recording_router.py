@@ -12,9 +12,9 @@ from contextlib import aclosing
 from pathlib import Path
 from unittest.mock import patch
 
-from protos.v1 import mesh_pb2
+from pdmesh.v1 import mesh_pb2
 from router import main as router_main
-from router.frontend import Frontend, RequestMetadata
+from router.api.frontend import Frontend, RequestMetadata
 
 FILE_VARIABLE = "BENCH_CLIENTS_RECORDS"
 

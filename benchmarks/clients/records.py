@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from benchmarks.clients.recording_router import FILE_VARIABLE
 from benchmarks.harness import Figure
-from pdmesh.launcher_plan import ProcessPlan
+from pdmesh.launcher.plan import ProcessPlan
 
 SHARE, AT_LEAST_S = 0.05, 0.002
 

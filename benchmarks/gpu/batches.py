@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.batch import StepBatch
+from pdmesh.engine.runner.batch import StepBatch
 
 
 def ragged_prompts(vocab_size: int, length: int) -> list[list[int]]:

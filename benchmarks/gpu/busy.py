@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.gpu.steady import started
-from engine.engine import Engine
+from pdmesh.engine.engine import Engine
 
 STEPS = 50
 Span = tuple[float, float]

@@ -12,10 +12,10 @@ from benchmarks.gpu.checks import Check, random
 from benchmarks.gpu.compare import relative_error
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.shapes import Heads
-from engine.batch import StepBatch
-from engine.kernels.triton.attention import TritonAttention
-from engine.model_config import ModelConfig
-from engine.paged_attention import ReferenceAttention
+from pdmesh.engine.attention.paged_attention import ReferenceAttention
+from pdmesh.engine.kernels.triton.attention import TritonAttention
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.runner.batch import StepBatch
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 BLOCK_SIZE = 16

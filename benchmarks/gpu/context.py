@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu.shapes import Scale
 from benchmarks.gpu.timing import Deadline
 from benchmarks.harness import Figure, say
-from engine.hardware import MachineLimits, measure_limits
+from pdmesh.engine.hardware import MachineLimits, measure_limits
 
 
 @dataclass

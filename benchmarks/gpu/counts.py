@@ -9,8 +9,8 @@ A step also reads one row of embeddings a sequence and writes its keys and value
 from __future__ import annotations
 
 from benchmarks.gpu.shapes import Heads
-from engine.hardware import ModelCost
-from engine.kernels.triton.splits import Splits
+from pdmesh.engine.hardware import ModelCost
+from pdmesh.engine.kernels.triton.split_kv import Splits
 
 
 def decode_bytes(cost: ModelCost, contexts: list[int]) -> int:

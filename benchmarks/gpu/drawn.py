@@ -12,9 +12,9 @@ import zlib
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
-from engine.model_config import ModelConfig
-from engine.weights.quantize import Fp8Weight, Int4Weight, Int8Weight
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight
+from pdmesh.engine.models.config import ModelConfig
 
 INT8_SPREAD = 73.3  # standard deviation of whole numbers from -127 to 127
 INT4_SPREAD, INT4_MIDDLE = 4.61, 7.5  # of 0 to 15
@@ -27,7 +27,7 @@ def generator_of(name: str, device: str) -> torch.Generator | None:
 
 
 class RandomSource:
-    """A checkpoint that nobody saved (engine.weights.source.WeightSource). Outputs of a map are about as large as its inputs."""
+    """A checkpoint that nobody saved (pdmesh.engine.loader.source.WeightSource). Outputs of a map are about as large as its inputs."""
 
     def __init__(self, config: ModelConfig, device: str, dtype: torch.dtype) -> None:
         self.config, self._device, self._dtype = config, device, dtype

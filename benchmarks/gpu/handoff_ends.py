@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.shapes import Scale
-from engine.kernels.triton.support import why_not_here
-from engine.kv_cache import KVPool, KVShape
-from engine.staging import StagingSizes
 from kvtransfer.compatibility import PROTOCOL_VERSION
-from protos.v1 import common_pb2
-from worker.staging import ARRIVALS, DEPARTURES
+from pdmesh.engine.kernels.triton.support import why_not_here
+from pdmesh.engine.kv_cache.pool import KVPool, KVShape
+from pdmesh.engine.kv_cache.staging import StagingSizes
+from pdmesh.v1 import common_pb2
+from pdmesh.worker.kv_memory import ARRIVALS, DEPARTURES
 
 MODEL, BLOCK_SIZE = "8B", 16
 TINY_PIECE_BLOCKS = 3

@@ -18,17 +18,17 @@ from typing import Any
 from benchmarks.gpu.handoff_ends import Ends, fingerprint, one_launch_at_a_time
 from benchmarks.gpu.part import prepare_interpreter
 from benchmarks.handoff_process import EPOCH, Grants
-from engine.kv_cache import KVPool
-from engine.staging import Marks, Staging, StagingSizes
-from engine.streams import streams_of
 from kvtransfer.native import library as native_library
-from kvtransfer.receiver import Receiver
-from kvtransfer.staged import StagedMemory
+from kvtransfer.receiver.receiver import Receiver
+from kvtransfer.staging import StagedMemory
 from kvtransfer.transports.grpc import SERVICE, add_push_service
 from kvtransfer.transports.registry import TRANSPORTS
-from protos.v1 import common_pb2
-from runtime.server import GrpcServer
-from worker.staging import sharing_for, shown_to_others
+from pdmesh.engine.kv_cache.pool import KVPool
+from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
+from pdmesh.engine.kv_cache.streams import streams_of
+from pdmesh.runtime.rpc.server import GrpcServer
+from pdmesh.v1 import common_pb2
+from pdmesh.worker.kv_memory import sharing_for, shown_to_others
 
 LEASE_S = 60  # a step takes as long as it takes in Triton's interpreter
 

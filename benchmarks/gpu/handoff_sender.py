@@ -15,18 +15,18 @@ from benchmarks.engine_runs import GREEDY
 from benchmarks.gpu.handoff_ends import BLOCK_SIZE, Ends, fingerprint
 from benchmarks.gpu.steady import prompt_of
 from benchmarks.handoff_process import EPOCH, PUSH_TIMEOUT_S, TOKENS
-from engine.engine import Engine
-from engine.loop import EngineLoop
-from engine.outputs import KVReady, StepResult
-from engine.request import EngineRequest
-from engine.streams import streams_of
 from kvtransfer.feed import KVFeed, Ready, complete_feed
-from kvtransfer.push import PushJob, PushResult
-from kvtransfer.sender import Sender
-from kvtransfer.transports.nixl import NixlTransport
+from kvtransfer.sender.push_part import PushJob, PushResult
+from kvtransfer.sender.sender import Sender
+from kvtransfer.transports.nixl.transport import NixlTransport
 from kvtransfer.transports.registry import transports_with
-from protos.v1 import common_pb2
-from worker.staging import sharing_for, stage
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.kv_cache.streams import streams_of
+from pdmesh.engine.loop import EngineLoop
+from pdmesh.engine.outputs import KVReady, StepResult
+from pdmesh.engine.request import EngineRequest
+from pdmesh.v1 import common_pb2
+from pdmesh.worker.kv_memory import sharing_for, stage
 
 
 @dataclass(frozen=True)

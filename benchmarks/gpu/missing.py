@@ -31,7 +31,7 @@ def why_not(device: str) -> str:
         return f"{', '.join(names)} (of Python packages); give PYTHON= one that has them"
     if device == "cpu":
         return ""
-    from engine.kernels.triton.support import why_not_here
+    from pdmesh.engine.kernels.triton.support import why_not_here
 
     return _why_no_cuda() or why_not_here(device)
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from benchmarks.gpu.drawn import generator_of
 from benchmarks.gpu.shapes import Heads
-from engine.batch import StepBatch
-from engine.kernels.triton.metadata import StepMetadata
+from pdmesh.engine.kernels.triton.metadata import StepMetadata
+from pdmesh.engine.runner.batch import StepBatch
 
 BLOCK_SIZE = 16
 

@@ -60,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
     from benchmarks.gpu.fresh import FreshKernels
     from benchmarks.gpu.shapes import FULL, TINY
     from benchmarks.gpu.timing import Deadline
-    from engine.hardware import MachineLimits
+    from pdmesh.engine.hardware import MachineLimits
 
     limits = MachineLimits(args.peak * 1e12, args.bandwidth * 1e9) if args.peak and args.bandwidth else None
     scale = TINY if args.tiny else FULL

@@ -22,15 +22,15 @@ from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.paged import BLOCK_SIZE
 from benchmarks.gpu.parts import attention, decode, greedy, mesh, prefill
 from benchmarks.gpu.weights import make_decoder
-from engine.kernels.triton.attention import TritonAttention
-from engine.kernels.triton.decode import DecodeGraphs, DecodeSizes
-from engine.kernels.triton.sampling import DeviceSampler
-from engine.kernels.triton.step import TritonStep
-from engine.kernels.triton.summed_blocks import TritonSums
-from engine.kernels.triton.warm import warm, warm_moves
-from engine.model_config import ModelConfig
-from engine.sampling import SampledToken, SampleRow
-from engine.summed_copies import NUM_SUMS, Blocks
+from pdmesh.engine.kernels.triton.attention import TritonAttention
+from pdmesh.engine.kernels.triton.decode import DecodeGraphs, DecodeSizes
+from pdmesh.engine.kernels.triton.sampling import DeviceSampler
+from pdmesh.engine.kernels.triton.step import TritonStep
+from pdmesh.engine.kernels.triton.summed_blocks import TritonSums
+from pdmesh.engine.kernels.triton.warmup import warm, warm_moves
+from pdmesh.engine.kv_cache.summed_copies import NUM_SUMS, Blocks
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
 
 META = "meta"
 TABLE_WIDTHS = (32, 33)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.model_config import ModelConfig
+from pdmesh.engine.models.config import ModelConfig
 
 _LLAMA: Mapping[str, object] = {
     "model_type": "llama",

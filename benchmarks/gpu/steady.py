@@ -9,8 +9,8 @@ from itertools import count
 
 from benchmarks.engine_runs import GREEDY
 from benchmarks.gpu.timing import synchronize
-from engine.engine import Engine
-from engine.request import EngineRequest
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.request import EngineRequest
 
 _NUMBERS = count()
 WARM_STEPS = 5

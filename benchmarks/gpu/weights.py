@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.drawn import RandomSource, random_fp8, random_int4, random_int8
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.kernels.triton.decode import DecodeSizes
-from engine.kernels.triton.graphs import make_recorder
-from engine.kernels.triton.linear import make_triton_linear
-from engine.kernels.triton.model import TritonModel
-from engine.kernels.triton.pieces import token_buckets
-from engine.layers import Linear
-from engine.memory import effective_max_context
-from engine.model import DecoderModel
-from engine.model_config import ModelConfig
-from engine.numerics import Numerics
-from engine.weights.loader import LoadedModel, TorchBuilder
-from engine.weights.quantize import Fp8Weight, Int4Weight, Int8Weight
-from engine.weights.triton import QuantizedMaps
-from text.block_hash import hash_block
+from pdmesh.engine.backend_selection import Numerics
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.kernels.triton.cuda_graphs import make_recorder
+from pdmesh.engine.kernels.triton.decode import DecodeSizes
+from pdmesh.engine.kernels.triton.linear import make_triton_linear
+from pdmesh.engine.kernels.triton.model import TritonModel
+from pdmesh.engine.kernels.triton.piecewise_graphs import token_buckets
+from pdmesh.engine.loader.loader import LoadedModel, TorchBuilder
+from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight
+from pdmesh.engine.loader.triton import QuantizedMaps
+from pdmesh.engine.memory import effective_max_context
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.decoder import DecoderModel
+from pdmesh.engine.models.layers import Linear
+from pdmesh.text.block_hash import hash_block
 
 
 class RandomMaps(QuantizedMaps):

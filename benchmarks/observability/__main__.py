@@ -17,9 +17,9 @@ from benchmarks.observability import parts as adding_up
 from benchmarks.observability.traced import Traced, traced_mesh
 from benchmarks.router.options import MODEL, Options
 from benchmarks.router.results import save_to
-from pdmesh.client import AsyncClient
-from pdmesh.launcher_plan import LocalMeshConfig
-from pdmesh.models import ensure_model
+from pdmesh.client.client import AsyncClient
+from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.models.registry import ensure_model
 
 PATH = RESULTS / "observability.json"
 PARTS = ("overhead", "parts", "delays", "spans")

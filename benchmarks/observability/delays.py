@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from benchmarks.harness import Figure
 from benchmarks.observability.traced import DECODES, PREFILLS, ROUTERS, Traced
 from benchmarks.observability.traces import REMOTE_SPANS
-from pdmesh.client import AsyncClient
+from pdmesh.client.client import AsyncClient
 
 DELAY_MS = 50
 LENGTH, NUM_TOKENS = 20, 3

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from benchmarks.harness import Figure
 from benchmarks.observability.traced import Traced
 from benchmarks.observability.traces import LOCAL_SPANS, REMOTE_SPANS, Trace
-from pdmesh.client import AsyncClient
-from pdmesh.client_types import Generation
+from pdmesh.client.client import AsyncClient
+from pdmesh.client.types import Generation
 
 AT_ONCE = 8
 MOST_SHARE, MOST_MS = 0.02, 1.0

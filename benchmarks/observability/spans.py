@@ -11,8 +11,8 @@ from benchmarks.harness import Figure, say
 from benchmarks.observability.otlp_receiver import Received
 from benchmarks.observability.traced import DECODES, PREFILLS, TIMEOUT_S, Traced, unseen
 from benchmarks.observability.traces import Trace, trace_so_far
-from pdmesh.client import AsyncClient
-from pdmesh.client_types import Completed, Delta
+from pdmesh.client.client import AsyncClient
+from pdmesh.client.types import Completed, Delta
 
 ROOT = "generate@router"
 ATTEMPT = f"{ROOT}/attempt@router"

@@ -14,10 +14,10 @@ from benchmarks.chaos.arming import Arming
 from benchmarks.harness import say
 from benchmarks.observability.otlp_receiver import OtlpReceiver
 from benchmarks.observability.traces import Trace, trace_of
-from pdmesh.client import AsyncClient
-from pdmesh.client_types import Generation
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan
+from pdmesh.client.client import AsyncClient
+from pdmesh.client.types import Generation
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
 
 ENGINE_FAILPOINTS = Path(__file__).parent / "engine_failpoints"
 ROUTERS, PREFILLS, DECODES = ("router-0",), ("prefill-0", "prefill-1"), ("decode-0", "decode-1")

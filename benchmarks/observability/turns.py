@@ -12,7 +12,7 @@ from statistics import mean, quantiles, stdev
 from typing import TypeVar
 
 from benchmarks.cpu_time import process_cpu_ns
-from pdmesh.client import AsyncClient
+from pdmesh.client.client import AsyncClient
 
 AT_ONCE = 12
 TIMEOUT_S = 120.0

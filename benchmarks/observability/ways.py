@@ -12,9 +12,9 @@ from benchmarks.observability.looking import Page, Scraper
 from benchmarks.observability.turns import Job, Turn, turn
 from benchmarks.router.options import MODEL
 from benchmarks.router.processes import Process
-from pdmesh.client import AsyncClient
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
+from pdmesh.client.client import AsyncClient
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
 
 # Whatever our own environment says of collectors is not for these meshes.
 _NO_OTHERS = {"OTEL_SDK_DISABLED": "true"}

@@ -6,13 +6,13 @@ import itertools
 import time
 
 from benchmarks.peers.child import Answer, Loaded, Options, Prompts, serve
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.kernels.cpu.model import NativeModel
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.weights.loader import load_model
-from text.block_hash import hash_block
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.kernels.cpu.model import NativeModel
+from pdmesh.engine.loader.loader import load_model
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.text.block_hash import hash_block
 
 
 class Runner:

@@ -14,7 +14,7 @@ from benchmarks.capacity.processes import watched_shared_memory
 from benchmarks.harness import Figure, say
 from benchmarks.router.options import MODEL, Kept, Options
 from benchmarks.router.results import save
-from pdmesh.models import ensure_model
+from pdmesh.models.registry import ensure_model
 
 # In the order of what they promise. Each is a module here with `figures(options)`.
 PARTS = ("mixes", "peers", "interference", "overhead", "prediction", "overload", "kill", "prefix")

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 import grpc.aio
 
-from protos.v1 import common_pb2, mesh_pb2
+from pdmesh.v1 import common_pb2, mesh_pb2
 
 METHOD = "/pdmesh.v1.Mesh/Generate"
 MODES = {"local": mesh_pb2.PREFILL_MODE_LOCAL, "remote": mesh_pb2.PREFILL_MODE_REMOTE}

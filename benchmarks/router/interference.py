@@ -18,7 +18,7 @@ from benchmarks.router.meshes import SEPARATED, TWO_CORES, Running, Shape, askin
 from benchmarks.router.options import Options
 from benchmarks.router.windows import Call, call, warm_up
 from pdmesh.loadtest.stats import quantile
-from pdmesh.loadtest.target import Target
+from pdmesh.loadtest.targets.target import Target
 
 STREAMS, STREAM_INPUT, STREAM_OUTPUT, QUICK_OUTPUT = 4, 64, 160, 16
 PROMPT, PROMPT_OUTPUT, PROMPT_PERIOD_S = 2000, 2, 3.0

@@ -12,9 +12,9 @@ from benchmarks.harness import Figure, say
 from benchmarks.mesh import prompt
 from benchmarks.router.meshes import MESH, running
 from benchmarks.router.options import Options
-from pdmesh.client import AsyncClient, Completed, Delta
+from pdmesh.client.client import AsyncClient, Completed, Delta
 from pdmesh.errors import MeshError
-from pdmesh.launcher import LocalMesh
+from pdmesh.launcher.mesh import LocalMesh
 
 SHAPE = replace(MESH, key="kill", name="two routers, two one-core workers", num_routers=2, restart=False)
 VICTIM = "router-1"

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from benchmarks.harness import PLAIN_FLAGS, say
 from benchmarks.router.options import MODEL, Options
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
-from pdmesh.loadtest.grpc_target import GrpcSettings, GrpcTarget
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
 
 
 @dataclass(frozen=True)

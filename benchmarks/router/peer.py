@@ -15,8 +15,8 @@ from typing import Any
 
 import grpc.aio
 
-from protos.v1 import mesh_pb2
-from protos.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
+from pdmesh.v1 import mesh_pb2
+from pdmesh.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
 
 STARTED = mesh_pb2.GenerateResponse(started=mesh_pb2.Started(request_id="0123456789abcdef", seed=1, model="stub"))
 DELTA = mesh_pb2.GenerateResponse(delta=mesh_pb2.Delta(first_index=100, token_ids=[65], text="b"))

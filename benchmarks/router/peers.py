@@ -18,10 +18,10 @@ from benchmarks.harness import Figure, say
 from benchmarks.peers.environments import PeerError
 from benchmarks.router.meshes import MESH, running
 from benchmarks.router.options import MODEL, Kept, Options
-from pdmesh.loadtest.grpc_target import GrpcSettings, GrpcTarget
 from pdmesh.loadtest.measure import trial_of, window_at
-from pdmesh.loadtest.target import Target
-from pdmesh.model_catalogue import ModelError
+from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
+from pdmesh.loadtest.targets.target import Target
+from pdmesh.models.catalogue import ModelError
 
 RATES = (1.0, 2.0, 3.0, 4.0)
 OURS, PEERS, GOAL = "mesh", ("vllm", "smg"), 2.0

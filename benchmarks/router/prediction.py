@@ -6,11 +6,11 @@ from benchmarks.harness import Figure, say
 from benchmarks.router.meshes import MESH, running
 from benchmarks.router.options import Options
 from benchmarks.router.windows import load_of, warm_up, window
-from pdmesh.client import AsyncClient
+from pdmesh.client.client import AsyncClient
 from pdmesh.loadtest.lengths import Distribution
 from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
 from pdmesh.loadtest.workload import Arrivals, TrafficClass, Workload
-from protos.v1.mesh_pb2 import GetStatusResponse
+from pdmesh.v1.mesh_pb2 import GetStatusResponse
 
 TTFT_GOAL, TPOT_GOAL = 0.10, 0.05
 MINUTE_S, QUICK_S = 60.0, 8.0

@@ -16,8 +16,8 @@ from typing import Any
 import grpc.aio
 
 from benchmarks.router.peer import COMPLETED, DELTA, STARTED
-from protos.v1 import common_pb2, decode_pb2, mesh_pb2, prefill_pb2
-from protos.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
+from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2, prefill_pb2
+from pdmesh.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
 
 PROMPT = common_pb2.TokenRequest(
     model="stub", prompt_token_ids=[65] * 128, sampling=common_pb2.SamplingParams(seed=1, max_tokens=1)

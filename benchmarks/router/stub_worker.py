@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from protos.v1 import (
+from pdmesh.runtime.rpc.server import GrpcServer
+from pdmesh.v1 import (
     common_pb2,
     decode_pb2,
     decode_pb2_grpc,
@@ -26,7 +27,6 @@ from protos.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from runtime.server import GrpcServer
 
 MODEL = "stub"
 TOKEN_ID = 65

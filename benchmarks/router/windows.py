@@ -15,7 +15,7 @@ from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
 from pdmesh.loadtest.record import Outcome, Record
 from pdmesh.loadtest.runner import Runner, RunSettings
 from pdmesh.loadtest.stats import Summary, Window, met, summarise
-from pdmesh.loadtest.target import Ask, Said, Target, TargetError, Tokens
+from pdmesh.loadtest.targets.target import Ask, Said, Target, TargetError, Tokens
 from pdmesh.loadtest.workload import PlannedSession, Segment, TrafficClass, Workload, plan
 
 TIMEOUT_S = 120.0

@@ -32,11 +32,11 @@ from benchmarks.soak.sides.kserve_side import KServeSide
 from benchmarks.soak.sides.mesh_side import MeshSide
 from benchmarks.soak.sides.openai_side import OpenAiSide
 from benchmarks.soak.traffic import NUM_FILLING, Traffic
-from pdmesh.client import AsyncClient
+from pdmesh.client.client import AsyncClient
 from pdmesh.errors import MeshError
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
-from pdmesh.models import ensure_model
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.models.registry import ensure_model
 from tests.mesh.checks import Footprint, assert_whole
 
 SECONDS, REQUESTS = 3600.0, 50_000

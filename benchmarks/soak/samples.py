@@ -10,7 +10,7 @@ from pathlib import Path
 
 import redis.asyncio
 
-from pdmesh.client import AsyncClient
+from pdmesh.client.client import AsyncClient
 from tests.mesh.checks import shared_memory_names
 
 

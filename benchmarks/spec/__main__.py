@@ -19,11 +19,11 @@ from benchmarks.spec.prompts import varied_prompts
 from benchmarks.spec.runs import Bench, Task
 from benchmarks.spec.tokens import Guess
 from benchmarks.spec.workloads import WORKLOADS, Job, jobs
-from engine.speculation.heads.weights import FILE
-from engine.speculation.setup import heads_path
-from pdmesh.models import DEFAULT_MODEL, ensure_model
-from text.grammar import GrammarCompiler
-from text.tokenizer import Tokenizer
+from pdmesh.engine.speculation.draft_heads.weights import FILE
+from pdmesh.engine.speculation.registry import heads_path
+from pdmesh.models.registry import DEFAULT_MODEL, ensure_model
+from pdmesh.text.grammar import GrammarCompiler
+from pdmesh.text.tokenizer import Tokenizer
 
 PATH = RESULTS / "spec.json"
 NUM_JOBS = 36

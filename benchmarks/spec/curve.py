@@ -8,8 +8,8 @@ from statistics import median
 
 from benchmarks.harness import Figure, say
 from benchmarks.spec.runs import Bench
-from engine.engine import Engine
-from engine.speculation.calibrate import run_step
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.speculation.calibration import run_step
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 CONTEXTS = (64, 256, 1024)

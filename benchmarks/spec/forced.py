@@ -15,12 +15,12 @@ from statistics import median
 from benchmarks.harness import Figure, say
 from benchmarks.spec.runs import Bench, Task, answer, guessed, of_length
 from benchmarks.spec.scripted import Scripted
-from engine.engine import Engine
-from engine.exports import LayerSignal
-from engine.runner import Draw, ModelRunner
-from engine.sampling_params import SamplingParams
-from engine.scheduler import Plan
-from engine.sequence import Sequence as EngineSequence
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.runner.model_runner import Draw, ModelRunner
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.scheduler.scheduler import Plan
+from pdmesh.engine.scheduler.sequence import Sequence as EngineSequence
 
 NUM_TOKENS = 241
 """One with the prompt; the rest is a multiple of every draft and its one token more, so that no draft is cut short at α = 1."""

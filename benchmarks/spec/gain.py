@@ -9,7 +9,7 @@ from statistics import mean
 from benchmarks.harness import Figure, say
 from benchmarks.spec.runs import Answering, Bench, Task, answer, counts, guessed, together
 from benchmarks.spec.tokens import Guess
-from engine.engine import Engine
+from pdmesh.engine.engine import Engine
 
 NUM_COPYING, NUM_PROSE = 16, 10
 """Tasks, of prose greedy and sampled ones each. They differ: an engine learns from those before, as in service, but meets none

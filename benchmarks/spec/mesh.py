@@ -11,9 +11,9 @@ from benchmarks.engine_runs import Draw, flags_of
 from benchmarks.harness import Figure, say
 from benchmarks.spec.runs import MOST_SEQS, Bench, Task, of_length
 from benchmarks.spec.tokens import DRAFT, NUM_ALONE, Guess, answers, check_evidence
-from pdmesh.client import AsyncClient
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
+from pdmesh.client.client import AsyncClient
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
 
 NUM_TOGETHER = 16
 """Tokens of an answer."""

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.grammar import Grammar
-from engine.outputs import StepResult, TokenLogprobs
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.speculation.proposer import Proposer
-from engine.speculation.tally import SpeculationStats
-from engine.weights.loader import LoadedModel, load_model
-from text.block_hash import hash_block
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.loader.loader import LoadedModel, load_model
+from pdmesh.engine.outputs import StepResult, TokenLogprobs
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling.grammar import Grammar
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.speculation.proposer import Proposer
+from pdmesh.engine.speculation.stats import SpeculationStats
+from pdmesh.text.block_hash import hash_block
 
 MOST_SEQS = 32
 Opened = Callable[[], Engine]

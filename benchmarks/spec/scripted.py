@@ -7,9 +7,9 @@ from collections.abc import Sequence as Sequence_
 
 from torch import Tensor
 
-from engine.sequence import Sequence
-from engine.speculation.draft import NOTHING, Draft, Verified
-from engine.speculation.proposer import Ask
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.draft import NOTHING, Draft, Verified
+from pdmesh.engine.speculation.proposer import Ask
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 LEAST_CHANCE = 0.001

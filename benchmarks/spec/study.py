@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from benchmarks.harness import Figure, say
 from benchmarks.spec.runs import Bench, Task, answer, guessed, of_length
 from benchmarks.spec.tokens import Guess
-from engine.engine import Engine
-from engine.speculation.tally import SpeculationStats
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.speculation.stats import SpeculationStats
 
 LENGTH = 4
 LAYERS = (8, 15, 20, 24)

@@ -8,7 +8,7 @@ from statistics import median
 from benchmarks.harness import Figure, say
 from benchmarks.spec.runs import Bench, Task, as_many, groups, of_length
 from benchmarks.spec.turns import rates, warm
-from engine.engine import Engine
+from pdmesh.engine.engine import Engine
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 NUM_TASKS = {1: 12, 8: 16}

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from benchmarks.harness import Figure, say
 from benchmarks.spec.runs import MOST_SEQS, Bench, Output, Task, answer, counts, groups, guessed, of_length
 from benchmarks.spec.scripted import Scripted
-from engine.engine import Engine
-from engine.sampling_params import SamplingParams
-from engine.speculation.ngrams.lookahead import NAME as LOOKAHEAD
-from engine.speculation.ngrams.lookahead import Lookahead
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.speculation.ngrams.lookahead import NAME as LOOKAHEAD
+from pdmesh.engine.speculation.ngrams.lookahead import Lookahead
 
 NUM_BATCHED, NUM_ALONE = 24, 8
 """Tokens of an answer."""

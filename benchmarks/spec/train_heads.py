@@ -24,11 +24,11 @@ from benchmarks.harness import say
 from benchmarks.spec.train_heads_data import Outputs, Plan, generate
 from benchmarks.spec.train_heads_eval import follow
 from benchmarks.spec.train_heads_net import Course, Net, Shape, Target, Trainer
-from engine.config import EngineConfig
-from engine.speculation.heads.reference import TorchHeads, begin_states
-from engine.speculation.heads.weights import FILE, KINDS, DraftHeads, save_heads
-from engine.weights.loader import LoadedModel, load_model, open_checkpoint
-from pdmesh.models import DEFAULT_MODEL, ModelError, ensure_model
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.loader.loader import LoadedModel, load_model, open_checkpoint
+from pdmesh.engine.speculation.draft_heads.reference import TorchHeads, begin_states
+from pdmesh.engine.speculation.draft_heads.weights import FILE, KINDS, DraftHeads, save_heads
+from pdmesh.models.registry import DEFAULT_MODEL, ModelError, ensure_model
 
 _GENERATING, _HELD_OUT = 0.4, 0.05  # shares of the time
 _UNLIMITED = 10**9

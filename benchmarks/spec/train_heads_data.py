@@ -15,15 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.spec.train_heads_prompts import requests
-from engine.batch import StepBatch
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.exports import LayerSignal
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.weights.loader import LoadedModel
-from text.block_hash import hash_block
-from text.tokenizer import Tokenizer
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.loader.loader import LoadedModel
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.runner.batch import StepBatch
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.text.block_hash import hash_block
+from pdmesh.text.tokenizer import Tokenizer
 
 _TEMPERATURES, _HELD_OUT_TEMPERATURES = (0.0, 0.7, 0.0, 0.8, 0.9, 1.0), (0.0, 0.8)
 _INDEX, _STATES = "outputs.safetensors", "states.f16"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from benchmarks.spec.train_heads_data import Outputs
-from engine.noise import gumbel
-from engine.speculation.heads.reference import HeadMaths
+from pdmesh.engine.sampling.counter_rng import gumbel
+from pdmesh.engine.speculation.draft_heads.reference import HeadMaths
 
 
 @dataclass(frozen=True)

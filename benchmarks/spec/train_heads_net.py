@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.spec.train_heads_data import Outputs
-from engine.speculation.heads.reference import apply_block, unit
-from engine.speculation.heads.weights import Block, DraftHeads
+from pdmesh.engine.speculation.draft_heads.reference import apply_block, unit
+from pdmesh.engine.speculation.draft_heads.weights import Block, DraftHeads
 
 _FADE = 0.5  # weight of a place to the one before it, and the share that is computed of it: about as often it is reached
 _CLIP = 1.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from text.chat_template import Message
+from pdmesh.text.chat_template import Message
 
 _NATURE = """rivers;volcanoes;honey bees;the water cycle;migrating birds;coral reefs;deserts;the moon;earthquakes;rain forests;
 glaciers;whales;mushrooms;photosynthesis;the seasons;tides;wolves;soil;clouds;comets;the human heart;sleep;vitamins;vaccines;

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 from benchmarks.spec.runs import Answering, Task, answer, together
-from engine.engine import Engine
+from pdmesh.engine.engine import Engine
 
 Begin = Callable[[Engine, Sequence[Task]], Answering]
 Seconds = list[list[float]]

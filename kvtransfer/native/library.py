@@ -1,6 +1,6 @@
 """The C boundary: tiers.h's ways to sum and copy, and transfer.cpp's functions with their types.
 
-python -m kvtransfer.native.library [--output FOLDER]       compiles ahead, like engine.kernels.cpu.build
+python -m kvtransfer.native.library [--output FOLDER]       compiles ahead, like pdmesh.engine.kernels.cpu.build
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kernels.cpu import build
+from pdmesh.engine.kernels.cpu import build
 
 PROJECT = build.Project(
     Path(__file__).parent,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from protos.v1 import transfer_pb2
+from pdmesh.v1 import transfer_pb2
 
 
 @dataclass(frozen=True)

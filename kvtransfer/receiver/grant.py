@@ -6,7 +6,7 @@ import secrets
 import grpc
 
 from kvtransfer.errors import TransferRefused
-from protos.v1 import transfer_pb2
+from pdmesh.v1 import transfer_pb2
 
 
 def new_token() -> bytes:

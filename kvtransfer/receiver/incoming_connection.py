@@ -15,14 +15,14 @@ import grpc
 from kvtransfer.compatibility import check_identity, check_layout, check_protocol, check_same_layout, refuse
 from kvtransfer.conversion import Conversion, Staging, kv_format
 from kvtransfer.errors import FrameError, code_number
-from kvtransfer.layouts import Layout
-from kvtransfer.parts import MAX_PART_BYTES, MAX_PULLED_BYTES, Part
-from kvtransfer.session import Host, Session
-from kvtransfer.staged import StagedMemory
+from kvtransfer.layout import Layout
+from kvtransfer.manifest import MAX_PART_BYTES, MAX_PULLED_BYTES, Part
+from kvtransfer.receiver.push import Host, Session
+from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import Stream, expect
 from kvtransfer.transports.base import Incoming, PullingIncoming
-from protos.v1 import transfer_pb2
-from runtime.errors import MeshError
+from pdmesh.runtime.errors import MeshError
+from pdmesh.v1 import transfer_pb2
 
 HANDSHAKE_TIMEOUT_S = 2.0
 LINGER_S = 1.0

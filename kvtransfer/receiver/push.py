@@ -15,18 +15,18 @@ import grpc
 
 from kvtransfer.compatibility import refuse
 from kvtransfer.conversion import Conversion, FP8Scales, Staging, kv_format
-from kvtransfer.delegate import ReceiverDelegate
 from kvtransfer.errors import TransferRefused
-from kvtransfer.layouts import Layout
+from kvtransfer.layout import Layout
+from kvtransfer.manifest import Manifest, Part
 from kvtransfer.memory import KVMemory
-from kvtransfer.parts import Manifest, Part
-from kvtransfer.staged import StagedMemory
+from kvtransfer.receiver.delegate import ReceiverDelegate
+from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import Stream
-from protos.v1 import common_pb2, transfer_pb2
+from pdmesh.v1 import common_pb2, transfer_pb2
 
 if TYPE_CHECKING:
-    from engine.streams import Mark
-    from kvtransfer.incoming_connection import IncomingConnection
+    from kvtransfer.receiver.incoming_connection import IncomingConnection
+    from pdmesh.engine.kv_cache.streams import Mark
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvtransfer.compatibility import check_memory, refuse
 from kvtransfer.conversion import FP8Scales
-from kvtransfer.delegate import PushTarget, ReceiverDelegate
 from kvtransfer.errors import Incompatible, TransferRefused
-from kvtransfer.grant import unknown_reservation
-from kvtransfer.incoming_connection import IncomingConnection
+from kvtransfer.grpc_stream import MessageStream, Wire
 from kvtransfer.memory import KVMemory
-from kvtransfer.message_stream import MessageStream, Wire
 from kvtransfer.native.library import prepare
-from kvtransfer.session import Host, Session
+from kvtransfer.receiver.delegate import PushTarget, ReceiverDelegate
+from kvtransfer.receiver.grant import unknown_reservation
+from kvtransfer.receiver.incoming_connection import IncomingConnection
+from kvtransfer.receiver.push import Host, Session
 from kvtransfer.transports.base import Incoming, SocketTransport
 from kvtransfer.transports.registry import GRPC, TRANSPORTS, socket_transports
-from protos.v1 import common_pb2, transfer_pb2
-from runtime.errors import MeshError, ResourceExhausted, Unavailable
-from runtime.tls import Tls
+from pdmesh.runtime.errors import MeshError, ResourceExhausted, Unavailable
+from pdmesh.runtime.rpc.tls import Tls
+from pdmesh.v1 import common_pb2, transfer_pb2
 
 __all__ = ["Incompatible", "PushTarget", "Receiver", "ReceiverDelegate", "TransferRefused"]
 

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from kvtransfer.departure import Departure, Departures, Told
 from kvtransfer.feed import Ending, KVFeed, NothingToDecode
+from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory
-from kvtransfer.outgoing import OutgoingConnection
-from kvtransfer.parts import Part
-from kvtransfer.pipeline import Pipeline, choose_group
-from kvtransfer.push import PushJob
-from kvtransfer.staged import StagedMemory
+from kvtransfer.schedule import Pipeline, choose_group
+from kvtransfer.sender.push import OutgoingConnection
+from kvtransfer.sender.push_part import PushJob
+from kvtransfer.sender.send_queue import Departure, Departures, Told
+from kvtransfer.staging import StagedMemory
 from kvtransfer.transports.base import ShowingOutgoing
 from kvtransfer.waiting import all_or_first_error
 

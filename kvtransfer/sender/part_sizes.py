@@ -1,11 +1,11 @@
 """How large the parts of a push are."""
 
+from kvtransfer.manifest import MAX_PULLED_BYTES, TARGET_PART_BYTES
 from kvtransfer.memory import KVMemory
-from kvtransfer.parts import MAX_PULLED_BYTES, TARGET_PART_BYTES
-from kvtransfer.staged import StagedMemory
+from kvtransfer.staging import StagedMemory
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.nixl import NixlTransport
-from kvtransfer.transports.nixl_device import ROOM_BYTES
+from kvtransfer.transports.nixl.device import ROOM_BYTES
+from kvtransfer.transports.nixl.transport import NixlTransport
 from kvtransfer.transports.summed import shown_by
 
 _MOST_SHOWN = {CudaIpcTransport.name: MAX_PULLED_BYTES, NixlTransport.name: ROOM_BYTES}

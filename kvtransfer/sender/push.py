@@ -12,18 +12,18 @@ from typing import TypeVar
 
 import grpc
 
-from kvtransfer.departure import Departure, Departures
 from kvtransfer.errors import FrameError, NoAnswer, PeerClosed, PushFailed, TransportUnavailable, code_of, push_failed
+from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, part_views
-from kvtransfer.parts import Part
 from kvtransfer.pieces import Lent
-from kvtransfer.push import PartMoved
-from kvtransfer.staged import StagedMemory
+from kvtransfer.sender.push_part import PartMoved
+from kvtransfer.sender.send_queue import Departure, Departures
+from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import Stream, expect, release, wait_set
 from kvtransfer.transports.base import Outgoing, ShowingOutgoing
 from kvtransfer.waiting import LAST_WORD_S, all_or_first_error, ended
-from protos.v1 import transfer_pb2
-from runtime import failpoints
+from pdmesh.runtime import failpoints
+from pdmesh.v1 import transfer_pb2
 
 HELLO_TIMEOUT_S = 2.0
 MAX_UNANSWERED = 4  # parts under way on a connection: the receiver always has one to work on

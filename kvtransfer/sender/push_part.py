@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtransfer.feed import KVFeed
-from protos.v1 import common_pb2
+from pdmesh.v1 import common_pb2
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import time
 
-from protos.v1 import common_pb2
+from pdmesh.v1 import common_pb2
 
 REMEMBER_S = 10.0
 

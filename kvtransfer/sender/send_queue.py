@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtransfer.feed import Ready
-from kvtransfer.parts import Part
+from kvtransfer.manifest import Part
 from kvtransfer.pieces import Lent
-from kvtransfer.staged import StagedMemory
+from kvtransfer.staging import StagedMemory
 from kvtransfer.waiting import ended
 
 if TYPE_CHECKING:
-    from engine.streams import Mark
+    from pdmesh.engine.kv_cache.streams import Mark
 
 
 class Departure:

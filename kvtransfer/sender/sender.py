@@ -16,17 +16,17 @@ from kvtransfer.errors import FrameError, NoAnswer, PushFailed, TransferRefused,
 from kvtransfer.feed import Ending, FirstTokensDrawn, NothingToDecode
 from kvtransfer.memory import KVMemory
 from kvtransfer.native.library import prepare
-from kvtransfer.outgoing import OutgoingConnection
-from kvtransfer.outgoing_session import OutgoingSession
-from kvtransfer.part_sizes import part_bytes_over
-from kvtransfer.pipeline import Pipeline
-from kvtransfer.push import PushJob, PushResult
-from kvtransfer.reachability import Silent
+from kvtransfer.schedule import Pipeline
+from kvtransfer.sender.outgoing_session import OutgoingSession
+from kvtransfer.sender.part_sizes import part_bytes_over
+from kvtransfer.sender.push import OutgoingConnection
+from kvtransfer.sender.push_part import PushJob, PushResult
+from kvtransfer.sender.reachability import Silent
 from kvtransfer.transports.base import Outgoing, Transport
 from kvtransfer.transports.registry import transports_with
-from protos.v1 import common_pb2, transfer_pb2
-from runtime import failpoints
-from runtime.tls import Tls
+from pdmesh.runtime import failpoints
+from pdmesh.runtime.rpc.tls import Tls
+from pdmesh.v1 import common_pb2, transfer_pb2
 
 __all__ = ["PushFailed", "PushJob", "PushResult", "Sender"]
 

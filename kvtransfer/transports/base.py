@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory
-from kvtransfer.parts import Part
 from kvtransfer.stream import Stream
-from protos.v1 import common_pb2, transfer_pb2
+from pdmesh.v1 import common_pb2, transfer_pb2
 
 if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
-    from engine.streams import Mark
+    from pdmesh.engine.kv_cache.streams import Mark
 
 
 class Outgoing(Protocol):

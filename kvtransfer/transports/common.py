@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from kvtransfer.errors import PeerClosed, TransportUnavailable
+from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, part_views
-from kvtransfer.parts import Part
 from kvtransfer.stream import Stream, expect, release
-from protos.v1 import transfer_pb2
+from pdmesh.v1 import transfer_pb2
 
 HANDSHAKE_TIMEOUT_S = 2.0
 

@@ -29,19 +29,19 @@ from typing import TYPE_CHECKING
 
 from kvtransfer.compatibility import refuse
 from kvtransfer.errors import FrameError, TransportUnavailable
+from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, PoolShape
-from kvtransfer.parts import Part
-from kvtransfer.staged import StagedMemory
+from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import SocketStream, expect
 from kvtransfer.transports.opened_pools import OpenedPools
 from kvtransfer.transports.pulled import shape_of_sender, source_of
 from kvtransfer.transports.summed import SummedIncoming, SummedOutgoing, pulled, shown_by, unusable
 from kvtransfer.transports.unix_sockets import UnixSocketTransport
-from protos.v1 import common_pb2, transfer_pb2
+from pdmesh.v1 import common_pb2, transfer_pb2
 
 if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
-    from engine.shown_pool import PeerPool, ShownPool
-    from engine.streams import Mark
+    from pdmesh.engine.kv_cache.ipc_pool import PeerPool, ShownPool
+    from pdmesh.engine.kv_cache.streams import Mark
 
 MAX_HANDLE_BYTES = 256
 
@@ -98,7 +98,7 @@ class CudaIpcIncoming(SummedIncoming):
             self._source = None
 
     async def _open(self, pool: transfer_pb2.DevicePool, num_blocks: int) -> PeerPool:
-        from engine.pool_sharing import NotShared, PoolHandle
+        from pdmesh.engine.kv_cache.pool_sharing import NotShared, PoolHandle
 
         opened: list[PeerPool] = []
         handle = PoolHandle(pool.handle, pool.offset, pool.device)

@@ -12,12 +12,12 @@ import grpc
 import grpc.aio
 
 from kvtransfer.errors import TransportUnavailable
+from kvtransfer.grpc_stream import MessageStream, Wire
 from kvtransfer.memory import KVMemory
-from kvtransfer.message_stream import MessageStream, Wire
-from kvtransfer.transports.inline import InlineIncoming, InlineOutgoing
-from protos.v1 import common_pb2
-from runtime.channel import connect
-from runtime.tls import Tls
+from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
+from pdmesh.runtime.rpc.channel import connect
+from pdmesh.runtime.rpc.tls import Tls
+from pdmesh.v1 import common_pb2
 
 CONNECT_TIMEOUT_S = 1.0
 SERVICE = "pdmesh.v1.TransferService"

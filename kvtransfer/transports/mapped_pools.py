@@ -10,8 +10,8 @@ import grpc
 
 from kvtransfer.errors import TransferRefused
 from kvtransfer.memory import PoolShape
-from kvtransfer.transports.kept_pools import KeptPools
-from runtime import failpoints
+from kvtransfer.transports.peer_pool_cache import KeptPools
+from pdmesh.runtime import failpoints
 
 if sys.platform == "linux":
     import fcntl

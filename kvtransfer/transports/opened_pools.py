@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from kvtransfer.transports.kept_pools import KeptPools
+from kvtransfer.transports.peer_pool_cache import KeptPools
 
 if TYPE_CHECKING:
-    from engine.shown_pool import PeerPool
+    from pdmesh.engine.kv_cache.ipc_pool import PeerPool
 
 Key = tuple[object, ...]
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from kvtransfer.checksum import checksum
 from kvtransfer.compatibility import bytes_per_layer_block, refuse
+from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, PoolShape, Rectangle
-from kvtransfer.parts import Part
 from kvtransfer.stream import Stream
-from protos.v1 import transfer_pb2
+from pdmesh.v1 import transfer_pb2
 
 
 def shape_of_sender(hello: transfer_pb2.TransferHello, memory: KVMemory) -> PoolShape:

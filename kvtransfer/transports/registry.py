@@ -3,11 +3,11 @@
 from kvtransfer.transports.base import SocketTransport, Transport
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.grpc import GrpcTransport
-from kvtransfer.transports.nixl import NixlTransport
-from kvtransfer.transports.nixl_agent import is_installed
+from kvtransfer.transports.nixl.agent import is_installed
+from kvtransfer.transports.nixl.transport import NixlTransport
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.tcp import TcpTransport
-from runtime.tls import Tls
+from pdmesh.runtime.rpc.tls import Tls
 
 GRPC = GrpcTransport()  # listens on no socket of its own
 

@@ -20,14 +20,14 @@ import numpy as np
 from kvtransfer import framing
 from kvtransfer.checksum import copy_runs
 from kvtransfer.errors import FrameError, PeerClosed, TransportUnavailable
+from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, Rectangle, copies, shape_of
 from kvtransfer.native.library import Runs
-from kvtransfer.parts import Part
 from kvtransfer.stream import SocketStream
 from kvtransfer.transports.mapped_pools import MappedPool, MappedPools
 from kvtransfer.transports.pulled import announce, shape_of_sender, source_of
 from kvtransfer.transports.unix_sockets import UnixSocketTransport
-from protos.v1 import common_pb2, transfer_pb2
+from pdmesh.v1 import common_pb2, transfer_pb2
 
 BATCH_BYTES = 4 << 20  # copied between two looks at whether to stop
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 import grpc
 
 from kvtransfer.errors import FrameError, TransferRefused, push_failed
+from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory
-from kvtransfer.parts import Part
-from kvtransfer.staged import StagedMemory
+from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import Stream
 from kvtransfer.waiting import all_ended
-from protos.v1 import transfer_pb2
+from pdmesh.v1 import transfer_pb2
 
 if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
-    from engine.shown_pool import ShownPool
-    from engine.streams import Mark
+    from pdmesh.engine.kv_cache.ipc_pool import ShownPool
+    from pdmesh.engine.kv_cache.streams import Mark
 
 ALIVE_S = 0.5  # between two signs of life while the device computes
 

@@ -12,9 +12,9 @@ from kvtransfer.errors import TransportUnavailable
 from kvtransfer.memory import KVMemory
 from kvtransfer.stream import SocketStream
 from kvtransfer.tls_stream import TlsStream
-from kvtransfer.transports.inline import InlineIncoming, InlineOutgoing
-from protos.v1 import common_pb2
-from runtime.tls import Tls
+from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
+from pdmesh.runtime.rpc.tls import Tls
+from pdmesh.v1 import common_pb2
 
 CONNECT_TIMEOUT_S = 1.0
 BACKLOG = 128

@@ -9,8 +9,8 @@ from concurrent.futures import Executor
 
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.stream import SocketStream
-from protos.v1 import common_pb2
-from runtime.identity import host_id
+from pdmesh.runtime.identity import host_id
+from pdmesh.v1 import common_pb2
 
 CONNECT_TIMEOUT_S = 1.0
 BACKLOG = 128

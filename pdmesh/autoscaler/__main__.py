@@ -1,6 +1,6 @@
 """`python -m autoscaler`."""
 
-from autoscaler.main import main
+from pdmesh.autoscaler.main import main
 
 if __name__ == "__main__":
     main()

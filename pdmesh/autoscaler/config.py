@@ -5,15 +5,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autoscaler.kubernetes.metrics_settings import MetricsSettings
-from autoscaler.kubernetes.settings import KubernetesSettings
-from autoscaler.settings import AutoscalerSettings
-from planning import objectives
-from planning.capacity_load import Goals
-from planning.objectives import ModelObjective
-from runtime.config import ConfigError
-from runtime.telemetry.config import TelemetryConfig
-from runtime.tls import TlsConfig
+from pdmesh.autoscaler.kubernetes.metrics_settings import MetricsSettings
+from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings
+from pdmesh.autoscaler.settings import AutoscalerSettings
+from pdmesh.planning import objectives
+from pdmesh.planning.capacity_load import Goals
+from pdmesh.planning.objectives import ModelObjective
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.rpc.tls import TlsConfig
+from pdmesh.runtime.telemetry.config import TelemetryConfig
 
 _TARGET = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]+):([0-9]{1,5})")
 _SIZED_FOR = tuple(priority for name, priority in objectives.PRIORITIES.items() if name != "batch")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from autoscaler.views import PoolName
+from pdmesh.autoscaler.views import PoolName
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from autoscaler.collect_pools import Pools
-from autoscaler.collect_workers import SeenWorker
-from autoscaler.decision import Flip, PoolDecision
-from autoscaler.forecast import State
-from autoscaler.platform import Asked, PlatformError
-from autoscaler.roles import Flipped
-from autoscaler.views import AGGREGATED, SEPARATED, PoolName
+from pdmesh.autoscaler.collect.collect_pools import Pools
+from pdmesh.autoscaler.collect.workers import SeenWorker
+from pdmesh.autoscaler.decision import Flip, PoolDecision
+from pdmesh.autoscaler.forecasting.forecast import State
+from pdmesh.autoscaler.platform import Asked, PlatformError
+from pdmesh.autoscaler.roles import Flipped
+from pdmesh.autoscaler.views import AGGREGATED, SEPARATED, PoolName
 
 
 class DryRunRoles:
-    """As `autoscaler.roles.Roles` says. Nobody changes roles."""
+    """As `pdmesh.autoscaler.roles.Roles` says. Nobody changes roles."""
 
     def __init__(self, say: Callable[[str], None] = print) -> None:
         self._say = say
@@ -32,7 +32,7 @@ class DryRunRoles:
 
 
 class DryRunPlatform:
-    """As `autoscaler.platform.Platform` says. What is there counts as asked for; nothing that is asked for comes."""
+    """As `pdmesh.autoscaler.platform.Platform` says. What is there counts as asked for; nothing that is asked for comes."""
 
     def __init__(self, workers: Callable[[], Collection[SeenWorker]], say: Callable[[str], None] = print) -> None:
         """`workers`: those that routers hear now."""

@@ -1,6 +1,6 @@
 """What an autoscaler counts and measures: the catalogue."""
 
-from runtime.telemetry.metrics import counter, gauge
+from pdmesh.runtime.telemetry.metrics import counter, gauge
 
 WANTED = gauge("pdmesh.autoscaler.wanted", "Replicas that a pool is to have by the latest decision", ("pool",))
 REPLICAS = gauge("pdmesh.autoscaler.replicas", "Replicas that it had then: those that serve and those that start", ("pool",))

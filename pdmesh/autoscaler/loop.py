@@ -15,23 +15,23 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from autoscaler.collect import Collector
-from autoscaler.collect_pools import Pools
-from autoscaler.decision import Decision
-from autoscaler.forecast import Expected, State
-from autoscaler.loop_history import Held, History, held_of
-from autoscaler.loop_objectives import ObjectivesFile
-from autoscaler.loop_restraint import FailedStarts, restrained, with_hold
-from autoscaler.loop_state import StateError, resumed, saved
-from autoscaler.plan import STUCK_STARTS
-from autoscaler.platform import Asked, Platform, PlatformError
-from autoscaler.policy import Policy
-from autoscaler.roles import Roles
-from autoscaler.settings import AutoscalerSettings
-from autoscaler.spans import DecisionSpans
-from autoscaler.starts import Starts
-from autoscaler.views import PoolName, Snapshot
-from runtime.telemetry.spans import Span
+from pdmesh.autoscaler.collect.collect import Collector
+from pdmesh.autoscaler.collect.collect_pools import Pools
+from pdmesh.autoscaler.collect.starts import Starts
+from pdmesh.autoscaler.decision import Decision
+from pdmesh.autoscaler.forecasting.forecast import Expected, State
+from pdmesh.autoscaler.loop_history import Held, History, held_of
+from pdmesh.autoscaler.loop_objectives import ObjectivesFile
+from pdmesh.autoscaler.loop_restraint import FailedStarts, restrained, with_hold
+from pdmesh.autoscaler.loop_state import StateError, resumed, saved
+from pdmesh.autoscaler.platform import Asked, Platform, PlatformError
+from pdmesh.autoscaler.policy.policy import Policy
+from pdmesh.autoscaler.policy.pool_plan import STUCK_STARTS
+from pdmesh.autoscaler.roles import Roles
+from pdmesh.autoscaler.settings import AutoscalerSettings
+from pdmesh.autoscaler.spans import DecisionSpans
+from pdmesh.autoscaler.views import PoolName, Snapshot
+from pdmesh.runtime.telemetry.spans import Span
 
 NUM_TRIALS = 30
 """Decisions that what was restored has to bear; figures reach all parts of a policy by then."""

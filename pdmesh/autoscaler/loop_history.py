@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from autoscaler.decision import Decision
+from pdmesh.autoscaler.decision import Decision
 
 _FIGURES = re.compile(r"[\d.,]+")
 MAX_ENTRIES = 1000

@@ -3,9 +3,9 @@
 import logging
 from pathlib import Path
 
-from autoscaler.config import goals_of, objective_of, promise
-from planning.capacity_load import Goals
-from runtime.config import ConfigError
+from pdmesh.autoscaler.config import goals_of, objective_of, promise
+from pdmesh.planning.capacity_load import Goals
+from pdmesh.runtime.config import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from autoscaler.decision import Decision, Flip, PoolDecision
-from autoscaler.views import Hold, PoolName, PoolView
+from pdmesh.autoscaler.decision import Decision, Flip, PoolDecision
+from pdmesh.autoscaler.views import Hold, PoolName, PoolView
 
 
 def with_hold(views: Iterable[PoolView], by: str, until_s: float) -> tuple[PoolView, ...]:

@@ -9,8 +9,8 @@ import copy
 import json
 from collections.abc import Iterator
 
-from autoscaler.forecast import State, number
-from autoscaler.policy import Policy
+from pdmesh.autoscaler.forecasting.forecast import State, number
+from pdmesh.autoscaler.policy.policy import Policy
 
 _FORMAT = 1
 _TIMES = ("time_s", "started_s", "idle_since_s")

@@ -10,29 +10,29 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from autoscaler.collect import Collector
-from autoscaler.config import AutoscalerConfig, objective_of
-from autoscaler.dry_run import DryRunPlatform, DryRunRoles
-from autoscaler.forecasters import forecaster_of
-from autoscaler.loop import Listener, Loop, LoopSettings, Parts
-from autoscaler.loop_history import History
-from autoscaler.loop_objectives import ObjectivesFile
-from autoscaler.metrics import SERVICE, AutoscalerMetrics
-from autoscaler.policy import Policy
-from autoscaler.roles import RoleChanger
-from autoscaler.spans import DecisionSpans
-from runtime import config as configuration
-from runtime import log, process
-from runtime.server import GrpcServer
-from runtime.telemetry.metrics import open_metrics
-from runtime.telemetry.resource import resource_of
-from runtime.telemetry.spans import Attributes
-from runtime.telemetry.tracing import Tracing, open_tracing
-from runtime.tls import open_tls
+from pdmesh.autoscaler.collect.collect import Collector
+from pdmesh.autoscaler.config import AutoscalerConfig, objective_of
+from pdmesh.autoscaler.dry_run import DryRunPlatform, DryRunRoles
+from pdmesh.autoscaler.forecasting.registry import forecaster_of
+from pdmesh.autoscaler.loop import Listener, Loop, LoopSettings, Parts
+from pdmesh.autoscaler.loop_history import History
+from pdmesh.autoscaler.loop_objectives import ObjectivesFile
+from pdmesh.autoscaler.metrics import SERVICE, AutoscalerMetrics
+from pdmesh.autoscaler.policy.policy import Policy
+from pdmesh.autoscaler.roles import RoleChanger
+from pdmesh.autoscaler.spans import DecisionSpans
+from pdmesh.runtime import config as configuration
+from pdmesh.runtime import log, process
+from pdmesh.runtime.rpc.server import GrpcServer
+from pdmesh.runtime.rpc.tls import open_tls
+from pdmesh.runtime.telemetry.metrics import open_metrics
+from pdmesh.runtime.telemetry.resource import resource_of
+from pdmesh.runtime.telemetry.spans import Attributes
+from pdmesh.runtime.telemetry.tracing import Tracing, open_tracing
 
 if TYPE_CHECKING:
-    from autoscaler.kubernetes.metrics_server import MetricsServer
-    from autoscaler.platform import Platform
+    from pdmesh.autoscaler.kubernetes.metrics_server import MetricsServer
+    from pdmesh.autoscaler.platform import Platform
 
 SICK_PERIODS = 10
 """So many periods without a round that ended: the process is not well."""
@@ -64,7 +64,7 @@ def open_loop(
 def _platform(config: AutoscalerConfig, collector: Collector) -> Platform:
     if config.platform == "dry-run":
         return DryRunPlatform(lambda: collector.workers, _say)
-    from autoscaler.kubernetes.platform import open_platform  # a dry run needs no Kubernetes client
+    from pdmesh.autoscaler.kubernetes.platform import open_platform  # a dry run needs no Kubernetes client
 
     return open_platform(config.kubernetes)
 
@@ -73,7 +73,7 @@ async def _open_metrics(config: AutoscalerConfig) -> MetricsServer | None:
     """For who scales by HPA or KEDA. Raises ConfigError, PlatformError."""
     if not config.external_metrics.is_set:
         return None
-    from autoscaler.kubernetes.metrics_server import MetricsServer  # nor does it listen for anybody
+    from pdmesh.autoscaler.kubernetes.metrics_server import MetricsServer  # nor does it listen for anybody
 
     model = objective_of(config.objectives, config.model).model
     server = MetricsServer(config.external_metrics, config.kubernetes, config.host, model)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import get_args
 
-from autoscaler import instruments
-from autoscaler.decision import Decision, PoolDecision
-from autoscaler.loop import Loop
-from autoscaler.loop_history import Entry, Kind
-from runtime.telemetry.metrics import OFF, Metrics, Readings
+from pdmesh.autoscaler import instruments
+from pdmesh.autoscaler.decision import Decision, PoolDecision
+from pdmesh.autoscaler.loop import Loop
+from pdmesh.autoscaler.loop_history import Entry, Kind
+from pdmesh.runtime.telemetry.metrics import OFF, Metrics, Readings
 
 SERVICE = "pdmesh-autoscaler"
 """As collectors and scrapers know it."""

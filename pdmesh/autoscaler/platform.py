@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from autoscaler.decision import PoolDecision
-from autoscaler.forecast import State
-from autoscaler.views import Hold, PoolName
+from pdmesh.autoscaler.decision import PoolDecision
+from pdmesh.autoscaler.forecasting.forecast import State
+from pdmesh.autoscaler.views import Hold, PoolName
 
 
 class PlatformError(Exception):

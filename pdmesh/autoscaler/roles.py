@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 import grpc.aio
 
-from autoscaler.collect_pools import Pools, idlest
-from autoscaler.views import PoolName
-from protos.v1 import worker_pb2, worker_pb2_grpc
-from runtime.channel import connect
+from pdmesh.autoscaler.collect.collect_pools import Pools, idlest
+from pdmesh.autoscaler.views import PoolName
+from pdmesh.runtime.rpc.channel import connect
+from pdmesh.v1 import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
-    from autoscaler.collect_workers import SeenWorker
-    from autoscaler.decision import Flip
-    from runtime.tls import Tls
+    from pdmesh.autoscaler.collect.workers import SeenWorker
+    from pdmesh.autoscaler.decision import Flip
+    from pdmesh.runtime.rpc.tls import Tls
 
 ROLES: Mapping[PoolName, tuple[worker_pb2.Role.ValueType, ...]] = {
     PoolName.PREFILL: (worker_pb2.ROLE_PREFILL,),

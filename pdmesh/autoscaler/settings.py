@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autoscaler.views import PoolName
-from runtime.config import ConfigError
+from pdmesh.autoscaler.views import PoolName
+from pdmesh.runtime.config import ConfigError
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from autoscaler.decision import Decision
-from autoscaler.platform import PlatformError
-from runtime.telemetry.spans import Attributes, Span, Value
-from runtime.telemetry.tracing import OFF, Tracing
+from pdmesh.autoscaler.decision import Decision
+from pdmesh.autoscaler.platform import PlatformError
+from pdmesh.runtime.telemetry.spans import Attributes, Span, Value
+from pdmesh.runtime.telemetry.tracing import OFF, Tracing
 
 NAME = "autoscale.decide"
 _Told = tuple[list[tuple[str, Attributes]], bool]

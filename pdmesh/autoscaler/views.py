@@ -3,8 +3,8 @@
 import enum
 from dataclasses import dataclass, field
 
-from planning.capacity_load import Lengths, Limits, Worker
-from planning.latency_model import LatencyModel
+from pdmesh.planning.capacity_load import Lengths, Limits, Worker
+from pdmesh.planning.latency_model import LatencyModel
 
 
 class PoolName(enum.StrEnum):

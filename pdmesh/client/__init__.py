@@ -1,0 +1,28 @@
+"""The client library: `Client` and `AsyncClient`, with the same calls. Needs grpcio and protobuf only.
+
+    with Client("127.0.0.1:8100,127.0.0.1:8101") as client:
+        print(client.chat([("user", "What is the capital of France?")], temperature=0).text)
+        for event in client.generate_stream("Once upon a time", max_tokens=64, timeout=30):
+            if isinstance(event, Delta):
+                print(event.text, end="")
+
+The public names are these; the modules beside this one are how they are made.
+"""
+
+from pdmesh.client.client import AsyncClient, Client
+from pdmesh.client.client_retry import RetryPolicy
+from pdmesh.client.types import Completed, Delta, Event, Generation, Message, Started
+from pdmesh.runtime.rpc.tls import ClientTlsConfig
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "ClientTlsConfig",
+    "Completed",
+    "Delta",
+    "Event",
+    "Generation",
+    "Message",
+    "RetryPolicy",
+    "Started",
+]

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 from grpc.experimental import ChannelOptions
 
-from runtime.tls import Tls
+from pdmesh.runtime.rpc.tls import Tls
 
 DEFAULT_ADDRESS = "127.0.0.1:8100"
 

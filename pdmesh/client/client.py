@@ -20,30 +20,19 @@ from typing import TYPE_CHECKING, Protocol, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
-from pdmesh import client_wire as wire
-from pdmesh.client_channel import DEFAULT_ADDRESS, Preference, addresses, checked_key, open_aio_channel, open_channel
-from pdmesh.client_retry import Retrier, RetryPolicy, unasked
-from pdmesh.client_stream import AsyncCall, AsyncStream, Request, Stream, SyncCall
-from pdmesh.client_types import (
-    Completed,
-    Delta,
-    Event,
-    GenerateOptions,
-    Generation,
-    Message,
-    MessageLike,
-    Model,
-    Started,
-    Tokens,
-)
+from pdmesh.client import wire
+from pdmesh.client.channel import DEFAULT_ADDRESS, Preference, addresses, checked_key, open_aio_channel, open_channel
+from pdmesh.client.client_retry import Retrier, RetryPolicy, unasked
+from pdmesh.client.stream import AsyncCall, AsyncStream, Request, Stream, SyncCall
+from pdmesh.client.types import Completed, Delta, Event, GenerateOptions, Generation, Message, MessageLike, Model, Started, Tokens
 from pdmesh.errors import Cancelled, error_from_rpc
-from protos.v1 import mesh_pb2
-from protos.v1.mesh_pb2_grpc import MeshStub
-from runtime.telemetry.propagation import Metadata
-from runtime.tls import ClientTlsConfig, TlsConfig, open_tls
+from pdmesh.runtime.rpc.tls import ClientTlsConfig, TlsConfig, open_tls
+from pdmesh.runtime.telemetry.propagation import Metadata
+from pdmesh.v1 import mesh_pb2
+from pdmesh.v1.mesh_pb2_grpc import MeshStub
 
 if TYPE_CHECKING:
-    from protos.v1.mesh_pb2_grpc import MeshAsyncStub
+    from pdmesh.v1.mesh_pb2_grpc import MeshAsyncStub
 
 __all__ = [
     "AsyncClient",
@@ -104,7 +93,7 @@ class Client(_Base):
     router after the last one was lost. `retry_overload`: wait and try again where the mesh refuses for lack of room.
     `tls`: certificates, for a mesh that encrypts: ClientTlsConfig(tls_cert=…, tls_key=…, tls_ca=…); tls_ca
     alone where the routers serve anybody. `api_key`: for routers that ask for one; ValueError for what can be none. Raises
-    runtime.config.ConfigError for files that are not good.
+    pdmesh.runtime.config.ConfigError for files that are not good.
     Every call takes `timeout` in seconds (None: none) and raises the errors of `pdmesh.errors`.
     """
 

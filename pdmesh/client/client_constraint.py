@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 from pdmesh.errors import InvalidArgument
-from protos.v1 import common_pb2
+from pdmesh.v1 import common_pb2
 
 CONSTRAINTS = frozenset(field.name for field in common_pb2.Constraint.DESCRIPTOR.fields)
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pdmesh.client_types import Completed, Delta, Event, FinishReason, Started
-from pdmesh.client_wire import emitted_choice, event
+from pdmesh.client.types import Completed, Delta, Event, FinishReason, Started
+from pdmesh.client.wire import emitted_choice, event
 from pdmesh.errors import Internal
-from protos.v1 import mesh_pb2
+from pdmesh.v1 import mesh_pb2
 
 _MAX_REQUEST_ID = 64
 _MAX_UINT32 = 2**32 - 1

@@ -12,14 +12,14 @@ from typing import Protocol, Self
 
 import grpc
 
-from pdmesh.client_channel import Preference
-from pdmesh.client_retry import Retrier, unasked
-from pdmesh.client_session import StreamSession
-from pdmesh.client_types import Completed, Event
+from pdmesh.client.channel import Preference
+from pdmesh.client.client_retry import Retrier, unasked
+from pdmesh.client.client_session import StreamSession
+from pdmesh.client.types import Completed, Event
 from pdmesh.errors import Cancelled, MeshError, Unavailable, error_from_rpc
-from protos.v1 import mesh_pb2
-from runtime.telemetry.caller import begin_request
-from runtime.telemetry.propagation import Metadata
+from pdmesh.runtime.telemetry.caller import begin_request
+from pdmesh.runtime.telemetry.propagation import Metadata
+from pdmesh.v1 import mesh_pb2
 
 Request = mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest
 

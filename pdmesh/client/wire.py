@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import TypeVar
 
-from pdmesh.client_constraint import CONSTRAINTS, set_constraint
-from pdmesh.client_types import (
+from pdmesh.client.client_constraint import CONSTRAINTS, set_constraint
+from pdmesh.client.types import (
     Choice,
     Completed,
     Delta,
@@ -28,7 +28,7 @@ from pdmesh.client_types import (
     Usage,
 )
 from pdmesh.errors import InvalidArgument
-from protos.v1 import common_pb2, mesh_pb2
+from pdmesh.v1 import common_pb2, mesh_pb2
 
 _SAMPLING = frozenset(field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields) - {"constraint"}
 _OPTIONS = frozenset(field.name for field in mesh_pb2.RequestOptions.DESCRIPTOR.fields)

@@ -6,12 +6,12 @@ import sys
 from dataclasses import dataclass, field
 
 from pdmesh.cli import explain
-from pdmesh.client import Client
-from pdmesh.client_types import Generation, Message
+from pdmesh.client.client import Client
+from pdmesh.client.types import Generation, Message
 from pdmesh.commands.options import Connection, Constraint, Routing, Sampling, flat
 from pdmesh.commands.streaming import show_json, show_text, show_timings
 from pdmesh.errors import MeshError
-from pdmesh.render import palette
+from pdmesh.terminal import palette
 
 _HELP = "/exit ends, /new starts over, Ctrl-C stops an answer"
 

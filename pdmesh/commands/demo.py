@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pdmesh import models
-from pdmesh.client import AsyncClient
-from pdmesh.client_types import Completed, Delta, Event, Generation, Message
-from pdmesh.client_wire import generation
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig, check_packages
-from pdmesh.render import palette
-from pdmesh.render_mesh import process_table
-from pdmesh.render_timings import timings_report
-from runtime.child import StartFailed
+from pdmesh.client.client import AsyncClient
+from pdmesh.client.types import Completed, Delta, Event, Generation, Message
+from pdmesh.client.wire import generation
+from pdmesh.commands.render_timings import timings_report
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig, check_packages
+from pdmesh.launcher.render_mesh import process_table
+from pdmesh.models import registry
+from pdmesh.runtime.child import StartFailed
+from pdmesh.terminal import palette
 
 _ANSWER_TIMEOUT_S = 120.0
 
@@ -34,7 +34,7 @@ class Options:
     )
     follow_up: str = field(default="And what is it famous for?", metadata={"help": "second turn; empty: none"})
     max_tokens: int = field(default=48, metadata={"help": "most tokens of an answer"})
-    model: str = field(default=models.DEFAULT_MODEL, metadata={"help": "known name, Hugging Face folder or .gguf file"})
+    model: str = field(default=registry.DEFAULT_MODEL, metadata={"help": "known name, Hugging Face folder or .gguf file"})
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata={"help": "where the engines compute"})
     threads: int = field(default=0, metadata={"help": "threads of each worker; 0: the cores divided by the workers"})
     start_timeout_s: float = field(default=180.0, metadata={"help": "how long the processes may take to get ready"})
@@ -44,9 +44,9 @@ def run(options: Options) -> int:
     """0 when everything was answered and all processes have ended."""
     try:
         check_packages()
-        folder = models.ensure_model(options.model)
+        folder = registry.ensure_model(options.model)
         return asyncio.run(_demo(options, folder))
-    except (models.ModelError, StartFailed) as error:
+    except (registry.ModelError, StartFailed) as error:
         print(f"pdmesh demo: {error}", file=sys.stderr)
         return 1
 
@@ -55,7 +55,7 @@ async def _demo(options: Options, folder: Path) -> int:
     began = time.monotonic()
     config = LocalMeshConfig(
         model=str(folder),
-        model_name=models.model_name(options.model),
+        model_name=registry.model_name(options.model),
         device=options.device,
         port=0,
         num_threads=options.threads,

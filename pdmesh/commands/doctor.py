@@ -8,13 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from pdmesh import doctor_machine as machine
-from pdmesh import doctor_software as software
-from pdmesh import doctor_transfer as transfer
-from pdmesh.doctor import Check, State, examine
-from pdmesh.launcher_plan import EMBEDDED_REDIS
-from pdmesh.model_catalogue import DEFAULT_MODEL
-from pdmesh.render import Palette, palette
+from pdmesh.doctor import doctor_transfer as transfer
+from pdmesh.doctor import machine, software
+from pdmesh.doctor.check import Check, State, examine
+from pdmesh.launcher.plan import EMBEDDED_REDIS
+from pdmesh.models.catalogue import DEFAULT_MODEL
+from pdmesh.terminal import Palette, palette
 
 
 @dataclass(frozen=True)

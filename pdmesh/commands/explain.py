@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from google.protobuf.json_format import MessageToDict
 
 from pdmesh.commands.options import Connection, flat
-from pdmesh.render import Palette, palette, table
-from protos.v1 import common_pb2, mesh_pb2
+from pdmesh.terminal import Palette, palette, table
+from pdmesh.v1 import common_pb2, mesh_pb2
 
 _HEADERS = ("DECODE", "PREFILL", "TTFT", "TPOT", "DELAY", "CACHED", "COST", "NOTE")
 

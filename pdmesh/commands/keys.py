@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pdmesh.render import table
-from router import key_file
-from router.key_store import REDIS_SCHEMES
-from router.keys import ApiKey, KeyProblem, KeyTable, hash_of, new_key
-from router.redis_keys import RedisKeys
-from runtime.config import ConfigError
-from runtime.records import InvalidRecord
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.registry.records import InvalidRecord
+from pdmesh.terminal import table
+from router.auth import key_file
+from router.auth.api_keys import ApiKey, KeyProblem, KeyTable, hash_of, new_key
+from router.auth.key_store import REDIS_SCHEMES
+from router.auth.redis_keys import RedisKeys
 
 DAY_S = 86_400
 

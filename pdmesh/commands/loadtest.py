@@ -12,20 +12,22 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pdmesh.client_channel import DEFAULT_ADDRESS
+from pdmesh.client.channel import DEFAULT_ADDRESS
 from pdmesh.commands.loadtest_options import Goals, How, What, When, book_of, workload_of
 from pdmesh.commands.options import flat
-from pdmesh.loadtest import report_html, report_text, result
+from pdmesh.loadtest import result
 from pdmesh.loadtest.capacity import Search
-from pdmesh.loadtest.grpc_target import GrpcSettings, GrpcTarget
 from pdmesh.loadtest.measure import Found, Measurement, Watch, find_capacity, measure
 from pdmesh.loadtest.progress import Progress
+from pdmesh.loadtest.reports import html as report_html
+from pdmesh.loadtest.reports import text as report_text
 from pdmesh.loadtest.result import Result
 from pdmesh.loadtest.runner import RunSettings
-from pdmesh.loadtest.target import Target, TargetError
+from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
+from pdmesh.loadtest.targets.target import Target, TargetError
 from pdmesh.loadtest.workload import num_cut
-from pdmesh.render import palette
-from runtime.config import dump
+from pdmesh.runtime.config import dump
+from pdmesh.terminal import palette
 
 # A window with fewer requests says nothing of a share of them.
 _MIN_REQUESTS = 10
@@ -135,7 +137,7 @@ def _open(options: Options) -> Target:
     how = options.how
     if options.speaks_http:
         # Only here: the client alone has no h11.
-        from pdmesh.loadtest.openai_target import OpenAiSettings, OpenAiTarget
+        from pdmesh.loadtest.targets.openai import OpenAiSettings, OpenAiTarget
 
         return OpenAiTarget(
             options.target,

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from pdmesh.loadtest import report_compare, report_text, result
+from pdmesh.loadtest import result
 from pdmesh.loadtest.compare import compare
+from pdmesh.loadtest.reports import comparison, text
 from pdmesh.loadtest.result import Result
-from pdmesh.render import palette, table
+from pdmesh.terminal import palette, table
 
 EXIT_WORSE, EXIT_USAGE, EXIT_INVALID = 1, 2, 5
 
@@ -41,7 +42,7 @@ def run(options: Options) -> int:
     try:
         read = _read((options.a, options.b, *options.more))
         if options.html:
-            Path(options.html).write_text(report_compare.page(read), encoding="utf-8")
+            Path(options.html).write_text(comparison.page(read), encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"pdmesh loadtest compare: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -55,7 +56,7 @@ def run(options: Options) -> int:
         rows = [{**asdict(item), **{name: getattr(item, name) for name in extra}} for item in differences]
         print(json.dumps({"doubts": _doubts(a, b), "differences": rows}))
     else:
-        print("\n".join([*_doubts(a, b), *report_text.comparison_lines(differences, palette(sys.stdout))]))
+        print("\n".join([*_doubts(a, b), *text.comparison_lines(differences, palette(sys.stdout))]))
     if options.fail_if_worse and not all(one.valid and not one.interrupted for one in (a, b)):
         return EXIT_INVALID
     return EXIT_WORSE if options.fail_if_worse and any(item.worse for item in differences) else 0
@@ -71,7 +72,7 @@ def _read(files: Sequence[str]) -> dict[str, Result]:
 
 
 def _show_all(read: Mapping[str, Result], *, as_json: bool) -> None:
-    head, rows = report_compare.overview(read)
+    head, rows = comparison.overview(read)
     if as_json:
         print(json.dumps([dict(zip(("name", *head[1:]), row, strict=True)) for row in rows]))
     else:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from pdmesh.client_types import Priority
+from pdmesh.client.types import Priority
 from pdmesh.commands.options import flat
 from pdmesh.loadtest import lengths, mix, objectives, traces
 from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
 from pdmesh.loadtest.workload import Arrivals, Limits, TrafficClass, Workload
-from runtime.tls import ClientTlsConfig
+from pdmesh.runtime.rpc.tls import ClientTlsConfig
 
 _DISTRIBUTION = f"a number, or one of {lengths.usage()}"
 

@@ -6,8 +6,10 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pdmesh.loadtest import report_html, report_text, result
-from pdmesh.render import palette
+from pdmesh.loadtest import result
+from pdmesh.loadtest.reports import html as report_html
+from pdmesh.loadtest.reports import text
+from pdmesh.terminal import palette
 
 EXIT_USAGE = 2
 
@@ -34,5 +36,5 @@ def run(options: Options) -> int:
     except (ValueError, OSError) as error:
         print(f"pdmesh loadtest report: {error}", file=sys.stderr)
         return EXIT_USAGE
-    print("\n".join(report_text.lines(measured, palette(sys.stdout))))
+    print("\n".join(text.lines(measured, palette(sys.stdout))))
     return 0

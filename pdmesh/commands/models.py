@@ -7,11 +7,11 @@ import sys
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pdmesh import models
 from pdmesh.commands.options import Connection, flat
 from pdmesh.errors import MeshError
-from pdmesh.model_cache import cache_folder
-from pdmesh.render import size, table
+from pdmesh.models import registry
+from pdmesh.models.model_cache import cache_folder
+from pdmesh.terminal import size, table
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Options:
     action: Literal["list", "fetch"] = field(
         default="list", metadata={"help": "what to do, also as a bare word", "positional": True}
     )
-    name: str = field(default=models.DEFAULT_MODEL, metadata={"help": "what to fetch, also as a bare word", "positional": True})
+    name: str = field(default=registry.DEFAULT_MODEL, metadata={"help": "what to fetch, also as a bare word", "positional": True})
     json: bool = field(default=False, metadata={"help": "write JSON"})
     connection: Connection = field(default_factory=lambda: Connection(resume_timeout_s=0.5), metadata=flat())
 
@@ -33,11 +33,11 @@ def run(options: Options) -> int:
 
 def _fetch(options: Options) -> int:
     try:
-        folder = models.ensure_model(options.name)
-    except models.ModelError as error:
+        folder = registry.ensure_model(options.name)
+    except registry.ModelError as error:
         print(f"pdmesh models: {error}", file=sys.stderr)
         return 1
-    print(json.dumps({"name": models.model_name(options.name), "folder": str(folder)}) if options.json else folder)
+    print(json.dumps({"name": registry.model_name(options.name), "folder": str(folder)}) if options.json else folder)
     return 0
 
 
@@ -50,7 +50,7 @@ def _list(options: Options) -> int:
             "download_bytes": model.source.num_bytes,
             "fetched": (cache_folder() / "models" / model.name).is_dir(),
         }
-        for model in models.KNOWN_MODELS.values()
+        for model in registry.KNOWN_MODELS.values()
     ]
     served = _served(options)
     if options.json:
@@ -58,7 +58,7 @@ def _list(options: Options) -> int:
         return 0
     rows = [
         (str(m["name"]), str(m["licence"]), size(model.source.num_bytes), "yes" if m["fetched"] else "no", str(m["title"]))
-        for m, model in zip(known, models.KNOWN_MODELS.values(), strict=True)
+        for m, model in zip(known, registry.KNOWN_MODELS.values(), strict=True)
     ]
     print("\n".join(table(("KNOWN MODEL", "LICENCE", "DOWNLOAD", "FETCHED", "WHAT"), rows)))
     print(f"\nserved by {options.connection.router}: {_served_text(served)}")

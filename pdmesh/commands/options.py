@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, cast
 
-from pdmesh.client import Client
-from pdmesh.client_channel import DEFAULT_ADDRESS, addresses, checked_key
-from pdmesh.client_types import GenerateOptions
-from runtime.tls import ClientTlsConfig
+from pdmesh.client.channel import DEFAULT_ADDRESS, addresses, checked_key
+from pdmesh.client.client import Client
+from pdmesh.client.types import GenerateOptions
+from pdmesh.runtime.rpc.tls import ClientTlsConfig
 
 
 @dataclass(frozen=True)

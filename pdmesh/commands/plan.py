@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from pdmesh import models
 from pdmesh.commands.options import flat
 from pdmesh.commands.plan_options import Load, Machine, Output, Promise
+from pdmesh.models import registry
 from pdmesh.planner import overlay, report_html, report_text
 from pdmesh.planner.kinds import Limitation, measured_kinds, roofline_kinds
 from pdmesh.planner.measure import MeasureError, measure
@@ -20,12 +20,12 @@ from pdmesh.planner.meshes import AGGREGATED, SEPARATED, WorkerKind
 from pdmesh.planner.plan import EFFORTS, NoPlan, Plan, Task, goals_of, make_plan
 from pdmesh.planner.subject import Money, Subject
 from pdmesh.planner.traffic import Traffic, traffic_of
-from pdmesh.render import palette
-from planning.devices import Device, find_device
-from planning.roofline import Roofline
-from planning.roofline_model import Decoder, read_decoder
-from simulator.config import SimulatorConfig
-from simulator.worker_spec import WorkerSpec, read_spec
+from pdmesh.planning.devices import Device, find_device
+from pdmesh.planning.roofline import Roofline
+from pdmesh.planning.roofline_model import Decoder, read_decoder
+from pdmesh.simulator.config import SimulatorConfig
+from pdmesh.simulator.workers.spec import WorkerSpec, read_spec
+from pdmesh.terminal import palette
 
 EXIT_NO_PLAN, EXIT_USAGE = 1, 2
 _NEITHER = "neither --deployable nor --overlay"
@@ -37,7 +37,7 @@ class Options:
     """Say what a deployment takes: pdmesh plan --device h100-sxm --trace azure-conv=FILE --slo-ttft 500ms --slo-tpot 50ms."""
 
     model: str = field(
-        default=models.DEFAULT_MODEL,
+        default=registry.DEFAULT_MODEL,
         metadata={"help": "known name, model folder, or a config.json alone, also as a bare word", "positional": True},
     )
     machine: Machine = field(default_factory=Machine, metadata=flat())
@@ -83,7 +83,7 @@ def run(options: Options) -> int:
     except NoPlan as error:
         print(f"pdmesh plan: {error}", file=sys.stderr)
         return EXIT_NO_PLAN
-    except (MeasureError, models.ModelError, overlay.OverlayError, ValueError) as error:
+    except (MeasureError, registry.ModelError, overlay.OverlayError, ValueError) as error:
         print(f"pdmesh plan: {error}", file=sys.stderr)
         return EXIT_USAGE
     return 0
@@ -127,7 +127,7 @@ def _decoder(model: str) -> Decoder:
         return read_decoder(path)
     if (path / "config.json").is_file():
         return read_decoder(path / "config.json")
-    return read_decoder(models.ensure_model(model) / "config.json")
+    return read_decoder(registry.ensure_model(model) / "config.json")
 
 
 def _roofline(machine: Machine, decoder: Decoder) -> Roofline:
@@ -230,7 +230,7 @@ def _name(model: str) -> str:
     """Of a config.json its own or, where that says nothing, its folder's."""
     path = Path(model)
     if path.suffix != ".json":
-        return models.model_name(model)
+        return registry.model_name(model)
     return path.resolve().parent.name if path.name == "config.json" else path.stem
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pdmesh.planner.durations import milliseconds
-from simulator.config import SimulatorConfig
+from pdmesh.commands.durations import milliseconds
+from pdmesh.simulator.config import SimulatorConfig
 
 _GENERATED = 4000
 """Requests, where nobody says how many."""

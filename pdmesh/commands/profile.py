@@ -7,11 +7,11 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdmesh import models
-from pdmesh.render import breakdown, duration, palette
+from pdmesh.models import registry
+from pdmesh.terminal import breakdown, duration, palette
 
 if TYPE_CHECKING:
-    from pdmesh.step_profile import StepProfile
+    from pdmesh.doctor.step_profile import StepProfile
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Options:
     """Show where the time of an engine's step goes: pdmesh profile. The engine runs in this process, on the CPU."""
 
     model: str = field(
-        default=models.DEFAULT_MODEL,
+        default=registry.DEFAULT_MODEL,
         metadata={"help": "known name, Hugging Face folder or .gguf file, also as a bare word", "positional": True},
     )
     batches: tuple[int, ...] = field(default=(1, 16), metadata={"help": "decode steps of so many sequences"})
@@ -46,11 +46,11 @@ class Options:
 
 def run(options: Options) -> int:
     """1 when the model cannot be loaded, or not by the CPU kernels, which alone know their stages."""
-    from engine.config import EngineConfig  # with the profiler: torch, which takes a second, and not for --help
-    from pdmesh.step_profile import Case, StepProfiler
+    from pdmesh.doctor.step_profile import Case, StepProfiler
+    from pdmesh.engine.config import EngineConfig  # with the profiler: torch, which takes a second, and not for --help
 
     try:
-        folder = models.ensure_model(options.model)
+        folder = registry.ensure_model(options.model)
         config = EngineConfig(
             model=str(folder),
             dtype=options.dtype,
@@ -60,7 +60,7 @@ def run(options: Options) -> int:
         )
         cases = [Case(batch, options.context) for batch in options.batches] + [Case(0, tokens) for tokens in options.prefill]
         profiler = StepProfiler(config, cases, options.steps, _note)
-    except (models.ModelError, ValueError) as error:
+    except (registry.ModelError, ValueError) as error:
         print(f"pdmesh profile: {error}", file=sys.stderr)
         return 1
     profiles = [profiler.run(case) for case in cases]

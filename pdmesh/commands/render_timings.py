@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pdmesh.client_types import Completed, PrefillMode, Timings, Usage
-from pdmesh.render import Palette, breakdown, duration, size
+from pdmesh.client.types import Completed, PrefillMode, Timings, Usage
+from pdmesh.terminal import Palette, breakdown, duration, size
 
 
 def timings_report(completed: Completed, colours: Palette) -> list[str]:

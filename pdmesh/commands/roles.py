@@ -9,13 +9,13 @@ from typing import Literal
 
 import grpc
 
-from pdmesh.client_channel import open_channel
+from pdmesh.client.channel import open_channel
 from pdmesh.commands.options import Connection, flat
 from pdmesh.commands.status import role_names
 from pdmesh.errors import FailedPrecondition, MeshError, NotFound, Unavailable, error_from_rpc
-from protos.v1 import mesh_pb2, worker_pb2
-from protos.v1.worker_pb2_grpc import WorkerControlStub
-from runtime.tls import open_tls
+from pdmesh.runtime.rpc.tls import open_tls
+from pdmesh.v1 import mesh_pb2, worker_pb2
+from pdmesh.v1.worker_pb2_grpc import WorkerControlStub
 
 # Behind the drain: abandoning what is left, and the way there and back.
 _MARGIN_S = 10.0

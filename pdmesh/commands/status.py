@@ -12,12 +12,12 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from pdmesh import local_decisions, local_metrics
-from pdmesh.client import Client
+from pdmesh.client.client import Client
 from pdmesh.commands.options import Connection, flat
 from pdmesh.errors import MeshError
-from pdmesh.render import MAX_WIDTH, Palette, palette, table
-from protos.v1 import common_pb2, mesh_pb2, worker_pb2
+from pdmesh.launcher import local_metrics, local_state
+from pdmesh.terminal import MAX_WIDTH, Palette, palette, table
+from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 
 _CLEAR = "\x1b[H\x1b[2J"
 
@@ -59,7 +59,7 @@ def _show_again(client: Client, options: Options) -> None:
 def _look(client: Client, options: Options) -> str:
     status = client.status(timeout=options.connection.timeout)
     addresses = [worker.info.address for worker in status.workers if worker.alive]
-    decided, metrics = local_decisions.latest(addresses), local_metrics.shown(addresses)
+    decided, metrics = local_state.latest(addresses), local_metrics.shown(addresses)
     if options.json:
         shown = MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         more = {"autoscaler": decided, "metrics": metrics}

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 
-from pdmesh.client_types import Completed, Delta, Event, Generation
-from pdmesh.client_wire import generation
+from pdmesh.client.types import Completed, Delta, Event, Generation
+from pdmesh.client.wire import generation
+from pdmesh.commands.render_timings import timings_report
 from pdmesh.errors import MeshError
-from pdmesh.render import palette
-from pdmesh.render_timings import timings_report
+from pdmesh.terminal import palette
 
 
 def show_text(events: Iterable[Event]) -> Generation:

@@ -13,21 +13,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from engine.config import named_proposers
-from pdmesh import models
-from pdmesh.client_channel import DEFAULT_ADDRESS
+from pdmesh.client.channel import DEFAULT_ADDRESS
 from pdmesh.commands.tls import exports
 from pdmesh.commands.up_autoscale import AutoscaleOptions, Shown, local_loop, scaled
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import EMBEDDED_REDIS, LocalMeshConfig, check_packages
-from pdmesh.local_decisions import DecisionFile
-from pdmesh.local_metrics import TARGETS_FILE, MetricsFiles, Target, follow
-from pdmesh.render import palette
-from pdmesh.render_mesh import process_table
-from runtime.child import StartFailed
-from runtime.config import ConfigError
-from runtime.telemetry.config import parse_endpoint
-from runtime.tls import TlsConfig
+from pdmesh.engine.config import named_proposers
+from pdmesh.launcher.local_metrics import TARGETS_FILE, MetricsFiles, Target, follow
+from pdmesh.launcher.local_state import DecisionFile
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import EMBEDDED_REDIS, LocalMeshConfig, check_packages
+from pdmesh.launcher.render_mesh import process_table
+from pdmesh.models import registry
+from pdmesh.runtime.child import StartFailed
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.rpc.tls import TlsConfig
+from pdmesh.runtime.telemetry.config import parse_endpoint
+from pdmesh.terminal import palette
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Options:
     both: int = field(default=0, metadata={"help": "workers with both roles"})
     routers: int = field(default=1, metadata={"help": "routers, on consecutive ports"})
     router_processes: int = field(default=1, metadata={"help": "processes of each router, which share its ports"})
-    model: str = field(default=models.DEFAULT_MODEL, metadata={"help": "known name, Hugging Face folder or .gguf file"})
+    model: str = field(default=registry.DEFAULT_MODEL, metadata={"help": "known name, Hugging Face folder or .gguf file"})
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata={"help": "where the engines compute"})
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
     port: int = field(default=8100, metadata={"help": "port of the (first) router; 0: any free one"})
@@ -93,7 +93,7 @@ class Options:
             raise ValueError("console_port: must be between 0 and 65535")
         if self.scaling.autoscale:
             self.scaling.prepared(_mesh_config(self, Path("model")))
-        self.scaling.check_objectives(models.model_name(self.model))
+        self.scaling.check_objectives(registry.model_name(self.model))
         if self.otlp_endpoint:
             parse_endpoint(self.otlp_endpoint)
         if self.tls and self.certificates.is_set:
@@ -105,9 +105,9 @@ def run(options: Options) -> int:
     """0 when it was stopped as asked; 1 when it could not start."""
     try:
         check_packages()
-        folder = models.ensure_model(options.model)
+        folder = registry.ensure_model(options.model)
         return asyncio.run(_serve(_config(options, folder), options.scaling))
-    except (models.ModelError, StartFailed, ConfigError) as error:
+    except (registry.ModelError, StartFailed, ConfigError) as error:
         print(f"pdmesh up: {error}", file=sys.stderr)
         return 1
 
@@ -127,7 +127,7 @@ def _config(options: Options, folder: Path) -> LocalMeshConfig:
 def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
     return LocalMeshConfig(
         model=str(folder),
-        model_name=models.model_name(options.model),
+        model_name=registry.model_name(options.model),
         num_prefill=options.prefill,
         num_decode=options.decode,
         num_both=options.both,

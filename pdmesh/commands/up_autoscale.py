@@ -10,25 +10,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoscaler.collect import Collector
-from autoscaler.config import goals_of, objective_of, promise
-from autoscaler.loop import Listener, Loop, LoopSettings, Parts
-from autoscaler.loop_history import Entry, History, append_to
-from autoscaler.metrics import SERVICE, AutoscalerMetrics
-from autoscaler.policy import Policy
-from autoscaler.roles import RoleChanger
-from autoscaler.settings import AutoscalerSettings, PoolSettings
-from autoscaler.spans import DecisionSpans
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_console import collector_of
-from pdmesh.launcher_plan import LocalMeshConfig, usable_cores
-from pdmesh.launcher_scale import LocalPlatform
-from planning.objectives import load as load_objectives
-from runtime.telemetry.config import TelemetryConfig
-from runtime.telemetry.metrics import open_metrics
-from runtime.telemetry.resource import resource_of
-from runtime.telemetry.tracing import OFF, Tracing, open_tracing
-from runtime.tls import open_tls
+from pdmesh.autoscaler.collect.collect import Collector
+from pdmesh.autoscaler.config import goals_of, objective_of, promise
+from pdmesh.autoscaler.loop import Listener, Loop, LoopSettings, Parts
+from pdmesh.autoscaler.loop_history import Entry, History, append_to
+from pdmesh.autoscaler.metrics import SERVICE, AutoscalerMetrics
+from pdmesh.autoscaler.policy.policy import Policy
+from pdmesh.autoscaler.roles import RoleChanger
+from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
+from pdmesh.autoscaler.spans import DecisionSpans
+from pdmesh.launcher.console import collector_of
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig, usable_cores
+from pdmesh.launcher.scale import LocalPlatform
+from pdmesh.planning.objectives import load as load_objectives
+from pdmesh.runtime.rpc.tls import open_tls
+from pdmesh.runtime.telemetry.config import TelemetryConfig
+from pdmesh.runtime.telemetry.metrics import open_metrics
+from pdmesh.runtime.telemetry.resource import resource_of
+from pdmesh.runtime.telemetry.tracing import OFF, Tracing, open_tracing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdmesh.client_channel import DEFAULT_ADDRESS, checked_key
-from runtime.config import ConfigError
-from runtime.telemetry.config import parse_endpoint
-from runtime.tls import ClientTlsConfig
+from pdmesh.client.channel import DEFAULT_ADDRESS, checked_key
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.rpc.tls import ClientTlsConfig
+from pdmesh.runtime.telemetry.config import parse_endpoint
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import grpc
 import grpc.aio
 
-from runtime.telemetry.config import Endpoint
-from runtime.telemetry.otlp import headers, read_ca
+from pdmesh.runtime.telemetry.config import Endpoint
+from pdmesh.runtime.telemetry.otlp import headers, read_ca
 
 MAX_QUEUED_BYTES = 32 << 20
 TIMEOUT_S = 5.0

@@ -10,7 +10,7 @@ from collections.abc import Generator
 import uvicorn
 from starlette.types import ASGIApp
 
-from runtime.config import ConfigError
+from pdmesh.runtime.config import ConfigError
 
 GRACE_S = 1
 MAX_CONNECTIONS = 128

@@ -13,7 +13,7 @@ import sys
 import time
 from contextlib import AsyncExitStack
 
-from pdmesh.client_channel import addresses
+from pdmesh.client.channel import addresses
 from pdmesh.console.config import ConsoleConfig
 from pdmesh.console.events import Events
 from pdmesh.console.forward import Forwarder
@@ -24,11 +24,11 @@ from pdmesh.console.server import Console
 from pdmesh.console.state import State
 from pdmesh.console.store import Bounds, Store
 from pdmesh.console.topology import Topology
-from runtime import config as configuration
-from runtime import log, process
-from runtime.telemetry.config import parse_endpoint
-from runtime.telemetry.received import Export
-from runtime.tls import open_tls
+from pdmesh.runtime import config as configuration
+from pdmesh.runtime import log, process
+from pdmesh.runtime.rpc.tls import open_tls
+from pdmesh.runtime.telemetry.config import parse_endpoint
+from pdmesh.runtime.telemetry.received import Export
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pdmesh.commands.status import role_names
-from protos.v1 import mesh_pb2, worker_pb2
+from pdmesh.v1 import mesh_pb2, worker_pb2
 
 MAX_CANDIDATES = 4
 _BREAKERS = {

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import grpc
 import grpc.aio
 
-from runtime.config import ConfigError
-from runtime.telemetry.received import Export, Unreadable, read_export
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.telemetry.received import Export, Unreadable, read_export
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable

@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pdmesh.client import AsyncClient
-from pdmesh.client_types import Completed, Delta, GenerateOptions
+from pdmesh.client.client import AsyncClient
+from pdmesh.client.types import Completed, Delta, GenerateOptions
 from pdmesh.errors import MeshError
-from runtime.telemetry.propagation import Metadata, SpanContext, inject
-from runtime.tls import TlsConfig
+from pdmesh.runtime.rpc.tls import TlsConfig
+from pdmesh.runtime.telemetry.propagation import Metadata, SpanContext, inject
 
 MAX_PROMPT_CHARS = 16_000
 MAX_TOKENS = 1024

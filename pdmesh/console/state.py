@@ -14,7 +14,7 @@ from pdmesh.console.figures import Query
 from pdmesh.console.store import Store
 from pdmesh.console.summary import RequestSummary
 from pdmesh.console.topology import Topology
-from runtime.telemetry.received import ReceivedSpan
+from pdmesh.runtime.telemetry.received import ReceivedSpan
 
 NUM_RECENT, NUM_SLOWEST, NUM_FOUND = 25, 25, 100
 _SHOWN = tuple(field.name for field in fields(RequestSummary))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from pdmesh.console.summary import RequestSummary, is_request, summarize
-from runtime.telemetry.received import ReceivedSpan
+from pdmesh.runtime.telemetry.received import ReceivedSpan
 
 MAX_SPANS_PER_TRACE = 512
 MAX_STEPS = 2048

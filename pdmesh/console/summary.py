@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runtime.telemetry.received import Details, ReceivedSpan, Value
+from pdmesh.runtime.telemetry.received import Details, ReceivedSpan, Value
 
 SERVICE = "pdmesh-router"
 TTFT_PARTS = ("route", "admission_queue", "reserve", "prefill_queue", "prefill_compute", "first_token_return", "retry")

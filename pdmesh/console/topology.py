@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
-from pdmesh import local_decisions
-from pdmesh.client_channel import open_aio_channel
+from pdmesh.client.channel import open_aio_channel
 from pdmesh.console import mesh_view
 from pdmesh.errors import error_from_rpc
-from protos.v1 import mesh_pb2
-from protos.v1.mesh_pb2_grpc import MeshStub
-from runtime.tls import Tls
+from pdmesh.launcher import local_state
+from pdmesh.runtime.rpc.tls import Tls
+from pdmesh.v1 import mesh_pb2
+from pdmesh.v1.mesh_pb2_grpc import MeshStub
 
 if TYPE_CHECKING:
-    from protos.v1.mesh_pb2_grpc import MeshAsyncStub
+    from pdmesh.v1.mesh_pb2_grpc import MeshAsyncStub
 
 WATCHED_PERIOD_S, IDLE_PERIOD_S = 1.0, 10.0
 DECISIONS_PERIOD_S = 3.0  # of all that is asked they are the most to tell and to read
@@ -128,7 +128,7 @@ class Topology:
         """What `pdmesh up --autoscale` on this machine has decided since the last look; what changes nothing only once."""
         statuses = [router.status for router in self._routers if router.status is not None]
         alive = [worker.info.address for status in statuses for worker in status.workers if worker.alive]
-        decided = local_decisions.latest(alive)
+        decided = local_state.latest(alive)
         if decided is None or decided["at_s"] <= self._scaled_at_s:
             return
         self._scaled_at_s = decided["at_s"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from pdmesh.doctor import Check, missing, ok, warn
+from pdmesh.doctor.check import Check, missing, ok, warn
 
 NAME = "kv transport"
 BEST_FIRST = ("shm", "tcp", "grpc")
@@ -22,7 +22,7 @@ LIMIT_S = 45.0  # of a machine that is busy with other things
 def transports() -> Check:
     """Moves 64 MiB between two processes over each transport."""
     # A client's installation lacks what this needs; the rest of the doctor works without it.
-    from pdmesh.transfer_probe import measure
+    from pdmesh.doctor.transfer import measure
 
     measured = asyncio.run(asyncio.wait_for(measure(), LIMIT_S))
     return judge(measured.bytes_per_s, measured.failures)

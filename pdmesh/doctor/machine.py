@@ -13,9 +13,9 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from pdmesh.doctor import Check, missing, ok, warn
-from pdmesh.launcher_plan import usable_cores
-from pdmesh.render import size
+from pdmesh.doctor.check import Check, missing, ok, warn
+from pdmesh.launcher.plan import usable_cores
+from pdmesh.terminal import size
 
 _COMPILERS = ("cc", "gcc", "clang")
 # What matrix products and quantized weights profit from, slowest last.

@@ -9,11 +9,11 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from pdmesh.doctor import Check, missing, ok, warn
-from pdmesh.launcher_plan import EMBEDDED_REDIS
-from pdmesh.model_cache import cache_folder
-from pdmesh.model_catalogue import KNOWN_MODELS, KnownModel
-from pdmesh.render import size
+from pdmesh.doctor.check import Check, missing, ok, warn
+from pdmesh.launcher.plan import EMBEDDED_REDIS
+from pdmesh.models.catalogue import KNOWN_MODELS, KnownModel
+from pdmesh.models.model_cache import cache_folder
+from pdmesh.terminal import size
 
 _REDIS_TIMEOUT_S = 2.0
 
@@ -44,7 +44,7 @@ def redis(url: str) -> Check:
     """A Redis at `url`, or the embedded one's binary."""
     if url != EMBEDDED_REDIS:
         return _redis_at(url)
-    from runtime.redis_embedded import find_binary
+    from pdmesh.runtime.registry.redis_server import find_binary
 
     binary = find_binary()
     if binary is not None:
@@ -71,7 +71,7 @@ def _redis_at(url: str) -> Check:
 
 def cpu_kernels() -> Check:
     """The native CPU backend: compiled already, built ahead, or to be compiled by the first worker."""
-    from engine.kernels.cpu import build, isa
+    from pdmesh.engine.kernels.cpu import build, isa
 
     name = "cpu kernels"
     try:
@@ -88,7 +88,7 @@ def cpu_kernels() -> Check:
         return missing(name, f"none for {tier.name}: {error}", "the torch backend computes, several times slower", remedy)
     if compiled:
         return ok(name, f"{tier.name}, compiled")
-    remedy = "python -m engine.kernels.cpu.build"
+    remedy = "python -m pdmesh.engine.kernels.cpu.build"
     return warn(name, f"{tier.name}, not compiled yet", "the first start takes about 20 s longer, once", remedy)
 
 

@@ -10,15 +10,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.kernels.cpu.library import Profile
-from engine.kernels.cpu.model import NativeModel
-from engine.request import EngineRequest
-from engine.sampling import SampledToken, SampleRow
-from engine.sampling_params import SamplingParams
-from engine.weights.loader import load_model
-from text.block_hash import hash_block
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.kernels.cpu.library import Profile
+from pdmesh.engine.kernels.cpu.model import NativeModel
+from pdmesh.engine.loader.loader import load_model
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.text.block_hash import hash_block
 
 SAMPLING, PYTHON, REST = "sampling", "Python", "between stages"
 _WARM_UP_STEPS = 3

@@ -1,6 +1,6 @@
 """How fast KV crosses between two processes of this machine, by each transport: the real sender here, the receiver in a child.
 
-`python -m pdmesh.transfer_probe 256` prints one line of JSON for each transport: 256 MiB in a push. `receive 512` is the child,
+`python -m pdmesh.doctor.transfer 256` prints one line of JSON for each transport: 256 MiB in a push. `receive 512` is the child,
 with 512 blocks: it prints a reservation (hex) that any transport it offers may fill, and ends when its standard input does.
 """
 
@@ -19,18 +19,18 @@ from dataclasses import dataclass, field
 import grpc
 
 from kvtransfer.compatibility import bytes_per_layer_block
-from kvtransfer.delegate import PushTarget
 from kvtransfer.errors import PushFailed
 from kvtransfer.feed import FirstTokensDrawn, complete_feed
-from kvtransfer.grant import check_grant, new_token
 from kvtransfer.memory import PoolShape
-from kvtransfer.push import PushJob
-from kvtransfer.receiver import Receiver
-from kvtransfer.sender import Sender
+from kvtransfer.receiver.delegate import PushTarget
+from kvtransfer.receiver.grant import check_grant, new_token
+from kvtransfer.receiver.receiver import Receiver
+from kvtransfer.sender.push_part import PushJob
+from kvtransfer.sender.sender import Sender
 from kvtransfer.transports.grpc import SERVICE, add_push_service
 from kvtransfer.transports.registry import installed
-from protos.v1 import common_pb2, transfer_pb2
-from runtime.server import GrpcServer
+from pdmesh.runtime.rpc.server import GrpcServer
+from pdmesh.v1 import common_pb2, transfer_pb2
 
 IDENTITY = common_pb2.Identity(model="transfer-probe", num_layers=16, num_kv_heads=8, head_dim=64)
 LAYOUT = common_pb2.KVLayout(block_size=16, kv_dtype="bfloat16", tensor_parallel_size=1, arrangement="plain")
@@ -96,7 +96,7 @@ async def _push(sender: Sender, reservation: common_pb2.Reservation, transport: 
 @asynccontextmanager
 async def _receiving_child(num_blocks: int) -> AsyncIterator[common_pb2.Reservation]:
     pipe = asyncio.subprocess.PIPE
-    command = (sys.executable, "-m", "pdmesh.transfer_probe", "receive", str(num_blocks))
+    command = (sys.executable, "-m", "pdmesh.doctor.transfer", "receive", str(num_blocks))
     nowhere = asyncio.subprocess.DEVNULL  # what it logs when it is killed is no finding
     child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=nowhere)
     try:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.config import EngineConfig
-from engine.kernels.cpu.model import why_not
-from engine.kernels.triton.room import shared_bytes
-from engine.kernels.triton.support import why_no_fp8_kv
-from engine.kernels.triton.support import why_not as triton_why_not
-from engine.model_config import ModelConfig
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.kernels.cpu.model import why_not
+from pdmesh.engine.kernels.triton.room import shared_bytes
+from pdmesh.engine.kernels.triton.support import why_no_fp8_kv
+from pdmesh.engine.kernels.triton.support import why_not as triton_why_not
+from pdmesh.engine.models.config import ModelConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WIDTHS = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0}

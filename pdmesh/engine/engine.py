@@ -10,42 +10,42 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
-from engine.admission import Limits
-from engine.ahead import steps_ahead
-from engine.allocator import BlockAllocator, HashBlock
-from engine.block_log import BlockChanges, BlockLog
-from engine.blocks import BlockPool, num_blocks_for
-from engine.census import Census, Counters
-from engine.config import EngineConfig
-from engine.exports import KVExports, LayerSignal
-from engine.hardware import cost_of
-from engine.integrity import check_integrity
-from engine.kernels.cpu.model import NativeModel
-from engine.kernels.cpu.threads import default_threads
-from engine.kv_cache import KVPool
-from engine.memory import effective_max_context, free_memory, kv_shape
-from engine.outputs import EngineStats, StepResult
-from engine.pacing import Pacer
-from engine.parallel.errors import RankFailed
-from engine.parallel.model import ParallelModel
-from engine.progress import Progress
-from engine.request import EngineRequest
-from engine.requests import RequestTable
-from engine.reservations import Reservations, ReservedBlocks
-from engine.runner import Draw, ModelRunner
-from engine.scheduler import Plan, Scheduler
-from engine.sequence import Phase
-from engine.sequence import Sequence as EngineSequence
-from engine.speculation.calibrate import LONGEST, measure_curve
-from engine.speculation.check import check_speculation
-from engine.speculation.draft import Draft
-from engine.speculation.handover import unpacked
-from engine.speculation.proposer import Proposer
-from engine.speculation.remembered import Circumstances, processor_name
-from engine.speculation.setup import Drafts, Parts, load_drafts, make_proposers
-from engine.speculation.speculator import Bounds, Speculator
-from engine.timing import StartClock
-from engine.weights.loader import LoadedModel, load_model
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.hardware import cost_of
+from pdmesh.engine.integrity import check_integrity
+from pdmesh.engine.kernels.cpu.model import NativeModel
+from pdmesh.engine.kernels.cpu.threads import default_threads
+from pdmesh.engine.kv_cache.block_log import BlockChanges, BlockLog
+from pdmesh.engine.kv_cache.block_manager import BlockAllocator, HashBlock
+from pdmesh.engine.kv_cache.block_pool import BlockPool, num_blocks_for
+from pdmesh.engine.kv_cache.events import KVExports, LayerSignal
+from pdmesh.engine.kv_cache.pool import KVPool
+from pdmesh.engine.loader.loader import LoadedModel, load_model
+from pdmesh.engine.memory import effective_max_context, free_memory, kv_shape
+from pdmesh.engine.outputs import EngineStats, StepResult
+from pdmesh.engine.parallel.errors import RankFailed
+from pdmesh.engine.parallel.model import ParallelModel
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.request_validation import Limits
+from pdmesh.engine.runner.model_runner import Draw, ModelRunner
+from pdmesh.engine.runner.overlap import steps_ahead
+from pdmesh.engine.scheduler.pacing import Pacer
+from pdmesh.engine.scheduler.postprocess import Progress
+from pdmesh.engine.scheduler.requests import RequestTable
+from pdmesh.engine.scheduler.reservations import Reservations, ReservedBlocks
+from pdmesh.engine.scheduler.scheduler import Plan, Scheduler
+from pdmesh.engine.scheduler.sequence import Phase
+from pdmesh.engine.scheduler.sequence import Sequence as EngineSequence
+from pdmesh.engine.scheduler.stats import Census, Counters
+from pdmesh.engine.speculation.calibration import LONGEST, measure_curve
+from pdmesh.engine.speculation.check import check_speculation
+from pdmesh.engine.speculation.draft import Draft
+from pdmesh.engine.speculation.handover import unpacked
+from pdmesh.engine.speculation.proposer import Proposer
+from pdmesh.engine.speculation.registry import Drafts, Parts, load_drafts, make_proposers
+from pdmesh.engine.speculation.remembered import Circumstances, processor_name
+from pdmesh.engine.speculation.speculator import Bounds, Speculator
+from pdmesh.engine.timing import StartClock
 
 
 class Engine:

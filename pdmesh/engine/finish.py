@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from engine.outputs import FinishReason
-from engine.sampling_params import SamplingParams
+from pdmesh.engine.outputs import FinishReason
+from pdmesh.engine.sampling_params import SamplingParams
 
 
 def finish_reason(

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from engine.kernels.cpu import limits
-from engine.kernels.cpu.model import NativeModel
-from engine.kernels.cpu.threads import default_threads
-from engine.kv_cache import KVShape
-from engine.memory import free_memory
-from engine.weights.loader import LoadedModel
+from pdmesh.engine.kernels.cpu import limits
+from pdmesh.engine.kernels.cpu.model import NativeModel
+from pdmesh.engine.kernels.cpu.threads import default_threads
+from pdmesh.engine.kv_cache.pool import KVShape
+from pdmesh.engine.loader.loader import LoadedModel
+from pdmesh.engine.memory import free_memory
 
 if TYPE_CHECKING:
-    from engine.kernels.triton.model import TritonModel
+    from pdmesh.engine.kernels.triton.model import TritonModel
 
 # Enough to see the speed, little enough that a start does not feel it: some 20 ms on two idle cores.
 _CPU_BYTES, _CUDA_BYTES = 1 << 25, 1 << 28

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from engine.blocks import BlockPool
-from engine.errors import IntegrityError
-from engine.scheduler import Scheduler
-from engine.sequence import Phase, SequenceGroup
+from pdmesh.engine.errors import IntegrityError
+from pdmesh.engine.kv_cache.block_pool import BlockPool
+from pdmesh.engine.scheduler.scheduler import Scheduler
+from pdmesh.engine.scheduler.sequence import Phase, SequenceGroup
 
 
 def check_integrity(pool: BlockPool, groups: Iterable[SequenceGroup], scheduler: Scheduler) -> None:

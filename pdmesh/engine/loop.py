@@ -22,9 +22,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from engine.engine import Engine
-from engine.errors import EngineStopped
-from engine.outputs import KVReady, StepResult
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.errors import EngineStopped
+from pdmesh.engine.outputs import KVReady, StepResult
 
 T = TypeVar("T")
 _PIPE_BYTES = 1 << 16

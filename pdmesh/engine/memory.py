@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig, default_kv_share
-from engine.kernels.cpu.model import kv_head_size
-from engine.kv_cache import KVShape
-from engine.model_config import ModelConfig
+from pdmesh.engine.config import EngineConfig, default_kv_share
+from pdmesh.engine.kernels.cpu.model import kv_head_size
+from pdmesh.engine.kv_cache.pool import KVShape
+from pdmesh.engine.models.config import ModelConfig
 
 MIB = 2**20
 

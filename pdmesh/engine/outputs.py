@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.speculation.tally import SpeculationStats
+from pdmesh.engine.speculation.stats import SpeculationStats
 
 
 @dataclass(frozen=True)

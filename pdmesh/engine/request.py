@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.grammar import Grammar, Matcher
-from engine.sampling_params import SamplingParams
+from pdmesh.engine.sampling.grammar import Grammar, Matcher
+from pdmesh.engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from engine.blocks import num_blocks_for
-from engine.errors import InvalidRequest, RequestTooLarge
-from engine.finish import finish_reason
-from engine.outputs import FinishReason
-from engine.request import EngineRequest
-from engine.sequence import unfinished_choices
+from pdmesh.engine.errors import InvalidRequest, RequestTooLarge
+from pdmesh.engine.finish import finish_reason
+from pdmesh.engine.kv_cache.block_pool import num_blocks_for
+from pdmesh.engine.outputs import FinishReason
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.scheduler.sequence import unfinished_choices
 
 
 @dataclass(frozen=True)

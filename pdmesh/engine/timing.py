@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.outputs import PrefillTiming, RequestStarted
+from pdmesh.engine.outputs import PrefillTiming, RequestStarted
 
 
 class StartClock:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.tls import MESH_NAME, TlsConfig
+from pdmesh.runtime.rpc.tls import MESH_NAME, TlsConfig
 
 CERT, KEY, CA = "tls.crt", "tls.key", "ca.crt"  # as in a Kubernetes TLS secret
 _SECONDS = 60.0

@@ -7,10 +7,10 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runtime import ports
-from runtime.child import StartFailed
-from runtime.config import ConfigError
-from runtime.telemetry.config import TelemetryConfig
+from pdmesh.runtime import ports
+from pdmesh.runtime.child import StartFailed
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.telemetry.config import TelemetryConfig
 
 HOST = "127.0.0.1"
 VARIABLE = "PDMESH_OTLP_ENDPOINT"

@@ -16,10 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdmesh.model_cache import cache_folder
+from pdmesh.models.model_cache import cache_folder
 
 if TYPE_CHECKING:
-    from autoscaler.decision import Decision
+    from pdmesh.autoscaler.decision import Decision
 
 FORGOTTEN_S = 86_400.0
 """After which the file of a process that was killed is taken away."""

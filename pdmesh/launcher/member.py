@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from pdmesh.launcher_plan import ProcessPlan
-from runtime.child import ManagedProcess, StartFailed
+from pdmesh.launcher.plan import ProcessPlan
+from pdmesh.runtime.child import ManagedProcess, StartFailed
 
 OnEvent = Callable[[str], None]
 

@@ -4,7 +4,7 @@
         async with AsyncClient(mesh.router_address) as client: ...
         mesh.kill("decode-0", signal.SIGKILL)        # it is reported and started again
 
-Whatever happens to this process, the others end with it (`runtime.parent_death`); so the event loop has to run in a thread that
+Whatever happens to this process, the others end with it (`pdmesh.runtime.parent_death`); so the event loop has to run in a thread that
 lives as long as the mesh, as the main thread does.
 """
 
@@ -21,12 +21,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pdmesh.certificates import CertificateError, make_certificates
-from pdmesh.client import AsyncClient
+from pdmesh.client.client import AsyncClient
 from pdmesh.errors import MeshError
-from pdmesh.launcher_console import Traces, require_free
-from pdmesh.launcher_member import Member, OnEvent, start_all
-from pdmesh.launcher_plan import (
+from pdmesh.launcher.certificates import CertificateError, make_certificates
+from pdmesh.launcher.console import Traces, require_free
+from pdmesh.launcher.local_metrics import Target
+from pdmesh.launcher.member import Member, OnEvent, start_all
+from pdmesh.launcher.plan import (
     EMBEDDED_REDIS,
     LocalMeshConfig,
     ProcessPlan,
@@ -38,10 +39,9 @@ from pdmesh.launcher_plan import (
     worker_plan,
     worker_plans,
 )
-from pdmesh.launcher_redis import RedisMember, require_redis
-from pdmesh.local_metrics import Target
-from runtime.child import StartFailed
-from runtime.tls import TlsConfig
+from pdmesh.launcher.redis import RedisMember, require_redis
+from pdmesh.runtime.child import StartFailed
+from pdmesh.runtime.rpc.tls import TlsConfig
 
 _POLL_PERIOD_S = 0.05
 _REDIS_PATIENCE_S = 5.0

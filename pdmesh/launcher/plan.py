@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pdmesh
-from engine.config import default_kv_share
-from runtime.child import StartFailed
-from runtime.config import to_env
-from runtime.tls import TlsConfig
+from pdmesh.engine.config import default_kv_share
+from pdmesh.runtime.child import StartFailed
+from pdmesh.runtime.config import to_env
+from pdmesh.runtime.rpc.tls import TlsConfig
 
 EMBEDDED_REDIS = "embedded"
 ROLES_OF_PREFIX = {"prefill": ("prefill",), "decode": ("decode",), "worker": ("prefill", "decode")}
@@ -187,7 +187,9 @@ def _worker(
     }
     # Idle threads that spin would take the cores from the other workers' threads.
     openmp = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
-    return ProcessPlan(name, roles, _command("worker", flags, config.worker_args), {**_environment(config, redis_url), **openmp})
+    return ProcessPlan(
+        name, roles, _command("pdmesh.worker", flags, config.worker_args), {**_environment(config, redis_url), **openmp}
+    )
 
 
 def router_plans(config: LocalMeshConfig, redis_url: str) -> list[ProcessPlan]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 
-from pdmesh.launcher_member import STABLE_AFTER_S, OnEvent, backoff_s, how_it_ended
-from runtime.child import StartFailed
-from runtime.config import ConfigError
-from runtime.redis_embedded import EmbeddedRedis
+from pdmesh.launcher.member import STABLE_AFTER_S, OnEvent, backoff_s, how_it_ended
+from pdmesh.runtime.child import StartFailed
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 
 _RETRY_PERIOD_S = 0.2
 
@@ -85,7 +85,10 @@ class RedisMember:
 
 async def require_redis(url: str, timeout_s: float) -> None:
     """Waits until the user's Redis answers. Raises StartFailed with the reason when the URL is none, or after `timeout_s`."""
-    from runtime.redis_link import why_silent, without_password  # needs the package redis; the embedded server does not
+    from pdmesh.runtime.registry.redis_link import (  # needs the package redis; the embedded server does not
+        why_silent,
+        without_password,
+    )
 
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s

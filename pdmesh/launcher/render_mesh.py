@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pdmesh.launcher import LocalMesh
-from pdmesh.render import Palette, table
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.terminal import Palette, table
 
 
 def process_table(mesh: LocalMesh, colours: Palette) -> list[str]:

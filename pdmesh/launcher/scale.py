@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 
-from autoscaler.decision import PoolDecision
-from autoscaler.forecast import State
-from autoscaler.platform import Asked, PlatformError
-from autoscaler.views import PoolName
-from pdmesh.client import AsyncClient
+from pdmesh.autoscaler.decision import PoolDecision
+from pdmesh.autoscaler.forecasting.forecast import State
+from pdmesh.autoscaler.platform import Asked, PlatformError
+from pdmesh.autoscaler.views import PoolName
+from pdmesh.client.client import AsyncClient
 from pdmesh.errors import MeshError
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_member import Member, backoff_s
-from protos.v1 import mesh_pb2
-from runtime.child import StartFailed
+from pdmesh.launcher.member import Member, backoff_s
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.runtime.child import StartFailed
+from pdmesh.v1 import mesh_pb2
 
 PREFIXES: Mapping[PoolName, str] = {PoolName.PREFILL: "prefill", PoolName.DECODE: "decode", PoolName.BOTH: "worker"}
 STATUS_TIMEOUT_S = 1.0
@@ -40,7 +40,7 @@ class _Pool:
 
 
 class LocalPlatform:
-    """As `autoscaler.platform.Platform` says, of one mesh that is running. On its event loop; close it before the mesh stops.
+    """As `pdmesh.autoscaler.platform.Platform` says, of one mesh that is running. On its event loop; close it before the mesh stops.
 
     A worker that dies is the mesh's to restart; one that cannot be started again is none any more."""
 

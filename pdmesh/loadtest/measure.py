@@ -17,7 +17,7 @@ from pdmesh.loadtest.objectives import ObjectiveBook
 from pdmesh.loadtest.result import Result, make_result
 from pdmesh.loadtest.runner import Runner, RunSettings
 from pdmesh.loadtest.stats import Window
-from pdmesh.loadtest.target import Target
+from pdmesh.loadtest.targets.target import Target
 from pdmesh.loadtest.workload import Workload, plan
 
 Watch = Callable[[Runner], AbstractAsyncContextManager[object]]

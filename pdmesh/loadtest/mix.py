@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from pdmesh.client_types import Priority
+from pdmesh.client.types import Priority
 from pdmesh.loadtest.lengths import Distribution, parse
 from pdmesh.loadtest.objectives import Objectives
 from pdmesh.loadtest.workload import TrafficClass

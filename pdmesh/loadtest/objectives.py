@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from planning import objectives as planned_objectives
+from pdmesh.planning import objectives as planned_objectives
 
 DEFAULT_QUANTILE = 0.9
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
 from pdmesh.loadtest.record import Outcome, Record
-from pdmesh.loadtest.target import Answer, Ask, Done, Fleet, Said, Target, TargetError, Tokens
+from pdmesh.loadtest.targets.target import Answer, Ask, Done, Fleet, Said, Target, TargetError, Tokens
 from pdmesh.loadtest.workload import PlannedSession, PlannedTurn
 
 _LAG_PERIOD_S = 0.02

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pdmesh.loadtest.objectives import ObjectiveBook
 from pdmesh.loadtest.record import Outcome, Record
 from pdmesh.loadtest.stats import met, quantile
-from pdmesh.loadtest.target import Fleet
+from pdmesh.loadtest.targets.target import Fleet
 
 MAX_BINS = 240
 _MIN_BINS = 30

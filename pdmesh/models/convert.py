@@ -6,17 +6,17 @@ import os
 import sys
 from pathlib import Path
 
-from pdmesh.model_cache import Progress, building, exclusive, is_complete, publish, write_marker
-from pdmesh.model_catalogue import ModelError
-from pdmesh.model_download import require_space, run_reporting
-from pdmesh.model_progress import megabytes
+from pdmesh.models.catalogue import ModelError
+from pdmesh.models.download import require_space, run_reporting
+from pdmesh.models.model_cache import Progress, building, exclusive, is_complete, publish, write_marker
+from pdmesh.models.model_progress import megabytes
 
 _NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _FLOAT32_BYTES = 4
 # Run with a file and a folder: converts, and prints a line now and then.
 _PROGRAM = """
 import sys
-from engine.weights.convert import convert_gguf_weights
+from pdmesh.engine.loader.convert import convert_gguf_weights
 convert_gguf_weights(*sys.argv[1:], lambda share, text: print(f"{share:.0%}, {text}", flush=True))
 """
 
@@ -51,7 +51,7 @@ def convert_tokenizer(gguf_path: Path, folder: Path) -> int:
     try:
         import gguf  # heavy, and needed only to convert
 
-        from text.gguf_tokenizer import write_gguf_tokenizer
+        from pdmesh.text.gguf_tokenizer import write_gguf_tokenizer
     except ImportError as error:
         raise ModelError(f"the package {error.name} is needed to convert {gguf_path.name}; install pdmesh[local]") from error
     try:
@@ -70,7 +70,7 @@ def convert_weights(gguf: Path, folder: Path, num_bytes: int, progress: Progress
         said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-1:]
         progress(f"converting {gguf.name}: weights to float32, {megabytes(num_bytes)}, {said[0] if said else 'starting'}")
 
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-c", _PROGRAM, str(gguf), str(folder)]
     run_reporting(command, log, report, env={**os.environ, "PYTHONPATH": path})

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from pdmesh.model_cache import Progress, building, cache_folder, exclusive, publish
-from pdmesh.model_catalogue import KnownModel, ModelError, NpmParts, PipWheel
-from pdmesh.model_progress import megabytes
+from pdmesh.models.catalogue import KnownModel, ModelError, NpmParts, PipWheel
+from pdmesh.models.model_cache import Progress, building, cache_folder, exclusive, publish
+from pdmesh.models.model_progress import megabytes
 
 _POLL_S = 0.25
 _CHUNK_BYTES = 1 << 20

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autoscaler import instruments as autoscaler
-from router import instruments as router
-from runtime.telemetry.metrics import Instrument
-from worker import instruments as worker
+from pdmesh.autoscaler import instruments as autoscaler
+from pdmesh.runtime.telemetry.metrics import Instrument
+from pdmesh.worker import instruments as worker
+from router.telemetry import instruments as router
 
 MARK = "<!-- made by python -m pdmesh.monitoring -->\n"
 CATALOGUE = {"Router": router.ALL, "Worker": worker.ALL, "Autoscaler": autoscaler.ALL}

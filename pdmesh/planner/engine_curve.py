@@ -16,18 +16,18 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.memory import effective_max_context
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from pdmesh.models import ensure_model
-from planning.latency_model import LatencyModel, Work
-from planning.least_squares import solve_non_negative
-from planning.work_cells import WorkCells
-from simulator.worker_spec import PRICES
-from text.block_hash import hash_block
-from worker.latency import prior_for
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.memory import effective_max_context
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.models.registry import ensure_model
+from pdmesh.planning.latency_model import LatencyModel, Work
+from pdmesh.planning.least_squares import solve_non_negative
+from pdmesh.planning.work_cells import WorkCells
+from pdmesh.simulator.workers.spec import PRICES
+from pdmesh.text.block_hash import hash_block
+from pdmesh.worker.latency import prior_for
 
 WARM_UP_STEPS = 20
 LEAST_STEPS = 100

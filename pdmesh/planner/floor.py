@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pdmesh.planner.meshes import WorkerKind
 from pdmesh.planner.traffic import Traffic
-from simulator.settings import MeshSettings
+from pdmesh.simulator.settings import MeshSettings
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.planner.meshes import Shape, Size, WorkerKind
-from planning.capacity import DecodePool, Pool, PrefillPool, SharedPool, bearable, fewest
-from planning.capacity_load import Goals, Load
+from pdmesh.planning.capacity import DecodePool, Pool, PrefillPool, SharedPool, bearable, fewest
+from pdmesh.planning.capacity_load import Goals, Load
 
 MOST_WORKERS = 512
 """Of a pool. More than that is not planned for."""

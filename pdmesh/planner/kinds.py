@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from pdmesh.planner.meshes import WorkerKind, by_roofline
 from pdmesh.planner.traffic import Traffic
-from planning.capacity_load import Goals, Limits, Worker
-from planning.capacity_steps import largest_batch
-from planning.roofline import Roofline
-from simulator.worker_spec import WorkerSpec
+from pdmesh.planning.capacity_load import Goals, Limits, Worker
+from pdmesh.planning.capacity_steps import largest_batch
+from pdmesh.planning.roofline import Roofline
+from pdmesh.simulator.workers.spec import WorkerSpec
 
 DEGREES = (1, 2, 4, 8)
 STEP_TOKENS = (512, 2048, 8192)

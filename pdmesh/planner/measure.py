@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pdmesh
-from simulator.worker_spec import WorkerSpec, spec_of
+from pdmesh.simulator.workers.spec import WorkerSpec, spec_of
 
 START_S = 600.0
 """To load the model and to compile kernels, beside measuring."""

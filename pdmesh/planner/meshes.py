@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from planning.capacity_load import Limits, Worker
-from planning.roofline import Roofline
-from simulator.worker_spec import KNOWN_STEPS, WorkerSpec
+from pdmesh.planning.capacity_load import Limits, Worker
+from pdmesh.planning.roofline import Roofline
+from pdmesh.simulator.workers.spec import KNOWN_STEPS, WorkerSpec
 
 AGGREGATED, SEPARATED = "aggregated", "separated"
 

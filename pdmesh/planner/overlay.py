@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pdmesh
-from pdmesh.model_catalogue import DEFAULT_MODEL
+from pdmesh.models.catalogue import DEFAULT_MODEL
 from pdmesh.planner import words
 from pdmesh.planner.meshes import WorkerKind
 from pdmesh.planner.plan import Plan

@@ -11,8 +11,8 @@ from pdmesh.planner.meshes import AGGREGATED, SEPARATED, Point, Shape, Size, Wor
 from pdmesh.planner.search import SCREEN_REQUESTS, Judge, Search
 from pdmesh.planner.traffic import Traffic
 from pdmesh.planner.trial import Outcome, simulate
-from planning.capacity_load import Goals
-from simulator.settings import MeshSettings
+from pdmesh.planning.capacity_load import Goals
+from pdmesh.simulator.settings import MeshSettings
 
 Say = Callable[[str], None]
 OVER_GUESS, SPARE_DEVICES = 4, 8

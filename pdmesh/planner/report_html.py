@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from html import escape
 
-from pdmesh.loadtest.charts import Axis, Line, Mark, linear, lines_chart
-from pdmesh.loadtest.report_html import document
-from pdmesh.loadtest.report_parts import section, table
+from pdmesh.loadtest.reports.charts import Axis, Line, Mark, linear, lines_chart
+from pdmesh.loadtest.reports.html import document
+from pdmesh.loadtest.reports.report_parts import section, table
 from pdmesh.planner import report_text, words
 from pdmesh.planner.meshes import AGGREGATED, SEPARATED
 from pdmesh.planner.plan import Plan, Tried

@@ -10,7 +10,7 @@ from pdmesh.planner.meshes import Point
 from pdmesh.planner.plan import Plan, Tried
 from pdmesh.planner.subject import Subject
 from pdmesh.planner.trial import Outcome
-from pdmesh.render import Palette, table
+from pdmesh.terminal import Palette, table
 
 _LATENCIES = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")
 _HEAD = ("ATTAINED", "TTFT P50", "P99", "TPOT P50", "P99")

@@ -14,7 +14,7 @@ from pdmesh.planner.guess import Guesser
 from pdmesh.planner.meshes import Point, Shape, Size
 from pdmesh.planner.traffic import Traffic
 from pdmesh.planner.trial import Outcome, simulate
-from simulator.settings import MeshSettings
+from pdmesh.simulator.settings import MeshSettings
 
 SCREEN_REQUESTS = 2000
 """Of the busiest part; a load of less than twice as many has none."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from planning.devices import Device
-from planning.roofline_model import Decoder
+from pdmesh.planning.devices import Device
+from pdmesh.planning.roofline_model import Decoder
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from planning.capacity_load import Lengths, Load
-from simulator import shaping
-from simulator.traces import BLOCK_TOKENS, Arrival
+from pdmesh.planning.capacity_load import Lengths, Load
+from pdmesh.simulator import shaping
+from pdmesh.simulator.arrivals import BLOCK_TOKENS, Arrival
 
 MAX_BURSTINESS = 25.0
 """More than that is not chance but a rate that changes, which simulation sees and arithmetic cannot."""

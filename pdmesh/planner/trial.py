@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pdmesh.planner.meshes import Point
-from router.places import AdmissionSettings
-from simulator.mesh import Mesh
-from simulator.request import End, Request
-from simulator.results import Results
-from simulator.settings import MeshSettings
-from simulator.traces import Arrival
+from pdmesh.simulator.arrivals import Arrival
+from pdmesh.simulator.mesh import Mesh
+from pdmesh.simulator.request import End, Request
+from pdmesh.simulator.results import Results
+from pdmesh.simulator.settings import MeshSettings
+from router.flow_control.capacity import AdmissionSettings
 
 SEATS_OVER = 2
 """Requests that routers let in, over what decode workers can hold: the waiting room is theirs, and is not to be the limit."""

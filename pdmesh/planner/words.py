@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdmesh.planner.meshes import Point, WorkerKind
 from pdmesh.planner.plan import Plan
 from pdmesh.planner.trial import Outcome
-from planning.devices import Device
+from pdmesh.planning.devices import Device
 
 KV_FULL = 0.8
 _BY = {

@@ -22,12 +22,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from planning import capacity_steps as steps
-from planning.capacity_load import Goals, Lengths, Load, Worker
-from planning.concurrency import Concurrency, concurrency
-from planning.pace_rules import MAX_SHARE, PACE_TARGET
-from planning.prompt_times import PromptTimes, times_alone, times_beside
-from planning.queueing import Waiting, waiting
+from pdmesh.planning import capacity_steps as steps
+from pdmesh.planning.capacity_load import Goals, Lengths, Load, Worker
+from pdmesh.planning.concurrency import Concurrency, concurrency
+from pdmesh.planning.pace_rules import MAX_SHARE, PACE_TARGET
+from pdmesh.planning.prompt_times import PromptTimes, times_alone, times_beside
+from pdmesh.planning.queueing import Waiting, waiting
 
 MAX_UTILIZATION = 0.9
 """Of a pool that nothing is promised about: beyond that, queues are long and never end."""

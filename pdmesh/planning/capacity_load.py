@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
 
-from planning.latency_model import LatencyModel
+from pdmesh.planning.latency_model import LatencyModel
 
 NUM_POINTS = 64
 """Equally likely prompt lengths that stand for all of them."""

@@ -1,7 +1,7 @@
 """What batches take on one worker: the arithmetic below `planning/capacity.py`. Pure; seconds and tokens."""
 
-from planning.capacity_load import Goals, Lengths, Worker
-from planning.latency_model import LatencyModel
+from pdmesh.planning.capacity_load import Goals, Lengths, Worker
+from pdmesh.planning.latency_model import LatencyModel
 
 
 def step_s(model: LatencyModel, batch: float, context: float) -> float:

@@ -11,10 +11,10 @@ from collections import deque
 
 import numpy as np
 
-from planning.latency_model import LatencyModel, Work
-from planning.least_squares import Array, solve_non_negative
-from planning.running_median import RunningMedian
-from planning.work_cells import WorkCells
+from pdmesh.planning.latency_model import LatencyModel, Work
+from pdmesh.planning.least_squares import Array, solve_non_negative
+from pdmesh.planning.running_median import RunningMedian
+from pdmesh.planning.work_cells import WorkCells
 
 ERROR_STEPS = 64  # of each kind, for the medians of the error
 RECENT_STEPS = 48  # of each kind, for the scale

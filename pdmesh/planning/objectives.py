@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from protos.v1 import common_pb2
-from runtime.config import ConfigError
+from pdmesh.runtime.config import ConfigError
+from pdmesh.v1 import common_pb2
 
 DEFAULT_QUANTILE = 0.99
 PRIORITIES: Mapping[str, int] = {

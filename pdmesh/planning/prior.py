@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from planning.latency_model import LatencyModel
+from pdmesh.planning.latency_model import LatencyModel
 
 # What real steps reach of measured limits: the kernels that were written for it do better, torch does worse.
 COMPUTE_EFFICIENCY = 0.5

@@ -6,10 +6,10 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from planning import capacity_steps as steps
-from planning.capacity_load import Goals, Lengths, Worker
-from planning.pace_rules import MAX_SHARE, PACE_TARGET
-from planning.queueing import Waiting
+from pdmesh.planning import capacity_steps as steps
+from pdmesh.planning.capacity_load import Goals, Lengths, Worker
+from pdmesh.planning.pace_rules import MAX_SHARE, PACE_TARGET
+from pdmesh.planning.queueing import Waiting
 
 Array = NDArray[np.float64]
 _BISECTIONS = 30

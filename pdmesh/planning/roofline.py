@@ -17,10 +17,10 @@ Inference", MLSys 2023, §3, for the parts and for tensor parallelism.)
 
 from dataclasses import dataclass
 
-from planning.devices import Device
-from planning.latency_model import LatencyModel
-from planning.prior import OVERHEAD_PER_LAYER_S, OVERHEAD_PER_SEQUENCE_S, OVERHEAD_S
-from planning.roofline_model import WEIGHT_BITS, Decoder
+from pdmesh.planning.devices import Device
+from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.planning.prior import OVERHEAD_PER_LAYER_S, OVERHEAD_PER_SEQUENCE_S, OVERHEAD_S
+from pdmesh.planning.roofline_model import WEIGHT_BITS, Decoder
 
 RESERVED_BYTES = 2**30
 """Of each device's memory, for its runtime and for activations."""

@@ -9,8 +9,8 @@ from collections import OrderedDict
 
 import numpy as np
 
-from planning.latency_model import Work
-from planning.least_squares import Array
+from pdmesh.planning.latency_model import Work
+from pdmesh.planning.least_squares import Array
 
 NUM_CELLS = 256  # the one that was not seen for longest makes room
 MEMORY_STEPS = 64  # of a cell: a step's weight in its mean has halved after about 45 more

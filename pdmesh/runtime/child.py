@@ -15,7 +15,7 @@ import signal
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-from runtime import parent_death
+from pdmesh.runtime import parent_death
 
 STDERR_TAIL_LINES = 40
 MAX_LINE_BYTES = 1 << 20

@@ -11,7 +11,7 @@
 
 `port` is `--port` and PDMESH_PORT; a flag wins over the environment, that over the default. Fields of a nested dataclass
 carry the outer field's name as prefix (`--engine-max-num-seqs`) unless its metadata say `flatten`. Booleans are `--x` and
-`--no-x`. Field types: see `runtime.config_values`. Metadata: `help`, `flatten`, `secret` (what is given is never shown).
+`--no-x`. Field types: see `pdmesh.runtime.config_values`. Metadata: `help`, `flatten`, `secret` (what is given is never shown).
 A secret may also stand in a file, as Kubernetes mounts it: PDMESH_REDIS_URL_FILE names it; PDMESH_REDIS_URL wins over it.
 """
 
@@ -26,8 +26,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from runtime import config_values
-from runtime.config_options import Option, nested_class, options_of
+from pdmesh.runtime import config_values
+from pdmesh.runtime.config_options import Option, nested_class, options_of
 
 T = TypeVar("T")
 ENV_PREFIX = "PDMESH_"

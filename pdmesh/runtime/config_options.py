@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from runtime import config_values
+from pdmesh.runtime import config_values
 
 
 @dataclass(frozen=True)

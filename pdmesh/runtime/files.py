@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from protos.v1 import common_pb2
-from text.block_hash import cache_root
+from pdmesh.text.block_hash import cache_root
+from pdmesh.v1 import common_pb2
 
 
 def cache_root_of(identity: common_pb2.Identity, kv_dtype: str, *, tenant: str, cache_salt: str) -> bytes:

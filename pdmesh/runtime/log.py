@@ -17,11 +17,13 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Literal, TextIO
 
-from runtime.config import ConfigError
+from pdmesh.runtime.config import ConfigError
 
 VARIABLE = "PDMESH_LOG"
 Format = Literal["text", "json"]
 _trace: ContextVar[str] = ContextVar("trace", default="")
+_BENEATH_PDMESH = frozenset({"autoscaler", "engine", "planning", "runtime", "simulator", "text", "worker"})
+"""Packages whose loggers may be named without `pdmesh.`: `PDMESH_LOG=engine=debug`."""
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -35,6 +37,8 @@ def configure(
     logging.root.handlers[:] = [handler]
     for name, level in levels.items():
         logging.getLogger(name or None).setLevel(level)
+        if name.partition(".")[0] in _BENEATH_PDMESH:
+            logging.getLogger(f"pdmesh.{name}").setLevel(level)
 
 
 def belongs_to(trace: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 
-from runtime.config import ConfigError
+from pdmesh.runtime.config import ConfigError
 
 
 def can_share() -> bool:

@@ -24,8 +24,8 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from runtime import parent_death
-from runtime.config import EXIT_USAGE, ConfigError
+from pdmesh.runtime import parent_death
+from pdmesh.runtime.config import EXIT_USAGE, ConfigError
 
 EXIT_FAILED = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from runtime.errors import ResourceExhausted
+from pdmesh.runtime.errors import ResourceExhausted
 
 T = TypeVar("T")
 

@@ -9,22 +9,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from autoscaler.collect_counts import Counts
-from autoscaler.collect_pools import Pools, idlest
-from autoscaler.plan import STUCK_STARTS
-from autoscaler.platform import Asked
-from autoscaler.policy import Policy
-from autoscaler.settings import AutoscalerSettings
-from autoscaler.starts import Starts
-from autoscaler.views import PoolName, Snapshot
-from planning.capacity_load import Goals
-from planning.objectives import ModelObjective
-from simulator.autoscaling_watch import Watch, seen_worker
-from simulator.figures import Figures
-from simulator.mesh import Audience, Mesh
-from simulator.settings import MeshSettings
-from simulator.traces import Arrival
-from simulator.worker_spec import WorkerSpec
+from pdmesh.autoscaler.collect.collect_counts import Counts
+from pdmesh.autoscaler.collect.collect_pools import Pools, idlest
+from pdmesh.autoscaler.collect.starts import Starts
+from pdmesh.autoscaler.platform import Asked
+from pdmesh.autoscaler.policy.policy import Policy
+from pdmesh.autoscaler.policy.pool_plan import STUCK_STARTS
+from pdmesh.autoscaler.settings import AutoscalerSettings
+from pdmesh.autoscaler.views import PoolName, Snapshot
+from pdmesh.planning.capacity_load import Goals
+from pdmesh.planning.objectives import ModelObjective
+from pdmesh.simulator.arrivals import Arrival
+from pdmesh.simulator.autoscaling_watch import Watch, seen_worker
+from pdmesh.simulator.mesh import Audience, Mesh
+from pdmesh.simulator.settings import MeshSettings
+from pdmesh.simulator.workers.spec import WorkerSpec
+from pdmesh.simulator.workers.stats import Figures
 
 ROLES = {PoolName.PREFILL: (True, False), PoolName.DECODE: (False, True), PoolName.BOTH: (True, True)}
 SAMPLE_S = 1.0

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from autoscaler.views import PoolName
-from simulator.autoscaling import Moment, net_changes
-from simulator.results import Window
+from pdmesh.autoscaler.views import PoolName
+from pdmesh.simulator.autoscaling import Moment, net_changes
+from pdmesh.simulator.results import Window
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 900, 150, 50, 18, 20
 MAX_DECISIONS = 400

@@ -5,21 +5,21 @@ requests ─► a Traffic of each router ─► look: TrafficStatus ─► Round
 Nothing is on a wire: every router answers every look, at once.
 """
 
-from autoscaler.collect_counts import Counts, Rounds, counts_of, total
-from autoscaler.collect_traffic import traffic_of
-from autoscaler.collect_workers import SeenWorker
-from autoscaler.views import PoolName, Traffic
-from planning.capacity_load import Limits
-from protos.v1 import mesh_pb2
-from router.applicant import BATCH
-from router.traffic import ModelTraffic, Visit
-from router.traffic import Traffic as RouterTraffic
-from router.traffic_status import traffic_status
-from simulator.figures import Figures
-from simulator.ledger import EPOCH, MODEL
-from simulator.mesh import Audience
-from simulator.request import End, Request
-from simulator.worker_spec import WorkerSpec
+from pdmesh.autoscaler.collect.collect_counts import Counts, Rounds, counts_of, total
+from pdmesh.autoscaler.collect.traffic import traffic_of
+from pdmesh.autoscaler.collect.workers import SeenWorker
+from pdmesh.autoscaler.views import PoolName, Traffic
+from pdmesh.planning.capacity_load import Limits
+from pdmesh.simulator.mesh import Audience
+from pdmesh.simulator.request import End, Request
+from pdmesh.simulator.routers.ledger import EPOCH, MODEL
+from pdmesh.simulator.workers.spec import WorkerSpec
+from pdmesh.simulator.workers.stats import Figures
+from pdmesh.v1 import mesh_pb2
+from router.flow_control.types import BATCH
+from router.telemetry.traffic import ModelTraffic, Visit
+from router.telemetry.traffic import Traffic as RouterTraffic
+from router.telemetry.traffic_status import traffic_status
 
 
 class Watch:

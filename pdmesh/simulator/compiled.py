@@ -1,6 +1,6 @@
 """The simulator and the policies that it runs, compiled by mypyc from the same sources: equal numbers, twice to thrice as fast.
 
-`python -m simulator.compiled` compiles them into the cache, which takes some minutes once for each state of the sources; it needs
+`python -m pdmesh.simulator.compiled` compiles them into the cache, which takes some minutes once for each state of the sources; it needs
 mypy and a C compiler. `use()` has them imported from there; without them everything runs interpreted.
 
 What is compiled has to bear it: generator expressions become lists (`yield` stays lazy), nothing interpreted inherits from a
@@ -116,11 +116,11 @@ class Build:
 
 
 SIMULATOR = Build(
-    root=Path(__file__).resolve().parents[1],
+    root=Path(__file__).resolve().parents[2],
     packages=("simulator", "autoscaler", "router", "planning"),
-    entries=("simulator.autoscaling", "simulator.results", "simulator.traces", "simulator.shaping"),
+    entries=("pdmesh.simulator.autoscaling", "pdmesh.simulator.results", "pdmesh.simulator.arrivals", "pdmesh.simulator.shaping"),
     seen=("runtime", "protos", "text", "kvtransfer"),
-    left=("autoscaler.settings", "router.config"),  # configuration is read by the types of its fields
+    left=("pdmesh.autoscaler.settings", "router.config"),  # configuration is read by the types of its fields
     needs_no_speed=("asyncio", "grpc", "protos", "redis"),
 )
 
@@ -200,7 +200,7 @@ def main() -> int:
     try:
         print(SIMULATOR.make())
     except CompileError as error:
-        print(f"simulator.compiled: {error}", file=sys.stderr)
+        print(f"pdmesh.simulator.compiled: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -5,15 +5,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from autoscaler.settings import AutoscalerSettings
-from autoscaler.views import PoolName
-from planning.objectives import DEFAULT_QUANTILE, ModelObjective
-from router.places import AdmissionSettings
-from simulator import shaping
-from simulator.autoscaling import AutoscaledSettings
-from simulator.ledger import MODEL
-from simulator.settings import HandOff, MeshSettings
-from simulator.traces import READERS, Arrival, log_normal, poisson
+from pdmesh.autoscaler.settings import AutoscalerSettings
+from pdmesh.autoscaler.views import PoolName
+from pdmesh.planning.objectives import DEFAULT_QUANTILE, ModelObjective
+from pdmesh.simulator import shaping
+from pdmesh.simulator.arrivals import READERS, Arrival, log_normal, poisson
+from pdmesh.simulator.autoscaling import AutoscaledSettings
+from pdmesh.simulator.routers.ledger import MODEL
+from pdmesh.simulator.settings import HandOff, MeshSettings
+from router.flow_control.capacity import AdmissionSettings
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(x|/s)")
 _PAIR = re.compile(r"([0-9]+(?:\.[0-9]+)?)@([0-9]+(?:\.[0-9]+)?)")

@@ -8,16 +8,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from autoscaler.settings import AutoscalerSettings
-from runtime.config import load
-from simulator import report
-from simulator.autoscaling import Autoscaled, OwnScaler, goals_of, reversals
-from simulator.autoscaling_page import Shown, page
-from simulator.config import SimulatorConfig
-from simulator.mesh import Mesh
-from simulator.results import Results
-from simulator.traces import TraceError
-from simulator.worker_spec import SpecError, WorkerSpec, read_spec
+from pdmesh.autoscaler.settings import AutoscalerSettings
+from pdmesh.runtime.config import load
+from pdmesh.simulator import report
+from pdmesh.simulator.arrivals import TraceError
+from pdmesh.simulator.autoscaling import Autoscaled, OwnScaler, goals_of, reversals
+from pdmesh.simulator.autoscaling_page import Shown, page
+from pdmesh.simulator.config import SimulatorConfig
+from pdmesh.simulator.mesh import Mesh
+from pdmesh.simulator.results import Results
+from pdmesh.simulator.workers.spec import SpecError, WorkerSpec, read_spec
 
 EXIT_USAGE = 2
 

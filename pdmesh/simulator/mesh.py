@@ -10,17 +10,17 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
-from simulator.events import EventQueue
-from simulator.figures import Figures
-from simulator.outlook import Outlook
-from simulator.pods import Pod
-from simulator.pools import Phase, PodTime, PoolCounts, counts_of, pool_of
-from simulator.request import End, Request
-from simulator.router import Router, goals
-from simulator.settings import MeshSettings
-from simulator.traces import Arrival
-from simulator.worker import ModelledWorker
-from simulator.worker_spec import WorkerSpec
+from pdmesh.simulator.arrivals import Arrival
+from pdmesh.simulator.events import EventQueue
+from pdmesh.simulator.pods import Pod
+from pdmesh.simulator.pools import Phase, PodTime, PoolCounts, counts_of, pool_of
+from pdmesh.simulator.request import End, Request
+from pdmesh.simulator.routers.router import Router, goals
+from pdmesh.simulator.routers.routing import Outlook
+from pdmesh.simulator.settings import MeshSettings
+from pdmesh.simulator.workers.spec import WorkerSpec
+from pdmesh.simulator.workers.stats import Figures
+from pdmesh.simulator.workers.worker import ModelledWorker
 
 
 class Audience(Protocol):

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from simulator.figures import Figures, figures_of
-from simulator.pools import Phase, pool_of
-from simulator.worker import ModelledWorker
+from pdmesh.simulator.pools import Phase, pool_of
+from pdmesh.simulator.workers.stats import Figures, figures_of
+from pdmesh.simulator.workers.worker import ModelledWorker
 
 
 @dataclass(eq=False, slots=True)

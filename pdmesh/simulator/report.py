@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from simulator.histogram import RELATIVE_ERROR, Histogram
-from simulator.results import Results
+from pdmesh.simulator.histogram import RELATIVE_ERROR, Histogram
+from pdmesh.simulator.results import Results
 
 QUANTILES = (0.5, 0.9, 0.99)
 MAX_LINES = 24

@@ -6,13 +6,13 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.applicant import Ticket
-from router.candidates import Placement
-from router.prediction import Prediction
-from router.views import WorkerKey
-from router.worker import Dispatched
-from simulator.sequence import Sequence
-from simulator.traces import Arrival
+from pdmesh.simulator.arrivals import Arrival
+from pdmesh.simulator.workers.sequence import Sequence
+from router.fleet.worker import Dispatched
+from router.flow_control.types import Ticket
+from router.routing.cost_model import Prediction
+from router.routing.filters import Placement
+from router.routing.worker_snapshot import WorkerKey
 
 
 class End(enum.Enum):

@@ -7,8 +7,8 @@ completed. It counts in the window of its arrival.
 from collections import Counter
 from dataclasses import dataclass, field
 
-from simulator.histogram import Histogram
-from simulator.request import End, Request
+from pdmesh.simulator.histogram import Histogram
+from pdmesh.simulator.request import End, Request
 
 MAX_WINDOWS = 4096
 """With more of them, each two become one of twice the length."""

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from planning.objectives import ModelObjective
-from router.places import AdmissionSettings
+from pdmesh.planning.objectives import ModelObjective
+from router.flow_control.capacity import AdmissionSettings
 
 POLICIES = ("predict", "round-robin", "least-loaded", "prefix")
 

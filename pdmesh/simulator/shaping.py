@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from heapq import merge
 from itertools import islice
 
-from simulator.traces import Arrival
+from pdmesh.simulator.arrivals import Arrival
 
 Warp = Callable[[float], float]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from text.detokenizer import DetokenizerSource, IncrementalDetokenizer
-from text.stop import StopChecker, StopResult
+from pdmesh.text.detokenizer import DetokenizerSource, IncrementalDetokenizer
+from pdmesh.text.stop import StopChecker, StopResult
 
 
 class ChoiceText:
@@ -13,7 +13,7 @@ class ChoiceText:
 
     Args:
         tokenizer: of the model.
-        stop: stop strings; the output ends before the first that appears (see `text.stop`).
+        stop: stop strings; the output ends before the first that appears (see `pdmesh.text.stop`).
         silent_token_ids: end-of-sequence and stop tokens: part of the ids, never of the text. Special tokens have no text anyway.
 
     A function of the tokens alone: a resumed stream that replays its history is in the same state.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from text.decoder_stages import Stage
+from pdmesh.text.decoder_stages import Stage
 
 
 class DetokenizerSource(Protocol):

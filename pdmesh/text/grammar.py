@@ -23,7 +23,7 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from text.grammar_depth import check_lark_depth, check_schema_depth, with_deep_stack
+from pdmesh.text.grammar_depth import check_lark_depth, check_schema_depth, with_deep_stack
 
 Bits = NDArray[np.uint32]
 
@@ -174,7 +174,7 @@ class CompiledGrammar:
 
 
 class GrammarMatcher:
-    """Where one choice is in a grammar: a function of the tokens taken. Implements engine.grammar.Matcher.
+    """Where one choice is in a grammar: a function of the tokens taken. Implements pdmesh.engine.sampling.grammar.Matcher.
 
     A run of tokens that the grammar forces is found where it begins and followed to its end: how text is cut into tokens
     depends on what comes before it, so to look again in its middle could give other tokens.

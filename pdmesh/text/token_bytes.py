@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from text.decoder_stages import byte_spelling
+from pdmesh.text.decoder_stages import byte_spelling
 
 # Of NFC. A character (4 bytes at most) decomposes into 1 byte or more, and a composed text has at least a third of the bytes of
 # its decomposition (Unicode's FAQ on normalization, expansion of NFD in UTF-8).

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import tokenizers
 
-from text.chat_template import ChatTemplate, Message
-from text.decoder_stages import Stage, StripStart, parse_decoder
-from text.detokenizer import PieceStream
-from text.token_bytes import TokenBytes, token_bytes
-from text.tokenizer_settings import TokenizerSettings
+from pdmesh.text.chat_template import ChatTemplate, Message
+from pdmesh.text.decoder_stages import Stage, StripStart, parse_decoder
+from pdmesh.text.detokenizer import PieceStream
+from pdmesh.text.token_bytes import TokenBytes, token_bytes
+from pdmesh.text.tokenizer_settings import TokenizerSettings
 
 
 class Tokenizer:

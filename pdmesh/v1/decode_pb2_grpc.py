@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos.v1 import decode_pb2 as protos_dot_v1_dot_decode__pb2
+from pdmesh.v1 import decode_pb2 as pdmesh_dot_v1_dot_decode__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/v1/decode_pb2_grpc.py depends on'
+        + ' but the generated code in pdmesh/v1/decode_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,18 +37,18 @@ class DecodeServiceStub:
         """
         self.Submit = channel.unary_unary(
                 '/pdmesh.v1.DecodeService/Submit',
-                request_serializer=protos_dot_v1_dot_decode__pb2.SubmitRequest.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_decode__pb2.SubmitResponse.FromString,
+                request_serializer=pdmesh_dot_v1_dot_decode__pb2.SubmitRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_decode__pb2.SubmitResponse.FromString,
                 _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/pdmesh.v1.DecodeService/Cancel',
-                request_serializer=protos_dot_v1_dot_decode__pb2.CancelRequest.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_decode__pb2.CancelResponse.FromString,
+                request_serializer=pdmesh_dot_v1_dot_decode__pb2.CancelRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_decode__pb2.CancelResponse.FromString,
                 _registered_method=True)
         self.Attach = channel.stream_stream(
                 '/pdmesh.v1.DecodeService/Attach',
-                request_serializer=protos_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_decode__pb2.Frame.FromString,
+                request_serializer=pdmesh_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_decode__pb2.Frame.FromString,
                 _registered_method=True)
 
 
@@ -86,18 +86,18 @@ def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Submit': grpc.unary_unary_rpc_method_handler(
                     servicer.Submit,
-                    request_deserializer=protos_dot_v1_dot_decode__pb2.SubmitRequest.FromString,
-                    response_serializer=protos_dot_v1_dot_decode__pb2.SubmitResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_v1_dot_decode__pb2.SubmitRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_decode__pb2.SubmitResponse.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
-                    request_deserializer=protos_dot_v1_dot_decode__pb2.CancelRequest.FromString,
-                    response_serializer=protos_dot_v1_dot_decode__pb2.CancelResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_v1_dot_decode__pb2.CancelRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_decode__pb2.CancelResponse.SerializeToString,
             ),
             'Attach': grpc.stream_stream_rpc_method_handler(
                     servicer.Attach,
-                    request_deserializer=protos_dot_v1_dot_decode__pb2.AttachRequest.FromString,
-                    response_serializer=protos_dot_v1_dot_decode__pb2.Frame.SerializeToString,
+                    request_deserializer=pdmesh_dot_v1_dot_decode__pb2.AttachRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_decode__pb2.Frame.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -126,8 +126,8 @@ class DecodeService:
             request,
             target,
             '/pdmesh.v1.DecodeService/Submit',
-            protos_dot_v1_dot_decode__pb2.SubmitRequest.SerializeToString,
-            protos_dot_v1_dot_decode__pb2.SubmitResponse.FromString,
+            pdmesh_dot_v1_dot_decode__pb2.SubmitRequest.SerializeToString,
+            pdmesh_dot_v1_dot_decode__pb2.SubmitResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -153,8 +153,8 @@ class DecodeService:
             request,
             target,
             '/pdmesh.v1.DecodeService/Cancel',
-            protos_dot_v1_dot_decode__pb2.CancelRequest.SerializeToString,
-            protos_dot_v1_dot_decode__pb2.CancelResponse.FromString,
+            pdmesh_dot_v1_dot_decode__pb2.CancelRequest.SerializeToString,
+            pdmesh_dot_v1_dot_decode__pb2.CancelResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -180,8 +180,8 @@ class DecodeService:
             request_iterator,
             target,
             '/pdmesh.v1.DecodeService/Attach',
-            protos_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
-            protos_dot_v1_dot_decode__pb2.Frame.FromString,
+            pdmesh_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
+            pdmesh_dot_v1_dot_decode__pb2.Frame.FromString,
             options,
             channel_credentials,
             insecure,

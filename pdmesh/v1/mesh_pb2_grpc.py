@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos.v1 import mesh_pb2 as protos_dot_v1_dot_mesh__pb2
+from pdmesh.v1 import mesh_pb2 as pdmesh_dot_v1_dot_mesh__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/v1/mesh_pb2_grpc.py depends on'
+        + ' but the generated code in pdmesh/v1/mesh_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,33 +37,33 @@ class MeshStub:
         """
         self.Generate = channel.unary_stream(
                 '/pdmesh.v1.Mesh/Generate',
-                request_serializer=protos_dot_v1_dot_mesh__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_mesh__pb2.GenerateResponse.FromString,
+                request_serializer=pdmesh_dot_v1_dot_mesh__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.Chat = channel.unary_stream(
                 '/pdmesh.v1.Mesh/Chat',
-                request_serializer=protos_dot_v1_dot_mesh__pb2.ChatRequest.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_mesh__pb2.GenerateResponse.FromString,
+                request_serializer=pdmesh_dot_v1_dot_mesh__pb2.ChatRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/pdmesh.v1.Mesh/Tokenize',
-                request_serializer=protos_dot_v1_dot_mesh__pb2.TokenizeRequest.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_mesh__pb2.TokenizeResponse.FromString,
+                request_serializer=pdmesh_dot_v1_dot_mesh__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/pdmesh.v1.Mesh/ListModels',
-                request_serializer=protos_dot_v1_dot_mesh__pb2.ListModelsRequest.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_mesh__pb2.ListModelsResponse.FromString,
+                request_serializer=pdmesh_dot_v1_dot_mesh__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/pdmesh.v1.Mesh/GetStatus',
-                request_serializer=protos_dot_v1_dot_mesh__pb2.GetStatusRequest.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_mesh__pb2.GetStatusResponse.FromString,
+                request_serializer=pdmesh_dot_v1_dot_mesh__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/pdmesh.v1.Mesh/Explain',
-                request_serializer=protos_dot_v1_dot_mesh__pb2.ExplainRequest.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_mesh__pb2.ExplainResponse.FromString,
+                request_serializer=pdmesh_dot_v1_dot_mesh__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.ExplainResponse.FromString,
                 _registered_method=True)
 
 
@@ -121,33 +121,33 @@ def add_MeshServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=protos_dot_v1_dot_mesh__pb2.GenerateRequest.FromString,
-                    response_serializer=protos_dot_v1_dot_mesh__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_v1_dot_mesh__pb2.GenerateRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_mesh__pb2.GenerateResponse.SerializeToString,
             ),
             'Chat': grpc.unary_stream_rpc_method_handler(
                     servicer.Chat,
-                    request_deserializer=protos_dot_v1_dot_mesh__pb2.ChatRequest.FromString,
-                    response_serializer=protos_dot_v1_dot_mesh__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_v1_dot_mesh__pb2.ChatRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_mesh__pb2.GenerateResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
-                    request_deserializer=protos_dot_v1_dot_mesh__pb2.TokenizeRequest.FromString,
-                    response_serializer=protos_dot_v1_dot_mesh__pb2.TokenizeResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_v1_dot_mesh__pb2.TokenizeRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_mesh__pb2.TokenizeResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
-                    request_deserializer=protos_dot_v1_dot_mesh__pb2.ListModelsRequest.FromString,
-                    response_serializer=protos_dot_v1_dot_mesh__pb2.ListModelsResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_v1_dot_mesh__pb2.ListModelsRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_mesh__pb2.ListModelsResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
-                    request_deserializer=protos_dot_v1_dot_mesh__pb2.GetStatusRequest.FromString,
-                    response_serializer=protos_dot_v1_dot_mesh__pb2.GetStatusResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_v1_dot_mesh__pb2.GetStatusRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_mesh__pb2.GetStatusResponse.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
-                    request_deserializer=protos_dot_v1_dot_mesh__pb2.ExplainRequest.FromString,
-                    response_serializer=protos_dot_v1_dot_mesh__pb2.ExplainResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_v1_dot_mesh__pb2.ExplainRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_mesh__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,8 +176,8 @@ class Mesh:
             request,
             target,
             '/pdmesh.v1.Mesh/Generate',
-            protos_dot_v1_dot_mesh__pb2.GenerateRequest.SerializeToString,
-            protos_dot_v1_dot_mesh__pb2.GenerateResponse.FromString,
+            pdmesh_dot_v1_dot_mesh__pb2.GenerateRequest.SerializeToString,
+            pdmesh_dot_v1_dot_mesh__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -203,8 +203,8 @@ class Mesh:
             request,
             target,
             '/pdmesh.v1.Mesh/Chat',
-            protos_dot_v1_dot_mesh__pb2.ChatRequest.SerializeToString,
-            protos_dot_v1_dot_mesh__pb2.GenerateResponse.FromString,
+            pdmesh_dot_v1_dot_mesh__pb2.ChatRequest.SerializeToString,
+            pdmesh_dot_v1_dot_mesh__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -230,8 +230,8 @@ class Mesh:
             request,
             target,
             '/pdmesh.v1.Mesh/Tokenize',
-            protos_dot_v1_dot_mesh__pb2.TokenizeRequest.SerializeToString,
-            protos_dot_v1_dot_mesh__pb2.TokenizeResponse.FromString,
+            pdmesh_dot_v1_dot_mesh__pb2.TokenizeRequest.SerializeToString,
+            pdmesh_dot_v1_dot_mesh__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -257,8 +257,8 @@ class Mesh:
             request,
             target,
             '/pdmesh.v1.Mesh/ListModels',
-            protos_dot_v1_dot_mesh__pb2.ListModelsRequest.SerializeToString,
-            protos_dot_v1_dot_mesh__pb2.ListModelsResponse.FromString,
+            pdmesh_dot_v1_dot_mesh__pb2.ListModelsRequest.SerializeToString,
+            pdmesh_dot_v1_dot_mesh__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -284,8 +284,8 @@ class Mesh:
             request,
             target,
             '/pdmesh.v1.Mesh/GetStatus',
-            protos_dot_v1_dot_mesh__pb2.GetStatusRequest.SerializeToString,
-            protos_dot_v1_dot_mesh__pb2.GetStatusResponse.FromString,
+            pdmesh_dot_v1_dot_mesh__pb2.GetStatusRequest.SerializeToString,
+            pdmesh_dot_v1_dot_mesh__pb2.GetStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -311,8 +311,8 @@ class Mesh:
             request,
             target,
             '/pdmesh.v1.Mesh/Explain',
-            protos_dot_v1_dot_mesh__pb2.ExplainRequest.SerializeToString,
-            protos_dot_v1_dot_mesh__pb2.ExplainResponse.FromString,
+            pdmesh_dot_v1_dot_mesh__pb2.ExplainRequest.SerializeToString,
+            pdmesh_dot_v1_dot_mesh__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

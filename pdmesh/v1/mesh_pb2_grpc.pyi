@@ -5,7 +5,7 @@ What clients call. Served by every router."""
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protos.v1 import mesh_pb2 as _mesh_pb2
+from pdmesh.v1 import mesh_pb2 as _mesh_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

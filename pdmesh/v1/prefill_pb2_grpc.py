@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos.v1 import prefill_pb2 as protos_dot_v1_dot_prefill__pb2
+from pdmesh.v1 import prefill_pb2 as pdmesh_dot_v1_dot_prefill__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/v1/prefill_pb2_grpc.py depends on'
+        + ' but the generated code in pdmesh/v1/prefill_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,8 +37,8 @@ class PrefillServiceStub:
         """
         self.Prefill = channel.unary_stream(
                 '/pdmesh.v1.PrefillService/Prefill',
-                request_serializer=protos_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
+                request_serializer=pdmesh_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
                 _registered_method=True)
 
 
@@ -59,8 +59,8 @@ def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Prefill': grpc.unary_stream_rpc_method_handler(
                     servicer.Prefill,
-                    request_deserializer=protos_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
-                    response_serializer=protos_dot_v1_dot_prefill__pb2.PrefillEvent.SerializeToString,
+                    request_deserializer=pdmesh_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_prefill__pb2.PrefillEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -89,8 +89,8 @@ class PrefillService:
             request,
             target,
             '/pdmesh.v1.PrefillService/Prefill',
-            protos_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
-            protos_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
+            pdmesh_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
+            pdmesh_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos.v1 import transfer_pb2 as protos_dot_v1_dot_transfer__pb2
+from pdmesh.v1 import transfer_pb2 as pdmesh_dot_v1_dot_transfer__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/v1/transfer_pb2_grpc.py depends on'
+        + ' but the generated code in pdmesh/v1/transfer_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,8 +37,8 @@ class TransferServiceStub:
         """
         self.Push = channel.stream_stream(
                 '/pdmesh.v1.TransferService/Push',
-                request_serializer=protos_dot_v1_dot_transfer__pb2.TransferChunk.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_transfer__pb2.TransferChunk.FromString,
+                request_serializer=pdmesh_dot_v1_dot_transfer__pb2.TransferChunk.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_transfer__pb2.TransferChunk.FromString,
                 _registered_method=True)
 
 
@@ -58,8 +58,8 @@ def add_TransferServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Push': grpc.stream_stream_rpc_method_handler(
                     servicer.Push,
-                    request_deserializer=protos_dot_v1_dot_transfer__pb2.TransferChunk.FromString,
-                    response_serializer=protos_dot_v1_dot_transfer__pb2.TransferChunk.SerializeToString,
+                    request_deserializer=pdmesh_dot_v1_dot_transfer__pb2.TransferChunk.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_transfer__pb2.TransferChunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,8 +88,8 @@ class TransferService:
             request_iterator,
             target,
             '/pdmesh.v1.TransferService/Push',
-            protos_dot_v1_dot_transfer__pb2.TransferChunk.SerializeToString,
-            protos_dot_v1_dot_transfer__pb2.TransferChunk.FromString,
+            pdmesh_dot_v1_dot_transfer__pb2.TransferChunk.SerializeToString,
+            pdmesh_dot_v1_dot_transfer__pb2.TransferChunk.FromString,
             options,
             channel_credentials,
             insecure,

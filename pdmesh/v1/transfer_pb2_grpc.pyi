@@ -25,7 +25,7 @@ final. A push may use several connections, each with a hello of its own.
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protos.v1 import transfer_pb2 as _transfer_pb2
+from pdmesh.v1 import transfer_pb2 as _transfer_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos.v1 import worker_pb2 as protos_dot_v1_dot_worker__pb2
+from pdmesh.v1 import worker_pb2 as pdmesh_dot_v1_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/v1/worker_pb2_grpc.py depends on'
+        + ' but the generated code in pdmesh/v1/worker_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,28 +37,28 @@ class WorkerControlStub:
         """
         self.GetInfo = channel.unary_unary(
                 '/pdmesh.v1.WorkerControl/GetInfo',
-                request_serializer=protos_dot_v1_dot_worker__pb2.GetInfoRequest.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_worker__pb2.WorkerInfo.FromString,
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.GetInfoRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_worker__pb2.WorkerInfo.FromString,
                 _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/pdmesh.v1.WorkerControl/Watch',
-                request_serializer=protos_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_worker__pb2.LoadReport.FromString,
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_worker__pb2.LoadReport.FromString,
                 _registered_method=True)
         self.SetRoles = channel.unary_unary(
                 '/pdmesh.v1.WorkerControl/SetRoles',
-                request_serializer=protos_dot_v1_dot_worker__pb2.SetRolesRequest.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_worker__pb2.WorkerInfo.FromString,
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.SetRolesRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_worker__pb2.WorkerInfo.FromString,
                 _registered_method=True)
         self.ListBlocks = channel.unary_stream(
                 '/pdmesh.v1.WorkerControl/ListBlocks',
-                request_serializer=protos_dot_v1_dot_worker__pb2.ListBlocksRequest.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_worker__pb2.BlockList.FromString,
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.ListBlocksRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_worker__pb2.BlockList.FromString,
                 _registered_method=True)
         self.KeepTraces = channel.unary_unary(
                 '/pdmesh.v1.WorkerControl/KeepTraces',
-                request_serializer=protos_dot_v1_dot_worker__pb2.KeepTracesRequest.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_worker__pb2.KeepTracesResponse.FromString,
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.KeepTracesRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_worker__pb2.KeepTracesResponse.FromString,
                 _registered_method=True)
 
 
@@ -107,28 +107,28 @@ def add_WorkerControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
-                    request_deserializer=protos_dot_v1_dot_worker__pb2.GetInfoRequest.FromString,
-                    response_serializer=protos_dot_v1_dot_worker__pb2.WorkerInfo.SerializeToString,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.GetInfoRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_worker__pb2.WorkerInfo.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
-                    request_deserializer=protos_dot_v1_dot_worker__pb2.WatchRequest.FromString,
-                    response_serializer=protos_dot_v1_dot_worker__pb2.LoadReport.SerializeToString,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.WatchRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_worker__pb2.LoadReport.SerializeToString,
             ),
             'SetRoles': grpc.unary_unary_rpc_method_handler(
                     servicer.SetRoles,
-                    request_deserializer=protos_dot_v1_dot_worker__pb2.SetRolesRequest.FromString,
-                    response_serializer=protos_dot_v1_dot_worker__pb2.WorkerInfo.SerializeToString,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.SetRolesRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_worker__pb2.WorkerInfo.SerializeToString,
             ),
             'ListBlocks': grpc.unary_stream_rpc_method_handler(
                     servicer.ListBlocks,
-                    request_deserializer=protos_dot_v1_dot_worker__pb2.ListBlocksRequest.FromString,
-                    response_serializer=protos_dot_v1_dot_worker__pb2.BlockList.SerializeToString,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.ListBlocksRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_worker__pb2.BlockList.SerializeToString,
             ),
             'KeepTraces': grpc.unary_unary_rpc_method_handler(
                     servicer.KeepTraces,
-                    request_deserializer=protos_dot_v1_dot_worker__pb2.KeepTracesRequest.FromString,
-                    response_serializer=protos_dot_v1_dot_worker__pb2.KeepTracesResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.KeepTracesRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_worker__pb2.KeepTracesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -157,8 +157,8 @@ class WorkerControl:
             request,
             target,
             '/pdmesh.v1.WorkerControl/GetInfo',
-            protos_dot_v1_dot_worker__pb2.GetInfoRequest.SerializeToString,
-            protos_dot_v1_dot_worker__pb2.WorkerInfo.FromString,
+            pdmesh_dot_v1_dot_worker__pb2.GetInfoRequest.SerializeToString,
+            pdmesh_dot_v1_dot_worker__pb2.WorkerInfo.FromString,
             options,
             channel_credentials,
             insecure,
@@ -184,8 +184,8 @@ class WorkerControl:
             request,
             target,
             '/pdmesh.v1.WorkerControl/Watch',
-            protos_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
-            protos_dot_v1_dot_worker__pb2.LoadReport.FromString,
+            pdmesh_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
+            pdmesh_dot_v1_dot_worker__pb2.LoadReport.FromString,
             options,
             channel_credentials,
             insecure,
@@ -211,8 +211,8 @@ class WorkerControl:
             request,
             target,
             '/pdmesh.v1.WorkerControl/SetRoles',
-            protos_dot_v1_dot_worker__pb2.SetRolesRequest.SerializeToString,
-            protos_dot_v1_dot_worker__pb2.WorkerInfo.FromString,
+            pdmesh_dot_v1_dot_worker__pb2.SetRolesRequest.SerializeToString,
+            pdmesh_dot_v1_dot_worker__pb2.WorkerInfo.FromString,
             options,
             channel_credentials,
             insecure,
@@ -238,8 +238,8 @@ class WorkerControl:
             request,
             target,
             '/pdmesh.v1.WorkerControl/ListBlocks',
-            protos_dot_v1_dot_worker__pb2.ListBlocksRequest.SerializeToString,
-            protos_dot_v1_dot_worker__pb2.BlockList.FromString,
+            pdmesh_dot_v1_dot_worker__pb2.ListBlocksRequest.SerializeToString,
+            pdmesh_dot_v1_dot_worker__pb2.BlockList.FromString,
             options,
             channel_credentials,
             insecure,
@@ -265,8 +265,8 @@ class WorkerControl:
             request,
             target,
             '/pdmesh.v1.WorkerControl/KeepTraces',
-            protos_dot_v1_dot_worker__pb2.KeepTracesRequest.SerializeToString,
-            protos_dot_v1_dot_worker__pb2.KeepTracesResponse.FromString,
+            pdmesh_dot_v1_dot_worker__pb2.KeepTracesRequest.SerializeToString,
+            pdmesh_dot_v1_dot_worker__pb2.KeepTracesResponse.FromString,
             options,
             channel_credentials,
             insecure,

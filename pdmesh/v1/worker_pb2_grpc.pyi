@@ -5,7 +5,7 @@ What every worker answers, whatever its roles."""
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protos.v1 import worker_pb2 as _worker_pb2
+from pdmesh.v1 import worker_pb2 as _worker_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

@@ -1,6 +1,6 @@
 """`python -m worker`."""
 
-from worker.main import main
+from pdmesh.worker.main import main
 
 if __name__ == "__main__":
     main()

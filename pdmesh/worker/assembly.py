@@ -10,41 +10,41 @@ from collections.abc import Callable, Coroutine
 
 from decode_service.service import DecodeService, Surroundings
 from decode_service.spans import DecodeSpans
-from engine.engine import Engine
-from engine.errors import EngineStopped
-from engine.loop import EngineLoop
-from engine.outputs import StepResult
-from kvtransfer.sender import Sender
-from kvtransfer.staged import StagedMemory
+from kvtransfer.sender.sender import Sender
+from kvtransfer.staging import StagedMemory
 from kvtransfer.transports.grpc import SERVICE as PUSH_SERVICE
 from kvtransfer.transports.grpc import add_push_service
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.errors import EngineStopped
+from pdmesh.engine.loop import EngineLoop
+from pdmesh.engine.outputs import StepResult
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.identity import new_epoch
+from pdmesh.runtime.registry.block_stream import BlockStream
+from pdmesh.runtime.rpc.server import GrpcServer
+from pdmesh.runtime.rpc.tls import open_tls
+from pdmesh.runtime.telemetry.metrics import Readings
+from pdmesh.runtime.telemetry.resource import resource_of
+from pdmesh.runtime.telemetry.tracing import open_tracing
+from pdmesh.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from pdmesh.worker.config import WorkerConfig
+from pdmesh.worker.control import Changes, ControlServicer
+from pdmesh.worker.cpus import bind
+from pdmesh.worker.description import Description, describe
+from pdmesh.worker.grammars import compiler_for
+from pdmesh.worker.kv_memory import staged_memory
+from pdmesh.worker.latency import StepWatch, limits_for, prior_for
+from pdmesh.worker.load import LoadReporter
+from pdmesh.worker.metrics import Seen, WorkerMetrics, read
+from pdmesh.worker.prefix_publisher import PrefixPublisher, list_blocks
+from pdmesh.worker.receiving import receiver_for
+from pdmesh.worker.roles import Role, RoleGate, roles_of
+from pdmesh.worker.step_dispatcher import Dispatcher
+from pdmesh.worker.step_spans import StepSpans
+from pdmesh.worker.terms import Terms
 from prefill_service.handoff import HandoffTools
-from prefill_service.servicer import PrefillServicer
+from prefill_service.service import PrefillServicer
 from prefill_service.validation import PrefillValidator
-from protos.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
-from runtime.block_stream import BlockStream
-from runtime.config import ConfigError
-from runtime.identity import new_epoch
-from runtime.server import GrpcServer
-from runtime.telemetry.metrics import Readings
-from runtime.telemetry.resource import resource_of
-from runtime.telemetry.tracing import open_tracing
-from runtime.tls import open_tls
-from worker.config import WorkerConfig
-from worker.control import Changes, ControlServicer
-from worker.cpus import bind
-from worker.description import Description, describe
-from worker.dispatch import Dispatcher
-from worker.grammars import compiler_for
-from worker.latency import StepWatch, limits_for, prior_for
-from worker.load import LoadReporter
-from worker.metrics import Seen, WorkerMetrics, read
-from worker.prefix_publisher import PrefixPublisher, list_blocks
-from worker.receiving import receiver_for
-from worker.roles import Role, RoleGate, roles_of
-from worker.staging import staged_memory
-from worker.step_spans import StepSpans
-from worker.terms import Terms
 
 STREAM_END_GRACE_S = 2.0  # for frames and answers that are on their way when everything has ended
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from decode_service.settings import DecodeSettings, ReservationSettings, StreamSettings
-from engine.config import EngineConfig
 from kvtransfer.transports.registry import TRANSPORTS
-from runtime.telemetry.config import TelemetryConfig
-from runtime.tls import TlsConfig
-from worker.cpus import problem_with
-from worker.roles import ROLE_NAMES
+from pdmesh.engine.config import EngineConfig
+from pdmesh.runtime.rpc.tls import TlsConfig
+from pdmesh.runtime.telemetry.config import TelemetryConfig
+from pdmesh.worker.cpus import problem_with
+from pdmesh.worker.roles import ROLE_NAMES
 
 _ROLES_HELP = "services that take work at start: prefill, decode or both"
 _TRANSPORTS_HELP = "KV transports to offer; cuda_ipc: of pools on GPUs; nixl is one more, where its package is installed (RDMA)"

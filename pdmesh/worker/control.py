@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from protos.v1 import worker_pb2
-from protos.v1.worker_pb2_grpc import WorkerControlServicer
-from runtime.errors import InvalidArgument
-from worker.roles import Role, check_roles
+from pdmesh.runtime.errors import InvalidArgument
+from pdmesh.v1 import worker_pb2
+from pdmesh.v1.worker_pb2_grpc import WorkerControlServicer
+from pdmesh.worker.roles import Role, check_roles
 
 if TYPE_CHECKING:
-    from protos.v1.worker_pb2_grpc import _ServicerContext
+    from pdmesh.v1.worker_pb2_grpc import _ServicerContext
 
 DEFAULT_DRAIN_S = 30.0
 DEFAULT_PERIOD_S = 0.2

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.engine import Engine
-from engine.memory import effective_max_context
 from kvtransfer.compatibility import PROTOCOL_VERSION
-from protos.v1 import common_pb2, worker_pb2
-from runtime.identity import host_id
-from worker.roles import RoleGate
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.memory import effective_max_context
+from pdmesh.runtime.identity import host_id
+from pdmesh.v1 import common_pb2, worker_pb2
+from pdmesh.worker.roles import RoleGate
 
 
 def identity_of(engine: Engine, model: str) -> common_pb2.Identity:

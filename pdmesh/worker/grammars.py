@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.engine import Engine
-from text.grammar import GrammarCompiler
-from text.tokenizer import Tokenizer
+from pdmesh.engine.engine import Engine
+from pdmesh.text.grammar import GrammarCompiler
+from pdmesh.text.tokenizer import Tokenizer
 
 
 def compiler_for(engine: Engine) -> GrammarCompiler | None:

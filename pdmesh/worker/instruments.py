@@ -1,6 +1,6 @@
 """What a worker counts and measures: the catalogue."""
 
-from runtime.telemetry.metrics import counter, gauge, histogram
+from pdmesh.runtime.telemetry.metrics import counter, gauge, histogram
 
 _STEP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 _BATCH = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)

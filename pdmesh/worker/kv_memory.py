@@ -7,19 +7,19 @@ import logging
 import torch
 from torch import Tensor
 
-from engine.cuda_sharing import CudaSharing
-from engine.engine import Engine
-from engine.parallel.errors import RankFailed
-from engine.parallel.staging import stage_ranks
-from engine.pool_sharing import NotShared, PoolSharing
-from engine.shown_pool import ShownPool
-from engine.staging import Marks, Staging, StagingSizes
-from engine.streams import Streams, streams_of
 from kvtransfer.memory import PoolShape
-from kvtransfer.staged import StagedMemory
+from kvtransfer.staging import StagedMemory
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.nixl import NixlTransport
-from runtime.config import ConfigError
+from kvtransfer.transports.nixl.transport import NixlTransport
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.kv_cache.cuda_ipc import CudaSharing
+from pdmesh.engine.kv_cache.ipc_pool import ShownPool
+from pdmesh.engine.kv_cache.pool_sharing import NotShared, PoolSharing
+from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
+from pdmesh.engine.kv_cache.streams import Streams, streams_of
+from pdmesh.engine.parallel.errors import RankFailed
+from pdmesh.engine.parallel.staging import stage_ranks
+from pdmesh.runtime.config import ConfigError
 
 logger = logging.getLogger(__name__)
 DEPARTURES = StagingSizes(num_pieces=8)

@@ -6,16 +6,16 @@ import math
 import time
 from collections.abc import Callable
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.hardware import MachineLimits, measure_limits
-from engine.outputs import StepResult
-from engine.pacing import Pacer, StepCost
-from planning.latency_fit import LatencyFit
-from planning.latency_model import LatencyModel, Work
-from planning.prior import Hardware, ModelShape, prior_of
-from planning.roofline import ALL_REDUCE_S
-from protos.v1 import worker_pb2
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.hardware import MachineLimits, measure_limits
+from pdmesh.engine.outputs import StepResult
+from pdmesh.engine.scheduler.pacing import Pacer, StepCost
+from pdmesh.planning.latency_fit import LatencyFit
+from pdmesh.planning.latency_model import LatencyModel, Work
+from pdmesh.planning.prior import Hardware, ModelShape, prior_of
+from pdmesh.planning.roofline import ALL_REDUCE_S
+from pdmesh.v1 import worker_pb2
 
 TELL_STEPS = 32
 """After so many steps the engine is told anew what they cost."""

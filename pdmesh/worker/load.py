@@ -7,13 +7,13 @@ import math
 import time
 from collections.abc import Callable
 
-from engine.engine import Engine
-from engine.loop import EngineLoop
-from engine.outputs import EngineStats, StepResult
-from protos.v1 import worker_pb2
-from worker.latency import StepWatch, latency_message
-from worker.roles import RoleGate
-from worker.speculation import RecentDrafts, speculation_message
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.loop import EngineLoop
+from pdmesh.engine.outputs import EngineStats, StepResult
+from pdmesh.v1 import worker_pb2
+from pdmesh.worker.latency import StepWatch, latency_message
+from pdmesh.worker.roles import RoleGate
+from pdmesh.worker.speculation import RecentDrafts, speculation_message
 
 REFRESH_S = 0.1
 

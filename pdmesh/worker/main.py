@@ -15,20 +15,20 @@ from typing import NoReturn
 
 import torch
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.speculation.check import check_speculation
-from engine.speculation.setup import names_for
-from engine.weights.loader import Progress, load_model
-from runtime import log
-from runtime.announcer import worker_announcer
-from runtime.config import ConfigError, load
-from runtime.process import Lifecycle, run
-from runtime.registry import Registry
-from text.block_hash import hash_block
-from worker.assembly import Worker
-from worker.config import DecodeConfig, PrefillConfig, WorkerConfig
-from worker.cpus import bound
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.loader.loader import Progress, load_model
+from pdmesh.engine.speculation.check import check_speculation
+from pdmesh.engine.speculation.registry import names_for
+from pdmesh.runtime import log
+from pdmesh.runtime.config import ConfigError, load
+from pdmesh.runtime.process import Lifecycle, run
+from pdmesh.runtime.registry.announcer import worker_announcer
+from pdmesh.runtime.registry.registry import Registry
+from pdmesh.text.block_hash import hash_block
+from pdmesh.worker.assembly import Worker
+from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
+from pdmesh.worker.cpus import bound
 
 _PROGRESS_PERIOD_S = 2.0
 

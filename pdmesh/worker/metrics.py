@@ -11,15 +11,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from engine.hardware import MachineLimits, ModelCost
-from engine.outputs import EngineStats, StepResult, StepWork
-from engine.speculation.tally import SpeculationStats
-from kvtransfer.push import PushResult
-from protos.v1 import worker_pb2
-from runtime.telemetry.metrics import Metrics, Reader, Readings, open_metrics
-from runtime.telemetry.resource import resource_of
-from worker import instruments
-from worker.config import WorkerConfig
+from kvtransfer.sender.push_part import PushResult
+from pdmesh.engine.hardware import MachineLimits, ModelCost
+from pdmesh.engine.outputs import EngineStats, StepResult, StepWork
+from pdmesh.engine.speculation.stats import SpeculationStats
+from pdmesh.runtime.telemetry.metrics import Metrics, Reader, Readings, open_metrics
+from pdmesh.runtime.telemetry.resource import resource_of
+from pdmesh.v1 import worker_pb2
+from pdmesh.worker import instruments
+from pdmesh.worker.config import WorkerConfig
 
 _ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from engine.engine import Engine
-from engine.loop import EngineLoop
-from protos.v1 import worker_pb2
-from runtime.block_stream import MAX_NAMES, BlockStream
-from text.block_hash import short_name
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.loop import EngineLoop
+from pdmesh.runtime.registry.block_stream import MAX_NAMES, BlockStream
+from pdmesh.text.block_hash import short_name
+from pdmesh.v1 import worker_pb2
 
 PERIOD_S = 0.03
 PART_NAMES = 1 << 15  # 256 KiB on the wire

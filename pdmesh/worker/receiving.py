@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from decode_service.service import DecodeService
-from engine.engine import Engine
-from kvtransfer.receiver import Receiver
-from kvtransfer.staged import StagedMemory
-from runtime.tls import Tls
-from worker.config import WorkerConfig
-from worker.terms import Terms
+from kvtransfer.receiver.receiver import Receiver
+from kvtransfer.staging import StagedMemory
+from pdmesh.engine.engine import Engine
+from pdmesh.runtime.rpc.tls import Tls
+from pdmesh.worker.config import WorkerConfig
+from pdmesh.worker.terms import Terms
 
 
 def receiver_for(

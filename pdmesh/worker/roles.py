@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-from protos.v1 import worker_pb2
-from runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
+from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
+from pdmesh.v1 import worker_pb2
 
 Role: TypeAlias = "worker_pb2.Role.ValueType"
 ROLE_NAMES: dict[str, Role] = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}

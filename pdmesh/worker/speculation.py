@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.speculation.tally import ProposerStats, SpeculationStats
-from protos.v1 import worker_pb2
+from pdmesh.engine.speculation.stats import ProposerStats, SpeculationStats
+from pdmesh.v1 import worker_pb2
 
 HALF_LIFE_ROWS = 256
 """What is older by so many rows counts half."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from engine.outputs import KVReady, RequestStarted, SequenceUpdate, StepResult
+from pdmesh.engine.outputs import KVReady, RequestStarted, SequenceUpdate, StepResult
 
 
 class Sink(Protocol):

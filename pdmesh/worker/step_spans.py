@@ -10,8 +10,8 @@ import asyncio
 from dataclasses import dataclass
 
 from decode_service.spans import DecodeSpans
-from engine.outputs import StepResult
-from runtime.telemetry.steps import Step
+from pdmesh.engine.outputs import StepResult
+from pdmesh.runtime.telemetry.steps import Step
 
 PERIOD_S = 0.1
 MAX_LINKS = 32

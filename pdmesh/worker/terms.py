@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.engine import Engine
-from protos.v1 import common_pb2
-from runtime.cache_root import cache_root_of
-from text.grammar import GrammarCompiler
-from worker.description import identity_of, layout_of
-from worker.token_request import TokenRequestTranslator
+from pdmesh.engine.engine import Engine
+from pdmesh.runtime.files import cache_root_of
+from pdmesh.text.grammar import GrammarCompiler
+from pdmesh.v1 import common_pb2
+from pdmesh.worker.description import identity_of, layout_of
+from pdmesh.worker.token_request import TokenRequestTranslator
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from engine.grammar import Grammar, Matcher
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from protos.v1 import common_pb2
-from runtime.errors import FailedPrecondition, InvalidArgument
-from runtime.work_threads import WorkThreads
-from text.grammar import CompiledGrammar, GrammarCompiler
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling.grammar import Grammar, Matcher
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument
+from pdmesh.runtime.work_threads import WorkThreads
+from pdmesh.text.grammar import CompiledGrammar, GrammarCompiler
+from pdmesh.v1 import common_pb2
 
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from functools import partial
 
-from protos.v1 import common_pb2
-from router.validation import refuse
-from runtime.work_threads import WorkThreads
-from text.grammar import CompiledGrammar, GrammarCompiler
+from pdmesh.runtime.work_threads import WorkThreads
+from pdmesh.text.grammar import CompiledGrammar, GrammarCompiler
+from pdmesh.v1 import common_pb2
+from router.api.validation import refuse
 
 # A hostile grammar takes one of these for a second, not all of us.
 threads = WorkThreads("grammar", num_threads=2, max_waiting=64, timeout_s=5.0)

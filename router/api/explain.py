@@ -4,16 +4,16 @@ prompt is in it but its length."""
 import time
 from collections.abc import Mapping
 
-from protos.v1 import mesh_pb2
-from router import timings
-from router.candidates import Candidate, Demand, NoPlacement, Placement
-from router.core import Core
-from router.decisions import Decision, cached_of
-from router.demands import demand_of
-from router.job import Job
-from router.prediction import Prediction
-from router.views import WorkerKey
-from runtime.errors import InvalidArgument, NotFound
+from pdmesh.runtime.errors import InvalidArgument, NotFound
+from pdmesh.v1 import mesh_pb2
+from router.context import Core
+from router.routing.cost_model import Prediction
+from router.routing.decisions import Decision, cached_of
+from router.routing.filters import Candidate, Demand, NoPlacement, Placement
+from router.routing.routing_request import demand_of
+from router.routing.worker_snapshot import WorkerKey
+from router.telemetry import timings
+from router.tokenization.prepared_request import Job
 
 MAX_LATEST = 100
 MAX_CANDIDATES = 32

@@ -11,19 +11,19 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing
 
-from planning.objectives import ModelObjective
-from protos.v1 import mesh_pb2
-from router import explain, status
-from router.core import Core
-from router.demands import goals_ms
-from router.job import Job
-from router.jobs import Jobs
-from router.request import Request
-from router.request_trace import CHAT, COMPLETION, RequestTrace, open_trace
-from router.request_trace import OFF as NO_TRACE
-from router.timings import RequestTimings, now_ns
-from runtime import failpoints
-from runtime.errors import InvalidArgument, Unavailable
+from pdmesh.planning.objectives import ModelObjective
+from pdmesh.runtime import failpoints
+from pdmesh.runtime.errors import InvalidArgument, Unavailable
+from pdmesh.v1 import mesh_pb2
+from router.api import explain, status
+from router.context import Core
+from router.lifecycle.request import Request
+from router.routing.routing_request import goals_ms
+from router.telemetry.request_trace import CHAT, COMPLETION, RequestTrace, open_trace
+from router.telemetry.request_trace import OFF as NO_TRACE
+from router.telemetry.timings import RequestTimings, now_ns
+from router.tokenization.prepared_request import Job
+from router.tokenization.preprocessor import Jobs
 
 LAST_WORDS_S = 2.0
 RequestMetadata = Iterable[tuple[str, str | bytes]]

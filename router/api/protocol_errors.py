@@ -5,7 +5,7 @@ import struct
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from runtime.errors import MeshError
+from pdmesh.runtime.errors import MeshError
 
 _ODD = re.compile(r"[^A-Za-z0-9_-]+")
 

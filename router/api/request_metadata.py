@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterable
 
-from protos.v1 import common_pb2, mesh_pb2
-from router.validation import refuse
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.api.validation import refuse
 
 SLO_TTFT, SLO_TPOT = "x-pdmesh-slo-ttft-ms", "x-pdmesh-slo-tpot-ms"
 RETRIES = ("grpc-previous-rpc-attempts", "x-stainless-retry-count")

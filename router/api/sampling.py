@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from protos.v1 import common_pb2
-from router.validation import MAX_CHOICES, check_tokens, refuse
+from pdmesh.v1 import common_pb2
+from router.api.validation import MAX_CHOICES, check_tokens, refuse
 
 MAX_TEMPERATURE = 100.0
 MIN_TEMPERATURE = 1e-4

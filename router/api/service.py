@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
-from protos.v1 import mesh_pb2
-from protos.v1.mesh_pb2_grpc import MeshServicer
-from router import request_metadata
-from router.frontend import Frontend
+from pdmesh.v1 import mesh_pb2
+from pdmesh.v1.mesh_pb2_grpc import MeshServicer
+from router.api import request_metadata
+from router.api.frontend import Frontend
 
 if TYPE_CHECKING:
-    from protos.v1.mesh_pb2_grpc import _ServicerContext
+    from pdmesh.v1.mesh_pb2_grpc import _ServicerContext
 
 
 class MeshService(MeshServicer):

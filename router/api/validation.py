@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from typing import NoReturn
 
-from protos.v1 import common_pb2, mesh_pb2
-from router.views import Mode
-from runtime.errors import InvalidArgument
+from pdmesh.runtime.errors import InvalidArgument
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.routing.worker_snapshot import Mode
 
 MAX_CHOICES = 16
 MAX_TENANT_CHARS = 128

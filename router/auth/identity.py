@@ -14,10 +14,10 @@ from typing import TypeVar, cast
 import grpc
 import grpc.aio
 
-from protos.v1 import mesh_pb2
-from router.key_store import KeyStore
-from runtime.errors import MeshError
-from runtime.interceptor import Context, Handler, parts_of
+from pdmesh.runtime.errors import MeshError
+from pdmesh.runtime.rpc.interceptor import Context, Handler, parts_of
+from pdmesh.v1 import mesh_pb2
+from router.auth.key_store import KeyStore
 
 Req = TypeVar("Req")
 Resp = TypeVar("Resp")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from router.keys import ApiKey, KeyProblem, KeyTable
+from router.auth.api_keys import ApiKey, KeyProblem, KeyTable
 
 MODE = 0o600
 

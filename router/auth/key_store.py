@@ -12,12 +12,12 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from router import key_file
-from router.keys import ApiKey, KeyProblem, KeyTable
-from router.redis_keys import RedisKeys
-from runtime.config import ConfigError
-from runtime.errors import Unavailable
-from runtime.file_stamp import Stamp, stamp_of
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.errors import Unavailable
+from pdmesh.runtime.file_stamp import Stamp, stamp_of
+from router.auth import key_file
+from router.auth.api_keys import ApiKey, KeyProblem, KeyTable
+from router.auth.redis_keys import RedisKeys
 
 PERIOD_S = 1.0
 REDIS_SCHEMES = ("redis://", "rediss://", "unix://")

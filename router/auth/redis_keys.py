@@ -11,9 +11,9 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from router.keys import ApiKey, KeyProblem, KeyTable
-from runtime import records
-from runtime.redis_link import RedisLink
+from pdmesh.runtime.registry import records
+from pdmesh.runtime.registry.redis_link import RedisLink
+from router.auth.api_keys import ApiKey, KeyProblem, KeyTable
 
 FULL_PERIOD_S = 30.0
 _UNREAD = b"unread"

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from router import tenants_file
-from router.peers import DemandMeter
-from router.tenant_limits import TenantLimits
-from router.tenants_file import TenantsProblem, TenantTable
-from runtime.config import ConfigError
-from runtime.file_stamp import Stamp, stamp_of
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.file_stamp import Stamp, stamp_of
+from router.auth import tenants_file
+from router.auth.tenants_file import TenantsProblem, TenantTable
+from router.fleet.peers import DemandMeter
+from router.flow_control.tenant_limits import TenantLimits
 
 PERIOD_S = 1.0
 Share = Callable[[str], float]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from router.tenant_limits import TenantLimits
+from router.flow_control.tenant_limits import TenantLimits
 
 MAX_TENANTS = 100_000
 _KNOWN = tuple(field.name for field in fields(TenantLimits))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from protos.v1 import mesh_pb2, worker_pb2
-from router.health import Breaker, Role, State
-from router.judge import Judge
-from router.roster import Roster
-from router.views import WorkerKey
+from pdmesh.v1 import mesh_pb2, worker_pb2
+from router.fleet.circuit_breaker import Breaker, Role, State
+from router.fleet.judge import Judge
+from router.routing.fleet_snapshot import Roster
+from router.routing.worker_snapshot import WorkerKey
 
 MAX_REASON_CHARS = 200
 _ROLES = {Role.PREFILL: worker_pb2.ROLE_PREFILL, Role.DECODE: worker_pb2.ROLE_DECODE}

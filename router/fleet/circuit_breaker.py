@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from router.views import WorkerKey
+from router.routing.worker_snapshot import WorkerKey
 
 MAX_BREAKERS = 10_000
 """Of workers that are gone for good nobody tells; beyond this many the one longest untouched is forgotten."""

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import grpc.aio
 
-from protos.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
-from router.silence import Watchdog, being_cancelled
+from pdmesh.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
+from router.fleet.heartbeat import Watchdog, being_cancelled
 
 MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 0.5

@@ -1,4 +1,4 @@
-"""What requests tell of the workers they met: evidence for `router.health`, with this process's clock and log."""
+"""What requests tell of the workers they met: evidence for `router.fleet.circuit_breaker`, with this process's clock and log."""
 
 import asyncio
 import logging
@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from router.health import Health, Role, State
-from router.roster import Roster
-from router.views import WorkerKey, WorkerView
+from router.fleet.circuit_breaker import Health, Role, State
+from router.routing.fleet_snapshot import Roster
+from router.routing.worker_snapshot import WorkerKey, WorkerView
 
 PEERS_FOR_S = 2.0
 """How long a list of peers is good enough to compare with: to make it takes a look at every worker."""

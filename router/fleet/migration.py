@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from protos.v1 import worker_pb2
-from router.fleet import Fleet
-from router.rebalance import Pace, Rebalancer
-from router.views import WorkerKey
-from router.worker import Worker
+from pdmesh.v1 import worker_pb2
+from router.fleet.rebalance import Pace, Rebalancer
+from router.fleet.registry import Fleet
+from router.fleet.worker import Worker
+from router.routing.worker_snapshot import WorkerKey
 
 PERIOD_S = 0.1
 BALANCE_PERIOD_S = 0.5

@@ -14,8 +14,8 @@ from hashlib import blake2b
 from itertools import accumulate
 from operator import add
 
-from router.views import WorkerKey
-from router.worker import Dispatched
+from router.fleet.worker import Dispatched
+from router.routing.worker_snapshot import WorkerKey
 
 MAX_BYTES = 256 << 10
 MAX_WORKERS = 4096

@@ -12,9 +12,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from router.peer_message import MAX_TENANTS, PeerMessage, named
-from router.views import WorkerKey
-from router.worker import Dispatched
+from router.fleet.peer_message import MAX_TENANTS, PeerMessage, named
+from router.fleet.worker import Dispatched
+from router.routing.worker_snapshot import WorkerKey
 
 MAX_SILENCE_S = 0.8
 SENT_SILENCE_S = 0.5

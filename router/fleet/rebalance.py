@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from router.views import WorkerKey, WorkerView
+from router.routing.worker_snapshot import WorkerKey, WorkerView
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from protos.v1 import worker_pb2
-from router.changes import Changes
-from router.contexts import Contexts
-from router.decode_link import LinkSettings
-from router.roster import Roster
-from router.views import WorkerView
-from router.worker import Incarnation, Worker
-from runtime.channel import Channels
+from pdmesh.runtime.rpc.channel import Channels
+from pdmesh.v1 import worker_pb2
+from router.fleet.change_notifier import Changes
+from router.fleet.contexts import Contexts
+from router.fleet.decode_stream import LinkSettings
+from router.fleet.worker import Incarnation, Worker
+from router.routing.fleet_snapshot import Roster
+from router.routing.worker_snapshot import WorkerView
 
 SWEEP_PERIOD_S = 1.0
 

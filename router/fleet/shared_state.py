@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from router import peer_message
-from router.fleet import Fleet
-from router.peer_message import PeerMessage, UnreadableMessage
-from router.peers import Peers
-from runtime import records
-from runtime.redis_link import MAX_BACKOFF_S, RedisLink, open_redis
+from pdmesh.runtime.registry import records
+from pdmesh.runtime.registry.redis_link import MAX_BACKOFF_S, RedisLink, open_redis
+from router.fleet import peer_message
+from router.fleet.peer_message import PeerMessage, UnreadableMessage
+from router.fleet.peers import Peers
+from router.fleet.registry import Fleet
 
 PERIOD_S = 0.1
 BURST_S = 0.02

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from protos.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
-from router import worker_views
-from router.changes import Signal
-from router.decode_link import DecodeLink, LinkSettings
-from router.silence import Watchdog, being_cancelled
-from router.views import WorkerView
+from pdmesh.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from router.fleet.change_notifier import Signal
+from router.fleet.decode_stream import DecodeLink, LinkSettings
+from router.fleet.heartbeat import Watchdog, being_cancelled
+from router.routing import worker_reports
+from router.routing.worker_snapshot import WorkerView
 
 MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 0.25
@@ -32,10 +32,10 @@ class Incarnation:
     load: worker_pb2.LoadReport
     reported_at: float
     lost: Signal = field(default_factory=Signal)
-    described: worker_views.Described = field(init=False)
+    described: worker_reports.Described = field(init=False)
 
     def __post_init__(self) -> None:
-        self.described = worker_views.describe(self.info)
+        self.described = worker_reports.describe(self.info)
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class Dispatched:
         return Dispatched(-self.seqs, -self.blocks, decodes=-self.decodes, context=-self.context, arrived_at=now)
 
 
-def counted(dispatched: Iterable[Dispatched]) -> worker_views.Counted:
+def counted(dispatched: Iterable[Dispatched]) -> worker_reports.Counted:
     """All of it together."""
     seqs = blocks = tokens = decodes = context = 0
     for sent in dispatched:
@@ -73,7 +73,7 @@ def counted(dispatched: Iterable[Dispatched]) -> worker_views.Counted:
         tokens += sent.tokens
         decodes += sent.decodes
         context += sent.context
-    return worker_views.Counted(seqs, blocks, tokens, decodes, context)
+    return worker_reports.Counted(seqs, blocks, tokens, decodes, context)
 
 
 def _nothing(*_: object) -> None:
@@ -143,7 +143,7 @@ class Worker:
             return None
         if self._view is None:
             attached = self.link.attached and self.link.epoch == current.info.epoch
-            self._view = worker_views.view_of(
+            self._view = worker_reports.view_of(
                 current.described, current.load, decode=attached, reported_at=current.reported_at, sent=self._counted()
             )
         return self._view
@@ -194,9 +194,9 @@ class Worker:
         """The DecodeLink attached or broke."""
         self._view_changed()
 
-    def _counted(self) -> worker_views.Counted:
+    def _counted(self) -> worker_reports.Counted:
         if not self._dispatched and not self._foreign:
-            return worker_views.NOTHING
+            return worker_reports.NOTHING
         return counted((*self._dispatched, *self._foreign))
 
     def _confirm(self, contained: list[Dispatched], figures_at: float) -> None:
@@ -232,7 +232,7 @@ class Worker:
     async def _session(self) -> None:
         """One incarnation, from its first report until the stream breaks, falls silent or tells of another epoch."""
         info = await self._control.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._settings.stream_timeout_s)
-        problem = worker_views.problem_of(info)
+        problem = worker_reports.problem_of(info)
         if problem is not None:
             logger.error("worker %s cannot be used: its GetInfo says that %s", self.address, problem)
             await asyncio.sleep(UNUSABLE_RETRY_S)

@@ -1,10 +1,10 @@
 """From a job to what admission knows of it: what it may cost, what it was promised, what it holds while it waits."""
 
-from planning.objectives import Bounds
-from protos.v1 import common_pb2
-from router.applicant import Applicant, nothing_known
-from router.core import Core
-from router.job import Job
+from pdmesh.planning.objectives import Bounds
+from pdmesh.v1 import common_pb2
+from router.context import Core
+from router.flow_control.types import Applicant, nothing_known
+from router.tokenization.prepared_request import Job
 
 HELD_BYTES_PER_TOKEN = 44
 """A token of a prompt that waits: a number, its place in the prompt, and its text in the client's message."""

@@ -3,10 +3,10 @@
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from router.admission_counts import AdmissionCounts, Tally
-from router.applicant import Applicant, Ticket, TicketState
-from router.tenant_limits import TenantBook
-from router.token_bucket import TokenRates
+from router.flow_control.admission_counts import AdmissionCounts, Tally
+from router.flow_control.tenant_limits import TenantBook
+from router.flow_control.token_bucket import TokenRates
+from router.flow_control.types import Applicant, Ticket, TicketState
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ What is known of the mesh comes in through `Applicant.foresee`; without a foreca
 
 import itertools
 
-from router.admission_counts import Tally
-from router.applicant import Applicant, Refusal, Ticket, TicketState
-from router.drain_rate import retry_delay_s
-from router.forecast import Forecast
-from router.foresight import Way, alone_s, expected_ttft_s
-from router.places import AdmissionSettings, Places
-from router.tenant_limits import SameForAll, TenantBook, TenantLimits
-from router.turns import Turns
-from router.waiting_room import Lane, WaitingRoom
+from router.flow_control.admission_counts import Tally
+from router.flow_control.capacity import AdmissionSettings, Places
+from router.flow_control.dispatch_order import Turns
+from router.flow_control.drain_rate import retry_delay_s
+from router.flow_control.forecast import Forecast
+from router.flow_control.queue import Lane, WaitingRoom
+from router.flow_control.slo_admission import Way, alone_s, expected_ttft_s
+from router.flow_control.tenant_limits import SameForAll, TenantBook, TenantLimits
+from router.flow_control.types import Applicant, Refusal, Ticket, TicketState
 
 
 class Admission:

@@ -5,10 +5,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from router.applicant import Ticket, TicketState
-from router.foresight import Outlook
-from router.heaviest import Heaviest
-from router.recent_use import Use
+from router.flow_control.heaviest import Heaviest
+from router.flow_control.recent_use import Use
+from router.flow_control.slo_admission import Outlook
+from router.flow_control.types import Ticket, TicketState
 
 
 @dataclass(eq=False)

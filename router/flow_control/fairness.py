@@ -9,11 +9,11 @@ tenants that were given equally much: as all who stay below their share were.
 
 from collections.abc import Sequence
 
-from router.applicant import BATCH, INTERACTIVE, RANKS, STANDARD, Applicant, Ticket
-from router.fair_queue import FairQueue, Share
-from router.foresight import Outlook
-from router.heaviest import Heaviest
-from router.recent_use import RecentUse
+from router.flow_control.fair_queue import FairQueue, Share
+from router.flow_control.heaviest import Heaviest
+from router.flow_control.recent_use import RecentUse
+from router.flow_control.slo_admission import Outlook
+from router.flow_control.types import BATCH, INTERACTIVE, RANKS, STANDARD, Applicant, Ticket
 
 MAX_IDLE_SHARES = 1024
 SAVED = 2048.0

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.job import Job
+from router.tokenization.prepared_request import Job
 
 
 @dataclass(frozen=True)

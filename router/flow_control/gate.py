@@ -2,9 +2,9 @@
 
 import asyncio
 
-from router.admission import Admission
-from router.applicant import Applicant, Refusal, Ticket, TicketState
-from runtime.errors import MeshError, ResourceExhausted
+from pdmesh.runtime.errors import MeshError, ResourceExhausted
+from router.flow_control.controller import Admission
+from router.flow_control.types import Applicant, Refusal, Ticket, TicketState
 
 LOOK_PERIOD_S = 0.02
 """While somebody waits, the mesh is looked at so often: reports, first tokens and time itself open the gate, too."""

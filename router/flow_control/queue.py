@@ -7,12 +7,12 @@ lower ranks make way for higher ones. The newest request goes, of the lowest ran
 
 from collections.abc import Hashable
 
-from router.applicant import BATCH, INTERACTIVE, RANKS, STANDARD, Applicant, Ticket
-from router.drain_rate import BusyClock, DrainRate
-from router.fair_queue import FairQueue
-from router.foresight import Outlook
-from router.shares import Shares
-from router.trust import Trust
+from router.flow_control.drain_rate import BusyClock, DrainRate
+from router.flow_control.fair_queue import FairQueue
+from router.flow_control.fairness import Shares
+from router.flow_control.slo_admission import Outlook
+from router.flow_control.trust import Trust
+from router.flow_control.types import BATCH, INTERACTIVE, RANKS, STANDARD, Applicant, Ticket
 
 MAX_LANES = 64
 MAX_TRANSIT_S = 0.5

@@ -7,11 +7,11 @@ So it is refused at once, as long as the mesh has other work; one that would be 
 import enum
 from dataclasses import dataclass
 
-from router.applicant import BATCH, Applicant, Refusal
-from router.drain_rate import MAX_RETRY_DELAY_S, retry_delay_s
-from router.forecast import Forecast
-from router.prediction import MAX_AHEAD_S, is_saturated
-from router.trust import MIN_MARGIN
+from router.flow_control.drain_rate import MAX_RETRY_DELAY_S, retry_delay_s
+from router.flow_control.forecast import Forecast
+from router.flow_control.trust import MIN_MARGIN
+from router.flow_control.types import BATCH, Applicant, Refusal
+from router.routing.cost_model import MAX_AHEAD_S, is_saturated
 
 REOPEN = 0.95
 """Once a tenant is refused, its next one is taken only with a little to spare; else the gate would flutter with each report."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from router.tenant_limits import TenantLimits
+from router.flow_control.tenant_limits import TenantLimits
 
 MAX_BUCKETS = 4096
 

@@ -2,12 +2,12 @@
 
 import time
 
-from router.candidates import Demand, NoPlacement
-from router.core import Core
-from router.demands import demand_of
-from router.forecast import Forecast
-from router.health import Role
-from router.job import Job
+from router.context import Core
+from router.fleet.circuit_breaker import Role
+from router.flow_control.forecast import Forecast
+from router.routing.filters import Demand, NoPlacement
+from router.routing.routing_request import demand_of
+from router.tokenization.prepared_request import Job
 
 IDLE_FOR_S, MAX_IDLE, CONTEXT_STEP = 1.0, 256, 256
 

@@ -4,7 +4,7 @@ import enum
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from router.forecast import Forecast
+from router.flow_control.forecast import Forecast
 
 INTERACTIVE, STANDARD, BATCH = RANKS = (1, 2, 3)
 """Who comes first; numbered as the priorities of common.proto."""

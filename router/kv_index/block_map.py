@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from router.views import WorkerKey
+from router.routing.worker_snapshot import WorkerKey
 
 EVICTED_SHARE = 16
 

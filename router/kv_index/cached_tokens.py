@@ -7,8 +7,8 @@ one worker from its bit. Holders of a few are still listed.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from router.block_map import BlockMap, Level
-from router.views import WorkerKey
+from router.kv_index.block_map import BlockMap, Level
+from router.routing.worker_snapshot import WorkerKey
 
 LISTED = 64
 """Up to so many holders a plain dictionary is quicker."""

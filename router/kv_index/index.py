@@ -9,14 +9,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from protos.v1 import common_pb2, worker_pb2
-from router.block_map import BlockMap
-from router.cached_tokens import Part, together
-from router.job import Job
-from router.prefix_memory import PrefixMemory
-from router.views import WorkerKey
-from router.worker import Incarnation
-from router.worker_views import kind_of
+from pdmesh.v1 import common_pb2, worker_pb2
+from router.fleet.worker import Incarnation
+from router.kv_index.block_map import BlockMap
+from router.kv_index.cached_tokens import Part, together
+from router.kv_index.prefix_memory import PrefixMemory
+from router.routing.worker_reports import kind_of
+from router.routing.worker_snapshot import WorkerKey
+from router.tokenization.prepared_request import Job
 
 IN_FLIGHT_S = 10.0
 """How long a prompt that was sent is credited to a worker that tells of its blocks, before it does; at most twice as long."""

@@ -5,8 +5,8 @@ Approximate, bounded, forgotten with the worker. A wrong answer costs speed, nev
 
 from collections.abc import Iterator, Sequence
 
-from router.block_map import BlockMap
-from router.views import WorkerKey
+from router.kv_index.block_map import BlockMap
+from router.routing.worker_snapshot import WorkerKey
 
 MAX_IN_FLIGHT = 100_000
 """Pairs of a block and a worker in one generation, which is dropped in one go."""

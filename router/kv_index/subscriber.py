@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from protos.v1 import worker_pb2
-from router.fleet import Fleet
-from router.prefix_index import PrefixIndex
-from router.silence import being_cancelled
-from router.views import WorkerKey
-from router.worker import Worker
-from runtime.block_stream import BlockStream, Entry, Source
+from pdmesh.runtime.registry.block_stream import BlockStream, Entry, Source
+from pdmesh.v1 import worker_pb2
+from router.fleet.heartbeat import being_cancelled
+from router.fleet.registry import Fleet
+from router.fleet.worker import Worker
+from router.kv_index.index import PrefixIndex
+from router.routing.worker_snapshot import WorkerKey
 
 LOOK_PERIOD_S = 0.1
 READ_GAP_S = 0.02

@@ -7,7 +7,7 @@ The book keeps what was accepted as history, holds back what is ahead of a gap, 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from protos.v1 import common_pb2
+from pdmesh.v1 import common_pb2
 
 MAX_EARLY_TOKENS = 4096
 """Tokens of one choice that may wait for a gap to close. A gap lasts for milliseconds; more is a peer gone wrong."""

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from router.book import Span
-from runtime.errors import MeshError, ResourceExhausted
+from pdmesh.runtime.errors import MeshError, ResourceExhausted
+from router.lifecycle.book import Span
 
 M = TypeVar("M")
 

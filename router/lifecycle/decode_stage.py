@@ -10,18 +10,18 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from protos.v1 import common_pb2, decode_pb2, mesh_pb2
-from router.book import BookError, Span
-from router.changes import unless
-from router.core import Core, time_left_ms, time_left_s
-from router.demands import tpot_goal_ms
-from router.drafts import DraftTotals
-from router.job import Job
-from router.timings import RequestTimings
-from router.views import Mode, WorkerKey
-from router.worker import Incarnation, Worker
-from runtime.errors import DeadlineExceeded, MeshError, Unavailable, error_from_rpc
-from runtime.telemetry.spans import Attributes
+from pdmesh.runtime.errors import DeadlineExceeded, MeshError, Unavailable, error_from_rpc
+from pdmesh.runtime.telemetry.spans import Attributes
+from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2
+from router.context import Core, time_left_ms, time_left_s
+from router.fleet.change_notifier import unless
+from router.fleet.worker import Incarnation, Worker
+from router.lifecycle.book import BookError, Span
+from router.lifecycle.drafts import DraftTotals
+from router.routing.routing_request import tpot_goal_ms
+from router.routing.worker_snapshot import Mode, WorkerKey
+from router.telemetry.timings import RequestTimings
+from router.tokenization.prepared_request import Job
 
 MAX_HELD_SPANS = 4096
 CANCEL_TIMEOUT_S = 1.0

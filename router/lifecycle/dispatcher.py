@@ -9,22 +9,22 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from protos.v1 import mesh_pb2
-from router.book import Book, Span
-from router.core import Core
-from router.decode_leg import DecodeLeg, LegLost
-from router.drafts import DraftTotals
-from router.filling import Filling
-from router.health import Role
-from router.job import Job
-from router.outbox import Outbox
-from router.placer import Need, Placed, Placer
-from router.spans import Spans
-from router.timings import RequestTimings, now_ns
-from router.views import WorkerKey
-from router.worker_views import kind_of
-from runtime import log
-from runtime.errors import DeadlineExceeded, MeshError, Unavailable
+from pdmesh.runtime import log
+from pdmesh.runtime.errors import DeadlineExceeded, MeshError, Unavailable
+from pdmesh.v1 import mesh_pb2
+from router.context import Core
+from router.fleet.circuit_breaker import Role
+from router.lifecycle.book import Book, Span
+from router.lifecycle.client_stream import Outbox
+from router.lifecycle.decode_stage import DecodeLeg, LegLost
+from router.lifecycle.drafts import DraftTotals
+from router.lifecycle.placement import Need, Placed, Placer
+from router.lifecycle.prefill_stage import Filling
+from router.routing.worker_reports import kind_of
+from router.routing.worker_snapshot import WorkerKey
+from router.telemetry.spans import Spans
+from router.telemetry.timings import RequestTimings, now_ns
+from router.tokenization.prepared_request import Job
 
 MIN_PACE_STEPS = 8
 """Fewer steps of a stay say nothing about how fast they come."""

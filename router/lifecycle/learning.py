@@ -1,11 +1,11 @@
 """What a request that has ended teaches the policy: how far predictions were off, what hand-offs cost, how long outputs get."""
 
-from protos.v1 import mesh_pb2
-from router.core import Core
-from router.decisions import Decision
-from router.job import Job
-from router.prediction import Overhead, Prediction
-from router.traffic import ModelTraffic
+from pdmesh.v1 import mesh_pb2
+from router.context import Core
+from router.routing.cost_model import Overhead, Prediction
+from router.routing.decisions import Decision
+from router.telemetry.traffic import ModelTraffic
+from router.tokenization.prepared_request import Job
 
 
 def learn(core: Core, job: Job, decision: Decision | None, timings: mesh_pb2.Timings, num_tokens: int) -> None:

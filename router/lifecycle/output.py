@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from protos.v1 import common_pb2, mesh_pb2
-from router.book import UNFINISHED, Book, Span
-from router.job import Job
-from text.choice_text import ChoiceText
+from pdmesh.text.choice_text import ChoiceText
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.lifecycle.book import UNFINISHED, Book, Span
+from router.tokenization.prepared_request import Job
 
 
 class ResumeMismatch(Exception):

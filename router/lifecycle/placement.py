@@ -6,24 +6,25 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
-from protos.v1 import common_pb2
-from router import timings, worker_views
-from router.applicants import num_emitted
-from router.candidates import Demand, NoPlacement, Placement, blocks_for, compatible, has_room
-from router.changes import wait_at_most
-from router.core import Core
-from router.decisions import Decision, cached_of
-from router.decode_leg import DecodeLeg, Sink
-from router.demands import NOBODY, demand_of
-from router.health import Role
-from router.job import Job
-from router.prefill_call import PrefillTarget
-from router.room_line import Turn
-from router.roster import Roster
-from router.timings import RequestTimings
-from router.views import Mode, WorkerKey, WorkerView
-from router.worker import Dispatched, Incarnation, Worker
-from runtime.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, MeshError, ResourceExhausted, Unavailable
+from pdmesh.runtime.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, MeshError, ResourceExhausted, Unavailable
+from pdmesh.v1 import common_pb2
+from router.context import Core
+from router.fleet.change_notifier import wait_at_most
+from router.fleet.circuit_breaker import Role
+from router.fleet.worker import Dispatched, Incarnation, Worker
+from router.flow_control.applicants import num_emitted
+from router.lifecycle.capacity_queue import Turn
+from router.lifecycle.decode_stage import DecodeLeg, Sink
+from router.lifecycle.prefill_call import PrefillTarget
+from router.routing import worker_reports
+from router.routing.decisions import Decision, cached_of
+from router.routing.filters import Demand, NoPlacement, Placement, blocks_for, compatible, has_room
+from router.routing.fleet_snapshot import Roster
+from router.routing.routing_request import NOBODY, demand_of
+from router.routing.worker_snapshot import Mode, WorkerKey, WorkerView
+from router.telemetry import timings
+from router.telemetry.timings import RequestTimings
+from router.tokenization.prepared_request import Job
 
 RETRY_PERIOD_S = 0.25
 MIN_RETRY_GAP_S = 0.02
@@ -114,7 +115,7 @@ class Placer:
         choice = self._core.policy.choose(roster, demand, time.monotonic())
         if isinstance(choice, NoPlacement) or not has_room(choice.decode, demand):
             return None
-        source = worker_views.view_of(leaving.incarnation.described, leaving.incarnation.load, decode=False)
+        source = worker_reports.view_of(leaving.incarnation.described, leaving.incarnation.load, decode=False)
         if demand.mode is not Mode.LOCAL and compatible(source, choice.decode):
             choice = Placement(choice.decode, source, f"it leaves {source.worker_id}, which holds its KV")
         placed = await self._submit(need, choice, demand)

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from protos.v1 import common_pb2, prefill_pb2
-from router.changes import unless
-from router.core import time_left_ms, time_left_s
-from router.decode_leg import DecodeLeg
-from router.job import Job
-from router.views import WorkerKey
-from router.worker import Dispatched, Incarnation, Worker
-from runtime import failpoints
-from runtime.telemetry.propagation import Metadata
+from pdmesh.runtime import failpoints
+from pdmesh.runtime.telemetry.propagation import Metadata
+from pdmesh.v1 import common_pb2, prefill_pb2
+from router.context import time_left_ms, time_left_s
+from router.fleet.change_notifier import unless
+from router.fleet.worker import Dispatched, Incarnation, Worker
+from router.lifecycle.decode_stage import DecodeLeg
+from router.routing.worker_snapshot import WorkerKey
+from router.tokenization.prepared_request import Job
 
 _INNOCENT = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.FAILED_PRECONDITION)
 

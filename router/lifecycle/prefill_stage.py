@@ -14,19 +14,19 @@ import logging
 from dataclasses import dataclass
 from typing import Protocol
 
-from protos.v1 import common_pb2, prefill_pb2
-from router.book import Book, Span
+from pdmesh.runtime.errors import FailedPrecondition, MeshError
+from pdmesh.runtime.telemetry.spans import Attributes
+from pdmesh.v1 import common_pb2, prefill_pb2
 from router.config import RouterConfig
-from router.core import Core
-from router.decode_leg import LegLost
-from router.health import Role
-from router.job import Job
-from router.placer import Need, Placed, Placer
-from router.prefill_call import PrefillCall, PrefillEnd, PrefillTarget
-from router.silence import SilenceClock
-from router.views import Mode, WorkerKey
-from runtime.errors import FailedPrecondition, MeshError
-from runtime.telemetry.spans import Attributes
+from router.context import Core
+from router.fleet.circuit_breaker import Role
+from router.fleet.heartbeat import SilenceClock
+from router.lifecycle.book import Book, Span
+from router.lifecycle.decode_stage import LegLost
+from router.lifecycle.placement import Need, Placed, Placer
+from router.lifecycle.prefill_call import PrefillCall, PrefillEnd, PrefillTarget
+from router.routing.worker_snapshot import Mode, WorkerKey
+from router.tokenization.prepared_request import Job
 
 OUTCOME_GRACE_S = 1.0
 """How long a Prefill call may still report its hand-off when every choice has ended already."""

@@ -4,20 +4,20 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 
-from protos.v1 import common_pb2, mesh_pb2
-from router.applicant import Ticket
-from router.applicants import applicant_of, num_emitted
-from router.book import Book
-from router.core import Core
-from router.course import Course
-from router.job import Job
-from router.learning import learn
-from router.output import Output, ResumeMismatch
-from router.request_trace import Yield
-from router.timings import RequestTimings, now_ns
-from router.traffic import Visit
-from runtime import failpoints
-from runtime.errors import DeadlineExceeded, InvalidArgument, MeshError, ResourceExhausted
+from pdmesh.runtime import failpoints
+from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, MeshError, ResourceExhausted
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.context import Core
+from router.flow_control.applicants import applicant_of, num_emitted
+from router.flow_control.types import Ticket
+from router.lifecycle.book import Book
+from router.lifecycle.dispatcher import Course
+from router.lifecycle.learning import learn
+from router.lifecycle.output import Output, ResumeMismatch
+from router.telemetry.request_trace import Yield
+from router.telemetry.timings import RequestTimings, now_ns
+from router.telemetry.traffic import Visit
+from router.tokenization.prepared_request import Job
 
 # How long a complete answer waits for the rest of its timings. The report is on its way already: it takes a millisecond or two.
 SETTLE_S = 0.1

@@ -17,9 +17,9 @@ Prompts in the queue come first; what the worker has done of them since its repo
 
 from typing import NamedTuple
 
-from planning.latency_model import LatencyModel, prefill_context
-from planning.pace_rules import MAX_SHARE, PACE_TARGET
-from router.views import WorkerView
+from pdmesh.planning.latency_model import LatencyModel, prefill_context
+from pdmesh.planning.pace_rules import MAX_SHARE, PACE_TARGET
+from router.routing.worker_snapshot import WorkerView
 
 DEFAULT_CHUNK = 512
 """Tokens of a step where the worker does not say."""

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
-from router import prediction_parts
-from router.candidates import (
+from router.routing import prediction_parts
+from router.routing.cost_model import Engine, Goals, Prediction, is_saturated, miss
+from router.routing.filters import (
     Candidate,
     Demand,
     NoPlacement,
@@ -26,11 +27,10 @@ from router.candidates import (
     no_partner,
     nobody,
 )
-from router.overheads import Overheads
-from router.prediction import Engine, Goals, Prediction, is_saturated, miss
-from router.prediction_parts import OutputPart, PromptPart
-from router.roster import Group, Ranking, Roster
-from router.views import Mode, WorkerView
+from router.routing.fleet_snapshot import Group, Ranking, Roster
+from router.routing.overheads import Overheads
+from router.routing.prediction_parts import OutputPart, PromptPart
+from router.routing.worker_snapshot import Mode, WorkerView
 
 _new = tuple.__new__  # as in router/prediction.py
 

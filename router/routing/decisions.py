@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from protos.v1 import mesh_pb2
-from router.candidates import Demand, Placement
-from router.timings import RequestTimings
-from router.views import Mode, WorkerKey
+from pdmesh.v1 import mesh_pb2
+from router.routing.filters import Demand, Placement
+from router.routing.worker_snapshot import Mode, WorkerKey
+from router.telemetry.timings import RequestTimings
 
 MAX_DECISIONS = 1024
 MAX_COMPARED = 512

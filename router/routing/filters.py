@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from kvtransfer.layouts import Layout
-from router.prediction import Engine, Prediction
-from router.views import Mode, WorkerKey, WorkerView
+from kvtransfer.layout import Layout
+from router.routing.cost_model import Engine, Prediction
+from router.routing.worker_snapshot import Mode, WorkerKey, WorkerView
 
 _REACH_EVERYWHERE = frozenset({"nixl", "tcp", "grpc"})
 

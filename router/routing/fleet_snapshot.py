@@ -10,9 +10,9 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
-from planning.latency_model import LatencyModel
-from router.prediction import NEUTRAL, Engine
-from router.views import WorkerView
+from pdmesh.planning.latency_model import LatencyModel
+from router.routing.cost_model import NEUTRAL, Engine
+from router.routing.worker_snapshot import WorkerView
 
 TYPICAL_PROMPT = 512
 TYPICAL_OUTPUT = 128.0

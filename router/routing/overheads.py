@@ -2,8 +2,8 @@
 
 from collections import OrderedDict
 
-from router.prediction import Overhead
-from router.views import WorkerView
+from router.routing.cost_model import Overhead
+from router.routing.worker_snapshot import WorkerView
 
 UNKNOWN_LOCAL = Overhead(2e-3, 0.0)
 UNKNOWN_REMOTE = Overhead(5e-3, 5e-3)

@@ -4,8 +4,8 @@
 
 from typing import NamedTuple
 
-from planning.pace_rules import PACE_TARGET
-from router.prediction import SPARED, Goals, OutputSide, Overhead, Prediction, PromptSide, miss
+from pdmesh.planning.pace_rules import PACE_TARGET
+from router.routing.cost_model import SPARED, Goals, OutputSide, Overhead, Prediction, PromptSide, miss
 
 _new = tuple.__new__  # as in router/prediction.py
 

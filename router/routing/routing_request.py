@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from planning.objectives import Bounds
-from protos.v1 import common_pb2
-from router.candidates import Demand
-from router.core import Core
-from router.job import Job
-from router.views import Mode, WorkerKey
+from pdmesh.planning.objectives import Bounds
+from pdmesh.v1 import common_pb2
+from router.context import Core
+from router.routing.filters import Demand
+from router.routing.worker_snapshot import Mode, WorkerKey
+from router.tokenization.prepared_request import Job
 
 NOBODY: frozenset[WorkerKey] = frozenset()
 

@@ -3,11 +3,11 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from kvtransfer.layouts import Layout
-from planning.latency_model import LatencyModel
-from protos.v1 import common_pb2, worker_pb2
-from router.roster import is_usable
-from router.views import WorkerView
+from kvtransfer.layout import Layout
+from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.v1 import common_pb2, worker_pb2
+from router.routing.fleet_snapshot import is_usable
+from router.routing.worker_snapshot import WorkerView
 
 MAX_PACE_S, MAX_SLACK_S = 1e4, 3600.0
 """What a worker can truly say of the pace of its sequences; more counts as nothing said."""

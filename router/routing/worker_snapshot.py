@@ -3,8 +3,8 @@
 import enum
 from dataclasses import dataclass
 
-from kvtransfer.layouts import Layout
-from planning.latency_model import LatencyModel
+from kvtransfer.layout import Layout
+from pdmesh.planning.latency_model import LatencyModel
 
 WorkerKey = tuple[str, int]
 """Address and epoch: what tells incarnations apart, as an epoch never comes again."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
-from protos.v1 import mesh_pb2
-from runtime.errors import Cancelled, InvalidArgument, MeshError, NotFound, ResourceExhausted, as_mesh_error
+from pdmesh.runtime.errors import Cancelled, InvalidArgument, MeshError, NotFound, ResourceExhausted, as_mesh_error
+from pdmesh.v1 import mesh_pb2
 
 OVER_ITS_RATE = "rate"
 """`Refusal.reason` of a tenant that has spent what it may: however fast the mesh is."""

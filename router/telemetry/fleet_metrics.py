@@ -7,15 +7,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from planning.objectives import PRIORITIES
-from protos.v1 import mesh_pb2, worker_pb2
-from router import instruments
-from router.admission_counts import MAX_TENANTS, OTHERS, Tally
-from router.breaker_status import BreakerStatuses
-from router.core import Core
-from router.metrics import priority_name, tenant_name
-from router.worker import Worker
-from runtime.telemetry.metrics import Instrument, Readings
+from pdmesh.planning.objectives import PRIORITIES
+from pdmesh.runtime.telemetry.metrics import Instrument, Readings
+from pdmesh.v1 import mesh_pb2, worker_pb2
+from router.context import Core
+from router.fleet.breaker_status import BreakerStatuses
+from router.fleet.worker import Worker
+from router.flow_control.admission_counts import MAX_TENANTS, OTHERS, Tally
+from router.telemetry import instruments
+from router.telemetry.metrics import priority_name, tenant_name
 
 _ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
 

@@ -4,7 +4,7 @@ A class of requests is its model, tenant and priority. Whatever grows with clien
 by `runtime/telemetry/metrics_registry.py`.
 """
 
-from runtime.telemetry.metrics import counter, gauge, histogram
+from pdmesh.runtime.telemetry.metrics import counter, gauge, histogram
 
 MODEL, PROVIDER, OPERATION = "gen_ai.request.model", "gen_ai.provider.name", "gen_ai.operation.name"
 CLASS = (MODEL, "tenant", "priority")

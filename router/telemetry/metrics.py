@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 
-from planning.objectives import PRIORITIES
-from protos.v1 import mesh_pb2
-from router import instruments
-from router.admission_counts import OTHERS
-from router.attainment import mesh_error_of, verdict
-from router.decisions import Decision
-from router.job import Job
-from router.timings import RequestTimings
-from runtime.telemetry.metrics import OFF, Metrics
+from pdmesh.planning.objectives import PRIORITIES
+from pdmesh.runtime.telemetry.metrics import OFF, Metrics
+from pdmesh.v1 import mesh_pb2
+from router.flow_control.admission_counts import OTHERS
+from router.routing.decisions import Decision
+from router.telemetry import instruments
+from router.telemetry.attainment import mesh_error_of, verdict
+from router.telemetry.timings import RequestTimings
+from router.tokenization.prepared_request import Job
 
 PROVIDER = "pdmesh"
 NO_TENANT = "(default)"

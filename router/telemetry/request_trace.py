@@ -11,20 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from protos.v1 import common_pb2, mesh_pb2
-from router.attainment import mesh_error_of, verdict
-from router.demands import goals_ms
-from router.job import Job
-from router.spans import NO_SPANS, LiveSpans, Spans
-from router.timings import RequestTimings
-from runtime.telemetry.problems import finish_word, is_departure, problem_of
-from runtime.telemetry.propagation import SpanContext
-from runtime.telemetry.spans import Kind, Span, Value
-from runtime.telemetry.tracing import Tracing
+from pdmesh.runtime.telemetry.problems import finish_word, is_departure, problem_of
+from pdmesh.runtime.telemetry.propagation import SpanContext
+from pdmesh.runtime.telemetry.spans import Kind, Span, Value
+from pdmesh.runtime.telemetry.tracing import Tracing
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.routing.routing_request import goals_ms
+from router.telemetry.attainment import mesh_error_of, verdict
+from router.telemetry.spans import NO_SPANS, LiveSpans, Spans
+from router.telemetry.timings import RequestTimings
+from router.tokenization.prepared_request import Job
 
 if TYPE_CHECKING:
-    from router.core import Core
-    from router.worker import Worker
+    from router.context import Core
+    from router.fleet.worker import Worker
 
 logger = logging.getLogger(__name__)
 PROVIDER = "pdmesh"

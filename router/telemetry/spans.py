@@ -14,13 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from runtime.telemetry.propagation import Metadata
-from runtime.telemetry.spans import Attributes, Kind, Span
-from runtime.telemetry.tracing import Tracing
-from runtime.telemetry.worker_context import submit_metadata
+from pdmesh.runtime.telemetry.propagation import Metadata
+from pdmesh.runtime.telemetry.spans import Attributes, Kind, Span
+from pdmesh.runtime.telemetry.tracing import Tracing
+from pdmesh.runtime.telemetry.worker_context import submit_metadata
 
 if TYPE_CHECKING:
-    from router.worker import Worker
+    from router.fleet.worker import Worker
 
 MAX_PARTS = 64
 """Of `route` and `admission`: a request that waits for room tries again and again."""

@@ -19,12 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from protos.v1 import common_pb2, mesh_pb2
-from router.spans import NO_SPANS, Spans
-from runtime.telemetry.spans import Attributes
+from pdmesh.runtime.telemetry.spans import Attributes
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.telemetry.spans import NO_SPANS, Spans
 
 if TYPE_CHECKING:
-    from router.decisions import Decision
+    from router.routing.decisions import Decision
 
 now_ns = time.monotonic_ns
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from planning.durations import class_of
+from pdmesh.planning.duration_histogram import class_of
 
 
 @dataclass(eq=False)

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from protos.v1 import mesh_pb2
-from router.traffic import ModelTraffic, Traffic
+from pdmesh.v1 import mesh_pb2
+from router.telemetry.traffic import ModelTraffic, Traffic
 
 
 def traffic_status(traffic: Traffic, now: float) -> list[mesh_pb2.TrafficStatus]:

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from protos.v1 import common_pb2
-from router.served_model import ServedModel
-from router.views import Mode
-from runtime.cache_root import cache_root_of
-from text.block_hash import hash_prompt, short_name
+from pdmesh.runtime.files import cache_root_of
+from pdmesh.text.block_hash import hash_prompt, short_name
+from pdmesh.v1 import common_pb2
+from router.routing.worker_snapshot import Mode
+from router.tokenization.served_model import ServedModel
 
 
 @dataclass(frozen=True, eq=False)

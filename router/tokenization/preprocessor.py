@@ -5,14 +5,15 @@ import logging
 import secrets
 from dataclasses import dataclass
 
-from protos.v1 import common_pb2, mesh_pb2
-from router import callers, constraint, sampling, validation
-from router.core import Core
-from router.job import Job, scoped_salt
-from router.prompts import Asker, Prompts
-from router.served_model import ServedModel
-from runtime.errors import DeadlineExceeded, NotFound
-from text.grammar import CompiledGrammar
+from pdmesh.runtime.errors import DeadlineExceeded, NotFound
+from pdmesh.text.grammar import CompiledGrammar
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.api import constraint, sampling, validation
+from router.auth import identity
+from router.context import Core
+from router.tokenization.prepared_request import Job, scoped_salt
+from router.tokenization.prompts import Asker, Prompts
+from router.tokenization.served_model import ServedModel
 
 FAR_AWAY_S = 10.0**8
 MAX_LOGGED_CHARS = 4000
@@ -44,7 +45,7 @@ class Jobs:
         deadline = deadline_of(time_left_s)
         model = self._model(request.model)
         validation.check_options(request.options)
-        callers.claim(request.options)
+        identity.claim(request.options)
         prompt = await self._generate_prompt(model, request, Asker(request.options.tenant, deadline))
         return await self._checked_job(model, prompt, await _rest(model, request, deadline))
 
@@ -53,13 +54,13 @@ class Jobs:
         deadline = deadline_of(time_left_s)
         model = self._model(request.model)
         validation.check_options(request.options)
-        callers.claim(request.options)
+        identity.claim(request.options)
         prompt = await self._prompts.of_chat(model, request.messages, Asker(request.options.tenant, deadline))
         return await self._checked_job(model, prompt, await _rest(model, request, deadline))
 
     async def tokenize(self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None) -> mesh_pb2.TokenizeResponse:
         """Also of texts that are longer than the context. Raises as `from_generate`."""
-        asker = Asker(callers.tenant() or "", deadline_of(time_left_s))
+        asker = Asker(identity.tenant() or "", deadline_of(time_left_s))
         model = self._model(request.model)
         if request.text and request.messages:
             validation.refuse("text", "exclusive with messages; send one of them")

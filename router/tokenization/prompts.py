@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from router import validation
-from router.core import Core
-from router.served_model import ServedModel
-from router.tokenizing import Tokenizing
-from runtime.errors import InvalidArgument
-from text.chat_template import Message
+from pdmesh.runtime.errors import InvalidArgument
+from pdmesh.text.chat_template import Message
+from router.api import validation
+from router.context import Core
+from router.tokenization.queue import Tokenizing
+from router.tokenization.served_model import ServedModel
 
 LARGE_TEXT_CHARS = 8192
 """Longer texts are tokenized in a thread: the event loop has streams to serve."""

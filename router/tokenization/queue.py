@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from router.text_line import LineLimits, Piece, TextLine
-from runtime.errors import DeadlineExceeded
+from pdmesh.runtime.errors import DeadlineExceeded
+from router.tokenization.text_line import LineLimits, Piece, TextLine
 
 Work = Callable[[], list[int]]
 

@@ -4,9 +4,9 @@ import contextlib
 from dataclasses import dataclass
 from functools import lru_cache
 
-from runtime.config import ConfigError
-from text.grammar import GrammarCompiler
-from text.tokenizer import Tokenizer
+from pdmesh.runtime.config import ConfigError
+from pdmesh.text.grammar import GrammarCompiler
+from pdmesh.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, eq=False)

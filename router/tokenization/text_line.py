@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from runtime.errors import ResourceExhausted
+from pdmesh.runtime.errors import ResourceExhausted
 
 LONG_TEXT_BYTES = 64 << 10
 SHORT_IN_A_ROW = 8

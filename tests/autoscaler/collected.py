@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autoscaler.collect_counts import Counts
-from protos.v1 import common_pb2, mesh_pb2, worker_pb2
-from protos.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
+from pdmesh.autoscaler.collect.collect_counts import Counts
+from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
+from pdmesh.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
 
 P, D = ROLE_PREFILL, ROLE_DECODE
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 
-from autoscaler.policy import Policy
-from autoscaler.views import PoolName, Snapshot, Traffic
-from planning.capacity import DecodePool, Pool, PrefillPool, bearable, fewest
-from planning.capacity_load import Load, Worker
+from pdmesh.autoscaler.policy.policy import Policy
+from pdmesh.autoscaler.views import PoolName, Snapshot, Traffic
+from pdmesh.planning.capacity import DecodePool, Pool, PrefillPool, bearable, fewest
+from pdmesh.planning.capacity_load import Load, Worker
 from tests.autoscaler.scenes import DECODE, GOALS, LENGTHS, LIMITS, MODEL, PREFILL, view
 
 TICK_S, START_S, WINDOW_S = 10.0, 60.0, 15.0

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import grpc
 import grpc.aio
 
-from protos.v1 import mesh_pb2, mesh_pb2_grpc, worker_pb2, worker_pb2_grpc
-from protos.v1.worker_pb2 import ROLE_DECODE
+from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc, worker_pb2, worker_pb2_grpc
+from pdmesh.v1.worker_pb2 import ROLE_DECODE
 from tests.autoscaler.collected import worker
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoscaler.forecast import Expected, LastValue
-from autoscaler.policy import Policy
-from autoscaler.settings import AutoscalerSettings
-from autoscaler.views import PoolName, PoolView, Snapshot, Traffic
-from planning.capacity import DecodePool, PrefillPool, fewest
-from planning.capacity_load import Goals, Lengths, Limits, Load, Worker
-from planning.latency_model import LatencyModel
+from pdmesh.autoscaler.forecasting.forecast import Expected, LastValue
+from pdmesh.autoscaler.policy.policy import Policy
+from pdmesh.autoscaler.settings import AutoscalerSettings
+from pdmesh.autoscaler.views import PoolName, PoolView, Snapshot, Traffic
+from pdmesh.planning.capacity import DecodePool, PrefillPool, fewest
+from pdmesh.planning.capacity_load import Goals, Lengths, Limits, Load, Worker
+from pdmesh.planning.latency_model import LatencyModel
 
 MODEL = LatencyModel(8e-3, 6e-5, 2e-9, 2e-4, 3e-8)
 LIMITS = Limits(2048, 64, 400_000)

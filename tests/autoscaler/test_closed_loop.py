@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from autoscaler.policy import Policy
-from autoscaler.settings import AutoscalerSettings
 from benchmarks.autoscale.rivals import Hpa, HpaSettings
-from planning.capacity_load import Load
+from pdmesh.autoscaler.policy.policy import Policy
+from pdmesh.autoscaler.settings import AutoscalerSettings
+from pdmesh.planning.capacity_load import Load
 from tests.autoscaler.fluid import POOLS, Mesh, Scaler, borne, by_policy, needed, oracle_pod_s, run
 from tests.autoscaler.scenes import DECODE, GOALS, LENGTHS, PREFILL
 

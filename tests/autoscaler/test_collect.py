@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoscaler.collect_counts import Counts, Rounds, counts_of
-from autoscaler.collect_pools import Pools, idlest
-from autoscaler.collect_routers import Routers
-from autoscaler.collect_traffic import MIN_MEASURED, traffic_of
-from autoscaler.collect_workers import typical, workers_of
-from autoscaler.platform import Asked
-from autoscaler.starts import Starts
-from autoscaler.views import PoolName, Traffic
-from planning.durations import RELATIVE_ERROR, class_of
-from protos.v1 import mesh_pb2
+from pdmesh.autoscaler.collect.collect_counts import Counts, Rounds, counts_of
+from pdmesh.autoscaler.collect.collect_pools import Pools, idlest
+from pdmesh.autoscaler.collect.collect_routers import Routers
+from pdmesh.autoscaler.collect.starts import Starts
+from pdmesh.autoscaler.collect.traffic import MIN_MEASURED, traffic_of
+from pdmesh.autoscaler.collect.workers import typical, workers_of
+from pdmesh.autoscaler.platform import Asked
+from pdmesh.autoscaler.views import PoolName, Traffic
+from pdmesh.planning.duration_histogram import RELATIVE_ERROR, class_of
+from pdmesh.v1 import mesh_pb2
 from tests.autoscaler.collected import D, P, counts, status, worker
 
 PREFILL, DECODE, BOTH = PoolName.PREFILL, PoolName.DECODE, PoolName.BOTH

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoscaler.collect import Collector
+from pdmesh.autoscaler.collect.collect import Collector
 from tests.autoscaler.routers import serving, told_router
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from autoscaler.config import AutoscalerConfig, goals_of, objective_of
-from autoscaler.settings import AutoscalerSettings
-from runtime.config import ConfigError
+from pdmesh.autoscaler.config import AutoscalerConfig, goals_of, objective_of
+from pdmesh.autoscaler.settings import AutoscalerSettings
+from pdmesh.runtime.config import ConfigError
 
 
 def test_settings_name_what_is_wrong(tmp_path: Path) -> None:

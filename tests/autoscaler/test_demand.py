@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from autoscaler.demand import LUMP_SIGMAS, USUAL_NOISE, demand
-from autoscaler.forecast import Expected
-from autoscaler.forecasters import forecaster_of
-from autoscaler.kalman import Kalman
-from autoscaler.policy import Policy
-from autoscaler.settings import AutoscalerSettings
+from pdmesh.autoscaler.forecasting.forecast import Expected
+from pdmesh.autoscaler.forecasting.kalman import Kalman
+from pdmesh.autoscaler.forecasting.registry import forecaster_of
+from pdmesh.autoscaler.policy.demand import LUMP_SIGMAS, USUAL_NOISE, demand
+from pdmesh.autoscaler.policy.policy import Policy
+from pdmesh.autoscaler.settings import AutoscalerSettings
 from tests.autoscaler.scenes import DECODE, GOALS, PREFILL, SETTINGS, Told, need, policy, snapshot, traffic, view
 
 

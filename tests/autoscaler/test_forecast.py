@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscaler.forecast import Forecaster, LastValue
-from autoscaler.forecasters import forecaster_of
-from autoscaler.holt_winters import NUM_BINS, HoltWinters
-from autoscaler.kalman import Kalman
-from autoscaler.settings import AutoscalerSettings
+from pdmesh.autoscaler.forecasting.forecast import Forecaster, LastValue
+from pdmesh.autoscaler.forecasting.holt_winters import NUM_BINS, HoltWinters
+from pdmesh.autoscaler.forecasting.kalman import Kalman
+from pdmesh.autoscaler.forecasting.registry import forecaster_of
+from pdmesh.autoscaler.settings import AutoscalerSettings
 
 DAY_S = 9600.0  # a short one
 MAKES: list[Callable[[], Forecaster]] = [LastValue, Kalman, lambda: HoltWinters(DAY_S)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autoscaler.loop_history import Entry, Held, History, append_to, read_entries
+from pdmesh.autoscaler.loop_history import Entry, Held, History, append_to, read_entries
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:

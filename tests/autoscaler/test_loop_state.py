@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from autoscaler.forecast import State
-from autoscaler.loop_state import StateError, resumed, saved
-from autoscaler.policy import Policy
-from autoscaler.settings import AutoscalerSettings
+from pdmesh.autoscaler.forecasting.forecast import State
+from pdmesh.autoscaler.loop_state import StateError, resumed, saved
+from pdmesh.autoscaler.policy.policy import Policy
+from pdmesh.autoscaler.settings import AutoscalerSettings
 from tests.autoscaler.scenes import DECODE, GOALS, PREFILL, snapshot
 
 NOW_S = 1e6

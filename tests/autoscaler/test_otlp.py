@@ -6,9 +6,9 @@ import asyncio
 import sys
 from pathlib import Path
 
-from autoscaler.spans import NAME
 from benchmarks.observability.otlp_receiver import OtlpReceiver
-from runtime.child import ManagedProcess
+from pdmesh.autoscaler.spans import NAME
+from pdmesh.runtime.child import ManagedProcess
 from tests.autoscaler.loop_scene import usual_router
 from tests.autoscaler.routers import ToldRouter, serving
 from tests.otlp_metrics_receiver import OtlpMetricsReceiver
@@ -24,7 +24,7 @@ async def test_a_process_sends_metrics_and_decisions_to_the_collector(tmp_path: 
             load = asyncio.create_task(_load(router))
             flags = ["--routers", router.address, "--objectives", str(tmp_path / "objectives.toml"), "--port", "0"]
             flags += ["--period-s", str(PERIOD_S), "--window-s", "1", "--otlp-endpoint", receiver.endpoint]
-            process = ManagedProcess("autoscaler", [sys.executable, "-m", "autoscaler", *flags])
+            process = ManagedProcess("autoscaler", [sys.executable, "-m", "pdmesh.autoscaler", *flags])
             try:
                 await process.start(60)
                 spans = await asyncio.to_thread(receiver.wait, lambda spans: bool(spans), 60)

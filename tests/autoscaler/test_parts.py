@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoscaler.budget import Claim, cost, divide
-from autoscaler.correction import LEAST, MOST, Correction
-from autoscaler.lengths import SmoothedLengths
-from autoscaler.memory import PoolMemory
-from autoscaler.settings import AutoscalerSettings, PoolSettings
-from autoscaler.views import Measured, Traffic
-from planning.capacity_load import Lengths
-from runtime.config import ConfigError, load
+from pdmesh.autoscaler.policy.budget import Claim, cost, divide
+from pdmesh.autoscaler.policy.correction import LEAST, MOST, Correction
+from pdmesh.autoscaler.policy.lengths import SmoothedLengths
+from pdmesh.autoscaler.policy.memory import PoolMemory
+from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
+from pdmesh.autoscaler.views import Measured, Traffic
+from pdmesh.planning.capacity_load import Lengths
+from pdmesh.runtime.config import ConfigError, load
 from tests.autoscaler.scenes import DECODE, PREFILL
 
 

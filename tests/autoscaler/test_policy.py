@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from autoscaler.settings import AutoscalerSettings, PoolSettings
-from autoscaler.views import Hold, Measured, PoolName, PoolView, Snapshot
-from planning.capacity import SharedPool, fewest
-from planning.capacity_load import Load, Worker
+from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
+from pdmesh.autoscaler.views import Hold, Measured, PoolName, PoolView, Snapshot
+from pdmesh.planning.capacity import SharedPool, fewest
+from pdmesh.planning.capacity_load import Load, Worker
 from tests.autoscaler.scenes import (
     BOTH,
     DECODE,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscaler.policy import Policy
-from autoscaler.settings import AutoscalerSettings, PoolSettings
-from autoscaler.views import Hold, PoolName, Snapshot
+from pdmesh.autoscaler.policy.policy import Policy
+from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
+from pdmesh.autoscaler.views import Hold, PoolName, Snapshot
 from tests.autoscaler.scenes import DECODE, GOALS, PREFILL, policy, traffic, view
 
 TICK_S = 10.0

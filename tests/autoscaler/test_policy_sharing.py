@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from autoscaler.settings import PoolSettings
-from autoscaler.views import Hold
+from pdmesh.autoscaler.settings import PoolSettings
+from pdmesh.autoscaler.views import Hold
 from tests.autoscaler.scenes import DECODE, PREFILL, SETTINGS, need, policy, snapshot, view
 
 

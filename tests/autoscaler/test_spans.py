@@ -6,10 +6,10 @@ import asyncio
 import dataclasses
 from itertools import pairwise
 
-from autoscaler.spans import NAME, DecisionSpans
 from benchmarks.observability.otlp_receiver import OtlpReceiver, Received
-from runtime.telemetry.config import TelemetryConfig
-from runtime.telemetry.tracing import Tracing, open_tracing
+from pdmesh.autoscaler.spans import NAME, DecisionSpans
+from pdmesh.runtime.telemetry.config import TelemetryConfig
+from pdmesh.runtime.telemetry.tracing import Tracing, open_tracing
 from tests.autoscaler.loop_scene import SETTINGS, MemoryPlatform, Scene, usual_router
 from tests.autoscaler.routers import serving
 

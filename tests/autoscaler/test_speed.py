@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoscaler.speed import Speed
-from planning.capacity_load import Worker
+from pdmesh.autoscaler.policy.speed import Speed
+from pdmesh.planning.capacity_load import Worker
 from tests.autoscaler.scenes import LIMITS, MODEL
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from autoscaler.forecast import State
-from autoscaler.loop import NUM_TRIALS
-from autoscaler.loop_state import resumed
-from autoscaler.policy import Policy
-from autoscaler.settings import AutoscalerSettings
+from pdmesh.autoscaler.forecasting.forecast import State
+from pdmesh.autoscaler.loop import NUM_TRIALS
+from pdmesh.autoscaler.loop_state import resumed
+from pdmesh.autoscaler.policy.policy import Policy
+from pdmesh.autoscaler.settings import AutoscalerSettings
 from tests.autoscaler.loop_scene import DECODE, PREFILL, SETTINGS, MemoryPlatform, Scene, usual_router
 from tests.autoscaler.routers import serving
 from tests.autoscaler.scenes import GOALS
@@ -73,7 +73,7 @@ async def test_no_saved_state_keeps_the_next_leaders_from_leading(
     async with serving(router := usual_router()):
         scene = Scene(router, platform, KALMAN)
         scene.now_s += 26.0
-        with caplog.at_level(logging.WARNING, "autoscaler.loop"):
+        with caplog.at_level(logging.WARNING, "pdmesh.autoscaler.loop"):
             await scene.rounds(30, requests=200)
         assert len(scene.decisions) == 29, "each round but the first decides"
         assert [record.message.partition(", ")[2].partition(":")[0] for record in caplog.records] == ["learning begins anew"]

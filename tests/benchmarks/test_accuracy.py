@@ -19,11 +19,11 @@ from benchmarks.accuracy_reference import LogitsFile
 from benchmarks.accuracy_text import FILES, MIN_CHARACTERS, cut_windows, fixed_text, prose, zen
 from benchmarks.accuracy_variant import CHUNK, Variant
 from benchmarks.harness import Figure
-from engine.batch import StepBatch
-from engine.config import EngineConfig
-from engine.weights.loader import LoadedModel, load_model
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.loader.loader import LoadedModel, load_model
+from pdmesh.engine.runner.batch import StepBatch
+from pdmesh.text.tokenizer import Tokenizer
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model, write_byte_tokenizer
-from text.tokenizer import Tokenizer
 
 # Longer than a chunk of prefill, and not a whole number of blocks.
 SMALL = Sizes(

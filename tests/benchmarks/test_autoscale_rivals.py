@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.autoscale.dynamo import DynamoPlanner, DynamoSettings, Interval
 from benchmarks.autoscale.rivals import Fixed, Hpa, HpaSettings
-from planning.capacity_load import Goals, Lengths, Limits, Worker
-from planning.latency_model import LatencyModel
+from pdmesh.planning.capacity_load import Goals, Lengths, Limits, Worker
+from pdmesh.planning.latency_model import LatencyModel
 
 WORKER = Worker(LatencyModel(0.01, 1e-4, 0.0, 1e-3, 0.0), Limits(2048, 64, 10**6))
 LENGTHS = Lengths(900, 810_000, 100)

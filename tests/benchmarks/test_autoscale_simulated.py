@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from autoscaler.collect_counts import Counts
-from autoscaler.views import PoolName, PoolView, Snapshot, Traffic
 from benchmarks.autoscale import oracle
 from benchmarks.autoscale.contest import fixed, play
 from benchmarks.autoscale.scenario import SCENARIOS, Scenario, quick, surge
-from simulator.autoscaling import Seen, Wanted
+from pdmesh.autoscaler.collect.collect_counts import Counts
+from pdmesh.autoscaler.views import PoolName, PoolView, Snapshot, Traffic
+from pdmesh.simulator.autoscaling import Seen, Wanted
 
 PREFILL, DECODE = PoolName.PREFILL, PoolName.DECODE
 

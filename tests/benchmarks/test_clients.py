@@ -21,7 +21,7 @@ from benchmarks.clients.records import Record, Records, recording
 from benchmarks.clients.site import Site
 from benchmarks.harness import Figure
 from benchmarks.peers.catalogue import Environment
-from pdmesh.launcher_plan import LocalMeshConfig, router_plans, worker_plans
+from pdmesh.launcher.plan import LocalMeshConfig, router_plans, worker_plans
 
 TTFT, TPOT = (f"{name}: difference from the mesh's own record" for name in ("TTFT", "TPOT"))
 CASE = Case("Hallo", 4, 1, 0.5)

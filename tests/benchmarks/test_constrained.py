@@ -9,9 +9,9 @@ import jsonschema
 
 from benchmarks.constrained import FREE_TEXT
 from benchmarks.constrained_schemas import prompt, schema
+from pdmesh.text.grammar import GrammarCompiler
+from pdmesh.text.tokenizer import Tokenizer
 from tests.support.tiny_models import IM_END, VOCAB_SIZE, write_byte_tokenizer
-from text.grammar import GrammarCompiler
-from text.tokenizer import Tokenizer
 
 
 def test_schemas(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from benchmarks.autoscale.fidelity_runs import INPUT_SCALE, OUTPUT_SCALE, TRACE,
 from benchmarks.autoscale.fidelity_sim import simulated
 from benchmarks.autoscale.fidelity_table import QUANTITIES, apart, lines, value
 from benchmarks.autoscale.logged_worker import logged, read_steps
-from engine.outputs import StepResult
-from worker.latency import StepWatch
+from pdmesh.engine.outputs import StepResult
+from pdmesh.worker.latency import StepWatch
 
 SIZES = {
     "max_num_batched_tokens": 512,

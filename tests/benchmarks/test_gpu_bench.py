@@ -30,9 +30,9 @@ from benchmarks.gpu.report import misses, table, write
 from benchmarks.gpu.shapes import FULL, TINY, Heads
 from benchmarks.gpu.timing import MOST_REPEATS, ROUNDS, Deadline, repeats_for
 from benchmarks.harness import Figure
-from engine.hardware import ModelCost
-from engine.kernels.triton.splits import SPLITS, Splits
-from engine.weights.quantize import dequantize_fp8, dequantize_int4, dequantize_int8
+from pdmesh.engine.hardware import ModelCost
+from pdmesh.engine.kernels.triton.split_kv import SPLITS, Splits
+from pdmesh.engine.loader.quantize import dequantize_fp8, dequantize_int4, dequantize_int8
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,12 +15,12 @@ from benchmarks.gpu.handoff_ends import BLOCK_SIZE, Ends, ends_for, fingerprint
 from benchmarks.gpu.handoff_figures import Samples, figures, size_words
 from benchmarks.gpu.handoff_sender import Other, SendingEnd, receiving
 from benchmarks.gpu.shapes import FULL, TINY
-from engine.engine import Engine
-from engine.kv_cache import KVPool
-from engine.memory import effective_max_context
-from engine.weights.loader import LoadedModel, TorchBuilder
 from kvtransfer.errors import PushFailed
-from text.block_hash import hash_block
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.kv_cache.pool import KVPool
+from pdmesh.engine.loader.loader import LoadedModel, TorchBuilder
+from pdmesh.engine.memory import effective_max_context
+from pdmesh.text.block_hash import hash_block
 
 ENDS = replace(ends_for("cpu", TINY), num_blocks=4)
 

@@ -20,7 +20,7 @@ from benchmarks.router.windows import Call, Seen
 from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
 from pdmesh.loadtest.record import Outcome, Record
 from pdmesh.loadtest.stats import Window
-from protos.v1 import mesh_pb2, worker_pb2
+from pdmesh.v1 import mesh_pb2, worker_pb2
 
 
 def value_of(figures: list[Figure], name: str) -> float | str:

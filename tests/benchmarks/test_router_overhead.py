@@ -8,7 +8,7 @@ import pytest
 from benchmarks.router.overhead import quantile, write_model
 from benchmarks.router.profiled import Samples
 from benchmarks.router.stub_worker import MAX_CONTEXT, TOKEN_ID, start_workers
-from protos.v1 import common_pb2, mesh_pb2
+from pdmesh.v1 import common_pb2, mesh_pb2
 from router.config import RouterConfig
 from tests.router.mesh import Answer, running_router
 from tests.support.waiting import eventually

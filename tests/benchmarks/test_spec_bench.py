@@ -16,10 +16,10 @@ from benchmarks.spec.scripted import Scripted, right_run
 from benchmarks.spec.study import Row, kept_by_depth
 from benchmarks.spec.tokens import answers, check_evidence, kinds_of
 from benchmarks.spec.turns import Turns, rates, take_turns, typical
-from engine.engine import Engine
-from engine.sampling_params import SamplingParams
-from engine.speculation.ngrams.lookahead import Lookahead
-from engine.speculation.tally import ProposerStats, SpeculationStats
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.speculation.ngrams.lookahead import Lookahead
+from pdmesh.engine.speculation.stats import ProposerStats, SpeculationStats
 from tests.support.mock_engine import VOCAB_SIZE, make_engine
 
 TASKS = [

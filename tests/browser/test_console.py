@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdmesh.client import AsyncClient
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
+from pdmesh.client.client import AsyncClient
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
 from router.config import RouterConfig
 from tests.pdmesh.console.conftest import Running, running_console
 from tests.pdmesh.console.made import MODEL, Made, Script, made_router, some_requests

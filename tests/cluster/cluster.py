@@ -21,9 +21,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from engine.kernels.cpu import build as kernels
 from kvtransfer.native.library import PROJECT as TRANSFER
-from runtime import parent_death
+from pdmesh.engine.kernels.cpu import build as kernels
+from pdmesh.runtime import parent_death
 from tests.cluster import control_plane
 from tests.cluster.agent.__main__ import Settings
 from tests.cluster.agent.images import CHECKOUT

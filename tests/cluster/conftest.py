@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.weights.hash import cache_folder
+from pdmesh.engine.loader.hash import cache_folder
 from tests.cluster import build, network
 from tests.cluster.autoscaling import DECODE, PREFILL, SWITCH, Autoscaler, tuned
 from tests.cluster.cluster import NAMESPACE, Cluster

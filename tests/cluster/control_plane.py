@@ -21,8 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from pdmesh.certificates import make_ca, sign
-from runtime import parent_death
+from pdmesh.launcher.certificates import make_ca, sign
+from pdmesh.runtime import parent_death
 from tests.cluster import network
 
 URL = f"https://{network.GATEWAY}:{network.API_PORT}"

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from pdmesh.client import Client, Generation
-from pdmesh.client_types import GenerateOptions
+from pdmesh.client.client import Client, Generation
+from pdmesh.client.types import GenerateOptions
 from pdmesh.errors import MeshError
 from tests.cluster.cluster import ROUTER
 

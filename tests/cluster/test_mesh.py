@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.client import Client
+from pdmesh.client.client import Client
 from pdmesh.errors import MeshError
 from tests.cluster.cluster import ROUTER, Cluster
 from tests.cluster.conftest import MESH

@@ -7,9 +7,9 @@ import asyncio
 import grpc
 import pytest
 
-from protos.v1 import common_pb2, decode_pb2, prefill_pb2
-from runtime import failpoints
-from runtime.errors import error_from_rpc
+from pdmesh.runtime import failpoints
+from pdmesh.runtime.errors import error_from_rpc
+from pdmesh.v1 import common_pb2, decode_pb2, prefill_pb2
 from tests.support.mini_router import MiniRouter
 from tests.support.waiting import eventually
 from tests.support.worker_mesh import LOCAL, REMOTE, Model, Peer, history, reference, running_worker, token_request

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from decode_service.outbox import MAX_TICK_S, Outboxes
 from decode_service.settings import StreamSettings
-from protos.v1 import decode_pb2, worker_pb2
-from runtime.errors import Aborted, Unavailable
+from decode_service.token_stream import MAX_TICK_S, Outboxes
+from pdmesh.runtime.errors import Aborted, Unavailable
+from pdmesh.v1 import decode_pb2, worker_pb2
 
 SETTINGS = StreamSettings(stream_timeout_s=0.3, grace_s=0.5, report_period_s=0.2)
 FIRST = decode_pb2.AttachRequest(router_id="a")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from decode_service.deadlines import deadline_of, has_passed
 from decode_service.ended import EndedRequests
 from decode_service.outputs import RequestOutput
-from engine.outputs import FinishReason, SequenceUpdate, TokenLogprobs
-from protos.v1 import common_pb2
-from runtime.errors import Aborted, Cancelled, Unavailable
+from pdmesh.engine.outputs import FinishReason, SequenceUpdate, TokenLogprobs
+from pdmesh.runtime.errors import Aborted, Cancelled, Unavailable
+from pdmesh.v1 import common_pb2
 
 
 def update(index: int, tokens: tuple[int, ...], *, choice: int = 0, finish: FinishReason | None = None) -> SequenceUpdate:

@@ -10,8 +10,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos.v1 import decode_pb2, prefill_pb2
-from runtime import failpoints
+from pdmesh.runtime import failpoints
+from pdmesh.v1 import decode_pb2, prefill_pb2
 from tests.support.mini_router import MiniRouter
 from tests.support.waiting import eventually
 from tests.support.worker_mesh import LOCAL, Model, Peer, reference, running_worker, token_request

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from protos.v1 import common_pb2, decode_pb2
-from runtime.errors import error_from_rpc
+from pdmesh.runtime.errors import error_from_rpc
+from pdmesh.v1 import common_pb2, decode_pb2
 from tests.support.mini_router import MiniRouter
 from tests.support.worker_mesh import LOCAL, MODEL, REMOTE, Peer, history, token_request
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kernels.cpu.build import Compiler, NoCompiler
+from pdmesh.engine.kernels.cpu.build import Compiler, NoCompiler
 
 
 def why_no_native() -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.weights.hash import cache_folder
+from pdmesh.engine.loader.hash import cache_folder
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,18 +7,18 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.outputs import FinishReason, StepResult, TokenLogprobs
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.speculation.proposer import Proposer
-from engine.weights.loader import LoadedModel, load_model
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.loader.loader import LoadedModel, load_model
+from pdmesh.engine.outputs import FinishReason, StepResult, TokenLogprobs
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.speculation.proposer import Proposer
+from pdmesh.text.grammar import GrammarCompiler
+from pdmesh.text.tokenizer import Tokenizer
 from tests.support.handed_over import hand_over
 from tests.support.mock_engine import FreeRows, open_engine
 from tests.support.tiny_models import IM_END, VOCAB_SIZE, make_tiny_model
-from text.grammar import GrammarCompiler
-from text.tokenizer import Tokenizer
 
 SCHEMA = {
     "type": "object",

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
-from engine.config import EngineConfig
-from engine.kernels.cpu.model import kv_head_size
-from engine.kv_cache import KVPool, KVShape
-from engine.weights.loader import LoadedModel, load_model
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.kernels.cpu.model import kv_head_size
+from pdmesh.engine.kv_cache.pool import KVPool, KVShape
+from pdmesh.engine.loader.loader import LoadedModel, load_model
+from pdmesh.engine.runner.batch import StepBatch
 
 
 @dataclass

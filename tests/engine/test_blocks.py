@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.blocks import BlockPool, num_blocks_for
-from engine.errors import IntegrityError
+from pdmesh.engine.errors import IntegrityError
+from pdmesh.engine.kv_cache.block_pool import BlockPool, num_blocks_for
 
 A, B, C, D = b"a", b"b", b"c", b"d"
 

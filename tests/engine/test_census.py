@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.census import PERIOD_NS
-from engine.engine import Engine
-from engine.outputs import EngineStats, StepResult, StepWork
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.outputs import EngineStats, StepResult, StepWork
+from pdmesh.engine.scheduler.stats import PERIOD_NS
 from tests.support.engine_requests import request
 from tests.support.mock_engine import make_engine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.config import MAX_DRAFT_TOKENS, PROPOSERS, EngineConfig, named_proposers
+from pdmesh.engine.config import MAX_DRAFT_TOKENS, PROPOSERS, EngineConfig, named_proposers
 
 
 @pytest.mark.parametrize(

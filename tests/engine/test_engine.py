@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.errors import InvalidState, UnknownRequest
-from engine.outputs import FinishReason
+from pdmesh.engine.errors import InvalidState, UnknownRequest
+from pdmesh.engine.outputs import FinishReason
 from tests.support.engine_requests import PROMPT, assert_answers, assert_whole, request
 from tests.support.mock_engine import Collector, answer, make_engine, run_to_end
 

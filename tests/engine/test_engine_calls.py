@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.errors import DuplicateRequest, IntegrityError, InvalidRequest, InvalidState, RequestTooLarge, UnknownRequest
-from engine.request import EngineRequest
+from pdmesh.engine.errors import DuplicateRequest, IntegrityError, InvalidRequest, InvalidState, RequestTooLarge, UnknownRequest
+from pdmesh.engine.request import EngineRequest
 from tests.support.engine_requests import PROMPT, assert_answers, assert_whole, push, request
 from tests.support.mock_engine import Collector, make_engine, run_to_end
 

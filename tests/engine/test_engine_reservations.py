@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.engine import Engine
+from pdmesh.engine.engine import Engine
 from tests.support.engine_requests import PROMPT, assert_answers, assert_whole, behind, push, request
 from tests.support.guesser import Guesser
 from tests.support.mock_engine import Collector, answer, make_engine, run_to_end, write_kv

@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.errors import RequestTooLarge
-from engine.request import EngineRequest
-from engine.reservations import ReservedBlocks
-from engine.sampling_params import SamplingParams
+from pdmesh.engine.errors import RequestTooLarge
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.scheduler.reservations import ReservedBlocks
 from tests.support.ahead_model import AheadMock
 from tests.support.guesser import Guesser
 from tests.support.mock_engine import Answer, Collector, answer, make_engine, run_to_end, write_kv

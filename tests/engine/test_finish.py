@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.finish import finish_reason
-from engine.outputs import FinishReason
-from engine.sampling_params import SamplingParams
+from pdmesh.engine.finish import finish_reason
+from pdmesh.engine.outputs import FinishReason
+from pdmesh.engine.sampling_params import SamplingParams
 
 EOS, STOP, OTHER = 3, 5, 7
 

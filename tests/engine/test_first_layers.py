@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.layers import rms_norm
-from engine.weights.loader import open_checkpoint
+from pdmesh.engine.loader.loader import open_checkpoint
+from pdmesh.engine.models.layers import rms_norm
 from tests.engine.backends import BACKENDS, needs_native
 from tests.engine.paged_loop import Chunk, PagedLoop, load, make_batch
 from tests.support.tiny_models import make_tiny_model

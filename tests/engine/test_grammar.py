@@ -10,13 +10,13 @@ from dataclasses import replace
 import jsonschema
 import pytest
 
-from engine.errors import InvalidRequest
-from engine.grammar import Bits, Grammar, Matcher
-from engine.outputs import FinishReason
+from pdmesh.engine.errors import InvalidRequest
+from pdmesh.engine.outputs import FinishReason
+from pdmesh.engine.sampling.grammar import Bits, Grammar, Matcher
+from pdmesh.text.grammar import GrammarCompiler, GrammarMatcher
 from tests.engine.backends import BACKENDS
 from tests.engine.constrained import SCHEMA, Answer, Answers, Model, collect, requests, run, run_apart, tokens
 from tests.support.tiny_models import IM_END, VOCAB_SIZE
-from text.grammar import GrammarCompiler, GrammarMatcher
 
 
 @pytest.fixture(scope="module", params=BACKENDS)

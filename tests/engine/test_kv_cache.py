@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.kv_cache import KVPool, KVShape
+from pdmesh.engine.kv_cache.pool import KVPool, KVShape
 
 SHAPE = KVShape(num_layers=3, num_blocks=5, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.cpu.model import kv_head_size
-from engine.kv_cache import KVPool, KVShape
-from engine.kv_format import KVFormat
-from engine.kv_moves import move_slots
+from pdmesh.engine.kernels.cpu.model import kv_head_size
+from pdmesh.engine.kv_cache.format import KVFormat
+from pdmesh.engine.kv_cache.moves import move_slots
+from pdmesh.engine.kv_cache.pool import KVPool, KVShape
 from tests.engine.backends import needs_native
 
 LAYERS, BLOCKS, HEADS, DIM = 3, 4, 2, 48

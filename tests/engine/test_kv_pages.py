@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from engine import kv_pages
-from engine.kv_cache import KVPool, KVShape
+from pdmesh.engine.kv_cache import kv_pages
+from pdmesh.engine.kv_cache.pool import KVPool, KVShape
 
 BLOCK = 4 * mmap.PAGESIZE  # of one layer's keys
 SHAPE = KVShape(num_layers=2, num_blocks=64, block_size=1, num_kv_heads=1, head_dim=BLOCK // 4, dtype=torch.float32)

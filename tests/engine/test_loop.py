@@ -11,14 +11,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from engine.engine import Engine
-from engine.errors import EngineStopped, InvalidRequest
-from engine.loop import EngineLoop
-from engine.outputs import StepResult
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
-from engine.speculation.draft import Draft
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.errors import EngineStopped, InvalidRequest
+from pdmesh.engine.loop import EngineLoop
+from pdmesh.engine.outputs import StepResult
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.draft import Draft
 from tests.support.mock_engine import Collector, answer, make_engine
 
 DEADLINE_S = 10.0

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig, default_kv_share
-from engine.kv_cache import KVShape
-from engine.memory import MIB, DoesNotFit, check_weights_fit, effective_max_context, free_memory, kv_shape
-from engine.memory import _cgroup_free as cgroup_free
-from engine.model_config import ModelConfig
 from pdmesh.commands import plan
+from pdmesh.engine.config import EngineConfig, default_kv_share
+from pdmesh.engine.kv_cache.pool import KVShape
+from pdmesh.engine.memory import MIB, DoesNotFit, check_weights_fit, effective_max_context, free_memory, kv_shape
+from pdmesh.engine.memory import _cgroup_free as cgroup_free
+from pdmesh.engine.models.config import ModelConfig
 
 MODEL = ModelConfig.from_dict(
     {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.model_config import ModelConfig
+from pdmesh.engine.models.config import ModelConfig
 
 BASE: dict[str, Any] = {
     "model_type": "llama",

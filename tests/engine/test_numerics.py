@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.kernels.cpu import build, isa
-from engine.kernels.cpu.model import NativeModel, why_not
-from engine.model import DecoderModel
-from engine.model_config import ModelConfig
-from engine.numerics import Numerics, choose_numerics
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.weights.loader import LoadedModel, load_model
+from pdmesh.engine.backend_selection import Numerics, choose_numerics
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.kernels.cpu import build, isa
+from pdmesh.engine.kernels.cpu.model import NativeModel, why_not
+from pdmesh.engine.loader.loader import LoadedModel, load_model
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.decoder import DecoderModel
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
 from tests.engine.backends import needs_native
 from tests.support.mock_engine import open_engine
 from tests.support.tiny_models import make_tiny_model

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from engine.allocator import BlockAllocator
-from engine.blocks import BlockPool
-from engine.pacing import FORGIVEN, LEAST_TOKENS, MAX_SHARE, SPREAD, TARGET, Pacer, StepCost
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import Phase, Sequence, SequenceGroup
-from engine.speculation.draft import Draft
-from planning import pace_rules
+from pdmesh.engine.kv_cache.block_manager import BlockAllocator
+from pdmesh.engine.kv_cache.block_pool import BlockPool
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.scheduler.pacing import FORGIVEN, LEAST_TOKENS, MAX_SHARE, SPREAD, TARGET, Pacer, StepCost
+from pdmesh.engine.scheduler.scheduler import Scheduler
+from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
+from pdmesh.engine.speculation.draft import Draft
+from pdmesh.planning import pace_rules
 from tests.support.mock_engine import hash_block
 
 COST = StepCost(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.outputs import StepWork
-from engine.progress import work_of
-from engine.scheduler import Piece
-from engine.sequence import Sequence
-from engine.speculation.draft import NOTHING, Draft
+from pdmesh.engine.outputs import StepWork
+from pdmesh.engine.scheduler.postprocess import work_of
+from pdmesh.engine.scheduler.scheduler import Piece
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.draft import NOTHING, Draft
 from tests.engine.speculation.copying import decoding
 
 CHAIN = Draft.chain([1, 2, 3], [1.0] * 3, "test")

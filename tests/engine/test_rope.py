@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.rope import RotaryTable, rotate
-from engine.rope_config import RopeConfig
+from pdmesh.engine.models.rope import RotaryTable, rotate
+from pdmesh.engine.models.rope_config import RopeConfig
 
 
 def config(**params: object) -> RopeConfig:

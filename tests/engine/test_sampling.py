@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.logits import keep_min_p, keep_top_k, keep_top_p, penalize
-from engine.noise import gumbel, gumbel_array, random_bits
-from engine.outputs import TokenLogprobs
-from engine.sampling import SampledToken, Sampler, SampleRow
-from engine.sampling_params import SamplingParams
+from pdmesh.engine.outputs import TokenLogprobs
+from pdmesh.engine.sampling.counter_rng import gumbel, gumbel_array, random_bits
+from pdmesh.engine.sampling.logits import keep_min_p, keep_top_k, keep_top_p, penalize
+from pdmesh.engine.sampling.sampler import SampledToken, Sampler, SampleRow
+from pdmesh.engine.sampling_params import SamplingParams
 
 EOS = 5
 

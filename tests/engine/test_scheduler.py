@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 
-from engine.allocator import BlockAllocator, BlockCopy
-from engine.blocks import BlockPool
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.scheduler import Plan, Scheduler
-from engine.sequence import Phase, Sequence, SequenceGroup
-from engine.speculation.draft import Draft
+from pdmesh.engine.kv_cache.block_manager import BlockAllocator, BlockCopy
+from pdmesh.engine.kv_cache.block_pool import BlockPool
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.scheduler.scheduler import Plan, Scheduler
+from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
+from pdmesh.engine.speculation.draft import Draft
 from tests.support.mock_engine import hash_block
 
 BLOCK_SIZE = 4

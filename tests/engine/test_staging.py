@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.block_copies import IndexedBlocks, Move
-from engine.errors import IntegrityError
-from engine.piece_copies import Piece
-from engine.staging import Marks, Staging, StagingSizes
-from engine.streams import InOrder, Mark
+from pdmesh.engine.errors import IntegrityError
+from pdmesh.engine.kv_cache.copies import IndexedBlocks, Move
+from pdmesh.engine.kv_cache.piece_copies import Piece
+from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
+from pdmesh.engine.kv_cache.streams import InOrder, Mark
 from tests.support.reordering import ReorderingStreams
 
 LAYERS, BLOCKS, BLOCK_SIZE, HEADS, DIM = 4, 12, 2, 2, 4

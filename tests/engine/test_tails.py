@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.batch import Tail
-from engine.kv_moves import move_slots
-from engine.speculation.draft import Draft
+from pdmesh.engine.kv_cache.moves import move_slots
+from pdmesh.engine.runner.batch import Tail
+from pdmesh.engine.speculation.draft import Draft
 from tests.engine.backends import BACKENDS
 from tests.engine.kernels.cpu.native_models import SHAPES, prompt
 from tests.engine.paged_loop import Chunk, PagedLoop, load

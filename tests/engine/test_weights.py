@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig
-from engine.model import DecoderModel
-from engine.weights.convert import convert_gguf_weights
-from engine.weights.gguf import GgufSource
-from engine.weights.loader import load_model, open_checkpoint
-from engine.weights.safetensors import SafetensorsSource
-from engine.weights.source import MissingTensor
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.loader.convert import convert_gguf_weights
+from pdmesh.engine.loader.gguf import GgufSource
+from pdmesh.engine.loader.loader import load_model, open_checkpoint
+from pdmesh.engine.loader.safetensors import SafetensorsSource
+from pdmesh.engine.loader.source import MissingTensor
+from pdmesh.engine.models.decoder import DecoderModel
 from tests.engine.backends import needs_native
 from tests.engine.paged_loop import PagedLoop, load
 from tests.engine.tiny_gguf import write_gguf

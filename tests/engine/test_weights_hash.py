@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.weights.hash import cache_folder, weights_hash
+from pdmesh.engine.loader.hash import cache_folder, weights_hash
 
 
 @pytest.fixture(autouse=True)

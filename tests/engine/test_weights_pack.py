@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.weights.pack import (
+from pdmesh.engine.loader.pack import (
     concat_rows,
     interleave_gate_up,
     pack_bfloat16,
@@ -19,7 +19,7 @@ from engine.weights.pack import (
     pack_int8,
     pad_to_panels,
 )
-from engine.weights.quantize import Int4Weight, Int8Weight, quantize_int4, quantize_int8
+from pdmesh.engine.loader.quantize import Int4Weight, Int8Weight, quantize_int4, quantize_int8
 from tests.engine.unpack import unpack_bfloat16, unpack_float32, unpack_int4, unpack_int8
 
 num_rows = st.integers(1, 50)

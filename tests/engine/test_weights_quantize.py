@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.weights import quantize as module
-from engine.weights.quantize import (
+from pdmesh.engine.loader import quantize as module
+from pdmesh.engine.loader.quantize import (
     Fp8Weight,
     Int4Weight,
     Int8Weight,

@@ -10,8 +10,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.batch import StepBatch, Tail
-from engine.speculation.draft import Draft
+from pdmesh.engine.runner.batch import StepBatch, Tail
+from pdmesh.engine.speculation.draft import Draft
 from tests.engine.paged_loop import PagedLoop
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.weights.quantize import Int4Weight
+from pdmesh.engine.loader.quantize import Int4Weight
 
 
 def unpack_float32(packed: Tensor, num_rows: int, width: int) -> Tensor:

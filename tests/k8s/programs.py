@@ -8,23 +8,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autoscaler.config import AutoscalerConfig
 from pdmesh.arguments import with_flags
+from pdmesh.autoscaler.config import AutoscalerConfig
 from pdmesh.commands import loadtest
+from pdmesh.runtime.config import ENV_PREFIX, FILE_SUFFIX, parse
+from pdmesh.runtime.config_options import Option, options_of
+from pdmesh.runtime.rpc.tls import TlsConfig
+from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 from router.config import RouterConfig
-from runtime.config import ENV_PREFIX, FILE_SUFFIX, parse
-from runtime.config_options import Option, options_of
-from runtime.tls import TlsConfig
 from tests.k8s.kustomize import Manifest
 from tests.k8s.meshes import Workload
-from worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 
 PROGRAMS: Mapping[tuple[str, ...], type] = {
     ("python", "-m", "router"): RouterConfig,
-    ("python", "-m", "worker"): WorkerConfig,
+    ("python", "-m", "pdmesh.worker"): WorkerConfig,
     ("python", "-m", "prefill_service"): PrefillConfig,
     ("python", "-m", "decode_service"): DecodeConfig,
-    ("python", "-m", "autoscaler"): AutoscalerConfig,
+    ("python", "-m", "pdmesh.autoscaler"): AutoscalerConfig,
     ("pdmesh", "loadtest"): loadtest.Options,
 }
 # Read by packages themselves; a test asks them.

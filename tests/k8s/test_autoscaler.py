@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from autoscaler.config import AutoscalerConfig, goals_of, objective_of
-from autoscaler.decision import PoolDecision
-from autoscaler.kubernetes import external_metrics
-from autoscaler.kubernetes.api import open_api
-from autoscaler.kubernetes.platform import KubernetesPlatform
-from autoscaler.kubernetes.settings import KubernetesSettings
-from autoscaler.kubernetes.wanted import METRIC
-from autoscaler.plan import STUCK_STARTS
-from autoscaler.views import PoolName
-from pdmesh.certificates import make_certificates
-from runtime.tls import TlsConfig
+from pdmesh.autoscaler.config import AutoscalerConfig, goals_of, objective_of
+from pdmesh.autoscaler.decision import PoolDecision
+from pdmesh.autoscaler.kubernetes import external_metrics
+from pdmesh.autoscaler.kubernetes.api import open_api
+from pdmesh.autoscaler.kubernetes.platform import KubernetesPlatform
+from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings
+from pdmesh.autoscaler.kubernetes.wanted import METRIC
+from pdmesh.autoscaler.policy.pool_plan import STUCK_STARTS
+from pdmesh.autoscaler.views import PoolName
+from pdmesh.launcher.certificates import make_certificates
+from pdmesh.runtime.rpc.tls import TlsConfig
+from pdmesh.worker.config import WorkerConfig
 from tests.autoscaler.kubernetes.api_server import ApiServer, api_server
 from tests.k8s.kustomize import FOLDER, Manifest, name_of, render
 from tests.k8s.meshes import EXAMPLES, MESHES, Workload, of_kind, workloads
 from tests.k8s.programs import class_of, config_of, is_below
-from worker.config import WorkerConfig
 
 SCALED = [mesh for mesh in MESHES if mesh != "overlays/gpu-several"]
 

@@ -139,8 +139,8 @@ def test_torch_is_installed_first_then_what_the_lock_says(extras: str, index: st
 
 
 def test_kernels_are_built_for_all_processors_where_the_workers_look() -> None:
-    (build,) = (run for run in STAGES["kernels"].of("RUN") if "engine.kernels" in run)
-    assert "engine.kernels.cpu.build --all --output /opt/pdmesh-kernels" in build
+    (build,) = (run for run in STAGES["kernels"].of("RUN") if "pdmesh.engine.kernels" in run)
+    assert "pdmesh.engine.kernels.cpu.build --all --output /opt/pdmesh-kernels" in build
     assert "kvtransfer.native.library --output /opt/pdmesh-kernels" in build
     for target in ("worker-cpu", "worker-cuda"):
         assert "PDMESH_KERNELS_DIR=/opt/pdmesh-kernels" in " ".join(STAGES[target].of("ENV"))

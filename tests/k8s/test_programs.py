@@ -9,22 +9,23 @@ from typing import Any
 
 import pytest
 
-from autoscaler.config import AutoscalerConfig
-from engine.kernels.cpu import build
-from engine.weights import hash as weights_hash
-from pdmesh.certificates import make_certificates
+from pdmesh.autoscaler.config import AutoscalerConfig
 from pdmesh.commands import loadtest
-from planning import objectives
-from protos.v1 import decode_pb2, mesh_pb2, prefill_pb2
-from router import processes, tenants_file
+from pdmesh.engine.kernels.cpu import build
+from pdmesh.engine.loader import hash as weights_hash
+from pdmesh.launcher.certificates import make_certificates
+from pdmesh.planning import objectives
+from pdmesh.runtime.config import FILE_SUFFIX, ConfigError
+from pdmesh.runtime.rpc.tls import TlsConfig
+from pdmesh.v1 import decode_pb2, mesh_pb2, prefill_pb2
+from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
+from router import processes
+from router.api.openai import app
+from router.auth import tenants_file
 from router.config import RouterConfig
-from router.openai import app
-from runtime.config import FILE_SUFFIX, ConfigError
-from runtime.tls import TlsConfig
 from tests.k8s.kustomize import Manifest
 from tests.k8s.meshes import MESHES, Workload, all_containers, manifests, of_kind, workloads
 from tests.k8s.programs import OTHER_VARIABLES, class_of, config_of, environment, is_below, options, quantity
-from worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 
 OURS = [(mesh, workload, container) for mesh, workload, container in all_containers() if class_of(container) is not None]
 # Routers and workers; test_autoscaler.py is about the third.

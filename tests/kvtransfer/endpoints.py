@@ -14,13 +14,13 @@ import grpc
 
 from kvtransfer.compatibility import PROTOCOL_VERSION
 from kvtransfer.conversion import FP8Scales
-from kvtransfer.delegate import PushTarget
 from kvtransfer.errors import TransferRefused
 from kvtransfer.feed import FirstTokensDrawn, KVFeed, complete_feed
-from kvtransfer.grant import check_grant, new_token, unknown_reservation
+from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, part_views
-from kvtransfer.parts import Part
-from kvtransfer.receiver import Receiver
+from kvtransfer.receiver.delegate import PushTarget
+from kvtransfer.receiver.grant import check_grant, new_token, unknown_reservation
+from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.reservation import (
     AttemptFailed,
     Committed,
@@ -32,15 +32,15 @@ from kvtransfer.reservation import (
     reserved,
     transition,
 )
-from kvtransfer.sender import PushJob, Sender
-from kvtransfer.staged import StagedMemory
+from kvtransfer.sender.sender import PushJob, Sender
+from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import expect
 from kvtransfer.transports.base import Outgoing, ShowingOutgoing
 from kvtransfer.transports.grpc import SERVICE, PushService, add_push_service
 from kvtransfer.transports.registry import transports_with
-from protos.v1 import common_pb2, transfer_pb2
-from runtime.server import GrpcServer
-from runtime.tls import Tls
+from pdmesh.runtime.rpc.server import GrpcServer
+from pdmesh.runtime.rpc.tls import Tls
+from pdmesh.v1 import common_pb2, transfer_pb2
 from tests.support.certificates import mesh_tls
 from tests.support.kv_memory import FakeKVMemory, make_identity, make_layout, make_memory
 

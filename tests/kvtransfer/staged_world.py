@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from engine.block_copies import IndexedBlocks
-from engine.staging import Marks, Staging, StagingSizes
-from engine.streams import Streams
-from kvtransfer.receiver import Receiver
-from kvtransfer.sender import Sender
-from kvtransfer.staged import StagedMemory
-from protos.v1 import common_pb2
+from kvtransfer.receiver.receiver import Receiver
+from kvtransfer.sender.sender import Sender
+from kvtransfer.staging import StagedMemory
+from pdmesh.engine.kv_cache.copies import IndexedBlocks
+from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
+from pdmesh.engine.kv_cache.streams import Streams
+from pdmesh.v1 import common_pb2
 from tests.kvtransfer.endpoints import World, nothing_left, running, until
 from tests.support.kv_memory import FakeKVMemory
 from tests.support.reordering import ReorderingStreams

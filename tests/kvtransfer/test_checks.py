@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from kvtransfer.checksum import checksum
 from kvtransfer.compatibility import PROTOCOL_VERSION, bytes_per_layer_block, check_identity, check_memory, check_protocol
 from kvtransfer.errors import Incompatible, TransferRefused, code_number, code_of
-from kvtransfer.grant import check_grant, new_token
 from kvtransfer.memory import part_views, runs
+from kvtransfer.receiver.grant import check_grant, new_token
 from kvtransfer.stream import Cursor
 from kvtransfer.transports.tcp import split_address
-from protos.v1 import common_pb2, transfer_pb2
+from pdmesh.v1 import common_pb2, transfer_pb2
 from tests.support.kv_memory import FakeKVMemory, make_identity, make_layout, make_memory
 
 

@@ -10,14 +10,14 @@ import grpc
 import numpy as np
 import pytest
 
-from engine.kv_format import FP8, Numbers
 from kvtransfer.compatibility import check_layout
 from kvtransfer.conversion import kv_format
 from kvtransfer.errors import PushFailed, TransferRefused
 from kvtransfer.feed import FirstTokensDrawn, KVFeed, Ready
-from kvtransfer.layouts import Layout
-from kvtransfer.parts import Part
-from protos.v1 import common_pb2, transfer_pb2
+from kvtransfer.layout import Layout
+from kvtransfer.manifest import Part
+from pdmesh.engine.kv_cache.format import FP8, Numbers
+from pdmesh.v1 import common_pb2, transfer_pb2
 from tests.kvtransfer.conftest import CONVERTING
 from tests.kvtransfer.endpoints import CHOICES, World, nothing_left, running, until
 from tests.support.kv_memory import FakeKVMemory, make_identity, make_layout

@@ -16,21 +16,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.pool_sharing import NotShared
-from engine.shown_pool import PeerPool, ShownPool
-from engine.streams import InOrder, Streams
-from engine.summed_copies import Blocks, IndexedSums
 from kvtransfer.errors import PushFailed
 from kvtransfer.feed import FirstTokensDrawn, KVFeed, Ready
+from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory
-from kvtransfer.parts import Part
-from kvtransfer.receiver import Receiver
-from kvtransfer.sender import Sender
-from kvtransfer.staged import StagedMemory
-from kvtransfer.transports import kept_pools, summed
+from kvtransfer.receiver.receiver import Receiver
+from kvtransfer.sender.sender import Sender
+from kvtransfer.staging import StagedMemory
+from kvtransfer.transports import peer_pool_cache, summed
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.opened_pools import OpenedPools
-from protos.v1 import transfer_pb2
+from pdmesh.engine.kv_cache.ipc_pool import PeerPool, ShownPool
+from pdmesh.engine.kv_cache.pool_sharing import NotShared
+from pdmesh.engine.kv_cache.streams import InOrder, Streams
+from pdmesh.engine.kv_cache.summed_copies import Blocks, IndexedSums
+from pdmesh.v1 import transfer_pb2
 from tests.kvtransfer.endpoints import CHOICES, World, nothing_left, running, until
 from tests.kvtransfer.staged_world import at_work, do_all
 from tests.support.host_sharing import HostSharing, pool_of, staged
@@ -67,7 +67,7 @@ def shown(memory: KVMemory) -> ShownPool:
 
 
 async def test_it_is_preferred_and_opens_a_pool_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_pools, "KEEP_S", 0.2)
+    monkeypatch.setattr(peer_pool_cache, "KEEP_S", 0.2)
     with nothing_left():
         async with running(also_by_others(World("cuda_ipc"))) as world:
             assert [endpoint.transport for endpoint in world.receiver.endpoints()] == list(BOTH)

@@ -12,18 +12,19 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.block_copies import IndexedBlocks, Move
-from engine.staging import Staging
-from engine.streams import InOrder
-from kvtransfer import outgoing, sender
-from kvtransfer.delegate import PushTarget
-from kvtransfer.departure import Told
 from kvtransfer.errors import PushFailed, TransferRefused
 from kvtransfer.feed import FirstTokensDrawn, KVFeed, Ready
-from kvtransfer.parts import Part
-from kvtransfer.push import PushJob, PushResult
-from kvtransfer.transports.inline import InlineIncoming, InlineOutgoing
-from protos.v1 import transfer_pb2
+from kvtransfer.manifest import Part
+from kvtransfer.receiver.delegate import PushTarget
+from kvtransfer.sender import push as outgoing
+from kvtransfer.sender import sender
+from kvtransfer.sender.push_part import PushJob, PushResult
+from kvtransfer.sender.send_queue import Told
+from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
+from pdmesh.engine.kv_cache.copies import IndexedBlocks, Move
+from pdmesh.engine.kv_cache.staging import Staging
+from pdmesh.engine.kv_cache.streams import InOrder
+from pdmesh.v1 import transfer_pb2
 from tests.kvtransfer.endpoints import CHOICES, until
 from tests.kvtransfer.staged_world import BLOCKS, LAYERS, StagedWorld, at_work, do_all, staged
 from tests.support.reordering import ReorderingStreams

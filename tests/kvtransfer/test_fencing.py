@@ -9,8 +9,8 @@ import pytest
 
 from kvtransfer import checksum
 from kvtransfer.errors import PushFailed
+from kvtransfer.manifest import Part
 from kvtransfer.memory import part_views
-from kvtransfer.parts import Part
 from kvtransfer.reservation import Mode, NewAttempt, transition
 from kvtransfer.transports import shm
 from tests.kvtransfer.endpoints import World, at_part, nothing_left, running, until

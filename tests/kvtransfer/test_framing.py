@@ -12,7 +12,7 @@ from kvtransfer import framing
 from kvtransfer.checksum import checksum
 from kvtransfer.errors import FrameError, PeerClosed
 from kvtransfer.stream import SocketStream
-from protos.v1 import transfer_pb2
+from pdmesh.v1 import transfer_pb2
 
 ABORT = transfer_pb2.TransferMessage(abort=transfer_pb2.TransferAbort(reason="r"))
 

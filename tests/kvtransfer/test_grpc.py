@@ -12,17 +12,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvtransfer import framing, sender
+from kvtransfer import framing
 from kvtransfer.errors import FrameError, PeerClosed
-from kvtransfer.message_stream import MAX_IN_INBOX, MAX_IN_OUTBOX, Mailbox, MessageStream, Wire, unwrap, wrap
-from kvtransfer.reachability import Silent
-from kvtransfer.receiver import Receiver
+from kvtransfer.grpc_stream import MAX_IN_INBOX, MAX_IN_OUTBOX, Mailbox, MessageStream, Wire, unwrap, wrap
+from kvtransfer.receiver.receiver import Receiver
+from kvtransfer.sender import sender
+from kvtransfer.sender.reachability import Silent
 from kvtransfer.stream import MAX_PIECE_BYTES
 from kvtransfer.transports import tcp
 from kvtransfer.transports.grpc import METHOD, SERVICE
 from kvtransfer.transports.registry import GRPC
-from protos.v1 import common_pb2, transfer_pb2
-from runtime.channel import MAX_MESSAGE_BYTES
+from pdmesh.runtime.rpc.channel import MAX_MESSAGE_BYTES
+from pdmesh.v1 import common_pb2, transfer_pb2
 from tests.kvtransfer.endpoints import EPOCH, World, grpc_server, nothing_left, running, until
 
 MIB = 1 << 20

@@ -9,14 +9,14 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 import pytest
 
-from kvtransfer import sender as sender_module
 from kvtransfer.errors import PushFailed
 from kvtransfer.feed import FirstTokensDrawn, KVFeed, Ready
+from kvtransfer.manifest import Part
 from kvtransfer.memory import part_views
-from kvtransfer.parts import Part
-from kvtransfer.push import PushJob
-from kvtransfer.receiver import Receiver
+from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.reservation import Cancelled, transition
+from kvtransfer.sender import sender as sender_module
+from kvtransfer.sender.push_part import PushJob
 from tests.kvtransfer.endpoints import CHOICES, World, nothing_left, running, until
 from tests.support.kv_memory import make_identity, make_layout
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
-from kvtransfer.message_stream import MessageStream
+from kvtransfer.grpc_stream import MessageStream
 
 
 class SlowWire:

@@ -14,12 +14,12 @@ import crc32c
 import numpy as np
 import pytest
 
-from engine.kernels.cpu import build
 from kvtransfer import checksum
 from kvtransfer.errors import PeerClosed
 from kvtransfer.native import library as native_library
 from kvtransfer.native.library import Native, address_of, pieces_of
 from kvtransfer.stream import SocketStream
+from pdmesh.engine.kernels.cpu import build
 from tests.engine.backends import needs_native
 
 GUARD = 64

@@ -5,14 +5,14 @@ import importlib
 import pytest
 
 from kvtransfer.errors import PushFailed
+from kvtransfer.manifest import Part
 from kvtransfer.native.library import address_of
-from kvtransfer.parts import Part
-from kvtransfer.receiver import Receiver
-from kvtransfer.transports import nixl_agent
-from kvtransfer.transports.nixl import NixlTransport
-from kvtransfer.transports.nixl_agent import Agent, NixlUnusable, Place
-from kvtransfer.transports.nixl_hello import MAX_METADATA_BYTES
-from protos.v1 import transfer_pb2
+from kvtransfer.receiver.receiver import Receiver
+from kvtransfer.transports.nixl import agent as nixl_agent
+from kvtransfer.transports.nixl.agent import Agent, NixlUnusable, Place
+from kvtransfer.transports.nixl.nixl_hello import MAX_METADATA_BYTES
+from kvtransfer.transports.nixl.transport import NixlTransport
+from pdmesh.v1 import transfer_pb2
 from tests.kvtransfer.endpoints import World, nothing_left, running
 from tests.support.nixl import NEEDS_NIXL
 
@@ -59,8 +59,8 @@ async def test_a_sender_whose_agent_cannot_be_opened_takes_tcp(
         calls.append(place)
         raise NixlUnusable("no device")
 
-    monkeypatch.setattr("kvtransfer.transports.nixl.Agent", broken)
-    monkeypatch.setattr("kvtransfer.transports.nixl.is_installed", lambda: True)
+    monkeypatch.setattr("kvtransfer.transports.nixl.transport.Agent", broken)
+    monkeypatch.setattr("kvtransfer.transports.nixl.transport.is_installed", lambda: True)
     with nothing_left():
         async with running(World("tcp")) as world:
             world.sender._transports = {"nixl": transport, "tcp": world.transports["tcp"]}

@@ -13,20 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.shown_pool import ShownPool
-from engine.streams import InOrder
-from engine.summed_copies import Blocks, IndexedSums
 from kvtransfer.errors import PushFailed
-from kvtransfer.part_sizes import part_bytes_over
-from kvtransfer.parts import Part
-from kvtransfer.receiver import Receiver
+from kvtransfer.manifest import Part
+from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.reservation import Mode, NewAttempt, transition
-from kvtransfer.staged import StagedMemory
-from kvtransfer.transports import nixl, nixl_device
-from kvtransfer.transports.nixl import NixlTransport
-from kvtransfer.transports.nixl_agent import Place
-from kvtransfer.transports.nixl_device import NUM_ROOMS, DeviceReader
-from protos.v1 import transfer_pb2
+from kvtransfer.sender.part_sizes import part_bytes_over
+from kvtransfer.staging import StagedMemory
+from kvtransfer.transports.nixl import device
+from kvtransfer.transports.nixl import transport as nixl
+from kvtransfer.transports.nixl.agent import Place
+from kvtransfer.transports.nixl.device import NUM_ROOMS, DeviceReader
+from kvtransfer.transports.nixl.transport import NixlTransport
+from pdmesh.engine.kv_cache.ipc_pool import ShownPool
+from pdmesh.engine.kv_cache.streams import InOrder
+from pdmesh.engine.kv_cache.summed_copies import Blocks, IndexedSums
+from pdmesh.v1 import transfer_pb2
 from tests.kvtransfer.endpoints import RawPeer, World, nothing_left, running, until
 from tests.kvtransfer.test_nixl_reader import Source, source_process
 from tests.support.host_sharing import HostSharing, pool_of, staged
@@ -39,7 +40,7 @@ BOTH = ("nixl", "tcp")
 
 @pytest.fixture(autouse=True)
 def small_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_device, "ROOM_BYTES", ROOM_BYTES)
+    monkeypatch.setattr(device, "ROOM_BYTES", ROOM_BYTES)
 
 
 def also_by_tcp(world: World) -> World:
@@ -116,7 +117,7 @@ async def test_where_nixl_cannot_do_with_memory_of_the_device_tcp_takes_the_same
     with nothing_left():
         world = World("nixl+device")
         if who == "receiver":
-            monkeypatch.setattr(nixl_device, "place_of", on_gpu)
+            monkeypatch.setattr(device, "place_of", on_gpu)
         async with running(also_by_tcp(world)):
             if who == "sender":
                 monkeypatch.setattr(nixl, "place_of", on_gpu)
@@ -154,7 +155,7 @@ async def test_a_part_larger_than_a_room_and_ids_outside_the_pool_are_refused(mo
                 ([0, 64], ROOM_BYTES, "part.source_block_ids: 64 is outside the pool of 64 blocks"),
                 ([0, 1], 64, "part.num_bytes: "),
             ):
-                monkeypatch.setattr(nixl_device, "ROOM_BYTES", room_bytes)
+                monkeypatch.setattr(device, "ROOM_BYTES", room_bytes)
                 world.job(name := f"r{room_bytes}")
                 async with world.raw_peer(world.hello(name)) as peer:
                     header = peer.header(Part(0, 0, 1, 0, 2))
@@ -225,8 +226,8 @@ async def test_a_source_that_is_paused_keeps_a_room_and_nothing_else() -> None:
 
 @NEEDS_NIXL
 async def test_when_no_room_becomes_free_the_attempt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_device, "NUM_ROOMS", 1)
-    monkeypatch.setattr(nixl_device, "ROOM_S", 0.1)
+    monkeypatch.setattr(device, "NUM_ROOMS", 1)
+    monkeypatch.setattr(device, "ROOM_S", 0.1)
     with nothing_left():
         async with running(also_by_tcp(World("nixl+device"))) as world:
             with source_process(world.source.num_bytes) as source:

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 import pytest
 
+from kvtransfer.manifest import Part
 from kvtransfer.memory import Rectangle, copies, shape_of
 from kvtransfer.native.library import address_of
-from kvtransfer.parts import Part
 from kvtransfer.reservation import Mode, NewAttempt, transition
-from kvtransfer.transports import nixl_reader
-from kvtransfer.transports.nixl import NixlTransport
-from kvtransfer.transports.nixl_agent import Agent, NixlFailed
-from kvtransfer.transports.nixl_pull import Pull, cut, wire_order
-from kvtransfer.transports.nixl_reader import NUM_BUFFERS, Reader
+from kvtransfer.transports.nixl import reader as nixl_reader
+from kvtransfer.transports.nixl.agent import Agent, NixlFailed
+from kvtransfer.transports.nixl.nixl_pull import Pull, cut, wire_order
+from kvtransfer.transports.nixl.reader import NUM_BUFFERS, Reader
+from kvtransfer.transports.nixl.transport import NixlTransport
 from tests.kvtransfer.endpoints import DEADLINE_S, World, nothing_left, running, until
 from tests.support.kv_memory import FakeKVMemory
 from tests.support.nixl import NEEDS_NIXL
@@ -53,7 +53,7 @@ def test_cut_keeps_every_byte_in_its_place(num_bytes: int) -> None:
 SOURCE = """
 import mmap, sys
 from kvtransfer.native.library import address_of
-from kvtransfer.transports.nixl_agent import Agent
+from kvtransfer.transports.nixl.agent import Agent
 pool = mmap.mmap(-1, int(sys.argv[1]))
 pool.write(b"7" * len(pool))
 agent = Agent(address_of(memoryview(pool)), len(pool))

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.errors import TransferRefused
-from kvtransfer.parts import MAX_PART_BYTES, TARGET_PART_BYTES, Manifest, Part, cut
-from protos.v1 import transfer_pb2
+from kvtransfer.manifest import MAX_PART_BYTES, TARGET_PART_BYTES, Manifest, Part, cut
+from pdmesh.v1 import transfer_pb2
 
 SIZE = 512
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.feed import KVFeed, Ready
-from kvtransfer.parts import Part
-from kvtransfer.pipeline import GROUP_COST_S, Pipeline, choose_group
+from kvtransfer.manifest import Part
+from kvtransfer.schedule import GROUP_COST_S, Pipeline, choose_group
 
 SIZE = 512
 

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from kvtransfer import outgoing_session, sender
 from kvtransfer.errors import PushFailed
 from kvtransfer.feed import FirstTokensDrawn, KVFeed, NothingToDecode, Ready
-from kvtransfer.parts import Part
-from kvtransfer.push import PushJob
+from kvtransfer.manifest import Part
+from kvtransfer.sender import outgoing_session, sender
+from kvtransfer.sender.push_part import PushJob
 from tests.kvtransfer.endpoints import CHOICES, World, nothing_left, running, until
 
 LAYERS, BLOCKS = 3, 20

@@ -12,10 +12,10 @@ import pytest
 from kvtransfer import framing
 from kvtransfer.errors import PushFailed
 from kvtransfer.memory import shape_of
-from kvtransfer.receiver import Receiver
-from kvtransfer.sender import PushJob, Sender
+from kvtransfer.receiver.receiver import Receiver
+from kvtransfer.sender.sender import PushJob, Sender
 from kvtransfer.transports import mapped_pools
-from protos.v1 import common_pb2, transfer_pb2
+from pdmesh.v1 import common_pb2, transfer_pb2
 from tests.kvtransfer.endpoints import World, nothing_left, running
 from tests.support.kv_memory import SEALS, FakeKVMemory
 

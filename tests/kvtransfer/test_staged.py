@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.streams import InOrder
-from kvtransfer import outgoing
 from kvtransfer.errors import PushFailed
 from kvtransfer.feed import FirstTokensDrawn, KVFeed, Ready
-from kvtransfer.parts import Part
-from kvtransfer.push import PushJob
+from kvtransfer.manifest import Part
+from kvtransfer.sender import push as outgoing
+from kvtransfer.sender.push_part import PushJob
+from pdmesh.engine.kv_cache.streams import InOrder
 from tests.kvtransfer.endpoints import CHOICES, running, until
 from tests.kvtransfer.staged_world import BLOCKS, LAYERS, Device, StagedWorld, at_work, do_all, staged
 from tests.kvtransfer.test_conversion import PAIRS, make_world

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvtransfer.errors import PushFailed
-from kvtransfer.sender import PushJob
+from kvtransfer.sender.sender import PushJob
 from kvtransfer.stream import SocketStream
 from tests.kvtransfer.endpoints import World, nothing_left, running, until
 

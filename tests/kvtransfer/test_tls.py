@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from kvtransfer import incoming_connection
 from kvtransfer.errors import PushFailed
-from kvtransfer.sender import PushJob, Sender
+from kvtransfer.receiver import incoming_connection
+from kvtransfer.sender.sender import PushJob, Sender
 from kvtransfer.tls_stream import TlsStream
-from runtime.tls import Tls
+from pdmesh.runtime.rpc.tls import Tls
 from tests.kvtransfer.endpoints import World, nothing_left, running, until
 from tests.kvtransfer.test_tcp import NUM_KV_BYTES, Faults, proxied
 from tests.support.certificates import Authority, mesh_tls, new_authority

@@ -10,10 +10,10 @@ import pytest
 
 from kvtransfer.errors import PushFailed, TransferRefused
 from kvtransfer.feed import NothingToDecode, complete_feed
-from kvtransfer.parts import Part
+from kvtransfer.manifest import Part
 from kvtransfer.transports.base import Outgoing
-from protos.v1 import common_pb2, transfer_pb2
-from runtime import failpoints
+from pdmesh.runtime import failpoints
+from pdmesh.v1 import common_pb2, transfer_pb2
 from tests.kvtransfer.endpoints import CHOICES, EPOCH, World, nothing_left, running, until
 
 

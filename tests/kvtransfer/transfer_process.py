@@ -10,8 +10,8 @@ import sys
 
 from kvtransfer.checksum import checksum
 from kvtransfer.errors import PushFailed
-from kvtransfer.sender import PushJob
-from protos.v1 import common_pb2
+from kvtransfer.sender.sender import PushJob
+from pdmesh.v1 import common_pb2
 from tests.kvtransfer.endpoints import World, running, until
 
 NUM_BLOCKS = 200

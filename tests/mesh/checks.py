@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from pdmesh.client import AsyncClient
-from pdmesh.launcher import LocalMesh
-from protos.v1 import mesh_pb2
+from pdmesh.client.client import AsyncClient
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.v1 import mesh_pb2
 
 
 def unwhole(status: mesh_pb2.GetStatusResponse) -> list[str]:

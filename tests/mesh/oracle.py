@@ -5,9 +5,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from benchmarks.engine_runs import make_engine
-from engine.engine import Engine
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
 
 
 @lru_cache(maxsize=2)

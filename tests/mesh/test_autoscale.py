@@ -15,20 +15,21 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from autoscaler.collect import Collector
-from autoscaler.collect_pools import Pools
-from autoscaler.decision import Flip, PoolDecision
-from autoscaler.loop import Loop
-from autoscaler.loop_history import read_entries
-from autoscaler.platform import Asked
-from autoscaler.roles import RoleChanger
-from autoscaler.views import PoolName
-from pdmesh import cli, local_decisions
-from pdmesh.client import AsyncClient
+from pdmesh import cli
+from pdmesh.autoscaler.collect.collect import Collector
+from pdmesh.autoscaler.collect.collect_pools import Pools
+from pdmesh.autoscaler.decision import Flip, PoolDecision
+from pdmesh.autoscaler.loop import Loop
+from pdmesh.autoscaler.loop_history import read_entries
+from pdmesh.autoscaler.platform import Asked
+from pdmesh.autoscaler.roles import RoleChanger
+from pdmesh.autoscaler.views import PoolName
+from pdmesh.client.client import AsyncClient
 from pdmesh.commands.up import _scaled
 from pdmesh.commands.up_autoscale import DECISIONS_FILE, PERIOD_S, AutoscaleOptions, local_loop, scaled
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan
+from pdmesh.launcher import local_state
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
 from tests.mesh import oracle
 from tests.mesh.checks import Footprint, assert_whole
 from tests.support.waiting import eventually
@@ -202,11 +203,11 @@ async def test_status_shows_what_was_decided_and_why(
     monkeypatch.setenv("PDMESH_CACHE", str(tmp_path))
     mesh, _ = separated
     async with _scaled(mesh, replace(OPTIONS, cool_down_s=600.0)):
-        await eventually(lambda: local_decisions.latest(mesh.worker_addresses))
+        await eventually(lambda: local_state.latest(mesh.worker_addresses))
         assert await asyncio.to_thread(cli.run, ["status", "--router", mesh.router_address]) == 0
     shown = capsys.readouterr().out
     assert "\nprefill stays at 1: " in shown and "\ndecode stays at 2: " in shown
-    assert local_decisions.latest(mesh.worker_addresses) is None, "nobody decides any more"
+    assert local_state.latest(mesh.worker_addresses) is None, "nobody decides any more"
 
 
 async def test_starts_that_fail_are_told_and_not_repeated_without_end(tiny: Path, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from pdmesh.client import AsyncClient
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
+from pdmesh.client.client import AsyncClient
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
 from router.config import RouterConfig
 from tests.mesh import oracle
 from tests.mesh.checks import Footprint

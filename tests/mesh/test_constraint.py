@@ -8,13 +8,13 @@ import jsonschema
 import pytest
 import pytest_asyncio
 
-from pdmesh.client import AsyncClient
-from pdmesh.client_types import FinishReason, GenerateOptions, Generation
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
-from pdmesh.models import ensure_model
-from protos.v1 import common_pb2, mesh_pb2, mesh_pb2_grpc
-from runtime.channel import connect
+from pdmesh.client.client import AsyncClient
+from pdmesh.client.types import FinishReason, GenerateOptions, Generation
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.models.registry import ensure_model
+from pdmesh.runtime.rpc.channel import connect
+from pdmesh.v1 import common_pb2, mesh_pb2, mesh_pb2_grpc
 from tests.mesh.checks import assert_whole
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.real_model, pytest.mark.timeout(300)]

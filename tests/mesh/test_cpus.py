@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.sampling_params import SamplingParams
-from pdmesh.client import AsyncClient
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig, usable_cores
+from pdmesh.client.client import AsyncClient
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig, usable_cores
 from tests.mesh import oracle
 
 

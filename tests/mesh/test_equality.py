@@ -9,8 +9,8 @@ from benchmarks import reference
 from benchmarks.engine_runs import FLOAT32, GREEDY, SAMPLED, Draw
 from benchmarks.equality_ways import Task, engine_ways, mesh_ways, preempting_mesh
 from benchmarks.prompts import encode_all
-from pdmesh.models import ensure_model
-from text.tokenizer import Tokenizer
+from pdmesh.models.registry import ensure_model
+from pdmesh.text.tokenizer import Tokenizer
 
 NUM_TOKENS = 32
 # One token, English, code, German, Japanese, and one of a few hundred tokens.

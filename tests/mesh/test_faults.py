@@ -10,12 +10,12 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.chaos.arming import Arming
-from engine.sampling_params import SamplingParams
-from pdmesh.client import AsyncClient
+from pdmesh.client.client import AsyncClient
+from pdmesh.engine.sampling_params import SamplingParams
 from pdmesh.errors import DeadlineExceeded
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan
-from runtime.failpoints import VARIABLE
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
+from pdmesh.runtime.failpoints import VARIABLE
 from tests.mesh import oracle
 from tests.mesh.checks import Footprint, assert_whole, is_running
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.cpu import isa
-from engine.kernels.cpu.build import build_ahead
-from engine.sampling_params import SamplingParams
-from pdmesh.client import AsyncClient
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
+from pdmesh.client.client import AsyncClient
+from pdmesh.engine.kernels.cpu import isa
+from pdmesh.engine.kernels.cpu.build import build_ahead
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
 from tests.mesh import oracle
 
 # What it links is the library that this machine has already; and it takes its time.

@@ -15,11 +15,11 @@ from google.protobuf.descriptor import MethodDescriptor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.sampling_params import SamplingParams
-from pdmesh.client import AsyncClient
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
-from protos.v1 import decode_pb2, mesh_pb2, prefill_pb2, worker_pb2
+from pdmesh.client.client import AsyncClient
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.v1 import decode_pb2, mesh_pb2, prefill_pb2, worker_pb2
 from tests.mesh import oracle
 from tests.mesh.checks import Footprint, abstract_sockets, assert_whole
 from tests.support.protobuf_strategies import messages

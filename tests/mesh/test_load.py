@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.sampling_params import SamplingParams
-from pdmesh.client import AsyncClient, Started
+from pdmesh.client.client import AsyncClient, Started
+from pdmesh.engine.sampling_params import SamplingParams
 from pdmesh.errors import Overloaded
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
 from tests.mesh import oracle
 from tests.mesh.checks import assert_whole
 

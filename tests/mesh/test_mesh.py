@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.sampling_params import SamplingParams
-from pdmesh.client import AsyncClient, Client, Completed, Delta, Started
-from pdmesh.client_types import FinishReason
-from pdmesh.launcher import LocalMesh
+from pdmesh.client.client import AsyncClient, Client, Completed, Delta, Started
+from pdmesh.client.types import FinishReason
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.text.tokenizer import Tokenizer
 from tests.examples.programs import example, output_of
 from tests.mesh import oracle
 from tests.mesh.checks import assert_whole
-from text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

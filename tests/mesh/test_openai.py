@@ -10,11 +10,11 @@ import openai
 import pytest
 import pytest_asyncio
 
-from pdmesh.client import AsyncClient
-from pdmesh.client_types import Choice
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
-from pdmesh.models import ensure_model
+from pdmesh.client.client import AsyncClient
+from pdmesh.client.types import Choice
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.models.registry import ensure_model
 from tests.mesh.checks import Footprint, assert_whole
 from tests.support.waiting import eventually
 

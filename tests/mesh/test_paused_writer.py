@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.sampling_params import SamplingParams
-from pdmesh.client import AsyncClient
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan
-from runtime.failpoints import VARIABLE
+from pdmesh.client.client import AsyncClient
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
+from pdmesh.runtime.failpoints import VARIABLE
 from tests.mesh import oracle
 from tests.mesh.checks import Footprint, assert_whole
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from protos.v1 import common_pb2, mesh_pb2, mesh_pb2_grpc
+from pdmesh.runtime.files import cache_root_of
+from pdmesh.runtime.registry.redis_server import EmbeddedRedis
+from pdmesh.text.block_hash import hash_prompt, short_name
+from pdmesh.v1 import common_pb2, mesh_pb2, mesh_pb2_grpc
 from router.config import RouterConfig
 from router.main import Router
-from runtime.cache_root import cache_root_of
-from runtime.redis_embedded import EmbeddedRedis
 from tests.mesh import oracle
 from tests.router.mesh import running_router
 from tests.support.waiting import eventually
 from tests.support.worker_mesh import Peer, load_tiny, running_worker
-from text.block_hash import hash_prompt, short_name
 
 SYSTEM_PROMPTS = [oracle.prompt_of(number, 200) for number in (300, 301)]
 NUM_BLOCKS = 200 // 16

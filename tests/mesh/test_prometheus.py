@@ -14,13 +14,13 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.observability.prometheus import BINARY, Prometheus, running_prometheus
-from pdmesh import local_metrics
-from pdmesh.client import AsyncClient
+from pdmesh.client.client import AsyncClient
 from pdmesh.commands.up import _metrics_told, _scaled
 from pdmesh.commands.up_autoscale import AutoscaleOptions
 from pdmesh.errors import MeshError
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
+from pdmesh.launcher import local_metrics
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
 from pdmesh.monitoring import rules
 from pdmesh.monitoring.dashboards_fleet import all_dashboards
 from pdmesh.monitoring.manifests import rules_file

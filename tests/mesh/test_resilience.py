@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.sampling_params import SamplingParams
-from pdmesh.client import AsyncClient, Completed, Delta
-from pdmesh.client_types import Timings
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
+from pdmesh.client.client import AsyncClient, Completed, Delta
+from pdmesh.client.types import Timings
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
 from tests.mesh import oracle
 from tests.mesh.checks import Footprint, assert_whole, is_running
 from tests.support.waiting import eventually

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.sampling_params import SamplingParams
-from pdmesh.client import AsyncClient, Completed, Delta
-from pdmesh.client_stream import AsyncStream
-from pdmesh.client_types import FinishReason, Generation
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan
-from protos.v1 import worker_pb2
+from pdmesh.client.client import AsyncClient, Completed, Delta
+from pdmesh.client.stream import AsyncStream
+from pdmesh.client.types import FinishReason, Generation
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
+from pdmesh.text.tokenizer import Tokenizer
+from pdmesh.v1 import worker_pb2
 from tests.mesh import oracle
 from tests.mesh.checks import Footprint, assert_whole
 from tests.support.tiny_models import make_tiny_model
-from text.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 

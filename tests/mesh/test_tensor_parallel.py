@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import mesh_runs
 from benchmarks.engine_runs import GREEDY, SAMPLED, Draw, make_engine, run
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig, ProcessPlan
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
 from tests.mesh import oracle
 from tests.mesh.checks import Footprint, assert_whole, is_running
 from tests.support.waiting import eventually

@@ -11,16 +11,16 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from engine.sampling_params import SamplingParams
 from pdmesh import cli
-from pdmesh.client import AsyncClient, Client, ClientTlsConfig
+from pdmesh.client.client import AsyncClient, Client, ClientTlsConfig
+from pdmesh.engine.sampling_params import SamplingParams
 from pdmesh.errors import Unavailable
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
-from protos.v1 import worker_pb2
-from protos.v1.worker_pb2_grpc import WorkerControlStub
-from runtime.config import to_env
-from runtime.tls import open_tls
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.runtime.config import to_env
+from pdmesh.runtime.rpc.tls import open_tls
+from pdmesh.v1 import worker_pb2
+from pdmesh.v1.worker_pb2_grpc import WorkerControlStub
 from tests.mesh import oracle
 from tests.mesh.checks import Footprint, assert_whole
 from tests.support.certificates import new_authority

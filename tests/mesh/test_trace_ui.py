@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
-from pdmesh.client import AsyncClient
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
-from runtime.child import ChildProcess
+from pdmesh.client.client import AsyncClient
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.runtime.child import ChildProcess
 from tests.mesh.checks import Footprint
 
 VARIABLE = "PDMESH_TRACE_UI"

@@ -13,9 +13,9 @@ from benchmarks.observability.delays import DELAY_MS, DELAYS, Delay, medians, mo
 from benchmarks.observability.parts import under_load
 from benchmarks.observability.traced import DECODES, PREFILLS, Traced, traced_mesh, unseen
 from benchmarks.observability.traces import LOCAL_SPANS, REMOTE_SPANS
-from pdmesh.client import AsyncClient, Delta
+from pdmesh.client.client import AsyncClient, Delta
 from pdmesh.errors import MeshError
-from pdmesh.launcher_plan import LocalMeshConfig
+from pdmesh.launcher.plan import LocalMeshConfig
 from tests.mesh.checks import assert_whole
 
 ROUNDING_MS = 0.001

@@ -10,11 +10,11 @@ import pytest_asyncio
 
 from benchmarks.observability.otlp_receiver import OtlpReceiver
 from benchmarks.observability.traces import REMOTE_SPANS, trace_of
-from engine.sampling_params import SamplingParams
-from pdmesh.client import AsyncClient
-from pdmesh.client_types import Generation
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
+from pdmesh.client.client import AsyncClient
+from pdmesh.client.types import Generation
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
 from tests.mesh import oracle
 from tests.mesh.checks import assert_whole
 

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 
-from protos.v1 import common_pb2, mesh_pb2
-from protos.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
-from runtime.errors import MeshError, status_of
-from runtime.telemetry.propagation import SpanContext, extract
+from pdmesh.runtime.errors import MeshError, status_of
+from pdmesh.runtime.telemetry.propagation import SpanContext, extract
+from pdmesh.v1 import common_pb2, mesh_pb2
+from pdmesh.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
 
 NUM_TOKENS = 12
 SEED = 7

@@ -13,8 +13,8 @@ from typing import Any
 
 import grpc.aio
 
-from protos.v1 import mesh_pb2, worker_pb2
-from protos.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
+from pdmesh.v1 import mesh_pb2, worker_pb2
+from pdmesh.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
 
 WORKER_ADDRESS = "127.0.0.1:1"
 

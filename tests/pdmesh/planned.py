@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pdmesh.planner.meshes import AGGREGATED, SEPARATED, WorkerKind
 from pdmesh.planner.plan import EFFORTS, Effort, Task
 from pdmesh.planner.traffic import Traffic, traffic_of
-from planning.devices import DEVICES
-from planning.roofline import Roofline
-from planning.roofline_model import Decoder
-from simulator.config import SimulatorConfig
+from pdmesh.planning.devices import DEVICES
+from pdmesh.planning.roofline import Roofline
+from pdmesh.planning.roofline_model import Decoder
+from pdmesh.simulator.config import SimulatorConfig
 from tests.simulator.specs import LARGE
 
 KIND = WorkerKind(LARGE)

@@ -13,7 +13,7 @@ import pytest
 from pdmesh import cli, errors
 from pdmesh.arguments import parse_options, with_flags
 from pdmesh.commands import chat, generate, options
-from protos.v1 import common_pb2
+from pdmesh.v1 import common_pb2
 from tests.pdmesh.fake_mesh import NUM_TOKENS, Script, start_router, text
 
 ANSWER = "".join(text(0, index) for index in range(NUM_TOKENS))

@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack
 import pytest
 
 from pdmesh import errors
-from pdmesh.client import AsyncClient, Client, Completed, Delta, Event, Message, Started
-from pdmesh.client_types import FinishReason, GenerateOptions, PrefillMode
-from protos.v1 import common_pb2, mesh_pb2
+from pdmesh.client.client import AsyncClient, Client, Completed, Delta, Event, Message, Started
+from pdmesh.client.types import FinishReason, GenerateOptions, PrefillMode
+from pdmesh.v1 import common_pb2, mesh_pb2
 from tests.pdmesh.fake_mesh import NUM_TOKENS, SEED, FakeRouter, Script, delta, start_router, text, token
 from tests.support.waiting import eventually
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.client_channel import addresses
-from pdmesh.client_retry import Retrier, RetryPolicy
+from pdmesh.client.channel import addresses
+from pdmesh.client.client_retry import Retrier, RetryPolicy
 from pdmesh.errors import Cancelled, DeadlineExceeded, InvalidArgument, MeshError, Overloaded, Unavailable
 
 GONE = Unavailable("gone")

@@ -14,10 +14,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import NonRecordingSpan, SpanKind, StatusCode, TraceFlags
 
-from pdmesh.client import AsyncClient, Client, Delta
+from pdmesh.client.client import AsyncClient, Client, Delta
 from pdmesh.errors import MeshError
-from runtime.errors import InvalidArgument, Unavailable
-from runtime.telemetry.propagation import SpanContext
+from pdmesh.runtime.errors import InvalidArgument, Unavailable
+from pdmesh.runtime.telemetry.propagation import SpanContext
 from tests.pdmesh.fake_mesh import NUM_TOKENS, FakeRouter, Script, start_router
 
 

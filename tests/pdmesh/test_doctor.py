@@ -8,33 +8,34 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.cpu import build, isa
 from kvtransfer.transports.registry import installed
-from pdmesh import cli, doctor_machine, doctor_software, doctor_transfer
+from pdmesh import cli
 from pdmesh.commands import doctor as command
 from pdmesh.commands import up
-from pdmesh.doctor import Check, State, examine, missing, ok
-from pdmesh.model_catalogue import KNOWN_MODELS
-from pdmesh.render import Palette
+from pdmesh.doctor import doctor_transfer, machine, software
+from pdmesh.doctor.check import Check, State, examine, missing, ok
+from pdmesh.engine.kernels.cpu import build, isa
+from pdmesh.models.catalogue import KNOWN_MODELS
+from pdmesh.terminal import Palette
 
 PLAIN = Palette(enabled=False)
 
 
 def test_cpu_flags_of_x86_and_arm() -> None:
-    assert {"avx2", "fma"} <= doctor_machine.cpu_flags(["processor : 0", "flags\t\t: fpu avx2 fma"])
-    assert "asimd" in doctor_machine.cpu_flags(["Features : fp asimd bf16"])
-    assert doctor_machine.cpu_flags([]) == frozenset()
+    assert {"avx2", "fma"} <= machine.cpu_flags(["processor : 0", "flags\t\t: fpu avx2 fma"])
+    assert "asimd" in machine.cpu_flags(["Features : fp asimd bf16"])
+    assert machine.cpu_flags([]) == frozenset()
 
 
 def test_available_bytes() -> None:
-    assert doctor_machine.available_bytes(["MemTotal: 9 kB", "MemAvailable:  2048 kB"]) == 2_097_152
+    assert machine.available_bytes(["MemTotal: 9 kB", "MemAvailable:  2048 kB"]) == 2_097_152
     with pytest.raises(ValueError, match="MemAvailable"):
-        doctor_machine.available_bytes([])
+        machine.available_bytes([])
 
 
 def test_this_machine_passes_shared_memory_and_loopback() -> None:
-    assert doctor_machine.shared_memory().state is State.OK
-    assert doctor_machine.loopback().state is State.OK
+    assert machine.shared_memory().state is State.OK
+    assert machine.loopback().state is State.OK
 
 
 def test_this_machine_moves_kv_over_every_transport() -> None:
@@ -57,29 +58,29 @@ def test_kv_transports_that_fail_cost_speed_or_the_hand_off() -> None:
 def test_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         number = server.getsockname()[1]
-        assert doctor_machine.port(number).state is State.WARN
-    assert doctor_machine.port(number).state is State.OK
+        assert machine.port(number).state is State.WARN
+    assert machine.port(number).state is State.OK
 
 
 def test_package_that_is_missing_says_what_to_install() -> None:
-    finding = doctor_software.package("no-such-package", "worker", "workers cannot compute", module="no_such_package")
+    finding = software.package("no-such-package", "worker", "workers cannot compute", module="no_such_package")
     assert finding.blocks and finding.remedy == "pip install 'pdmesh[worker]'"
-    assert doctor_software.package("grpcio", "services", "", module="grpc").state is State.OK
+    assert software.package("grpcio", "services", "", module="grpc").state is State.OK
 
 
 def test_redis_that_does_not_answer() -> None:
-    finding = doctor_software.redis("redis://:secret@127.0.0.1:1")
+    finding = software.redis("redis://:secret@127.0.0.1:1")
     assert finding.blocks and "secret" not in finding.found + finding.cost + finding.remedy
-    assert doctor_software.redis("nonsense://x").blocks
+    assert software.redis("nonsense://x").blocks
 
 
 def test_model_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDMESH_CACHE", str(tmp_path / "empty"))
     known = next(iter(KNOWN_MODELS))
-    assert doctor_software.model_files(known).state is State.WARN
-    assert doctor_software.disk(known).state in (State.OK, State.WARN, State.MISSING)
-    assert doctor_software.model_files(str(tmp_path / "nothing")).blocks
-    assert doctor_software.model_files(str(tmp_path)).state is State.OK
+    assert software.model_files(known).state is State.WARN
+    assert software.disk(known).state in (State.OK, State.WARN, State.MISSING)
+    assert software.model_files(str(tmp_path / "nothing")).blocks
+    assert software.model_files(str(tmp_path)).state is State.OK
 
 
 def test_cpu_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,14 +88,14 @@ def test_cpu_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PDMESH_KERNELS_DIR", raising=False)
     monkeypatch.setattr(build, "SOURCES", sources := tmp_path / "sources")
     monkeypatch.setattr(build, "library_path", lambda _tier: tmp_path / build.LIBRARY)
-    assert doctor_software.cpu_kernels().state is State.WARN
+    assert software.cpu_kernels().state is State.WARN
     (tmp_path / build.LIBRARY).touch()
-    assert doctor_software.cpu_kernels().state is State.OK
+    assert software.cpu_kernels().state is State.OK
     (sources / "prebuilt" / isa.detect().name).mkdir(parents=True)
     (sources / "prebuilt" / isa.detect().name / build.LIBRARY).touch()
-    assert "built ahead" in doctor_software.cpu_kernels().found
+    assert "built ahead" in software.cpu_kernels().found
     monkeypatch.setenv(isa.VARIABLE, "quantum")
-    assert doctor_software.cpu_kernels().blocks and "quantum" in doctor_software.cpu_kernels().found
+    assert software.cpu_kernels().blocks and "quantum" in software.cpu_kernels().found
 
 
 def test_no_compiler_costs_speed_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +103,7 @@ def test_no_compiler_costs_speed_only(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PDMESH_KERNELS_DIR", str(tmp_path))
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     monkeypatch.setattr(build, "library_path", _no_compiler)
-    finding = doctor_software.cpu_kernels()
+    finding = software.cpu_kernels()
     assert finding.state is State.MISSING and not finding.blocks and "torch" in finding.cost
 
 
@@ -112,8 +113,8 @@ def _no_compiler(_tier: isa.Tier) -> Path:
 
 @pytest.mark.parametrize(("free", "state"), [(0, State.MISSING), (500_000_000, State.WARN), (50_000_000_000, State.OK)])
 def test_disk(free: int, state: State, tmp_path: Path) -> None:
-    assert doctor_software.judge_disk(free, tmp_path, next(iter(KNOWN_MODELS.values()))).state is state
-    assert doctor_software.judge_disk(free, tmp_path, None).state is State.OK
+    assert software.judge_disk(free, tmp_path, next(iter(KNOWN_MODELS.values()))).state is state
+    assert software.judge_disk(free, tmp_path, None).state is State.OK
 
 
 def test_a_check_that_fails_is_a_finding() -> None:

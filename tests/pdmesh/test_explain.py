@@ -9,8 +9,8 @@ import pytest
 from pdmesh.cli import EXIT_USAGE, run
 from pdmesh.commands.explain import decision_lines
 from pdmesh.commands.status import status_lines
-from pdmesh.render import Palette
-from protos.v1 import mesh_pb2
+from pdmesh.terminal import Palette
+from pdmesh.v1 import mesh_pb2
 from tests.router.mesh import request, running_mesh, write_model
 
 PLAIN = Palette(False)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pdmesh import cli
-from router import key_file
-from router.redis_keys import RedisKeys
-from runtime.redis_embedded import EmbeddedRedis
+from pdmesh.runtime.registry.redis_server import EmbeddedRedis
+from router.auth import key_file
+from router.auth.redis_keys import RedisKeys
 
 
 def test_new_list_revoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from autoscaler.decision import Decision, PoolDecision
-from autoscaler.views import PoolName
+from pdmesh.autoscaler.decision import Decision, PoolDecision
+from pdmesh.autoscaler.views import PoolName
 from pdmesh.commands.status import decision_lines
-from pdmesh.local_decisions import FORGOTTEN_S, DecisionFile, latest
-from pdmesh.render import Palette
+from pdmesh.launcher.local_state import FORGOTTEN_S, DecisionFile, latest
+from pdmesh.terminal import Palette
 
 HERE = "127.0.0.1:4001"
 REASON = "9.5 requests/s expected (8.1/s came) need 2 for TPOT 100 ms of 90%; " + "1 serves and 1 starts; " * 4

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pdmesh.commands.status import metrics_lines
-from pdmesh.launcher_plan import LocalMeshConfig, router_plans, worker_plan, worker_plans
-from pdmesh.local_metrics import MetricsFiles, Target, shown
-from pdmesh.render import Palette
+from pdmesh.launcher.local_metrics import MetricsFiles, Target, shown
+from pdmesh.launcher.plan import LocalMeshConfig, router_plans, worker_plan, worker_plans
+from pdmesh.terminal import Palette
 
 ROUTER = Target("router-0", "router", ("http://127.0.0.1:9464/metrics", "http://127.0.0.1:9465/metrics"))
 WORKER = Target("decode-0", "worker", ("http://127.0.0.1:9470/metrics",))

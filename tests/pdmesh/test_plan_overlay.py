@@ -11,26 +11,26 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from autoscaler.config import AutoscalerConfig
-from autoscaler.kubernetes import orders
-from autoscaler.views import PoolName
+from pdmesh.autoscaler.config import AutoscalerConfig
+from pdmesh.autoscaler.kubernetes import orders
+from pdmesh.autoscaler.views import PoolName
 from pdmesh.planner import overlay
 from pdmesh.planner.kinds import Limitation, roofline_kinds
 from pdmesh.planner.meshes import AGGREGATED, SEPARATED, Point, Size
 from pdmesh.planner.overlay import HEADER, OverlayError, Served
 from pdmesh.planner.plan import EFFORTS, Plan, goals_of, make_plan
 from pdmesh.planner.subject import Subject
-from planning import objectives
-from planning.devices import DEVICES
-from planning.roofline import Roofline
-from planning.roofline_model import Decoder
+from pdmesh.planning import objectives
+from pdmesh.planning.devices import DEVICES
+from pdmesh.planning.roofline import Roofline
+from pdmesh.planning.roofline_model import Decoder
+from pdmesh.runtime.rpc.tls import TlsConfig
+from pdmesh.worker.config import WorkerConfig
 from router.config import RouterConfig
-from runtime.tls import TlsConfig
 from tests.k8s.kustomize import FOLDER, Manifest, name_of, render
 from tests.k8s.meshes import Workload
 from tests.k8s.programs import config_of, quantity
 from tests.pdmesh.planned import H100, config, task, traffic
-from worker.config import WorkerConfig
 
 SMOLLM2 = Decoder(30, 576, 1536, 9, 3, 64, 49152, 8192, tied_embeddings=True)
 

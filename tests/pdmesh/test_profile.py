@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.kernels.cpu.library import Profile
 from pdmesh import cli
-from pdmesh.step_profile import PYTHON, REST, SAMPLING, Case, StepProfiler
+from pdmesh.doctor.step_profile import PYTHON, REST, SAMPLING, Case, StepProfiler
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.kernels.cpu.library import Profile
 from tests.support.tiny_models import make_tiny_model
 
 STAGES = [*(stage for stage in Profile().nanoseconds() if stage != "total"), REST, SAMPLING, PYTHON]

@@ -6,11 +6,11 @@ import io
 
 import pytest
 
-from pdmesh.client_types import Completed, PrefillMode, Timings, Usage
+from pdmesh.client.types import Completed, PrefillMode, Timings, Usage
+from pdmesh.commands.render_timings import timings_report
 from pdmesh.commands.status import role_names, status_lines
-from pdmesh.render import Palette, bar, breakdown, duration, palette, size, table
-from pdmesh.render_timings import timings_report
-from protos.v1 import common_pb2, mesh_pb2, worker_pb2
+from pdmesh.terminal import Palette, bar, breakdown, duration, palette, size, table
+from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 
 PLAIN = Palette(enabled=False)
 

@@ -13,9 +13,9 @@ import pytest
 from pdmesh import cli
 from pdmesh.commands.roles import Options, find_worker
 from pdmesh.errors import FailedPrecondition, NotFound
-from protos.v1 import common_pb2, mesh_pb2, worker_pb2
-from protos.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, WorkerInfo
-from protos.v1.worker_pb2_grpc import WorkerControlServicer, add_WorkerControlServicer_to_server
+from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
+from pdmesh.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, WorkerInfo
+from pdmesh.v1.worker_pb2_grpc import WorkerControlServicer, add_WorkerControlServicer_to_server
 from tests.pdmesh.fake_mesh import FakeRouter, Script, start_router
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

@@ -9,9 +9,9 @@ import pytest
 from pdmesh import cli
 from pdmesh.commands.tls import exports
 from pdmesh.commands.up import Options as UpOptions
-from pdmesh.launcher_plan import LocalMeshConfig, router_plans, worker_plans
-from runtime.config import ConfigError, parse
-from runtime.tls import TlsConfig
+from pdmesh.launcher.plan import LocalMeshConfig, router_plans, worker_plans
+from pdmesh.runtime.config import ConfigError, parse
+from pdmesh.runtime.rpc.tls import TlsConfig
 from tests.support.certificates import mesh_tls
 
 

@@ -11,10 +11,10 @@ import pytest
 from pdmesh import cli
 from pdmesh.commands.up import Options, _mesh_config, _summary
 from pdmesh.commands.up_autoscale import DECISIONS_FILE, AutoscaleOptions
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig, router_plans, worker_plans
-from runtime.config import ConfigError, load, parse
-from worker.config import WorkerConfig
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig, router_plans, worker_plans
+from pdmesh.runtime.config import ConfigError, load, parse
+from pdmesh.worker.config import WorkerConfig
 
 OPTIONS = AutoscaleOptions(autoscale=True, max_workers=5, min_workers=2, ttft_ms=700, tpot_ms=40, quantile=0.95)
 MODEL = LocalMeshConfig(model="smollm2")

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.observability.otlp_receiver import OtlpReceiver
 from pdmesh.commands.up_autoscale import Shown
-from pdmesh.launcher_plan import LocalMeshConfig
+from pdmesh.launcher.plan import LocalMeshConfig
 from tests.otlp_metrics_receiver import OtlpMetricsReceiver
 
 

@@ -7,9 +7,9 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from planning.capacity_load import Goals, Load, Worker
-from planning.latency_model import Work, prefill_context
-from planning.pace_rules import MAX_SHARE, PACE_TARGET
+from pdmesh.planning.capacity_load import Goals, Load, Worker
+from pdmesh.planning.latency_model import Work, prefill_context
+from pdmesh.planning.pace_rules import MAX_SHARE, PACE_TARGET
 
 
 @dataclass(eq=False)

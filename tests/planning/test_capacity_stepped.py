@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from planning.capacity import DecodePool, Pool, PrefillPool, SharedPool, fewest
-from planning.capacity_load import Goals, Lengths, Limits, Load, Worker
-from planning.latency_model import LatencyModel
+from pdmesh.planning.capacity import DecodePool, Pool, PrefillPool, SharedPool, fewest
+from pdmesh.planning.capacity_load import Goals, Lengths, Limits, Load, Worker
+from pdmesh.planning.latency_model import LatencyModel
 from tests.planning.stepped import Asked, run
 
 WORKER = Worker(LatencyModel(8e-3, 6e-5, 2e-9, 2e-4, 3e-8), Limits(2048, 256, 400_000))

@@ -10,10 +10,10 @@ from contextlib import AsyncExitStack
 import grpc
 import pytest
 
-from engine.outputs import StepResult
-from protos.v1 import decode_pb2, prefill_pb2
-from runtime import failpoints
-from runtime.errors import error_from_rpc
+from pdmesh.engine.outputs import StepResult
+from pdmesh.runtime import failpoints
+from pdmesh.runtime.errors import error_from_rpc
+from pdmesh.v1 import decode_pb2, prefill_pb2
 from tests.support.mini_router import MiniRouter
 from tests.support.waiting import eventually, slowly
 from tests.support.worker_mesh import Model, Peer, history, running_worker, token_request

@@ -12,10 +12,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from protos.descriptors import ROOT
-from protos.v1 import mesh_pb2
+from pdmesh.runtime.config import parse
+from pdmesh.v1 import mesh_pb2
 from router.config import RouterConfig
-from runtime.config import parse
+from tools.protos.descriptors import ROOT
 
 GUIDE = (ROOT / "docs/grpc.md").read_text(encoding="utf-8")
 PROTO_FILES = shlex.split(re.findall(r'^FILES="(.+)"$', GUIDE, re.MULTILINE)[0])
@@ -69,7 +69,7 @@ def test_the_stubs_of_the_guide_work_alone(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "grpc_tools.protoc", "-I", ".", *outputs, *PROTO_FILES], cwd=ROOT, check=True, timeout=60
     )
-    program = "from protos.v1 import mesh_pb2, mesh_pb2_grpc; print(mesh_pb2.__file__, mesh_pb2_grpc.MeshStub.__name__)"
+    program = "from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc; print(mesh_pb2.__file__, mesh_pb2_grpc.MeshStub.__name__)"
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     shown = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=60

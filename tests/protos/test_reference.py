@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from protos import descriptors, reference
-from protos.descriptors import Api
-from protos.v1 import common_pb2, decode_pb2, mesh_pb2, prefill_pb2, transfer_pb2, worker_pb2
+from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2, prefill_pb2, transfer_pb2, worker_pb2
+from tools.protos import descriptors, reference
+from tools.protos.descriptors import Api
 
 
 @pytest.fixture(scope="module")

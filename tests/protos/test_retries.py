@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from protos import service_config
-from protos.v1 import mesh_pb2, mesh_pb2_grpc
-from runtime.errors import FailedPrecondition, MeshError, ResourceExhausted, Unavailable
-from runtime.server import GrpcServer
+from pdmesh.client import service_config
+from pdmesh.runtime.errors import FailedPrecondition, MeshError, ResourceExhausted, Unavailable
+from pdmesh.runtime.rpc.server import GrpcServer
+from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
 
 STARTED = mesh_pb2.GenerateResponse(started=mesh_pb2.Started(seed=7))
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import grpc
 
-from protos import service_config
-from protos.v1 import common_pb2, mesh_pb2, mesh_pb2_grpc
+from pdmesh.client import service_config
+from pdmesh.v1 import common_pb2, mesh_pb2, mesh_pb2_grpc
 from tests.router.mesh import Answer, Mesh, expected, request, running_mesh
 from tests.support.waiting import eventually
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from protos import descriptors, stable
-from protos.stable import Snapshot
-from protos.v1 import mesh_pb2
+from pdmesh.v1 import mesh_pb2
+from tools.protos import descriptors, stable
+from tools.protos.stable import Snapshot
 
 
 @pytest.fixture(scope="module")

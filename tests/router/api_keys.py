@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from router import key_file
-from router.keys import ApiKey, KeyTable, hash_of
+from router.auth import key_file
+from router.auth.api_keys import ApiKey, KeyTable, hash_of
 
 
 def add_key(path: Path, secret: str, *, tenant: str = "", admin: bool = False, expires: int | None = None) -> ApiKey:

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from kvtransfer.layouts import Layout
-from planning.latency_model import LatencyModel
-from router.views import WorkerView
+from kvtransfer.layout import Layout
+from pdmesh.planning.latency_model import LatencyModel
+from router.routing.worker_snapshot import WorkerView
 
 SPEED = LatencyModel(
     fixed_s=4e-3,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import grpc.aio
 
-from protos.v1 import common_pb2, mesh_pb2, mesh_pb2_grpc
+from pdmesh.runtime.rpc.channel import connect
+from pdmesh.v1 import common_pb2, mesh_pb2, mesh_pb2_grpc
 from router.config import RouterConfig
 from router.main import Router
-from runtime.channel import connect
 from tests.router import stub_model
 from tests.router.stub_workers import DECODE, PREFILL, StubWorker
 from tests.support.tiny_models import IM_END, write_byte_tokenizer

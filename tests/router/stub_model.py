@@ -1,6 +1,6 @@
 """The "model" of the stub workers: each token is a function of prompt, seed, choice and index, as the real one's draws are."""
 
-from protos.v1 import common_pb2
+from pdmesh.v1 import common_pb2
 
 VOCAB_SIZE = 320
 MAX_CONTEXT = 2048

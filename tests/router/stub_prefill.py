@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
-from protos.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
-from runtime.errors import Aborted, ResourceExhausted
+from pdmesh.runtime.errors import Aborted, ResourceExhausted
+from pdmesh.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.router import stub_model
 from tests.support.waiting import eventually
 

@@ -8,12 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.admission import Admission
-from router.admission_counts import OTHERS
-from router.applicant import BATCH, INTERACTIVE, STANDARD, Applicant, Refusal, Ticket, TicketState
-from router.forecast import Forecast
-from router.places import AdmissionSettings
-from router.tenant_limits import SameForAll, TenantLimits
+from router.flow_control.admission_counts import OTHERS
+from router.flow_control.capacity import AdmissionSettings
+from router.flow_control.controller import Admission
+from router.flow_control.forecast import Forecast
+from router.flow_control.tenant_limits import SameForAll, TenantLimits
+from router.flow_control.types import BATCH, INTERACTIVE, STANDARD, Applicant, Refusal, Ticket, TicketState
 
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 3.0}
 

@@ -8,13 +8,13 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from planning.objectives import ModelObjective
-from protos.v1 import common_pb2, mesh_pb2
-from router.forecast import Forecast
-from router.frontend import Frontend
-from router.job import Job
-from router.tenant_limits import SameForAll, TenantLimits
-from runtime.errors import DETAILS_KEY, ResourceExhausted, Unavailable, error_from_rpc
+from pdmesh.planning.objectives import ModelObjective
+from pdmesh.runtime.errors import DETAILS_KEY, ResourceExhausted, Unavailable, error_from_rpc
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.api.frontend import Frontend
+from router.flow_control.forecast import Forecast
+from router.flow_control.tenant_limits import SameForAll, TenantLimits
+from router.tokenization.prepared_request import Job
 from tests.router.kserve import calls as kserve
 from tests.router.mesh import Mesh, expected, request, running_mesh
 from tests.router.vllm_engine import test_generate as engine

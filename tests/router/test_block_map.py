@@ -7,8 +7,8 @@ import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.block_map import BlockMap
-from router.views import WorkerKey
+from router.kv_index.block_map import BlockMap
+from router.routing.worker_snapshot import WorkerKey
 
 A, B, C = ("a:1", 1), ("b:1", 2), ("c:1", 3)
 NAMES = st.lists(st.integers(0, 12).map(lambda number: number << 60), max_size=10, unique=True)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.v1 import common_pb2
-from router.book import MAX_EARLY_TOKENS, UNFINISHED, Book, BookError, Span
+from pdmesh.v1 import common_pb2
+from router.lifecycle.book import MAX_EARLY_TOKENS, UNFINISHED, Book, BookError, Span
 
 LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
 TRUTH = [list(range(100, 140)), list(range(200, 230))]

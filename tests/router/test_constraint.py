@@ -12,13 +12,13 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from protos.v1 import common_pb2, mesh_pb2
-from router import constraint
-from runtime.errors import InvalidArgument, ResourceExhausted, error_from_rpc
+from pdmesh.runtime.errors import InvalidArgument, ResourceExhausted, error_from_rpc
+from pdmesh.text.grammar import GrammarCompiler
+from pdmesh.text.tokenizer import Tokenizer
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.api import constraint
 from tests.router.mesh import request, running_mesh
 from tests.support.tiny_models import IM_END, VOCAB_SIZE, write_byte_tokenizer
-from text.grammar import GrammarCompiler
-from text.tokenizer import Tokenizer
 
 CHOICES = common_pb2.Alternatives(values=["yes", "no"])
 

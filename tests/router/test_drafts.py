@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from protos.v1 import mesh_pb2
-from router.drafts import DraftTotals
+from pdmesh.v1 import mesh_pb2
+from router.lifecycle.drafts import DraftTotals
 from tests.router import stub_model
 from tests.router.mesh import Answer, Mesh, expected, request, running_mesh
 from tests.router.stub_workers import StubWorker

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.observability.otlp_receiver import OtlpReceiver
-from runtime.telemetry.config import TelemetryConfig
+from pdmesh.runtime.telemetry.config import TelemetryConfig
 from tests.router.mesh import request, running_mesh
 from tests.runtime.telemetry.scrape import scrape
 

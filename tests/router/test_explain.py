@@ -7,14 +7,14 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos.v1 import mesh_pb2, worker_pb2
-from router.decisions import Decision, Decisions
-from router.explain import reason_of
-from router.forecaster import PolicyForecaster
-from router.output_lengths import OutputLengths
-from router.overheads import Overheads
-from router.prediction import Overhead
-from router.timings import RequestTimings
+from pdmesh.v1 import mesh_pb2, worker_pb2
+from router.api.explain import reason_of
+from router.flow_control.ttft_predictor import PolicyForecaster
+from router.routing.cost_model import Overhead
+from router.routing.decisions import Decision, Decisions
+from router.routing.output_lengths import OutputLengths
+from router.routing.overheads import Overheads
+from router.telemetry.timings import RequestTimings
 from tests.router.fleets import running, worker
 from tests.router.mesh import Mesh, request, running_mesh
 from tests.router.stub_workers import StubWorker

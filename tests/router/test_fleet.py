@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from protos.v1 import worker_pb2
-from router import fleet as fleets
-from router.decode_link import LinkSettings, is_refused
-from router.fleet import Fleet
-from router.worker import Dispatched
-from runtime.channel import Channels
-from runtime.server import GrpcServer
-from runtime.tls import Tls
+from pdmesh.runtime.rpc.channel import Channels
+from pdmesh.runtime.rpc.server import GrpcServer
+from pdmesh.runtime.rpc.tls import Tls
+from pdmesh.v1 import worker_pb2
+from router.fleet import registry as fleets
+from router.fleet.decode_stream import LinkSettings, is_refused
+from router.fleet.registry import Fleet
+from router.fleet.worker import Dispatched
 from tests.router.stub_workers import DECODE, PREFILL, StubWorker
 from tests.support.certificates import copied, new_authority
 from tests.support.waiting import eventually

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.foreign import mesh_request_id, renamed, shortest, their_name
-from runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
+from pdmesh.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
+from router.api.protocol_errors import mesh_request_id, renamed, shortest, their_name
 
 NAMES = {"sampling.stop": "stop", "sampling.n": "parameters[n]", "tokens.ids": "input_ids", "messages": "msgs"}
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from router.admission import Admission
-from router.applicant import BATCH, INTERACTIVE, STANDARD, Applicant, Refusal, Ticket, TicketState
-from router.drain_rate import MAX_RETRY_DELAY_S
-from router.forecast import Forecast
-from router.foresight import MAX_WAIT_S, Outlook, Way, way
-from router.places import AdmissionSettings
-from router.prediction import MAX_AHEAD_S
+from router.flow_control.capacity import AdmissionSettings
+from router.flow_control.controller import Admission
+from router.flow_control.drain_rate import MAX_RETRY_DELAY_S
+from router.flow_control.forecast import Forecast
+from router.flow_control.slo_admission import MAX_WAIT_S, Outlook, Way, way
+from router.flow_control.types import BATCH, INTERACTIVE, STANDARD, Applicant, Refusal, Ticket, TicketState
+from router.routing.cost_model import MAX_AHEAD_S
 
 GOOD = Forecast(ttft_s=0.1, tpot_s=0.02, has_room=True)
 PROMISED = Applicant(ttft_s=0.5, tpot_s=0.04)

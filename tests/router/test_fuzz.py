@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos.v1 import common_pb2, mesh_pb2
+from pdmesh.v1 import common_pb2, mesh_pb2
 from tests.router.mesh import Mesh, expected, request, running_mesh
 
 T = TypeVar("T")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.health import Health, HealthLimits, Role, State
-from router.views import WorkerKey
+from router.fleet.circuit_breaker import Health, HealthLimits, Role, State
+from router.routing.worker_snapshot import WorkerKey
 
 WORKERS: list[WorkerKey] = [(f"w{number}:1", 1) for number in range(6)]
 A, B = WORKERS[:2]

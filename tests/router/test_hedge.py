@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.latency_model import LatencyModel
-from protos.v1 import mesh_pb2
-from router.candidates import Candidate, Placement
-from router.hedge import HedgeBudget, HedgeLimits, Hedging, PrefillTimes
-from router.placer import predicted_s
-from router.prediction import Prediction
-from router.worker import Dispatched
+from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.v1 import mesh_pb2
+from router.fleet.hedging import HedgeBudget, HedgeLimits, Hedging, PrefillTimes
+from router.fleet.worker import Dispatched
+from router.lifecycle.placement import predicted_s
+from router.routing.cost_model import Prediction
+from router.routing.filters import Candidate, Placement
 from tests.router.fleets import SPEED, worker
 from tests.router.mesh import expected, request, running_mesh
 from tests.router.test_explain import mesh_that_tells

@@ -6,11 +6,11 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.layouts import Layout
-from router.health import Role
-from router.judge import Judge
-from router.roster import Roster
-from router.views import WorkerKey, WorkerView
+from kvtransfer.layout import Layout
+from router.fleet.circuit_breaker import Role
+from router.fleet.judge import Judge
+from router.routing.fleet_snapshot import Roster
+from router.routing.worker_snapshot import WorkerKey, WorkerView
 from tests.router.fleets import worker
 
 

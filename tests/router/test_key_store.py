@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from router import key_store
-from router.key_store import KeyStore, open_store
-from router.keys import ApiKey, KeyTable, hash_of
-from router.redis_keys import FULL_PERIOD_S, RedisKeys
-from runtime.redis_embedded import EmbeddedRedis
-from runtime.redis_link import open_redis
+from pdmesh.runtime.registry.redis_link import open_redis
+from pdmesh.runtime.registry.redis_server import EmbeddedRedis
+from router.auth import key_store
+from router.auth.api_keys import ApiKey, KeyTable, hash_of
+from router.auth.key_store import KeyStore, open_store
+from router.auth.redis_keys import FULL_PERIOD_S, RedisKeys
 from tests.router.api_keys import add_key
 from tests.support.waiting import eventually
 

@@ -16,15 +16,15 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos.inference import grpc_service_pb2, grpc_service_pb2_grpc
-from protos.v1 import mesh_pb2
-from protos.vllm import vllm_engine_pb2, vllm_engine_pb2_grpc
-from router import key_file
-from router.key_store import open_store
-from router.keys import ApiKey, KeyProblem, KeyTable, hash_of, new_key
-from runtime.channel import connect
-from runtime.config import ConfigError
-from runtime.errors import Unavailable
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.errors import Unavailable
+from pdmesh.runtime.rpc.channel import connect
+from pdmesh.third_party.kserve import grpc_service_pb2, grpc_service_pb2_grpc
+from pdmesh.third_party.vllm import vllm_engine_pb2, vllm_engine_pb2_grpc
+from pdmesh.v1 import mesh_pb2
+from router.auth import key_file
+from router.auth.api_keys import ApiKey, KeyProblem, KeyTable, hash_of, new_key
+from router.auth.key_store import open_store
 from tests.router.api_keys import add_key, bearer
 from tests.router.mesh import Mesh, request, running_mesh
 

@@ -7,9 +7,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos.v1 import common_pb2, mesh_pb2
-from runtime.channel import connect
-from runtime.errors import error_from_rpc
+from pdmesh.runtime.errors import error_from_rpc
+from pdmesh.runtime.rpc.channel import connect
+from pdmesh.v1 import common_pb2, mesh_pb2
 from tests.router.mesh import Mesh, expected, request, running_mesh
 from tests.support.waiting import eventually
 

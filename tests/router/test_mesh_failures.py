@@ -6,10 +6,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from protos.v1 import mesh_pb2
+from pdmesh.runtime.errors import FailedPrecondition, MeshError, ResourceExhausted, Unavailable, error_from_rpc
+from pdmesh.v1 import mesh_pb2
+from router.fleet.worker import Dispatched
 from router.main import Router
-from router.worker import Dispatched
-from runtime.errors import FailedPrecondition, MeshError, ResourceExhausted, Unavailable, error_from_rpc
 from tests.router.mesh import Answer, Mesh, config_for, expected, request, running_mesh, running_router
 from tests.router.stub_workers import DECODE, PREFILL, StubWorker
 from tests.support.waiting import eventually

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from protos.v1 import common_pb2, mesh_pb2
+from pdmesh.v1 import common_pb2, mesh_pb2
 from tests.router import stub_model
 from tests.router.mesh import PROMPT, expected, request, running_mesh
 from tests.support.waiting import eventually

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from protos.v1 import mesh_pb2
-from router.decode_leg import DecodeLeg
-from router.health import HealthLimits, Role, State
-from router.hedge import HedgeLimits
-from router.placer import Need, Placed, Placer
-from router.rebalance import RebalanceLimits
-from router.worker import Dispatched
-from runtime.errors import Unavailable
+from pdmesh.runtime.errors import Unavailable
+from pdmesh.v1 import mesh_pb2
+from router.fleet.circuit_breaker import HealthLimits, Role, State
+from router.fleet.hedging import HedgeLimits
+from router.fleet.rebalance import RebalanceLimits
+from router.fleet.worker import Dispatched
+from router.lifecycle.decode_stage import DecodeLeg
+from router.lifecycle.placement import Need, Placed, Placer
 from tests.router.mesh import Answer, Mesh, expected, request, running_mesh
 from tests.router.stub_workers import DECODE, PREFILL, StubWorker
 from tests.support.waiting import eventually

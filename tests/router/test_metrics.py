@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.v1 import common_pb2, mesh_pb2
-from router import instruments
-from router.admission_counts import AdmissionCounts
-from router.metrics import RequestMetrics, priority_name
-from router.metrics_status import AdmissionTotals
-from runtime.telemetry.config import TelemetryConfig
+from pdmesh.runtime.telemetry.config import TelemetryConfig
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.flow_control.admission_counts import AdmissionCounts
+from router.telemetry import instruments
+from router.telemetry.fleet_metrics import AdmissionTotals
+from router.telemetry.metrics import RequestMetrics, priority_name
 from tests.router.mesh import Mesh, request, running_mesh
 from tests.runtime.telemetry.scrape import Page, scrape
 

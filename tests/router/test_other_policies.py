@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.layouts import Layout
-from router.candidates import Demand, NoPlacement, Placement, compatible
-from router.other_policies import PreferencePolicy, preference
-from router.roster import Roster
-from router.views import Mode, WorkerView
+from kvtransfer.layout import Layout
+from router.routing.filters import Demand, NoPlacement, Placement, compatible
+from router.routing.fleet_snapshot import Roster
+from router.routing.policies.single_signal import PreferencePolicy, preference
+from router.routing.worker_snapshot import Mode, WorkerView
 from tests.router import fleets
 
 SMALL = {"max_context": 2048, "max_num_seqs": 8, "num_total_blocks": 100, "latency": None, "max_num_batched_tokens": 0}

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos.v1 import common_pb2, mesh_pb2
-from router.book import UNFINISHED, Book, Span
-from router.job import Job
-from router.output import Output, ResumeMismatch
-from router.served_model import ServedModel, load
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.lifecycle.book import UNFINISHED, Book, Span
+from router.lifecycle.output import Output, ResumeMismatch
+from router.tokenization.prepared_request import Job
+from router.tokenization.served_model import ServedModel, load
 
 LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
 EOS = 258

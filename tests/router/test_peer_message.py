@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.v1 import worker_pb2
-from router import peer_message
-from router.decode_link import LinkSettings
-from router.peer_message import (
+from pdmesh.v1 import worker_pb2
+from router.fleet import peer_message
+from router.fleet.decode_stream import LinkSettings
+from router.fleet.peer_message import (
     AGES_MS,
     MAX_COUNT,
     MAX_PER_WORKER,
@@ -26,7 +26,7 @@ from router.peer_message import (
     encode,
     total,
 )
-from router.worker import Dispatched, Incarnation, Worker
+from router.fleet.worker import Dispatched, Incarnation, Worker
 
 W = ("10.0.0.1:1", 7)
 counts = st.integers(-1000, 1000)

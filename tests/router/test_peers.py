@@ -9,15 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.peer_message import (
-    MAX_TENANTS,
-    PeerMessage,
-    decode,
-    encode,
-    named,
-    total,
-)
-from router.peers import (
+from router.fleet.peer_message import MAX_TENANTS, PeerMessage, decode, encode, named, total
+from router.fleet.peers import (
     ALONE_AFTER_S,
     JOINING_S,
     JOINING_SHARE,
@@ -28,7 +21,7 @@ from router.peers import (
     Peers,
     part,
 )
-from router.worker import Dispatched
+from router.fleet.worker import Dispatched
 
 W = ("10.0.0.1:1", 7)
 

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from planning.latency_model import LatencyModel
-from router.candidates import Candidate, Demand, NoPlacement, Placement, compatible, has_room
-from router.overheads import Overheads
-from router.policy import PredictPolicy
-from router.prediction import NEUTRAL, Overhead
-from router.roster import Roster
-from router.views import Mode, WorkerView
+from pdmesh.planning.latency_model import LatencyModel
+from router.routing.cost_model import NEUTRAL, Overhead
+from router.routing.cost_policy import PredictPolicy
+from router.routing.filters import Candidate, Demand, NoPlacement, Placement, compatible, has_room
+from router.routing.fleet_snapshot import Roster
+from router.routing.overheads import Overheads
+from router.routing.worker_snapshot import Mode, WorkerView
 from tests.router.fleets import SPEED, running, worker
 
 DEMAND = Demand(model="m", num_tokens=400, max_total_tokens=500, expected_tokens=64)

@@ -5,26 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from planning.latency_model import LatencyModel
-from planning.pace_rules import MAX_SHARE, PACE_TARGET
-from protos.v1 import worker_pb2
-from router.candidates import Demand, Placement
-from router.overheads import MAX_STRETCH, Overheads
-from router.policy import PredictPolicy
-from router.prediction import (
-    LARGEST_SHARE,
-    SPARED,
-    Engine,
-    Goals,
-    Overhead,
-    local,
-    remote,
-)
-from router.prediction_parts import output_part, paired, prompt_part, whole
-from router.roster import Roster
-from router.trust import HALF_LIFE_S, MAX_MARGIN, MIN_MARGIN, STEP, Trust
-from router.views import WorkerView
-from router.worker_views import Described, view_of
+from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.planning.pace_rules import MAX_SHARE, PACE_TARGET
+from pdmesh.v1 import worker_pb2
+from router.flow_control.trust import HALF_LIFE_S, MAX_MARGIN, MIN_MARGIN, STEP, Trust
+from router.routing.cost_model import LARGEST_SHARE, SPARED, Engine, Goals, Overhead, local, remote
+from router.routing.cost_policy import PredictPolicy
+from router.routing.filters import Demand, Placement
+from router.routing.fleet_snapshot import Roster
+from router.routing.overheads import MAX_STRETCH, Overheads
+from router.routing.prediction_parts import output_part, paired, prompt_part, whole
+from router.routing.worker_reports import Described, view_of
+from router.routing.worker_snapshot import WorkerView
 from tests.router.fleets import BASE, running, worker
 
 DESCRIBED = Described(

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from planning.latency_model import LatencyModel
-from protos.v1 import worker_pb2
-from router.candidates import Demand, Placement
-from router.overheads import Overheads
-from router.policy import PredictPolicy
-from router.prediction import Engine, Goals, Overhead, local, remote
-from router.prediction_parts import output_part, paired, prompt_part, whole
-from router.roster import Roster
-from router.views import WorkerView
-from router.worker_views import MAX_PER_ROW, Described, view_of
+from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.v1 import worker_pb2
+from router.routing.cost_model import Engine, Goals, Overhead, local, remote
+from router.routing.cost_policy import PredictPolicy
+from router.routing.filters import Demand, Placement
+from router.routing.fleet_snapshot import Roster
+from router.routing.overheads import Overheads
+from router.routing.prediction_parts import output_part, paired, prompt_part, whole
+from router.routing.worker_reports import MAX_PER_ROW, Described, view_of
+from router.routing.worker_snapshot import WorkerView
 from tests.router.fleets import BASE, running
 
 SPEED = LatencyModel(0.008, 0.001, 0.0, 0.002, 1e-6, num_steps=1000)

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos.v1 import worker_pb2
-from router import prefix_follower
-from router.fleet import Fleet
-from router.prefix_follower import Followed, PrefixFollower
-from router.prefix_index import PrefixIndex
-from router.worker import Worker
-from runtime.block_stream import BlockStream, Entry
-from runtime.redis_embedded import EmbeddedRedis
+from pdmesh.runtime.registry.block_stream import BlockStream, Entry
+from pdmesh.runtime.registry.redis_server import EmbeddedRedis
+from pdmesh.v1 import worker_pb2
+from router.fleet.registry import Fleet
+from router.fleet.worker import Worker
+from router.kv_index import subscriber
+from router.kv_index.index import PrefixIndex
+from router.kv_index.subscriber import Followed, PrefixFollower
 from tests.router.mesh import expected, request, running_mesh
 from tests.router.stub_workers import DECODE, StubWorker
 from tests.router.test_fleet import running_fleet
@@ -155,7 +155,7 @@ async def test_a_listing_that_breaks_is_logged_and_tried_again(
     worker: TellingWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever breaks, the worker's listing does not end with it: neither a bug, nor a call that is cancelled beneath it."""
-    monkeypatch.setattr(prefix_follower, "FIRST_LIST_GAP_S", 0.01)
+    monkeypatch.setattr(subscriber, "FIRST_LIST_GAP_S", 0.01)
     worker.blocks = NAMES
     breaks: list[BaseException] = [RuntimeError("a bug"), asyncio.CancelledError()]
     list_blocks = Worker.list_blocks

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from protos.v1 import common_pb2, worker_pb2
-from router import prefix_index
-from router.job import Job, scoped_salt
-from router.prefix_index import FRESH_S, IN_FLIGHT_S, PrefixIndex
-from router.served_model import ServedModel, load
-from router.worker import Incarnation
-from runtime.cache_root import cache_root_of
-from text.block_hash import hash_prompt, short_name
+from pdmesh.runtime.files import cache_root_of
+from pdmesh.text.block_hash import hash_prompt, short_name
+from pdmesh.v1 import common_pb2, worker_pb2
+from router.fleet.worker import Incarnation
+from router.kv_index import index as prefix_index
+from router.kv_index.index import FRESH_S, IN_FLIGHT_S, PrefixIndex
+from router.tokenization.prepared_request import Job, scoped_salt
+from router.tokenization.served_model import ServedModel, load
 
 PROMPT = tuple(range(50, 120))  # four blocks of 16 and a rest
 A, B = ("a:1", 1), ("b:1", 2)

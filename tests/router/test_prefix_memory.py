@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router import cached_tokens
-from router.block_map import BlockMap
-from router.cached_tokens import CachedTokens, Part, together
-from router.prefix_memory import PrefixMemory
-from router.views import WorkerKey
+from router.kv_index import cached_tokens
+from router.kv_index.block_map import BlockMap
+from router.kv_index.cached_tokens import CachedTokens, Part, together
+from router.kv_index.prefix_memory import PrefixMemory
+from router.routing.worker_snapshot import WorkerKey
 
 A, B = ("a:1", 1), ("b:1", 2)
 

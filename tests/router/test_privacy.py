@@ -9,9 +9,9 @@ import grpc.aio
 import httpx
 import pytest
 
-from protos.v1 import common_pb2, mesh_pb2
-from runtime.telemetry.otlp import encode_request, encode_resource
-from runtime.telemetry.tracing import Tracing
+from pdmesh.runtime.telemetry.otlp import encode_request, encode_resource
+from pdmesh.runtime.telemetry.tracing import Tracing
+from pdmesh.v1 import common_pb2, mesh_pb2
 from tests.router.mesh import Mesh, running_mesh
 from tests.runtime.telemetry.collected import Collected
 

@@ -14,16 +14,16 @@ import grpc.aio
 import httpx
 import pytest
 
-from protos.v1 import mesh_pb2, mesh_pb2_grpc
+from pdmesh.runtime import ports
+from pdmesh.runtime.child import ManagedProcess
+from pdmesh.runtime.config import ConfigError, parse
+from pdmesh.runtime.rpc.channel import connect
+from pdmesh.runtime.telemetry.config import TelemetryConfig
+from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
 from router import processes
+from router.auth.tenants import Tenants
 from router.config import RouterConfig
 from router.processes import MAX_BACKOFF_S, MAX_MISSED, Pulse, Replica, backoff_s, replica_config
-from router.tenants import Tenants
-from runtime import ports
-from runtime.channel import connect
-from runtime.child import ManagedProcess
-from runtime.config import ConfigError, parse
-from runtime.telemetry.config import TelemetryConfig
 from tests.support.waiting import alive, eventually
 
 

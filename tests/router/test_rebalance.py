@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.rebalance import Move, Pace, RebalanceLimits, Rebalancer, load_share
-from router.views import WorkerView
+from router.fleet.rebalance import Move, Pace, RebalanceLimits, Rebalancer, load_share
+from router.routing.worker_snapshot import WorkerView
 from tests.router.fleets import worker
 
 LIMITS = RebalanceLimits(patience_s=2.0, period_s=1.0, cooldown_s=5.0)

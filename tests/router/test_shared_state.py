@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from protos.v1 import worker_pb2
+from pdmesh.runtime.registry.redis_server import EmbeddedRedis
+from pdmesh.v1 import worker_pb2
+from router.fleet.worker import Dispatched
 from router.main import Router
-from router.worker import Dispatched
-from runtime.redis_embedded import EmbeddedRedis
 from tests.router.mesh import config_for, request, running_router
 from tests.router.stub_workers import DECODE, StubWorker
 from tests.support.waiting import eventually

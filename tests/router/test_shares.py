@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission import Admission
-from router.applicant import BATCH, INTERACTIVE, STANDARD, Applicant, Ticket, TicketState
-from router.forecast import Forecast
-from router.places import AdmissionSettings
-from router.shares import BATCH_YIELDS, SAVED, Shares
+from router.flow_control.capacity import AdmissionSettings
+from router.flow_control.controller import Admission
+from router.flow_control.fairness import BATCH_YIELDS, SAVED, Shares
+from router.flow_control.forecast import Forecast
+from router.flow_control.types import BATCH, INTERACTIVE, STANDARD, Applicant, Ticket, TicketState
 from tests.router.test_admission import ask, order_of
 
 STEP_S, SERVICE_S = 0.02, 1.0

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from planning import objectives
-from protos.v1 import common_pb2, mesh_pb2
-from router.book import Span
-from router.changes import Changes, Signal, unless, wait_at_most
+from pdmesh.planning import objectives
+from pdmesh.runtime.config import ConfigError, parse
+from pdmesh.runtime.errors import ResourceExhausted, Unavailable
+from pdmesh.v1 import common_pb2, mesh_pb2
 from router.config import RouterConfig
-from router.job import scoped_salt
-from router.outbox import Outbox
-from router.room_line import RoomLine
-from router.silence import SilenceClock
-from router.timings import RequestTimings, now_ns
-from runtime.config import ConfigError, parse
-from runtime.errors import ResourceExhausted, Unavailable
+from router.fleet.change_notifier import Changes, Signal, unless, wait_at_most
+from router.fleet.heartbeat import SilenceClock
+from router.lifecycle.book import Span
+from router.lifecycle.capacity_queue import RoomLine
+from router.lifecycle.client_stream import Outbox
+from router.telemetry.timings import RequestTimings, now_ns
+from router.tokenization.prepared_request import scoped_salt
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 A, B = ("a:1", 1), ("b:1", 2)

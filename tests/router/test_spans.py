@@ -11,15 +11,15 @@ from pathlib import Path
 import grpc
 import pytest
 
-from protos.v1 import common_pb2, mesh_pb2
-from router.hedge import HedgeLimits
-from router.spans import MAX_PARTS, LiveSpans
-from router.timings import RequestTimings
-from router.worker import Dispatched
-from runtime.errors import ResourceExhausted
-from runtime.telemetry.propagation import SpanContext, inject
-from runtime.telemetry.spans import Kind, Span
-from runtime.telemetry.tracing import Tracing
+from pdmesh.runtime.errors import ResourceExhausted
+from pdmesh.runtime.telemetry.propagation import SpanContext, inject
+from pdmesh.runtime.telemetry.spans import Kind, Span
+from pdmesh.runtime.telemetry.tracing import Tracing
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.fleet.hedging import HedgeLimits
+from router.fleet.worker import Dispatched
+from router.telemetry.spans import MAX_PARTS, LiveSpans
+from router.telemetry.timings import RequestTimings
 from tests.router.mesh import Mesh, expected, request, running_mesh
 from tests.runtime.telemetry.collected import Collected
 from tests.support.waiting import eventually

@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from runtime.redis_embedded import EmbeddedRedis
+from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from tests.router.mesh import request, running_mesh
 from tests.support.waiting import eventually
 

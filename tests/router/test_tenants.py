@@ -8,14 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router import tenants_file
-from router.peers import (
-    part,
-)
-from router.tenant_limits import TenantLimits
-from router.tenants import Tenants, at_share
-from router.tenants_file import TenantsProblem, TenantTable
-from runtime.config import ConfigError
+from pdmesh.runtime.config import ConfigError
+from router.auth import tenants_file
+from router.auth.tenants import Tenants, at_share
+from router.auth.tenants_file import TenantsProblem, TenantTable
+from router.fleet.peers import part
+from router.flow_control.tenant_limits import TenantLimits
 
 FILE = """
 [default]

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router import token_bucket
-from router.tenant_limits import TenantLimits
-from router.token_bucket import TokenBucket, TokenRates
+from router.flow_control import token_bucket
+from router.flow_control.tenant_limits import TenantLimits
+from router.flow_control.token_bucket import TokenBucket, TokenRates
 
 LIMITS = TenantLimits(tokens_per_s=100.0, burst_tokens=200.0)
 

@@ -10,15 +10,15 @@ from typing import cast
 
 import pytest
 
-from protos.v1 import mesh_pb2
+from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from pdmesh.v1 import mesh_pb2
 from router.config import RouterConfig
-from router.core import Core
-from router.jobs import Jobs
-from router.prompts import LARGE_TEXT_CHARS, Asker, Prompts
-from router.served_model import ServedModel
-from router.text_line import LONG_TEXT_BYTES, RETRY_DELAY_S, SHORT_IN_A_ROW, LineLimits, Piece, TextLine
-from router.tokenizing import Tokenizing
-from runtime.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from router.context import Core
+from router.tokenization.preprocessor import Jobs
+from router.tokenization.prompts import LARGE_TEXT_CHARS, Asker, Prompts
+from router.tokenization.queue import Tokenizing
+from router.tokenization.served_model import ServedModel
+from router.tokenization.text_line import LONG_TEXT_BYTES, RETRY_DELAY_S, SHORT_IN_A_ROW, LineLimits, Piece, TextLine
 from tests.text.samples import make_tokenizer
 
 LONG, SHORT = LONG_TEXT_BYTES + 1, 1000

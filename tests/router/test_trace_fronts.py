@@ -10,12 +10,12 @@ import pytest
 from grpc import StatusCode
 from grpc.aio import AioRpcError
 
-from protos.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
-from protos.vllm.vllm_engine_pb2_grpc import VllmEngineStub
-from runtime.channel import connect
-from runtime.telemetry.propagation import SpanContext, inject
-from runtime.telemetry.spans import Span
-from runtime.telemetry.tracing import Tracing
+from pdmesh.runtime.rpc.channel import connect
+from pdmesh.runtime.telemetry.propagation import SpanContext, inject
+from pdmesh.runtime.telemetry.spans import Span
+from pdmesh.runtime.telemetry.tracing import Tracing
+from pdmesh.third_party.kserve.grpc_service_pb2_grpc import GRPCInferenceServiceStub
+from pdmesh.third_party.vllm.vllm_engine_pb2_grpc import VllmEngineStub
 from tests.router.kserve import calls
 from tests.router.mesh import Mesh, request
 from tests.router.mesh import running_mesh as running

@@ -9,16 +9,16 @@ import grpc
 import grpc.aio
 import pytest
 
-from pdmesh.client import AsyncClient
-from planning.durations import class_of
-from protos import service_config
-from protos.v1 import common_pb2, mesh_pb2, mesh_pb2_grpc
-from router import request_metadata
+from pdmesh.client import service_config
+from pdmesh.client.client import AsyncClient
+from pdmesh.planning.duration_histogram import class_of
+from pdmesh.runtime.errors import InvalidArgument
+from pdmesh.v1 import common_pb2, mesh_pb2, mesh_pb2_grpc
+from router.api import request_metadata
 from router.config import RouterConfig
 from router.processes import replica_config
-from router.traffic import ModelTraffic, Traffic
-from router.traffic_status import traffic_status
-from runtime.errors import InvalidArgument
+from router.telemetry.traffic import ModelTraffic, Traffic
+from router.telemetry.traffic_status import traffic_status
 from tests.router.mesh import Mesh, request, running_mesh
 from tests.router.test_admission_mesh import read_all
 from tests.support.waiting import eventually

@@ -15,8 +15,8 @@ from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor import FileDescriptor
 
 from benchmarks.peers.environments import peers_folder
-from protos.inference import grpc_service_pb2, model_config_pb2
-from protos.vllm import smg_common_pb2, vllm_engine_pb2
+from pdmesh.third_party.kserve import grpc_service_pb2, model_config_pb2
+from pdmesh.third_party.vllm import smg_common_pb2, vllm_engine_pb2
 
 File = descriptor_pb2.FileDescriptorProto
 Message = descriptor_pb2.DescriptorProto

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from runtime.redis_embedded import EmbeddedRedis
+from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 
 
 @pytest.fixture

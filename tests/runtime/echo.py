@@ -10,8 +10,8 @@ import grpc
 import grpc.aio
 from google.protobuf.wrappers_pb2 import StringValue
 
-from runtime.channel import MAX_MESSAGE_BYTES, connect
-from runtime.server import DEFAULT_LIMITS, ConnectionLimits, GrpcServer
+from pdmesh.runtime.rpc.channel import MAX_MESSAGE_BYTES, connect
+from pdmesh.runtime.rpc.server import DEFAULT_LIMITS, ConnectionLimits, GrpcServer
 
 SERVICE = "pdmesh.test.Echo"
 KINDS = ("UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream")

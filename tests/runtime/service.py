@@ -7,9 +7,9 @@ import contextlib
 import os
 import sys
 
-from runtime.child import ManagedProcess
-from runtime.config import ConfigError
-from runtime.process import Lifecycle, run
+from pdmesh.runtime.child import ManagedProcess
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.process import Lifecycle, run
 
 
 async def plain(life: Lifecycle) -> None:

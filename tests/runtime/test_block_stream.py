@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from protos.v1.worker_pb2 import BlockChange
-from runtime import block_stream
-from runtime.block_stream import MAX_NAMES, BlockStream, InvalidChange, decode_change
-from runtime.redis_embedded import EmbeddedRedis
+from pdmesh.runtime.registry import block_stream
+from pdmesh.runtime.registry.block_stream import MAX_NAMES, BlockStream, InvalidChange, decode_change
+from pdmesh.runtime.registry.redis_server import EmbeddedRedis
+from pdmesh.v1.worker_pb2 import BlockChange
 
 EPOCH = 0xABC
 SOURCE = ("w", EPOCH)

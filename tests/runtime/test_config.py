@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import config_values
-from runtime.config import ConfigError, describe, dump, load, parse, to_env
+from pdmesh.runtime import config_values
+from pdmesh.runtime.config import ConfigError, describe, dump, load, parse, to_env
 
 
 class Colour(enum.Enum):

@@ -7,7 +7,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from runtime.errors import (
+from pdmesh.runtime.errors import (
     DETAILS_KEY,
     PUSHBACK_KEY,
     InvalidArgument,

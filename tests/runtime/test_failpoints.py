@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime import failpoints
-from runtime.failpoints import FailpointError, hit, hit_async
+from pdmesh.runtime import failpoints
+from pdmesh.runtime.failpoints import FailpointError, hit, hit_async
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_what_cannot_be_read_is_named(text: str) -> None:
 
 @pytest.mark.parametrize(("action", "code"), [("kill", -signal.SIGKILL), ("pause", None)])
 def test_kill_and_pause_in_a_process_of_its_own(action: str, code: int | None) -> None:
-    program = "from runtime.failpoints import hit; hit('b'); print('before', flush=True); hit('a'); print('after')"
+    program = "from pdmesh.runtime.failpoints import hit; hit('b'); print('before', flush=True); hit('a'); print('after')"
     env = {"PDMESH_FAILPOINTS": f"a={action}", "PYTHONPATH": "."}
     with subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None

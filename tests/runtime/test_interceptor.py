@@ -12,8 +12,7 @@ import grpc.aio
 import pytest
 from google.protobuf.wrappers_pb2 import StringValue
 
-from runtime import interceptor
-from runtime.errors import (
+from pdmesh.runtime.errors import (
     Aborted,
     DeadlineExceeded,
     FailedPrecondition,
@@ -26,6 +25,7 @@ from runtime.errors import (
     Unimplemented,
     error_from_rpc,
 )
+from pdmesh.runtime.rpc import interceptor
 from tests.runtime.echo import KINDS, SERVICE, Behaviours, call, serving
 
 Raise = Callable[[], None]

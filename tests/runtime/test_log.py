@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime import log
-from runtime.config import ConfigError
+from pdmesh.runtime import log
+from pdmesh.runtime.config import ConfigError
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from runtime import ports
-from runtime.config import ConfigError
+from pdmesh.runtime import ports
+from pdmesh.runtime.config import ConfigError
 
 HOST = "127.0.0.1"
 

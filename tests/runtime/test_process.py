@@ -13,9 +13,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from runtime.child import ManagedProcess, StartFailed
-from runtime.config import EXIT_USAGE, ConfigError
-from runtime.process import Lifecycle, run
+from pdmesh.runtime.child import ManagedProcess, StartFailed
+from pdmesh.runtime.config import EXIT_USAGE, ConfigError
+from pdmesh.runtime.process import Lifecycle, run
 from tests.support.waiting import alive, eventually
 
 Launch = Callable[..., ManagedProcess]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.v1.common_pb2 import Identity, KVLayout
-from protos.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, WorkerInfo
-from runtime.records import InvalidRecord, check_address, check_worker, decode_router, decode_worker
+from pdmesh.runtime.registry.records import InvalidRecord, check_address, check_worker, decode_router, decode_worker
+from pdmesh.v1.common_pb2 import Identity, KVLayout
+from pdmesh.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, WorkerInfo
 
 
 def worker(worker_id: str = "w1", **changes: object) -> WorkerInfo:

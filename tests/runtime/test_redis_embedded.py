@@ -9,9 +9,9 @@ import socket
 import pytest
 from redis.asyncio import Redis
 
-from runtime import redis_embedded
-from runtime.child import StartFailed
-from runtime.redis_embedded import EmbeddedRedis
+from pdmesh.runtime.child import StartFailed
+from pdmesh.runtime.registry import redis_server as redis_embedded
+from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from tests.support.waiting import alive, eventually
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.config import ConfigError
-from runtime.redis_link import open_redis, why_silent, without_password
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.registry.redis_link import open_redis, why_silent, without_password
 
 SECRET = "s3cr3t"
 

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from protos.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, WorkerInfo
-from runtime.announcer import router_announcer, worker_announcer
-from runtime.config import ConfigError
-from runtime.records import InvalidRecord
-from runtime.redis_embedded import EmbeddedRedis
-from runtime.redis_link import RedisLink
-from runtime.registry import Registry
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.registry.announcer import router_announcer, worker_announcer
+from pdmesh.runtime.registry.records import InvalidRecord
+from pdmesh.runtime.registry.redis_link import RedisLink
+from pdmesh.runtime.registry.redis_server import EmbeddedRedis
+from pdmesh.runtime.registry.registry import Registry
+from pdmesh.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, WorkerInfo
 from tests.runtime.test_records import record, worker
 from tests.support.waiting import eventually
 

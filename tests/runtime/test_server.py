@@ -12,11 +12,11 @@ from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from runtime import call_bound
-from runtime.channel import Channels, connect
-from runtime.config import ConfigError
-from runtime.errors import error_from_rpc
-from runtime.server import MAX_METADATA_BYTES, ConnectionLimits, GrpcServer
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.errors import error_from_rpc
+from pdmesh.runtime.rpc import call_bound
+from pdmesh.runtime.rpc.channel import Channels, connect
+from pdmesh.runtime.rpc.server import MAX_METADATA_BYTES, ConnectionLimits, GrpcServer
 from tests.runtime.echo import SERVICE, Behaviours, add_to_server, call, serving
 from tests.support.waiting import eventually
 

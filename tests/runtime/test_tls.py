@@ -15,12 +15,12 @@ import grpc.aio
 import pytest
 from google.protobuf.wrappers_pb2 import StringValue
 
-from pdmesh import certificates
-from pdmesh.certificates import CertificateError, make_certificates
-from runtime.channel import Channels, connect
-from runtime.config import ConfigError, parse, to_env
-from runtime.server import Callers, GrpcServer
-from runtime.tls import ClientTlsConfig, Tls, TlsConfig, open_tls
+from pdmesh.launcher import certificates
+from pdmesh.launcher.certificates import CertificateError, make_certificates
+from pdmesh.runtime.config import ConfigError, parse, to_env
+from pdmesh.runtime.rpc.channel import Channels, connect
+from pdmesh.runtime.rpc.server import Callers, GrpcServer
+from pdmesh.runtime.rpc.tls import ClientTlsConfig, Tls, TlsConfig, open_tls
 from tests.runtime.echo import KINDS, SERVICE, Behaviours, add_to_server, call
 from tests.support.certificates import Authority, copied, new_authority
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from planning.latency_model import Work, prefill_context
-from planning.pace_rules import FORGIVEN, LEAST_TOKENS, MAX_SHARE, PACE_TARGET, SPREAD
-from simulator.worker import BLOCKS_PER_SPARE
-from simulator.worker_spec import WorkerSpec
+from pdmesh.planning.latency_model import Work, prefill_context
+from pdmesh.planning.pace_rules import FORGIVEN, LEAST_TOKENS, MAX_SHARE, PACE_TARGET, SPREAD
+from pdmesh.simulator.workers.spec import WorkerSpec
+from pdmesh.simulator.workers.worker import BLOCKS_PER_SPARE
 
 
 @dataclass(frozen=True)

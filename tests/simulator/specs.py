@@ -1,7 +1,7 @@
 """Workers for the simulator's tests: small, and with prices at which no two events fall together by chance."""
 
-from planning.latency_model import LatencyModel
-from simulator.worker_spec import WorkerSpec
+from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.simulator.workers.spec import WorkerSpec
 
 SPEED = LatencyModel(
     fixed_s=4.0123e-3,

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from autoscaler.collect_traffic import USUAL_GAPS
-from autoscaler.settings import AutoscalerSettings
-from autoscaler.views import PoolName
-from planning.objectives import ModelObjective
-from simulator.autoscaling import (
+from pdmesh.autoscaler.collect.traffic import USUAL_GAPS
+from pdmesh.autoscaler.settings import AutoscalerSettings
+from pdmesh.autoscaler.views import PoolName
+from pdmesh.planning.objectives import ModelObjective
+from pdmesh.simulator.arrivals import Arrival
+from pdmesh.simulator.autoscaling import (
     Autoscaled,
     AutoscaledSettings,
     Moment,
@@ -23,11 +24,10 @@ from simulator.autoscaling import (
     net_changes,
     reversals,
 )
-from simulator.autoscaling_page import Shown, page
-from simulator.ledger import MODEL
-from simulator.results import Results, Window
-from simulator.settings import MeshSettings
-from simulator.traces import Arrival
+from pdmesh.simulator.autoscaling_page import Shown, page
+from pdmesh.simulator.results import Results, Window
+from pdmesh.simulator.routers.ledger import MODEL
+from pdmesh.simulator.settings import MeshSettings
 from tests.simulator.specs import LARGE
 
 PREFILL, DECODE = PoolName.PREFILL, PoolName.DECODE

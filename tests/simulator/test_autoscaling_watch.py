@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from autoscaler.collect import Collector
-from autoscaler.collect_traffic import USUAL_GAPS
-from autoscaler.collect_workers import workers_of
-from autoscaler.views import PoolName, Traffic
-from planning.objectives import ModelObjective
-from protos.v1 import common_pb2, mesh_pb2, worker_pb2
-from protos.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
-from router.applicant import BATCH, STANDARD
-from simulator.autoscaling_watch import Watch, seen_worker
-from simulator.ledger import EPOCH, MODEL
-from simulator.mesh import Mesh
-from simulator.results import Results
-from simulator.settings import MeshSettings
-from simulator.traces import Arrival
+from pdmesh.autoscaler.collect.collect import Collector
+from pdmesh.autoscaler.collect.traffic import USUAL_GAPS
+from pdmesh.autoscaler.collect.workers import workers_of
+from pdmesh.autoscaler.views import PoolName, Traffic
+from pdmesh.planning.objectives import ModelObjective
+from pdmesh.simulator.arrivals import Arrival
+from pdmesh.simulator.autoscaling_watch import Watch, seen_worker
+from pdmesh.simulator.mesh import Mesh
+from pdmesh.simulator.results import Results
+from pdmesh.simulator.routers.ledger import EPOCH, MODEL
+from pdmesh.simulator.settings import MeshSettings
+from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
+from pdmesh.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
+from router.flow_control.types import BATCH, STANDARD
 from tests.autoscaler.routers import ToldRouter, serving
 from tests.simulator.specs import SMALL, SPEED
 

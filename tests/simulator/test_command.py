@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config import ConfigError, parse
-from simulator.config import SimulatorConfig
-from simulator.main import EXIT_USAGE, main
-from simulator.worker_spec import SpecError, read_spec, spec_of
+from pdmesh.runtime.config import ConfigError, parse
+from pdmesh.simulator.config import SimulatorConfig
+from pdmesh.simulator.main import EXIT_USAGE, main
+from pdmesh.simulator.workers.spec import SpecError, read_spec, spec_of
 
 SPEC = {
     "fixed_s": 4e-3, "per_prefill_token_s": 5e-5, "per_prefill_context_s": 2e-9, "per_sequence_s": 1e-4,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from simulator.compiled import KEPT_S, Build, CompileError
+from pdmesh.simulator.compiled import KEPT_S, Build, CompileError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = {
@@ -45,7 +45,7 @@ def _build(root: Path) -> Build:
 
 def _shown(build: Build, before: str = "pass") -> list[str]:
     """What a new process says: was it told to use them, then SHOWN."""
-    program = f"from pathlib import Path; from simulator.compiled import Build; {before}; print({build!r}.use()); {SHOWN}"
+    program = f"from pathlib import Path; from pdmesh.simulator.compiled import Build; {before}; print({build!r}.use()); {SHOWN}"
     program = program.replace("PosixPath", "Path")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(build.root)])}
     shown = subprocess.run(
@@ -105,6 +105,6 @@ def test_a_cache_that_cannot_be_written_is_named(build: Build, cache: Path) -> N
 
 
 def test_without_mypy_it_is_said_what_to_install(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("simulator.compiled._mypy", lambda: "none")
+    monkeypatch.setattr("pdmesh.simulator.compiled._mypy", lambda: "none")
     with pytest.raises(CompileError, match="install the package mypy"):
         build.make()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from simulator.course import Course, StepTimes
+from pdmesh.simulator.workers.batch import Course, StepTimes
 
 STEP_S, LASTS_S = 0.01, 0.2
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.events import EventQueue
+from pdmesh.simulator.events import EventQueue
 
 
 @given(st.lists(st.integers(0, 5)))

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.kv_room import KvRoom
-from simulator.sequence import Sequence
+from pdmesh.simulator.workers.kv_room import KvRoom
+from pdmesh.simulator.workers.sequence import Sequence
 
 
 class Nobody:

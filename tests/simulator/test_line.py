@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from simulator.events import EventQueue
-from simulator.line import Line
-from simulator.request import Request
-from simulator.traces import Arrival
+from pdmesh.simulator.arrivals import Arrival
+from pdmesh.simulator.events import EventQueue
+from pdmesh.simulator.request import Request
+from pdmesh.simulator.routers.line import Line
 
 ANSWER_S = 0.05
 """Until a worker answers, between two of its steps."""

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planning.latency_model import Work
-from planning.objectives import ModelObjective
-from router.places import AdmissionSettings
-from simulator.ledger import MODEL
-from simulator.mesh import Mesh
-from simulator.pools import PoolCounts
-from simulator.request import End, Request
-from simulator.settings import POLICIES, HandOff, MeshSettings
-from simulator.traces import Arrival
-from simulator.worker_spec import WorkerSpec
+from pdmesh.planning.latency_model import Work
+from pdmesh.planning.objectives import ModelObjective
+from pdmesh.simulator.arrivals import Arrival
+from pdmesh.simulator.mesh import Mesh
+from pdmesh.simulator.pools import PoolCounts
+from pdmesh.simulator.request import End, Request
+from pdmesh.simulator.routers.ledger import MODEL
+from pdmesh.simulator.settings import POLICIES, HandOff, MeshSettings
+from pdmesh.simulator.workers.spec import WorkerSpec
+from router.flow_control.capacity import AdmissionSettings
 from tests.simulator.specs import LARGE, SMALL, SPEED
 
 OBJECTIVE = ModelObjective(MODEL, 300, 20, 0.99)

@@ -2,15 +2,15 @@
 
 import pytest
 
-import engine.scheduler
-from router.worker import Dispatched
-from simulator import worker
-from simulator.figures import Figures
-from simulator.ledger import Ledger
-from simulator.outlook import Outlook
-from simulator.request import Request
-from simulator.settings import MeshSettings
-from simulator.traces import Arrival
+from pdmesh.engine.scheduler import scheduler as engine_scheduler
+from pdmesh.simulator.arrivals import Arrival
+from pdmesh.simulator.request import Request
+from pdmesh.simulator.routers.ledger import Ledger
+from pdmesh.simulator.routers.routing import Outlook
+from pdmesh.simulator.settings import MeshSettings
+from pdmesh.simulator.workers import worker
+from pdmesh.simulator.workers.stats import Figures
+from router.fleet.worker import Dispatched
 from tests.simulator.specs import LARGE
 
 IDLE = Figures(0.0, 0, 0, 0, 0, 8192, 8192, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, prefill=True, decode=True)
@@ -18,7 +18,7 @@ IDLE = Figures(0.0, 0, 0, 0, 0, 8192, 8192, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0,
 
 def test_spare_blocks_are_those_of_the_engine() -> None:
     """The simulator must not import it, so it keeps a copy. (Those of paces: tests/engine/test_pacing.py.)"""
-    assert worker.BLOCKS_PER_SPARE == engine.scheduler.BLOCKS_PER_SPARE
+    assert worker.BLOCKS_PER_SPARE == engine_scheduler.BLOCKS_PER_SPARE
 
 
 def test_what_was_sent_counts_until_a_report_contains_it() -> None:

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from planning.latency_model import Work
-from simulator.events import EventQueue
-from simulator.sequence import Sequence
-from simulator.worker import ModelledWorker
+from pdmesh.planning.latency_model import Work
+from pdmesh.simulator.events import EventQueue
+from pdmesh.simulator.workers.sequence import Sequence
+from pdmesh.simulator.workers.worker import ModelledWorker
 from tests.simulator.specs import SMALL
 
 NUM_PROMPTS = 30_000

@@ -2,8 +2,8 @@
 
 import random
 
-from simulator.rows import Rows
-from simulator.sequence import Sequence
+from pdmesh.simulator.workers.rows import Rows
+from pdmesh.simulator.workers.sequence import Sequence
 
 FAR = 10_000
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator import shaping
-from simulator.traces import Arrival
+from pdmesh.simulator import shaping
+from pdmesh.simulator.arrivals import Arrival
 
 STEADY = [Arrival(number / 10, 100, 10) for number in range(20_000)]
 

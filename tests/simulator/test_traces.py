@@ -7,7 +7,7 @@ from statistics import mean
 
 import pytest
 
-from simulator.traces import Arrival, TraceError, log_normal, poisson, read_azure, read_mooncake
+from pdmesh.simulator.arrivals import Arrival, TraceError, log_normal, poisson, read_azure, read_mooncake
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 23:59:59.5000000,374,44

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planning.latency_model import Work
-from simulator.events import EventQueue
-from simulator.figures import figures_of
-from simulator.sequence import Sequence
-from simulator.worker import ModelledWorker
-from simulator.worker_spec import WorkerSpec
+from pdmesh.planning.latency_model import Work
+from pdmesh.simulator.events import EventQueue
+from pdmesh.simulator.workers.sequence import Sequence
+from pdmesh.simulator.workers.spec import WorkerSpec
+from pdmesh.simulator.workers.stats import figures_of
+from pdmesh.simulator.workers.worker import ModelledWorker
 from tests.simulator.naive_worker import Job, NaiveWorker
 from tests.simulator.specs import SMALL
 

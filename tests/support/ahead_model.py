@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
-from engine.exports import LayerSignal
-from engine.sampling import SampledToken, Sampler, SampleRow, Unseen
+from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.runner.batch import StepBatch
+from pdmesh.engine.sampling.sampler import SampledToken, Sampler, SampleRow, Unseen
 from tests.support.mock_engine import MockModel
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from pdmesh.certificates import make_ca, make_certificates, sign
-from runtime.tls import MESH_NAME, Tls, TlsConfig
+from pdmesh.launcher.certificates import make_ca, make_certificates, sign
+from pdmesh.runtime.rpc.tls import MESH_NAME, Tls, TlsConfig
 
 _FOLDER_VARIABLE = "PDMESH_TEST_CERTIFICATES"  # child processes use those of their parent
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.engine import Engine
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
 from tests.support.mock_engine import Collector, answer, write_kv
 
 PROMPT = (5, 6, 7, 8, 9, 10, 11, 12, 13, 14)

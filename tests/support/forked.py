@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["worker.main"])
+_CONTEXT.set_forkserver_preload(["pdmesh.worker.main"])
 
 
 def run_worker(flags: Sequence[str], scratch: Path, timeout_s: float = 60.0) -> tuple[int | None, str]:
@@ -23,7 +23,7 @@ def run_worker(flags: Sequence[str], scratch: Path, timeout_s: float = 60.0) -> 
 
 
 def _work(flags: list[str], errors: str) -> None:
-    from worker.main import main
+    from pdmesh.worker.main import main
 
     with open(errors, "w") as file:
         os.dup2(file.fileno(), 2)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from engine.cuda_sharing import CudaSharing
-from engine.shown_pool import ShownPool
-from engine.staging import Marks, Staging, StagingSizes
-from engine.streams import streams_of
-from kvtransfer.staged import StagedMemory
+from kvtransfer.staging import StagedMemory
+from pdmesh.engine.kv_cache.cuda_ipc import CudaSharing
+from pdmesh.engine.kv_cache.ipc_pool import ShownPool
+from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
+from pdmesh.engine.kv_cache.streams import streams_of
 from tests.support.host_sharing import PART_BYTES, pool_of
 from tests.support.kv_memory import FakeKVMemory
 

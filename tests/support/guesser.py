@@ -7,10 +7,10 @@ from collections.abc import Sequence as Sequence_
 
 from torch import Tensor
 
-from engine.sampling import Sampler, SampleRow
-from engine.sequence import Sequence
-from engine.speculation.draft import NOTHING, Draft, Verified
-from engine.speculation.proposer import Ask
+from pdmesh.engine.sampling.sampler import Sampler, SampleRow
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.draft import NOTHING, Draft, Verified
+from pdmesh.engine.speculation.proposer import Ask
 from tests.support.mock_engine import EOS, VOCAB_SIZE, mock_logits
 
 

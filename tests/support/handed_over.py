@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.engine import Engine
-from engine.request import EngineRequest
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.request import EngineRequest
 
 
 def hand_over(prefill: Engine, decode: Engine, each: EngineRequest, first_tokens: dict[int, int]) -> None:

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.block_copies import IndexedBlocks
-from engine.pool_sharing import NotShared, PoolHandle
-from engine.shown_pool import ShownPool
-from engine.staging import Marks, Staging, StagingSizes
-from engine.streams import InOrder, Streams
-from engine.summed_copies import IndexedSums, SummedCopies
 from kvtransfer.memory import shape_of
 from kvtransfer.native.library import address_of
-from kvtransfer.staged import StagedMemory
+from kvtransfer.staging import StagedMemory
+from pdmesh.engine.kv_cache.copies import IndexedBlocks
+from pdmesh.engine.kv_cache.ipc_pool import ShownPool
+from pdmesh.engine.kv_cache.pool_sharing import NotShared, PoolHandle
+from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
+from pdmesh.engine.kv_cache.streams import InOrder, Streams
+from pdmesh.engine.kv_cache.summed_copies import IndexedSums, SummedCopies
 from tests.support.kv_memory import FakeKVMemory
 
 PART_BYTES = 1 << 20
@@ -28,7 +28,7 @@ DEVICE = b"the host's cores"
 
 
 class HostPool:
-    """Another process's. Satisfies engine.pool_sharing.OpenPool."""
+    """Another process's. Satisfies pdmesh.engine.kv_cache.pool_sharing.OpenPool."""
 
     def __init__(self, mapping: mmap.mmap, offset: int, num_bytes: int) -> None:
         self._mapping = mapping
@@ -47,7 +47,7 @@ class HostPool:
 
 @dataclass
 class HostSharing:
-    """Satisfies engine.pool_sharing.PoolSharing. fd: of the memfd that the pool lies in; None: it cannot be shown."""
+    """Satisfies pdmesh.engine.kv_cache.pool_sharing.PoolSharing. fd: of the memfd that the pool lies in; None: it cannot be shown."""
 
     fd: int | None
     device: bytes = DEVICE

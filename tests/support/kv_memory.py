@@ -6,7 +6,7 @@ import os
 import random
 
 from kvtransfer.compatibility import bytes_per_layer_block
-from protos.v1 import common_pb2
+from pdmesh.v1 import common_pb2
 
 F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; the fcntl module has no name for it
 SEALS = F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW

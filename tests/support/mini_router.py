@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from protos.v1 import common_pb2, decode_pb2, mesh_pb2, prefill_pb2
+from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2, prefill_pb2
 from tests.support.waiting import eventually
 from tests.support.worker_mesh import REMOTE, Peer
 

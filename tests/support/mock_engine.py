@@ -17,18 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.exports import LayerSignal
-from engine.finish import finish_reason
-from engine.model_config import ModelConfig
-from engine.outputs import FinishReason, StepResult
-from engine.request import EngineRequest
-from engine.sampling import Sampler, SampleRow
-from engine.speculation.cost_curve import CostCurve
-from engine.speculation.proposer import Proposer
-from engine.weights.loader import LoadedModel
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.finish import finish_reason
+from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.loader.loader import LoadedModel
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.outputs import FinishReason, StepResult
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.runner.batch import StepBatch
+from pdmesh.engine.sampling.sampler import Sampler, SampleRow
+from pdmesh.engine.speculation.cost_curve import CostCurve
+from pdmesh.engine.speculation.proposer import Proposer
 
 VOCAB_SIZE = 24
 EOS = 3

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.streams import Lane, Mark, Work
+from pdmesh.engine.kv_cache.streams import Lane, Mark, Work
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from runtime import failpoints
+from pdmesh.runtime import failpoints
 from tests.support.mini_router import MiniRouter
 from tests.support.tiny_models import make_tiny_model
 from tests.support.worker_mesh import Model, Peer, load_tiny, running_worker

@@ -12,24 +12,17 @@ from typing import TypeVar, cast
 import grpc.aio
 import torch
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.weights.loader import LoadedModel, load_model
-from kvtransfer.staged import StagedMemory
-from protos.v1 import (
-    common_pb2,
-    decode_pb2_grpc,
-    mesh_pb2,
-    prefill_pb2_grpc,
-    worker_pb2,
-    worker_pb2_grpc,
-)
-from runtime.channel import connect
+from kvtransfer.staging import StagedMemory
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.loader.loader import LoadedModel, load_model
+from pdmesh.runtime.rpc.channel import connect
+from pdmesh.text.block_hash import hash_block
+from pdmesh.v1 import common_pb2, decode_pb2_grpc, mesh_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from pdmesh.worker.assembly import Worker
+from pdmesh.worker.config import WorkerConfig
+from pdmesh.worker.token_request import TokenRequestTranslator
 from tests.support.waiting import eventually
-from text.block_hash import hash_block
-from worker.assembly import Worker
-from worker.config import WorkerConfig
-from worker.token_request import TokenRequestTranslator
 
 T = TypeVar("T")
 MODEL = "tiny"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from text.block_hash import HASH_BYTES, cache_root, hash_block, hash_prompt
+from pdmesh.text.block_hash import HASH_BYTES, cache_root, hash_block, hash_prompt
 
 ROOT = cache_root("model", 3, salt="")
 

@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from text.chat_template import ChatTemplate, Message, select_template
+from pdmesh.text.chat_template import ChatTemplate, Message, select_template
 
 HELLO = [Message("user", "Hello")]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdmesh.text.choice_text import ChoiceText
 from tests.text.samples import make_tokenizer
-from text.choice_text import ChoiceText
 
 TOKENIZER = make_tokenizer("byte_level")
 EOS = 2

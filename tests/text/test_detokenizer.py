@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
+from pdmesh.text.decoder_stages import byte_level_bytes
+from pdmesh.text.detokenizer import IncrementalDetokenizer
+from pdmesh.text.tokenizer import Tokenizer
+from pdmesh.text.tokenizer_settings import TokenizerSettings
 from tests.text.samples import BACKENDS, byte_fallback_backend, make_tokenizer
-from text.decoder_stages import byte_level_bytes
-from text.detokenizer import IncrementalDetokenizer
-from text.tokenizer import Tokenizer
-from text.tokenizer_settings import TokenizerSettings
 
 TOKENIZERS = {kind: make_tokenizer(kind) for kind in BACKENDS}
 # Beyond every vocabulary, too: such ids have no text.

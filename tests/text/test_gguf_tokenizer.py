@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tokenizers import pre_tokenizers
 
+from pdmesh.text.gguf_tokenizer import build_tokenizer, merges_of_scores, write_gguf_tokenizer
+from pdmesh.text.tokenizer import Tokenizer
 from tests.text.samples import byte_fallback_backend
-from text.gguf_tokenizer import build_tokenizer, merges_of_scores, write_gguf_tokenizer
-from text.tokenizer import Tokenizer
 
 SPACE = "▁"
 

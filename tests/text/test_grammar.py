@@ -14,12 +14,12 @@ import llguidance
 import numpy as np
 import pytest
 
-import text.grammar
-from pdmesh.model_cache import cache_folder, is_complete
-from pdmesh.model_catalogue import SMOLLM2
+from pdmesh.models.catalogue import SMOLLM2
+from pdmesh.models.model_cache import cache_folder, is_complete
+from pdmesh.text import grammar as grammar_module
+from pdmesh.text.grammar import MAX_BYTES, GrammarCompiler, GrammarMatcher
+from pdmesh.text.tokenizer import Tokenizer
 from tests.support.tiny_models import IM_END, VOCAB_SIZE, write_byte_tokenizer
-from text.grammar import MAX_BYTES, GrammarCompiler, GrammarMatcher
-from text.tokenizer import Tokenizer
 
 REAL = cache_folder() / "models" / SMOLLM2.name
 PERSON = {
@@ -245,8 +245,8 @@ def test_what_was_refused_is_remembered(of_bytes: GrammarCompiler, monkeypatch: 
 
 
 def test_what_is_remembered_is_bounded(of_bytes: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text.grammar, "MAX_REMEMBERED", 5)
-    monkeypatch.setattr(text.grammar, "MAX_REMEMBERED_BYTES", 2000)
+    monkeypatch.setattr(grammar_module, "MAX_REMEMBERED", 5)
+    monkeypatch.setattr(grammar_module, "MAX_REMEMBERED_BYTES", 2000)
     good = of_bytes.compile("regex", "kept|in use")
     for number in range(20):
         with pytest.raises(ValueError, match="unclosed"):
@@ -316,7 +316,7 @@ def test_a_long_history_is_followed_in_slices(of_bytes: GrammarCompiler, monkeyp
     grammar, pauses = of_bytes.compile("regex", "[a-z]*"), list[float]()
     letter, *_ = allowed(grammar.matcher())
     history = [letter] * 500
-    monkeypatch.setattr(text.grammar, "SLICE_S", 0.0)
+    monkeypatch.setattr(grammar_module, "SLICE_S", 0.0)
     monkeypatch.setattr(time, "sleep", pauses.append)
     matcher, stray = grammar.follow(history)
     assert stray is None and len(pauses) == 500

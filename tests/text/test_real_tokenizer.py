@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.model_cache import cache_folder, is_complete
-from pdmesh.model_catalogue import SMOLLM2
-from text.chat_template import Message
-from text.choice_text import ChoiceText
-from text.tokenizer import Tokenizer
+from pdmesh.models.catalogue import SMOLLM2
+from pdmesh.models.model_cache import cache_folder, is_complete
+from pdmesh.text.chat_template import Message
+from pdmesh.text.choice_text import ChoiceText
+from pdmesh.text.tokenizer import Tokenizer
 
 FOLDER = cache_folder() / "models" / SMOLLM2.name
 pytestmark = [

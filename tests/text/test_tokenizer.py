@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from pdmesh.text.chat_template import Message
+from pdmesh.text.tokenizer import Tokenizer
 from tests.text.samples import byte_fallback_backend, byte_level_backend, make_tokenizer, write_folder
-from text.chat_template import Message
-from text.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\n' }}"

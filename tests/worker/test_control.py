@@ -9,9 +9,9 @@ import grpc
 import pytest
 
 from kvtransfer.compatibility import PROTOCOL_VERSION
-from protos.v1 import common_pb2, decode_pb2, prefill_pb2, worker_pb2
-from runtime import failpoints
-from runtime.errors import error_from_rpc
+from pdmesh.runtime import failpoints
+from pdmesh.runtime.errors import error_from_rpc
+from pdmesh.v1 import common_pb2, decode_pb2, prefill_pb2, worker_pb2
 from tests.support.mini_router import MiniRouter
 from tests.support.waiting import eventually
 from tests.support.worker_mesh import LOCAL, MODEL, Model, Peer, reference, running_worker, token_request

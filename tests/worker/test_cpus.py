@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.weights.loader import load_model
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.loader.loader import load_model
+from pdmesh.worker.config import WorkerConfig
+from pdmesh.worker.cpus import bound, problem_with
 from tests.support.worker_mesh import MODEL, Model, running_worker
-from worker.config import WorkerConfig
-from worker.cpus import bound, problem_with
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.speculation.heads.weights import save_heads
-from protos.v1 import prefill_pb2
+from pdmesh.engine.speculation.draft_heads.weights import save_heads
+from pdmesh.v1 import prefill_pb2
 from tests.engine.speculation.heads.tiny_heads import make_heads
 from tests.support.mini_router import MiniRouter
 from tests.support.tiny_models import VOCAB_SIZE

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from runtime.config import ConfigError
-from runtime.process import Lifecycle
-from worker import main
-from worker.config import WorkerConfig
+from pdmesh.engine.config import EngineConfig
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.process import Lifecycle
+from pdmesh.worker import main
+from pdmesh.worker.config import WorkerConfig
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore about it."
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from protos.v1 import common_pb2, decode_pb2, prefill_pb2
+from pdmesh.v1 import common_pb2, decode_pb2, prefill_pb2
 from tests.support.mini_router import MiniRouter
 from tests.support.nixl import NEEDS_NIXL
 from tests.support.waiting import eventually, slowly

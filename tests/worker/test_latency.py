@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from engine import hardware
-from engine.engine import Engine
-from engine.hardware import MachineLimits, cost_of, measure_limits
-from engine.loop import EngineLoop
-from engine.outputs import StepResult, StepWork
-from engine.weights.loader import load_model
-from planning.latency_model import LatencyModel, Work
-from protos.v1 import worker_pb2
+from pdmesh.engine import hardware
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.hardware import MachineLimits, cost_of, measure_limits
+from pdmesh.engine.loader.loader import load_model
+from pdmesh.engine.loop import EngineLoop
+from pdmesh.engine.outputs import StepResult, StepWork
+from pdmesh.planning.latency_model import LatencyModel, Work
+from pdmesh.v1 import worker_pb2
+from pdmesh.worker.latency import StepWatch, latency_message, prior_for
+from pdmesh.worker.load import LoadReporter
+from pdmesh.worker.roles import RoleGate, roles_of
 from tests.support.mini_router import MiniRouter
 from tests.support.waiting import eventually
 from tests.support.worker_mesh import LOCAL, Model, Peer, token_request
-from worker.latency import StepWatch, latency_message, prior_for
-from worker.load import LoadReporter
-from worker.roles import RoleGate, roles_of
 
 PROMPT = [10 + (7 * i) % 200 for i in range(60)]
 PRIOR = LatencyModel(1e-3, 1e-5, 1e-8, 1e-4, 1e-7)

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.hardware import ModelCost
-from engine.outputs import EngineStats, StepWork
-from engine.speculation.tally import Tally
-from protos.v1 import prefill_pb2, worker_pb2
-from runtime.telemetry.config import TelemetryConfig
-from runtime.telemetry.metrics import Instrument
+from pdmesh.engine.hardware import ModelCost
+from pdmesh.engine.outputs import EngineStats, StepWork
+from pdmesh.engine.speculation.stats import Tally
+from pdmesh.runtime.telemetry.config import TelemetryConfig
+from pdmesh.runtime.telemetry.metrics import Instrument
+from pdmesh.v1 import prefill_pb2, worker_pb2
+from pdmesh.worker import instruments
+from pdmesh.worker.metrics import Seen, StepCounts, read
 from tests.runtime.telemetry.scrape import Page, scrape
 from tests.support.mini_router import MiniRouter
 from tests.support.waiting import eventually
 from tests.support.worker_mesh import Model, Peer, only_transport, running_worker, token_request
-from worker import instruments
-from worker.metrics import Seen, StepCounts, read
 
 PROMPT = [10 + (7 * i) % 200 for i in range(53)]
 SHOWN = TelemetryConfig(metrics_port=0)

@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from protos.v1 import worker_pb2
-from runtime.block_stream import BlockStream
-from runtime.cache_root import cache_root_of
-from runtime.redis_embedded import EmbeddedRedis
+from pdmesh.runtime.files import cache_root_of
+from pdmesh.runtime.registry.block_stream import BlockStream
+from pdmesh.runtime.registry.redis_server import EmbeddedRedis
+from pdmesh.text.block_hash import hash_prompt, short_name
+from pdmesh.v1 import worker_pb2
+from pdmesh.worker import prefix_publisher
 from tests.support.mini_router import MiniRouter
 from tests.support.worker_mesh import LOCAL, Model, Peer, running_worker, token_request
-from text.block_hash import hash_prompt, short_name
-from worker import prefix_publisher
 
 PROMPT = [10 + (7 * i) % 200 for i in range(60)]
 

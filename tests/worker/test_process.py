@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from protos.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, worker_pb2, worker_pb2_grpc
-from runtime.channel import connect
-from runtime.redis_embedded import EmbeddedRedis
-from runtime.registry import Registry
+from pdmesh.runtime.registry.redis_server import EmbeddedRedis
+from pdmesh.runtime.registry.registry import Registry
+from pdmesh.runtime.rpc.channel import connect
+from pdmesh.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, worker_pb2, worker_pb2_grpc
 from tests.support.forked import run_worker
 from tests.support.mini_router import MiniRouter
 from tests.support.tiny_models import make_tiny_model

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine.engine import Engine
-from engine.staging import StagingSizes
-from engine.streams import InOrder
-from engine.weights.loader import load_model
-from kvtransfer.staged import StagedMemory
-from protos.v1 import common_pb2, decode_pb2, prefill_pb2
+from kvtransfer.staging import StagedMemory
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.kv_cache.staging import StagingSizes
+from pdmesh.engine.kv_cache.streams import InOrder
+from pdmesh.engine.loader.loader import load_model
+from pdmesh.v1 import common_pb2, decode_pb2, prefill_pb2
+from pdmesh.worker.kv_memory import stage, staged_memory
 from tests.support.mini_router import MiniRouter
 from tests.support.waiting import eventually
 from tests.support.worker_mesh import LOCAL, Model, Peer, only_transport, reference, running_worker, token_request
-from worker.staging import stage, staged_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="on the CPU ranks share memory as Linux has it")
 WAYS = [("p1", "d2", "shm"), ("p2", "d1", "tcp"), ("p2", "d2", "tcp")]
@@ -35,7 +35,7 @@ PROMPT = [10 + (7 * i) % 200 for i in range(53)]
 
 @pytest.fixture(autouse=True)
 def pools_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.parallel.load.ranks_share_pool", lambda config: False)
+    monkeypatch.setattr("pdmesh.engine.parallel.load.ranks_share_pool", lambda config: False)
 
 
 def in_small_pieces(engine: Engine) -> StagedMemory | None:

@@ -13,11 +13,11 @@ import grpc.aio
 import pytest
 
 from benchmarks.observability.otlp_receiver import OtlpReceiver, Received
-from protos.v1 import decode_pb2, mesh_pb2, prefill_pb2, worker_pb2
-from runtime import log
-from runtime.telemetry.config import TelemetryConfig
-from runtime.telemetry.propagation import SpanContext, inject
-from runtime.telemetry.worker_context import submit_metadata
+from pdmesh.runtime import log
+from pdmesh.runtime.telemetry.config import TelemetryConfig
+from pdmesh.runtime.telemetry.propagation import SpanContext, inject
+from pdmesh.runtime.telemetry.worker_context import submit_metadata
+from pdmesh.v1 import decode_pb2, mesh_pb2, prefill_pb2, worker_pb2
 from tests.support.mini_router import MiniRouter
 from tests.support.waiting import eventually
 from tests.support.worker_mesh import LOCAL, REMOTE, Model, Peer, running_worker, token_request
@@ -35,7 +35,7 @@ def receiver() -> Iterator[OtlpReceiver]:
 @pytest.fixture
 def logged() -> Iterator[io.StringIO]:
     """What decode's requests log, as the worker's own handler writes it."""
-    stream, logger = io.StringIO(), logging.getLogger("decode_service.reservations")
+    stream, logger = io.StringIO(), logging.getLogger("decode_service.requests")
     handler, level = logging.StreamHandler(stream), logger.level
     handler.setFormatter(log.JsonFormatter("worker"))
     logger.addHandler(handler)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from engine.staging import StagingSizes
-from engine.streams import InOrder
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.nixl import NixlTransport
+from kvtransfer.transports.nixl.transport import NixlTransport
+from pdmesh.engine.kv_cache.staging import StagingSizes
+from pdmesh.engine.kv_cache.streams import InOrder
+from pdmesh.worker.kv_memory import stage, staged_memory
 from tests.support.host_sharing import HostSharing
 from tests.support.worker_mesh import Model
-from worker.staging import stage, staged_memory
 
 
 def test_a_pool_in_memory_of_the_host_is_shown_as_it_is(model: Model) -> None:

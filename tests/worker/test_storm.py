@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from protos.v1 import common_pb2, decode_pb2, mesh_pb2, prefill_pb2
-from runtime import failpoints
+from pdmesh.runtime import failpoints
+from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2, prefill_pb2
 from tests.support.mini_router import MiniRouter
 from tests.support.waiting import eventually
 from tests.support.worker_mesh import LOCAL, REMOTE, Model, Peer, history, reference, running_worker, token_request

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.weights.loader import load_model
-from protos.v1 import decode_pb2_grpc, worker_pb2, worker_pb2_grpc
-from runtime.channel import connect
+from pdmesh.engine.loader.loader import load_model
+from pdmesh.runtime.rpc.channel import connect
+from pdmesh.v1 import decode_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.mini_router import MiniRouter
 from tests.support.waiting import alive, eventually
 from tests.support.worker_mesh import LOCAL, Model, Peer, reference, running_worker, token_request

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from protos.v1 import common_pb2
-from runtime.errors import InvalidArgument
+from pdmesh.runtime.errors import InvalidArgument
+from pdmesh.text.grammar import GrammarCompiler
+from pdmesh.text.tokenizer import Tokenizer
+from pdmesh.v1 import common_pb2
+from pdmesh.worker import token_request as module
+from pdmesh.worker.token_request import TokenRequestTranslator
 from tests.support.tiny_models import IM_END, VOCAB_SIZE, write_byte_tokenizer
 from tests.support.worker_mesh import MODEL, history, token_request
-from text.grammar import GrammarCompiler
-from text.tokenizer import Tokenizer
-from worker import token_request as module
-from worker.token_request import TokenRequestTranslator
 
 LETTERS = common_pb2.Constraint(regex="[a-z]*")
 

@@ -18,7 +18,7 @@ from google.protobuf.descriptor_pb2 import (
 )
 from grpc_tools import protoc
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "pdmesh.v1"
 CLIENT_SERVICE = "Mesh"
 # Numbers of fields in descriptor.proto: with indexes they make the path of a comment.
@@ -94,11 +94,12 @@ class Api:
 
 
 def load() -> Api:
-    """Compiles `protos/v1/*.proto` with their comments."""
-    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "protos/v1").glob("*.proto"))
+    """Compiles `protos/pdmesh/v1/*.proto` with their comments."""
+    protos = ROOT / "protos"
+    sources = sorted(str(path.relative_to(protos)) for path in (protos / "pdmesh/v1").glob("*.proto"))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "descriptors"
-        status = protoc.main(["protoc", f"-I{ROOT}", "--include_source_info", f"--descriptor_set_out={out}", *sources])
+        status = protoc.main(["protoc", f"-I{protos}", "--include_source_info", f"--descriptor_set_out={out}", *sources])
         if status != 0:
             raise SystemExit(f"protoc failed with status {status}")
         files = FileDescriptorSet.FromString(out.read_bytes()).file

@@ -1,6 +1,6 @@
-"""Generate the stubs beside the `.proto` files, or check that the committed ones are what the files say.
+"""Generate the stubs from the files below `protos/`, or check that the committed ones are what the files say.
 
-`python -m protos.generate` writes; `python -m protos.generate --check` compares and exits 1 when they differ.
+`python -m tools.protos.generate` writes; `python -m tools.protos.generate --check` compares and exits 1 when they differ.
 """
 
 import sys
@@ -9,19 +9,20 @@ from pathlib import Path
 
 from grpc_tools import protoc
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # The wire of our own, and two protocols that others speak (docs/kserve.md, docs/vllm_engine.md).
-FOLDERS = ("protos/v1", "protos/inference", "protos/vllm")
+PROTOS = ROOT / "protos"
+FOLDERS = ("pdmesh/v1", "pdmesh/third_party/kserve", "pdmesh/third_party/vllm")
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
 def generate(out: Path) -> list[Path]:
     """Write the stubs of every `.proto` file under `out`; returns their paths relative to it."""
-    sources = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).glob("*.proto"))
+    sources = sorted(str(path.relative_to(PROTOS)) for folder in FOLDERS for path in (PROTOS / folder).glob("*.proto"))
     bin_folder = Path(sys.executable).parent
     plugins = [f"--plugin={name}={bin_folder / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
     outputs = [f"--{kind}_out={option}{out}" for kind, option in OUTPUTS]
-    status = protoc.main(["protoc", f"-I{ROOT}", *plugins, *outputs, *sources])
+    status = protoc.main(["protoc", f"-I{PROTOS}", *plugins, *outputs, *sources])
     if status != 0:
         raise SystemExit(f"protoc failed with status {status}")
     return _stubs(out)

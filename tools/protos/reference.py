@@ -1,6 +1,6 @@
 """The reference of `pdmesh.v1`, field by field, from the `.proto` files and their comments.
 
-`python -m protos.reference` writes docs/api.md; with `--check` it compares and exits 1 when the page is stale.
+`python -m tools.protos.reference` writes docs/api.md; with `--check` it compares and exits 1 when the page is stale.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from google.protobuf.descriptor_pb2 import (
     MethodDescriptorProto,
 )
 
-from protos import descriptors
-from protos.descriptors import CLIENT_SERVICE, PACKAGE, SYNTAX, Api
+from tools.protos import descriptors
+from tools.protos.descriptors import CLIENT_SERVICE, PACKAGE, SYNTAX, Api
 
 PAGE = descriptors.ROOT / "docs/api.md"
 INTRODUCTION = f"""\
 # API reference: `{PACKAGE}`
 
-Generated from `protos/v1/*.proto` by `make stubs`: change the comments there, not this page. How to call it from a program of any
+Generated from `protos/pdmesh/v1/*.proto` by `make stubs`: change the comments there, not this page. How to call it from a program of any
 language, what errors mean and what may change: [grpc.md](grpc.md).
 
 How to read the tables: a field of no *kind* is never absent to its reader, who gets the default of what was

@@ -1,7 +1,7 @@
 """The promise of `pdmesh.v1`: what a client has compiled in goes on working.
 
 `stable.json` holds the names, numbers and types of the client API. What stands there is never removed, renamed, renumbered or
-given another type; additions are welcome, and stand there too. `python -m protos.stable` records additions, refuses what breaks;
+given another type; additions are welcome, and stand there too. `python -m tools.protos.stable` records additions, refuses what breaks;
 with `--check` it writes nothing and also refuses additions that are not recorded yet. Who has to break something makes a
 `pdmesh.v2`.
 """
@@ -13,10 +13,10 @@ import sys
 
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 
-from protos import descriptors
-from protos.descriptors import Api
+from tools.protos import descriptors
+from tools.protos.descriptors import Api
 
-FILE = descriptors.ROOT / "protos/v1/stable.json"
+FILE = descriptors.ROOT / "protos/pdmesh/v1/stable.json"
 # Kind ("services", "messages", "enums") → name → key (a method's name, a field's number, a value's number) → what it is.
 Snapshot = dict[str, dict[str, dict[str, str]]]
 

@@ -17,8 +17,8 @@ from benchmarks.gpu.counts import attention_bytes, causal_operations
 from benchmarks.gpu.paged import BLOCK_SIZE, Sequence
 from benchmarks.gpu.timing import turns_s
 from benchmarks.harness import Figure
-from engine.kernels.triton.attention import Workspace, paged_attention
-from engine.kernels.triton.splits import SPLITS, Splits
+from pdmesh.engine.kernels.triton.attention import Workspace, paged_attention
+from pdmesh.engine.kernels.triton.split_kv import SPLITS, Splits
 
 UNSPLIT = Splits(SPLITS.min_keys, 1)
 SHARE_GOAL, SPEEDUP_GOAL = 70.0, 8.0

@@ -18,7 +18,7 @@ from benchmarks.gpu.graph_step import draw_s, graph_step_s
 from benchmarks.gpu.steady import Pace, steady_pace
 from benchmarks.gpu.weights import Subject, make_subject
 from benchmarks.harness import Figure
-from engine.engine import Engine
+from pdmesh.engine.engine import Engine
 
 FORMATS = (("1B", "none"), ("8B", "none"), ("8B", "int8"), ("8B", "int4"), ("8B", "fp8"))
 EXPECTED_S = 14.0  # of a model

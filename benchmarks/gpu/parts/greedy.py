@@ -13,10 +13,10 @@ from benchmarks.gpu.context import Context
 from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.weights import graph_model, launched_model, make_decoder, make_engine
 from benchmarks.harness import Figure
-from engine.config import EngineConfig
-from engine.kernels.triton.model import TritonModel
-from engine.model import DecoderModel
-from engine.model_config import ModelConfig
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.kernels.triton.model import TritonModel
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.decoder import DecoderModel
 
 CASES = (("1B", "none"), ("1B", "int4"), ("8B", "none"), ("8B", "int8"))
 NUM_PROMPTS = 5

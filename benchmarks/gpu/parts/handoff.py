@@ -23,9 +23,9 @@ from benchmarks.gpu.handoff_sender import Other, SendingEnd, receiving
 from benchmarks.gpu.timing import replayed_s
 from benchmarks.gpu.weights import make_subject
 from benchmarks.harness import Figure
-from engine.streams import streams_of
 from kvtransfer.errors import PushFailed
 from kvtransfer.native import library as native_library
+from pdmesh.engine.kv_cache.streams import streams_of
 
 ROUNDS = 3
 PINNED_BYTES = 1 << 28

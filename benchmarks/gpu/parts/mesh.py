@@ -17,11 +17,11 @@ from benchmarks.gpu.context import Context
 from benchmarks.harness import Figure
 from benchmarks.mesh_runs import Stream, tokens
 from benchmarks.mesh_runs import run as run_streams
-from pdmesh.client import AsyncClient
+from pdmesh.client.client import AsyncClient
 from pdmesh.errors import MeshError
-from pdmesh.launcher import LocalMesh
-from pdmesh.launcher_plan import LocalMeshConfig
-from runtime.child import StartFailed
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.runtime.child import StartFailed
 
 NAME = "mesh on one device"
 NOT_THERE = "did not run"

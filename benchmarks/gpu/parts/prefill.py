@@ -13,8 +13,8 @@ from benchmarks.gpu.steady import prompt_of
 from benchmarks.gpu.timing import wall_s
 from benchmarks.gpu.weights import make_subject
 from benchmarks.harness import Figure
-from engine.engine import Engine
-from engine.request import EngineRequest
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.request import EngineRequest
 
 CASES = (("8B", "none", 60.0), ("1B", "none", None), ("8B", "int8", None))
 """Model, weights, and the share of the peak that was asked for."""

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from engine.engine import Engine
-from engine.exports import LayerSignal
-from engine.outputs import StepResult
-from engine.runner import Draw, ModelRunner
-from engine.scheduler import Plan
-from engine.sequence import Sequence
-from runtime import failpoints
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.outputs import StepResult
+from pdmesh.engine.runner.model_runner import Draw, ModelRunner
+from pdmesh.engine.scheduler.scheduler import Plan
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.runtime import failpoints
 
 _step, _run = Engine.step, ModelRunner.run
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from benchmarks.soak.cases import Case
 from benchmarks.soak.sides.base import Answer, mesh_errors, new_answer
-from pdmesh.client_channel import open_aio_channel
-from protos.v1 import mesh_pb2
-from protos.v1.mesh_pb2_grpc import MeshStub
-from protos.vllm import vllm_engine_pb2 as pb
-from protos.vllm.vllm_engine_pb2_grpc import VllmEngineStub
+from pdmesh.client.channel import open_aio_channel
+from pdmesh.third_party.vllm import vllm_engine_pb2 as pb
+from pdmesh.third_party.vllm.vllm_engine_pb2_grpc import VllmEngineStub
+from pdmesh.v1 import mesh_pb2
+from pdmesh.v1.mesh_pb2_grpc import MeshStub
 
 if TYPE_CHECKING:
-    from protos.v1.mesh_pb2_grpc import MeshAsyncStub
-    from protos.vllm.vllm_engine_pb2_grpc import VllmEngineAsyncStub
+    from pdmesh.third_party.vllm.vllm_engine_pb2_grpc import VllmEngineAsyncStub
+    from pdmesh.v1.mesh_pb2_grpc import MeshAsyncStub
 
 _NUMBERS = itertools.count()
 

@@ -12,13 +12,13 @@ import grpc
 
 from benchmarks.soak.cases import Case
 from benchmarks.soak.sides.base import Answer, mesh_errors, new_answer
-from pdmesh.client_channel import open_aio_channel
+from pdmesh.client.channel import open_aio_channel
 from pdmesh.errors import MeshError
-from protos.inference import grpc_service_pb2 as pb
-from protos.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
+from pdmesh.third_party.kserve import grpc_service_pb2 as pb
+from pdmesh.third_party.kserve.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 
 if TYPE_CHECKING:
-    from protos.inference.grpc_service_pb2_grpc import GRPCInferenceServiceAsyncStub
+    from pdmesh.third_party.kserve.grpc_service_pb2_grpc import GRPCInferenceServiceAsyncStub
 
 _OUTPUTS = ("text_output", "output_ids", "finish_reason", "index", "num_output_tokens")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from benchmarks.soak.cases import Case
 from benchmarks.soak.sides.base import Answer, new_answer
-from pdmesh.client import AsyncClient, Completed, Delta
-from pdmesh.client_stream import AsyncStream
+from pdmesh.client.client import AsyncClient, Completed, Delta
+from pdmesh.client.stream import AsyncStream
 
 
 class MeshSide:

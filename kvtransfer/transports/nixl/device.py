@@ -21,21 +21,21 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from kvtransfer.errors import FrameError
+from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, Rectangle, copies
-from kvtransfer.parts import Part
 from kvtransfer.stream import SocketStream
-from kvtransfer.transports.inline import InlineIncoming, InlineOutgoing
-from kvtransfer.transports.nixl_agent import HOST, KINDS, Agent, NixlFailed, NixlUnusable, Place
-from kvtransfer.transports.nixl_hello import check_pool
-from kvtransfer.transports.nixl_pull import FIRST_PAUSE_S, MAX_PAUSE_S, PATIENCE_S, wire_order
-from kvtransfer.transports.nixl_reader import Read, Reads, Remote
+from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
+from kvtransfer.transports.nixl.agent import HOST, KINDS, Agent, NixlFailed, NixlUnusable, Place
+from kvtransfer.transports.nixl.nixl_hello import check_pool
+from kvtransfer.transports.nixl.nixl_pull import FIRST_PAUSE_S, MAX_PAUSE_S, PATIENCE_S, wire_order
+from kvtransfer.transports.nixl.reader import Read, Reads, Remote
 from kvtransfer.transports.pulled import source_of
 from kvtransfer.transports.summed import SummedIncoming, SummedOutgoing, pulled, unusable
-from protos.v1 import transfer_pb2
+from pdmesh.v1 import transfer_pb2
 
 if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
-    from engine.shown_pool import ShownPool
-    from engine.streams import Mark
+    from pdmesh.engine.kv_cache.ipc_pool import ShownPool
+    from pdmesh.engine.kv_cache.streams import Mark
 
 ROOM_BYTES = 64 << 20  # the largest part: what a part costs Python should be little beside it
 NUM_ROOMS = 4

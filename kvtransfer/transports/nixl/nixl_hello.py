@@ -3,7 +3,7 @@
 from kvtransfer.compatibility import refuse
 from kvtransfer.memory import KVMemory, PoolShape
 from kvtransfer.transports.pulled import shape_of_sender
-from protos.v1 import transfer_pb2
+from pdmesh.v1 import transfer_pb2
 
 MAX_METADATA_BYTES = 64 << 10
 _ADDRESS_END = 1 << 64

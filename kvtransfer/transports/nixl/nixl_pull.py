@@ -10,7 +10,7 @@ from kvtransfer.checksum import copy_runs
 from kvtransfer.memory import KVMemory, PoolShape, Rectangle, copies
 from kvtransfer.native.library import Runs
 from kvtransfer.stream import TURN_MS
-from kvtransfer.transports.nixl_reader import BUFFER_BYTES, Read, Reader, Remote
+from kvtransfer.transports.nixl.reader import BUFFER_BYTES, Read, Reader, Remote
 
 NUM_AHEAD = 2  # buffers of a part: one is read into while the other is copied
 PATIENCE_S = 0.01  # then the thread is for others

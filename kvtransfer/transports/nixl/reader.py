@@ -17,7 +17,7 @@ import numpy as np
 from kvtransfer.compatibility import refuse
 from kvtransfer.errors import TransferRefused
 from kvtransfer.native.library import Runs, address_of
-from kvtransfer.transports.nixl_agent import HOST, Agent, NixlFailed, OutsideMemory, Place
+from kvtransfer.transports.nixl.agent import HOST, Agent, NixlFailed, OutsideMemory, Place
 
 BUFFER_BYTES = 1 << 20  # what was read is still in the processor's cache when it is copied
 NUM_BUFFERS = 32  # a part takes two; the others are for slow senders, and reads that do not end

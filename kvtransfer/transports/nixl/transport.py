@@ -25,25 +25,25 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING, TypeVar
 
 from kvtransfer.errors import FrameError, TransportUnavailable
+from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, PoolShape, Rectangle, shape_of
 from kvtransfer.native.library import address_of
-from kvtransfer.parts import Part
-from kvtransfer.staged import StagedMemory
+from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import SocketStream
-from kvtransfer.transports.inline import InlineIncoming, InlineOutgoing
-from kvtransfer.transports.nixl_agent import HOST, Agent, NixlUnusable, is_installed
-from kvtransfer.transports.nixl_device import DeviceReader, NixlDeviceIncoming, NixlDeviceOutgoing, place_of
-from kvtransfer.transports.nixl_hello import check_pool
-from kvtransfer.transports.nixl_pull import Pull
-from kvtransfer.transports.nixl_reader import Reader, Remote
+from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
+from kvtransfer.transports.nixl.agent import HOST, Agent, NixlUnusable, is_installed
+from kvtransfer.transports.nixl.device import DeviceReader, NixlDeviceIncoming, NixlDeviceOutgoing, place_of
+from kvtransfer.transports.nixl.nixl_hello import check_pool
+from kvtransfer.transports.nixl.nixl_pull import Pull
+from kvtransfer.transports.nixl.reader import Reader, Remote
 from kvtransfer.transports.pulled import announce, source_of
 from kvtransfer.transports.summed import shown_by, unusable
 from kvtransfer.transports.tcp import TcpTransport
-from protos.v1 import common_pb2, transfer_pb2
-from runtime.tls import Tls
+from pdmesh.runtime.rpc.tls import Tls
+from pdmesh.v1 import common_pb2, transfer_pb2
 
 if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
-    from engine.shown_pool import ShownPool
+    from pdmesh.engine.kv_cache.ipc_pool import ShownPool
 
 OPEN_TIMEOUT_S = 2.0  # the first time the package is loaded, too; a lease must not lapse over it
 POLL_S = 0.005  # while nothing comes no thread waits for it

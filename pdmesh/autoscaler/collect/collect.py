@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
-from autoscaler.collect_counts import Rounds, counts_of
-from autoscaler.collect_routers import Routers
-from autoscaler.collect_traffic import traffic_of
-from autoscaler.collect_workers import SeenWorker, workers_of
-from autoscaler.views import Traffic
-from protos.v1 import mesh_pb2, mesh_pb2_grpc
-from runtime.channel import Channels, connect
+from pdmesh.autoscaler.collect.collect_counts import Rounds, counts_of
+from pdmesh.autoscaler.collect.collect_routers import Routers
+from pdmesh.autoscaler.collect.traffic import traffic_of
+from pdmesh.autoscaler.collect.workers import SeenWorker, workers_of
+from pdmesh.autoscaler.views import Traffic
+from pdmesh.runtime.rpc.channel import Channels, connect
+from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from autoscaler.collect_counts import Key
-    from runtime.tls import Tls
+    from pdmesh.autoscaler.collect.collect_counts import Key
+    from pdmesh.runtime.rpc.tls import Tls
 
 ASK_TIMEOUT_S = 2.0
 MAX_TRIES = 4

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeAlias
 
-from protos.v1 import mesh_pb2
+from pdmesh.v1 import mesh_pb2
 
 SLACK_S = 1.0
 """By which a router's clock and ours may differ over a round: one that started within the round is counted from its beginning."""

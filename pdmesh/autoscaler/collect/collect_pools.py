@@ -3,10 +3,10 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from autoscaler.collect_workers import SeenWorker, kv_occupancy, typical
-from autoscaler.platform import Asked
-from autoscaler.starts import Starts
-from autoscaler.views import PoolName, PoolView
+from pdmesh.autoscaler.collect.starts import Starts
+from pdmesh.autoscaler.collect.workers import SeenWorker, kv_occupancy, typical
+from pdmesh.autoscaler.platform import Asked
+from pdmesh.autoscaler.views import PoolName, PoolView
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ heard since it was.
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from autoscaler.collect_counts import Key
+from pdmesh.autoscaler.collect.collect_counts import Key
 
 
 @dataclass(eq=False)

@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from autoscaler.collect_counts import Counts, Key, Round, total
-from autoscaler.views import Measured, Traffic
-from planning.capacity_load import Lengths
-from planning.durations import quantile_s
-from protos.v1 import mesh_pb2
+from pdmesh.autoscaler.collect.collect_counts import Counts, Key, Round, total
+from pdmesh.autoscaler.views import Measured, Traffic
+from pdmesh.planning.capacity_load import Lengths
+from pdmesh.planning.duration_histogram import quantile_s
+from pdmesh.v1 import mesh_pb2
 
 USUAL_GAPS = 10
 """So many gaps of independent arrivals are believed in before any were seen: the spread of a few says next to nothing."""

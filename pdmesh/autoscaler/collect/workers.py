@@ -5,11 +5,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from autoscaler.speed import middle, typical_speed
-from autoscaler.views import PoolName
-from planning.capacity_load import Limits
-from planning.latency_model import LatencyModel
-from protos.v1 import mesh_pb2, worker_pb2
+from pdmesh.autoscaler.policy.speed import middle, typical_speed
+from pdmesh.autoscaler.views import PoolName
+from pdmesh.planning.capacity_load import Limits
+from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.v1 import mesh_pb2, worker_pb2
 
 WorkerKey: TypeAlias = tuple[str, int]
 """Address and epoch."""

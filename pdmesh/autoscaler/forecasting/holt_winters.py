@@ -7,7 +7,7 @@ season, and the latest is what is expected. What the series is off just now by i
 
 import math
 
-from autoscaler.forecast import Expected, State, number
+from pdmesh.autoscaler.forecasting.forecast import Expected, State, number
 
 NUM_BINS = 96  # of a season: a quarter of an hour of a day
 LEVEL, TREND, SEASON = 0.2, 0.02, 0.3  # shares of an error that they learn from one bin

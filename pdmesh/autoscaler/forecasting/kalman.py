@@ -9,7 +9,7 @@ two, and sees the slope of a rise while it lasts. Looking ahead, the slope fades
 import math
 from collections import deque
 
-from autoscaler.forecast import Expected, State, number
+from pdmesh.autoscaler.forecasting.forecast import Expected, State, number
 
 LEVEL_NOISE = 0.001  # of the level, by which it wanders in a second (its root)
 SLOPE_NOISE = 1e-5  # of the level in a second, by which the slope wanders in a second (its root)

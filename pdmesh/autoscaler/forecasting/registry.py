@@ -1,9 +1,9 @@
 """Forecasters by the name that settings give them. Another one: its file and a line here."""
 
-from autoscaler.forecast import Forecaster, LastValue
-from autoscaler.holt_winters import HoltWinters
-from autoscaler.kalman import WINDOW_S, Kalman
-from autoscaler.settings import AutoscalerSettings
+from pdmesh.autoscaler.forecasting.forecast import Forecaster, LastValue
+from pdmesh.autoscaler.forecasting.holt_winters import HoltWinters
+from pdmesh.autoscaler.forecasting.kalman import WINDOW_S, Kalman
+from pdmesh.autoscaler.settings import AutoscalerSettings
 
 NOISE_COOL_DOWNS = 2.5
 """Over so many of them noise is averaged: who lets a pool shrink within seconds wants a burst forgotten within minutes."""

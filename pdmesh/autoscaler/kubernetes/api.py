@@ -15,10 +15,10 @@ import urllib3
 from kubernetes import client, config
 from kubernetes.client.exceptions import OpenApiException
 
-from autoscaler.kubernetes.deployment import MANAGER
-from autoscaler.kubernetes.settings import KubernetesSettings
-from autoscaler.platform import PlatformError
-from runtime.config import ConfigError
+from pdmesh.autoscaler.kubernetes.objects import MANAGER
+from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings
+from pdmesh.autoscaler.platform import PlatformError
+from pdmesh.runtime.config import ConfigError
 
 Object = dict[str, Any]
 MERGE_PATCH = "application/merge-patch+json"

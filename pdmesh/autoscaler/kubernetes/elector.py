@@ -9,10 +9,10 @@ import socket
 import time
 from collections.abc import Callable
 
-from autoscaler.kubernetes import times
-from autoscaler.kubernetes.api import Api, ApiError, ConflictError, MissingError, Object
-from autoscaler.kubernetes.lease import Election, LeaseRecord
-from autoscaler.kubernetes.settings import KubernetesSettings
+from pdmesh.autoscaler.kubernetes import times
+from pdmesh.autoscaler.kubernetes.api import Api, ApiError, ConflictError, MissingError, Object
+from pdmesh.autoscaler.kubernetes.lease import Election, LeaseRecord
+from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings
 
 _JITTER = 0.2  # so that candidates do not ask all at once
 _ATTEMPT_REQUESTS = 2

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from autoscaler.kubernetes import times
-from autoscaler.kubernetes.api import Api, ApiError, Object
+from pdmesh.autoscaler.kubernetes import times
+from pdmesh.autoscaler.kubernetes.api import Api, ApiError, Object
 
 CONTROLLER = "pdmesh.io/autoscaler"
 MAX_NOTE = 1024

@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from autoscaler.decision import Decision
-from autoscaler.kubernetes import selector, times
-from autoscaler.kubernetes.wanted import METRIC, Value, Wanted
+from pdmesh.autoscaler.decision import Decision
+from pdmesh.autoscaler.kubernetes import selector, times
+from pdmesh.autoscaler.kubernetes.wanted import METRIC, Value, Wanted
 
 GROUP, VERSION = "external.metrics.k8s.io", "v1beta1"
 _REASONS = {400: "BadRequest", 404: "NotFound", 405: "MethodNotAllowed", 503: "ServiceUnavailable"}

@@ -8,8 +8,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from autoscaler.kubernetes.api import Api
-from autoscaler.platform import PlatformError
+from pdmesh.autoscaler.kubernetes.api import Api
+from pdmesh.autoscaler.platform import PlatformError
 
 CONFIG_MAP = "/api/v1/namespaces/kube-system/configmaps/extension-apiserver-authentication"
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from autoscaler.kubernetes import orders
-from autoscaler.kubernetes.deployment import MANAGER, NOBODY, Owner, Seen
-from autoscaler.kubernetes.orders import AUTOSCALE, HOLD_UNTIL
+from pdmesh.autoscaler.kubernetes import orders
+from pdmesh.autoscaler.kubernetes.objects import MANAGER, NOBODY, Owner, Seen
+from pdmesh.autoscaler.kubernetes.orders import AUTOSCALE, HOLD_UNTIL
 
 MAX_OURS = 4
 ARRIVES_S = 120.0

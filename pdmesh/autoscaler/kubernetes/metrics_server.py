@@ -17,14 +17,14 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from autoscaler.kubernetes import front_proxy
-from autoscaler.kubernetes.api import open_api
-from autoscaler.kubernetes.external_metrics import ExternalMetrics
-from autoscaler.kubernetes.front_proxy import Callers
-from autoscaler.kubernetes.metrics_settings import MetricsSettings
-from autoscaler.kubernetes.settings import KubernetesSettings
-from autoscaler.platform import PlatformError
-from runtime.config import ConfigError
+from pdmesh.autoscaler.kubernetes import front_proxy
+from pdmesh.autoscaler.kubernetes.api import open_api
+from pdmesh.autoscaler.kubernetes.external_metrics import ExternalMetrics
+from pdmesh.autoscaler.kubernetes.front_proxy import Callers
+from pdmesh.autoscaler.kubernetes.metrics_settings import MetricsSettings
+from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings
+from pdmesh.autoscaler.platform import PlatformError
+from pdmesh.runtime.config import ConfigError
 
 MAX_CONNECTIONS = 128
 STOP_S = 1.0

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from runtime.config import ConfigError
+from pdmesh.runtime.config import ConfigError
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoscaler.platform import PlatformError
+from pdmesh.autoscaler.platform import PlatformError
 
 MANAGER = "pdmesh-autoscaler"
 """As whom our own changes are noted in managedFields."""

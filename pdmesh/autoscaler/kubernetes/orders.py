@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoscaler.kubernetes import times
+from pdmesh.autoscaler.kubernetes import times
 
 AUTOSCALE = "pdmesh.io/autoscale"
 HOLD_UNTIL = "pdmesh.io/hold-until"

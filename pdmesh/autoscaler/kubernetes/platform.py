@@ -12,18 +12,18 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from autoscaler.decision import PoolDecision
-from autoscaler.forecast import State
-from autoscaler.kubernetes import ledger
-from autoscaler.kubernetes.api import Api, ApiError, ConflictError, MissingError, open_api
-from autoscaler.kubernetes.deployment import Seen, seen_of
-from autoscaler.kubernetes.elector import Elector
-from autoscaler.kubernetes.events import Events, Subject
-from autoscaler.kubernetes.ledger import Entry, Held
-from autoscaler.kubernetes.settings import KubernetesSettings
-from autoscaler.kubernetes.state import StateStore
-from autoscaler.platform import Asked, Platform, PlatformError
-from autoscaler.views import Hold, PoolName
+from pdmesh.autoscaler.decision import PoolDecision
+from pdmesh.autoscaler.forecasting.forecast import State
+from pdmesh.autoscaler.kubernetes import ledger
+from pdmesh.autoscaler.kubernetes.api import Api, ApiError, ConflictError, MissingError, open_api
+from pdmesh.autoscaler.kubernetes.elector import Elector
+from pdmesh.autoscaler.kubernetes.events import Events, Subject
+from pdmesh.autoscaler.kubernetes.ledger import Entry, Held
+from pdmesh.autoscaler.kubernetes.objects import Seen, seen_of
+from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings
+from pdmesh.autoscaler.kubernetes.state import StateStore
+from pdmesh.autoscaler.platform import Asked, Platform, PlatformError
+from pdmesh.autoscaler.views import Hold, PoolName
 
 MAX_TRIES = 3
 """Of one change; a Deployment whose pods come and go changes often, without anybody's doing."""
@@ -39,7 +39,7 @@ def open_platform(settings: KubernetesSettings) -> Platform:
 
 
 class KubernetesPlatform:
-    """As `autoscaler.platform.Platform` says. `wall` is the time that all machines share, in seconds since 1970."""
+    """As `pdmesh.autoscaler.platform.Platform` says. `wall` is the time that all machines share, in seconds since 1970."""
 
     def __init__(self, api: Api, namespace: str, settings: KubernetesSettings, wall: Callable[[], float] = time.time) -> None:
         self._api = api

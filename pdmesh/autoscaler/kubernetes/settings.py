@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autoscaler.views import PoolName
-from runtime.config import ConfigError
+from pdmesh.autoscaler.views import PoolName
+from pdmesh.runtime.config import ConfigError
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 MIN_REQUEST_S = 0.1

@@ -4,8 +4,8 @@ import json
 import logging
 from collections.abc import Callable
 
-from autoscaler.kubernetes.api import Api, ApiError, ConflictError, MissingError, Object
-from autoscaler.platform import PlatformError
+from pdmesh.autoscaler.kubernetes.api import Api, ApiError, ConflictError, MissingError, Object
+from pdmesh.autoscaler.platform import PlatformError
 
 MAX_BYTES = 400_000
 """Of one value; etcd takes a megabyte and a half for a whole object."""

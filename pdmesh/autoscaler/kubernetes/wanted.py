@@ -3,8 +3,8 @@ any clock that only goes forward."""
 
 from dataclasses import dataclass
 
-from autoscaler.decision import Decision
-from autoscaler.views import PoolName
+from pdmesh.autoscaler.decision import Decision
+from pdmesh.autoscaler.views import PoolName
 
 METRIC = "pdmesh_wanted_replicas"
 

@@ -8,7 +8,7 @@ no other division has a larger smallest share.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autoscaler.views import PoolName
+from pdmesh.autoscaler.views import PoolName
 
 WORTH_MOVING = 0.1
 """Of the demand, that more has to be borne before a pool gives up replicas that it needs itself."""

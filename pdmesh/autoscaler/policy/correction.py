@@ -6,8 +6,8 @@ error of the model, and load alone does not make workers look slow.
 
 import math
 
-from autoscaler.forecast import State, number
-from autoscaler.views import Measured
+from pdmesh.autoscaler.forecasting.forecast import State, number
+from pdmesh.autoscaler.views import Measured
 
 LEAST, MOST = 0.8, 2.0
 KEPT = 0.9

@@ -12,9 +12,9 @@ time: a pod that is asked for when one comes serves when it is over. How lumpy t
 import math
 from dataclasses import dataclass
 
-from autoscaler.forecast import Expected, Forecaster
-from autoscaler.settings import AutoscalerSettings
-from autoscaler.views import Traffic
+from pdmesh.autoscaler.forecasting.forecast import Expected, Forecaster
+from pdmesh.autoscaler.settings import AutoscalerSettings
+from pdmesh.autoscaler.views import Traffic
 
 SURE_SIGMAS = 2.0
 """Of arrivals, by which the observed rate may be too high by chance."""

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from autoscaler.decision import Flip
-from autoscaler.memory import PoolMemory
-from autoscaler.plan import Plan
-from autoscaler.settings import AutoscalerSettings
-from autoscaler.views import PoolName
+from pdmesh.autoscaler.decision import Flip
+from pdmesh.autoscaler.policy.memory import PoolMemory
+from pdmesh.autoscaler.policy.pool_plan import Plan
+from pdmesh.autoscaler.settings import AutoscalerSettings
+from pdmesh.autoscaler.views import PoolName
 
 SPARE_SHARE = 0.5
 """Of a cool-down, for which a pool has to have had workers to spare before it lends them."""

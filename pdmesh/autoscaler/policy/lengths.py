@@ -6,9 +6,9 @@ all moments are smoothed over a minute, and what was last known holds while nobo
 
 import math
 
-from autoscaler.forecast import State, number
-from autoscaler.views import Traffic
-from planning.capacity_load import Lengths
+from pdmesh.autoscaler.forecasting.forecast import State, number
+from pdmesh.autoscaler.views import Traffic
+from pdmesh.planning.capacity_load import Lengths
 
 SMOOTH_S = 60.0
 _FIELDS = ("input_tokens", "input_squared", "output_tokens", "cached_share", "output_squared")

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from autoscaler.forecast import State, number
+from pdmesh.autoscaler.forecasting.forecast import State, number
 
 Pairs = deque[tuple[float, int]]
 

@@ -16,21 +16,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 
-from autoscaler.budget import Claim, divide
-from autoscaler.correction import Correction
-from autoscaler.decision import Decision, Flip, PoolDecision
-from autoscaler.demand import Demand, demand
-from autoscaler.flips import flip
-from autoscaler.forecast import Expected, Forecaster, State
-from autoscaler.forecasters import forecaster_of
-from autoscaler.lengths import SmoothedLengths
-from autoscaler.memory import PoolMemory
-from autoscaler.plan import Plan, plan
-from autoscaler.settings import AutoscalerSettings
-from autoscaler.sizing import Size, borne_share, pool_of, size, unasked, unmeasured
-from autoscaler.speed import Speed
-from autoscaler.views import PoolName, PoolView, Snapshot
-from planning.capacity_load import Goals, Load, Worker
+from pdmesh.autoscaler.decision import Decision, Flip, PoolDecision
+from pdmesh.autoscaler.forecasting.forecast import Expected, Forecaster, State
+from pdmesh.autoscaler.forecasting.registry import forecaster_of
+from pdmesh.autoscaler.policy.budget import Claim, divide
+from pdmesh.autoscaler.policy.correction import Correction
+from pdmesh.autoscaler.policy.demand import Demand, demand
+from pdmesh.autoscaler.policy.flips import flip
+from pdmesh.autoscaler.policy.lengths import SmoothedLengths
+from pdmesh.autoscaler.policy.memory import PoolMemory
+from pdmesh.autoscaler.policy.pool_plan import Plan, plan
+from pdmesh.autoscaler.policy.sizing import Size, borne_share, pool_of, size, unasked, unmeasured
+from pdmesh.autoscaler.policy.speed import Speed
+from pdmesh.autoscaler.settings import AutoscalerSettings
+from pdmesh.autoscaler.views import PoolName, PoolView, Snapshot
+from pdmesh.planning.capacity_load import Goals, Load, Worker
 
 _FORMAT = 1
 Share = Callable[[int], float]

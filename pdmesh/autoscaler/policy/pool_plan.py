@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autoscaler.decision import PoolDecision
-from autoscaler.memory import PoolMemory
-from autoscaler.settings import AutoscalerSettings, PoolSettings
-from autoscaler.sizing import Size
-from autoscaler.views import PoolView
+from pdmesh.autoscaler.decision import PoolDecision
+from pdmesh.autoscaler.policy.memory import PoolMemory
+from pdmesh.autoscaler.policy.sizing import Size
+from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
+from pdmesh.autoscaler.views import PoolView
 
 STUCK_STARTS = 5
 """Times the usual start, after which a pod that does not serve counts for nothing."""

@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autoscaler.demand import Demand
-from autoscaler.settings import AutoscalerSettings, PoolSettings
-from autoscaler.views import PoolName, PoolView
-from planning.capacity import DecodePool, Pool, PrefillPool, SharedPool, bearable, fewest
-from planning.capacity_load import Goals, Load, Worker
-from planning.capacity_steps import keeps_tpot
+from pdmesh.autoscaler.policy.demand import Demand
+from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
+from pdmesh.autoscaler.views import PoolName, PoolView
+from pdmesh.planning.capacity import DecodePool, Pool, PrefillPool, SharedPool, bearable, fewest
+from pdmesh.planning.capacity_load import Goals, Load, Worker
+from pdmesh.planning.capacity_steps import keeps_tpot
 
 WAIT_SHARE = 0.5
 """Of a TTFT objective, that requests may wait at routers before it is more than chance."""

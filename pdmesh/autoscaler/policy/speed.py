@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection
 from statistics import median_low
 from typing import TypeVar
 
-from planning.capacity_load import Worker
-from planning.latency_model import LatencyModel, Work, prefill_context
+from pdmesh.planning.capacity_load import Worker
+from pdmesh.planning.latency_model import LatencyModel, Work, prefill_context
 
 T = TypeVar("T")
 USUAL = Work(prefill_tokens=512, prefill_context=prefill_context(0, 512), num_decoding=8, decode_context=8 * 512)

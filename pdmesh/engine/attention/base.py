@@ -10,9 +10,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.batch import StepBatch
-from engine.model_config import ModelConfig
-from engine.paged_attention import ReferenceAttention
+from pdmesh.engine.attention.paged_attention import ReferenceAttention
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.runner.batch import StepBatch
 
 
 class AttentionPlan(Protocol):
@@ -33,7 +33,7 @@ class AttentionBackend(Protocol):
 
 
 def _triton(config: ModelConfig, device: str) -> AttentionBackend:
-    from engine.kernels.triton.attention import TritonAttention  # triton is not everywhere
+    from pdmesh.engine.kernels.triton.attention import TritonAttention  # triton is not everywhere
 
     return TritonAttention(config, device)
 

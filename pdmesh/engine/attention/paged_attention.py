@@ -23,9 +23,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch, Tail
-from engine.layers import ROW_MULTIPLE
-from engine.model_config import ModelConfig
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.layers import ROW_MULTIPLE
+from pdmesh.engine.runner.batch import StepBatch, Tail
 
 CHUNK_KEYS = 128
 # Below every score, yet finite: exp(masked - it) and exp(it - score) are 0, never NaN.

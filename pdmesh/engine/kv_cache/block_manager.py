@@ -9,8 +9,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
-from engine.blocks import BlockPool, num_blocks_for
-from engine.sequence import Sequence
+from pdmesh.engine.kv_cache.block_pool import BlockPool, num_blocks_for
+from pdmesh.engine.scheduler.sequence import Sequence
 
 HashBlock = Callable[[bytes, Tokens[int]], bytes]
 

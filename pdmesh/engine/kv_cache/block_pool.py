@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
-from engine.block_log import BlockLog
-from engine.errors import IntegrityError
+from pdmesh.engine.errors import IntegrityError
+from pdmesh.engine.kv_cache.block_log import BlockLog
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

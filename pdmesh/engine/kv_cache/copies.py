@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels.triton.support import why_not_here
+from pdmesh.engine.kernels.triton.support import why_not_here
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def block_copies_for(device: torch.device) -> BlockCopies:
     """Triton's where it runs."""
     if why_not_here(device.type):
         return IndexedBlocks()
-    from engine.kernels.triton.blocks import TritonBlocks
+    from pdmesh.engine.kernels.triton.blocks import TritonBlocks
 
     return TritonBlocks()
 

@@ -20,8 +20,8 @@ import logging
 import torch
 from torch import Tensor
 
-from engine.cuda_driver import CudaError, Driver
-from engine.pool_sharing import NotShared, PoolHandle
+from pdmesh.engine.kv_cache.cuda_driver import CudaError, Driver
+from pdmesh.engine.kv_cache.pool_sharing import NotShared, PoolHandle
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
@@ -35,7 +35,7 @@ class _Handle(ctypes.Structure):
 
 
 class CudaSharing:
-    """Of one device. Satisfies engine.pool_sharing.PoolSharing."""
+    """Of one device. Satisfies pdmesh.engine.kv_cache.pool_sharing.PoolSharing."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises NotShared."""
@@ -86,7 +86,7 @@ class CudaSharing:
 
 
 class CudaPool:
-    """Satisfies engine.pool_sharing.OpenPool."""
+    """Satisfies pdmesh.engine.kv_cache.pool_sharing.OpenPool."""
 
     def __init__(self, driver: Driver, address: int, offset: int, num_bytes: int) -> None:
         """Owns what was opened at `address`. Raises NotShared for a pool that leads out of it, or that cannot be looked at."""

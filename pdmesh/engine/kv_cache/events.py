@@ -16,8 +16,8 @@ import os
 from array import array
 from typing import Protocol
 
-from engine.outputs import KVReady
-from engine.scheduler import Plan
+from pdmesh.engine.outputs import KVReady
+from pdmesh.engine.scheduler.scheduler import Plan
 
 SIGNALS_PER_STEP = 3  # until whoever listens asks for more or fewer
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.pool_sharing import NotShared, OpenPool, PoolHandle, PoolSharing
-from engine.streams import Lane, Mark, Streams
-from engine.summed_copies import NUM_SUMS, WORD_BYTES, Blocks, SummedCopies, summed_copies_for, unsigned
+from pdmesh.engine.kv_cache.pool_sharing import NotShared, OpenPool, PoolHandle, PoolSharing
+from pdmesh.engine.kv_cache.streams import Lane, Mark, Streams
+from pdmesh.engine.kv_cache.summed_copies import NUM_SUMS, WORD_BYTES, Blocks, SummedCopies, summed_copies_for, unsigned
 
 PART_BYTES = 256 << 20
 MAX_BLOCKS = 1 << 16  # of a part
@@ -53,7 +53,7 @@ class Rooms:
 
 
 class ShownPool:
-    """Satisfies what kvtransfer.staged asks of it."""
+    """Satisfies what kvtransfer.staging asks of it."""
 
     def __init__(
         self,

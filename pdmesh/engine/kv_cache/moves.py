@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.block_copies import movable
-from engine.indices import indices_for
-from engine.kernels.cpu import library as abi
-from engine.kernels.cpu.model import kv_head_dim
+from pdmesh.engine.kernels.cpu import library as abi
+from pdmesh.engine.kernels.cpu.model import kv_head_dim
+from pdmesh.engine.kv_cache.copies import movable
+from pdmesh.engine.kv_cache.indices import indices_for
 
 
 def copy_blocks(kv: Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.block_copies import BlockCopies, Move, block_copies_for
-from engine.row_copies import copy_rows
-from engine.streams import Mark, Streams
+from pdmesh.engine.kv_cache.copies import BlockCopies, Move, block_copies_for
+from pdmesh.engine.kv_cache.row_copies import copy_rows
+from pdmesh.engine.kv_cache.streams import Mark, Streams
 
 
 @dataclass(eq=False)

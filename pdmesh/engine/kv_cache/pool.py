@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kv_pages import TouchedPages
-from engine.large_pages import private_memory
-from engine.sealed_memory import sealed_memory
+from pdmesh.engine.kv_cache.kv_pages import TouchedPages
+from pdmesh.engine.kv_cache.large_pages import private_memory
+from pdmesh.engine.kv_cache.sealed_memory import sealed_memory
 
 
 @dataclass(frozen=True)

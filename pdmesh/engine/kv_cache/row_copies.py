@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.cuda_driver import Driver
+from pdmesh.engine.kv_cache.cuda_driver import Driver
 
 _HOST, _DEVICE = 1, 2  # CUmemorytype
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.block_copies import BlockCopies
-from engine.errors import IntegrityError
-from engine.piece_copies import Copies, Piece, PieceCopies
-from engine.streams import Mark, Streams
+from pdmesh.engine.errors import IntegrityError
+from pdmesh.engine.kv_cache.copies import BlockCopies
+from pdmesh.engine.kv_cache.piece_copies import Copies, Piece, PieceCopies
+from pdmesh.engine.kv_cache.streams import Mark, Streams
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.stream_watch import StreamWatch
+from pdmesh.engine.kv_cache.stream_watch import StreamWatch
 
 Work = Callable[[], None]
 

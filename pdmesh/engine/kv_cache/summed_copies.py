@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels.triton.support import why_not_here
+from pdmesh.engine.kernels.triton.support import why_not_here
 
 NUM_SUMS = 64  # what a launch adds up is spread over so many words, or all of its programs would wait for one
 WORD_BYTES = 8
@@ -92,7 +92,7 @@ def summed_copies_for(device: torch.device) -> SummedCopies:
     """Triton's where it runs."""
     if why_not_here(device.type):
         return IndexedSums()
-    from engine.kernels.triton.summed_blocks import TritonSums
+    from pdmesh.engine.kernels.triton.summed_blocks import TritonSums
 
     return TritonSums()
 

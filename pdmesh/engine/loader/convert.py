@@ -9,8 +9,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from engine.weights.gguf import GgufSource
-from engine.weights.safetensors import SINGLE
+from pdmesh.engine.loader.gguf import GgufSource
+from pdmesh.engine.loader.safetensors import SINGLE
 
 
 def convert_gguf_weights(

@@ -13,11 +13,11 @@ import numpy as np
 from gguf import GGUFReader, ReaderTensor
 from torch import Tensor
 
-from engine.model_config import ModelConfig
-from engine.weights.gguf_blocks import INT4_GROUP, dequantize_rows, int4_rows
-from engine.weights.gguf_config import config_dict
-from engine.weights.quantize import Int4Weight
-from engine.weights.source import MissingTensor
+from pdmesh.engine.loader.gguf_blocks import INT4_GROUP, dequantize_rows, int4_rows
+from pdmesh.engine.loader.gguf_config import config_dict
+from pdmesh.engine.loader.quantize import Int4Weight
+from pdmesh.engine.loader.source import MissingTensor
+from pdmesh.engine.models.config import ModelConfig
 
 _GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {

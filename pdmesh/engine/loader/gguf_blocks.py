@@ -12,7 +12,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from engine.weights.quantize import Int4Weight, dequantize_int4
+from pdmesh.engine.loader.quantize import Int4Weight, dequantize_int4
 
 INT4_GROUP = 32
 _INT4_TYPES = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1)

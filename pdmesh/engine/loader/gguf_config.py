@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from gguf import GGUFReader
 
-from engine.rope import inverse_frequencies
-from engine.rope_config import RopeConfig
+from pdmesh.engine.models.rope import inverse_frequencies
+from pdmesh.engine.models.rope_config import RopeConfig
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

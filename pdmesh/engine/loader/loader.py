@@ -13,34 +13,34 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.attention import make_attention
-from engine.config import EngineConfig
-from engine.kernels.cpu import isa
-from engine.kernels.cpu.build import BuildFailed, NoCompiler
-from engine.kernels.cpu.library import open_library
-from engine.kernels.cpu.model import KERNEL_REVISION, NativeModel
-from engine.kernels.cpu.threads import default_threads
-from engine.kernels.triton.support import why_not_here
-from engine.layers import GatedMLP, Linear, make_linear
-from engine.memory import check_weights_fit, effective_max_context, free_memory
-from engine.model import DecoderLayer, DecoderModel
-from engine.model_config import ModelConfig
-from engine.numerics import Numerics, choose_numerics, wants_triton
-from engine.parallel.split import check_degree, num_elements_held
-from engine.rope import RotaryTable
-from engine.runner import TokenSampler
-from engine.sampling import Sampler
-from engine.weights.hash import weights_hash
-from engine.weights.kv_scales import KVScales, known_scales, pool_scales
-from engine.weights.native import NativeBuilder, one_torch_thread
-from engine.weights.safetensors import SafetensorsSource, weight_files
-from engine.weights.source import WeightSource
-from engine.weights.tensors import checked
+from pdmesh.engine.attention.base import make_attention
+from pdmesh.engine.backend_selection import Numerics, choose_numerics, wants_triton
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.kernels.cpu import isa
+from pdmesh.engine.kernels.cpu.build import BuildFailed, NoCompiler
+from pdmesh.engine.kernels.cpu.library import open_library
+from pdmesh.engine.kernels.cpu.model import KERNEL_REVISION, NativeModel
+from pdmesh.engine.kernels.cpu.threads import default_threads
+from pdmesh.engine.kernels.triton.support import why_not_here
+from pdmesh.engine.loader.hash import weights_hash
+from pdmesh.engine.loader.kv_scales import KVScales, known_scales, pool_scales
+from pdmesh.engine.loader.native import NativeBuilder, one_torch_thread
+from pdmesh.engine.loader.safetensors import SafetensorsSource, weight_files
+from pdmesh.engine.loader.source import WeightSource
+from pdmesh.engine.loader.tensors import checked
+from pdmesh.engine.memory import check_weights_fit, effective_max_context, free_memory
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel
+from pdmesh.engine.models.layers import GatedMLP, Linear, make_linear
+from pdmesh.engine.models.rope import RotaryTable
+from pdmesh.engine.parallel.split import check_degree, num_elements_held
+from pdmesh.engine.runner.model_runner import TokenSampler
+from pdmesh.engine.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
-    from engine.kernels.triton.model import TritonModel
-    from engine.parallel.model import ParallelModel
-    from engine.weights.triton import QuantizedMaps
+    from pdmesh.engine.kernels.triton.model import TritonModel
+    from pdmesh.engine.loader.triton import QuantizedMaps
+    from pdmesh.engine.parallel.model import ParallelModel
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def _load(
     """The model, and its numeric mode."""
     max_context = effective_max_context(config, source.config)
     if config.tensor_parallel > 1:
-        from engine.parallel.load import load_with_ranks  # it loads as this module does
+        from pdmesh.engine.parallel.load import load_with_ranks  # it loads as this module does
 
         return load_with_ranks(source, config, numerics, progress)
     if numerics.backend == "triton":
@@ -146,7 +146,7 @@ def _load(
 
 
 def _load_triton(source: WeightSource, config: EngineConfig, numerics: Numerics, progress: Progress) -> tuple[TritonModel, str]:
-    from engine.weights.triton import QuantizedMaps, triton_model  # triton is not everywhere
+    from pdmesh.engine.loader.triton import QuantizedMaps, triton_model  # triton is not everywhere
 
     max_context = effective_max_context(config, source.config)
     maps = QuantizedMaps(source, numerics, config.device) if numerics.is_quantized else None
@@ -184,7 +184,7 @@ def open_checkpoint(path: Path) -> tuple[WeightSource, list[Path]]:
         raise ValueError(f"model: {path} does not exist; give a model folder or a .gguf file")
     if path.suffix.lower() != ".gguf":
         raise ValueError(f"model: {path} is neither a folder nor a .gguf file")
-    from engine.weights.gguf import GgufSource  # loads the gguf package only for those who need it
+    from pdmesh.engine.loader.gguf import GgufSource  # loads the gguf package only for those who need it
 
     return GgufSource(path), [path]
 

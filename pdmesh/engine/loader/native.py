@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.model import PackedLayer, PackedLinear, PackedWeights, gathered
-from engine.numerics import Numerics
-from engine.rope import RotaryTable
-from engine.weights import pack
-from engine.weights.quantize import Int4Weight, Int8Weight, quantize_int4, quantize_int8
-from engine.weights.source import WeightSource
-from engine.weights.tensors import checked
+from pdmesh.engine.backend_selection import Numerics
+from pdmesh.engine.kernels.cpu.model import PackedLayer, PackedLinear, PackedWeights, gathered
+from pdmesh.engine.loader import pack
+from pdmesh.engine.loader.quantize import Int4Weight, Int8Weight, quantize_int4, quantize_int8
+from pdmesh.engine.loader.source import WeightSource
+from pdmesh.engine.loader.tensors import checked
+from pdmesh.engine.models.rope import RotaryTable
 
 Progress = Callable[[float, str], None]
 Weight = Tensor | Int8Weight | Int4Weight

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.weights.quantize import Fp8Weight, Int4Weight, Int8Weight
+from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight
 
 PANEL = 16
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector

@@ -12,9 +12,9 @@ from typing import Protocol, TypeVar
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.model_config import ModelConfig, UnsupportedModel, token_ids
-from engine.weights.quantize import Int4Weight
-from engine.weights.source import MissingTensor
+from pdmesh.engine.loader.quantize import Int4Weight
+from pdmesh.engine.loader.source import MissingTensor
+from pdmesh.engine.models.config import ModelConfig, UnsupportedModel, token_ids
 
 T = TypeVar("T")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.model_config import ModelConfig
-from engine.weights.quantize import Int4Weight
+from pdmesh.engine.loader.quantize import Int4Weight
+from pdmesh.engine.models.config import ModelConfig
 
 
 class WeightSource(Protocol):

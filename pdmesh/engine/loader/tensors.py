@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.weights.source import WeightSource
+from pdmesh.engine.loader.source import WeightSource
 
 
 def checked(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:

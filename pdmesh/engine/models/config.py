@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.rope_config import RopeConfig
+from pdmesh.engine.models.rope_config import RopeConfig
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 

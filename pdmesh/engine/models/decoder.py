@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention import AttentionBackend, AttentionPlan, make_attention
-from engine.batch import StepBatch
-from engine.exports import LayerSignal
-from engine.layers import GatedMLP, Linear, pad_rows, rms_norm
-from engine.model_config import ModelConfig
-from engine.rope import RotaryTable, rotate
+from pdmesh.engine.attention.base import AttentionBackend, AttentionPlan, make_attention
+from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.layers import GatedMLP, Linear, pad_rows, rms_norm
+from pdmesh.engine.models.rope import RotaryTable, rotate
+from pdmesh.engine.runner.batch import StepBatch
 
 
 @dataclass(frozen=True)

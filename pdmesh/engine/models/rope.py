@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.rope_config import RopeConfig
+from pdmesh.engine.models.rope_config import RopeConfig
 
 
 class RotaryTable:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
-from engine.model_config import ModelConfig
-from engine.paged_attention import ReferenceAttention, ReferencePlan
+from pdmesh.engine.attention.paged_attention import ReferenceAttention, ReferencePlan
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.runner.batch import StepBatch
 
 
 class SharedPoolAttention(ReferenceAttention):

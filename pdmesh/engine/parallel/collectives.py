@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.parallel.errors import ExchangeFailed
-from engine.parallel.split import Shard
+from pdmesh.engine.parallel.errors import ExchangeFailed
+from pdmesh.engine.parallel.split import Shard
 
 HOST = "127.0.0.1"
 MEETING_TIMEOUT = timedelta(seconds=60)  # of ranks that are all known to be ready

@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from engine.parallel import wire
-from engine.parallel.copy_orders import Answer, Copy, Order
-from engine.parallel.errors import RankFailed
-from engine.parallel.ranks import Ranks
-from engine.parallel.wire import Kind
+from pdmesh.engine.parallel import tp_protocol
+from pdmesh.engine.parallel.copy_orders import Answer, Copy, Order
+from pdmesh.engine.parallel.errors import RankFailed
+from pdmesh.engine.parallel.tp_group import Ranks
+from pdmesh.engine.parallel.tp_protocol import Kind
 
 _OURS = 0
 
@@ -70,7 +70,7 @@ class CopyChannel:
             self._under_way[number] = copying
         for rank, sock in self._socks.items():
             try:
-                wire.send(sock, Kind.ORDER, Order(number, copy).encode())
+                tp_protocol.send(sock, Kind.ORDER, Order(number, copy).encode())
             except OSError:
                 self._through(number, rank, RankFailed(f"tensor_parallel: rank {rank} takes no orders"))  # its end is heard of
         try:
@@ -126,7 +126,7 @@ class CopyChannel:
 
     def _hear_from(self, rank: int) -> None:
         try:
-            answer = Answer.decode(wire.expect(self._socks[rank], Kind.COPIED)[1])
+            answer = Answer.decode(tp_protocol.expect(self._socks[rank], Kind.COPIED)[1])
         except (OSError, EOFError) as error:
             if not self._is_closed:
                 self._lose(rank, self._ranks.blame(error, "copy KV"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from engine.parallel.marks import Place
+from pdmesh.engine.parallel.events import Place
 
 _ORDER = struct.Struct("<Q?IIIIQI")
 _NUMBER = struct.Struct("<Q")

@@ -14,12 +14,12 @@ from functools import partial
 
 import torch
 
-from engine.parallel import wire
-from engine.parallel.copy_orders import Answer, Order
-from engine.parallel.marks import Launched
-from engine.parallel.shared_pieces import SharedPieces
-from engine.parallel.wire import Kind
-from engine.piece_copies import PieceCopies
+from pdmesh.engine.kv_cache.piece_copies import PieceCopies
+from pdmesh.engine.parallel import tp_protocol
+from pdmesh.engine.parallel.copy_orders import Answer, Order
+from pdmesh.engine.parallel.events import Launched
+from pdmesh.engine.parallel.shared_pieces import SharedPieces
+from pdmesh.engine.parallel.tp_protocol import Kind
 
 
 class CopyService:
@@ -41,7 +41,7 @@ class CopyService:
             torch.cuda.set_device(self._device)  # of this thread
         with contextlib.suppress(OSError, EOFError):  # rank 0 has closed its end, as it should
             while True:
-                self._begin(Order.decode(wire.expect(self._sock, Kind.ORDER)[1]))
+                self._begin(Order.decode(tp_protocol.expect(self._sock, Kind.ORDER)[1]))
         self._copies.close()
         self._pieces.close()
         self._sock.close()
@@ -63,4 +63,4 @@ class CopyService:
     def _answer(self, number: int, error: BaseException | None) -> None:
         text = "" if error is None else f"{type(error).__name__}: {error}"
         with self._answering, contextlib.suppress(OSError):
-            wire.send(self._sock, Kind.COPIED, Answer(number, text).encode())
+            tp_protocol.send(self._sock, Kind.COPIED, Answer(number, text).encode())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.errors import EngineError
+from pdmesh.engine.errors import EngineError
 
 
 class RankFailed(EngineError):

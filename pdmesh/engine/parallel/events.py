@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.staging import Marks
-from engine.streams import Mark, Streams
+from pdmesh.engine.kv_cache.staging import Marks
+from pdmesh.engine.kv_cache.streams import Mark, Streams
 
 _KEPT = 512  # marks of a rank: some steps of prompts, or as many of decoding. Of an older place the oldest one serves
 

@@ -1,4 +1,4 @@
-"""The linear maps behind which ranks meet. Both are `engine.layers.Linear`s: a model does not know that it is shared.
+"""The linear maps behind which ranks meet. Both are `pdmesh.engine.models.layers.Linear`s: a model does not know that it is shared.
 
 `inner`: the map over the rank's own weights.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.layers import Linear
-from engine.parallel.group import Group
+from pdmesh.engine.models.layers import Linear
+from pdmesh.engine.parallel.collectives import Group
 
 
 class SummedLinear:

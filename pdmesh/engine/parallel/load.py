@@ -12,30 +12,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.config import EngineConfig
-from engine.kernels.cpu.threads import default_threads
-from engine.kernels.triton.support import why_not_here
-from engine.layers import GatedMLP, Linear, make_linear
-from engine.memory import effective_max_context
-from engine.model import DecoderLayer, DecoderModel
-from engine.model_config import ModelConfig
-from engine.numerics import Numerics, choose_numerics, wants_triton
-from engine.parallel.attention import SharedPoolAttention
-from engine.parallel.errors import ExchangeFailed, RankFailed
-from engine.parallel.group import Group, open_meeting_point
-from engine.parallel.layers import GatheredHead, SummedLinear
-from engine.parallel.model import ParallelModel
-from engine.parallel.ranks import Ranks
-from engine.parallel.share import Share
-from engine.parallel.split import Shard, ShardSource
-from engine.parallel.wire import Kind
-from engine.weights.kv_scales import pool_scales
-from engine.weights.loader import Progress, TorchBuilder, numeric_mode, open_checkpoint
-from engine.weights.source import WeightSource
-from engine.weights.tensors import checked
+from pdmesh.engine.backend_selection import Numerics, choose_numerics, wants_triton
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.kernels.cpu.threads import default_threads
+from pdmesh.engine.kernels.triton.support import why_not_here
+from pdmesh.engine.loader.kv_scales import pool_scales
+from pdmesh.engine.loader.loader import Progress, TorchBuilder, numeric_mode, open_checkpoint
+from pdmesh.engine.loader.source import WeightSource
+from pdmesh.engine.loader.tensors import checked
+from pdmesh.engine.memory import effective_max_context
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel
+from pdmesh.engine.models.layers import GatedMLP, Linear, make_linear
+from pdmesh.engine.parallel.attention import SharedPoolAttention
+from pdmesh.engine.parallel.collectives import Group, open_meeting_point
+from pdmesh.engine.parallel.errors import ExchangeFailed, RankFailed
+from pdmesh.engine.parallel.layers import GatheredHead, SummedLinear
+from pdmesh.engine.parallel.model import ParallelModel
+from pdmesh.engine.parallel.share import Share
+from pdmesh.engine.parallel.split import Shard, ShardSource
+from pdmesh.engine.parallel.tp_group import Ranks
+from pdmesh.engine.parallel.tp_protocol import Kind
 
 if TYPE_CHECKING:
-    from engine.parallel.quantized import SharedMaps
+    from pdmesh.engine.parallel.quantized import SharedMaps
 
 
 Join = Callable[[Group], Share]
@@ -110,7 +110,7 @@ class _Parts:
         decoder = _joined_decoder(self._decoder, whole, group)
         heads = group.shard.part(whole.num_kv_heads)
         if self._numerics.backend == "triton":
-            from engine.weights.triton import triton_model  # triton is not everywhere
+            from pdmesh.engine.loader.triton import triton_model  # triton is not everywhere
 
             model, mode = triton_model(decoder, config, self._numerics, self._max_context, self._kv_scales)
             return Share(model, heads if self._shares_pool else None), mode
@@ -137,7 +137,7 @@ def _joined(layer: DecoderLayer, group: Group) -> DecoderLayer:
 
 
 def _shared_maps(source: WeightSource, config: EngineConfig, numerics: Numerics, shard: Shard) -> SharedMaps:
-    from engine.parallel.quantized import SharedMaps
+    from pdmesh.engine.parallel.quantized import SharedMaps
 
     return SharedMaps(source, numerics, config.device, shard)
 

@@ -16,22 +16,22 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
-from engine.config import EngineConfig
-from engine.exports import LayerSignal
-from engine.kv_cache import KVPool, KVShape
-from engine.parallel import wire
-from engine.parallel.copy_channel import CopyChannel
-from engine.parallel.errors import ExchangeFailed, RankFailed
-from engine.parallel.group import Group
-from engine.parallel.marks import Commands
-from engine.parallel.ranks import Ranks
-from engine.parallel.share import Share
-from engine.parallel.shared_pieces import PiecesShape
-from engine.parallel.split import Shard
-from engine.parallel.wire import Kind
-from engine.runner import TokenSampler
-from engine.sampling import Sampler
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.pool import KVPool, KVShape
+from pdmesh.engine.parallel import tp_protocol
+from pdmesh.engine.parallel.collectives import Group
+from pdmesh.engine.parallel.copies import CopyChannel
+from pdmesh.engine.parallel.errors import ExchangeFailed, RankFailed
+from pdmesh.engine.parallel.events import Commands
+from pdmesh.engine.parallel.share import Share
+from pdmesh.engine.parallel.shared_pieces import PiecesShape
+from pdmesh.engine.parallel.split import Shard
+from pdmesh.engine.parallel.tp_group import Ranks
+from pdmesh.engine.parallel.tp_protocol import Kind
+from pdmesh.engine.runner.batch import StepBatch
+from pdmesh.engine.runner.model_runner import TokenSampler
+from pdmesh.engine.sampling.sampler import Sampler
 
 
 class ParallelModel:
@@ -53,7 +53,7 @@ class ParallelModel:
         """See DecoderModel.forward; on a device its work is done, not only launched. Raises RankFailed: no later step can
         succeed."""
         is_marked = signal is not None and signal.marks is not None
-        self._tell(Kind.MARKED_STEP if is_marked else Kind.STEP, wire.encode_batch(batch))
+        self._tell(Kind.MARKED_STEP if is_marked else Kind.STEP, tp_protocol.encode_batch(batch))
         with self._together():
             return self._share.forward(batch, kv, signal, hidden)
 
@@ -106,7 +106,7 @@ class ParallelModel:
         self._has_pool = True
         dtype = str(shape.dtype).removeprefix("torch.")
         try:
-            self.ranks.tell(Kind.POOL, wire.as_json({**asdict(shape), "dtype": dtype}))
+            self.ranks.tell(Kind.POOL, tp_protocol.as_json({**asdict(shape), "dtype": dtype}))
             if self.shares_pool:
                 return KVPool(shape, "cpu", before_seal=self._show)
             pool = KVPool(shape, self.device.type, shared=False)
@@ -123,7 +123,7 @@ class ParallelModel:
     def open_copies(self, shape: PiecesShape, fd: int) -> CopyChannel:
         """Where each rank has a pool: from now on all of them copy their heads to and from pieces in this memory, as they are
         ordered (staging.py). Raises RankFailed."""
-        self._tell(Kind.PIECES, wire.as_json(asdict(shape)))
+        self._tell(Kind.PIECES, tp_protocol.as_json(asdict(shape)))
         self.ranks.show_fd(fd)
         channel = CopyChannel(self.ranks, self.ranks.open_channels(), self._group.timeout_s)
         try:
@@ -135,11 +135,11 @@ class ParallelModel:
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """The other ranks copy these blocks of their own pools, before the next step. Raises RankFailed."""
-        self._tell(Kind.COPY, wire.encode_slots(sources, targets))
+        self._tell(Kind.COPY, tp_protocol.encode_slots(sources, targets))
 
     def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """As `copy_blocks`, for slots: see engine/kv_moves.py."""
-        self._tell(Kind.MOVE, wire.encode_slots(sources, targets))
+        self._tell(Kind.MOVE, tp_protocol.encode_slots(sources, targets))
 
     def watch(self, on_failure: Callable[[RankFailed], object]) -> None:
         """`on_failure` hears at once, from some thread, of a rank that ends by itself, also when no step runs."""

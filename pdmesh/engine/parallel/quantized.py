@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.numerics import Numerics
-from engine.parallel.split import Shard, cut, cut_quantized, whole_shape
-from engine.weights.source import WeightSource
-from engine.weights.tensors import checked
-from engine.weights.triton import QuantizedMaps, Weight
+from pdmesh.engine.backend_selection import Numerics
+from pdmesh.engine.loader.source import WeightSource
+from pdmesh.engine.loader.tensors import checked
+from pdmesh.engine.loader.triton import QuantizedMaps, Weight
+from pdmesh.engine.parallel.split import Shard, cut, cut_quantized, whole_shape
 
 
 class SharedMaps(QuantizedMaps):

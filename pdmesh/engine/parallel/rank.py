@@ -1,4 +1,4 @@
-"""The process of a rank other than 0: `python -m engine.parallel.rank FD PARENT_PID`, started by `ranks.py`.
+"""The process of a rank other than 0: `python -m pdmesh.engine.parallel.rank FD PARENT_PID`, started by `ranks.py`.
 
 It lives as long as rank 0's process: the kernel ends it with that (on Linux, also when either is stopped or killed), and a closed
 socket ends it everywhere. Signals that ask to stop are for rank 0, which drains first: a terminal's Ctrl-C reaches both.
@@ -22,8 +22,8 @@ def main(fd: int, parent_pid: int) -> None:
     _end_with(parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    from engine.parallel import wire  # torch takes a second: only now, when nobody can leave us behind
-    from engine.parallel.follower import follow
+    from pdmesh.engine.parallel import tp_protocol  # torch takes a second: only now, when nobody can leave us behind
+    from pdmesh.engine.parallel.tp_worker import follow
 
     sock, code = socket.socket(fileno=fd), 0
     try:
@@ -34,7 +34,7 @@ def main(fd: int, parent_pid: int) -> None:
         traceback.print_exc()
         code = 1
         with contextlib.suppress(OSError):
-            wire.send(sock, wire.Kind.FAILED, f"{type(error).__name__}: {error}".encode())
+            tp_protocol.send(sock, tp_protocol.Kind.FAILED, f"{type(error).__name__}: {error}".encode())
     sys.stderr.flush()
     os._exit(code)
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
-from engine.exports import LayerSignal
-from engine.model import DecoderModel
+from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.models.decoder import DecoderModel
+from pdmesh.engine.runner.batch import StepBatch
 
 if TYPE_CHECKING:
-    from engine.kernels.triton.model import TritonModel  # triton is not everywhere
+    from pdmesh.engine.kernels.triton.model import TritonModel  # triton is not everywhere
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from engine.model_config import ModelConfig
-from engine.weights.quantize import Fp8Weight, Int4Weight, Int8Weight
-from engine.weights.source import WeightSource
+from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight
+from pdmesh.engine.loader.source import WeightSource
+from pdmesh.engine.models.config import ModelConfig
 
 QuantizedWeight = Int8Weight | Int4Weight | Fp8Weight
 _BY_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})

@@ -13,19 +13,19 @@ from functools import partial
 
 from torch import Tensor
 
-from engine.parallel.copy_channel import CopyChannel
-from engine.parallel.copy_orders import Copy
-from engine.parallel.marks import PlacedMark, RanksMarks
-from engine.parallel.model import ParallelModel
-from engine.parallel.shared_pieces import PiecesShape, SharedPieces
-from engine.piece_copies import Columns, Piece, PieceCopies
-from engine.sealed_memory import sealed_memory
-from engine.staging import Marks, Staging, StagingSizes
-from engine.streams import Mark, Streams
+from pdmesh.engine.kv_cache.piece_copies import Columns, Piece, PieceCopies
+from pdmesh.engine.kv_cache.sealed_memory import sealed_memory
+from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
+from pdmesh.engine.kv_cache.streams import Mark, Streams
+from pdmesh.engine.parallel.copies import CopyChannel
+from pdmesh.engine.parallel.copy_orders import Copy
+from pdmesh.engine.parallel.events import PlacedMark, RanksMarks
+from pdmesh.engine.parallel.model import ParallelModel
+from pdmesh.engine.parallel.shared_pieces import PiecesShape, SharedPieces
 
 
 class RanksCopies:
-    """Of one direction. Satisfies engine.piece_copies.Copies; marks are RanksMarks'."""
+    """Of one direction. Satisfies pdmesh.engine.kv_cache.piece_copies.Copies; marks are RanksMarks'."""
 
     def __init__(self, own: PieceCopies, pieces: SharedPieces, channel: CopyChannel, marks: RanksMarks) -> None:
         self._own, self._pieces, self._channel, self._marks = own, pieces, channel, marks

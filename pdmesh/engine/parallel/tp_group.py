@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from engine.parallel import wire
-from engine.parallel.errors import RankFailed
-from engine.parallel.wire import Kind
+from pdmesh.engine.parallel import tp_protocol
+from pdmesh.engine.parallel.errors import RankFailed
+from pdmesh.engine.parallel.tp_protocol import Kind
 
 START_TIMEOUT_S = 1800.0  # a large model comes from a slow disk
 CLOSE_GRACE_S = 3.0
@@ -66,19 +66,19 @@ class Ranks:
     def tell_settings(self, settings: Mapping[str, object]) -> None:
         """Every rank begins to load. Raises RankFailed."""
         for rank in self._ranks:
-            content = wire.as_json({"rank": rank.number, **settings})
-            self._bounded(rank, partial(wire.send, kind=Kind.SETTINGS, payload=content))
+            content = tp_protocol.as_json({"rank": rank.number, **settings})
+            self._bounded(rank, partial(tp_protocol.send, kind=Kind.SETTINGS, payload=content))
 
     def tell(self, kind: Kind, payload: bytes = b"") -> None:
         """The same to every rank. Raises RankFailed."""
         self.check()
         for rank in self._ranks:
-            self._bounded(rank, partial(wire.send, kind=kind, payload=payload))
+            self._bounded(rank, partial(tp_protocol.send, kind=kind, payload=payload))
 
     def show_fd(self, fd: int) -> None:
         """A descriptor for every rank, behind the frame that announces it. Raises RankFailed."""
         for rank in self._ranks:
-            self._bounded(rank, lambda sock: wire.send_fd(sock, fd))
+            self._bounded(rank, lambda sock: tp_protocol.send_fd(sock, fd))
 
     def open_channels(self) -> list[socket.socket]:
         """One more socket to every rank, behind the frame that announces it; the caller's to close. Raises RankFailed."""
@@ -88,7 +88,7 @@ class Ranks:
                 near, far = socket.socketpair()
                 ours.append(near)
                 with far:
-                    self._bounded(rank, partial(wire.send_fd, fd=far.fileno()))
+                    self._bounded(rank, partial(tp_protocol.send_fd, fd=far.fileno()))
         except BaseException:
             for sock in ours:
                 sock.close()
@@ -98,7 +98,7 @@ class Ranks:
     def wait_for(self, kind: Kind) -> None:
         """Every rank says so, or that and why it failed. Raises RankFailed."""
         for rank in self._ranks:
-            said, payload = self._bounded(rank, lambda sock: wire.expect(sock, kind, Kind.FAILED), START_TIMEOUT_S)
+            said, payload = self._bounded(rank, lambda sock: tp_protocol.expect(sock, kind, Kind.FAILED), START_TIMEOUT_S)
             if said is Kind.FAILED:
                 raise RankFailed(f"tensor_parallel: rank {rank.number}: {payload.decode(errors='replace')}")
 
@@ -201,10 +201,10 @@ class _Rank:
 
 
 def _command(fd: int) -> Sequence[str]:
-    return (sys.executable, "-m", "engine.parallel.rank", str(fd), str(os.getpid()))
+    return (sys.executable, "-m", "pdmesh.engine.parallel.rank", str(fd), str(os.getpid()))
 
 
 def _python_path() -> str:
     """So that a rank finds this very code, installed or not."""
-    root = str(Path(__file__).resolve().parent.parent.parent)
+    root = str(Path(__file__).resolve().parents[3])
     return os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)

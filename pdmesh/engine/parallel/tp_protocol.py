@@ -30,7 +30,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch, Tail
+from pdmesh.engine.runner.batch import StepBatch, Tail
 
 _HEADER = struct.Struct("<BQ")
 

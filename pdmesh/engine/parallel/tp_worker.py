@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
-from engine.exports import LayerSignal
-from engine.kv_cache import KVPool, KVShape
-from engine.kv_moves import copy_blocks, move_slots
-from engine.parallel import wire
-from engine.parallel.copy_service import CopyService
-from engine.parallel.group import Group, find_meeting_point
-from engine.parallel.load import load_shard
-from engine.parallel.marks import Launched
-from engine.parallel.share import Share
-from engine.parallel.shared_pieces import PiecesShape, SharedPieces
-from engine.parallel.split import Shard
-from engine.parallel.wire import Kind
-from engine.piece_copies import Columns, PieceCopies
-from engine.streams import streams_of
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.moves import copy_blocks, move_slots
+from pdmesh.engine.kv_cache.piece_copies import Columns, PieceCopies
+from pdmesh.engine.kv_cache.pool import KVPool, KVShape
+from pdmesh.engine.kv_cache.streams import streams_of
+from pdmesh.engine.parallel import tp_protocol
+from pdmesh.engine.parallel.collectives import Group, find_meeting_point
+from pdmesh.engine.parallel.copy_service import CopyService
+from pdmesh.engine.parallel.events import Launched
+from pdmesh.engine.parallel.load import load_shard
+from pdmesh.engine.parallel.share import Share
+from pdmesh.engine.parallel.shared_pieces import PiecesShape, SharedPieces
+from pdmesh.engine.parallel.split import Shard
+from pdmesh.engine.parallel.tp_protocol import Kind
 
 
 def follow(sock: socket.socket) -> None:
@@ -35,11 +35,11 @@ def follow(sock: socket.socket) -> None:
     if config.device == "cuda":
         torch.cuda.set_device(shard.rank)
     join = load_shard(config, shard, shares_pool=settings["shares_pool"])
-    wire.send(sock, Kind.LOADED)
+    tp_protocol.send(sock, Kind.LOADED)
     store = find_meeting_point(_json(sock, Kind.MEET)["port"], shard.size)
     share = join(Group(store, shard, config.device, config.tensor_parallel_timeout_s))
     kv = _open_pool(sock, config.device, shares_pool=settings["shares_pool"])
-    wire.send(sock, Kind.READY)
+    tp_protocol.send(sock, Kind.READY)
     _Follower(sock, share, kv, shard).compute()
 
 
@@ -58,7 +58,7 @@ class _Follower:
         """Until rank 0 is gone."""
         kinds = (Kind.STEP, Kind.MARKED_STEP, Kind.COPY, Kind.MOVE, Kind.PREPARE, Kind.PIECES)
         while True:
-            kind, payload = wire.expect(self._sock, *kinds)
+            kind, payload = tp_protocol.expect(self._sock, *kinds)
             self._launched.begin()
             if kind is Kind.PIECES:
                 self._open_copies(payload)
@@ -69,26 +69,26 @@ class _Follower:
     @torch.inference_mode()
     def _launch(self, kind: Kind, payload: bytearray) -> None:
         if kind is Kind.STEP:
-            self._share.forward(wire.decode_batch(payload), self._kv)
+            self._share.forward(tp_protocol.decode_batch(payload), self._kv)
         elif kind is Kind.MARKED_STEP:
-            self._share.forward(wire.decode_batch(payload), self._kv, self._signal)
+            self._share.forward(tp_protocol.decode_batch(payload), self._kv, self._signal)
         elif kind is Kind.PREPARE:
             self._share.prepare_steps(self._kv)
         elif kind is Kind.COPY:
-            copy_blocks(self._kv, *wire.decode_slots(payload))
+            copy_blocks(self._kv, *tp_protocol.decode_slots(payload))
         else:
-            move_slots(self._kv, *wire.decode_slots(payload), "plain")
+            move_slots(self._kv, *tp_protocol.decode_slots(payload), "plain")
 
     def _open_copies(self, payload: bytearray) -> None:
         """One direction of the hand-off: from now on a thread of its own takes orders for it."""
         shape = PiecesShape(**json.loads(payload))
-        memory = _mapped(wire.receive_fd(self._sock), shape.num_bytes)
-        orders = socket.socket(fileno=wire.receive_fd(self._sock))
+        memory = _mapped(tp_protocol.receive_fd(self._sock), shape.num_bytes)
+        orders = socket.socket(fileno=tp_protocol.receive_fd(self._sock))
         columns = Columns.of(self._kv, self._shard.rank, self._shard.size)
         copies = PieceCopies(self._kv, self._streams, shape.piece_bytes, columns=columns)
         pieces = SharedPieces(shape, memory, self._kv.device)
         CopyService(orders, pieces, copies, self._launched, self._kv.device).start()
-        wire.send(self._sock, Kind.READY)
+        tp_protocol.send(self._sock, Kind.READY)
 
 
 def _open_pool(sock: socket.socket, device: str, *, shares_pool: bool) -> Tensor:
@@ -97,7 +97,7 @@ def _open_pool(sock: socket.socket, device: str, *, shares_pool: bool) -> Tensor
     shape = KVShape(**{**said, "dtype": getattr(torch, said["dtype"])})
     if not shares_pool:
         return KVPool(shape, device, shared=False).tensor
-    return torch.frombuffer(_mapped(wire.receive_fd(sock), shape.num_bytes), dtype=shape.dtype).view(shape.tensor_shape)
+    return torch.frombuffer(_mapped(tp_protocol.receive_fd(sock), shape.num_bytes), dtype=shape.dtype).view(shape.tensor_shape)
 
 
 def _mapped(fd: int, num_bytes: int) -> mmap.mmap:
@@ -110,5 +110,5 @@ def _mapped(fd: int, num_bytes: int) -> mmap.mmap:
 
 def _json(sock: socket.socket, kind: Kind) -> dict[str, Any]:
     """Not validated: rank 0 runs this very code."""
-    content: dict[str, Any] = json.loads(wire.expect(sock, kind)[1])
+    content: dict[str, Any] = json.loads(tp_protocol.expect(sock, kind)[1])
     return content

@@ -16,17 +16,17 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch, Tail
-from engine.blocks import num_blocks_for
-from engine.exports import LayerSignal
-from engine.grammar import Bits
-from engine.indices import indices_for
-from engine.kv_moves import copy_blocks, move_slots
-from engine.sampling import SampledToken, SampleRow
-from engine.scheduler import Piece, Plan
-from engine.sequence import Sequence
-from engine.speculation.constrained import allowed_on_tree
-from engine.speculation.draft import ROOT, Verified
+from pdmesh.engine.kv_cache.block_pool import num_blocks_for
+from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.indices import indices_for
+from pdmesh.engine.kv_cache.moves import copy_blocks, move_slots
+from pdmesh.engine.runner.batch import StepBatch, Tail
+from pdmesh.engine.sampling.grammar import Bits
+from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
+from pdmesh.engine.scheduler.scheduler import Piece, Plan
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.constrained import allowed_on_tree
+from pdmesh.engine.speculation.draft import ROOT, Verified
 
 _HOST = torch.device("cpu")
 

@@ -28,18 +28,18 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from engine.allocator import BlockAllocator
-from engine.batch import StepBatch
-from engine.config import EngineConfig
-from engine.exports import LayerSignal
-from engine.finish import finish_reason
-from engine.memory import effective_max_context
-from engine.runner import Draw, ForwardModel, ModelRunner, TokenSampler
-from engine.sampling import SampledToken, SampleRow, Unseen
-from engine.scheduler import Piece, Plan, Scheduler
-from engine.sequence import Sequence
-from engine.speculation.draft import NOTHING, Verified
-from engine.weights.loader import LoadedModel
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.finish import finish_reason
+from pdmesh.engine.kv_cache.block_manager import BlockAllocator
+from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.loader.loader import LoadedModel
+from pdmesh.engine.memory import effective_max_context
+from pdmesh.engine.runner.batch import StepBatch
+from pdmesh.engine.runner.model_runner import Draw, ForwardModel, ModelRunner, TokenSampler
+from pdmesh.engine.sampling.sampler import SampledToken, SampleRow, Unseen
+from pdmesh.engine.scheduler.scheduler import Piece, Plan, Scheduler
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.draft import NOTHING, Verified
 
 
 class Drawing(Protocol):

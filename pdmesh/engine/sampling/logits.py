@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.grammar import Bits
-from engine.sampling_params import SamplingParams
+from pdmesh.engine.sampling.grammar import Bits
+from pdmesh.engine.sampling_params import SamplingParams
 
 HIDDEN = float("-inf")
 

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.finish import end_tokens
-from engine.grammar import Bits
-from engine.logits import apply_temperature, forbid, keep_allowed, keep_min_p, keep_top_k, keep_top_p, penalize
-from engine.noise import gumbel
-from engine.outputs import TokenLogprobs
-from engine.sampling_params import SamplingParams
+from pdmesh.engine.finish import end_tokens
+from pdmesh.engine.outputs import TokenLogprobs
+from pdmesh.engine.sampling.counter_rng import gumbel
+from pdmesh.engine.sampling.grammar import Bits
+from pdmesh.engine.sampling.logits import apply_temperature, forbid, keep_allowed, keep_min_p, keep_top_k, keep_top_p, penalize
+from pdmesh.engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)

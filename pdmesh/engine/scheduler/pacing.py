@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
 from typing import NamedTuple
 
-from engine.sequence import Sequence
+from pdmesh.engine.scheduler.sequence import Sequence
 
 TARGET = 0.9
 """Of the objective: the rest is for what a step's time does not contain, as the hand-off and the way to the client."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-from engine.allocator import BlockAllocator
-from engine.census import Census, Counters
-from engine.outputs import KVReady, RequestStarted, SequenceUpdate, StepResult, StepWork, TokenLogprobs
-from engine.requests import Gain, RequestTable
-from engine.runner import Draw
-from engine.scheduler import Piece, Plan
-from engine.sequence import Sequence, SequenceGroup
-from engine.speculation.handover import packed
+from pdmesh.engine.kv_cache.block_manager import BlockAllocator
+from pdmesh.engine.outputs import KVReady, RequestStarted, SequenceUpdate, StepResult, StepWork, TokenLogprobs
+from pdmesh.engine.runner.model_runner import Draw
+from pdmesh.engine.scheduler.requests import Gain, RequestTable
+from pdmesh.engine.scheduler.scheduler import Piece, Plan
+from pdmesh.engine.scheduler.sequence import Sequence, SequenceGroup
+from pdmesh.engine.scheduler.stats import Census, Counters
+from pdmesh.engine.speculation.handover import packed
 
 
 class Progress:

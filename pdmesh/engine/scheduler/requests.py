@@ -12,14 +12,14 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from engine.admission import Limits, check_request
-from engine.allocator import BlockAllocator
-from engine.errors import DuplicateRequest, InvalidState, UnknownRequest
-from engine.outputs import FinishReason
-from engine.request import EngineRequest
-from engine.scheduler import Scheduler
-from engine.sequence import Phase, Sequence, SequenceGroup
-from engine.timing import StartClock
+from pdmesh.engine.errors import DuplicateRequest, InvalidState, UnknownRequest
+from pdmesh.engine.kv_cache.block_manager import BlockAllocator
+from pdmesh.engine.outputs import FinishReason
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.request_validation import Limits, check_request
+from pdmesh.engine.scheduler.scheduler import Scheduler
+from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
+from pdmesh.engine.timing import StartClock
 
 
 @dataclass(frozen=True)

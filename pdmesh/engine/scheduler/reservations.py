@@ -10,14 +10,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from engine.admission import Limits, check_request
-from engine.allocator import BlockAllocator
-from engine.errors import InvalidRequest, InvalidState
-from engine.request import EngineRequest
-from engine.requests import RequestTable
-from engine.scheduler import Scheduler
-from engine.sequence import Phase, SequenceGroup
-from engine.timing import StartClock
+from pdmesh.engine.errors import InvalidRequest, InvalidState
+from pdmesh.engine.kv_cache.block_manager import BlockAllocator
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.request_validation import Limits, check_request
+from pdmesh.engine.scheduler.requests import RequestTable
+from pdmesh.engine.scheduler.scheduler import Scheduler
+from pdmesh.engine.scheduler.sequence import Phase, SequenceGroup
+from pdmesh.engine.timing import StartClock
 
 
 @dataclass(frozen=True)

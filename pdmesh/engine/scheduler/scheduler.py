@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from engine.allocator import BlockAllocator, BlockCopy
-from engine.pacing import Pacer
-from engine.sequence import Sequence
-from engine.speculation.draft import NOTHING, Draft
+from pdmesh.engine.kv_cache.block_manager import BlockAllocator, BlockCopy
+from pdmesh.engine.scheduler.pacing import Pacer
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.draft import NOTHING, Draft
 
 # Of so many blocks one is kept free for growth when something new is admitted beside running sequences.
 BLOCKS_PER_SPARE = 64

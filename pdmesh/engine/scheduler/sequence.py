@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import enum
 
-from engine.grammar import Grammar, Matcher, MatcherTree
-from engine.request import EngineRequest
-from engine.timing import StartClock
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling.grammar import Grammar, Matcher, MatcherTree
+from pdmesh.engine.timing import StartClock
 
 
 class Sequence:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.allocator import BlockAllocator
-from engine.outputs import EngineStats
-from engine.pacing import Pacer
-from engine.requests import RequestTable
-from engine.scheduler import Scheduler
-from engine.sequence import Phase, Sequence, SequenceGroup
-from engine.speculation.tally import Tally
+from pdmesh.engine.kv_cache.block_manager import BlockAllocator
+from pdmesh.engine.outputs import EngineStats
+from pdmesh.engine.scheduler.pacing import Pacer
+from pdmesh.engine.scheduler.requests import RequestTable
+from pdmesh.engine.scheduler.scheduler import Scheduler
+from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
+from pdmesh.engine.speculation.stats import Tally
 
 # Steps of a few milliseconds need no census each while nothing comes or goes: they only lengthen contexts by a token.
 PERIOD_NS = 10_000_000

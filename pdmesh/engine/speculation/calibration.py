@@ -23,14 +23,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
-from engine.blocks import num_blocks_for
-from engine.runner import ForwardModel, TokenSampler
-from engine.sampling import SampleRow
-from engine.sampling_params import SamplingParams
-from engine.speculation.cost_curve import CostCurve, rising
-from engine.speculation.remembered import Circumstances, recall, remember
-from engine.weights.hash import cache_folder
+from pdmesh.engine.kv_cache.block_pool import num_blocks_for
+from pdmesh.engine.loader.hash import cache_folder
+from pdmesh.engine.runner.batch import StepBatch
+from pdmesh.engine.runner.model_runner import ForwardModel, TokenSampler
+from pdmesh.engine.sampling.sampler import SampleRow
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.speculation.cost_curve import CostCurve, rising
+from pdmesh.engine.speculation.remembered import Circumstances, recall, remember
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 FIRST_ROWS = (1, 8, 4, 2)

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.noise import gumbel_array
-from engine.sampling import SampleRow
+from pdmesh.engine.sampling.counter_rng import gumbel_array
+from pdmesh.engine.sampling.sampler import SampleRow
 
 # Tokens so much (in logits; at temperatures above 1 in proportion) below the likeliest hardly ever come near the drawn one.
 REACH = 12.0

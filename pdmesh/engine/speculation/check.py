@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from engine.config import EngineConfig
-from engine.speculation.models.open import check_draft_model
-from engine.speculation.models.self_draft import check_num_layers
-from engine.speculation.setup import NONE, given_draft_model, given_heads, proposer_names
-from engine.weights.loader import open_checkpoint
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.loader.loader import open_checkpoint
+from pdmesh.engine.speculation.draft_models.loading import check_draft_model
+from pdmesh.engine.speculation.draft_models.self_draft import check_num_layers
+from pdmesh.engine.speculation.registry import NONE, given_draft_model, given_heads, proposer_names
 
 _USED_BY = {"draft_heads": "heads", "draft_model": "draft_model", "self_draft_layers": "self_draft"}
 

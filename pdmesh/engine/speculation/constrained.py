@@ -6,9 +6,9 @@ was found to cut a draft is there when the step draws, however much of the draft
 
 from __future__ import annotations
 
-from engine.grammar import Bits
-from engine.sequence import Sequence
-from engine.speculation.draft import ROOT, Draft
+from pdmesh.engine.sampling.grammar import Bits
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.draft import ROOT, Draft
 
 
 def allowed_on_tree(sequence: Sequence, draft: Draft) -> list[Bits | None]:

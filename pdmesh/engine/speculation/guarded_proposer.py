@@ -14,12 +14,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from engine.sequence import Sequence
-from engine.speculation.chance import Trust
-from engine.speculation.constrained import follow
-from engine.speculation.draft import NOTHING, ROOT, Draft, Verified
-from engine.speculation.handover import TakesOver
-from engine.speculation.proposer import Ask, Proposer
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.acceptance_rate import Trust
+from pdmesh.engine.speculation.constrained import follow
+from pdmesh.engine.speculation.draft import NOTHING, ROOT, Draft, Verified
+from pdmesh.engine.speculation.handover import TakesOver
+from pdmesh.engine.speculation.proposer import Ask, Proposer
 
 logger = logging.getLogger(__name__)
 

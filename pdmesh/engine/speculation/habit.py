@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.speculation.chance import Calibration
-from engine.speculation.policy import MARGIN
+from pdmesh.engine.speculation.acceptance_rate import Calibration
+from pdmesh.engine.speculation.policy import MARGIN
 
 FIRST_HOPE, FIRST_WEIGHT = 1.0, 4.0
 """Tokens kept of a draft before anything is known, and for so many drafts that counts."""

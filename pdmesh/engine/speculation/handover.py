@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sequence import Sequence
+from pdmesh.engine.scheduler.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 

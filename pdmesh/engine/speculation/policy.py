@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.speculation.cost_curve import CostCurve
-from engine.speculation.draft import NOTHING, Draft
+from pdmesh.engine.speculation.cost_curve import CostCurve
+from pdmesh.engine.speculation.draft import NOTHING, Draft
 
 MARGIN = 0.02
 """Share that speculation must promise to win: chances and costs are estimates, and a tie is not worth the risk."""

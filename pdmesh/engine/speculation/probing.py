@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.speculation.cost_curve import OUTLIER, CostCurve
-from engine.speculation.draft import NOTHING, Draft
-from engine.speculation.policy import MARGIN, Load
+from pdmesh.engine.speculation.cost_curve import OUTLIER, CostCurve
+from pdmesh.engine.speculation.draft import NOTHING, Draft
+from pdmesh.engine.speculation.policy import MARGIN, Load
 
 SHARE = 0.003
 """Of the time of all steps."""

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from engine.sequence import Sequence
-from engine.speculation.draft import Draft, Verified
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.draft import Draft, Verified
 
 
 class Ask(NamedTuple):

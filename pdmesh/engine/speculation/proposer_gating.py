@@ -14,15 +14,15 @@ from collections.abc import Sequence as Sequence_
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
-from engine.runner import Draw
-from engine.sequence import Sequence
-from engine.speculation.chance import Bent
-from engine.speculation.cost_curve import CostCurve
-from engine.speculation.door import Door
-from engine.speculation.draft import ROOT, Draft
-from engine.speculation.habit import Habit, Hope, Price
-from engine.speculation.policy import Load
-from engine.speculation.proposer import Ask, promise
+from pdmesh.engine.runner.model_runner import Draw
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.acceptance_rate import Bent
+from pdmesh.engine.speculation.cost_curve import CostCurve
+from pdmesh.engine.speculation.draft import ROOT, Draft
+from pdmesh.engine.speculation.guarded_proposer import Door
+from pdmesh.engine.speculation.habit import Habit, Hope, Price
+from pdmesh.engine.speculation.policy import Load
+from pdmesh.engine.speculation.proposer import Ask, promise
 
 
 class Asking:

@@ -7,25 +7,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.allocator import BlockAllocator
-from engine.config import EngineConfig, named_proposers
-from engine.kernels.cpu.model import NativeModel
-from engine.kv_cache import KVPool
-from engine.memory import effective_max_context
-from engine.runner import TokenSampler
-from engine.speculation.heads.native import NativeHeads, why_not_native
-from engine.speculation.heads.proposer import HeadProposer
-from engine.speculation.heads.reference import HeadMaths, TorchHeads
-from engine.speculation.heads.weights import FILE, load_heads
-from engine.speculation.models.kv import draft_shape
-from engine.speculation.models.open import Target, draft_config, load_draft_model, open_draft_model
-from engine.speculation.models.room import Room, room_in
-from engine.speculation.models.self_draft import first_layers, self_draft
-from engine.speculation.ngrams.lookahead import Lookahead
-from engine.speculation.ngrams.prompt_lookup import PromptLookup
-from engine.speculation.ngrams.retrieval import Retrieval
-from engine.speculation.proposer import Proposer
-from engine.weights.loader import LoadedModel
+from pdmesh.engine.config import EngineConfig, named_proposers
+from pdmesh.engine.kernels.cpu.model import NativeModel
+from pdmesh.engine.kv_cache.block_manager import BlockAllocator
+from pdmesh.engine.kv_cache.pool import KVPool
+from pdmesh.engine.loader.loader import LoadedModel
+from pdmesh.engine.memory import effective_max_context
+from pdmesh.engine.runner.model_runner import TokenSampler
+from pdmesh.engine.speculation.draft_heads.native import NativeHeads, why_not_native
+from pdmesh.engine.speculation.draft_heads.proposer import HeadProposer
+from pdmesh.engine.speculation.draft_heads.reference import HeadMaths, TorchHeads
+from pdmesh.engine.speculation.draft_heads.weights import FILE, load_heads
+from pdmesh.engine.speculation.draft_models.kv import draft_shape
+from pdmesh.engine.speculation.draft_models.loading import Target, draft_config, load_draft_model, open_draft_model
+from pdmesh.engine.speculation.draft_models.room import Room, room_in
+from pdmesh.engine.speculation.draft_models.self_draft import first_layers, self_draft
+from pdmesh.engine.speculation.ngrams.lookahead import Lookahead
+from pdmesh.engine.speculation.ngrams.prompt_lookup import PromptLookup
+from pdmesh.engine.speculation.ngrams.retrieval import Retrieval
+from pdmesh.engine.speculation.proposer import Proposer
 
 NONE = "none"
 AUTO = "auto"

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from engine.speculation.cost_curve import CostCurve
-from engine.weights.hash import cache_folder
+from pdmesh.engine.loader.hash import cache_folder
+from pdmesh.engine.speculation.cost_curve import CostCurve
 
 _CPUINFO = Path("/proc/cpuinfo")
 

@@ -18,17 +18,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.runner import Draw
-from engine.scheduler import Plan
-from engine.sequence import Sequence
-from engine.speculation.asking import Asking
-from engine.speculation.cost_curve import CostCurve
-from engine.speculation.door import Door
-from engine.speculation.draft import NOTHING, Draft, Verified
-from engine.speculation.policy import Choice, Load, choose, fixed, may_pay
-from engine.speculation.probing import Probing, Step
-from engine.speculation.proposer import Ask, Proposer, promise
-from engine.speculation.tally import Tally
+from pdmesh.engine.runner.model_runner import Draw
+from pdmesh.engine.scheduler.scheduler import Plan
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.cost_curve import CostCurve
+from pdmesh.engine.speculation.draft import NOTHING, Draft, Verified
+from pdmesh.engine.speculation.guarded_proposer import Door
+from pdmesh.engine.speculation.policy import Choice, Load, choose, fixed, may_pay
+from pdmesh.engine.speculation.probing import Probing, Step
+from pdmesh.engine.speculation.proposer import Ask, Proposer, promise
+from pdmesh.engine.speculation.proposer_gating import Asking
+from pdmesh.engine.speculation.stats import Tally
 
 SURE = 0.97
 """No guess has a better chance, or hardly one."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.speculation.draft import Verified
+from pdmesh.engine.speculation.draft import Verified
 
 MAX_POSITION = 16
 """Drafted tokens deeper than this are counted here."""

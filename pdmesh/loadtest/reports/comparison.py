@@ -12,10 +12,10 @@ from html import escape
 from typing import Any
 
 from pdmesh.loadtest.capacity import Trial
-from pdmesh.loadtest.charts import Axis, Line, Mark, Point, cdf, linear, lines_chart, logarithmic, number_text
-from pdmesh.loadtest.report_html import document
-from pdmesh.loadtest.report_parts import section, table
-from pdmesh.loadtest.report_text import NAMES, durations, share
+from pdmesh.loadtest.reports.charts import Axis, Line, Mark, Point, cdf, linear, lines_chart, logarithmic, number_text
+from pdmesh.loadtest.reports.html import document
+from pdmesh.loadtest.reports.report_parts import section, table
+from pdmesh.loadtest.reports.text import NAMES, durations, share
 from pdmesh.loadtest.result import Result
 
 _NUM_COLOURS = 9

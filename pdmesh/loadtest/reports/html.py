@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 
-from pdmesh.loadtest.charts import number_text
 from pdmesh.loadtest.objectives import Objectives
-from pdmesh.loadtest.report_parts import section, table
-from pdmesh.loadtest.report_plots import cdfs, phases, timelines
-from pdmesh.loadtest.report_text import NAMES, durations, milliseconds, share
+from pdmesh.loadtest.reports.charts import number_text
+from pdmesh.loadtest.reports.report_parts import section, table
+from pdmesh.loadtest.reports.report_plots import cdfs, phases, timelines
+from pdmesh.loadtest.reports.text import NAMES, durations, milliseconds, share
 from pdmesh.loadtest.result import Result, Slow
 from pdmesh.loadtest.stats import Summary
 
@@ -37,7 +37,7 @@ def page(result: Result) -> str:
 
 def document(title: str, content: str) -> str:
     """A page of `content`, with the style that the classes of its parts need."""
-    style = resources.files("pdmesh.loadtest").joinpath("report.css").read_text(encoding="utf-8")
+    style = resources.files("pdmesh.loadtest.reports").joinpath("report.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><meta name="color-scheme" content="light dark">'

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from pdmesh.loadtest.charts import Axis, Line, Mark, Point, cdf_chart, linear, lines_chart, number_text, share_within
-from pdmesh.loadtest.report_parts import section, table
-from pdmesh.loadtest.report_text import NAMES, milliseconds
+from pdmesh.loadtest.reports.charts import Axis, Line, Mark, Point, cdf_chart, linear, lines_chart, number_text, share_within
+from pdmesh.loadtest.reports.report_parts import section, table
+from pdmesh.loadtest.reports.text import NAMES, milliseconds
 from pdmesh.loadtest.result import Result
 from pdmesh.loadtest.stats import Window
 from pdmesh.loadtest.timeline import Bin

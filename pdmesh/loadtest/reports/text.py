@@ -8,7 +8,7 @@ from pdmesh.loadtest.capacity import Capacity, Trial
 from pdmesh.loadtest.compare import CONFIDENCE, Difference
 from pdmesh.loadtest.result import Result
 from pdmesh.loadtest.stats import Latency, Summary
-from pdmesh.render import Palette, table
+from pdmesh.terminal import Palette, table
 
 _LATENCIES = ("ttft", "ttft_from_sent", "tpot", "itl", "e2e")
 NAMES = {

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import cast
 
-from pdmesh.client import AsyncClient, Completed, Delta
-from pdmesh.client_channel import addresses
-from pdmesh.client_types import GenerateOptions, Timings
+from pdmesh.client.channel import addresses
+from pdmesh.client.client import AsyncClient, Completed, Delta
+from pdmesh.client.types import GenerateOptions, Timings
 from pdmesh.errors import Cancelled, DeadlineExceeded, MeshError, Overloaded
 from pdmesh.loadtest.objectives import Objectives
-from pdmesh.loadtest.prompts import PromptKind, conversation, token_ids
 from pdmesh.loadtest.record import Outcome
-from pdmesh.loadtest.target import Ask, Done, Event, Fleet, TargetError, TargetInfo, Tokens
-from protos.v1 import mesh_pb2, worker_pb2
-from runtime.tls import TlsConfig
+from pdmesh.loadtest.targets.prompts import PromptKind, conversation, token_ids
+from pdmesh.loadtest.targets.target import Ask, Done, Event, Fleet, TargetError, TargetInfo, Tokens
+from pdmesh.runtime.rpc.tls import TlsConfig
+from pdmesh.v1 import mesh_pb2, worker_pb2
 
 _CHECK_TIMEOUT_S = 10.0
 _MAX_UINT32 = 0xFFFF_FFFF

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from runtime.tls import TlsConfig
+from pdmesh.runtime.rpc.tls import TlsConfig
 
 _READ_BYTES = 1 << 16
 _CONNECT_TIMEOUT_S = 10.0

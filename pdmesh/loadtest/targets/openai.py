@@ -9,13 +9,13 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Literal
 
-from pdmesh.loadtest import openai_answer
-from pdmesh.loadtest.http import BaseUrl, HttpClient, HttpError, Response
-from pdmesh.loadtest.prompts import PromptKind, conversation, token_ids, words
 from pdmesh.loadtest.record import Outcome
-from pdmesh.loadtest.sse import EventTooLarge, SseParser
-from pdmesh.loadtest.target import Ask, Done, Event, Fleet, TargetError, TargetInfo, Tokens
-from runtime.tls import TlsConfig
+from pdmesh.loadtest.targets import openai_answer
+from pdmesh.loadtest.targets.http import BaseUrl, HttpClient, HttpError, Response
+from pdmesh.loadtest.targets.prompts import PromptKind, conversation, token_ids, words
+from pdmesh.loadtest.targets.sse import EventTooLarge, SseParser
+from pdmesh.loadtest.targets.target import Ask, Done, Event, Fleet, TargetError, TargetInfo, Tokens
+from pdmesh.runtime.rpc.tls import TlsConfig
 
 Endpoint = Literal["completions", "chat"]
 _MAX_BODY_BYTES = 1 << 20

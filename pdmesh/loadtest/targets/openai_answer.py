@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdmesh.loadtest.record import Outcome
-from pdmesh.loadtest.target import Done, TargetError, TargetInfo
+from pdmesh.loadtest.targets.target import Done, TargetError, TargetInfo
 
 _REFUSALS = (429, 503)
 _MAX_COUNT = 1 << 40

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal
 
-from pdmesh.loadtest.target import Said
+from pdmesh.loadtest.targets.target import Said
 from pdmesh.loadtest.workload import Segment
 
 PromptKind = Literal["tokens", "words"]

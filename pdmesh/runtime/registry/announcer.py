@@ -12,8 +12,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from protos.v1.worker_pb2 import WorkerInfo
-from runtime.registry import Registry
+from pdmesh.runtime.registry.registry import Registry
+from pdmesh.v1.worker_pb2 import WorkerInfo
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from protos.v1.worker_pb2 import BlockChange
-from runtime import records
-from runtime.config import ConfigError
-from runtime.redis_link import RedisLink
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.registry import records
+from pdmesh.runtime.registry.redis_link import RedisLink
+from pdmesh.v1.worker_pb2 import BlockChange
 
 MAX_ENTRIES = 256  # about ten seconds of a busy worker
 MAX_NAMES = 1 << 16  # stored and evicted in one change

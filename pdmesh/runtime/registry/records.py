@@ -14,7 +14,7 @@ import re
 
 from google.protobuf.message import DecodeError
 
-from protos.v1 import worker_pb2
+from pdmesh.v1 import worker_pb2
 
 MAX_RECORD_BYTES = 64 * 1024
 MAX_NAME_BYTES = 256

@@ -15,7 +15,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from runtime.config import ConfigError
+from pdmesh.runtime.config import ConfigError
 
 T = TypeVar("T")
 FIRST_BACKOFF_S = 0.1

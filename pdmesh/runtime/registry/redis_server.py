@@ -14,7 +14,7 @@ import socket
 from pathlib import Path
 from types import TracebackType
 
-from runtime.child import ChildProcess, StartFailed
+from pdmesh.runtime.child import ChildProcess, StartFailed
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 10.0

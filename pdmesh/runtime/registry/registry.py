@@ -21,10 +21,10 @@ from typing import Literal, TypeVar, cast
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from protos.v1.worker_pb2 import WorkerInfo
-from runtime import records
-from runtime.config import ConfigError
-from runtime.redis_link import RedisLink
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.registry import records
+from pdmesh.runtime.registry.redis_link import RedisLink
+from pdmesh.v1.worker_pb2 import WorkerInfo
 
 Kind = Literal["worker", "router"]
 OnChange = Callable[[list[WorkerInfo]], None]

@@ -15,7 +15,7 @@ from typing import NoReturn, TypeVar, cast
 import grpc
 import grpc.aio
 
-from runtime.errors import ResourceExhausted
+from pdmesh.runtime.errors import ResourceExhausted
 
 Req = TypeVar("Req")
 Resp = TypeVar("Resp")

@@ -6,7 +6,7 @@ import asyncio
 
 import grpc.aio
 
-from runtime.tls import Tls
+from pdmesh.runtime.rpc.tls import Tls
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 KEEPALIVE_TIME_S = 10.0

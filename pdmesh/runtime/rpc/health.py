@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from grpc_health.v1 import health_pb2
 
-from runtime.errors import NotFound, Unavailable
+from pdmesh.runtime.errors import NotFound, Unavailable
 
 SERVICE = "grpc.health.v1.Health"
 Response: TypeAlias = health_pb2.HealthCheckResponse

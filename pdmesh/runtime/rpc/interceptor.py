@@ -19,7 +19,7 @@ from typing import NoReturn, TypeAlias, TypeVar, cast
 import grpc
 import grpc.aio
 
-from runtime.errors import Cancelled, InvalidArgument, status_of
+from pdmesh.runtime.errors import Cancelled, InvalidArgument, status_of
 
 Req = TypeVar("Req")
 Resp = TypeVar("Resp")

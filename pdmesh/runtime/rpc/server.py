@@ -25,14 +25,14 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from runtime.call_bound import CallBound
-from runtime.channel import MAX_MESSAGE_BYTES, message_size_options
-from runtime.config import ConfigError
-from runtime.health import SERVICE as HEALTH_SERVICE
-from runtime.health import HealthServicer
-from runtime.interceptor import ErrorInterceptor
-from runtime.tls import Tls
-from runtime.tls_peer import MemberInterceptor
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.rpc.call_bound import CallBound
+from pdmesh.runtime.rpc.channel import MAX_MESSAGE_BYTES, message_size_options
+from pdmesh.runtime.rpc.health import SERVICE as HEALTH_SERVICE
+from pdmesh.runtime.rpc.health import HealthServicer
+from pdmesh.runtime.rpc.interceptor import ErrorInterceptor
+from pdmesh.runtime.rpc.tls import Tls
+from pdmesh.runtime.rpc.tls_peer import MemberInterceptor
 
 
 @dataclass(frozen=True)

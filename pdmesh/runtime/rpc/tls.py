@@ -23,9 +23,9 @@ from typing import ClassVar
 
 import grpc
 
-from runtime import tls_files
-from runtime.config import ConfigError
-from runtime.tls_files import TlsMaterial, TlsPaths
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.rpc import tls_files
+from pdmesh.runtime.rpc.tls_files import TlsMaterial, TlsPaths
 
 MESH_NAME = "pdmesh"
 

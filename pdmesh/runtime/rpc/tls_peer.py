@@ -11,8 +11,8 @@ from typing import TypeVar, cast
 import grpc
 import grpc.aio
 
-from runtime.errors import MeshError
-from runtime.interceptor import Context, Handler, parts_of
+from pdmesh.runtime.errors import MeshError
+from pdmesh.runtime.rpc.interceptor import Context, Handler, parts_of
 
 Req = TypeVar("Req")
 Resp = TypeVar("Resp")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from runtime.telemetry.propagation import Metadata, SpanContext, inject
+from pdmesh.runtime.telemetry.propagation import Metadata, SpanContext, inject
 
 API = "opentelemetry.trace"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from runtime.telemetry.spans import Span
+from pdmesh.runtime.telemetry.spans import Span
 
 MAX_KEPT = 4096  # traces of which something may still come
 _RANGE = 1 << 64

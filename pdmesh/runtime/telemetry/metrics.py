@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from runtime.config import ConfigError
-from runtime.telemetry.config import TelemetryConfig
-from runtime.telemetry.spans import Attributes
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.telemetry.config import TelemetryConfig
+from pdmesh.runtime.telemetry.spans import Attributes
 
 logger = logging.getLogger(__name__)
 
@@ -130,13 +130,15 @@ def open_metrics(config: TelemetryConfig, service: str, resource: Attributes, en
         raise ConfigError(name, problem) from error
     if endpoint is None and config.metrics_port is None:
         return OFF
-    from runtime.telemetry.metrics_live import LiveMetrics  # imports Prometheus' client, for nothing where nobody looks
+    from pdmesh.runtime.telemetry.metrics_exporters import (
+        LiveMetrics,  # imports Prometheus' client, for nothing where nobody looks
+    )
 
     metrics = LiveMetrics(service, resource)
     if config.metrics_port is not None:
         metrics.listen((config.metrics_host or host).strip("[]"), config.metrics_port)
     if endpoint is not None:
-        from runtime.telemetry.metrics_otlp import open_exporter
+        from pdmesh.runtime.telemetry.metrics_otlp import open_exporter
 
         metrics.send_by(open_exporter(endpoint, service, resource, env))
         logger.info("metrics go to %s", endpoint.target)

@@ -16,11 +16,11 @@ from typing import Protocol
 
 from prometheus_client.metrics_core import Metric
 
-from runtime.config import ConfigError
-from runtime.telemetry.metrics import Instrument, Kind, Metrics, Reader, gauge
-from runtime.telemetry.metrics_registry import Reading, Registry
-from runtime.telemetry.metrics_server import MetricsServer
-from runtime.telemetry.spans import Attributes, Value
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.telemetry.metrics import Instrument, Kind, Metrics, Reader, gauge
+from pdmesh.runtime.telemetry.metrics_registry import Reading, Registry
+from pdmesh.runtime.telemetry.metrics_server import MetricsServer
+from pdmesh.runtime.telemetry.spans import Attributes, Value
 
 INFO = gauge(
     "pdmesh.info", "Which process this is; always 1", ("service", "instance", "version", "roles", "mesh", "epoch", "pid")

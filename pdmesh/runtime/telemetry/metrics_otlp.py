@@ -20,10 +20,10 @@ from opentelemetry.proto.resource.v1 import resource_pb2
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Exemplar, Sample
 
-from runtime.telemetry.config import Endpoint
-from runtime.telemetry.metrics import Instrument
-from runtime.telemetry.otlp import SCOPE, encode_resource, headers, open_channel
-from runtime.telemetry.spans import Attributes
+from pdmesh.runtime.telemetry.config import Endpoint
+from pdmesh.runtime.telemetry.metrics import Instrument
+from pdmesh.runtime.telemetry.otlp import SCOPE, encode_resource, headers, open_channel
+from pdmesh.runtime.telemetry.spans import Attributes
 
 PERIOD_S = 10.0
 CALL_TIMEOUT_S = 3.0

@@ -19,7 +19,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
-from runtime.telemetry.metrics import Instrument, Kind
+from pdmesh.runtime.telemetry.metrics import Instrument, Kind
 
 OTHER = "other"
 MAX_VALUES = 64

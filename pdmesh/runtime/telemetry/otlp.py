@@ -18,11 +18,11 @@ from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.resource.v1 import resource_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from runtime.config import ConfigError
-from runtime.telemetry.config import Endpoint
-from runtime.telemetry.propagation import SpanContext
-from runtime.telemetry.sending import Answer, Sender
-from runtime.telemetry.spans import Attributes, Event, Span, Value
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.telemetry.config import Endpoint
+from pdmesh.runtime.telemetry.propagation import SpanContext
+from pdmesh.runtime.telemetry.sending import Answer, Sender
+from pdmesh.runtime.telemetry.spans import Attributes, Event, Span, Value
 
 SCOPE = "pdmesh"
 HEADERS_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from protos.v1 import common_pb2
-from runtime.errors import Cancelled, InvalidArgument, MeshError, NotFound
+from pdmesh.runtime.errors import Cancelled, InvalidArgument, MeshError, NotFound
+from pdmesh.v1 import common_pb2
 
 
 def problem_of(error: BaseException) -> tuple[str, str]:

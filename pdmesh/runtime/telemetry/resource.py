@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import metadata
 
-from runtime.telemetry.spans import Attributes, Value
+from pdmesh.runtime.telemetry.spans import Attributes, Value
 
 
 def resource_of(instance_id: str, mesh: str, roles: Sequence[str], epoch: int | None = None) -> Attributes:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
-from runtime.telemetry.spans import Span
+from pdmesh.runtime.telemetry.spans import Span
 
 MAX_QUEUED = 8192
 BATCH = 128

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from runtime.telemetry.propagation import SpanContext
+from pdmesh.runtime.telemetry.propagation import SpanContext
 
 Value = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, Value]

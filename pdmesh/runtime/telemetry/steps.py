@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import NamedTuple
 
-from runtime.telemetry.spans import Event, Value
+from pdmesh.runtime.telemetry.spans import Event, Value
 
 MAX_STEPS = 2048
 

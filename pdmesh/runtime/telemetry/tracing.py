@@ -18,12 +18,12 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from runtime.config import ConfigError
-from runtime.telemetry import propagation
-from runtime.telemetry.config import TelemetryConfig
-from runtime.telemetry.keeping import Held, is_sampled
-from runtime.telemetry.propagation import Metadata, SpanContext
-from runtime.telemetry.spans import MAX_LINKS, Attributes, Event, Kind, Span
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.telemetry import propagation
+from pdmesh.runtime.telemetry.config import TelemetryConfig
+from pdmesh.runtime.telemetry.keeping import Held, is_sampled
+from pdmesh.runtime.telemetry.propagation import Metadata, SpanContext
+from pdmesh.runtime.telemetry.spans import MAX_LINKS, Attributes, Event, Kind, Span
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ def open_tracing(config: TelemetryConfig, service: str, resource: Attributes, en
     if endpoint is None:
         return OFF
     try:
-        from runtime.telemetry.otlp import open_outbox  # imports OpenTelemetry, for nothing where nothing is sent
+        from pdmesh.runtime.telemetry.otlp import open_outbox  # imports OpenTelemetry, for nothing where nothing is sent
     except ImportError as error:
         remedy = "pip install 'pdmesh[services]'"
         raise ConfigError("otlp_endpoint", f"a package is missing that sends traces ({error.name})", remedy) from error

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from runtime.telemetry import propagation
-from runtime.telemetry.propagation import Metadata, SpanContext
+from pdmesh.runtime.telemetry import propagation
+from pdmesh.runtime.telemetry.propagation import Metadata, SpanContext
 
 ATTEMPT = "pdmesh-attempt"
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from router.admission import Admission
-from router.applicant import Applicant, Refusal, Ticket, TicketState
-from router.gate import LOOK_PERIOD_S
-from simulator.events import EventQueue
-from simulator.request import Request
+from pdmesh.simulator.events import EventQueue
+from pdmesh.simulator.request import Request
+from router.flow_control.controller import Admission
+from router.flow_control.gate import LOOK_PERIOD_S
+from router.flow_control.types import Applicant, Refusal, Ticket, TicketState
 
 
 class Gate:

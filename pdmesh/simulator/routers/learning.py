@@ -1,9 +1,9 @@
 """What a request that has ended teaches its router: as `router/learning.py`."""
 
-from router.prediction import Overhead
-from simulator.ledger import MODEL
-from simulator.outlook import Outlook
-from simulator.request import Stay
+from pdmesh.simulator.request import Stay
+from pdmesh.simulator.routers.ledger import MODEL
+from pdmesh.simulator.routers.routing import Outlook
+from router.routing.cost_model import Overhead
 
 
 def learn(outlook: Outlook, stay: Stay) -> None:

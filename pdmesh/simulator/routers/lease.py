@@ -3,16 +3,16 @@
 
 from typing import Protocol
 
-from router.candidates import blocks_for
-from router.views import WorkerKey
-from router.worker import Dispatched
-from simulator.events import EventQueue
-from simulator.ledger import EPOCH
-from simulator.outlook import Outlook
-from simulator.request import Stay, Trail
-from simulator.sequence import Sequence
-from simulator.settings import MeshSettings
-from simulator.worker import ModelledWorker
+from pdmesh.simulator.events import EventQueue
+from pdmesh.simulator.request import Stay, Trail
+from pdmesh.simulator.routers.ledger import EPOCH
+from pdmesh.simulator.routers.routing import Outlook
+from pdmesh.simulator.settings import MeshSettings
+from pdmesh.simulator.workers.sequence import Sequence
+from pdmesh.simulator.workers.worker import ModelledWorker
+from router.fleet.worker import Dispatched
+from router.routing.filters import blocks_for
+from router.routing.worker_snapshot import WorkerKey
 
 
 class Floor(Protocol):

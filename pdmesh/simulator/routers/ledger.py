@@ -2,12 +2,12 @@
 
 from functools import lru_cache
 
-from kvtransfer.layouts import Layout
-from router.views import WorkerKey, WorkerView
-from router.worker import Dispatched, counted
-from router.worker_views import NOTHING
-from simulator.figures import Figures
-from simulator.worker_spec import WorkerSpec
+from kvtransfer.layout import Layout
+from pdmesh.simulator.workers.spec import WorkerSpec
+from pdmesh.simulator.workers.stats import Figures
+from router.fleet.worker import Dispatched, counted
+from router.routing.worker_reports import NOTHING
+from router.routing.worker_snapshot import WorkerKey, WorkerView
 
 MODEL = "simulated"
 IDENTITY: tuple[object, ...] = (MODEL,)

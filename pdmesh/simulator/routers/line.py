@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from router.placer import MIN_RETRY_GAP_S, RETRY_PERIOD_S
-from router.room_line import MAX_TRYING
-from simulator.events import EventQueue
-from simulator.request import Request
+from pdmesh.simulator.events import EventQueue
+from pdmesh.simulator.request import Request
+from router.lifecycle.capacity_queue import MAX_TRYING
+from router.lifecycle.placement import MIN_RETRY_GAP_S, RETRY_PERIOD_S
 
 
 class Line:

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from router.block_map import BlockMap
-from router.cached_tokens import Part, together
-from router.prefix_index import IN_FLIGHT_S
-from router.prefix_memory import PrefixMemory
-from router.views import WorkerKey
+from router.kv_index.block_map import BlockMap
+from router.kv_index.cached_tokens import Part, together
+from router.kv_index.index import IN_FLIGHT_S
+from router.kv_index.prefix_memory import PrefixMemory
+from router.routing.worker_snapshot import WorkerKey
 
 NOTHING: Mapping[WorkerKey, int] = {}
 

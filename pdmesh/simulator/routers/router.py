@@ -7,22 +7,22 @@ arrive ─► gate ─► place ─► Submit to decode ─► Prefill, or LOCAL
 
 from collections.abc import Callable
 
-from planning.objectives import PRIORITIES, Bounds
-from router.admission import Admission
-from router.applicant import Applicant
-from router.applicants import HELD_BYTES_PER_TOKEN
-from router.candidates import NoPlacement, blocks_for
-from router.views import WorkerKey
-from router.worker import Dispatched
-from simulator.events import EventQueue
-from simulator.gate import Gate
-from simulator.learning import learn
-from simulator.ledger import MODEL
-from simulator.line import Line
-from simulator.outlook import Decided, Outlook
-from simulator.request import End, Request, Stay
-from simulator.settings import MeshSettings
-from simulator.staying import Floor, Staying
+from pdmesh.planning.objectives import PRIORITIES, Bounds
+from pdmesh.simulator.events import EventQueue
+from pdmesh.simulator.request import End, Request, Stay
+from pdmesh.simulator.routers.admission import Gate
+from pdmesh.simulator.routers.learning import learn
+from pdmesh.simulator.routers.lease import Floor, Staying
+from pdmesh.simulator.routers.ledger import MODEL
+from pdmesh.simulator.routers.line import Line
+from pdmesh.simulator.routers.routing import Decided, Outlook
+from pdmesh.simulator.settings import MeshSettings
+from router.fleet.worker import Dispatched
+from router.flow_control.applicants import HELD_BYTES_PER_TOKEN
+from router.flow_control.controller import Admission
+from router.flow_control.types import Applicant
+from router.routing.filters import NoPlacement, blocks_for
+from router.routing.worker_snapshot import WorkerKey
 
 NOBODY: frozenset[WorkerKey] = frozenset()
 OnEnd = Callable[[Request, End], None]

@@ -2,21 +2,21 @@
 
 from typing import NamedTuple
 
-from router.candidates import Demand, NoPlacement, Placement
-from router.forecast import Forecast
-from router.other_policies import PreferencePolicy, preference
-from router.output_lengths import OutputLengths
-from router.overheads import Overheads
-from router.policy import Policy, PredictPolicy
-from router.roster import Roster
-from router.views import WorkerKey, WorkerView
-from router.worker import Dispatched
-from simulator.figures import Figures
-from simulator.ledger import MODEL, Ledger
-from simulator.prefixes import Prefixes
-from simulator.request import Request
-from simulator.settings import MeshSettings
-from simulator.worker_spec import WorkerSpec
+from pdmesh.simulator.request import Request
+from pdmesh.simulator.routers.ledger import MODEL, Ledger
+from pdmesh.simulator.routers.prefixes import Prefixes
+from pdmesh.simulator.settings import MeshSettings
+from pdmesh.simulator.workers.spec import WorkerSpec
+from pdmesh.simulator.workers.stats import Figures
+from router.fleet.worker import Dispatched
+from router.flow_control.forecast import Forecast
+from router.routing.cost_policy import Policy, PredictPolicy
+from router.routing.filters import Demand, NoPlacement, Placement
+from router.routing.fleet_snapshot import Roster
+from router.routing.output_lengths import OutputLengths
+from router.routing.overheads import Overheads
+from router.routing.policies.single_signal import PreferencePolicy, preference
+from router.routing.worker_snapshot import WorkerKey, WorkerView
 
 IDLE_FOR_S, MAX_IDLE, CONTEXT_STEP = 1.0, 256, 256
 """As router/forecaster.py."""

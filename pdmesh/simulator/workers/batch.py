@@ -4,8 +4,8 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from planning.latency_model import LatencyModel, prefill_context
-from simulator.sequence import Sequence
+from pdmesh.planning.latency_model import LatencyModel, prefill_context
+from pdmesh.simulator.workers.sequence import Sequence
 
 SHORT = 1e-3
 """Below that, the formula loses its digits, and its value is 1."""

@@ -7,7 +7,7 @@ those takes as many of the worker's blocks as hold so many tokens.
 
 from collections.abc import Iterable
 
-from simulator.sequence import Sequence
+from pdmesh.simulator.workers.sequence import Sequence
 
 
 class KvRoom:

@@ -9,9 +9,9 @@ for each objective, of which a mesh has few.
 import heapq
 from typing import NamedTuple
 
-from planning.latency_model import LatencyModel
-from planning.pace_rules import FORGIVEN, LEAST_TOKENS, MAX_SHARE, PACE_TARGET, SPREAD
-from simulator.sequence import Sequence
+from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.planning.pace_rules import FORGIVEN, LEAST_TOKENS, MAX_SHARE, PACE_TARGET, SPREAD
+from pdmesh.simulator.workers.sequence import Sequence
 
 ROUNDING_S = 1e-9
 

@@ -7,7 +7,7 @@ a row takes a block    in every `block_size`-th step: rows are counted by the re
 
 import heapq
 
-from simulator.sequence import Sequence
+from pdmesh.simulator.workers.sequence import Sequence
 
 
 class Rows:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planning.latency_model import LatencyModel
+from pdmesh.planning.latency_model import LatencyModel
 
 PRICES = ("fixed_s", "per_prefill_token_s", "per_prefill_context_s", "per_sequence_s", "per_context_token_s")
 HABITS = ("between_s", "noise", "noise_lasts_s")

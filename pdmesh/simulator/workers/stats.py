@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from planning.pace_rules import PACE_TARGET
+from pdmesh.planning.pace_rules import PACE_TARGET
 
 if TYPE_CHECKING:
-    from simulator.worker import ModelledWorker
+    from pdmesh.simulator.workers.worker import ModelledWorker
 
 
 @dataclass(slots=True)

@@ -11,14 +11,14 @@ from bisect import insort
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
-from simulator.course import Course, StepTimes, prompts_s
-from simulator.events import EventQueue
-from simulator.figures import Census, Counters, census_of
-from simulator.kv_room import KvRoom
-from simulator.paces import Paces
-from simulator.rows import Rows
-from simulator.sequence import Sequence
-from simulator.worker_spec import WorkerSpec
+from pdmesh.simulator.events import EventQueue
+from pdmesh.simulator.workers.batch import Course, StepTimes, prompts_s
+from pdmesh.simulator.workers.kv_room import KvRoom
+from pdmesh.simulator.workers.paces import Paces
+from pdmesh.simulator.workers.rows import Rows
+from pdmesh.simulator.workers.sequence import Sequence
+from pdmesh.simulator.workers.spec import WorkerSpec
+from pdmesh.simulator.workers.stats import Census, Counters, census_of
 
 BLOCKS_PER_SPARE = 64
 """Of so many blocks one is kept free for growth when something is admitted beside running sequences (engine/scheduler.py)."""

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos.inference import grpc_service_pb2 as protos_dot_inference_dot_grpc__service__pb2
+from pdmesh.third_party.kserve import grpc_service_pb2 as pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/inference/grpc_service_pb2_grpc.py depends on'
+        + ' but the generated code in pdmesh/third_party/kserve/grpc_service_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,48 +37,48 @@ class GRPCInferenceServiceStub:
         """
         self.ServerLive = channel.unary_unary(
                 '/inference.GRPCInferenceService/ServerLive',
-                request_serializer=protos_dot_inference_dot_grpc__service__pb2.ServerLiveRequest.SerializeToString,
-                response_deserializer=protos_dot_inference_dot_grpc__service__pb2.ServerLiveResponse.FromString,
+                request_serializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ServerLiveRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ServerLiveResponse.FromString,
                 _registered_method=True)
         self.ServerReady = channel.unary_unary(
                 '/inference.GRPCInferenceService/ServerReady',
-                request_serializer=protos_dot_inference_dot_grpc__service__pb2.ServerReadyRequest.SerializeToString,
-                response_deserializer=protos_dot_inference_dot_grpc__service__pb2.ServerReadyResponse.FromString,
+                request_serializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ServerReadyRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ServerReadyResponse.FromString,
                 _registered_method=True)
         self.ModelReady = channel.unary_unary(
                 '/inference.GRPCInferenceService/ModelReady',
-                request_serializer=protos_dot_inference_dot_grpc__service__pb2.ModelReadyRequest.SerializeToString,
-                response_deserializer=protos_dot_inference_dot_grpc__service__pb2.ModelReadyResponse.FromString,
+                request_serializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelReadyRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelReadyResponse.FromString,
                 _registered_method=True)
         self.ServerMetadata = channel.unary_unary(
                 '/inference.GRPCInferenceService/ServerMetadata',
-                request_serializer=protos_dot_inference_dot_grpc__service__pb2.ServerMetadataRequest.SerializeToString,
-                response_deserializer=protos_dot_inference_dot_grpc__service__pb2.ServerMetadataResponse.FromString,
+                request_serializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ServerMetadataRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ServerMetadataResponse.FromString,
                 _registered_method=True)
         self.ModelMetadata = channel.unary_unary(
                 '/inference.GRPCInferenceService/ModelMetadata',
-                request_serializer=protos_dot_inference_dot_grpc__service__pb2.ModelMetadataRequest.SerializeToString,
-                response_deserializer=protos_dot_inference_dot_grpc__service__pb2.ModelMetadataResponse.FromString,
+                request_serializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelMetadataRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelMetadataResponse.FromString,
                 _registered_method=True)
         self.ModelInfer = channel.unary_unary(
                 '/inference.GRPCInferenceService/ModelInfer',
-                request_serializer=protos_dot_inference_dot_grpc__service__pb2.ModelInferRequest.SerializeToString,
-                response_deserializer=protos_dot_inference_dot_grpc__service__pb2.ModelInferResponse.FromString,
+                request_serializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelInferRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelInferResponse.FromString,
                 _registered_method=True)
         self.ModelStreamInfer = channel.stream_stream(
                 '/inference.GRPCInferenceService/ModelStreamInfer',
-                request_serializer=protos_dot_inference_dot_grpc__service__pb2.ModelInferRequest.SerializeToString,
-                response_deserializer=protos_dot_inference_dot_grpc__service__pb2.ModelStreamInferResponse.FromString,
+                request_serializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelInferRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelStreamInferResponse.FromString,
                 _registered_method=True)
         self.ModelConfig = channel.unary_unary(
                 '/inference.GRPCInferenceService/ModelConfig',
-                request_serializer=protos_dot_inference_dot_grpc__service__pb2.ModelConfigRequest.SerializeToString,
-                response_deserializer=protos_dot_inference_dot_grpc__service__pb2.ModelConfigResponse.FromString,
+                request_serializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelConfigRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelConfigResponse.FromString,
                 _registered_method=True)
         self.RepositoryIndex = channel.unary_unary(
                 '/inference.GRPCInferenceService/RepositoryIndex',
-                request_serializer=protos_dot_inference_dot_grpc__service__pb2.RepositoryIndexRequest.SerializeToString,
-                response_deserializer=protos_dot_inference_dot_grpc__service__pb2.RepositoryIndexResponse.FromString,
+                request_serializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.RepositoryIndexRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.RepositoryIndexResponse.FromString,
                 _registered_method=True)
 
 
@@ -155,48 +155,48 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'ServerLive': grpc.unary_unary_rpc_method_handler(
                     servicer.ServerLive,
-                    request_deserializer=protos_dot_inference_dot_grpc__service__pb2.ServerLiveRequest.FromString,
-                    response_serializer=protos_dot_inference_dot_grpc__service__pb2.ServerLiveResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ServerLiveRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ServerLiveResponse.SerializeToString,
             ),
             'ServerReady': grpc.unary_unary_rpc_method_handler(
                     servicer.ServerReady,
-                    request_deserializer=protos_dot_inference_dot_grpc__service__pb2.ServerReadyRequest.FromString,
-                    response_serializer=protos_dot_inference_dot_grpc__service__pb2.ServerReadyResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ServerReadyRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ServerReadyResponse.SerializeToString,
             ),
             'ModelReady': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelReady,
-                    request_deserializer=protos_dot_inference_dot_grpc__service__pb2.ModelReadyRequest.FromString,
-                    response_serializer=protos_dot_inference_dot_grpc__service__pb2.ModelReadyResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelReadyRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelReadyResponse.SerializeToString,
             ),
             'ServerMetadata': grpc.unary_unary_rpc_method_handler(
                     servicer.ServerMetadata,
-                    request_deserializer=protos_dot_inference_dot_grpc__service__pb2.ServerMetadataRequest.FromString,
-                    response_serializer=protos_dot_inference_dot_grpc__service__pb2.ServerMetadataResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ServerMetadataRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ServerMetadataResponse.SerializeToString,
             ),
             'ModelMetadata': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelMetadata,
-                    request_deserializer=protos_dot_inference_dot_grpc__service__pb2.ModelMetadataRequest.FromString,
-                    response_serializer=protos_dot_inference_dot_grpc__service__pb2.ModelMetadataResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelMetadataRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelMetadataResponse.SerializeToString,
             ),
             'ModelInfer': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelInfer,
-                    request_deserializer=protos_dot_inference_dot_grpc__service__pb2.ModelInferRequest.FromString,
-                    response_serializer=protos_dot_inference_dot_grpc__service__pb2.ModelInferResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelInferRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelInferResponse.SerializeToString,
             ),
             'ModelStreamInfer': grpc.stream_stream_rpc_method_handler(
                     servicer.ModelStreamInfer,
-                    request_deserializer=protos_dot_inference_dot_grpc__service__pb2.ModelInferRequest.FromString,
-                    response_serializer=protos_dot_inference_dot_grpc__service__pb2.ModelStreamInferResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelInferRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelStreamInferResponse.SerializeToString,
             ),
             'ModelConfig': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelConfig,
-                    request_deserializer=protos_dot_inference_dot_grpc__service__pb2.ModelConfigRequest.FromString,
-                    response_serializer=protos_dot_inference_dot_grpc__service__pb2.ModelConfigResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelConfigRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelConfigResponse.SerializeToString,
             ),
             'RepositoryIndex': grpc.unary_unary_rpc_method_handler(
                     servicer.RepositoryIndex,
-                    request_deserializer=protos_dot_inference_dot_grpc__service__pb2.RepositoryIndexRequest.FromString,
-                    response_serializer=protos_dot_inference_dot_grpc__service__pb2.RepositoryIndexResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.RepositoryIndexRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.RepositoryIndexResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -225,8 +225,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ServerLive',
-            protos_dot_inference_dot_grpc__service__pb2.ServerLiveRequest.SerializeToString,
-            protos_dot_inference_dot_grpc__service__pb2.ServerLiveResponse.FromString,
+            pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ServerLiveRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ServerLiveResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -252,8 +252,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ServerReady',
-            protos_dot_inference_dot_grpc__service__pb2.ServerReadyRequest.SerializeToString,
-            protos_dot_inference_dot_grpc__service__pb2.ServerReadyResponse.FromString,
+            pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ServerReadyRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ServerReadyResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -279,8 +279,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ModelReady',
-            protos_dot_inference_dot_grpc__service__pb2.ModelReadyRequest.SerializeToString,
-            protos_dot_inference_dot_grpc__service__pb2.ModelReadyResponse.FromString,
+            pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelReadyRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelReadyResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -306,8 +306,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ServerMetadata',
-            protos_dot_inference_dot_grpc__service__pb2.ServerMetadataRequest.SerializeToString,
-            protos_dot_inference_dot_grpc__service__pb2.ServerMetadataResponse.FromString,
+            pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ServerMetadataRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ServerMetadataResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -333,8 +333,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ModelMetadata',
-            protos_dot_inference_dot_grpc__service__pb2.ModelMetadataRequest.SerializeToString,
-            protos_dot_inference_dot_grpc__service__pb2.ModelMetadataResponse.FromString,
+            pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelMetadataRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelMetadataResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -360,8 +360,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ModelInfer',
-            protos_dot_inference_dot_grpc__service__pb2.ModelInferRequest.SerializeToString,
-            protos_dot_inference_dot_grpc__service__pb2.ModelInferResponse.FromString,
+            pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelInferRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelInferResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -387,8 +387,8 @@ class GRPCInferenceService:
             request_iterator,
             target,
             '/inference.GRPCInferenceService/ModelStreamInfer',
-            protos_dot_inference_dot_grpc__service__pb2.ModelInferRequest.SerializeToString,
-            protos_dot_inference_dot_grpc__service__pb2.ModelStreamInferResponse.FromString,
+            pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelInferRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelStreamInferResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -414,8 +414,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ModelConfig',
-            protos_dot_inference_dot_grpc__service__pb2.ModelConfigRequest.SerializeToString,
-            protos_dot_inference_dot_grpc__service__pb2.ModelConfigResponse.FromString,
+            pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelConfigRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.ModelConfigResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -441,8 +441,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/RepositoryIndex',
-            protos_dot_inference_dot_grpc__service__pb2.RepositoryIndexRequest.SerializeToString,
-            protos_dot_inference_dot_grpc__service__pb2.RepositoryIndexResponse.FromString,
+            pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.RepositoryIndexRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_kserve_dot_grpc__service__pb2.RepositoryIndexResponse.FromString,
             options,
             channel_credentials,
             insecure,

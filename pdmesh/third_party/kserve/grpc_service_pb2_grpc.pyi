@@ -7,7 +7,7 @@ Names and numbers are those of that protocol; what is said of them holds for pdm
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protos.inference import grpc_service_pb2 as _grpc_service_pb2
+from pdmesh.third_party.kserve import grpc_service_pb2 as _grpc_service_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

@@ -3,8 +3,8 @@
 import grpc
 import warnings
 
-from protos.vllm import smg_common_pb2 as protos_dot_vllm_dot_smg__common__pb2
-from protos.vllm import vllm_engine_pb2 as protos_dot_vllm_dot_vllm__engine__pb2
+from pdmesh.third_party.vllm import smg_common_pb2 as pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2
+from pdmesh.third_party.vllm import vllm_engine_pb2 as pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -19,7 +19,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/vllm/vllm_engine_pb2_grpc.py depends on'
+        + ' but the generated code in pdmesh/third_party/vllm/vllm_engine_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -38,48 +38,48 @@ class VllmEngineStub:
         """
         self.Generate = channel.unary_stream(
                 '/vllm.grpc.engine.VllmEngine/Generate',
-                request_serializer=protos_dot_vllm_dot_vllm__engine__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=protos_dot_vllm_dot_vllm__engine__pb2.GenerateResponse.FromString,
+                request_serializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.Embed = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/Embed',
-                request_serializer=protos_dot_vllm_dot_vllm__engine__pb2.EmbedRequest.SerializeToString,
-                response_deserializer=protos_dot_vllm_dot_vllm__engine__pb2.EmbedResponse.FromString,
+                request_serializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.EmbedResponse.FromString,
                 _registered_method=True)
         self.HealthCheck = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/HealthCheck',
-                request_serializer=protos_dot_vllm_dot_vllm__engine__pb2.HealthCheckRequest.SerializeToString,
-                response_deserializer=protos_dot_vllm_dot_vllm__engine__pb2.HealthCheckResponse.FromString,
+                request_serializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.HealthCheckRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.HealthCheckResponse.FromString,
                 _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/FlushCache',
-                request_serializer=protos_dot_vllm_dot_smg__common__pb2.FlushCacheRequest.SerializeToString,
-                response_deserializer=protos_dot_vllm_dot_smg__common__pb2.FlushCacheResponse.FromString,
+                request_serializer=pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/Abort',
-                request_serializer=protos_dot_vllm_dot_vllm__engine__pb2.AbortRequest.SerializeToString,
-                response_deserializer=protos_dot_vllm_dot_vllm__engine__pb2.AbortResponse.FromString,
+                request_serializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.AbortRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.AbortResponse.FromString,
                 _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/GetModelInfo',
-                request_serializer=protos_dot_vllm_dot_vllm__engine__pb2.GetModelInfoRequest.SerializeToString,
-                response_deserializer=protos_dot_vllm_dot_vllm__engine__pb2.GetModelInfoResponse.FromString,
+                request_serializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GetModelInfoRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/GetServerInfo',
-                request_serializer=protos_dot_vllm_dot_vllm__engine__pb2.GetServerInfoRequest.SerializeToString,
-                response_deserializer=protos_dot_vllm_dot_vllm__engine__pb2.GetServerInfoResponse.FromString,
+                request_serializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
         self.GetLoads = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/GetLoads',
-                request_serializer=protos_dot_vllm_dot_vllm__engine__pb2.GetLoadsRequest.SerializeToString,
-                response_deserializer=protos_dot_vllm_dot_vllm__engine__pb2.GetLoadsResponse.FromString,
+                request_serializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GetLoadsRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GetLoadsResponse.FromString,
                 _registered_method=True)
         self.GetTokenizer = channel.unary_stream(
                 '/vllm.grpc.engine.VllmEngine/GetTokenizer',
-                request_serializer=protos_dot_vllm_dot_smg__common__pb2.GetTokenizerRequest.SerializeToString,
-                response_deserializer=protos_dot_vllm_dot_smg__common__pb2.GetTokenizerChunk.FromString,
+                request_serializer=pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.GetTokenizerRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.GetTokenizerChunk.FromString,
                 _registered_method=True)
 
 
@@ -157,48 +157,48 @@ def add_VllmEngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=protos_dot_vllm_dot_vllm__engine__pb2.GenerateRequest.FromString,
-                    response_serializer=protos_dot_vllm_dot_vllm__engine__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GenerateRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GenerateResponse.SerializeToString,
             ),
             'Embed': grpc.unary_unary_rpc_method_handler(
                     servicer.Embed,
-                    request_deserializer=protos_dot_vllm_dot_vllm__engine__pb2.EmbedRequest.FromString,
-                    response_serializer=protos_dot_vllm_dot_vllm__engine__pb2.EmbedResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.EmbedRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.EmbedResponse.SerializeToString,
             ),
             'HealthCheck': grpc.unary_unary_rpc_method_handler(
                     servicer.HealthCheck,
-                    request_deserializer=protos_dot_vllm_dot_vllm__engine__pb2.HealthCheckRequest.FromString,
-                    response_serializer=protos_dot_vllm_dot_vllm__engine__pb2.HealthCheckResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.HealthCheckRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.HealthCheckResponse.SerializeToString,
             ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
-                    request_deserializer=protos_dot_vllm_dot_smg__common__pb2.FlushCacheRequest.FromString,
-                    response_serializer=protos_dot_vllm_dot_smg__common__pb2.FlushCacheResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.FlushCacheRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.FlushCacheResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
-                    request_deserializer=protos_dot_vllm_dot_vllm__engine__pb2.AbortRequest.FromString,
-                    response_serializer=protos_dot_vllm_dot_vllm__engine__pb2.AbortResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.AbortRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.AbortResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
-                    request_deserializer=protos_dot_vllm_dot_vllm__engine__pb2.GetModelInfoRequest.FromString,
-                    response_serializer=protos_dot_vllm_dot_vllm__engine__pb2.GetModelInfoResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GetModelInfoRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GetModelInfoResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
-                    request_deserializer=protos_dot_vllm_dot_vllm__engine__pb2.GetServerInfoRequest.FromString,
-                    response_serializer=protos_dot_vllm_dot_vllm__engine__pb2.GetServerInfoResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GetServerInfoResponse.SerializeToString,
             ),
             'GetLoads': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoads,
-                    request_deserializer=protos_dot_vllm_dot_vllm__engine__pb2.GetLoadsRequest.FromString,
-                    response_serializer=protos_dot_vllm_dot_vllm__engine__pb2.GetLoadsResponse.SerializeToString,
+                    request_deserializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GetLoadsRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GetLoadsResponse.SerializeToString,
             ),
             'GetTokenizer': grpc.unary_stream_rpc_method_handler(
                     servicer.GetTokenizer,
-                    request_deserializer=protos_dot_vllm_dot_smg__common__pb2.GetTokenizerRequest.FromString,
-                    response_serializer=protos_dot_vllm_dot_smg__common__pb2.GetTokenizerChunk.SerializeToString,
+                    request_deserializer=pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.GetTokenizerRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.GetTokenizerChunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -227,8 +227,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/Generate',
-            protos_dot_vllm_dot_vllm__engine__pb2.GenerateRequest.SerializeToString,
-            protos_dot_vllm_dot_vllm__engine__pb2.GenerateResponse.FromString,
+            pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GenerateRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -254,8 +254,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/Embed',
-            protos_dot_vllm_dot_vllm__engine__pb2.EmbedRequest.SerializeToString,
-            protos_dot_vllm_dot_vllm__engine__pb2.EmbedResponse.FromString,
+            pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.EmbedRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -281,8 +281,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/HealthCheck',
-            protos_dot_vllm_dot_vllm__engine__pb2.HealthCheckRequest.SerializeToString,
-            protos_dot_vllm_dot_vllm__engine__pb2.HealthCheckResponse.FromString,
+            pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.HealthCheckRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.HealthCheckResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -308,8 +308,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/FlushCache',
-            protos_dot_vllm_dot_smg__common__pb2.FlushCacheRequest.SerializeToString,
-            protos_dot_vllm_dot_smg__common__pb2.FlushCacheResponse.FromString,
+            pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.FlushCacheRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.FlushCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -335,8 +335,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/Abort',
-            protos_dot_vllm_dot_vllm__engine__pb2.AbortRequest.SerializeToString,
-            protos_dot_vllm_dot_vllm__engine__pb2.AbortResponse.FromString,
+            pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.AbortRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -362,8 +362,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/GetModelInfo',
-            protos_dot_vllm_dot_vllm__engine__pb2.GetModelInfoRequest.SerializeToString,
-            protos_dot_vllm_dot_vllm__engine__pb2.GetModelInfoResponse.FromString,
+            pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GetModelInfoRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GetModelInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -389,8 +389,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/GetServerInfo',
-            protos_dot_vllm_dot_vllm__engine__pb2.GetServerInfoRequest.SerializeToString,
-            protos_dot_vllm_dot_vllm__engine__pb2.GetServerInfoResponse.FromString,
+            pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GetServerInfoRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -416,8 +416,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/GetLoads',
-            protos_dot_vllm_dot_vllm__engine__pb2.GetLoadsRequest.SerializeToString,
-            protos_dot_vllm_dot_vllm__engine__pb2.GetLoadsResponse.FromString,
+            pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GetLoadsRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_vllm_dot_vllm__engine__pb2.GetLoadsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -443,8 +443,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/GetTokenizer',
-            protos_dot_vllm_dot_smg__common__pb2.GetTokenizerRequest.SerializeToString,
-            protos_dot_vllm_dot_smg__common__pb2.GetTokenizerChunk.FromString,
+            pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.GetTokenizerRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.GetTokenizerChunk.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,8 +7,8 @@ as one engine. Names and numbers are those of that protocol; what is said of the
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protos.vllm import smg_common_pb2 as _smg_common_pb2
-from protos.vllm import vllm_engine_pb2 as _vllm_engine_pb2
+from pdmesh.third_party.vllm import smg_common_pb2 as _smg_common_pb2
+from pdmesh.third_party.vllm import vllm_engine_pb2 as _vllm_engine_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 
-from protos.inference import grpc_service_pb2 as pb
-from router.kserve.response import failed
-from runtime.errors import as_mesh_error, status_of
+from pdmesh.runtime.errors import as_mesh_error, status_of
+from pdmesh.third_party.kserve import grpc_service_pb2 as pb
+from router.api.kserve.responses import failed
 
 # What one stream holds for a client that reads slowly; beyond it, its requests' own bounds hold (max_buffered_tokens).
 MAX_READY_RESPONSES = 64

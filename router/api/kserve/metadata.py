@@ -1,9 +1,9 @@
 """What the protocol tells of server and models."""
 
-from protos.inference import grpc_service_pb2 as pb
-from protos.inference import model_config_pb2 as config_pb
-from router.foreign import package_version
-from router.kserve.catalogue import INPUTS, OUTPUTS, PLATFORM, VERSION, Tensor
+from pdmesh.third_party.kserve import grpc_service_pb2 as pb
+from pdmesh.third_party.kserve import model_config_pb2 as config_pb
+from router.api.kserve.catalogue import INPUTS, OUTPUTS, PLATFORM, VERSION, Tensor
+from router.api.protocol_errors import package_version
 
 EXTENSIONS = ("parameters", "model_configuration")
 _DATA_TYPES = {"BYTES": config_pb.TYPE_STRING}  # the others are called as their datatype

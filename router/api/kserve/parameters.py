@@ -4,12 +4,12 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from protos.inference import grpc_service_pb2 as pb
-from protos.v1 import common_pb2, mesh_pb2
-from router.kserve import values
-from router.kserve.tensors import Inputs, input_name
-from router.kserve.values import Value
-from router.validation import refuse
+from pdmesh.third_party.kserve import grpc_service_pb2 as pb
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.api.kserve import values
+from router.api.kserve.tensors import Inputs, input_name
+from router.api.kserve.values import Value
+from router.api.validation import refuse
 
 Read = Callable[[str, Value], object]
 _SAMPLING: dict[str, Read] = {

@@ -3,14 +3,14 @@
 import json
 from dataclasses import dataclass, field
 
-from protos.inference import grpc_service_pb2 as pb
-from protos.v1 import mesh_pb2
-from router.foreign import mesh_request_id
-from router.kserve.catalogue import FLAGS, LATE_OUTPUTS, OUTPUTS, PIECE_OUTPUTS, VERSION, WHOLE_OUTPUTS
-from router.kserve.parameters import Parameters
-from router.kserve.tensors import Inputs, input_name
-from router.validation import MAX_MESSAGES, refuse
-from runtime.errors import InvalidArgument, NotFound
+from pdmesh.runtime.errors import InvalidArgument, NotFound
+from pdmesh.third_party.kserve import grpc_service_pb2 as pb
+from pdmesh.v1 import mesh_pb2
+from router.api.kserve.catalogue import FLAGS, LATE_OUTPUTS, OUTPUTS, PIECE_OUTPUTS, VERSION, WHOLE_OUTPUTS
+from router.api.kserve.parameters import Parameters
+from router.api.kserve.tensors import Inputs, input_name
+from router.api.protocol_errors import mesh_request_id
+from router.api.validation import MAX_MESSAGES, refuse
 
 PROMPTS = ("text_input", "messages", "input_ids")
 

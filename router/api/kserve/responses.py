@@ -5,11 +5,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from protos.inference import grpc_service_pb2 as pb
-from protos.v1 import common_pb2, mesh_pb2
-from router.kserve.catalogue import VERSION
-from router.kserve.request import Ask
-from router.kserve.tensors import Element, add_output
+from pdmesh.third_party.kserve import grpc_service_pb2 as pb
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.api.kserve.catalogue import VERSION
+from router.api.kserve.requests import Ask
+from router.api.kserve.tensors import Element, add_output
 
 FINAL = "triton_final_response"
 _REASONS = {

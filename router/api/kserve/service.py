@@ -6,21 +6,21 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from protos.inference import grpc_service_pb2 as pb
-from protos.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
-from protos.v1 import mesh_pb2
-from router import request_metadata
-from router.foreign import renamed
-from router.frontend import Frontend, RequestMetadata
-from router.kserve import metadata
-from router.kserve.catalogue import VERSION
-from router.kserve.many import Many
-from router.kserve.request import Ask, check_version
-from router.kserve.response import Answer
-from runtime.errors import MeshError, NotFound
+from pdmesh.runtime.errors import MeshError, NotFound
+from pdmesh.third_party.kserve import grpc_service_pb2 as pb
+from pdmesh.third_party.kserve.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
+from pdmesh.v1 import mesh_pb2
+from router.api import request_metadata
+from router.api.frontend import Frontend, RequestMetadata
+from router.api.kserve import metadata
+from router.api.kserve.catalogue import VERSION
+from router.api.kserve.many import Many
+from router.api.kserve.requests import Ask, check_version
+from router.api.kserve.responses import Answer
+from router.api.protocol_errors import renamed
 
 if TYPE_CHECKING:
-    from protos.inference.grpc_service_pb2_grpc import _ServicerContext
+    from pdmesh.third_party.kserve.grpc_service_pb2_grpc import _ServicerContext
 
 SERVICE_NAME = "inference.GRPCInferenceService"
 # A client that sends this in its metadata wants an error as the status of the call, which ends it.

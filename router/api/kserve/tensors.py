@@ -8,9 +8,9 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from protos.inference import grpc_service_pb2 as pb
-from router.kserve.catalogue import INPUTS, OUTPUTS, Tensor
-from router.validation import refuse
+from pdmesh.third_party.kserve import grpc_service_pb2 as pb
+from router.api.kserve.catalogue import INPUTS, OUTPUTS, Tensor
+from router.api.validation import refuse
 
 Element = bytes | bool | int | float
 # datatype → (letter of struct, field of InferTensorContents)

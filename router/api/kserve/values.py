@@ -4,8 +4,8 @@ import json
 import math
 from collections.abc import Callable
 
-from protos.v1 import common_pb2
-from router.validation import refuse
+from pdmesh.v1 import common_pb2
+from router.api.validation import refuse
 
 Value = object
 _UINT32 = 2**32

@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router.frontend import Frontend
-from router.openai.errors import HttpError
-from router.openai.handlers import Handlers, HttpSettings, error_response
-from runtime.errors import as_mesh_error
+from pdmesh.runtime.errors import as_mesh_error
+from router.api.frontend import Frontend
+from router.api.openai.errors import HttpError
+from router.api.openai.handlers import Handlers, HttpSettings, error_response
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from protos.v1 import mesh_pb2
-from router.openai.errors import Names
-from router.openai.fields import Fields
-from router.openai.shapes import Shape
-from router.validation import refuse
+from pdmesh.v1 import mesh_pb2
+from router.api.openai.errors import Names
+from router.api.openai.fields import Fields
+from router.api.openai.shapes import Shape
+from router.api.validation import refuse
 
 MeshRequest = mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest
 

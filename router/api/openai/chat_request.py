@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from protos.v1 import common_pb2, mesh_pb2
-from router.openai import sampling
-from router.openai.call import IGNORED, Call, read_streaming
-from router.openai.fields import Fields, JsonObject, as_fields, as_text
-from router.openai.shapes import ChatShape
-from router.validation import MAX_MESSAGES, refuse
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.api.openai import sampling
+from router.api.openai.call import IGNORED, Call, read_streaming
+from router.api.openai.fields import Fields, JsonObject, as_fields, as_text
+from router.api.openai.shapes import ChatShape
+from router.api.validation import MAX_MESSAGES, refuse
 
 # What these would ask for is not done here; the values given ask for nothing.
 HARMLESS: dict[str, tuple[object, ...]] = {

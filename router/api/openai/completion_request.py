@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from protos.v1 import mesh_pb2
-from router.openai import sampling
-from router.openai.call import IGNORED, Call, read_streaming
-from router.openai.fields import MAX_UINT32, Fields, JsonObject, as_integer, as_text
-from router.openai.shapes import TextShape
-from router.validation import refuse
+from pdmesh.v1 import mesh_pb2
+from router.api.openai import sampling
+from router.api.openai.call import IGNORED, Call, read_streaming
+from router.api.openai.fields import MAX_UINT32, Fields, JsonObject, as_integer, as_text
+from router.api.openai.shapes import TextShape
+from router.api.validation import refuse
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 128

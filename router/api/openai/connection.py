@@ -11,11 +11,11 @@ from typing import TypeVar, cast
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from runtime.errors import Cancelled
+from pdmesh.runtime.errors import Cancelled
 
 T = TypeVar("T")
 ABORT = "pdmesh.abort"
-"""In a scope: ends the connection at once, whatever has not been sent (see `router.openai.server`)."""
+"""In a scope: ends the connection at once, whatever has not been sent (see `router.api.openai.server`)."""
 
 RECEIVED_NS = "pdmesh.received_ns"
 """In a scope: monotonic nanoseconds when the latest bytes of the request came, before anything was made of them."""

@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from protos.v1 import common_pb2
-from router.openai.fields import Fields, as_text
-from router.validation import refuse
-from text.grammar import MAX_BYTES
+from pdmesh.text.grammar import MAX_BYTES
+from pdmesh.v1 import common_pb2
+from router.api.openai.fields import Fields, as_text
+from router.api.validation import refuse
 
 JSON_OBJECT = '{"type":"object"}'
 

@@ -9,8 +9,8 @@ from http import HTTPStatus
 
 import grpc
 
-from router.openai.fields import JsonObject, UnknownName
-from runtime.errors import DeadlineExceeded, InvalidArgument, MeshError
+from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, MeshError
+from router.api.openai.fields import JsonObject, UnknownName
 
 Names = Mapping[str, str]
 """A field of pdmesh.v1 to the name by which the client knows it; also for what lies below the field."""

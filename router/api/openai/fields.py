@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-from router.validation import refuse
-from runtime.errors import InvalidArgument
+from pdmesh.runtime.errors import InvalidArgument
+from router.api.validation import refuse
 
 JsonObject = dict[str, object]
 MAX_UINT32 = 2**32 - 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from pdmesh.runtime.rpc.tls import Tls
+from router.api.frontend import Frontend
+from router.api.openai import app
+from router.api.openai.handlers import HttpSettings
+from router.api.openai.server import HttpServer
+from router.auth.key_store import KeyStore
 from router.config import RouterConfig
-from router.frontend import Frontend
-from router.key_store import KeyStore
-from router.openai import app
-from router.openai.handlers import HttpSettings
-from router.openai.server import HttpServer
-from runtime.tls import Tls
 
 
 def open_gateway(config: RouterConfig, frontend: Frontend, tls: Tls | None, keys: KeyStore | None) -> HttpServer | None:

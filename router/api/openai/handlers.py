@@ -14,20 +14,20 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protos.v1 import mesh_pb2
-from router import callers
-from router.frontend import Frontend
-from router.key_store import KeyStore
-from router.openai import body, chat_request, completion_request, headers, request_id
-from router.openai.answer import Answer
-from router.openai.call import Call, MeshRequest
-from router.openai.connection import RECEIVED_NS, EventStream, while_connected
-from router.openai.errors import HttpError, answer_to, as_told, renamed
-from router.openai.fields import JsonObject
-from router.openai.merge import Numbered, PromptError, merged
-from router.request_trace import CHAT, COMPLETION
-from runtime.errors import MeshError, NotFound, as_mesh_error
-from runtime.work_threads import WorkThreads
+from pdmesh.runtime.errors import MeshError, NotFound, as_mesh_error
+from pdmesh.runtime.work_threads import WorkThreads
+from pdmesh.v1 import mesh_pb2
+from router.api.frontend import Frontend
+from router.api.openai import chat_request, completion_request, headers, request_id, requests
+from router.api.openai.call import Call, MeshRequest
+from router.api.openai.connection import RECEIVED_NS, EventStream, while_connected
+from router.api.openai.errors import HttpError, answer_to, as_told, renamed
+from router.api.openai.fields import JsonObject
+from router.api.openai.merge import Numbered, PromptError, merged
+from router.api.openai.responses import Answer
+from router.auth import identity
+from router.auth.key_store import KeyStore
+from router.telemetry.request_trace import CHAT, COMPLETION
 
 DONE = b"data: [DONE]\n\n"
 Parse = Callable[[JsonObject, mesh_pb2.RequestOptions], Call]
@@ -65,12 +65,12 @@ class Handlers:
 
     async def list_models(self, request: Request) -> Response:
         """GET /v1/models."""
-        callers.authenticate(self._settings.keys, request.headers.get("authorization"))
+        identity.authenticate(self._settings.keys, request.headers.get("authorization"))
         return json_response({"object": "list", "data": list(self._models())})
 
     async def get_model(self, request: Request) -> Response:
         """GET /v1/models/{model}."""
-        callers.authenticate(self._settings.keys, request.headers.get("authorization"))
+        identity.authenticate(self._settings.keys, request.headers.get("authorization"))
         name = request.path_params["model"]
         for model in self._models():
             if model["id"] == name:
@@ -88,7 +88,7 @@ class Handlers:
         return json_response({"status": "not ready"}, 503)
 
     async def _answer(self, request: Request, parse: Parse) -> Response:
-        callers.authenticate(self._settings.keys, request.headers.get("authorization"))
+        identity.authenticate(self._settings.keys, request.headers.get("authorization"))
         sent_headers = request.headers.items()
         try:
             call, time_left_s = await self._read(request, parse)
@@ -113,7 +113,7 @@ class Handlers:
         loop = asyncio.get_running_loop()
         options, limit_s = headers.options(request.headers, request_id.of(request.scope)), headers.time_left_s(request.headers)
         deadline = None if limit_s is None else loop.time() + limit_s
-        sent = await body.read(request, self._settings.max_body_bytes)
+        sent = await requests.read(request, self._settings.max_body_bytes)
         call = await parsed(parse, sent, options)
         return call, None if deadline is None else deadline - loop.time()
 
@@ -215,9 +215,9 @@ def _dumped(value: JsonObject) -> bytes:
 async def parsed(parse: Parse, sent: bytes, options: mesh_pb2.RequestOptions) -> Call:
     """What a body asks for. Raises HttpError, InvalidArgument; ResourceExhausted when too many large bodies wait."""
     if len(sent) <= LARGE_BODY_BYTES:
-        return parse(body.parse(sent), options)
+        return parse(requests.parse(sent), options)
     try:
-        return await _threads.run(lambda: parse(body.parse(sent), options))
+        return await _threads.run(lambda: parse(requests.parse(sent), options))
     except TimeoutError:
         raise HttpError(408, f"the body took more than {PARSE_TIMEOUT_S:g} s to read; send less") from None
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from protos.v1 import common_pb2, mesh_pb2
-from router import request_metadata
-from router.openai.request_id import HEADER
-from router.validation import refuse
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.api import request_metadata
+from router.api.openai.request_id import HEADER
+from router.api.validation import refuse
 
 REQUEST_ID, TENANT, PRIORITY, MODE, TIMEOUT = HEADER, "X-Tenant", "X-Priority", "X-Prefill-Mode", "X-Request-Timeout-Ms"
 MAX_TIMEOUT_MS = 10**9

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from protos.v1 import mesh_pb2
+from pdmesh.v1 import mesh_pb2
 
 Open = Callable[[], AsyncGenerator[mesh_pb2.GenerateResponse, None]]
 """Begins the stream of a prompt."""

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from router.openai.errors import HttpError
-from router.openai.handlers import error_response
-from router.openai.request_id import HEADER, new_id
+from router.api.openai.errors import HttpError
+from router.api.openai.handlers import error_response
+from router.api.openai.request_id import HEADER, new_id
 
 HEAD_S = 20.0
 REST_S = 10.0

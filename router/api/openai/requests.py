@@ -8,8 +8,8 @@ from typing import NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
-from router.openai.errors import HttpError
-from router.openai.fields import JsonObject
+from router.api.openai.errors import HttpError
+from router.api.openai.fields import JsonObject
 
 READ_TIMEOUT_S = 60.0
 

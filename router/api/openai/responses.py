@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from protos.v1 import common_pb2, mesh_pb2
-from router.openai.call import Call
-from router.openai.fields import JsonObject
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.api.openai.call import Call
+from router.api.openai.fields import JsonObject
 
 Echo = Callable[[int, str], str]
 """Number of the prompt and name of the model to the text that goes before the output; empty for none."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from protos.v1 import common_pb2
-from router.openai import constraint
-from router.openai.fields import MAX_UINT32, Fields, as_integer, as_text
-from router.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKENS, MIN_TEMPERATURE
-from router.validation import MAX_CHOICES, refuse
+from pdmesh.v1 import common_pb2
+from router.api.openai import constraint
+from router.api.openai.fields import MAX_UINT32, Fields, as_integer, as_text
+from router.api.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKENS, MIN_TEMPERATURE
+from router.api.validation import MAX_CHOICES, refuse
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 LEAST_TOP_P = 1e-6

@@ -15,12 +15,12 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.openai import connection
-from router.openai.patience import PatientProtocol
-from router.openai.request_id import WithRequestId
-from router.timings import now_ns
-from runtime import ports
-from runtime.config import ConfigError
+from pdmesh.runtime import ports
+from pdmesh.runtime.config import ConfigError
+from router.api.openai import connection
+from router.api.openai.patience import PatientProtocol
+from router.api.openai.request_id import WithRequestId
+from router.telemetry.timings import now_ns
 
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that it is they who close
 GRACE_S = 1.0

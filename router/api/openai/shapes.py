@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from protos.v1 import common_pb2
-from router.openai.fields import JsonObject
+from pdmesh.v1 import common_pb2
+from router.api.openai.fields import JsonObject
 
 Entries = Sequence[common_pb2.Logprobs]
 LOWEST_LOGPROB = -9999.0

@@ -5,7 +5,7 @@ import io
 import zipfile
 from pathlib import Path
 
-from protos.vllm import smg_common_pb2 as pb
+from pdmesh.third_party.vllm import smg_common_pb2 as pb
 
 CHUNK_BYTES = 256 * 1024
 # What tokenizers, chat templates and limits are read from; never weights.

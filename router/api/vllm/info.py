@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from protos.v1 import mesh_pb2, worker_pb2
-from protos.vllm import vllm_engine_pb2 as pb
-from router.foreign import package_version
-from router.served_model import ServedModel
+from pdmesh.third_party.vllm import vllm_engine_pb2 as pb
+from pdmesh.v1 import mesh_pb2, worker_pb2
+from router.api.protocol_errors import package_version
+from router.tokenization.served_model import ServedModel
 
 
 def model_info(model: ServedModel, folder: Path, max_context: int) -> pb.GetModelInfoResponse:

@@ -2,10 +2,10 @@
 
 import math
 
-from protos.v1 import common_pb2, mesh_pb2
-from protos.vllm import vllm_engine_pb2 as pb
-from router.foreign import mesh_request_id, shortest
-from router.validation import refuse
+from pdmesh.third_party.vllm import vllm_engine_pb2 as pb
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.api.protocol_errors import mesh_request_id, shortest
+from router.api.validation import refuse
 
 _KV = "a mesh moves its KV itself; point the gateway at it as at one ordinary engine"
 _MEDIA = "models of text only are served here"

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from protos.v1 import common_pb2, mesh_pb2
-from protos.vllm import vllm_engine_pb2 as pb
+from pdmesh.third_party.vllm import vllm_engine_pb2 as pb
+from pdmesh.v1 import common_pb2, mesh_pb2
 
 _REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 ABORTED = "abort"

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import grpc
 
-from protos.v1 import mesh_pb2
-from router import callers
-from runtime.errors import MeshError
+from pdmesh.runtime.errors import MeshError
+from pdmesh.v1 import mesh_pb2
+from router.auth import identity
 
 
 class AbortedByCaller(Exception):
@@ -58,7 +58,7 @@ class Running:
     @contextmanager
     def enter(self, request_id: str) -> Iterator[Run]:
         """While the calling task serves a request; an empty id is never found. Raises MeshError (ALREADY_EXISTS)."""
-        key = (callers.tenant(), request_id)
+        key = (identity.tenant(), request_id)
         if key in self._runs:
             problem = f"request_id: {request_id[:100]!r} runs already; abort it or choose another"
             raise MeshError(problem, code=grpc.StatusCode.ALREADY_EXISTS, field="request_id")
@@ -72,6 +72,6 @@ class Running:
 
     def abort(self, request_id: str) -> None:
         """One that is not there has ended already, or runs on another router."""
-        run = self._runs.get((callers.tenant(), request_id))
+        run = self._runs.get((identity.tenant(), request_id))
         if run is not None:
             run.abort()

@@ -9,22 +9,22 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from protos.vllm import smg_common_pb2 as common_pb
-from protos.vllm import vllm_engine_pb2 as pb
-from protos.vllm.vllm_engine_pb2_grpc import VllmEngineServicer
-from router import request_metadata
-from router.foreign import renamed
-from router.frontend import Frontend
-from router.served_model import ServedModel
-from router.validation import refuse
-from router.vllm_engine import archive, info
-from router.vllm_engine.request import NAMES, to_mesh
-from router.vllm_engine.response import Answer
-from router.vllm_engine.running import AbortedByCaller, Running
-from runtime.errors import FailedPrecondition, MeshError, Unimplemented
+from pdmesh.runtime.errors import FailedPrecondition, MeshError, Unimplemented
+from pdmesh.third_party.vllm import smg_common_pb2 as common_pb
+from pdmesh.third_party.vllm import vllm_engine_pb2 as pb
+from pdmesh.third_party.vllm.vllm_engine_pb2_grpc import VllmEngineServicer
+from router.api import request_metadata
+from router.api.frontend import Frontend
+from router.api.protocol_errors import renamed
+from router.api.validation import refuse
+from router.api.vllm import archive, info
+from router.api.vllm.requests import NAMES, to_mesh
+from router.api.vllm.responses import Answer
+from router.api.vllm.running import AbortedByCaller, Running
+from router.tokenization.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from protos.vllm.vllm_engine_pb2_grpc import _ServicerContext
+    from pdmesh.third_party.vllm.vllm_engine_pb2_grpc import _ServicerContext
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 

@@ -10,7 +10,7 @@ prefix        the workers that hold most of the prompt, whatever their load
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from router.candidates import (
+from router.routing.filters import (
     Candidate,
     Demand,
     NoPlacement,
@@ -24,8 +24,8 @@ from router.candidates import (
     nobody,
     same_kind,
 )
-from router.roster import Roster
-from router.views import Mode, WorkerView
+from router.routing.fleet_snapshot import Roster
+from router.routing.worker_snapshot import Mode, WorkerView
 
 PREFIX_CREDIT = 0.25
 """A worker that holds the whole prompt may be this share of its capacity fuller and still win."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from autoscaler.kubernetes.api import open_api
-from autoscaler.kubernetes.platform import KubernetesPlatform
-from autoscaler.kubernetes.settings import KubernetesSettings
+from pdmesh.autoscaler.kubernetes.api import open_api
+from pdmesh.autoscaler.kubernetes.platform import KubernetesPlatform
+from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings
 from tests.autoscaler.kubernetes.api_server import NAMESPACE, ApiServer, api_server
 from tests.autoscaler.kubernetes.walls import Wall
 

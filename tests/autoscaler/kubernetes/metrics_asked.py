@@ -11,13 +11,13 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from autoscaler.decision import Decision, PoolDecision
-from autoscaler.kubernetes import front_proxy
-from autoscaler.kubernetes.metrics_server import MetricsServer
-from autoscaler.kubernetes.metrics_settings import MetricsSettings
-from autoscaler.kubernetes.settings import KubernetesSettings
-from autoscaler.views import PoolName
-from pdmesh.certificates import make_certificates
+from pdmesh.autoscaler.decision import Decision, PoolDecision
+from pdmesh.autoscaler.kubernetes import front_proxy
+from pdmesh.autoscaler.kubernetes.metrics_server import MetricsServer
+from pdmesh.autoscaler.kubernetes.metrics_settings import MetricsSettings
+from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings
+from pdmesh.autoscaler.views import PoolName
+from pdmesh.launcher.certificates import make_certificates
 from tests.autoscaler.kubernetes.api_server import ApiServer
 
 BASE = "/apis/external.metrics.k8s.io/v1beta1"

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from autoscaler.decision import PoolDecision
-from autoscaler.kubernetes.platform import KubernetesPlatform
-from autoscaler.platform import PlatformError
-from autoscaler.views import PoolName
+from pdmesh.autoscaler.decision import PoolDecision
+from pdmesh.autoscaler.kubernetes.platform import KubernetesPlatform
+from pdmesh.autoscaler.platform import PlatformError
+from pdmesh.autoscaler.views import PoolName
 from tests.autoscaler.kubernetes.api_server import LEASES, ApiServer
 from tests.autoscaler.kubernetes.conftest import Open
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from autoscaler.decision import Decision
-from autoscaler.kubernetes import front_proxy, metrics_server, selector
-from autoscaler.kubernetes.metrics_server import MetricsServer
-from autoscaler.kubernetes.metrics_settings import MetricsSettings
-from autoscaler.kubernetes.settings import KubernetesSettings
-from autoscaler.kubernetes.wanted import Wanted
-from pdmesh.certificates import make_certificates
-from runtime.config import ConfigError
+from pdmesh.autoscaler.decision import Decision
+from pdmesh.autoscaler.kubernetes import front_proxy, metrics_server, selector
+from pdmesh.autoscaler.kubernetes.metrics_server import MetricsServer
+from pdmesh.autoscaler.kubernetes.metrics_settings import MetricsSettings
+from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings
+from pdmesh.autoscaler.kubernetes.wanted import Wanted
+from pdmesh.launcher.certificates import make_certificates
+from pdmesh.runtime.config import ConfigError
 from tests.autoscaler.kubernetes.api_server import ApiServer
 from tests.autoscaler.kubernetes.metrics_asked import BASE, DECISION, METRIC, Asked, answered_soon
 

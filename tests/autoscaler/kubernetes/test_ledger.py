@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from autoscaler.kubernetes import times
-from autoscaler.kubernetes.deployment import Owner, Seen, seen_of
-from autoscaler.kubernetes.ledger import ARRIVES_S, SOMEBODY, Entry, Held, entry_of, has_ended, hold, looked
-from autoscaler.kubernetes.orders import AUTOSCALE, HOLD_UNTIL
-from autoscaler.platform import PlatformError
+from pdmesh.autoscaler.kubernetes import times
+from pdmesh.autoscaler.kubernetes.ledger import ARRIVES_S, SOMEBODY, Entry, Held, entry_of, has_ended, hold, looked
+from pdmesh.autoscaler.kubernetes.objects import Owner, Seen, seen_of
+from pdmesh.autoscaler.kubernetes.orders import AUTOSCALE, HOLD_UNTIL
+from pdmesh.autoscaler.platform import PlatformError
 
 NOW_S, FOR_S = 1_800_000_000.0, 600.0
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from autoscaler.kubernetes import metrics_server
-from pdmesh.certificates import make_certificates
+from pdmesh.autoscaler.kubernetes import metrics_server
+from pdmesh.launcher.certificates import make_certificates
 from tests.autoscaler.kubernetes.api_server import ApiServer
 from tests.autoscaler.kubernetes.metrics_asked import BASE, DECISION, METRIC, Asked, answered_soon
 from tests.support.waiting import eventually

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from autoscaler.decision import PoolDecision
-from autoscaler.kubernetes import times
-from autoscaler.kubernetes.platform import KubernetesPlatform
-from autoscaler.platform import Asked, PlatformError
-from autoscaler.views import Hold, PoolName
+from pdmesh.autoscaler.decision import PoolDecision
+from pdmesh.autoscaler.kubernetes import times
+from pdmesh.autoscaler.kubernetes.platform import KubernetesPlatform
+from pdmesh.autoscaler.platform import Asked, PlatformError
+from pdmesh.autoscaler.views import Hold, PoolName
 from tests.autoscaler.kubernetes.api_server import DEPLOYMENTS, EVENTS, LEASES, MAPS, ApiServer
 from tests.autoscaler.kubernetes.conftest import Open
 from tests.autoscaler.kubernetes.walls import Wall

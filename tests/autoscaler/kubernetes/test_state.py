@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from autoscaler.platform import Asked
-from autoscaler.views import PoolName
+from pdmesh.autoscaler.platform import Asked
+from pdmesh.autoscaler.views import PoolName
 from tests.autoscaler.kubernetes.api_server import MAPS, ApiServer
 from tests.autoscaler.kubernetes.conftest import Open
 

@@ -13,7 +13,9 @@ from benchmarks.chaos.arming import Arming
 from benchmarks.chaos.clock import Clock, build
 
 _ECHO_CLOCKS = "import sys, time\nfor _ in sys.stdin: print(time.time(), time.monotonic(), flush=True)"
-_HIT_POINTS = "import sys\nfrom runtime.failpoints import hit\nfor line in sys.stdin: hit(line.strip()); print('on', flush=True)"
+_HIT_POINTS = (
+    "import sys\nfrom pdmesh.runtime.failpoints import hit\nfor line in sys.stdin: hit(line.strip()); print('on', flush=True)"
+)
 
 
 class Child:

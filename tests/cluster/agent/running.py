@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from runtime import parent_death
+from pdmesh.runtime import parent_death
 from tests.cluster.agent.api import Object
 from tests.cluster.agent.images import CHECKOUT, Image, needed_folders
 from tests.cluster.agent.probes import Probe, probes_of

@@ -8,7 +8,7 @@ import os
 import signal
 from pathlib import Path
 
-from runtime import parent_death
+from pdmesh.runtime import parent_death
 from tests.cluster import network
 from tests.cluster.namespaces import ip
 

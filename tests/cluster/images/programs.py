@@ -21,8 +21,8 @@ from tests.cluster.images.chroots import Layer, inside, mounted
 
 HELPS: dict[str, tuple[list[str], ...]] = {
     "router": (["python", "-m", "router", "--help"], ["pdmesh", "--help"], ["pdmesh", "loadtest", "--help"]),
-    "autoscaler": (["python", "-m", "autoscaler", "--help"],),
-    "worker-cpu": (["python", "-m", "worker", "--help"], ["python", "-m", "decode_service", "--help"]),
+    "autoscaler": (["python", "-m", "pdmesh.autoscaler", "--help"],),
+    "worker-cpu": (["python", "-m", "pdmesh.worker", "--help"], ["python", "-m", "decode_service", "--help"]),
 }
 _IS_SMALL = "import importlib.util as u, os; print(u.find_spec('torch') is None and os.getuid() == 10001)"
 START_S = 120.0

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.parallel.model import ParallelModel
-from engine.weights.loader import load_model
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.loader.loader import load_model
+from pdmesh.engine.parallel.model import ParallelModel
 from tests.support.mock_engine import hash_block
 from tests.support.tiny_models import make_tiny_model
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.parallel.model import ParallelModel
-from engine.parallel.staging import RanksCopies, stage_ranks
-from engine.piece_copies import Piece
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.staging import Marks, Staging, StagingSizes
-from engine.streams import streams_of
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.kv_cache.piece_copies import Piece
+from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
+from pdmesh.engine.kv_cache.streams import streams_of
+from pdmesh.engine.parallel.model import ParallelModel
+from pdmesh.engine.parallel.staging import RanksCopies, stage_ranks
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
 from tests.engine.parallel.conftest import running
 from tests.support.mock_engine import run_to_end
 

@@ -20,19 +20,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.block_copies import IndexedBlocks
-from engine.parallel.copy_channel import CopyChannel
-from engine.parallel.copy_orders import Answer, Copy, Order
-from engine.parallel.copy_service import CopyService
-from engine.parallel.errors import RankFailed
-from engine.parallel.marks import Commands, Launched, Place, RanksMarks
-from engine.parallel.shared_pieces import PiecesShape, SharedPieces
-from engine.parallel.staging import RanksCopies
-from engine.piece_copies import Columns, Piece, PieceCopies
-from engine.row_copies import RowsCopy
-from engine.sealed_memory import sealed_memory
-from engine.staging import Staging, StagingSizes
-from engine.streams import InOrder
+from pdmesh.engine.kv_cache.copies import IndexedBlocks
+from pdmesh.engine.kv_cache.piece_copies import Columns, Piece, PieceCopies
+from pdmesh.engine.kv_cache.row_copies import RowsCopy
+from pdmesh.engine.kv_cache.sealed_memory import sealed_memory
+from pdmesh.engine.kv_cache.staging import Staging, StagingSizes
+from pdmesh.engine.kv_cache.streams import InOrder
+from pdmesh.engine.parallel.copies import CopyChannel
+from pdmesh.engine.parallel.copy_orders import Answer, Copy, Order
+from pdmesh.engine.parallel.copy_service import CopyService
+from pdmesh.engine.parallel.errors import RankFailed
+from pdmesh.engine.parallel.events import Commands, Launched, Place, RanksMarks
+from pdmesh.engine.parallel.shared_pieces import PiecesShape, SharedPieces
+from pdmesh.engine.parallel.staging import RanksCopies
 from tests.support.reordering import ReorderingStreams
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory as Linux has it")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.parallel.errors import RankFailed
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.parallel.errors import RankFailed
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
 from tests.engine.parallel.conftest import pids_of, running
 from tests.engine.parallel.staged_ranks import handed_off, prefilled, staged_ranks
 from tests.support.mock_engine import run_to_end

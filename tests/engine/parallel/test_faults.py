@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.parallel.errors import RankFailed
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.weights.loader import load_model
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.loader.loader import load_model
+from pdmesh.engine.parallel.errors import RankFailed
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
 from tests.engine.parallel.conftest import config_of, is_alive, pids_of, running
 from tests.support.tiny_models import make_tiny_model
 
@@ -95,18 +95,18 @@ def test_signals_that_ask_to_stop_are_for_rank_0(engine: Engine) -> None:
 def test_a_rank_that_cannot_load_says_why(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process alone finds no model: the folder is named relative to where rank 0 was."""
     before = processes()
-    monkeypatch.setattr("engine.parallel.ranks.Ranks.tell_settings", _elsewhere)
+    monkeypatch.setattr("pdmesh.engine.parallel.tp_group.Ranks.tell_settings", _elsewhere)
     with pytest.raises(ValueError, match=r"tensor_parallel: rank 1: ValueError: model: .*nowhere does not exist"):
         load_model(config_of(tiny, 2))
     assert processes() == before
 
 
 def _elsewhere(self: object, settings: dict[str, dict[str, object]]) -> None:
-    from engine.parallel import wire
+    from pdmesh.engine.parallel import tp_protocol
 
     for rank in self._ranks:  # type: ignore[attr-defined]
         wrong = {**settings, "rank": rank.number, "engine": {**settings["engine"], "model": "/nowhere"}}
-        wire.send(rank.sock, wire.Kind.SETTINGS, wire.as_json(wrong))
+        tp_protocol.send(rank.sock, tp_protocol.Kind.SETTINGS, tp_protocol.as_json(wrong))
 
 
 def test_an_engine_that_does_not_fit_leaves_no_process(tiny: Path) -> None:
@@ -134,7 +134,7 @@ def test_ranks_end_with_a_killed_engine(tiny: Path, number: signal.Signals) -> N
     program = (
         "import sys, time\n"
         "from tests.engine.parallel.conftest import config_of, pids_of\n"
-        "from engine.engine import Engine\n"
+        "from pdmesh.engine.engine import Engine\n"
         "from pathlib import Path\n"
         "if __name__ == '__main__':\n"
         "    engine = Engine(config_of(Path(sys.argv[1]), 2), hash_block=lambda parent, tokens: b'')\n"

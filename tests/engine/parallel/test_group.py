@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.parallel.errors import ExchangeFailed
-from engine.parallel.group import NCCL_SETTINGS, Group, leave_errors_to_us, open_meeting_point, wait_until
-from engine.parallel.split import Shard
+from pdmesh.engine.parallel.collectives import NCCL_SETTINGS, Group, leave_errors_to_us, open_meeting_point, wait_until
+from pdmesh.engine.parallel.errors import ExchangeFailed
+from pdmesh.engine.parallel.split import Shard
 
 
 def test_torch_is_told_to_leave_errors_to_us(monkeypatch: pytest.MonkeyPatch) -> None:

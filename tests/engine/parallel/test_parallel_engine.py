@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.batch import StepBatch
-from engine.engine import Engine
-from engine.kv_cache import KVShape
-from engine.parallel.model import ParallelModel
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.speculation.heads.weights import save_heads
-from engine.weights.loader import load_model
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.kv_cache.pool import KVShape
+from pdmesh.engine.loader.loader import load_model
+from pdmesh.engine.parallel.model import ParallelModel
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.runner.batch import StepBatch
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.speculation.draft_heads.weights import save_heads
 from tests.engine.parallel.conftest import config_of, running
 from tests.engine.speculation.heads.tiny_heads import make_heads
 from tests.support.handed_over import hand_over

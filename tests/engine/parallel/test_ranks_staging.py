@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.parallel.errors import RankFailed
+from pdmesh.engine.parallel.errors import RankFailed
 from tests.engine.parallel.conftest import config_of, pids_of, running
 from tests.engine.parallel.staged_ranks import Staged, prefilled, staged_ranks
 from tests.support.tiny_models import make_tiny_model
@@ -28,7 +28,7 @@ PROMPT = tuple(range(5, 75))
 def staged(folder: Path, timeout_s: float = 30.0) -> Iterator[Staged]:
     """On CPUs, where ranks would share a pool."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.parallel.load.ranks_share_pool", lambda config: False)
+        patch.setattr("pdmesh.engine.parallel.load.ranks_share_pool", lambda config: False)
         with staged_ranks(config_of(folder, 2, tensor_parallel_timeout_s=timeout_s)) as made:
             yield made
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model_config import ModelConfig
-from engine.parallel.split import (
+from pdmesh.engine.loader.quantize import Int4Weight, Int8Weight, dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
+from pdmesh.engine.loader.safetensors import SafetensorsSource
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.parallel.split import (
     Shard,
     ShardSource,
     check_degree,
@@ -19,8 +21,6 @@ from engine.parallel.split import (
     shard_config,
     whole_shape,
 )
-from engine.weights.quantize import Int4Weight, Int8Weight, dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
-from engine.weights.safetensors import SafetensorsSource
 from tests.support.mock_engine import model_config
 from tests.support.tiny_models import make_tiny_model
 

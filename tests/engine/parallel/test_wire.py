@@ -7,9 +7,9 @@ import socket
 import pytest
 import torch
 
-from engine.batch import StepBatch, Tail
-from engine.parallel import wire
-from engine.parallel.wire import Kind
+from pdmesh.engine.parallel import tp_protocol
+from pdmesh.engine.parallel.tp_protocol import Kind
+from pdmesh.engine.runner.batch import StepBatch, Tail
 
 
 def tensor(*numbers: int) -> torch.Tensor:
@@ -34,7 +34,7 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_batch_survives(name: str) -> None:
     batch = BATCHES[name]
-    read = wire.decode_batch(bytearray(wire.encode_batch(batch)))
+    read = tp_protocol.decode_batch(bytearray(tp_protocol.encode_batch(batch)))
     for field in ("token_ids", "positions", "slot_mapping", "logits_rows"):
         assert torch.equal(getattr(read, field), getattr(batch, field)), field
     for field in ("query_starts", "context_lens", "block_tables", "tails"):
@@ -42,19 +42,19 @@ def test_a_batch_survives(name: str) -> None:
 
 
 def test_slots_survive() -> None:
-    assert wire.decode_slots(bytearray(wire.encode_slots([1, 2, 3], [4, 5, 6]))) == ([1, 2, 3], [4, 5, 6])
+    assert tp_protocol.decode_slots(bytearray(tp_protocol.encode_slots([1, 2, 3], [4, 5, 6]))) == ([1, 2, 3], [4, 5, 6])
 
 
 def test_frames_one_after_another_and_the_end() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        wire.send(ours, Kind.LOADED)
-        wire.send(ours, Kind.STEP, b"x" * 100_000)
-        assert wire.receive(theirs) == (Kind.LOADED, bytearray())
-        assert wire.expect(theirs, Kind.STEP) == (Kind.STEP, bytearray(b"x" * 100_000))
-        wire.send(ours, Kind.READY)
+        tp_protocol.send(ours, Kind.LOADED)
+        tp_protocol.send(ours, Kind.STEP, b"x" * 100_000)
+        assert tp_protocol.receive(theirs) == (Kind.LOADED, bytearray())
+        assert tp_protocol.expect(theirs, Kind.STEP) == (Kind.STEP, bytearray(b"x" * 100_000))
+        tp_protocol.send(ours, Kind.READY)
         with pytest.raises(ValueError, match="heard READY, not LOADED or FAILED"):
-            wire.expect(theirs, Kind.LOADED, Kind.FAILED)
+            tp_protocol.expect(theirs, Kind.LOADED, Kind.FAILED)
         ours.close()
         with pytest.raises(EOFError):
-            wire.receive(theirs)
+            tp_protocol.receive(theirs)

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
 
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.sequence import Phase, Sequence, SequenceGroup
-from engine.speculation.draft import Draft, Verified
-from engine.speculation.proposer import Ask, Proposer
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
+from pdmesh.engine.speculation.draft import Draft, Verified
+from pdmesh.engine.speculation.proposer import Ask, Proposer
 
 _numbers = itertools.count()
 

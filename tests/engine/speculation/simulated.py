@@ -8,14 +8,14 @@ from collections.abc import Sequence as Sequence_
 
 from torch import Tensor
 
-from engine.runner import Draw
-from engine.sampling import SampledToken
-from engine.scheduler import Piece, Plan
-from engine.sequence import Sequence
-from engine.speculation.cost_curve import CostCurve
-from engine.speculation.draft import NOTHING, Draft, Verified
-from engine.speculation.proposer import Ask
-from engine.speculation.speculator import Bounds, Speculator
+from pdmesh.engine.runner.model_runner import Draw
+from pdmesh.engine.sampling.sampler import SampledToken
+from pdmesh.engine.scheduler.scheduler import Piece, Plan
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.cost_curve import CostCurve
+from pdmesh.engine.speculation.draft import NOTHING, Draft, Verified
+from pdmesh.engine.speculation.proposer import Ask
+from pdmesh.engine.speculation.speculator import Bounds, Speculator
 from tests.engine.speculation.copying import decoding
 
 VOCAB_SIZE = 1000

@@ -11,10 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.batch import StepBatch
-from engine.sampling import Sampler
-from engine.speculation.calibrate import BUDGET_S, FIRST_ROWS, ROWS, Meter, Shape, in_order, machine_to_itself, measured, run_step
-from engine.speculation.cost_curve import CostCurve
+from pdmesh.engine.runner.batch import StepBatch
+from pdmesh.engine.sampling.sampler import Sampler
+from pdmesh.engine.speculation.calibration import (
+    BUDGET_S,
+    FIRST_ROWS,
+    ROWS,
+    Meter,
+    Shape,
+    in_order,
+    machine_to_itself,
+    measured,
+    run_step,
+)
+from pdmesh.engine.speculation.cost_curve import CostCurve
 
 
 class Machine:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.speculation.cost_curve import OUTLIER, PATIENCE, STALE_AFTER, CostCurve, rising
+from pdmesh.engine.speculation.cost_curve import OUTLIER, PATIENCE, STALE_AFTER, CostCurve, rising
 
 CURVE = CostCurve((1, 2, 4, 8), (1.0, 1.2, 1.4, 2.0))
 

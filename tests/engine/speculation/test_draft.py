@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.speculation.draft import NOTHING, ROOT, Draft, Verified
+from pdmesh.engine.speculation.draft import NOTHING, ROOT, Draft, Verified
 
 #  root ── 7 ── 8 ── 9
 #     └─── 5 ── 6

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.sequence import Sequence
-from engine.speculation.door import Door
-from engine.speculation.draft import Draft, Verified
-from engine.speculation.handover import packed
-from engine.speculation.ngrams.prompt_lookup import PromptLookup
-from engine.speculation.proposer import Ask
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.draft import Draft, Verified
+from pdmesh.engine.speculation.guarded_proposer import Door
+from pdmesh.engine.speculation.handover import packed
+from pdmesh.engine.speculation.ngrams.prompt_lookup import PromptLookup
+from pdmesh.engine.speculation.proposer import Ask
 from tests.engine.speculation.copying import decoding
 from tests.support.engine_requests import PROMPT, assert_answers, assert_whole, behind, push, request
 from tests.support.guesser import Guesser

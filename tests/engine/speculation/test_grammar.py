@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from engine.grammar import Bits
-from engine.outputs import FinishReason
-from engine.request import EngineRequest
-from engine.sequence import Sequence
-from engine.speculation import door
-from engine.speculation.constrained import follow
-from engine.speculation.draft import Draft
+from pdmesh.engine.outputs import FinishReason
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling.grammar import Bits
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation import guarded_proposer
+from pdmesh.engine.speculation.constrained import follow
+from pdmesh.engine.speculation.draft import Draft
+from pdmesh.text.grammar import GrammarMatcher
 from tests.engine.backends import BACKENDS
 from tests.engine.constrained import Answers, Model, requests, run, run_apart, tokens
 from tests.support.guesser import Guesser
 from tests.support.tiny_models import IM_END, VOCAB_SIZE
-from text.grammar import GrammarMatcher
 
 GUESSERS = {
     "right": (1.0, False),
@@ -100,7 +100,7 @@ class Cuts:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.num_cut = 0
-        patch.setattr(door, "follow", self.follow)
+        patch.setattr(guarded_proposer, "follow", self.follow)
 
     def follow(self, sequence: Sequence, draft: Draft) -> Draft:
         followed = follow(sequence, draft)

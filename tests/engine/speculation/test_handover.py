@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sequence import Sequence
-from engine.speculation.cost_curve import CostCurve
-from engine.speculation.handover import packed, unpacked
-from engine.speculation.speculator import Bounds, Speculator
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.cost_curve import CostCurve
+from pdmesh.engine.speculation.handover import packed, unpacked
+from pdmesh.engine.speculation.speculator import Bounds, Speculator
 from tests.engine.speculation.copying import decoding
 from tests.support.engine_requests import PROMPT, request
 from tests.support.guesser import Guesser

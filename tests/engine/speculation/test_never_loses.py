@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.speculation.cost_curve import CostCurve, rising
+from pdmesh.engine.speculation.cost_curve import CostCurve, rising
 from tests.engine.speculation.simulated import Liar, Machine
 
 LOSS = 0.02

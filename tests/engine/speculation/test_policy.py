@@ -7,9 +7,9 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.speculation.cost_curve import CostCurve
-from engine.speculation.draft import NOTHING, Draft
-from engine.speculation.policy import MARGIN, Choice, Load, choose, fixed, threshold
+from pdmesh.engine.speculation.cost_curve import CostCurve
+from pdmesh.engine.speculation.draft import NOTHING, Draft
+from pdmesh.engine.speculation.policy import MARGIN, Choice, Load, choose, fixed, threshold
 
 FLAT = CostCurve((1, 64), (0.010, 0.010))
 STEEP = CostCurve((1, 2, 64), (0.010, 0.020, 0.640))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduler import PROMPTS_PER_DRAFT
-from engine.speculation.cost_curve import CostCurve
+from pdmesh.engine.scheduler.scheduler import PROMPTS_PER_DRAFT
+from pdmesh.engine.speculation.cost_curve import CostCurve
 from tests.support.engine_requests import PROMPT, assert_answers, assert_whole, request
 from tests.support.guesser import Guesser
 from tests.support.mock_engine import Collector, make_engine

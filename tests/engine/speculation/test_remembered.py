@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.speculation import calibrate
-from engine.speculation.calibrate import BUDGET_S, FIRST_ROWS, ROWS, confirmed, known_curve, measured
-from engine.speculation.cost_curve import CostCurve
-from engine.speculation.remembered import Circumstances, recall, remember
-from engine.weights.hash import cache_folder
-from engine.weights.loader import load_model
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.loader.hash import cache_folder
+from pdmesh.engine.loader.loader import load_model
+from pdmesh.engine.speculation import calibration
+from pdmesh.engine.speculation.calibration import BUDGET_S, FIRST_ROWS, ROWS, confirmed, known_curve, measured
+from pdmesh.engine.speculation.cost_curve import CostCurve
+from pdmesh.engine.speculation.remembered import Circumstances, recall, remember
 from tests.engine.speculation.test_calibrate import Machine
 from tests.support.mock_engine import open_engine
 from tests.support.tiny_models import make_tiny_model
@@ -135,8 +135,8 @@ def test_an_engine_measures_once(
     """With whatever a tiny model's steps take on a busy machine."""
     cache.mkdir()
     (cache / "kernels").symlink_to(kernels)
-    monkeypatch.setattr(calibrate, "KEPT_S", 0.0)
-    monkeypatch.setattr(calibrate, "ALIKE", 1e9)
+    monkeypatch.setattr(calibration, "KEPT_S", 0.0)
+    monkeypatch.setattr(calibration, "ALIKE", 1e9)
     folder = make_tiny_model(tmp_path / "tiny")
     sizes = {"num_blocks": 64, "num_threads": 1, "max_num_batched_tokens": 32, "max_context": 256}
     config = EngineConfig(str(folder), speculation="prompt_lookup", **sizes)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from engine.speculation.speculator import LONGEST_REST, LOOKING, Rest
+from pdmesh.engine.speculation.speculator import LONGEST_REST, LOOKING, Rest
 
 PRICE = 0.02
 

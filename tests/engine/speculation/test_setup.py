@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.speculation.heads.weights import BadHeads, save_heads
-from engine.speculation.models.proposer import ModelDraft
-from engine.speculation.proposer import Ask
-from engine.weights.loader import LoadedModel, load_model
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.loader.loader import LoadedModel, load_model
+from pdmesh.engine.speculation.draft_heads.weights import BadHeads, save_heads
+from pdmesh.engine.speculation.draft_models.proposer import ModelDraft
+from pdmesh.engine.speculation.proposer import Ask
 from tests.engine.backends import BACKENDS
 from tests.engine.speculation.heads.tiny_heads import make_heads
 from tests.engine.speculation.models.driver import count_passes, decoding, request

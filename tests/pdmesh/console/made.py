@@ -14,12 +14,12 @@ import grpc
 import grpc.aio
 
 from pdmesh.console.otlp import TRACES
-from protos.v1 import common_pb2, mesh_pb2, worker_pb2
-from protos.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
-from runtime.telemetry.otlp import encode_request, encode_resource
-from runtime.telemetry.propagation import SpanContext
-from runtime.telemetry.spans import Attributes, Event, Kind, Span
-from runtime.telemetry.tracing import Tracing
+from pdmesh.runtime.telemetry.otlp import encode_request, encode_resource
+from pdmesh.runtime.telemetry.propagation import SpanContext
+from pdmesh.runtime.telemetry.spans import Attributes, Event, Kind, Span
+from pdmesh.runtime.telemetry.tracing import Tracing
+from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
+from pdmesh.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,8 +15,8 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from benchmarks.observability.otlp_receiver import OtlpReceiver
 from pdmesh.console.otlp import METRICS, TRACES
 from pdmesh.console.otlp import OtlpReceiver as Receiver
-from runtime.config import ConfigError
-from runtime.telemetry.received import MAX_SPAN_BYTES, Unreadable, read_export
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.telemetry.received import MAX_SPAN_BYTES, Unreadable, read_export
 from tests.pdmesh.console.conftest import Running, running_console
 from tests.pdmesh.console.made import Script, exports, made_router, send, spans_of
 from tests.pdmesh.console.test_store import MADE

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from pdmesh.console.store import MAX_SPANS_PER_TRACE, SUMMARY_BYTES, Bounds, Store
 from pdmesh.console.summary import TTFT_PARTS
-from runtime.telemetry.propagation import SpanContext
-from runtime.telemetry.received import ReceivedSpan, read_export
-from runtime.telemetry.spans import Kind, Span
+from pdmesh.runtime.telemetry.propagation import SpanContext
+from pdmesh.runtime.telemetry.received import ReceivedSpan, read_export
+from pdmesh.runtime.telemetry.spans import Kind, Span
 from tests.pdmesh.console.made import Made, encoded, exports, spans_of
 
 START_NS = 1_700_000_000 * 10**9

@@ -12,13 +12,13 @@ from typing import Any
 import grpc
 import pytest
 
-from autoscaler.decision import Decision, PoolDecision
-from autoscaler.views import PoolName
-from pdmesh import local_decisions
+from pdmesh.autoscaler.decision import Decision, PoolDecision
+from pdmesh.autoscaler.views import PoolName
 from pdmesh.console import mesh_view, topology
 from pdmesh.console.topology import Topology
-from pdmesh.local_decisions import DecisionFile
-from protos.v1 import mesh_pb2, worker_pb2
+from pdmesh.launcher import local_state
+from pdmesh.launcher.local_state import DecisionFile
+from pdmesh.v1 import mesh_pb2, worker_pb2
 from tests.pdmesh.console.made import Script, made_router
 
 
@@ -46,7 +46,7 @@ async def asking(*routers: str) -> AsyncIterator[Callable[..., Any]]:
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Nobody's decisions but the test's; and no long waits."""
-    monkeypatch.setattr(local_decisions, "default_folder", lambda: tmp_path)
+    monkeypatch.setattr(local_state, "default_folder", lambda: tmp_path)
     monkeypatch.setattr(topology, "WATCHED_PERIOD_S", 0.02)
     return tmp_path
 

@@ -14,7 +14,7 @@ from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
 from pdmesh.loadtest.result import Result, make_result
 from pdmesh.loadtest.runner import RunLog
 from pdmesh.loadtest.stats import Window
-from pdmesh.loadtest.target import Fleet
+from pdmesh.loadtest.targets.target import Fleet
 from tests.pdmesh.loadtest.records import record
 
 

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.loadtest import openai_target
-from pdmesh.loadtest.http import BaseUrl, HttpClient, HttpError
-from pdmesh.loadtest.openai_target import OpenAiSettings, OpenAiTarget
 from pdmesh.loadtest.record import Outcome
-from pdmesh.loadtest.sse import SseParser
-from pdmesh.loadtest.target import Ask, Done, Event, Said, TargetError, Tokens
+from pdmesh.loadtest.targets import openai
+from pdmesh.loadtest.targets.http import BaseUrl, HttpClient, HttpError
+from pdmesh.loadtest.targets.openai import OpenAiSettings, OpenAiTarget
+from pdmesh.loadtest.targets.sse import SseParser
+from pdmesh.loadtest.targets.target import Ask, Done, Event, Said, TargetError, Tokens
 from pdmesh.loadtest.workload import Segment, TrafficClass
-from runtime.tls import ClientTlsConfig
+from pdmesh.runtime.rpc.tls import ClientTlsConfig
 from tests.support.certificates import new_authority
 
 SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
@@ -178,7 +178,7 @@ async def test_a_server_that_closes_at_once_is_an_error() -> None:
 
 
 async def test_a_silent_server_does_not_hold_the_check_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_target, "_CHECK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(openai, "_CHECK_TIMEOUT_S", 0.1)
     async with serving(Scripted(b"")) as url:
         target = OpenAiTarget(url, OpenAiSettings())
         with pytest.raises(TargetError, match="no answer within"):

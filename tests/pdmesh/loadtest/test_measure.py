@@ -17,7 +17,7 @@ from pdmesh.loadtest.measure import Measurement, decided_s, find_capacity, measu
 from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
 from pdmesh.loadtest.record import Outcome
 from pdmesh.loadtest.result import Result
-from pdmesh.loadtest.target import Ask, Done, Event, Fleet, TargetError, TargetInfo, Tokens
+from pdmesh.loadtest.targets.target import Ask, Done, Event, Fleet, TargetError, TargetInfo, Tokens
 from pdmesh.loadtest.workload import Arrivals, TrafficClass, Workload
 
 GOALS = Objectives(ttft_ms=200, tpot_ms=100)

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.loadtest import openai_answer
-from pdmesh.loadtest.openai_answer import Chunk
-from pdmesh.loadtest.openai_target import OpenAiSettings, OpenAiTarget
 from pdmesh.loadtest.record import Outcome
 from pdmesh.loadtest.runner import Runner, RunSettings
-from pdmesh.loadtest.target import Done, TargetError
+from pdmesh.loadtest.targets import openai_answer
+from pdmesh.loadtest.targets.openai import OpenAiSettings, OpenAiTarget
+from pdmesh.loadtest.targets.openai_answer import Chunk
+from pdmesh.loadtest.targets.target import Done, TargetError
 from pdmesh.loadtest.workload import Arrivals, Workload, plan
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"

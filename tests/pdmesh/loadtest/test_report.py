@@ -9,14 +9,15 @@ from html.parser import HTMLParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.loadtest import report_compare, report_html, report_text
-from pdmesh.loadtest.charts import Axis, cdf, linear, logarithmic, number_text
 from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
 from pdmesh.loadtest.record import Outcome
+from pdmesh.loadtest.reports import comparison, html
+from pdmesh.loadtest.reports import text as report_text
+from pdmesh.loadtest.reports.charts import Axis, cdf, linear, logarithmic, number_text
 from pdmesh.loadtest.result import Result, make_result
 from pdmesh.loadtest.runner import RunLog
 from pdmesh.loadtest.stats import Window
-from pdmesh.render import Palette
+from pdmesh.terminal import Palette
 from tests.pdmesh.loadtest.records import record
 from tests.pdmesh.loadtest.test_compare import measured
 
@@ -67,7 +68,7 @@ def test_the_page_is_whole_and_alone() -> None:
             "trials": [{"rate": 2.0, "attainment": 0.95, "goodput": 1.9}],
         },
     )
-    page = report_html.page(result)
+    page = html.page(result)
     balance = check(page)
     # Rate, running, TTFT, TPOT, replicas, queues; three distributions.
     assert balance.num["svg"] == 9
@@ -85,7 +86,7 @@ def test_the_page_is_whole_and_alone() -> None:
 
 
 def test_nothing_measured_is_a_page_and_a_text_too() -> None:
-    check(report_html.page(empty()))
+    check(html.page(empty()))
     assert any("no request was due" in line for line in report_text.lines(empty(), PLAIN))
 
 
@@ -103,18 +104,18 @@ def searched(seed: int, rate: float) -> Result:
 
 def test_several_results_are_one_page() -> None:
     results = {"fast": searched(1, 4.0), "<slow>": searched(2, 1.0), "one run": measured(3, num=100)}
-    facts = [report_compare.Facts("Machine", [("cores", "<2>")])]
-    page = report_compare.page(results, "Who & what", facts)
+    facts = [comparison.Facts("Machine", [("cores", "<2>")])]
+    page = comparison.page(results, "Who & what", facts)
     # Goodput and attainment over the rate; TTFT and TPOT.
     assert check(page).num["svg"] == 4
     for text in ("Who &amp; what", "&lt;slow&gt;", "&lt;2&gt;", "objective 400 ms", "90 %"):
         assert text in page
     # The mean of the two windows at that rate.
     assert "fast: 90 % at 4 offered" in page and "fast: 3.6 good/s at 4 offered" in page
-    head, rows = report_compare.overview(results)
+    head, rows = comparison.overview(results)
     assert "capacity 90 %" in head
     assert [row[:2] for row in rows] == [("fast", "4"), ("<slow>", "1"), ("one run", "–")]
-    assert "NaN" not in page and check(report_compare.page({"nothing": empty()}))
+    assert "NaN" not in page and check(comparison.page({"nothing": empty()}))
 
 
 def test_names_from_outside_are_text() -> None:
@@ -131,7 +132,7 @@ def test_names_from_outside_are_text() -> None:
         settings={evil: evil},
         max_lateness_s=1,
     )
-    check(report_html.page(result))
+    check(html.page(result))
 
 
 def test_the_text_says_what_counts() -> None:
@@ -167,6 +168,6 @@ def test_a_class_without_an_answer_has_no_latency() -> None:
     )
     (row,) = (line for line in report_text.lines(result, PLAIN) if line.startswith("slow"))
     assert row.split()[-4:] == ["–"] * 4
-    page = report_html.page(result)
+    page = html.page(result)
     check(page)
     assert "slow: TTFT ≤ 7 ms" in page and "<td>–</td><td>–</td>" in page

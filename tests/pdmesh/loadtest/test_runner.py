@@ -11,16 +11,16 @@ import pytest
 
 from benchmarks.loadtest_stub import Latencies, Stub, serve_grpc, serve_http
 from pdmesh.errors import Overloaded
-from pdmesh.loadtest.grpc_target import GrpcSettings, GrpcTarget
 from pdmesh.loadtest.lengths import fixed
 from pdmesh.loadtest.measure import Measurement, measure
 from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
-from pdmesh.loadtest.openai_target import OpenAiSettings, OpenAiTarget
 from pdmesh.loadtest.record import Outcome
 from pdmesh.loadtest.runner import RunLog, Runner, RunSettings
-from pdmesh.loadtest.target import Target, TargetError
+from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
+from pdmesh.loadtest.targets.openai import OpenAiSettings, OpenAiTarget
+from pdmesh.loadtest.targets.target import Target, TargetError
 from pdmesh.loadtest.workload import Arrivals, TrafficClass, Workload, plan
-from protos.v1.mesh_pb2 import GenerateRequest
+from pdmesh.v1.mesh_pb2 import GenerateRequest
 from tests.pdmesh.fake_mesh import Script, start_router
 from tests.support.waiting import eventually
 

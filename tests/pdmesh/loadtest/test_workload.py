@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdmesh.loadtest.lengths import fixed, parse
-from pdmesh.loadtest.prompts import FIRST_TOKEN_ID, token_ids, words
+from pdmesh.loadtest.targets.prompts import FIRST_TOKEN_ID, token_ids, words
 from pdmesh.loadtest.traces import TraceRow
 from pdmesh.loadtest.workload import Arrivals, Limits, PlannedSession, Segment, TrafficClass, Workload, num_cut, plan
 

@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from protos.inference import grpc_service_pb2 as pb
-from protos.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
-from runtime.channel import connect
+from pdmesh.runtime.rpc.channel import connect
+from pdmesh.third_party.kserve import grpc_service_pb2 as pb
+from pdmesh.third_party.kserve.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from tests.router.mesh import PROMPT, Mesh, running_mesh
 
 if TYPE_CHECKING:
-    from protos.inference.grpc_service_pb2_grpc import GRPCInferenceServiceAsyncStub
+    from pdmesh.third_party.kserve.grpc_service_pb2_grpc import GRPCInferenceServiceAsyncStub
 
 Input = pb.ModelInferRequest.InferInputTensor
 _FORMATS = {"INT32": "i", "INT64": "q", "UINT32": "I", "UINT64": "Q", "FP32": "f", "BOOL": "?"}

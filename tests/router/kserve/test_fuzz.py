@@ -6,13 +6,13 @@ import struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos.inference import grpc_service_pb2 as pb
-from router.kserve.catalogue import INPUTS, OUTPUTS
-from router.kserve.parameters import NAMES
-from router.kserve.request import Ask
-from router.kserve.response import Answer
-from router.kserve.tensors import Inputs, add_output
-from runtime.errors import InvalidArgument, NotFound
+from pdmesh.runtime.errors import InvalidArgument, NotFound
+from pdmesh.third_party.kserve import grpc_service_pb2 as pb
+from router.api.kserve.catalogue import INPUTS, OUTPUTS
+from router.api.kserve.parameters import NAMES
+from router.api.kserve.requests import Ask
+from router.api.kserve.responses import Answer
+from router.api.kserve.tensors import Inputs, add_output
 from tests.router.kserve.calls import ids, output, packed, text
 
 names = st.sampled_from([*INPUTS, "x", ""])

@@ -5,10 +5,10 @@ from pathlib import Path
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from protos.inference import grpc_service_pb2 as pb
-from protos.inference import model_config_pb2 as config_pb
-from router.kserve.catalogue import INPUTS, OUTPUTS
-from runtime.channel import connect
+from pdmesh.runtime.rpc.channel import connect
+from pdmesh.third_party.kserve import grpc_service_pb2 as pb
+from pdmesh.third_party.kserve import model_config_pb2 as config_pb
+from router.api.kserve.catalogue import INPUTS, OUTPUTS
 from tests.router.kserve.calls import serving
 
 

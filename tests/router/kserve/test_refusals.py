@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from protos.inference import grpc_service_pb2 as pb
-from runtime.errors import error_from_rpc
+from pdmesh.runtime.errors import error_from_rpc
+from pdmesh.third_party.kserve import grpc_service_pb2 as pb
 from tests.router.kserve.calls import Input, as_raw, flag, ids, request, serving, text
 
 INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND

@@ -7,8 +7,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from protos.inference import grpc_service_pb2 as pb
-from router.kserve import many
+from pdmesh.third_party.kserve import grpc_service_pb2 as pb
+from router.api.kserve import many
 from tests.router import stub_model
 from tests.router.kserve.calls import flag, ids, is_final, output, request, serving
 from tests.router.mesh import expected

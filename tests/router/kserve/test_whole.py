@@ -7,10 +7,10 @@ from typing import Any
 import grpc
 import pytest
 
-from protos.inference import grpc_service_pb2 as pb
-from protos.v1 import common_pb2, mesh_pb2
-from router.kserve.request import Ask
-from runtime.errors import error_from_rpc
+from pdmesh.runtime.errors import error_from_rpc
+from pdmesh.third_party.kserve import grpc_service_pb2 as pb
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.api.kserve.requests import Ask
 from tests.router import stub_model
 from tests.router.kserve.calls import as_raw, flag, ids, output, request, serving, text
 from tests.router.mesh import expected

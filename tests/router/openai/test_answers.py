@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from protos.v1 import mesh_pb2
+from pdmesh.v1 import mesh_pb2
 from tests.router import stub_model
 from tests.router.mesh import PROMPT, Mesh, expected
 from tests.router.openai.conftest import url

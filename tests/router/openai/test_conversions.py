@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos.v1 import common_pb2, mesh_pb2
-from router.openai import chat_request, completion_request, handlers
-from router.openai.answer import Answer
-from router.openai.body import parse as parse_body
-from router.openai.call import Call
-from router.openai.errors import HttpError, answer_to, renamed
-from router.openai.shapes import LOWEST_LOGPROB, ChatShape, TextShape
-from runtime.errors import InvalidArgument, MeshError, ResourceExhausted, Unavailable
+from pdmesh.runtime.errors import InvalidArgument, MeshError, ResourceExhausted, Unavailable
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.api.openai import chat_request, completion_request, handlers
+from router.api.openai.call import Call
+from router.api.openai.errors import HttpError, answer_to, renamed
+from router.api.openai.requests import parse as parse_body
+from router.api.openai.responses import Answer
+from router.api.openai.shapes import LOWEST_LOGPROB, ChatShape, TextShape
 
 OPTIONS = mesh_pb2.RequestOptions(request_id="r")
 HELLO: Any = [{"role": "user", "content": "hello"}]

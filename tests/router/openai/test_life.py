@@ -17,13 +17,13 @@ import httpx2
 import openai
 import pytest
 
-from pdmesh.certificates import make_certificates
+from pdmesh.launcher.certificates import make_certificates
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.rpc.tls import TlsConfig
+from router.api.openai import connection
+from router.api.openai.server import HttpServer
 from router.config import RouterConfig
 from router.main import Router
-from router.openai import connection
-from router.openai.server import HttpServer
-from runtime.config import ConfigError
-from runtime.tls import TlsConfig
 from tests.router import stub_model
 from tests.router.mesh import PROMPT, Mesh, config_for, expected, running_mesh, running_router
 from tests.router.openai.conftest import client_of, url

@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos.vllm import vllm_engine_pb2 as pb
-from router.vllm_engine.request import to_mesh
-from runtime.errors import InvalidArgument
+from pdmesh.runtime.errors import InvalidArgument
+from pdmesh.third_party.vllm import vllm_engine_pb2 as pb
+from router.api.vllm.requests import to_mesh
 
 numbers = st.floats(width=32)
 wide = st.sampled_from([0, 1, 2**31, 2**32 - 1])

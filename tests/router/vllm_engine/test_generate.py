@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from protos.v1 import common_pb2, mesh_pb2
-from protos.vllm import vllm_engine_pb2 as pb
-from protos.vllm.vllm_engine_pb2_grpc import VllmEngineStub
-from router.vllm_engine.request import to_mesh
-from runtime.channel import connect
-from runtime.errors import error_from_rpc
+from pdmesh.runtime.errors import error_from_rpc
+from pdmesh.runtime.rpc.channel import connect
+from pdmesh.third_party.vllm import vllm_engine_pb2 as pb
+from pdmesh.third_party.vllm.vllm_engine_pb2_grpc import VllmEngineStub
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.api.vllm.requests import to_mesh
 from tests.router.mesh import PROMPT, Mesh, expected, running_mesh
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
-    from protos.vllm.vllm_engine_pb2_grpc import VllmEngineAsyncStub
+    from pdmesh.third_party.vllm.vllm_engine_pb2_grpc import VllmEngineAsyncStub
 
 
 @asynccontextmanager

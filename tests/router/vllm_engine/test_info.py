@@ -9,13 +9,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from protos.vllm import smg_common_pb2 as common_pb
-from protos.vllm import vllm_engine_pb2 as pb
-from router.vllm_engine import archive
+from pdmesh.text.tokenizer import Tokenizer
+from pdmesh.third_party.vllm import smg_common_pb2 as common_pb
+from pdmesh.third_party.vllm import vllm_engine_pb2 as pb
+from router.api.vllm import archive
 from tests.router import stub_model
 from tests.router.vllm_engine.test_generate import Answer, request, serving
 from tests.support.waiting import eventually
-from text.tokenizer import Tokenizer
 
 
 async def test_model_and_server(model_folder: Path) -> None:

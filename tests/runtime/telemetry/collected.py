@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.telemetry.spans import Span
+from pdmesh.runtime.telemetry.spans import Span
 
 
 class Collected:

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from runtime.config import ConfigError
-from runtime.telemetry import metrics_live, metrics_server
-from runtime.telemetry.config import TelemetryConfig
-from runtime.telemetry.metrics import OFF, Metrics, Readings, counter, gauge, histogram, open_metrics
-from runtime.telemetry.metrics_registry import MAX_VALUES, OTHER, LabelGuard, Registry
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.telemetry import metrics_exporters, metrics_server
+from pdmesh.runtime.telemetry.config import TelemetryConfig
+from pdmesh.runtime.telemetry.metrics import OFF, Metrics, Readings, counter, gauge, histogram, open_metrics
+from pdmesh.runtime.telemetry.metrics_registry import MAX_VALUES, OTHER, LabelGuard, Registry
 from tests.runtime.telemetry.scrape import Page, scrape
 
 ASKED = counter("pdmesh.asked", "Questions", ("tenant",))
@@ -220,7 +220,7 @@ async def test_who_asks_again_at_once_gets_what_was_made_before() -> None:
 
 
 async def test_a_process_that_is_busy_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_live, "READ_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(metrics_exporters, "READ_TIMEOUT_S", 0.1)
     async with shown() as (_, url):
         answer = _raw(_port(url), b"GET /metrics HTTP/1.1\r\n\r\n")  # on the event loop, which answers nobody meanwhile
     assert answer.startswith(b"HTTP/1.1 503")

@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from benchmarks.observability.otlp_receiver import OtlpReceiver
-from runtime.ports import reserve
-from runtime.telemetry import metrics_otlp
-from runtime.telemetry.config import TelemetryConfig
-from runtime.telemetry.metrics import counter, histogram, open_metrics
+from pdmesh.runtime.ports import reserve
+from pdmesh.runtime.telemetry import metrics_otlp
+from pdmesh.runtime.telemetry.config import TelemetryConfig
+from pdmesh.runtime.telemetry.metrics import counter, histogram, open_metrics
 from tests.otlp_metrics_receiver import OtlpMetricsReceiver
 from tests.support.waiting import eventually
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from benchmarks.observability.otlp_receiver import OtlpReceiver
-from runtime.ports import reserve
-from runtime.telemetry.config import Endpoint, TelemetryConfig
-from runtime.telemetry.propagation import SpanContext
-from runtime.telemetry.sending import Answer, Sender
-from runtime.telemetry.spans import Event, Kind, Span, Value
-from runtime.telemetry.tracing import Tracing, open_tracing
+from pdmesh.runtime.ports import reserve
+from pdmesh.runtime.telemetry.config import Endpoint, TelemetryConfig
+from pdmesh.runtime.telemetry.propagation import SpanContext
+from pdmesh.runtime.telemetry.sending import Answer, Sender
+from pdmesh.runtime.telemetry.spans import Event, Kind, Span, Value
+from pdmesh.runtime.telemetry.tracing import Tracing, open_tracing
 
 SERVER_KIND = 2
 
@@ -171,8 +171,8 @@ def _until(condition: Callable[[], bool]) -> None:
 
 
 def test_an_encrypted_endpoint_names_the_file_that_it_cannot_read() -> None:
-    from runtime.config import ConfigError
-    from runtime.telemetry.otlp import OtlpExporter, encode_resource
+    from pdmesh.runtime.config import ConfigError
+    from pdmesh.runtime.telemetry.otlp import OtlpExporter, encode_resource
 
     env = {"OTEL_EXPORTER_OTLP_CERTIFICATE": "/does/not/exist"}
     with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_CERTIFICATE"):

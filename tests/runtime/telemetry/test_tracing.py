@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.config import ConfigError, parse
-from runtime.telemetry.config import TelemetryConfig
-from runtime.telemetry.keeping import Held, is_sampled
-from runtime.telemetry.propagation import SpanContext
-from runtime.telemetry.spans import MAX_EVENTS, Kind
-from runtime.telemetry.tracing import OFF, Tracing, open_tracing
+from pdmesh.runtime.config import ConfigError, parse
+from pdmesh.runtime.telemetry.config import TelemetryConfig
+from pdmesh.runtime.telemetry.keeping import Held, is_sampled
+from pdmesh.runtime.telemetry.propagation import SpanContext
+from pdmesh.runtime.telemetry.spans import MAX_EVENTS, Kind
+from pdmesh.runtime.telemetry.tracing import OFF, Tracing, open_tracing
 from tests.runtime.telemetry.collected import Collected
 
 
@@ -92,7 +92,7 @@ def test_off_sends_nothing_and_imports_nothing() -> None:
     assert OFF.extract([("traceparent", f"00-{1:032x}-{1:016x}-01")]) is None
     assert OFF.inject(OFF.begin("x", None, start_ns=0)) is None
     shows = "print([name for name in sys.modules if name.startswith('opentelemetry.proto')])"
-    program = f"import sys, router.main, runtime.telemetry.tracing\n{shows}"
+    program = f"import sys, router.main, pdmesh.runtime.telemetry.tracing\n{shows}"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert shown.stdout.strip() == "[]"
 

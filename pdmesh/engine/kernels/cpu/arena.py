@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.large_pages import private_memory
+from pdmesh.engine.kv_cache.large_pages import private_memory
 
 _ALIGNMENT = 64
 _HUGE_PAGE = 2 * 2**20

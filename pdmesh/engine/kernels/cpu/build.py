@@ -8,7 +8,7 @@ A library appears by one rename, under a lock, and ends with a seal: the SHA-256
 does not mind). So what is killed midway leaves no library, and one that was cut off later is recognized before it is mapped,
 where it would end the process with SIGBUS. Other libraries of ours (a `Project`) are compiled the same way.
 
-    python -m engine.kernels.cpu.build [--all | --isa TIER] [--output FOLDER]       builds ahead
+    python -m pdmesh.engine.kernels.cpu.build [--all | --isa TIER] [--output FOLDER]       builds ahead
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.kernels.cpu import isa
-from engine.weights.hash import cache_folder
+from pdmesh.engine.kernels.cpu import isa
+from pdmesh.engine.loader.hash import cache_folder
 
 Say = Callable[[str], None]
 
@@ -65,7 +65,7 @@ class Project:
     folder: Path
     library: str = LIBRARY
     title: str = "CPU kernels"
-    module: str = "engine.kernels.cpu.build"  # whose command builds it ahead
+    module: str = "pdmesh.engine.kernels.cpu.build"  # whose command builds it ahead
     compile_s: int = 20  # about
     is_tiered: bool = True  # False: one library for all, which looks by itself what the processor has
 
@@ -117,7 +117,7 @@ class Compiler:
             raise NoCompiler(f"CXX: there is no program {chosen!r}; name a C++ compiler (GCC 11, Clang 14 or newer) or unset it")
         raise NoCompiler(
             f"no C++ compiler is on PATH ({', '.join(_COMPILERS)}); install one (Debian, Ubuntu: apt install g++), name one in "
-            f"CXX, or point PDMESH_KERNELS_DIR at libraries built ahead (python -m engine.kernels.cpu.build), {_ELSE}"
+            f"CXX, or point PDMESH_KERNELS_DIR at libraries built ahead (python -m pdmesh.engine.kernels.cpu.build), {_ELSE}"
         )
 
     @property
@@ -287,7 +287,7 @@ def _check(path: Path, stamp: str) -> None:
     """
     content = path.read_bytes()
     if hashlib.sha256(memoryview(content)[:-32]).digest() != content[-32:]:
-        raise ValueError(f"{path} is damaged, or not made by `python -m engine.kernels.cpu.build`")
+        raise ValueError(f"{path} is damaged, or not made by `python -m pdmesh.engine.kernels.cpu.build`")
     if stamp.encode() not in content:
         raise ValueError(f"{path} was built from other sources than those of this installation; build it anew")
 

@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 
-from engine.kernels.cpu.build import Say, load_library
+from pdmesh.engine.kernels.cpu.build import Say, load_library
 
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.kernels.cpu.arena import allocate
-from engine.kernels.cpu.library import shared_library
+from pdmesh.engine.kernels.cpu.arena import allocate
+from pdmesh.engine.kernels.cpu.library import shared_library
 
 GIB = 2**30
 _KINDS = {"int8": 0, "bfloat16": 1, "float32": 2}

@@ -11,13 +11,13 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch, Tail
-from engine.exports import LayerSignal
-from engine.kernels.cpu import library as abi
-from engine.kernels.cpu.arena import gather
-from engine.kernels.cpu.sampling import NativeSampler
-from engine.model import shortened
-from engine.model_config import ModelConfig
+from pdmesh.engine.kernels.cpu import library as abi
+from pdmesh.engine.kernels.cpu.arena import gather
+from pdmesh.engine.kernels.cpu.sampling import NativeSampler
+from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.decoder import shortened
+from pdmesh.engine.runner.batch import StepBatch, Tail
 
 # Part of the numeric mode: to be raised with every change of the kernels that changes bits of a logit or the layout of KV blocks,
 # and with one of how weights are quantized.

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, float32
 
-from engine.outputs import TokenLogprobs
-from engine.sampling import SampledToken, SampleRow
-from engine.sampling_params import SamplingParams
+from pdmesh.engine.outputs import TokenLogprobs
+from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
+from pdmesh.engine.sampling_params import SamplingParams
 
 Int64s = NDArray[np.int64]
 

@@ -28,13 +28,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
-from engine.kernels.triton.attention_call import AttentionCall, prepared
-from engine.kernels.triton.kv_store import store_kv
-from engine.kernels.triton.metadata import Capacity, StepMetadata
-from engine.kernels.triton.split_bounds import SplitBounds
-from engine.kernels.triton.splits import SPLITS, Splits
-from engine.model_config import ModelConfig
+from pdmesh.engine.kernels.triton.attention_call import AttentionCall, prepared
+from pdmesh.engine.kernels.triton.kv import store_kv
+from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata
+from pdmesh.engine.kernels.triton.split_bounds import SplitBounds
+from pdmesh.engine.kernels.triton.split_kv import SPLITS, Splits
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.runner.batch import StepBatch
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.triton.attention_kernels import merge_kernel, split_kernel, walk_kernel
-from engine.kernels.triton.kv_store import check_kv
-from engine.kernels.triton.metadata import StepMetadata
-from engine.kernels.triton.room import shared_bytes
-from engine.kernels.triton.splits import Splits
-from engine.kernels.triton.tiles import Tiles, choose_tiles, padded_dim
+from pdmesh.engine.kernels.triton.attention_kernels import merge_kernel, split_kernel, walk_kernel
+from pdmesh.engine.kernels.triton.kv import check_kv
+from pdmesh.engine.kernels.triton.metadata import StepMetadata
+from pdmesh.engine.kernels.triton.room import shared_bytes
+from pdmesh.engine.kernels.triton.split_kv import Splits
+from pdmesh.engine.kernels.triton.tiles import Tiles, choose_tiles, padded_dim
 
 if TYPE_CHECKING:
-    from engine.kernels.triton.attention import Workspace
+    from pdmesh.engine.kernels.triton.attention import Workspace
 
 TARGET_PROGRAMS = 4096
 """Programs of a split grid: enough that uneven sequences even out over 132 multiprocessors, few enough that those without work

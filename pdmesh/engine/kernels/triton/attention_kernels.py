@@ -18,10 +18,10 @@ add is written out wherever a compiler might or might not make one.
 import triton
 import triton.language as tl
 
-from engine.kernels.triton import splits
-from engine.kernels.triton.settled import settle_keys
+from pdmesh.engine.kernels.triton import split_kv
+from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
 
-DOUBLINGS = tl.constexpr(splits.DOUBLINGS)
+DOUBLINGS = tl.constexpr(split_kv.DOUBLINGS)
 # Below every score, yet finite: exp2(masked - it) and exp2(it - score) are 0, never NaN.
 LOWEST = tl.constexpr(-1e30)
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.block_copies import Move
+from pdmesh.engine.kv_cache.copies import Move
 
 _WORDS = 1024  # of a program: with 4 warps 8 words a thread, in 16 byte accesses where a token's share is a multiple of them
 _TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -54,7 +54,7 @@ def move_kernel(
 
 
 class TritonBlocks:
-    """Satisfies engine.block_copies.BlockCopies."""
+    """Satisfies pdmesh.engine.kv_cache.copies.BlockCopies."""
 
     def gather(self, move: Move) -> None:
         _launch(move, gathers=True)

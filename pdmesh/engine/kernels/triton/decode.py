@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.batch import StepBatch
-from engine.kernels.triton.decode_buffers import DecodeBuffers
-from engine.kernels.triton.graphs import Recorder, Recording, is_same_memory
-from engine.kernels.triton.step import StepOutput, TritonStep
-from engine.layers import ROW_MULTIPLE
+from pdmesh.engine.kernels.triton.cuda_graphs import Recorder, Recording, is_same_memory
+from pdmesh.engine.kernels.triton.decode_buffers import DecodeBuffers
+from pdmesh.engine.kernels.triton.step import StepOutput, TritonStep
+from pdmesh.engine.models.layers import ROW_MULTIPLE
+from pdmesh.engine.runner.batch import StepBatch
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
-from engine.kernels.triton.decode_kernels import unpack_kernel
-from engine.kernels.triton.decode_rows import DecodeRows, RowPlan
-from engine.kernels.triton.metadata import NO_TAIL, NOWHERE, StepMetadata, put_tables
+from pdmesh.engine.kernels.triton.decode_kernels import unpack_kernel
+from pdmesh.engine.kernels.triton.decode_rows import DecodeRows, RowPlan
+from pdmesh.engine.kernels.triton.metadata import NO_TAIL, NOWHERE, StepMetadata, put_tables
+from pdmesh.engine.runner.batch import StepBatch
 
 _BLOCK = 128
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.kv_kernels import FLOAT8_MAX, FLOAT8_MIN_NORMAL, FLOAT8_SUBNORMAL
-from engine.kernels.triton.settled import settle_keys
+from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
+from pdmesh.engine.kernels.triton.kv_kernels import FLOAT8_MAX, FLOAT8_MIN_NORMAL, FLOAT8_SUBNORMAL
 
 _BLOCK = 2048
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
@@ -54,7 +54,7 @@ def round_rows_kernel(x, codes, scales, width, stride_x, stride_codes, BLOCK: tl
 
 def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [M, K] of any floating dtype -> float8_e4m3fn [M, K] and a scale for each row, [M] float32: the bits of
-    engine.weights.quantize.rounded_to_e4m3. Of a row with infinity or NaN the scale is such, and the codes are anything.
+    pdmesh.engine.loader.quantize.rounded_to_e4m3. Of a row with infinity or NaN the scale is such, and the codes are anything.
 
     Raises ValueError for rows that are not contiguous.
     """

@@ -3,7 +3,7 @@
     gate_up [M, 2 I]:   | gate: I | up: I |   ->   out [M, I];  a program owns a piece of one row
 
 Three times the output's bytes go through memory, the least there is. Elementwise: no number depends on its place.
-Roundings are those of engine.layers (silu, GatedMLP): silu in float32, rounded to the dtype, times up, rounded. Exponentials
+Roundings are those of pdmesh.engine.models.layers (silu, GatedMLP): silu in float32, rounded to the dtype, times up, rounded. Exponentials
 differ by a few units in the last place of float32, so the result by one of the dtype's.
 """
 

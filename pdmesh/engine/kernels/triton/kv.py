@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.triton.kv_kernels import rope_store_kernel, store_kernel
-from engine.kernels.triton.tiles import padded_dim
-from engine.rope import RotaryTable
+from pdmesh.engine.kernels.triton.kv_kernels import rope_store_kernel, store_kernel
+from pdmesh.engine.kernels.triton.tiles import padded_dim
+from pdmesh.engine.models.rope import RotaryTable
 
 # 4 warps with 16 bytes of 2-byte elements for each thread: 1024 elements.
 _ELEMENTS = 1024

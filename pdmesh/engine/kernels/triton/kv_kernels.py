@@ -7,7 +7,7 @@ qkv | token 0: q heads | k heads | v heads | token 1: q heads | ...          a p
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.settled import settle_keys
+from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
 
 FLOAT8_MAX = tl.constexpr(448.0)
 FLOAT8_MIN_NORMAL = tl.constexpr(2.0**-6)

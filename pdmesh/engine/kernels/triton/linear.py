@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.kernels.triton.linear_fp8 import fp8_linear
-from engine.kernels.triton.linear_int4 import int4_linear
-from engine.kernels.triton.linear_int8 import int8_linear
-from engine.layers import Linear, make_linear
-from engine.weights.quantize import Fp8Weight, Int4Weight, Int8Weight
+from pdmesh.engine.kernels.triton.linear_fp8 import fp8_linear
+from pdmesh.engine.kernels.triton.linear_int4 import int4_linear
+from pdmesh.engine.kernels.triton.linear_int8 import int8_linear
+from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight
+from pdmesh.engine.models.layers import Linear, make_linear
 
 
 def make_triton_linear(

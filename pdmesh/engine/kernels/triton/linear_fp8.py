@@ -17,11 +17,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.triton.fp8_rows import rounded_rows
-from engine.kernels.triton.linear_words import WordLinear, on_device
-from engine.kernels.triton.weight_product import HALVES, expanded
-from engine.kernels.triton.weight_words import WeightWords, words_of_fp8
-from engine.weights.quantize import Fp8Weight
+from pdmesh.engine.kernels.triton.fp8_rows import rounded_rows
+from pdmesh.engine.kernels.triton.linear_words import WordLinear, on_device
+from pdmesh.engine.kernels.triton.weight_product import HALVES, expanded
+from pdmesh.engine.kernels.triton.weight_words import WeightWords, words_of_fp8
+from pdmesh.engine.loader.quantize import Fp8Weight
 
 
 def fp8_linear(

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.kernels.triton.linear_words import WordLinear, on_device
-from engine.kernels.triton.weight_words import words_of_int4
-from engine.weights.quantize import Int4Weight
+from pdmesh.engine.kernels.triton.linear_words import WordLinear, on_device
+from pdmesh.engine.kernels.triton.weight_words import words_of_int4
+from pdmesh.engine.loader.quantize import Int4Weight
 
 
 def int4_linear(weight: Int4Weight, bias: Tensor | None = None, invariant: bool = False) -> WordLinear:

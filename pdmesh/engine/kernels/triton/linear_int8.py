@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.kernels.triton.linear_words import WordLinear, on_device
-from engine.kernels.triton.weight_words import words_of_int8
-from engine.weights.quantize import Int8Weight
+from pdmesh.engine.kernels.triton.linear_words import WordLinear, on_device
+from pdmesh.engine.kernels.triton.weight_words import words_of_int8
+from pdmesh.engine.loader.quantize import Int8Weight
 
 
 def int8_linear(weight: Int8Weight, bias: Tensor | None = None, invariant: bool = False) -> WordLinear:

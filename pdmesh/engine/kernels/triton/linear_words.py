@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.triton.weight_product import HALVES, INVARIANT_BLOCK, TILE_ROWS_MAX, VECTOR_ROWS, WordProduct, expanded
-from engine.kernels.triton.weight_words import WeightWords
+from pdmesh.engine.kernels.triton.weight_product import HALVES, INVARIANT_BLOCK, TILE_ROWS_MAX, VECTOR_ROWS, WordProduct, expanded
+from pdmesh.engine.kernels.triton.weight_words import WeightWords
 
 
 class WordLinear:
-    """[M, K] -> [M, N] of the same dtype (engine.layers.Linear).
+    """[M, K] -> [M, N] of the same dtype (pdmesh.engine.models.layers.Linear).
 
     | rows | kernel | numbers |
     | --- | --- | --- |

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
-from engine.kernels.triton.split_bounds import SPLIT_BOUNDS, SplitBounds
+from pdmesh.engine.kernels.triton.split_bounds import SPLIT_BOUNDS, SplitBounds
+from pdmesh.engine.runner.batch import StepBatch
 
 NO_TAIL = 2**30
 NOWHERE = -1

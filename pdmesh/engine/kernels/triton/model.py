@@ -10,26 +10,26 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
-from engine.config import EngineConfig
-from engine.exports import LayerSignal
-from engine.kernels.triton.attention import TritonAttention
-from engine.kernels.triton.decode import DecodeGraphs, DecodeSizes
-from engine.kernels.triton.graphs import Recorder
-from engine.kernels.triton.linear_fp8 import Fp8Linear
-from engine.kernels.triton.linear_words import WordLinear
-from engine.kernels.triton.metadata import Capacity, StepMetadata
-from engine.kernels.triton.pieces import PieceGraphs
-from engine.kernels.triton.sampling import DeviceSampler
-from engine.kernels.triton.split_bounds import SplitBounds
-from engine.kernels.triton.splits import SPLITS, Splits
-from engine.kernels.triton.step import StepOutput, TritonStep, tell
-from engine.kernels.triton.step_memory import StepMemory, bounds_of
-from engine.kernels.triton.warm import warm
-from engine.kernels.triton.weight_words import WeightWords
-from engine.layers import ROW_MULTIPLE, Linear
-from engine.memory import MIB, effective_max_context, free_memory
-from engine.model import DecoderModel
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.kernels.triton.attention import TritonAttention
+from pdmesh.engine.kernels.triton.cuda_graphs import Recorder
+from pdmesh.engine.kernels.triton.decode import DecodeGraphs, DecodeSizes
+from pdmesh.engine.kernels.triton.linear_fp8 import Fp8Linear
+from pdmesh.engine.kernels.triton.linear_words import WordLinear
+from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata
+from pdmesh.engine.kernels.triton.piecewise_graphs import PieceGraphs
+from pdmesh.engine.kernels.triton.sampling import DeviceSampler
+from pdmesh.engine.kernels.triton.split_bounds import SplitBounds
+from pdmesh.engine.kernels.triton.split_kv import SPLITS, Splits
+from pdmesh.engine.kernels.triton.step import StepOutput, TritonStep, tell
+from pdmesh.engine.kernels.triton.step_memory import StepMemory, bounds_of
+from pdmesh.engine.kernels.triton.warmup import warm
+from pdmesh.engine.kernels.triton.weight_words import WeightWords
+from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.memory import MIB, effective_max_context, free_memory
+from pdmesh.engine.models.decoder import DecoderModel
+from pdmesh.engine.models.layers import ROW_MULTIPLE, Linear
+from pdmesh.engine.runner.batch import StepBatch
 
 # Part of the numeric mode: to be raised with every change of the kernels, or of how weights are quantized, that changes bits of a
 # logit.

@@ -4,7 +4,7 @@ A program owns a row and holds it in registers:   x + residual -> new residual; 
 square). The fused form reads and writes each once, 4 times the row's bytes; apart they would take 7. A step of few rows is bound
 by the launch (about 2 microseconds), one of many by memory. One row a program, so a row's bits depend on nothing beside it.
 
-Roundings are those of engine.layers.rms_norm: the sum of x and residual to their dtype, the normalized value before it is
+Roundings are those of pdmesh.engine.models.layers.rms_norm: the sum of x and residual to their dtype, the normalized value before it is
 multiplied by the weight, and the product. Only the order in which squares are added differs: of a row of H the result is off by
 H 2^-24 of itself before the last two roundings, so by one unit in the last place of float16 and bfloat16, rarely two.
 """

@@ -36,11 +36,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.exports import LayerSignal
-from engine.kernels.triton.graphs import Recorder, Recording, Work, is_same_memory
-from engine.kernels.triton.metadata import NOWHERE, StepMetadata
-from engine.kernels.triton.step import Rows, StepOutput, TritonStep, tell
-from engine.layers import ROW_MULTIPLE
+from pdmesh.engine.kernels.triton.cuda_graphs import Recorder, Recording, Work, is_same_memory
+from pdmesh.engine.kernels.triton.metadata import NOWHERE, StepMetadata
+from pdmesh.engine.kernels.triton.step import Rows, StepOutput, TritonStep, tell
+from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.models.layers import ROW_MULTIPLE
 
 LAUNCH_S = 10e-6
 LAUNCHES_PER_LAYER = 11

@@ -3,7 +3,7 @@
 `sampling_launches.py` has the launches; `DeviceSampler` is what the runner calls. It keeps what stays from step to step on the
 device (sampling_batch.py, sampling_history.py), and brings back what it returns, log-probabilities included, in one copy.
 
-Which tokens agree with engine.sampling.Sampler. All choices are by the same rules, ties included, and the random bits are the
+Which tokens agree with pdmesh.engine.sampling.sampler.Sampler. All choices are by the same rules, ties included, and the random bits are the
 same. Exponentials, logarithms and sums of exponentials are float32 numbers that two libraries may round differently, by some
 2^-23 of themselves. So a token may differ where the outcome hangs on that: two scores within about 2^-20 of each other, or a
 probability as close to the bound of top-p or min-p. Bits do not depend on the batch: a row is computed by programs of its own.
@@ -29,11 +29,11 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.kernels.triton.sampling_batch import BatchMaker, to_device
-from engine.kernels.triton.sampling_launches import CHUNK, GreedyScratch, SamplingScratch, draw, greedy
-from engine.outputs import TokenLogprobs
-from engine.sampling import SampledToken, SampleRow, Unseen
-from engine.sampling_params import SamplingParams
+from pdmesh.engine.kernels.triton.sampling_batch import BatchMaker, to_device
+from pdmesh.engine.kernels.triton.sampling_launches import CHUNK, GreedyScratch, SamplingScratch, draw, greedy
+from pdmesh.engine.outputs import TokenLogprobs
+from pdmesh.engine.sampling.sampler import SampledToken, SampleRow, Unseen
+from pdmesh.engine.sampling_params import SamplingParams
 
 
 class DeviceDrawing:
@@ -60,7 +60,7 @@ class DeviceDrawing:
 
 
 class DeviceSampler:
-    """engine.runner.TokenSampler. Not for two threads at once: it keeps its buffers from call to call."""
+    """pdmesh.engine.runner.model_runner.TokenSampler. Not for two threads at once: it keeps its buffers from call to call."""
 
     def __init__(self, chunk: int = CHUNK, num_seqs: int = 0) -> None:
         """`chunk`: tokens of the vocabulary that one program takes, a power of two. `num_seqs`: for which buffers have room from

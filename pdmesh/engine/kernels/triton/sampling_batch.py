@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.triton import sampling_record as record
-from engine.kernels.triton.sampling_history import MOST_ROWS, HistoryCounts, Update
-from engine.sampling import SampleRow, Unseen
-from engine.sampling_params import SamplingParams
+from pdmesh.engine.kernels.triton import sampling_record as record
+from pdmesh.engine.kernels.triton.sampling_history import MOST_ROWS, HistoryCounts, Update
+from pdmesh.engine.sampling.sampler import SampleRow, Unseen
+from pdmesh.engine.sampling_params import SamplingParams
 
 _MAX_REMEMBERED = 4096
 _CHOICE, _INDEX, _COUNT_ROW = record.column(record.CHOICE), record.column(record.INDEX), record.column(record.COUNT_ROW)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.sampling_numbers import exp_of, highest_of, order_of, scaled
-from engine.kernels.triton.sampling_record import FLOOR, MIN_P, TEMPERATURE, TOP_K, TOP_P, WORDS, float_at
-from engine.kernels.triton.settled import settle_keys
+from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
+from pdmesh.engine.kernels.triton.sampling_numbers import exp_of, highest_of, order_of, scaled
+from pdmesh.engine.kernels.triton.sampling_record import FLOOR, MIN_P, TEMPERATURE, TOP_K, TOP_P, WORDS, float_at
 
 
 @triton.jit

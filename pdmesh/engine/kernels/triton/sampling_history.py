@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sampling import SampleRow
+from pdmesh.engine.sampling.sampler import SampleRow
 
 IN_PROMPT = 1 << 30  # bit of a count: the token stands in the prompt; below it: how often in the output
 MOST_ROWS = 64

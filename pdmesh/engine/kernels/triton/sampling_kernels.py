@@ -16,8 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.sampling_numbers import best_of, exp_of, gumbel_of, highest_of, order_of, random_bits, scaled
-from engine.kernels.triton.sampling_record import (
+from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
+from pdmesh.engine.kernels.triton.sampling_numbers import best_of, exp_of, gumbel_of, highest_of, order_of, random_bits, scaled
+from pdmesh.engine.kernels.triton.sampling_record import (
     CHOICE,
     COUNT_ROW,
     FORBIDDEN,
@@ -34,7 +35,6 @@ from engine.kernels.triton.sampling_record import (
     float_at,
     seed_of,
 )
-from engine.kernels.triton.settled import settle_keys
 
 
 @triton.jit

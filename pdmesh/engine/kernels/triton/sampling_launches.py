@@ -8,9 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.kernels.triton.sampling_batch import SamplingBatch
-from engine.kernels.triton.sampling_filters import limits_kernel
-from engine.kernels.triton.sampling_kernels import adjust_kernel, count_kernel, greedy_kernel, pick_kernel, scores_kernel
+from pdmesh.engine.kernels.triton.sampling_batch import SamplingBatch
+from pdmesh.engine.kernels.triton.sampling_filters import limits_kernel
+from pdmesh.engine.kernels.triton.sampling_kernels import adjust_kernel, count_kernel, greedy_kernel, pick_kernel, scores_kernel
 
 CHUNK = 4096
 _PLACES = 256  # to count, of one program

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from engine.kernels.triton.settled import settle_keys
-from engine.sampling_params import SamplingParams
+from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
+from pdmesh.engine.sampling_params import SamplingParams
 
 # Kernels see a module's constants as constexpr only.
 TEMPERATURE = tl.constexpr(0)  # float32, as the six behind it

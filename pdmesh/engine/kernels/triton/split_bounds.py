@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from engine.config import MAX_DRAFT_TOKENS
+from pdmesh.engine.config import MAX_DRAFT_TOKENS
 
 SPLIT_ROWS = 8192
 """Rows that walking has 64 programs for. Their parts are 273 MB for heads of 128 and contexts that have all 64 splits."""

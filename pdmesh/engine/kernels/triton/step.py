@@ -19,13 +19,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.exports import LayerSignal
-from engine.kernels.triton.attention import TritonAttention
-from engine.kernels.triton.gated import silu_mul
-from engine.kernels.triton.kv_store import rope_and_store
-from engine.kernels.triton.metadata import StepMetadata
-from engine.kernels.triton.norms import add_rms_norm, rms_norm
-from engine.model import DecoderLayer, DecoderModel
+from pdmesh.engine.kernels.triton.attention import TritonAttention
+from pdmesh.engine.kernels.triton.gated import silu_mul
+from pdmesh.engine.kernels.triton.kv import rope_and_store
+from pdmesh.engine.kernels.triton.metadata import StepMetadata
+from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm
+from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel
 
 
 class StepOutput(NamedTuple):
@@ -35,7 +35,7 @@ class StepOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """A step's tokens, and what goes from piece to piece and through attention. T is a multiple of 4 (engine.layers.Linear)."""
+    """A step's tokens, and what goes from piece to piece and through attention. T is a multiple of 4 (pdmesh.engine.models.layers.Linear)."""
 
     token_ids: Tensor  # [T] int32
     positions: Tensor  # [T] int32
@@ -70,7 +70,7 @@ class TritonStep:
     def run(self, meta: StepMetadata, kv: Tensor, signal: LayerSignal | None = None) -> StepOutput:
         """Writes keys and values of the tokens that have a slot; outputs of `meta.logits_rows`. kv: the pool (`KVPool.tensor`).
 
-        T and R of the metadata are multiples of 4 (engine.layers.Linear). What stands in rows of padding is not defined.
+        T and R of the metadata are multiples of 4 (pdmesh.engine.models.layers.Linear). What stands in rows of padding is not defined.
         """
         rows, plan = Rows.of(meta.token_ids, meta.positions, meta.slots, self.decoder), self.attention.plan_of(meta)
         for index in range(self.num_layers):

@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.config import EngineConfig
-from engine.kernels.triton.sampling_history import MOST_ROWS
-from engine.kernels.triton.split_bounds import SplitBounds
-from engine.kernels.triton.splits import Splits
-from engine.model_config import ModelConfig
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.kernels.triton.sampling_history import MOST_ROWS
+from pdmesh.engine.kernels.triton.split_bounds import SplitBounds
+from pdmesh.engine.kernels.triton.split_kv import Splits
+from pdmesh.engine.models.config import ModelConfig
 
 NODE_BYTES = 16 << 10
 OTHERS_BYTES = 256 << 20

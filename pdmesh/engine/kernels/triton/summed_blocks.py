@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.sampling_numbers import mix
-from engine.summed_copies import NUM_SUMS, Blocks
+from pdmesh.engine.kernels.triton.sampling_numbers import mix
+from pdmesh.engine.kv_cache.summed_copies import NUM_SUMS, Blocks
 
 _MOST_WORDS = 1024  # of a program: with 4 warps 8 words a thread, in 16 byte accesses
 _PLACES = ("num_blocks", "source_blocks", "target_blocks", "layer_start")
@@ -56,7 +56,7 @@ def sum_kernel(
 
 
 class TritonSums:
-    """Satisfies engine.summed_copies.SummedCopies."""
+    """Satisfies pdmesh.engine.kv_cache.summed_copies.SummedCopies."""
 
     def sum(self, blocks: Blocks, sums: torch.Tensor) -> None:
         blocks.check()

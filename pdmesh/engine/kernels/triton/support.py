@@ -8,9 +8,9 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from engine.kernels.triton.room import HOPPER_BYTES
-from engine.kernels.triton.tiles import MAX_HEAD_DIM, choose_tiles
-from engine.model_config import ModelConfig
+from pdmesh.engine.kernels.triton.room import HOPPER_BYTES
+from pdmesh.engine.kernels.triton.tiles import MAX_HEAD_DIM, choose_tiles
+from pdmesh.engine.models.config import ModelConfig
 
 INTERPRET = "TRITON_INTERPRET"
 FP8_CAPABILITY = (8, 9)

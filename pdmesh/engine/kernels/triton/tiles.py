@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.kernels.triton.room import HOPPER_BYTES
+from pdmesh.engine.kernels.triton.room import HOPPER_BYTES
 
 MAX_HEAD_DIM = 256
 

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
-from engine.block_copies import Move
-from engine.kernels.triton.blocks import TritonBlocks
-from engine.kernels.triton.metadata import Capacity, StepMetadata
-from engine.kernels.triton.splits import Splits
-from engine.kernels.triton.step import TritonStep
-from engine.kernels.triton.weight_product import TILE_ROWS_MAX
-from engine.layers import ROW_MULTIPLE
+from pdmesh.engine.kernels.triton.blocks import TritonBlocks
+from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata
+from pdmesh.engine.kernels.triton.split_kv import Splits
+from pdmesh.engine.kernels.triton.step import TritonStep
+from pdmesh.engine.kernels.triton.weight_product import TILE_ROWS_MAX
+from pdmesh.engine.kv_cache.copies import Move
+from pdmesh.engine.models.layers import ROW_MULTIPLE
+from pdmesh.engine.runner.batch import StepBatch
 
 
 @torch.inference_mode()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.settled import settle_keys
+from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
 
 
 @triton.constexpr_function

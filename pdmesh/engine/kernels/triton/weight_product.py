@@ -28,9 +28,9 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.kernels.triton.room import shared_bytes
-from engine.kernels.triton.weight_kernels import expand_kernel, tile_kernel, vector_kernel
-from engine.kernels.triton.weight_words import TILE_ROWS, TILE_WORDS, WeightWords
+from pdmesh.engine.kernels.triton.room import shared_bytes
+from pdmesh.engine.kernels.triton.weight_kernels import expand_kernel, tile_kernel, vector_kernel
+from pdmesh.engine.kernels.triton.weight_words import TILE_ROWS, TILE_WORDS, WeightWords
 
 VECTOR_ROWS = {"int4": 4, "int8": 8, "fp8": 8}  # up to so many rows the vector kernel
 TILE_ROWS_MAX = 128  # up to so many the tile kernel; above, expand and torch.mm

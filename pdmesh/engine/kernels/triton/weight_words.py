@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.weights.quantize import Int4Weight, Int8Weight
+from pdmesh.engine.loader.quantize import Int4Weight, Int8Weight
 
 TILE_ROWS, TILE_WORDS = 64, 32
 _SPAN = 128  # where there are no groups

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.library import FORMATS, Linear
-from engine.kernels.cpu.model import PackedLinear, gathered
-from engine.speculation.heads.reference import Chain, Root, Scores
-from engine.speculation.heads.weights import Block, DraftHeads
-from engine.weights import pack
-from engine.weights.quantize import quantize_int8
+from pdmesh.engine.kernels.cpu.library import FORMATS, Linear
+from pdmesh.engine.kernels.cpu.model import PackedLinear, gathered
+from pdmesh.engine.loader import pack
+from pdmesh.engine.loader.quantize import quantize_int8
+from pdmesh.engine.speculation.draft_heads.reference import Chain, Root, Scores
+from pdmesh.engine.speculation.draft_heads.weights import Block, DraftHeads
 
 _LANES = 16
 

@@ -23,15 +23,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.finish import end_tokens
-from engine.runner import TokenSampler
-from engine.sampling import SampleRow
-from engine.sequence import Sequence
-from engine.speculation.draft import NOTHING, Draft, Verified
-from engine.speculation.heads.reference import HeadMaths, Root
-from engine.speculation.heads.tree import best_tree
-from engine.speculation.models.chance import chance_of
-from engine.speculation.proposer import Ask
+from pdmesh.engine.finish import end_tokens
+from pdmesh.engine.runner.model_runner import TokenSampler
+from pdmesh.engine.sampling.sampler import SampleRow
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.chance import chance_of
+from pdmesh.engine.speculation.draft import NOTHING, Draft, Verified
+from pdmesh.engine.speculation.draft_heads.reference import HeadMaths, Root
+from pdmesh.engine.speculation.draft_heads.tree import best_tree
+from pdmesh.engine.speculation.proposer import Ask
 
 NAME = "heads"
 _MOST_SIBLINGS = 4  # of a tree's node: what is less likely than three others is hardly ever drawn

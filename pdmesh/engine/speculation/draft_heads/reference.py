@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.speculation.heads.weights import Block, DraftHeads
+from pdmesh.engine.speculation.draft_heads.weights import Block, DraftHeads
 
 EPS = 1e-6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from engine.speculation.draft import NOTHING, ROOT, Draft
+from pdmesh.engine.speculation.draft import NOTHING, ROOT, Draft
 
 Guesses = Sequence[Sequence[tuple[int, float]]]  # of each depth: tokens and their chances, the likeliest first
 

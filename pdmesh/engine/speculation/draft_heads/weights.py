@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.config import MAX_DRAFT_TOKENS
+from pdmesh.engine.config import MAX_DRAFT_TOKENS
 
 FILE = "draft_heads.safetensors"
 FORMAT, VERSION = "pdmesh.draft_heads", "1"

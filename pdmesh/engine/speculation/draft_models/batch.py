@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.batch import StepBatch
-from engine.blocks import num_blocks_for
-from engine.sequence import Sequence
+from pdmesh.engine.kv_cache.block_pool import num_blocks_for
+from pdmesh.engine.runner.batch import StepBatch
+from pdmesh.engine.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Sequence_
 from dataclasses import replace
 
-from engine.finish import stops
-from engine.grammar import Bits
-from engine.sampling import SampleRow
-from engine.sampling_params import SamplingParams
-from engine.speculation.draft import Draft
-from engine.speculation.models.batch import Chunk
-from engine.speculation.proposer import Ask
+from pdmesh.engine.finish import stops
+from pdmesh.engine.sampling.grammar import Bits
+from pdmesh.engine.sampling.sampler import SampleRow
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.speculation.draft import Draft
+from pdmesh.engine.speculation.draft_models.batch import Chunk
+from pdmesh.engine.speculation.proposer import Ask
 
 
 class Course:

@@ -25,13 +25,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor
 
-from engine.blocks import num_blocks_for
-from engine.kernels.cpu.model import kv_head_size
-from engine.kv_cache import KVPool, KVShape
-from engine.memory import MIB, DoesNotFit, free_memory
-from engine.sequence import Sequence
-from engine.speculation.models.batch import Chunk
-from engine.weights.loader import LoadedModel
+from pdmesh.engine.kernels.cpu.model import kv_head_size
+from pdmesh.engine.kv_cache.block_pool import num_blocks_for
+from pdmesh.engine.kv_cache.pool import KVPool, KVShape
+from pdmesh.engine.loader.loader import LoadedModel
+from pdmesh.engine.memory import MIB, DoesNotFit, free_memory
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.draft_models.batch import Chunk
 
 
 class DraftKV(Protocol):

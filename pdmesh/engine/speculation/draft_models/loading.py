@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig
-from engine.kv_cache import KVShape
-from engine.memory import DoesNotFit, effective_max_context
-from engine.model_config import ModelConfig
-from engine.runner import TokenSampler
-from engine.speculation.models.kv import ParallelKV
-from engine.speculation.models.proposer import CATCH_UP_TOKENS, ModelDraft
-from engine.speculation.models.room import Room
-from engine.speculation.proposer import Proposer
-from engine.weights.loader import LoadedModel, load_model, open_checkpoint
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.kv_cache.pool import KVShape
+from pdmesh.engine.loader.loader import LoadedModel, load_model, open_checkpoint
+from pdmesh.engine.memory import DoesNotFit, effective_max_context
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.runner.model_runner import TokenSampler
+from pdmesh.engine.speculation.draft_models.kv import ParallelKV
+from pdmesh.engine.speculation.draft_models.proposer import CATCH_UP_TOKENS, ModelDraft
+from pdmesh.engine.speculation.draft_models.room import Room
+from pdmesh.engine.speculation.proposer import Proposer
 
 
 @dataclass(frozen=True)

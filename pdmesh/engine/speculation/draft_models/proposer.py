@@ -24,16 +24,16 @@ from collections.abc import Sequence as Sequence_
 import torch
 from torch import Tensor
 
-from engine.runner import ForwardModel, TokenSampler
-from engine.sequence import Sequence
-from engine.speculation.draft import NOTHING, Draft, Verified
-from engine.speculation.models.batch import Chunk, batch_of
-from engine.speculation.models.chance import chances
-from engine.speculation.models.course import Course
-from engine.speculation.models.kv import DraftKV
-from engine.speculation.models.room import Room
-from engine.speculation.proposer import Ask, Proposer
-from engine.weights import loader
+from pdmesh.engine.loader import loader
+from pdmesh.engine.runner.model_runner import ForwardModel, TokenSampler
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.chance import chances
+from pdmesh.engine.speculation.draft import NOTHING, Draft, Verified
+from pdmesh.engine.speculation.draft_models.batch import Chunk, batch_of
+from pdmesh.engine.speculation.draft_models.course import Course
+from pdmesh.engine.speculation.draft_models.kv import DraftKV
+from pdmesh.engine.speculation.draft_models.room import Room
+from pdmesh.engine.speculation.proposer import Ask, Proposer
 
 CATCH_UP_TOKENS = 256  # in one call, over all sequences
 LEAST_AHEAD = 0.2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.allocator import BlockAllocator
-from engine.sequence import Sequence
+from pdmesh.engine.kv_cache.block_manager import BlockAllocator
+from pdmesh.engine.scheduler.sequence import Sequence
 
 # room(sequence, num_tokens, num_kept): the slots of the sequence's first `num_tokens` tokens are there, and those that are not
 # computed yet are its own to write to. False: they are not, and nothing changed; then nothing is drafted. `num_kept`: blocks that

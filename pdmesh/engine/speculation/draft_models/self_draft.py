@@ -12,12 +12,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.model_config import ModelConfig
-from engine.runner import ForwardModel, TokenSampler
-from engine.speculation.models.kv import TargetKV
-from engine.speculation.models.proposer import ModelDraft
-from engine.speculation.models.room import Room
-from engine.speculation.proposer import Proposer
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.runner.model_runner import ForwardModel, TokenSampler
+from pdmesh.engine.speculation.draft_models.kv import TargetKV
+from pdmesh.engine.speculation.draft_models.proposer import ModelDraft
+from pdmesh.engine.speculation.draft_models.room import Room
+from pdmesh.engine.speculation.proposer import Proposer
 
 
 class LayeredModel(Protocol):

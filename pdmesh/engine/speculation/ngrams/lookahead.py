@@ -18,12 +18,12 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor
 
-from engine.sequence import Sequence
-from engine.speculation.chance import Calibration
-from engine.speculation.draft import NOTHING, ROOT, Draft, Verified
-from engine.speculation.ngrams.trail import Branch, tree
-from engine.speculation.probing import TRIAL_STEPS, TRIAL_TOKENS
-from engine.speculation.proposer import Ask
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.acceptance_rate import Calibration
+from pdmesh.engine.speculation.draft import NOTHING, ROOT, Draft, Verified
+from pdmesh.engine.speculation.ngrams.token_history import Branch, tree
+from pdmesh.engine.speculation.probing import TRIAL_STEPS, TRIAL_TOKENS
+from pdmesh.engine.speculation.proposer import Ask
 
 NAME = "lookahead"
 _NGRAM = 4  # tokens

@@ -9,10 +9,10 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from engine.sequence import Sequence
-from engine.speculation.draft import Draft, Verified
-from engine.speculation.ngrams.trail import Trail
-from engine.speculation.proposer import Ask
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.draft import Draft, Verified
+from pdmesh.engine.speculation.ngrams.token_history import Trail
+from pdmesh.engine.speculation.proposer import Ask
 
 PORTION = 2048
 """Tokens entered in a step, of all sequences: about 0.3 ms."""

@@ -10,10 +10,10 @@ from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
 
-from engine.sequence import Sequence
-from engine.speculation.ngrams.index import LONGEST, NO_MATCH, Match, match_length
-from engine.speculation.ngrams.reading import Reading
-from engine.speculation.ngrams.trail import Rungs, Trail
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.ngrams.index import LONGEST, NO_MATCH, Match, match_length
+from pdmesh.engine.speculation.ngrams.reading import Reading
+from pdmesh.engine.speculation.ngrams.token_history import Rungs, Trail
 
 NAME = "retrieval"
 _SHORTEST = 3  # tokens of a match

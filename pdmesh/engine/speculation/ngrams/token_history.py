@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Sequence_
 from itertools import cycle, islice
 
-from engine.speculation.chance import Bent, Calibration
-from engine.speculation.draft import NOTHING, ROOT, Draft
-from engine.speculation.ngrams.index import LONGEST, NO_MATCH, Match
-from engine.speculation.proposer import Ask
+from pdmesh.engine.speculation.acceptance_rate import Bent, Calibration
+from pdmesh.engine.speculation.draft import NOTHING, ROOT, Draft
+from pdmesh.engine.speculation.ngrams.index import LONGEST, NO_MATCH, Match
+from pdmesh.engine.speculation.proposer import Ask
 
 RESUMED = LONGEST + 1  # one token was another one here, so the source goes on behind it; the next rung: a token of it was seen
 _SECURE = 8  # a match of so many tokens is followed without looking for a better one

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.numerics import Numerics
-from engine.rope import RotaryTable, rotate
-from engine.weights.loader import open_checkpoint
-from engine.weights.quantize import dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
-from engine.weights.source import WeightSource
+from pdmesh.engine.backend_selection import Numerics
+from pdmesh.engine.loader.loader import open_checkpoint
+from pdmesh.engine.loader.quantize import dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
+from pdmesh.engine.loader.source import WeightSource
+from pdmesh.engine.models.rope import RotaryTable, rotate
 from tests.engine.kernels.cpu.native_models import prompt
 from tests.engine.paged_loop import PagedLoop
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.cpu import build, isa
-from engine.kernels.cpu.build import Project
+from pdmesh.engine.kernels.cpu import build, isa
+from pdmesh.engine.kernels.cpu.build import Project
 from tests.support.waiting import alive, eventually
 
 REAL_COMPILER = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), "")
@@ -35,7 +35,7 @@ exec {compiler} "$@"
 """
 LOAD = """import sys
 from pathlib import Path
-from engine.kernels.cpu.build import Project, load_library
+from pdmesh.engine.kernels.cpu.build import Project, load_library
 print(load_library(lambda line: print(line, flush=True), project=Project(Path(sys.argv[1]))).answer(), flush=True)
 """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.cpu import isa
+from pdmesh.engine.kernels.cpu import isa
 
 PORTABLE = isa.by_name("portable")
 PROCESSOR = "processor\t: 0\nflags\t\t: fpu sse2 {}\n"

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.library import Profile
-from engine.kernels.cpu.model import NativeModel
+from pdmesh.engine.kernels.cpu.library import Profile
+from pdmesh.engine.kernels.cpu.model import NativeModel
 from tests.engine.backends import needs_native
 from tests.engine.kernels.cpu.native_models import KV_DTYPES, SHAPES, native, prompt, reference
 from tests.engine.paged_loop import Chunk, PagedLoop

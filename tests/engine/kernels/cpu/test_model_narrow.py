@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from engine.numerics import Numerics
+from pdmesh.engine.backend_selection import Numerics
 from tests.engine.backends import needs_native
 from tests.engine.kernels.cpu.native_models import KV_DTYPES, SHAPES, WEIGHTS, native, prompt, reference
 from tests.engine.kernels.cpu.oracle import LENGTH, Oracle, assert_rounds_as, errors

@@ -11,10 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig
-from engine.kernels.cpu import isa
-from engine.numerics import Numerics
-from engine.weights.loader import load_model
+from pdmesh.engine.backend_selection import Numerics
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.kernels.cpu import isa
+from pdmesh.engine.loader.loader import load_model
 from tests.engine.backends import needs_native
 from tests.engine.kernels.cpu.native_models import KV_DTYPES, SHAPES, native, prompt, reference
 from tests.engine.kernels.cpu.oracle import LENGTH, Oracle, assert_rounds_as

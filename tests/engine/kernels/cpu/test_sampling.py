@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.grammar import Bits
-from engine.kernels.cpu import build, isa
-from engine.kernels.cpu.sampling import NativeSampler
-from engine.logits import apply_temperature, forbid, keep_allowed, keep_min_p, keep_top_k, keep_top_p, penalize
-from engine.noise import gumbel, random_bits
-from engine.sampling import Sampler, SampleRow
-from engine.sampling_params import SamplingParams
+from pdmesh.engine.kernels.cpu import build, isa
+from pdmesh.engine.kernels.cpu.sampling import NativeSampler
+from pdmesh.engine.sampling.counter_rng import gumbel, random_bits
+from pdmesh.engine.sampling.grammar import Bits
+from pdmesh.engine.sampling.logits import apply_temperature, forbid, keep_allowed, keep_min_p, keep_top_k, keep_top_p, penalize
+from pdmesh.engine.sampling.sampler import Sampler, SampleRow
+from pdmesh.engine.sampling_params import SamplingParams
 
 EOS = 5
 TIERS = sorted({isa.supported()[0].name, *(tier.name for tier in isa.supported() if tier.name in ("avx2", "portable"))})

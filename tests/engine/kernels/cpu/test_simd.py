@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from engine.kernels.cpu import build, isa
+from pdmesh.engine.kernels.cpu import build, isa
 
 Array = npt.NDArray[Any]
 Function = Callable[..., Array]

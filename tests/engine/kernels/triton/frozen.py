@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from triton.runtime.interpreter import GridExecutor
 
-from engine.kernels.triton import graphs
-from engine.kernels.triton.graphs import Recording, Work
+from pdmesh.engine.kernels.triton import cuda_graphs
+from pdmesh.engine.kernels.triton.cuda_graphs import Recording, Work
 from tests.engine.kernels.triton.refused import NoHost, check_operation
 
 POISON = 0xFF
@@ -43,7 +43,7 @@ class MemoryGone(RuntimeError):
 
 def stand_in() -> None:
     """From now on `make_recorder` gives these where there is no GPU."""
-    setattr(graphs, "Repeats", Frozen)  # noqa: B010  # a class of another interface than mypy sees there
+    setattr(cuda_graphs, "Repeats", Frozen)  # noqa: B010  # a class of another interface than mypy sees there
 
 
 class Frozen:

@@ -9,9 +9,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch, Tail
-from engine.kernels.triton.metadata import Capacity, StepMetadata
-from engine.kernels.triton.split_bounds import SplitBounds
+from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata
+from pdmesh.engine.kernels.triton.split_bounds import SplitBounds
+from pdmesh.engine.runner.batch import StepBatch, Tail
 
 FEW = SplitBounds(16, 1 << 20)  # whoever has more queries is walked
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

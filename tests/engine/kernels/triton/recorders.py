@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.kernels.triton.graphs import Recording, Work, make_recorder
+from pdmesh.engine.kernels.triton.cuda_graphs import Recording, Work, make_recorder
 from tests.engine.kernels.triton.paged import DEVICE
 
 

@@ -12,15 +12,15 @@ import torch
 
 from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.weights import make_decoder
-from engine.batch import StepBatch
-from engine.block_copies import Move
-from engine.kernels.triton.attention import TritonAttention
-from engine.kernels.triton.blocks import TritonBlocks
-from engine.kernels.triton.metadata import Capacity, StepMetadata
-from engine.kernels.triton.model import padded
-from engine.kernels.triton.step import TritonStep
-from engine.kernels.triton.warm import warm, warm_moves
-from engine.model_config import ModelConfig
+from pdmesh.engine.kernels.triton.attention import TritonAttention
+from pdmesh.engine.kernels.triton.blocks import TritonBlocks
+from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata
+from pdmesh.engine.kernels.triton.model import padded
+from pdmesh.engine.kernels.triton.step import TritonStep
+from pdmesh.engine.kernels.triton.warmup import warm, warm_moves
+from pdmesh.engine.kv_cache.copies import Move
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.runner.batch import StepBatch
 from tests.engine.kernels.triton.paged import Sequences, Shape
 from tests.engine.kernels.triton.recording import Recorder, recording
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.triton.attention import paged_attention
-from engine.kernels.triton.metadata import Capacity
-from engine.kernels.triton.splits import Splits
+from pdmesh.engine.kernels.triton.attention import paged_attention
+from pdmesh.engine.kernels.triton.metadata import Capacity
+from pdmesh.engine.kernels.triton.split_kv import Splits
 from tests.engine.kernels.triton.paged import DEVICE, Sequences, Shape
 
 # float32: its sums in another order. float16: weights are rounded to it before they are multiplied with values (2 ** -11 each),

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.triton.attention import paged_attention
-from engine.kernels.triton.attention_kernels import split_len_of
-from engine.kernels.triton.split_bounds import SplitBounds
-from engine.kernels.triton.splits import SPLITS, Splits
+from pdmesh.engine.kernels.triton.attention import paged_attention
+from pdmesh.engine.kernels.triton.attention_kernels import split_len_of
+from pdmesh.engine.kernels.triton.split_bounds import SplitBounds
+from pdmesh.engine.kernels.triton.split_kv import SPLITS, Splits
 from tests.engine.kernels.triton.paged import DEVICE, FEW, Sequences, Shape
 
 SMALL = Splits(64, 4)

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.attention import make_attention
-from engine.kernels.triton.attention import TritonAttention
-from engine.kernels.triton.splits import Splits
-from engine.model import DecoderModel
-from engine.model_config import ModelConfig
-from engine.paged_attention import ReferenceAttention
-from engine.speculation.draft import Draft
+from pdmesh.engine.attention.base import make_attention
+from pdmesh.engine.attention.paged_attention import ReferenceAttention
+from pdmesh.engine.kernels.triton.attention import TritonAttention
+from pdmesh.engine.kernels.triton.split_kv import Splits
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.decoder import DecoderModel
+from pdmesh.engine.speculation.draft import Draft
 from tests.engine.kernels.triton.paged import DEVICE, Sequences, Shape
 from tests.engine.model_kinds import KINDS
 from tests.engine.paged_loop import Chunk, PagedLoop, load

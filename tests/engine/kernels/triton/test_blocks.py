@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.block_copies import BlockCopies, IndexedBlocks, Move
-from engine.kernels.triton.blocks import TritonBlocks
+from pdmesh.engine.kernels.triton.blocks import TritonBlocks
+from pdmesh.engine.kv_cache.copies import BlockCopies, IndexedBlocks, Move
 from tests.engine.kernels.triton.paged import DEVICE
 
 DTYPES = [torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn]

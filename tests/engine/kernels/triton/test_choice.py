@@ -10,16 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.kernels.triton.model import TritonModel
-from engine.kernels.triton.sampling import DeviceSampler
-from engine.kernels.triton.support import why_no_fp8_kv, why_not_here
-from engine.numerics import choose_numerics
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.weights.loader import LoadedModel, load_model
-from engine.weights.quantize import (
+from pdmesh.doctor.step_profile import Case, StepProfiler
+from pdmesh.engine.backend_selection import choose_numerics
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.kernels.triton.model import TritonModel
+from pdmesh.engine.kernels.triton.sampling import DeviceSampler
+from pdmesh.engine.kernels.triton.support import why_no_fp8_kv, why_not_here
+from pdmesh.engine.loader.loader import LoadedModel, load_model
+from pdmesh.engine.loader.quantize import (
     dequantize_fp8,
     dequantize_int4,
     dequantize_int8,
@@ -27,8 +26,9 @@ from engine.weights.quantize import (
     quantize_int4,
     quantize_int8,
 )
-from engine.weights.safetensors import read_config
-from pdmesh.step_profile import Case, StepProfiler
+from pdmesh.engine.loader.safetensors import read_config
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.paged_loop import Chunk, PagedLoop
 from tests.support.mock_engine import hash_block, run_to_end
@@ -178,7 +178,7 @@ def test_keys_in_fp8_need_ada_or_hopper(capability: tuple[int, int], is_enough: 
 def test_a_gpu_that_is_too_old_for_keys_in_fp8_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr("engine.numerics.shared_bytes", lambda device: 227 * 1024)
+    monkeypatch.setattr("pdmesh.engine.backend_selection.shared_bytes", lambda device: 227 * 1024)
     with pytest.raises(ValueError, match=r"^kv_dtype: fp8 needs a GPU of compute capability 8.9 .* this has 8.0; give auto"):
         config = config_of(folder, device="cuda", kv_dtype="fp8")
         choose_numerics(config, read_config(folder), has_int4=False, no_library="", no_triton="")

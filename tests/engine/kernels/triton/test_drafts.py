@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import engine.engine as engine_module
-import engine.kernels.triton.model as model_module
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.kernels.triton.model import TritonModel
-from engine.kernels.triton.step import TritonStep
-from engine.memory import MIB
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.speculation.heads.weights import save_heads
-from engine.speculation.models.proposer import ModelDraft
-from engine.speculation.setup import load_drafts
-from engine.weights.loader import load_model
+import pdmesh.engine.engine as engine_module
+import pdmesh.engine.kernels.triton.model as model_module
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.kernels.triton.model import TritonModel
+from pdmesh.engine.kernels.triton.step import TritonStep
+from pdmesh.engine.loader.loader import load_model
+from pdmesh.engine.memory import MIB
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.speculation.draft_heads.weights import save_heads
+from pdmesh.engine.speculation.draft_models.proposer import ModelDraft
+from pdmesh.engine.speculation.registry import load_drafts
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.kernels.triton.recorders import Counted
 from tests.engine.speculation.heads.tiny_heads import make_heads
@@ -61,9 +61,9 @@ def config_of(folder: Path, small: Path, kind: str, **settings: object) -> Engin
 def test_nothing_is_left_to_do_when_requests_come(folder: Path, small: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels that a draft launches are those of a warm-up on its pool, and no step records anything."""
     recorder, warmed = Counted(), list[tuple[TritonStep, Tensor, int]]()
-    monkeypatch.setattr("engine.weights.triton.make_recorder", lambda _: recorder)
-    monkeypatch.setattr("engine.weights.loader.is_prepared_on", lambda _: True)
-    monkeypatch.setattr("engine.weights.triton.token_buckets", lambda *_: (8,))
+    monkeypatch.setattr("pdmesh.engine.loader.triton.make_recorder", lambda _: recorder)
+    monkeypatch.setattr("pdmesh.engine.loader.loader.is_prepared_on", lambda _: True)
+    monkeypatch.setattr("pdmesh.engine.loader.triton.token_buckets", lambda *_: (8,))
     monkeypatch.setattr(model_module, "warm", lambda *of: warmed.append(of))  # test_warm.py has what it does
     monkeypatch.setattr(engine_module, "measure_curve", lambda *_: FreeRows((1,), (1.0,)))
     config = config_of(folder, small, kind)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.graphs import make_recorder
+from pdmesh.engine.kernels.triton.cuda_graphs import make_recorder
 from tests.engine.kernels.triton.frozen import Frozen, MemoryGone
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.kernels.triton.refused import CaptureRefused

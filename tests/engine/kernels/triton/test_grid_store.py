@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
-from engine.block_copies import Move
-from engine.kernels.triton.blocks import TritonBlocks
-from engine.kernels.triton.decode_buffers import DecodeBuffers
-from engine.kernels.triton.kv_store import rope_and_store, store_kv
-from engine.layers import rms_norm
-from engine.rope import rotate
+from pdmesh.engine.kernels.triton.blocks import TritonBlocks
+from pdmesh.engine.kernels.triton.decode_buffers import DecodeBuffers
+from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
+from pdmesh.engine.kv_cache.copies import Move
+from pdmesh.engine.models.layers import rms_norm
+from pdmesh.engine.models.rope import rotate
+from pdmesh.engine.runner.batch import StepBatch
 from tests.engine.kernels.triton.grid import name_of, pairwise
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.kernels.triton.test_blocks import ids, plain, random_pool, raw

@@ -15,24 +15,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
-from engine.cuda_sharing import CudaSharing
-from engine.engine import Engine
-from engine.kernels.triton.blocks import TritonBlocks
-from engine.kernels.triton.model import TritonModel
-from engine.pool_sharing import PoolSharing
-from engine.staging import StagingSizes
-from engine.streams import streams_of
-from engine.weights.loader import load_model
-from kvtransfer.staged import StagedMemory
-from protos.v1 import prefill_pb2
+from kvtransfer.staging import StagedMemory
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.kernels.triton.blocks import TritonBlocks
+from pdmesh.engine.kernels.triton.model import TritonModel
+from pdmesh.engine.kv_cache.cuda_ipc import CudaSharing
+from pdmesh.engine.kv_cache.pool_sharing import PoolSharing
+from pdmesh.engine.kv_cache.staging import StagingSizes
+from pdmesh.engine.kv_cache.streams import streams_of
+from pdmesh.engine.loader.loader import load_model
+from pdmesh.v1 import prefill_pb2
+from pdmesh.worker.kv_memory import stage
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.kernels.triton.test_fp8_kv import SCALES, with_scales
 from tests.support.host_sharing import HostSharing
 from tests.support.mini_router import MiniRouter
 from tests.support.tiny_models import make_tiny_model
 from tests.support.worker_mesh import Model, Peer, only_transport, reference, running_worker, token_request
-from worker.staging import stage
 
 PROMPT = [10 + (7 * i) % 200 for i in range(53)]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.triton.kv_store import rope_and_store, store_kv
-from engine.layers import rms_norm
-from engine.rope import RotaryTable, rotate
-from engine.rope_config import RopeConfig
+from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
+from pdmesh.engine.models.layers import rms_norm
+from pdmesh.engine.models.rope import RotaryTable, rotate
+from pdmesh.engine.models.rope_config import RopeConfig
 from tests.engine.kernels.triton.paged import DEVICE
 
 EPS = 1e-6

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.triton.fp8_rows import rounded_rows
-from engine.kernels.triton.linear import make_triton_linear
-from engine.kernels.triton.linear_fp8 import multiplies_fp8, scaled_product
-from engine.kernels.triton.linear_words import WordLinear
-from engine.kernels.triton.weight_product import Shares, WordProduct, expanded
-from engine.kernels.triton.weight_words import WeightWords, words_of_fp8, words_of_int4, words_of_int8
-from engine.weights.quantize import (
+from pdmesh.engine.kernels.triton.fp8_rows import rounded_rows
+from pdmesh.engine.kernels.triton.linear import make_triton_linear
+from pdmesh.engine.kernels.triton.linear_fp8 import multiplies_fp8, scaled_product
+from pdmesh.engine.kernels.triton.linear_words import WordLinear
+from pdmesh.engine.kernels.triton.weight_product import Shares, WordProduct, expanded
+from pdmesh.engine.kernels.triton.weight_words import WeightWords, words_of_fp8, words_of_int4, words_of_int8
+from pdmesh.engine.loader.quantize import (
     Fp8Weight,
     Int4Weight,
     Int8Weight,

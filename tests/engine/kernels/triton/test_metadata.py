@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.batch import StepBatch, Tail
-from engine.kernels.triton.metadata import NO_TAIL, Capacity, StepMetadata, pack
-from engine.kernels.triton.split_bounds import SplitBounds
+from pdmesh.engine.kernels.triton.metadata import NO_TAIL, Capacity, StepMetadata, pack
+from pdmesh.engine.kernels.triton.split_bounds import SplitBounds
+from pdmesh.engine.runner.batch import StepBatch, Tail
 
 BATCH = StepBatch(
     token_ids=torch.tensor([5, 6, 7]),

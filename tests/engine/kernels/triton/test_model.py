@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.kernels.triton.model import TritonModel
-from engine.kernels.triton.splits import Splits
-from engine.model import DecoderModel
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.speculation.draft import Draft
-from engine.weights.loader import LoadedModel, load_model
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.kernels.triton.model import TritonModel
+from pdmesh.engine.kernels.triton.split_kv import Splits
+from pdmesh.engine.loader.loader import LoadedModel, load_model
+from pdmesh.engine.models.decoder import DecoderModel
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.speculation.draft import Draft
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.model_kinds import KINDS
 from tests.engine.paged_loop import Chunk, PagedLoop, load

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import layers
-from engine.kernels.triton.gated import silu_mul
-from engine.kernels.triton.norms import add_rms_norm, rms_norm
+from pdmesh.engine.kernels.triton.gated import silu_mul
+from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm
+from pdmesh.engine.models import layers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPSILON = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}

@@ -13,23 +13,23 @@ from typing import Any
 import pytest
 import torch
 
-import engine.kernels.triton.model as model_module
-from engine.batch import StepBatch
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.exports import LayerSignal
-from engine.kernels.triton.model import TritonModel
-from engine.kernels.triton.sampling import DeviceSampler
-from engine.kv_cache import KVShape
-from engine.parallel import wire
-from engine.parallel.follower import _Follower
-from engine.parallel.model import ParallelModel
-from engine.parallel.share import Share
-from engine.parallel.split import Shard
-from engine.parallel.wire import Kind
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.weights.loader import load_model
+import pdmesh.engine.kernels.triton.model as model_module
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.kernels.triton.model import TritonModel
+from pdmesh.engine.kernels.triton.sampling import DeviceSampler
+from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.pool import KVShape
+from pdmesh.engine.loader.loader import load_model
+from pdmesh.engine.parallel import tp_protocol
+from pdmesh.engine.parallel.model import ParallelModel
+from pdmesh.engine.parallel.share import Share
+from pdmesh.engine.parallel.split import Shard
+from pdmesh.engine.parallel.tp_protocol import Kind
+from pdmesh.engine.parallel.tp_worker import _Follower
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.runner.batch import StepBatch
+from pdmesh.engine.sampling_params import SamplingParams
 from tests.engine.parallel.conftest import running
 from tests.engine.parallel.staged_ranks import handed_off, staged_ranks
 from tests.engine.parallel.test_parallel_engine import batches, numbers
@@ -101,7 +101,7 @@ def test_a_follower_prepares_no_draws(folder: Path, monkeypatch: pytest.MonkeyPa
     share, kv = Share(model, None), torch.zeros(2, 2, 4, 16, 4, 16)
     mine, theirs = socket.socketpair()
     with mine, theirs:
-        wire.send(mine, Kind.PREPARE)
+        tp_protocol.send(mine, Kind.PREPARE)
         mine.close()
         with pytest.raises(EOFError):
             _Follower(theirs, share, kv, Shard(1, 2)).compute()
@@ -155,6 +155,6 @@ def test_handed_off_between_degrees(folder: Path, pair: Engine, one: list[tuple[
 def test_handed_off_where_each_rank_has_a_pool(folder: Path, one: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs: kernels see a pool of the rank's heads, and one of them moves blocks to and from pieces. It hands off
     to itself, by way of other blocks."""
-    monkeypatch.setattr("engine.parallel.load.ranks_share_pool", lambda config: False)
+    monkeypatch.setattr("pdmesh.engine.parallel.load.ranks_share_pool", lambda config: False)
     with staged_ranks(config_of(folder, 2, prefix_caching=False)) as pair:
         assert handed_off(pair, pair, EngineRequest("r", PROMPTS[1], GREEDY)) == one[1]

@@ -11,20 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.engine as engine_module
-from engine.batch import StepBatch
-from engine.config import EngineConfig
-from engine.exports import LayerSignal
-from engine.kernels.triton.decode import DecodeSizes
-from engine.kernels.triton.model import TritonModel
-from engine.kernels.triton.pieces import hidden_at, token_buckets
-from engine.kernels.triton.splits import Splits
-from engine.model import DecoderModel
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence as EngineSequence
-from engine.speculation.draft import Draft
-from engine.weights.loader import LoadedModel
+import pdmesh.engine.engine as engine_module
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.kernels.triton.decode import DecodeSizes
+from pdmesh.engine.kernels.triton.model import TritonModel
+from pdmesh.engine.kernels.triton.piecewise_graphs import hidden_at, token_buckets
+from pdmesh.engine.kernels.triton.split_kv import Splits
+from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.loader.loader import LoadedModel
+from pdmesh.engine.models.decoder import DecoderModel
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.runner.batch import StepBatch
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.scheduler.sequence import Sequence as EngineSequence
+from pdmesh.engine.speculation.draft import Draft
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.kernels.triton.recorders import Counted
 from tests.engine.kernels.triton.test_model import answers, prompt

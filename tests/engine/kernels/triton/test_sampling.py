@@ -1,4 +1,4 @@
-"""The device draws what engine.sampling.Sampler draws."""
+"""The device draws what pdmesh.engine.sampling.sampler.Sampler draws."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine import noise
-from engine.kernels.triton.sampling import DeviceSampler, _likeliest
-from engine.kernels.triton.sampling_batch import BatchMaker
-from engine.kernels.triton.sampling_launches import GreedyScratch, SamplingScratch, draw, greedy
-from engine.kernels.triton.sampling_numbers import exp_of, gumbel_of, random_bits
-from engine.sampling import Sampler, SampleRow, Unseen
-from engine.sampling_params import SamplingParams
+from pdmesh.engine.kernels.triton.sampling import DeviceSampler, _likeliest
+from pdmesh.engine.kernels.triton.sampling_batch import BatchMaker
+from pdmesh.engine.kernels.triton.sampling_launches import GreedyScratch, SamplingScratch, draw, greedy
+from pdmesh.engine.kernels.triton.sampling_numbers import exp_of, gumbel_of, random_bits
+from pdmesh.engine.sampling import counter_rng
+from pdmesh.engine.sampling.sampler import Sampler, SampleRow, Unseen
+from pdmesh.engine.sampling_params import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EOS = 5
@@ -248,8 +248,8 @@ def test_noise_is_that_of_the_engine_and_exponentials_are_right(seed: int, choic
     unsigned = torch.from_numpy(np.array([seed], np.uint64).view(np.int64)).to(DEVICE)
     _numbers[(1,)](bits, noises, powers, unsigned, choice, index, COUNT=count, enable_fp_fusion=False)
     ids = torch.arange(count)
-    assert torch.equal(bits.cpu(), noise.random_bits(seed, choice, index, ids))
-    torch.testing.assert_close(noises.cpu(), noise.gumbel(seed, choice, index, ids), rtol=2.0**-22, atol=2.0**-22)
+    assert torch.equal(bits.cpu(), counter_rng.random_bits(seed, choice, index, ids))
+    torch.testing.assert_close(noises.cpu(), counter_rng.gumbel(seed, choice, index, ids), rtol=2.0**-22, atol=2.0**-22)
     torch.testing.assert_close(powers.cpu().double(), exponents.double().exp(), rtol=2.0**-23, atol=2.0**-149)
 
 

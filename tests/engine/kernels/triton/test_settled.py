@@ -11,7 +11,7 @@ import pytest
 MODULES = ("attention_kernels", "kv_kernels", "weight_kernels", "sampling_kernels", "sampling_filters", "summed_blocks")
 PROGRAM = """
 import importlib, sys
-modules = [importlib.import_module(f"engine.kernels.triton.{name}") for name in sys.argv[1].split(",")]
+modules = [importlib.import_module(f"pdmesh.engine.kernels.triton.{name}") for name in sys.argv[1].split(",")]
 kernels = [value for module in modules for name, value in sorted(vars(module).items()) if name.endswith("_kernel")]
 for kernel in kernels if sys.argv[2] == "forwards" else kernels[::-1]:
     kernel.cache_key

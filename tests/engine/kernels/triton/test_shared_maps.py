@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.drawn import RandomSource
-from engine.model_config import ModelConfig
-from engine.numerics import Numerics
-from engine.parallel.quantized import SharedMaps
-from engine.parallel.split import Shard, cut_quantized
-from engine.weights.triton import QuantizedMaps, Weight
+from pdmesh.engine.backend_selection import Numerics
+from pdmesh.engine.loader.triton import QuantizedMaps, Weight
+from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.parallel.quantized import SharedMaps
+from pdmesh.engine.parallel.split import Shard, cut_quantized
 from tests.engine.kernels.triton.paged import DEVICE
 
 SIZES = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1, "head_dim": 32}

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.piece_copies import Columns, Piece, PieceCopies
-from engine.staging import Marks, Staging, StagingSizes
-from engine.streams import streams_of
+from pdmesh.engine.kv_cache.piece_copies import Columns, Piece, PieceCopies
+from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
+from pdmesh.engine.kv_cache.streams import streams_of
 
 pytestmark = pytest.mark.gpu
 SHAPE = (4, 2, 64, 16, 8, 128)  # 512 KiB a block

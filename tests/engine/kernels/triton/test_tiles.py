@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.kernels.triton.room import HOPPER_BYTES, shared_bytes
-from engine.kernels.triton.support import why_not
-from engine.kernels.triton.tiles import Tiles, choose_tiles, shared_bound
-from engine.kernels.triton.weight_product import TileShape
-from engine.model_config import ModelConfig
+from pdmesh.engine.kernels.triton.room import HOPPER_BYTES, shared_bytes
+from pdmesh.engine.kernels.triton.support import why_not
+from pdmesh.engine.kernels.triton.tiles import Tiles, choose_tiles, shared_bound
+from pdmesh.engine.kernels.triton.weight_product import TileShape
+from pdmesh.engine.models.config import ModelConfig
 
 A100, L40S = 166_912, 101_376
 LLAMA = {"model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}

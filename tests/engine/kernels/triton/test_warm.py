@@ -6,11 +6,11 @@ import torch
 
 from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.weights import make_decoder
-from engine.kernels.triton.attention import TritonAttention
-from engine.kernels.triton.splits import Splits
-from engine.kernels.triton.step import TritonStep
-from engine.kernels.triton.warm import padding_steps, warm, warm_moves
-from engine.model_config import ModelConfig
+from pdmesh.engine.kernels.triton.attention import TritonAttention
+from pdmesh.engine.kernels.triton.split_kv import Splits
+from pdmesh.engine.kernels.triton.step import TritonStep
+from pdmesh.engine.kernels.triton.warmup import padding_steps, warm, warm_moves
+from pdmesh.engine.models.config import ModelConfig
 from tests.engine.kernels.triton.paged import DEVICE
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64, "num_attention_heads": 2}

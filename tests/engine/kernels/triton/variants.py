@@ -17,9 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from engine.kernels.triton.sampling import DeviceSampler
-from engine.sampling import SampleRow
-from engine.sampling_params import SamplingParams
+from pdmesh.engine.kernels.triton.sampling import DeviceSampler
+from pdmesh.engine.sampling.sampler import SampleRow
+from pdmesh.engine.sampling_params import SamplingParams
 
 HOPPER = GPUTarget("cuda", 90, 32)
 VOCAB = 1001  # rows and tables of it are no multiples of 16 bytes long

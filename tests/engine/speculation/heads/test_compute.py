@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.cpu.library import shared_library
-from engine.speculation.heads.native import NativeHeads
-from engine.speculation.heads.reference import Chain, HeadMaths, Root, TorchHeads
+from pdmesh.engine.kernels.cpu.library import shared_library
+from pdmesh.engine.speculation.draft_heads.native import NativeHeads
+from pdmesh.engine.speculation.draft_heads.reference import Chain, HeadMaths, Root, TorchHeads
 from tests.engine.backends import needs_native
 from tests.engine.speculation.heads.tiny_heads import make_embedding, make_heads
 

@@ -8,13 +8,13 @@ import weakref
 import pytest
 import torch
 
-from engine.noise import gumbel
-from engine.sampling import SampledToken, Sampler, SampleRow
-from engine.sequence import Sequence
-from engine.speculation.draft import NOTHING, Draft, Verified
-from engine.speculation.heads.proposer import HeadProposer
-from engine.speculation.heads.reference import TorchHeads
-from engine.speculation.proposer import Ask, Proposer
+from pdmesh.engine.sampling.counter_rng import gumbel
+from pdmesh.engine.sampling.sampler import SampledToken, Sampler, SampleRow
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.draft import NOTHING, Draft, Verified
+from pdmesh.engine.speculation.draft_heads.proposer import HeadProposer
+from pdmesh.engine.speculation.draft_heads.reference import TorchHeads
+from pdmesh.engine.speculation.proposer import Ask, Proposer
 from tests.engine.speculation.heads.tiny_heads import HIDDEN, VOCAB, make_embedding, make_heads, make_sequence
 
 EOS = 2

@@ -13,12 +13,12 @@ from benchmarks.spec.train_heads_data import Outputs
 from benchmarks.spec.train_heads_eval import follow
 from benchmarks.spec.train_heads_net import Course, Net, Shape, Target, Trainer, loss_of
 from benchmarks.spec.train_heads_prompts import TOPICS, requests
-from engine.config import EngineConfig
-from engine.noise import gumbel
-from engine.speculation.heads.reference import TorchHeads, begin_states
-from engine.speculation.heads.weights import FILE, load_heads
-from engine.speculation.setup import heads_path, proposer_names
-from engine.weights.loader import load_model
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.loader.loader import load_model
+from pdmesh.engine.sampling.counter_rng import gumbel
+from pdmesh.engine.speculation.draft_heads.reference import TorchHeads, begin_states
+from pdmesh.engine.speculation.draft_heads.weights import FILE, load_heads
+from pdmesh.engine.speculation.registry import heads_path, proposer_names
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
 
 HIDDEN, VOCAB = 16, 40

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from engine.speculation.heads.weights import BadHeads, Block, DraftHeads, load_heads, save_heads
+from pdmesh.engine.speculation.draft_heads.weights import BadHeads, Block, DraftHeads, load_heads, save_heads
 from tests.engine.speculation.heads.tiny_heads import make_heads
 
 

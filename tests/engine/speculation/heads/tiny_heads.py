@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.sequence import Phase, Sequence, SequenceGroup
-from engine.speculation.heads.weights import Block, DraftHeads
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
+from pdmesh.engine.speculation.draft_heads.weights import Block, DraftHeads
 
 HIDDEN, WIDTH, VOCAB = 32, 48, 50
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.request import EngineRequest
-from engine.speculation.models.kv import TargetKV
-from engine.speculation.models.open import open_draft_model
-from engine.speculation.models.proposer import ModelDraft
-from engine.speculation.models.room import room_in
-from engine.speculation.models.self_draft import self_draft
-from engine.weights.loader import LoadedModel, load_model
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.loader.loader import LoadedModel, load_model
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.speculation.draft_models.kv import TargetKV
+from pdmesh.engine.speculation.draft_models.loading import open_draft_model
+from pdmesh.engine.speculation.draft_models.proposer import ModelDraft
+from pdmesh.engine.speculation.draft_models.room import room_in
+from pdmesh.engine.speculation.draft_models.self_draft import self_draft
 from tests.engine.backends import BACKENDS
 from tests.engine.speculation.models.driver import count_passes, engine_of, request, speculate, target_of
 from tests.support.mock_engine import open_engine, run_to_end

@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from engine.kv_cache import KVShape
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.sequence import Phase, Sequence, SequenceGroup
-from engine.speculation.models.batch import Chunk, batch_of
-from engine.speculation.models.kv import ParallelKV
-from engine.weights.loader import LoadedModel
+from pdmesh.engine.kv_cache.pool import KVShape
+from pdmesh.engine.loader.loader import LoadedModel
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
+from pdmesh.engine.speculation.draft_models.batch import Chunk, batch_of
+from pdmesh.engine.speculation.draft_models.kv import ParallelKV
 from tests.engine.speculation.models.driver import load_tiny
 from tests.support.tiny_models import make_tiny_model
 

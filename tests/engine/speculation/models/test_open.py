@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.kv_cache import KVShape
-from engine.memory import DoesNotFit
-from engine.speculation.models.kv import ParallelKV
-from engine.speculation.models.open import Target, load_draft_model, open_draft_model, vocabulary_hash
-from engine.weights.loader import LoadedModel, load_model
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.kv_cache.pool import KVShape
+from pdmesh.engine.loader.loader import LoadedModel, load_model
+from pdmesh.engine.memory import DoesNotFit
+from pdmesh.engine.speculation.draft_models.kv import ParallelKV
+from pdmesh.engine.speculation.draft_models.loading import Target, load_draft_model, open_draft_model, vocabulary_hash
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
 
 SHAPE = KVShape(num_layers=2, num_blocks=10, block_size=16, num_kv_heads=2, head_dim=16, dtype=torch.float32)

@@ -9,16 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from engine.engine import Engine
-from engine.grammar import Bits
-from engine.request import EngineRequest
-from engine.sequence import Sequence
-from engine.speculation.constrained import allowed_on_tree
-from engine.speculation.draft import NOTHING, Draft, Verified
-from engine.speculation.models.open import open_draft_model
-from engine.speculation.models.proposer import ModelDraft
-from engine.speculation.proposer import Ask, Proposer
-from engine.weights.loader import LoadedModel
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.loader.loader import LoadedModel
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling.grammar import Bits
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.constrained import allowed_on_tree
+from pdmesh.engine.speculation.draft import NOTHING, Draft, Verified
+from pdmesh.engine.speculation.draft_models.loading import open_draft_model
+from pdmesh.engine.speculation.draft_models.proposer import ModelDraft
+from pdmesh.engine.speculation.proposer import Ask, Proposer
+from pdmesh.text.grammar import CompiledGrammar, GrammarCompiler, GrammarMatcher
+from pdmesh.text.tokenizer import Tokenizer
 from tests.engine.backends import BACKENDS
 from tests.engine.speculation.models.driver import (
     DEPTH,
@@ -35,8 +37,6 @@ from tests.engine.speculation.models.driver import (
 )
 from tests.support.mock_engine import Collector, run_to_end
 from tests.support.tiny_models import IM_END, VOCAB_SIZE, make_tiny_model
-from text.grammar import CompiledGrammar, GrammarCompiler, GrammarMatcher
-from text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

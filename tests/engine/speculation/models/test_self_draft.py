@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from engine.engine import Engine
-from engine.request import EngineRequest
-from engine.sampling import Sampler
-from engine.speculation.draft import NOTHING
-from engine.speculation.models.kv import TargetKV
-from engine.speculation.models.proposer import ModelDraft
-from engine.speculation.models.self_draft import self_draft
-from engine.weights.loader import LoadedModel
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.loader.loader import LoadedModel
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.sampling.sampler import Sampler
+from pdmesh.engine.speculation.draft import NOTHING
+from pdmesh.engine.speculation.draft_models.kv import TargetKV
+from pdmesh.engine.speculation.draft_models.proposer import ModelDraft
+from pdmesh.engine.speculation.draft_models.self_draft import self_draft
+from pdmesh.text.grammar import GrammarCompiler
+from pdmesh.text.tokenizer import Tokenizer
 from tests.engine.backends import BACKENDS
 from tests.engine.speculation.models.driver import (
     DEPTH,
@@ -31,8 +33,6 @@ from tests.engine.speculation.models.driver import (
 )
 from tests.support.mock_engine import Collector, run_to_end
 from tests.support.tiny_models import IM_END, VOCAB_SIZE, make_tiny_model, write_byte_tokenizer
-from text.grammar import GrammarCompiler
-from text.tokenizer import Tokenizer
 
 NUM_LAYERS = 3
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sequence import Sequence
-from engine.speculation.draft import NOTHING, ROOT, Draft
-from engine.speculation.ngrams.lookahead import _LONGEST_PAUSE, _SHORTEST_PAUSE, Lookahead
-from engine.speculation.probing import TRIAL_STEPS
-from engine.speculation.proposer import Ask
+from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.speculation.draft import NOTHING, ROOT, Draft
+from pdmesh.engine.speculation.ngrams.lookahead import _LONGEST_PAUSE, _SHORTEST_PAUSE, Lookahead
+from pdmesh.engine.speculation.probing import TRIAL_STEPS
+from pdmesh.engine.speculation.proposer import Ask
 from tests.engine.speculation.copying import decoding, propose, step, verify
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.speculation.draft import ROOT
-from engine.speculation.ngrams import reading
-from engine.speculation.ngrams.index import LONGEST, NgramIndex, match_length
-from engine.speculation.ngrams.prompt_lookup import PromptLookup
+from pdmesh.engine.speculation.draft import ROOT
+from pdmesh.engine.speculation.ngrams import reading
+from pdmesh.engine.speculation.ngrams.index import LONGEST, NgramIndex, match_length
+from pdmesh.engine.speculation.ngrams.prompt_lookup import PromptLookup
 from tests.engine.speculation.copying import decoding, propose, run, verify
 
 TEXT = list(range(100, 160))

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from engine.speculation.draft import ROOT
-from engine.speculation.ngrams import reading
-from engine.speculation.ngrams.retrieval import Retrieval
+from pdmesh.engine.speculation.draft import ROOT
+from pdmesh.engine.speculation.ngrams import reading
+from pdmesh.engine.speculation.ngrams.retrieval import Retrieval
 from tests.engine.speculation.copying import decoding, propose, run
 
 TEXT = list(range(100, 160))

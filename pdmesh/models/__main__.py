@@ -1,0 +1,6 @@
+"""`python -m pdmesh.models fetch NAME`, `python -m pdmesh.models list`."""
+
+from pdmesh.models.registry import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What holds of the repository as a whole: its names, its parts."""
