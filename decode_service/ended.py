@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdmesh.runtime.errors import Aborted, Cancelled, MeshError
+from pdmesh.runtime import errors
+from pdmesh.runtime.errors import Aborted, MeshError
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class EndedRequests:
     def note_early_cancel(self, request_id: str, now: float) -> None:
         """A Cancel came for a request that this worker does not know: a tombstone, unless it is known to have ended here."""
         if self.find(request_id, now) is None:
-            self._keep(request_id, Ending(None, Cancelled("it was cancelled before it was submitted"), now + self._keep_s))
+            self._keep(request_id, Ending(None, errors.Cancelled("it was cancelled before it was submitted"), now + self._keep_s))
 
     def find(self, request_id: str, now: float) -> Ending | None:
         """How the request ended, if it did within the last lease."""
@@ -45,7 +46,7 @@ class EndedRequests:
         ending = self.find(request_id, now)
         if ending is None or (ending.attempt is not None and attempt > ending.attempt):
             return
-        error: type[MeshError] = Cancelled if isinstance(ending.failure, Cancelled) else Aborted
+        error: type[MeshError] = errors.Cancelled if isinstance(ending.failure, errors.Cancelled) else Aborted
         raise error(f"attempt {attempt} of request {request_id} ended here: {ending.failure.message}; only a newer one can go on")
 
     def forget_old(self, now: float) -> None:

@@ -16,7 +16,7 @@ from pdmesh.runtime import failpoints
 if sys.platform == "linux":
     import fcntl
 
-Key = tuple[int, int, PoolShape]
+MappedKey = tuple[int, int, PoolShape]
 
 
 class MappedPool:
@@ -40,7 +40,7 @@ class MappedPool:
         self._map.close()
 
 
-class MappedPools(KeptPools[Key, MappedPool]):
+class MappedPools(KeptPools[MappedKey, MappedPool]):
     """To touch every page of a fresh mapping costs a third of the copying."""
 
     def acquire(self, fd: int, shape: PoolShape) -> MappedPool:

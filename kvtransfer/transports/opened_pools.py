@@ -11,17 +11,17 @@ from kvtransfer.transports.peer_pool_cache import KeptPools
 if TYPE_CHECKING:
     from pdmesh.engine.kv_cache.ipc_pool import PeerPool
 
-Key = tuple[object, ...]
+OpenedKey = tuple[object, ...]
 
 
-class OpenedPools(KeptPools[Key, "PeerPool"]):
+class OpenedPools(KeptPools[OpenedKey, "PeerPool"]):
     """To open one may take milliseconds of the driver."""
 
     def __init__(self) -> None:
         super().__init__()
         self._opening = asyncio.Lock()
 
-    async def acquire(self, key: Key, open_pool: Callable[[], Awaitable[PeerPool]]) -> PeerPool:
+    async def acquire(self, key: OpenedKey, open_pool: Callable[[], Awaitable[PeerPool]]) -> PeerPool:
         """The pool of `key`, opened unless it is, until release(). Raises what opening does."""
         async with self._opening:
             return self.use(key, self.find(key) or await open_pool())

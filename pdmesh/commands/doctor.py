@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from pdmesh.doctor import doctor_transfer as transfer
+from pdmesh.doctor import transfer
 from pdmesh.doctor import machine, software
 from pdmesh.doctor.check import Check, State, examine
 from pdmesh.launcher.plan import EMBEDDED_REDIS

@@ -62,7 +62,7 @@ def run(options: Options) -> int:
 
 def _in_file(options: Options, path: Path) -> int:
     if options.action == "list":
-        return _show(options, key_file.read(path))
+        return _show(options, key_file.read_key_file(path))
     if options.action == "revoke":
         key_file.update(path, lambda keys: _without(keys, options.name))
         return _revoked(options)

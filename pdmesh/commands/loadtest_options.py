@@ -157,13 +157,13 @@ class How:
 
 def workload_of(when: When, what: What, max_context: int | None) -> tuple[Workload, Mapping[str, Objectives]]:
     """The workload, and the objectives of classes that have their own. Raises ValueError that names file and field."""
-    classes, own = (what.classes(), {}) if not what.mix else mix.read(what.mix)
+    classes, own = (what.classes(), {}) if not what.mix else mix.read_mix(what.mix)
     workload = Workload(
         arrivals=when.of(),
         classes=classes,
-        trace=traces.read(when.trace) if when.trace else (),
+        trace=traces.read_trace(when.trace) if when.trace else (),
         trace_speed=when.trace_speed,
-        length_rows=traces.read(what.lengths_from) if what.lengths_from else (),
+        length_rows=traces.read_trace(what.lengths_from) if what.lengths_from else (),
         prefix_tokens=what.prefix_tokens,
         num_prefixes=what.num_prefixes,
         turns=lengths.parse(what.turns),

@@ -1,208 +1,56 @@
-"""How fast KV crosses between two processes of this machine, by each transport: the real sender here, the receiver in a child.
-
-`python -m pdmesh.doctor.transfer 256` prints one line of JSON for each transport: 256 MiB in a push. `receive 512` is the child,
-with 512 blocks: it prints a reservation (hex) that any transport it offers may fill, and ends when its standard input does.
-"""
+"""The check of the KV transports: each is measured on this machine, and the one that a pair of workers would use is named."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import mmap
-import os
-import secrets
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
-import grpc
+from pdmesh.doctor.check import Check, missing, ok, warn
 
-from kvtransfer.compatibility import bytes_per_layer_block
-from kvtransfer.errors import PushFailed
-from kvtransfer.feed import FirstTokensDrawn, complete_feed
-from kvtransfer.memory import PoolShape
-from kvtransfer.receiver.delegate import PushTarget
-from kvtransfer.receiver.grant import check_grant, new_token
-from kvtransfer.receiver.receiver import Receiver
-from kvtransfer.sender.push_part import PushJob
-from kvtransfer.sender.sender import Sender
-from kvtransfer.transports.grpc import SERVICE, add_push_service
-from kvtransfer.transports.registry import installed
-from pdmesh.runtime.rpc.server import GrpcServer
-from pdmesh.v1 import common_pb2, transfer_pb2
-
-IDENTITY = common_pb2.Identity(model="transfer-probe", num_layers=16, num_kv_heads=8, head_dim=64)
-LAYOUT = common_pb2.KVLayout(block_size=16, kv_dtype="bfloat16", tensor_parallel_size=1, arrangement="plain")
-BLOCKS_PER_MIB = 2
-NUM_PUSHES = 3  # the first one touches the pages; the fastest counts
-NUM_TRIES = 5  # of the first one: nixl's agent may take longer to open than a push waits for it
-PUSH_TIMEOUT_S = 3.0
-START_TIMEOUT_S = 20.0
+NAME = "kv transport"
+BEST_FIRST = ("shm", "tcp", "grpc")
+ACROSS_HOSTS = ("tcp", "grpc")
+IF_NAMED = ("nixl",)  # measured where it is installed; workers offer it only when they are told to
+_WHY = {
+    "shm": "one copy out of shared memory",
+    "tcp": "no copies in Python, several connections",
+    "grpc": "needs no port but gRPC's",
+}
+LIMIT_S = 45.0  # of a machine that is busy with other things
 
 
-@dataclass
-class Measured:
-    """By name of the transport: bytes per second where it works, or why it does not."""
+def transports() -> Check:
+    """Moves 64 MiB between two processes over each transport."""
+    # A client's installation lacks what this needs; the rest of the doctor works without it.
+    from pdmesh.doctor.transfer_probe import measure
 
-    bytes_per_s: dict[str, float] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-
-
-async def measure(num_mib: int = 64) -> Measured:
-    """Takes a second or two. Raises TimeoutError or OSError if there is no second process to be had."""
-    measured, pool = Measured(), ProbePool(num_mib * BLOCKS_PER_MIB)
-    async with _receiving_child(pool.num_blocks) as reservation:
-        sender = Sender(pool, IDENTITY, LAYOUT, 1)
-        try:
-            for transport in installed():
-                try:
-                    measured.bytes_per_s[transport] = await _fastest(sender, reservation, transport, pool.num_blocks)
-                except PushFailed as error:
-                    measured.failures[transport] = error.message
-        finally:
-            await sender.close()
-            pool.close()
-    return measured
+    measured = asyncio.run(asyncio.wait_for(measure(), LIMIT_S))
+    return judge(measured.bytes_per_s, measured.failures)
 
 
-async def _fastest(sender: Sender, reservation: common_pb2.Reservation, transport: str, num_blocks: int) -> float:
-    """Bytes per second of the best push. Raises PushFailed."""
-    for left in reversed(range(NUM_TRIES)):
-        try:
-            best = await _push(sender, reservation, transport, num_blocks)
-            break
-        except PushFailed as error:
-            if error.code is not grpc.StatusCode.UNAVAILABLE or not left:
-                raise
-    for _ in range(NUM_PUSHES - 1):
-        best = max(best, await _push(sender, reservation, transport, num_blocks))
-    return best
+def judge(bytes_per_s: Mapping[str, float], failures: Mapping[str, str]) -> Check:
+    """What the measurement says, and which transport follows from it on this host and across hosts."""
+    if not bytes_per_s:
+        cost = "workers cannot hand over KV: each prefills for itself"
+        return missing(NAME, f"none works: {_listed(failures)}", cost, "see the checks of shared memory and loopback")
+    here, far = _choice(bytes_per_s, BEST_FIRST), _choice(bytes_per_s, ACROSS_HOSTS)
+    found = f"{_speeds(bytes_per_s)}; on this host {here}; across hosts {far}"
+    if not failures:
+        return ok(NAME, found)
+    if all(name in IF_NAMED for name in failures):
+        return warn(NAME, found, "workers that are told to use it take the next one", f"leave it out, or: {_listed(failures)}")
+    cost = "the next one carries KV instead, more slowly"
+    return warn(NAME, found, cost, f"see the checks of shared memory and loopback: {_listed(failures)}")
 
 
-async def _push(sender: Sender, reservation: common_pb2.Reservation, transport: str, num_blocks: int) -> float:
-    """Bytes per second of one push. Raises PushFailed."""
-    offered = common_pb2.Reservation()
-    offered.CopyFrom(reservation)
-    offered.reservation_id = f"{transport}-{secrets.token_hex(4)}"
-    del offered.endpoints[:]
-    offered.endpoints.extend(each for each in reservation.endpoints if each.transport == transport)
-    feed = complete_feed(IDENTITY.num_layers, num_blocks, FirstTokensDrawn(()))
-    job = PushJob(offered, tuple(range(num_blocks)), num_blocks * LAYOUT.block_size, feed)
-    result = await sender.push(job, timeout_s=PUSH_TIMEOUT_S)
-    return result.num_bytes / result.elapsed_ns * 1e9
+def _speeds(bytes_per_s: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {bytes_per_s[name] / 1e9:.2f} GB/s" for name in (*BEST_FIRST, *IF_NAMED) if name in bytes_per_s)
 
 
-@asynccontextmanager
-async def _receiving_child(num_blocks: int) -> AsyncIterator[common_pb2.Reservation]:
-    pipe = asyncio.subprocess.PIPE
-    command = (sys.executable, "-m", "pdmesh.doctor.transfer", "receive", str(num_blocks))
-    nowhere = asyncio.subprocess.DEVNULL  # what it logs when it is killed is no finding
-    child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=nowhere)
-    try:
-        assert child.stdout is not None
-        async with asyncio.timeout(START_TIMEOUT_S):
-            line = await child.stdout.readline()
-        if not line:
-            raise OSError(f"the receiving process ended with {await child.wait()}")
-        yield common_pb2.Reservation.FromString(bytes.fromhex(line.decode("ascii")))
-    finally:
-        if child.returncode is None:
-            child.kill()
-        await child.wait()
+def _choice(bytes_per_s: Mapping[str, float], best_first: tuple[str, ...]) -> str:
+    name = next((name for name in best_first if name in bytes_per_s), None)
+    return "none" if name is None else f"{name} ({_WHY[name]})"
 
 
-class ProbePool:
-    """A pool of the shape of IDENTITY and LAYOUT; on Linux a sealed memfd, as an engine's is."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_layers = IDENTITY.num_layers
-        self.num_blocks = num_blocks
-        self.bytes_per_layer_block = bytes_per_layer_block(IDENTITY, LAYOUT)
-        self._shape = PoolShape(self.num_layers, self.num_blocks, self.bytes_per_layer_block)
-        self.fd = _sealed_memfd(self._shape.num_bytes) if sys.platform == "linux" else None
-        self._map = mmap.mmap(-1 if self.fd is None else self.fd, self._shape.num_bytes)
-
-    def memory(self) -> memoryview:
-        return memoryview(self._map)
-
-    def block_view(self, layer: int, kv: int, block_id: int) -> memoryview:
-        start = self._shape.offset(layer, kv, block_id)
-        return self.memory()[start : start + self.bytes_per_layer_block]
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self._map.close()
-        if self.fd is not None:
-            os.close(self.fd)
-
-
-def _sealed_memfd(num_bytes: int) -> int:
-    import fcntl
-
-    fd = os.memfd_create("pdmesh-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, num_bytes)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    return fd
-
-
-class ProbeDelegate:
-    """Lets the holder of the token write into all blocks, as often as he likes."""
-
-    def __init__(self, epoch: int, token: bytes, num_blocks: int) -> None:
-        self._epoch = epoch
-        self._token = token
-        self._num_blocks = num_blocks
-
-    def open_push(self, hello: transfer_pb2.TransferHello) -> PushTarget:
-        check_grant(hello, epoch=self._epoch, token=self._token, attempt=hello.attempt)
-        num_tokens = self._num_blocks * LAYOUT.block_size
-        return PushTarget(hello.reservation_id, hello.attempt, tuple(range(self._num_blocks)), 0, num_tokens)
-
-    def push_progress(self, target: PushTarget) -> bool:
-        return True
-
-    async def commit_push(
-        self, target: PushTarget, commit: transfer_pb2.TransferCommit, *, num_bytes: int, transport: str
-    ) -> None:
-        """Nothing is to be started."""
-
-    def push_failed(self, target: PushTarget, reason: str) -> None:
-        """The sender hears it too."""
-
-    def push_finished(self, target: PushTarget) -> None:
-        """Nothing is to be released."""
-
-
-async def _receive(num_blocks: int) -> None:
-    reservation = common_pb2.Reservation(epoch=1, attempt=1, token=new_token(), layout=LAYOUT)
-    pool = ProbePool(num_blocks)
-    delegate = ProbeDelegate(reservation.epoch, reservation.token, num_blocks)
-    receiver = Receiver(pool, delegate, IDENTITY, LAYOUT, transports=installed())
-    server = GrpcServer("127.0.0.1", 0)
-    server.register(add_push_service, receiver, SERVICE)
-    await receiver.start()
-    await server.start()
-    receiver.grpc_address = server.address
-    reservation.endpoints.extend(receiver.endpoints())
-    print(reservation.SerializeToString().hex(), flush=True)
-    await asyncio.to_thread(sys.stdin.buffer.read)
-    await receiver.stop()
-    await server.drain(0)
-    pool.close()
-
-
-def main(arguments: list[str]) -> None:
-    """As the module's docstring says."""
-    if arguments[0] == "receive":
-        asyncio.run(_receive(int(arguments[1])))
-        return
-    measured = asyncio.run(measure(int(arguments[0])))
-    for transport, bytes_per_s in measured.bytes_per_s.items():
-        print(json.dumps({"transport": transport, "mib": int(arguments[0]), "gb_per_s": round(bytes_per_s / 1e9, 3)}))
-    for transport, why in measured.failures.items():
-        print(json.dumps({"transport": transport, "failure": why}))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def _listed(failures: Mapping[str, str]) -> str:
+    return "; ".join(failures.values())

@@ -32,7 +32,7 @@ class Target:
     urls: tuple[str, ...]
 
 
-def default_folder() -> Path:
+def metrics_folder() -> Path:
     """Need not exist. Raises RuntimeError where the user has no home."""
     return cache_folder() / "metrics"
 
@@ -61,7 +61,7 @@ class MetricsFiles:
         self._told: tuple[object, ...] = ()
         self._path: Path | None = None
         with contextlib.suppress(OSError, RuntimeError):
-            folder = default_folder() if folder is None else folder
+            folder = metrics_folder() if folder is None else folder
             folder.mkdir(parents=True, exist_ok=True)
             self._path = folder / f"{os.getpid()}.json"
 
@@ -94,7 +94,7 @@ async def follow(files: MetricsFiles, look: Callable[[], tuple[Iterable[Target],
 def shown(workers: Collection[str], folder: Path | None = None) -> Mapping[str, Any] | None:
     """Of the mesh on this machine whose workers are at these addresses: `targets` and the `file` with them. None: no such."""
     with contextlib.suppress(OSError, RuntimeError):
-        for path in (default_folder() if folder is None else folder).glob("*.json"):
+        for path in (metrics_folder() if folder is None else folder).glob("*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of another version, or gone by now
                 told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
                 if not set(workers).isdisjoint(told["workers"]) and told["targets"]:

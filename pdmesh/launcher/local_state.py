@@ -25,7 +25,7 @@ FORGOTTEN_S = 86_400.0
 """After which the file of a process that was killed is taken away."""
 
 
-def default_folder() -> Path:
+def decisions_folder() -> Path:
     """Need not exist. Raises RuntimeError where the user has no home."""
     return cache_folder() / "autoscalers"
 
@@ -37,7 +37,7 @@ class DecisionFile:
         self._addresses = addresses
         self._path: Path | None = None
         with contextlib.suppress(OSError, RuntimeError):
-            folder = default_folder() if folder is None else folder
+            folder = decisions_folder() if folder is None else folder
             folder.mkdir(parents=True, exist_ok=True)
             _forget_old(folder)
             self._path = folder / f"{os.getpid()}.json"
@@ -65,7 +65,7 @@ def latest(workers: Collection[str], folder: Path | None = None) -> dict[str, An
     replicas `before` and now, reason, and all of it as `text`. None: nobody here scales them."""
     about: list[tuple[float, dict[str, Any]]] = []
     with contextlib.suppress(OSError, RuntimeError):
-        for path in (default_folder() if folder is None else folder).glob("*.json"):
+        for path in (decisions_folder() if folder is None else folder).glob("*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of another version, or gone by now
                 told = json.loads(path.read_text(encoding="utf-8"))
                 shown = [str(pool["text"]) for pool in told["pools"]]

@@ -26,7 +26,7 @@ _BOUNDS = ("ttft_ms", "tpot_ms", "e2e_ms")
 _KNOWN = ("share", "priority", "tenant", *_LENGTHS, *_BOUNDS)
 
 
-def read(path: str) -> tuple[tuple[TrafficClass, ...], dict[str, Objectives]]:
+def read_mix(path: str) -> tuple[tuple[TrafficClass, ...], dict[str, Objectives]]:
     """The classes, and the objectives of those that name some. Raises ValueError: file, class and field."""
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))

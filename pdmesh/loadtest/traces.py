@@ -32,7 +32,7 @@ class TraceRow:
     blocks: tuple[int, ...] = ()
 
 
-def read(path: str) -> tuple[TraceRow, ...]:
+def read_trace(path: str) -> tuple[TraceRow, ...]:
     """The rows of a trace file by time, the first at 0 s. Raises TraceError."""
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as lines:

@@ -3,4 +3,4 @@
 from pdmesh.models.registry import main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

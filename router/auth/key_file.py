@@ -18,7 +18,7 @@ from router.auth.api_keys import ApiKey, KeyProblem, KeyTable
 MODE = 0o600
 
 
-def read(path: Path) -> KeyTable:
+def read_key_file(path: Path) -> KeyTable:
     """Raises OSError, and KeyProblem naming key and field."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -33,7 +33,7 @@ def read(path: Path) -> KeyTable:
 def update(path: Path, change: Callable[[KeyTable], KeyTable]) -> KeyTable:
     """Replace the file's table by `change` of it; a file that is not there is an empty table. Raises as `read`."""
     with _locked(path):
-        table = change(read(path) if path.exists() else KeyTable())
+        table = change(read_key_file(path) if path.exists() else KeyTable())
         _write(path, json.dumps({"keys": [json.loads(key.to_json()) for key in table]}, indent=1) + "\n")
         return table
 

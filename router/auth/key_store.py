@@ -84,7 +84,7 @@ def open_store(source: str, mesh: str) -> KeyStore | None:
         return KeyStore(keys.read_changed, keys.close)
     reader = _FileReader(Path(source))
     try:
-        key_file.read(reader.path)
+        key_file.read_key_file(reader.path)
     except (OSError, KeyProblem) as error:
         raise ConfigError("--api-keys", f"{error}", "make one with: pdmesh keys new --keys FILE --name NAME") from error
     return KeyStore(reader.read)
@@ -102,4 +102,4 @@ class _FileReader:
         if stamp == self._stamp:
             return None
         self._stamp = stamp  # also of a file that is wrong: it is reported once
-        return await asyncio.to_thread(key_file.read, self.path)
+        return await asyncio.to_thread(key_file.read_key_file, self.path)

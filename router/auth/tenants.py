@@ -75,7 +75,7 @@ class Tenants:
         stamp = stamp_of(self._path)
         if stamp != self._stamp:
             self._stamp = stamp
-            self._table = tenants_file.read(self._path)
+            self._table = tenants_file.read_tenants_file(self._path)
 
     async def _follow(self) -> None:
         while True:

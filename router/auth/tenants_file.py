@@ -40,7 +40,7 @@ class TenantTable:
         return self.tenants.get(tenant, self.default)
 
 
-def read(path: Path) -> TenantTable:
+def read_tenants_file(path: Path) -> TenantTable:
     """Raises OSError, TenantsProblem."""
     try:
         text = path.read_text(encoding="utf-8")

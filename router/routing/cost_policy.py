@@ -175,7 +175,7 @@ class _Look:
         for engine in decodes:
             view = engine.view
             over = self._overheads.between(None, view)
-            predicted = prediction_parts.whole(self._prompt_part(engine), self._output_part(engine), over, gaps, goals)
+            predicted = prediction_parts.whole_prediction(self._prompt_part(engine), self._output_part(engine), over, gaps, goals)
             cost = cost_s(predicted, self._expected, self._pressure) + view.penalty_s
             found.append(_new(Candidate, (view, None, cost, has_room_now(engine, self._demand), predicted)))
         return found

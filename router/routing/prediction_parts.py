@@ -60,7 +60,7 @@ def output_part(output: OutputSide, expected: float, goals: Goals) -> OutputPart
     return _new(OutputPart, (tpot_s, queue_s, missing, own_s, slowed, rows, miss(tpot_s, goal_s), misses, bound_s))
 
 
-def whole(prompt: PromptPart, output: OutputPart, over: Overhead, gaps: float, goals: Goals) -> Prediction:
+def whole_prediction(prompt: PromptPart, output: OutputPart, over: Overhead, gaps: float, goals: Goals) -> Prediction:
     """What `local` says; `gaps` as for `paired`."""
     before_s, after_s, stretch = over
     ttft_s, steps_tpot_s = prompt.compute_s + before_s, output.tpot_s + after_s / gaps

@@ -14,7 +14,7 @@ from router.telemetry.attainment import mesh_error_of, verdict
 from router.telemetry.timings import RequestTimings
 from router.tokenization.prepared_request import Job
 
-PROVIDER = "pdmesh"
+PROVIDER_NAME = "pdmesh"
 NO_TENANT = "(default)"
 OTHER = "other"
 _PRIORITIES = {number: name for name, number in PRIORITIES.items()}
@@ -79,7 +79,7 @@ class RequestMetrics:
 
     def _measured(self, job: Job, parts: mesh_pb2.Timings, error_type: str, trace: str) -> None:
         observe = self.metrics.observe
-        who = (_operation(job), PROVIDER, *_class_of(job), _MODES.get(parts.mode, ""))
+        who = (_operation(job), PROVIDER_NAME, *_class_of(job), _MODES.get(parts.mode, ""))
         observe(instruments.DURATION, parts.total_ns / 1e9, *who, error_type, trace=trace)
         if parts.tpot_ns:
             observe(instruments.TPOT, parts.tpot_ns / 1e9, *who, trace=trace)
@@ -96,7 +96,7 @@ class RequestMetrics:
     def _counted(self, job: Job, parts: mesh_pb2.Timings, num_output_tokens: int) -> None:
         model, num_input = job.model.name, len(job.prompt)
         for kind, number in (("input", num_input), ("output", num_output_tokens)):
-            self.metrics.observe(instruments.TOKEN_USAGE, number, _operation(job), PROVIDER, model, kind)
+            self.metrics.observe(instruments.TOKEN_USAGE, number, _operation(job), PROVIDER_NAME, model, kind)
         cached = min(parts.prefill_cached_tokens, num_input)
         for kind, number in (("input", num_input), ("output", num_output_tokens), ("cached", cached)):
             self.metrics.add(instruments.TOKENS, number, *_class_of(job), kind)

@@ -93,7 +93,7 @@ NO_SPANS = Spans()
 
 
 @dataclass
-class _Attempt:
+class _AttemptSpan:
     """One try: its spans, and how it ended if the next one is accepted."""
 
     span: Span
@@ -115,8 +115,8 @@ class LiveSpans(Spans):
         self.workers = workers
         self._tracing = tracing
         self._root = root
-        self._attempt: _Attempt | None = None
-        self._former: _Attempt | None = None
+        self._attempt: _AttemptSpan | None = None
+        self._former: _AttemptSpan | None = None
         self._num_parts = 0
 
     def routed(self, started_ns: int, ended_ns: int) -> None:
@@ -135,7 +135,7 @@ class LiveSpans(Spans):
     def submitting(self, at_ns: int, attributes: Attributes) -> None:
         span = self._tracing.begin("attempt", self._root.context, start_ns=at_ns, attributes=attributes)
         reserve = self._tracing.begin("reserve", span.context, start_ns=at_ns, kind=Kind.CLIENT, attributes=attributes)
-        self._attempt = _Attempt(span, reserve)
+        self._attempt = _AttemptSpan(span, reserve)
 
     def submitted(self, at_ns: int, attributes: Attributes) -> None:
         self._bury_former()
@@ -224,7 +224,7 @@ class LiveSpans(Spans):
             former, self._former = self._former, None
             self._bury(former, former.ended_ns, former.reason)
 
-    def _bury(self, attempt: _Attempt, at_ns: int, reason: str) -> None:
+    def _bury(self, attempt: _AttemptSpan, at_ns: int, reason: str) -> None:
         """It has failed, unless it had its first token before."""
         has_failed = attempt.span.is_open
         for span in (attempt.reserve, attempt.prefill, attempt.span):

@@ -12,7 +12,7 @@ from kvtransfer.transports.registry import installed
 from pdmesh import cli
 from pdmesh.commands import doctor as command
 from pdmesh.commands import up
-from pdmesh.doctor import doctor_transfer, machine, software
+from pdmesh.doctor import transfer, machine, software
 from pdmesh.doctor.check import Check, State, examine, missing, ok
 from pdmesh.engine.kernels.cpu import build, isa
 from pdmesh.models.catalogue import KNOWN_MODELS
@@ -39,19 +39,19 @@ def test_this_machine_passes_shared_memory_and_loopback() -> None:
 
 
 def test_this_machine_moves_kv_over_every_transport() -> None:
-    finding = doctor_transfer.transports()
+    finding = transfer.transports()
     assert finding.state is State.OK, finding
     assert "on this host shm (" in finding.found and "across hosts tcp (" in finding.found
     assert finding.found.startswith("shm ") and finding.found.count("GB/s") == len(installed())
 
 
 def test_kv_transports_that_fail_cost_speed_or_the_hand_off() -> None:
-    finding = doctor_transfer.judge({"grpc": 0.9e9}, {"shm": "shm: no memfd", "tcp": "tcp: closed"})
+    finding = transfer.judge({"grpc": 0.9e9}, {"shm": "shm: no memfd", "tcp": "tcp: closed"})
     assert finding.state is State.WARN and "no memfd" in finding.remedy and "tcp: closed" in finding.remedy
     assert finding.found.startswith("grpc 0.90 GB/s; on this host grpc (")
-    assert "across hosts none" in doctor_transfer.judge({"shm": 3e9}, {"tcp": "closed"}).found
-    assert doctor_transfer.judge({}, {"tcp": "closed"}).state is State.MISSING
-    optional = doctor_transfer.judge({"shm": 3e9, "tcp": 2e9}, {"nixl": "nixl: does not load"})
+    assert "across hosts none" in transfer.judge({"shm": 3e9}, {"tcp": "closed"}).found
+    assert transfer.judge({}, {"tcp": "closed"}).state is State.MISSING
+    optional = transfer.judge({"shm": 3e9, "tcp": 2e9}, {"nixl": "nixl: does not load"})
     assert optional.state is State.WARN and "does not load" in optional.remedy and "loopback" not in optional.remedy
 
 

@@ -132,7 +132,7 @@ def test_a_pool_is_the_autoscalers_or_a_persons(
     planned_for = {"pdmesh-decode": point.size.num_decode, "pdmesh-prefill": point.size.num_prefill}
     for pool, deployment in autoscaler.kubernetes.deployments.items():
         manifest = found["Deployment", deployment]
-        said = orders.read(manifest["metadata"].get("annotations", {}))
+        said = orders.read_orders(manifest["metadata"].get("annotations", {}))
         assert (said.is_off, said.mistake) == (fixed, "")
         assert manifest["spec"].get("replicas") == (planned_for[deployment] if fixed else None)
         assert autoscaler.scaling.of(pool).min_replicas == planned_for[deployment]

@@ -78,7 +78,7 @@ def test_the_file_is_private_and_survives_concurrent_writers(tmp_path: Path) -> 
     path = tmp_path / "keys.json"
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda number: add_key(path, f"k{number}"), range(24)))
-    assert len(key_file.read(path)) == 24
+    assert len(key_file.read_key_file(path)) == 24
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert sorted(file.name for file in tmp_path.iterdir()) == [".keys.json.lock", "keys.json"]
 
@@ -111,7 +111,7 @@ async def test_the_store_follows_the_file_and_keeps_what_it_knows(tmp_path: Path
     with pytest.raises(Unavailable):
         store.find("one")
     await store.refresh()
-    assert (store.find("one"), store.find("two"), store.find("old")) == (key_file.read(path).find("one"), None, None)
+    assert (store.find("one"), store.find("two"), store.find("old")) == (key_file.read_key_file(path).find("one"), None, None)
     add_key(path, "two")
     await store.refresh()
     assert store.find("two") is not None

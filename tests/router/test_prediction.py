@@ -14,7 +14,7 @@ from router.routing.cost_policy import PredictPolicy
 from router.routing.filters import Demand, Placement
 from router.routing.fleet_snapshot import Roster
 from router.routing.overheads import MAX_STRETCH, Overheads
-from router.routing.prediction_parts import output_part, paired, prompt_part, whole
+from router.routing.prediction_parts import output_part, paired, prompt_part, whole_prediction
 from router.routing.worker_reports import Described, view_of
 from router.routing.worker_snapshot import WorkerView
 from tests.router.fleets import BASE, running, worker
@@ -178,7 +178,7 @@ def test_pairs_are_predicted_bit_for_bit_as_one_by_one() -> None:
         output = decode.output_side(900, draw.randrange(900), 1, expected, 0.3)
         parts = prompt_part(prompt, expected, goals), output_part(output, expected, goals)
         assert paired(*parts, over, max(1.0, expected - 1), goals) == remote(prompt, output, over, expected, goals)
-        assert whole(*parts, over, max(1.0, expected - 1), goals) == local(prompt, output, over, expected, goals)
+        assert whole_prediction(*parts, over, max(1.0, expected - 1), goals) == local(prompt, output, over, expected, goals)
 
 
 def test_what_is_remembered_of_overheads_is_what_was_observed() -> None:

@@ -13,7 +13,7 @@ from router.routing.cost_policy import PredictPolicy
 from router.routing.filters import Demand, Placement
 from router.routing.fleet_snapshot import Roster
 from router.routing.overheads import Overheads
-from router.routing.prediction_parts import output_part, paired, prompt_part, whole
+from router.routing.prediction_parts import output_part, paired, prompt_part, whole_prediction
 from router.routing.worker_reports import MAX_PER_ROW, Described, view_of
 from router.routing.worker_snapshot import WorkerView
 from tests.router.fleets import BASE, running
@@ -83,7 +83,7 @@ def test_both_ways_to_predict_agree_bit_for_bit() -> None:
     for goals in (Goals(), Goals(0.5, 0.01, 0.008)):
         parts = prompt_part(prompt, 80.0, goals), output_part(output, 80.0, goals)
         assert paired(*parts, OVER, 79.0, goals) == remote(prompt, output, OVER, 80.0, goals)
-        assert whole(*parts, OVER, 79.0, goals) == local(prompt, output, OVER, 80.0, goals)
+        assert whole_prediction(*parts, OVER, 79.0, goals) == local(prompt, output, OVER, 80.0, goals)
 
 
 def test_the_one_that_guesses_well_is_preferred_and_meets_what_the_other_cannot() -> None:

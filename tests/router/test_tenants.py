@@ -64,13 +64,13 @@ def test_a_hostile_file_changes_nothing_and_is_named(
     tenants.refresh()
     assert tenants.limits_of("a").weight == 3 and name in caplog.text and "Traceback" not in caplog.text
     with pytest.raises(TenantsProblem, match=name):
-        tenants_file.read(path)
+        tenants_file.read_tenants_file(path)
 
 
 def test_json_says_the_same(tmp_path: Path) -> None:
     path = tmp_path / "tenants.json"
     path.write_text('{"tenants": {"a": {"weight": 2}}}')
-    assert tenants_file.read(path) == TenantTable(tenants={"a": TenantLimits(2)})
+    assert tenants_file.read_tenants_file(path) == TenantTable(tenants={"a": TenantLimits(2)})
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_wrong_file_names_the_field(tmp_path: Path, text: str, field: str) -> 
     path = tmp_path / "tenants.toml"
     path.write_text(text)
     with pytest.raises(TenantsProblem, match=f"tenants.toml: {field}"):
-        tenants_file.read(path)
+        tenants_file.read_tenants_file(path)
     with pytest.raises(ConfigError, match="--tenants"):
         Tenants(str(path))
 

@@ -74,7 +74,7 @@ class ExternalMetrics:
         if namespace != self._namespace:
             raise HTTPException(404, f"nothing is known of namespace {namespace[:100]}, only of {self._namespace}")
         try:
-            is_meant = selector.parse(request.query_params.get("labelSelector", ""))
+            is_meant = selector.parse_selector(request.query_params.get("labelSelector", ""))
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
         items = [self._item(value) for value in self._fresh()]

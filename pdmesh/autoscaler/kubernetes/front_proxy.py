@@ -29,7 +29,7 @@ class Callers:
         return not self.names or any(name in self.names for name in names)
 
 
-async def read(api: Api) -> Callers:
+async def read_front_proxy(api: Api) -> Callers:
     """What the cluster says. Raises PlatformError."""
     data = (await api.get(CONFIG_MAP)).get("data") or {}
     ca = data.get("requestheader-client-ca-file")

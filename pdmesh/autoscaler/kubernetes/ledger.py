@@ -74,7 +74,7 @@ def looked(entry: Entry | None, seen: Seen, wall_s: float) -> Entry:
     # If it is the latest, it has arrived, and nothing older can any more.
     is_sure = seen.replicas == entry.ours[0] or wall_s >= entry.asked_s + ARRIVES_S
     after = replace(entry, ours=(seen.replicas,) if is_sure else entry.ours, owner=seen.owner, said=said)
-    if entry.changed_s is not None and orders.ends(entry.said, said, entry.changed_s, wall_s):
+    if entry.changed_s is not None and orders.order_ends(entry.said, said, entry.changed_s, wall_s):
         return replace(after, changed_s=None, changed_by="")
     return after
 
@@ -83,7 +83,7 @@ def has_ended(before: Entry, after: Entry, wall_s: float, manual_hold_s: float) 
     """Whether a person has cut a hold short between two looks, not only tidied up after one."""
     if before.changed_s is None or after.changed_s is not None:
         return False
-    return wall_s < before.changed_s + manual_hold_s or orders.read(before.said).forbids(wall_s)
+    return wall_s < before.changed_s + manual_hold_s or orders.read_orders(before.said).forbids(wall_s)
 
 
 def _changed_by(entry: Entry, seen: Seen) -> str:
@@ -104,7 +104,7 @@ class Held:
 def hold(entry: Entry, seen: Seen, wall_s: float, manual_hold_s: float) -> Held | None:
     """Whether a person has said to leave it alone. What an annotation forbids, it forbids while it stands: `left_s` is then only
     until somebody looks again."""
-    said = orders.read(seen.annotations)
+    said = orders.read_orders(seen.annotations)
     if said.mistake:
         return Held("an annotation that cannot be read", max(manual_hold_s, MIN_LEFT_S), said.mistake)
     if said.is_off:

@@ -128,7 +128,7 @@ class MetricsServer:
             return Callers(_certificates(self._settings.client_ca), self._settings.client_names)
         api = open_api(self._cluster)
         try:
-            return await front_proxy.read(api)
+            return await front_proxy.read_front_proxy(api)
         finally:
             api.close()
 

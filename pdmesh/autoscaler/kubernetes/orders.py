@@ -30,7 +30,7 @@ def ours(annotations: Mapping[str, str]) -> dict[str, str]:
     return {key: str(annotations[key])[:_MAX_SHOWN] for key in (AUTOSCALE, HOLD_UNTIL) if key in annotations}
 
 
-def read(annotations: Mapping[str, str]) -> Said:
+def read_orders(annotations: Mapping[str, str]) -> Said:
     """What stands there."""
     found = ours(annotations)
     try:
@@ -39,13 +39,13 @@ def read(annotations: Mapping[str, str]) -> Said:
         return Said(mistake=str(error))
 
 
-def ends(before: Mapping[str, str], after: Mapping[str, str], since_s: float, wall_s: float) -> bool:
+def order_ends(before: Mapping[str, str], after: Mapping[str, str], since_s: float, wall_s: float) -> bool:
     """Whether somebody has said between two looks that a hold since `since_s` is over: what held was taken away, or one was
     written that does not hold. To take away what has not held, an older date or a mistake, says nothing."""
-    said = read(after)
+    said = read_orders(after)
     if ours(before) == ours(after) or said.forbids(wall_s):
         return False
-    was = read(before)
+    was = read_orders(before)
     is_written = any(before.get(key) != value for key, value in ours(after).items())
     return is_written or was.is_off or (was.until_s is not None and was.until_s >= since_s)
 

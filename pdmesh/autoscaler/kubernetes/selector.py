@@ -11,7 +11,7 @@ _EQUAL = re.compile(rf"({_KEY})\s*(==|=|!=)\s*({_VALUE})")
 _EXISTS = re.compile(rf"(!?)\s*({_KEY})")
 
 
-def parse(text: str) -> Callable[[Labels], bool]:
+def parse_selector(text: str) -> Callable[[Labels], bool]:
     """Whether labels are meant; an empty text means all. Raises ValueError for what is no selector."""
     terms = [_term(each.strip()) for each in re.split(r",(?![^()]*\))", text) if text.strip()]
     return lambda labels: all(term(labels) for term in terms)

@@ -17,7 +17,7 @@ from pdmesh.engine.loader.tensors import checked
 from pdmesh.engine.models.rope import RotaryTable
 
 Progress = Callable[[float, str], None]
-Weight = Tensor | Int8Weight | Int4Weight
+NativeWeight = Tensor | Int8Weight | Int4Weight
 
 
 @contextmanager
@@ -87,7 +87,7 @@ class NativeBuilder:
         bias = self._tensor(f"{name}.bias", rows) if has_bias else None
         return self._packed(self._weight(name, rows, width), bias)
 
-    def _weight(self, name: str, rows: int, width: int) -> Weight:
+    def _weight(self, name: str, rows: int, width: int) -> NativeWeight:
         """[rows, width] in the format of this engine."""
         name = f"{name}.weight"
         if self.numerics.weights == "int4":
@@ -100,7 +100,7 @@ class NativeBuilder:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
-    def _packed(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
+    def _packed(self, weight: NativeWeight, bias: Tensor | None) -> PackedLinear:
         return _packed(weight, self.numerics.weights, bias)
 
     def _norm(self, name: str, width: int) -> Tensor:
@@ -110,13 +110,13 @@ class NativeBuilder:
         return checked(self.source, name, shape)
 
 
-def _quantized(weight: Tensor, form: str, group: int) -> Weight:
+def _quantized(weight: Tensor, form: str, group: int) -> NativeWeight:
     if form == "int8":
         return quantize_int8(weight)
     return quantize_int4(weight, group) if form == "int4" else weight
 
 
-def _packed(weight: Weight, form: str, bias: Tensor | None) -> PackedLinear:
+def _packed(weight: NativeWeight, form: str, bias: Tensor | None) -> PackedLinear:
     padded_bias = None if bias is None else pack.pad_to_panels(bias.float()).contiguous()
     if isinstance(weight, Int8Weight):
         packed, scales = pack.pack_int8(weight), pack.pad_to_panels(weight.scales)

@@ -43,23 +43,23 @@ class RopeConfig:
         for key in _NEEDED.get(rope_type, ()):
             if params.get(key) is None:
                 raise ValueError(f"rope parameters of type {rope_type!r} lack {key!r}")
-        partial = _number(params, "partial_rotary_factor", _number(config, "partial_rotary_factor", 1.0))
+        partial = _rope_number(params, "partial_rotary_factor", _rope_number(config, "partial_rotary_factor", 1.0))
         original = config.get("original_max_position_embeddings") or params.get("original_max_position_embeddings")
         return cls(
             rope_type=rope_type,
-            theta=_number(params, "rope_theta", _number(config, "rope_theta", 10000.0)),
+            theta=_rope_number(params, "rope_theta", _rope_number(config, "rope_theta", 10000.0)),
             rotary_dim=int(head_dim * partial),
             max_context=max_context,
             original_max_context=int(float(str(original))) if original else max_context,
-            factor=_number(params, "factor", 1.0),
+            factor=_rope_number(params, "factor", 1.0),
             attention_factor=_optional(params, "attention_factor"),
             beta_fast=_optional(params, "beta_fast") or 32.0,
             beta_slow=_optional(params, "beta_slow") or 1.0,
             mscale=_optional(params, "mscale"),
             mscale_all_dim=_optional(params, "mscale_all_dim"),
             truncate=bool(params.get("truncate", True)),
-            low_freq_factor=_number(params, "low_freq_factor", 1.0),
-            high_freq_factor=_number(params, "high_freq_factor", 1.0),
+            low_freq_factor=_rope_number(params, "low_freq_factor", 1.0),
+            high_freq_factor=_rope_number(params, "high_freq_factor", 1.0),
         )
 
 
@@ -75,10 +75,10 @@ def _parameters(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _optional(params: Mapping[str, object], key: str) -> float | None:
-    return None if params.get(key) is None else _number(params, key, 0.0)
+    return None if params.get(key) is None else _rope_number(params, key, 0.0)
 
 
-def _number(params: Mapping[str, object], key: str, default: float) -> float:
+def _rope_number(params: Mapping[str, object], key: str, default: float) -> float:
     value = params.get(key)
     if value is None:
         return default

@@ -63,12 +63,12 @@ class OpenAiTarget:
             async with asyncio.timeout(_CHECK_TIMEOUT_S), self._http.request("GET", "/models") as response:
                 body = await response.read(_MAX_BODY_BYTES)
                 if response.status != 200:
-                    raise TargetError(Outcome.ERROR, f"GET /models: HTTP {response.status}: {openai_answer.message(body)}")
+                    raise TargetError(Outcome.ERROR, f"GET /models: HTTP {response.status}: {openai_answer.read_message(body)}")
         except TimeoutError:
             raise TargetError(Outcome.TIMEOUT, f"GET /models: no answer within {_CHECK_TIMEOUT_S:g} s") from None
         except HttpError as error:
             raise TargetError(Outcome.ERROR, str(error)) from error
-        models = openai_answer.models(body)
+        models = openai_answer.read_models(body)
         if not self._model and len(models) == 1:
             self._model = next(iter(models))
         if self._model not in models:
@@ -100,7 +100,7 @@ class OpenAiTarget:
         try:
             async with self._http.request("POST", self._path, prepared.body, prepared.headers) as response:
                 if response.status != 200:
-                    raise openai_answer.refusal(response.status, await response.read(_MAX_BODY_BYTES))
+                    raise openai_answer.read_refusal(response.status, await response.read(_MAX_BODY_BYTES))
                 async with aclosing(_events(response)) as events:
                     async for event in events:
                         yield event
@@ -139,7 +139,7 @@ async def _events(response: Response) -> AsyncGenerator[Event, None]:
                 if data == b"[DONE]":
                     ended = True
                     continue
-                chunk = openai_answer.chunk(data)
+                chunk = openai_answer.read_chunk(data)
                 if chunk.done is not None:
                     done = chunk.done
                 if chunk.text:

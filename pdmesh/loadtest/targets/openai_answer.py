@@ -31,16 +31,16 @@ def malformed(what: str) -> TargetError:
     return TargetError(Outcome.ERROR, f"malformed answer: {what}")
 
 
-def chunk(data: bytes) -> Chunk:
+def read_chunk(data: bytes) -> Chunk:
     """The data of one event."""
     value = _object(data)
     if value.get("error"):
-        raise TargetError(Outcome.ERROR, message(data))
+        raise TargetError(Outcome.ERROR, read_message(data))
     usage = _member(value, "usage", dict, "an object")
     return Chunk(_text(value), _done(usage) if usage else None)
 
 
-def models(body: bytes) -> dict[str, TargetInfo]:
+def read_models(body: bytes) -> dict[str, TargetInfo]:
     """What /models lists, with the context where the server tells it."""
     found = {}
     for model in _member(_object(body), "data", list, "a list") or []:
@@ -50,13 +50,13 @@ def models(body: bytes) -> dict[str, TargetInfo]:
     return found
 
 
-def refusal(status: int, body: bytes) -> TargetError:
+def read_refusal(status: int, body: bytes) -> TargetError:
     """The error for an answer that is not 200."""
     outcome = Outcome.REFUSED if status in _REFUSALS else Outcome.ERROR
-    return TargetError(outcome, f"HTTP {status}: {message(body)}")
+    return TargetError(outcome, f"HTTP {status}: {read_message(body)}")
 
 
-def message(body: bytes) -> str:
+def read_message(body: bytes) -> str:
     """What the server says was wrong, in one line of at most 200 characters that a terminal can show."""
     try:
         value = json.loads(body)

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 
 from pdmesh.runtime.errors import NotFound, Unavailable
 
-SERVICE = "grpc.health.v1.Health"
+HEALTH_SERVICE = "grpc.health.v1.Health"
 Response: TypeAlias = health_pb2.HealthCheckResponse
 
 

@@ -28,7 +28,7 @@ from grpc_reflection.v1alpha import reflection
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.rpc.call_bound import CallBound
 from pdmesh.runtime.rpc.channel import MAX_MESSAGE_BYTES, message_size_options
-from pdmesh.runtime.rpc.health import SERVICE as HEALTH_SERVICE
+from pdmesh.runtime.rpc.health import HEALTH_SERVICE
 from pdmesh.runtime.rpc.health import HealthServicer
 from pdmesh.runtime.rpc.interceptor import ErrorInterceptor
 from pdmesh.runtime.rpc.tls import Tls

@@ -63,7 +63,7 @@ class TlsConfig:
 
     def read(self) -> TlsMaterial:
         """What the files hold now, checked. Raises ConfigError."""
-        return tls_files.read(self.paths, self.tls_name, member=self.is_member)
+        return tls_files.read_tls_files(self.paths, self.tls_name, member=self.is_member)
 
     def _check_given(self) -> None:
         for name in ("tls_cert", "tls_key", "tls_ca"):

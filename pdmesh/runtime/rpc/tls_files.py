@@ -49,7 +49,7 @@ class TlsMaterial:
     client_context: ssl.SSLContext
 
 
-def read(paths: TlsPaths, name: str, *, member: bool) -> TlsMaterial:
+def read_tls_files(paths: TlsPaths, name: str, *, member: bool) -> TlsMaterial:
     """The files as they are now; a `member` of the mesh has a certificate that carries `name`.
 
     Raises ConfigError that names the setting at fault and what to do about it."""

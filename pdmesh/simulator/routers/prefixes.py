@@ -8,7 +8,7 @@ from router.kv_index.index import IN_FLIGHT_S
 from router.kv_index.prefix_memory import PrefixMemory
 from router.routing.worker_snapshot import WorkerKey
 
-NOTHING: Mapping[WorkerKey, int] = {}
+NO_PREFIXES: Mapping[WorkerKey, int] = {}
 
 
 class Prefixes:
@@ -22,10 +22,10 @@ class Prefixes:
     def cached_tokens(self, hashes: Sequence[int], now: float) -> Mapping[WorkerKey, int]:
         """Tokens of the prompt that each worker is thought to hold; workers with none are absent. To be used at once."""
         if not hashes or not self._prefix_tokens:
-            return NOTHING
+            return NO_PREFIXES
         maps = (self._told, *self._sent.maps(now))
         parts = [Part(blocks, levels, self._prefix_tokens) for blocks in maps if (levels := blocks.levels(hashes))]
-        return together(parts) if parts else NOTHING
+        return together(parts) if parts else NO_PREFIXES
 
     def sent(self, worker: WorkerKey, hashes: Sequence[int], now: float) -> None:
         """It computes or receives these, and will soon tell of them."""

@@ -18,7 +18,7 @@ from router.api.openai.handlers import Handlers, HttpSettings, error_response
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def build(frontend: Frontend, settings: HttpSettings) -> Starlette:
+def build_app(frontend: Frontend, settings: HttpSettings) -> Starlette:
     """Serves `frontend`."""
     handlers = Handlers(frontend, settings)
     routes = [

@@ -10,7 +10,7 @@ from router.api.openai.shapes import ChatShape
 from router.api.validation import MAX_MESSAGES, refuse
 
 # What these would ask for is not done here; the values given ask for nothing.
-HARMLESS: dict[str, tuple[object, ...]] = {
+CHAT_HARMLESS: dict[str, tuple[object, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "audio": (), "web_search_options": (), "moderation": (), "logit_bias": ({},),
     "reasoning_effort": ("none",), "verbosity": ("medium",), "echo": (False,), "add_generation_prompt": (True,),
@@ -23,12 +23,12 @@ MESSAGE_HARMLESS: dict[str, tuple[object, ...]] = {"tool_calls": ([],), "functio
 MESSAGE_IGNORED = frozenset({"name", "annotations", "reasoning", "reasoning_content"})
 
 
-def parse(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
+def parse_chat(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
     """Raises InvalidArgument that names the field as the client does."""
     fields = Fields(body)
     request = mesh_pb2.ChatRequest(model=fields.text("model") or "", options=options, messages=_messages(fields))
     request.options.cache_salt = fields.text("cache_salt") or ""
-    params, names = sampling.read(fields)
+    params, names = sampling.read_sampling(fields)
     limit = fields.integer("max_completion_tokens", low=1)
     if limit is not None:
         params.max_tokens = limit  # max_tokens is its older name
@@ -36,7 +36,7 @@ def parse(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
     _read_logprobs(fields, params)
     request.sampling.CopyFrom(params)
     streaming = read_streaming(fields)
-    fields.finish(IGNORED, HARMLESS)
+    fields.finish(IGNORED, CHAT_HARMLESS)
     names |= {"sampling.logprobs": "top_logprobs", "prompt": "messages"}
     return Call((request,), params.n or 1, ChatShape(), streaming, names)
 

@@ -16,7 +16,7 @@ MAX_TOKEN_IDS = 1 << 20
 MAX_TEXT_CHARS = 2 << 20
 """Of all prompts: each has a bound of its own beside it (max_prompt_bytes)."""
 # What these would ask for is not done here; the values given ask for nothing.
-HARMLESS: dict[str, tuple[object, ...]] = {
+COMPLETION_HARMLESS: dict[str, tuple[object, ...]] = {
     "suffix": ("",), "logit_bias": ({},), "add_special_tokens": (True,), "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,), "use_beam_search": (False,),
     "length_penalty": (1, 1.0), "prompt_logprobs": (), "prompt_embeds": (), "truncate_prompt_tokens": (),
@@ -25,10 +25,10 @@ HARMLESS: dict[str, tuple[object, ...]] = {
 _REQUEST_ID_CHARS = 64
 
 
-def parse(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
+def parse_completion(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
     """Raises InvalidArgument that names the field as the client does."""
     fields = Fields(body)
-    params, names = sampling.read(fields)
+    params, names = sampling.read_sampling(fields)
     if not params.HasField("max_tokens"):
         params.max_tokens = DEFAULT_MAX_TOKENS
     num_choices = params.n or 1
@@ -42,7 +42,7 @@ def parse(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
         refuse("echo", "excludes logprobs: those of a prompt are not computed")
     model, salt, prompts = fields.text("model") or "", fields.text("cache_salt") or "", _prompts(fields)
     streaming = read_streaming(fields)
-    fields.finish(IGNORED, HARMLESS)
+    fields.finish(IGNORED, COMPLETION_HARMLESS)
     base = mesh_pb2.GenerateRequest(model=model, sampling=params, options=options)
     base.options.cache_salt = salt
     return Call(_numbered(base, prompts), num_choices, TextShape(), streaming, {**names, "tokens.ids": "prompt"}, echo)

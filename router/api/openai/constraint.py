@@ -24,7 +24,7 @@ class Wanted(NamedTuple):
 Reader = Callable[[Fields, str], common_pb2.Constraint]
 
 
-def read(fields: Fields) -> Wanted | None:
+def read_constraint(fields: Fields) -> Wanted | None:
     """The one that is asked for; None without. Raises InvalidArgument, also for two."""
     wanted = [*_response_format(fields), *_structured_outputs(fields), *_guided(fields)]
     if len(wanted) > 1:

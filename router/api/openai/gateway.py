@@ -18,7 +18,7 @@ def open_gateway(config: RouterConfig, frontend: Frontend, tls: Tls | None, keys
     settings = HttpSettings(config.http_max_body_bytes, keys)
     context = None if tls is None else tls.listening_context(require_client=config.tls_client_auth == "require")
     return HttpServer(
-        app.build(frontend, settings),
+        app.build_app(frontend, settings),
         config.http_host or config.host,
         config.http_port,
         context,

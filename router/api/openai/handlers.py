@@ -57,11 +57,11 @@ class Handlers:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        return await self._answer(request, chat_request.parse)
+        return await self._answer(request, chat_request.parse_chat)
 
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions."""
-        return await self._answer(request, completion_request.parse)
+        return await self._answer(request, completion_request.parse_completion)
 
     async def list_models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -93,11 +93,11 @@ class Handlers:
         try:
             call, time_left_s = await self._read(request, parse)
         except (HttpError, MeshError) as error:
-            operation = CHAT if parse is chat_request.parse else COMPLETION
+            operation = CHAT if parse is chat_request.parse_chat else COMPLETION
             self._frontend.refused(operation, as_told(error), request.scope[RECEIVED_NS], sent_headers)
             raise
         received_ns: int = request.scope[RECEIVED_NS]  # of its last byte
-        answer = Answer(call, request_id.of(request.scope), int(time.time()), self._echo(call))
+        answer = Answer(call, request_id.request_id_of(request.scope), int(time.time()), self._echo(call))
         stream = merged([partial(self._open, wanted, time_left_s, received_ns, sent_headers) for wanted in call.requests])
         try:
             if call.streaming is None:
@@ -111,7 +111,7 @@ class Handlers:
     async def _read(self, request: Request, parse: Parse) -> tuple[Call, float | None]:
         """What is asked for, and how many seconds are left for it, None: any. Raises HttpError, MeshError."""
         loop = asyncio.get_running_loop()
-        options, limit_s = headers.options(request.headers, request_id.of(request.scope)), headers.time_left_s(request.headers)
+        options, limit_s = headers.options_of(request.headers, request_id.request_id_of(request.scope)), headers.requested_time_left_s(request.headers)
         deadline = None if limit_s is None else loop.time() + limit_s
         sent = await requests.read(request, self._settings.max_body_bytes)
         call = await parsed(parse, sent, options)
@@ -225,4 +225,4 @@ async def parsed(parse: Parse, sent: bytes, options: mesh_pb2.RequestOptions) ->
 def _as_client_knows(call: Call, error: PromptError) -> MeshError:
     cause = error.__cause__
     assert cause is not None
-    return renamed(as_mesh_error(cause), {**headers.NAMES, **call.names_of(error.number)})
+    return renamed(as_mesh_error(cause), {**headers.HEADER_NAMES, **call.names_of(error.number)})

@@ -12,7 +12,7 @@ from router.api.validation import refuse
 
 REQUEST_ID, TENANT, PRIORITY, MODE, TIMEOUT = HEADER, "X-Tenant", "X-Priority", "X-Prefill-Mode", "X-Request-Timeout-Ms"
 MAX_TIMEOUT_MS = 10**9
-NAMES = {"options.request_id": REQUEST_ID, "options.tenant": TENANT, "options.cache_salt": "cache_salt"}
+HEADER_NAMES = {"options.request_id": REQUEST_ID, "options.tenant": TENANT, "options.cache_salt": "cache_salt"}
 
 _PRIORITIES = {
     "": common_pb2.PRIORITY_UNSPECIFIED,
@@ -28,7 +28,7 @@ _MODES = {
 _DIGITS = re.compile(r"[0-9]{1,10}")
 
 
-def options(headers: Mapping[str, str], request_id: str) -> mesh_pb2.RequestOptions:
+def options_of(headers: Mapping[str, str], request_id: str) -> mesh_pb2.RequestOptions:
     """`request_id`: see request_id.of. Raises InvalidArgument that names the header."""
     said = mesh_pb2.RequestOptions(
         request_id=request_id,
@@ -40,7 +40,7 @@ def options(headers: Mapping[str, str], request_id: str) -> mesh_pb2.RequestOpti
     return said
 
 
-def time_left_s(headers: Mapping[str, str]) -> float | None:
+def requested_time_left_s(headers: Mapping[str, str]) -> float | None:
     """How long the client waits from now on; None without a limit. Raises InvalidArgument."""
     text = headers.get(TIMEOUT)
     if text is None:

@@ -20,7 +20,7 @@ def new_id() -> str:
     return secrets.token_hex(12)
 
 
-def of(scope: MutableMapping[str, Any]) -> str:
+def request_id_of(scope: MutableMapping[str, Any]) -> str:
     """The request's id, the same whenever it is asked for."""
     if _KEY not in scope:
         given = Headers(scope=scope).get(HEADER, "")
@@ -41,7 +41,7 @@ class WithRequestId:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 others = [header for header in message["headers"] if header[0].lower() != name]
-                message = {**message, "headers": [*others, (name, of(scope).encode())]}
+                message = {**message, "headers": [*others, (name, request_id_of(scope).encode())]}
             await send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -13,7 +13,7 @@ LEAST_TOP_P = 1e-6
 _INTEGERS = ("n", "min_tokens", "max_tokens")
 
 
-def read(fields: Fields) -> tuple[common_pb2.SamplingParams, dict[str, str]]:
+def read_sampling(fields: Fields) -> tuple[common_pb2.SamplingParams, dict[str, str]]:
     """What both endpoints have in common, with names for `errors.renamed`. Ranges are the router's to check, but what does not
     fit the wire is refused here. Raises InvalidArgument."""
     sampling = common_pb2.SamplingParams(ignore_eos=fields.flag("ignore_eos"))
@@ -41,7 +41,7 @@ def read(fields: Fields) -> tuple[common_pb2.SamplingParams, dict[str, str]]:
         refuse("stop_token_ids", f"{len(stop_token_ids)} tokens are more than {MAX_STOP_TOKENS}")
     sampling.stop_token_ids.extend(as_integer(f"stop_token_ids[{at}]", value) for at, value in enumerate(stop_token_ids))
     names = _read_stop(fields, sampling)
-    wanted = constraint.read(fields)
+    wanted = constraint.read_constraint(fields)
     if wanted is not None:
         sampling.constraint.CopyFrom(wanted.constraint)
         kind = wanted.constraint.WhichOneof("kind")

@@ -5,7 +5,7 @@ import io
 import zipfile
 from pathlib import Path
 
-from pdmesh.third_party.vllm import smg_common_pb2 as pb
+from pdmesh.third_party.vllm import smg_common_pb2
 
 CHUNK_BYTES = 256 * 1024
 # What tokenizers, chat templates and limits are read from; never weights.
@@ -38,10 +38,10 @@ def pack(folder: Path) -> bytes:
     return buffer.getvalue()
 
 
-def chunks(folder: Path) -> list[pb.GetTokenizerChunk]:
+def archive_chunks(folder: Path) -> list[smg_common_pb2.GetTokenizerChunk]:
     """The archive as messages, in order; the last one carries the hash of all of it. Raises OSError. Takes its time."""
     archive = pack(folder)
     starts = range(0, len(archive), CHUNK_BYTES)
-    messages = [pb.GetTokenizerChunk(data=archive[start : start + CHUNK_BYTES]) for start in starts]
+    messages = [smg_common_pb2.GetTokenizerChunk(data=archive[start : start + CHUNK_BYTES]) for start in starts]
     messages[-1].sha256 = hashlib.sha256(archive).hexdigest()
     return messages

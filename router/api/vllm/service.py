@@ -95,7 +95,7 @@ class VllmEngineService(VllmEngineServicer):
     ) -> AsyncGenerator[common_pb.GetTokenizerChunk, None]:
         model = self._model()
         if not self._tokenizer:
-            self._tokenizer = await asyncio.to_thread(archive.chunks, self._folder(model))
+            self._tokenizer = await asyncio.to_thread(archive.archive_chunks, self._folder(model))
         for chunk in self._tokenizer:
             yield chunk
 

@@ -152,12 +152,12 @@ def test_selectors_are_kubernetes_own() -> None:
         "!tier",
         "a notin (b)",
     ):
-        assert selector.parse(text)(labels), text
+        assert selector.parse_selector(text)(labels), text
     for text in ("pool=prefill", "pool in (a,b),model=m", "!pool", "tier", "pool notin (decode)", "pool=decode,x=y"):
-        assert not selector.parse(text)(labels), text
+        assert not selector.parse_selector(text)(labels), text
     for text in ("a b", "=x", "pool in decode", "a=b c"):
         with pytest.raises(ValueError, match="labelSelector"):
-            selector.parse(text)
+            selector.parse_selector(text)
 
 
 def test_a_hold_keeps_nothing_fresh() -> None:

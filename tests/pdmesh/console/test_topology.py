@@ -46,7 +46,7 @@ async def asking(*routers: str) -> AsyncIterator[Callable[..., Any]]:
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Nobody's decisions but the test's; and no long waits."""
-    monkeypatch.setattr(local_state, "default_folder", lambda: tmp_path)
+    monkeypatch.setattr(local_state, "decisions_folder", lambda: tmp_path)
     monkeypatch.setattr(topology, "WATCHED_PERIOD_S", 0.02)
     return tmp_path
 

@@ -60,16 +60,16 @@ class TritonSums:
 
     def sum(self, blocks: Blocks, sums: torch.Tensor) -> None:
         blocks.check()
-        _launch(blocks, blocks, sums, stores=False)
+        _launch_summed(blocks, blocks, sums, stores=False)
 
     def copy(self, source: Blocks, target: Blocks, sums: torch.Tensor) -> None:
         source.check()
         target.check()
         target.check_fits(source)
-        _launch(source, target, sums, stores=True)
+        _launch_summed(source, target, sums, stores=True)
 
 
-def _launch(source: Blocks, target: Blocks, sums: torch.Tensor, *, stores: bool) -> None:
+def _launch_summed(source: Blocks, target: Blocks, sums: torch.Tensor, *, stores: bool) -> None:
     block_words, num_blocks = source.pool.shape[3], len(source.block_ids)
     words = min(_MOST_WORDS, triton.next_power_of_2(block_words))
     grid = (num_blocks * triton.cdiv(block_words, words), 2 * len(source.layers))

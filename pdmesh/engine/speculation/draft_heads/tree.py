@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Sequence as Ranked
 
 from pdmesh.engine.speculation.draft import NOTHING, ROOT, Draft
 
-Guesses = Sequence[Sequence[tuple[int, float]]]  # of each depth: tokens and their chances, the likeliest first
+Guesses = Ranked[Ranked[tuple[int, float]]]  # of each depth: tokens and their chances, the likeliest first
 
 
 def best_tree(guesses: Guesses, max_tokens: int, least_chance: float, proposer: str) -> Draft:
