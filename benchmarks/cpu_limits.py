@@ -7,11 +7,11 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdmesh.engine.kernels.cpu import limits
+from pdmesh.engine.kernels.cpu import library
 
 READ, INT8, BF16 = "read bandwidth, all threads", "int8 product peak", "bf16 product peak"
 # How each limit is measured; in turn with the contestants, so that a machine's moods touch all alike.
-LIMIT_CASES = {READ: limits.read_bandwidth_gb_s, INT8: limits.int8_peak_gop_s, BF16: limits.bf16_peak_gflop_s}
+LIMIT_CASES = {READ: library.read_bandwidth_gb_s, INT8: library.int8_peak_gop_s, BF16: library.bf16_peak_gflop_s}
 UNITS = {READ: "GB/s", INT8: "GOP/s", BF16: "GFLOP/s"}
 _KV_BYTES_PER_NUMBER = 2
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import EngineRequest, SamplingParams
 from pdmesh.text.block_hash import hash_block
 
 # Fields of EngineConfig: the numbers that an engine, or every worker of a mesh, computes in.

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from kvtransfer.compatibility import PROTOCOL_VERSION
-from kvtransfer.feed import FirstTokensDrawn, complete_feed
+from kvtransfer.layout import PROTOCOL_VERSION
 from kvtransfer.native import library as native_library
 from kvtransfer.receiver.delegate import PushTarget
 from kvtransfer.receiver.receiver import Receiver
-from kvtransfer.sender.push_part import PushJob
+from kvtransfer.schedule import FirstTokensDrawn, complete_feed
+from kvtransfer.sender.push import PushJob
 from kvtransfer.sender.sender import Sender
 from kvtransfer.transports.grpc import SERVICE, add_push_service
 from kvtransfer.transports.registry import installed

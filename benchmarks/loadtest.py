@@ -23,9 +23,8 @@ import httpx
 
 from benchmarks.harness import Figure, say, write
 from benchmarks.loadtest_stub import Latencies
-from pdmesh.loadtest.lengths import fixed
-from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
-from pdmesh.loadtest.record import Outcome
+from pdmesh.loadtest.arrivals import fixed
+from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome
 from pdmesh.loadtest.runner import RunLog, Runner, RunSettings
 from pdmesh.loadtest.stats import Latency, Window, quantile, summarise
 from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget

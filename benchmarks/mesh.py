@@ -19,7 +19,7 @@ from benchmarks.engine_runs import DEFAULT, FLOAT32, GREEDY, Settings, flags_of,
 from benchmarks.harness import PLAIN, Figure, interleave, say, write
 from pdmesh.client.client import AsyncClient, Completed, Delta
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.kernels.cpu.limits import product_peak_gop_s, read_bandwidth_gb_s
+from pdmesh.engine.kernels.cpu.library import product_peak_gop_s, read_bandwidth_gb_s
 from pdmesh.engine.request import EngineRequest
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig

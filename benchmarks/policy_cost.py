@@ -14,10 +14,10 @@ from statistics import quantiles
 from kvtransfer.layout import Layout
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import worker_pb2
+from router.routing.cost_model import Overheads
 from router.routing.cost_policy import PredictPolicy
 from router.routing.filters import Demand, Placement
 from router.routing.fleet_snapshot import Roster
-from router.routing.overheads import Overheads
 from router.routing.worker_reports import Described, view_of
 from router.routing.worker_snapshot import WorkerView
 

@@ -2,21 +2,199 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
-from decode_service.lease_keeper import LeaseKeeper
-from decode_service.ports import EngineCalls, Sinks
-from decode_service.refusals import released_by_worker
+from decode_service.ports import DecodeSettings, EngineCalls, Sinks, start
+from decode_service.request import Record, monotonic_ns
 from decode_service.requests import Reservations
-from decode_service.servicer import DecodeServicer, Endpoints
-from decode_service.settings import DecodeSettings
 from decode_service.spans import DecodeSpans
-from decode_service.token_stream import Outboxes
+from decode_service.token_stream import Outbox, Outboxes, Stream
 from decode_service.transfer_delegate import PushDelegate
-from decode_service.validation import SubmitValidator, Translate
-from kvtransfer.reservation import Failed
-from pdmesh.v1 import common_pb2, worker_pb2
+from decode_service.validation import SubmitValidator, Translate, check_attach, check_id, has_passed, released_by_worker
+from kvtransfer.reservation import Cancelled, Event, Failed, LeaseExpired, Mode
+from pdmesh.engine.errors import InvalidRequest, RequestTooLarge
+from pdmesh.runtime import log
+from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, MeshError, Unavailable
+from pdmesh.runtime.telemetry.propagation import SubmitContext, read_submit
+from pdmesh.runtime.telemetry.spans import Value
+from pdmesh.v1 import common_pb2, decode_pb2, worker_pb2
+from pdmesh.v1.decode_pb2_grpc import DecodeServiceServicer
+
+if TYPE_CHECKING:
+    from pdmesh.v1.decode_pb2_grpc import _MaybeAsyncIterator, _ServicerContext
+
+
+# DecodeService on the wire: each handler checks its message and passes it on.
+
+
+Endpoints = Callable[[], list[common_pb2.TransferEndpoint]]
+
+
+class DecodeServicer(DecodeServiceServicer):
+    """Submit, Cancel and Attach."""
+
+    def __init__(
+        self,
+        reservations: Reservations,
+        outboxes: Outboxes,
+        validator: SubmitValidator,
+        *,
+        layout: common_pb2.KVLayout,
+        lease_s: float,
+        stream_timeout_s: float,
+        endpoints: Endpoints,
+        spans: DecodeSpans | None = None,
+    ) -> None:
+        self._reservations = reservations
+        self._outboxes = outboxes
+        self._validator = validator
+        self._layout = layout
+        self._lease_ms = round(lease_s * 1000)
+        self._stream_timeout_s = stream_timeout_s
+        self._endpoints = endpoints
+        self._spans = spans or DecodeSpans()
+
+    async def Submit(self, request: decode_pb2.SubmitRequest, context: _ServicerContext) -> decode_pb2.SubmitResponse:
+        received_ns = monotonic_ns()
+        trace = read_submit(context.invocation_metadata()) if self._spans.tracing.is_on else None
+        log.belongs_to("" if trace is None else trace.call.trace_name)
+        attributes: dict[str, Value] = {"pdmesh.attempt": request.attempt}
+        error: BaseException | None = None
+        ended_ns: int | None = None
+        try:
+            record = await self._submit(request, received_ns, trace)
+            attributes.update(_granted_attributes(record))
+            if record.submission.mode is Mode.LOCAL:
+                ended_ns = max(received_ns, record.engine_entered_ns)  # of a repeated Submit, it had the prompt before
+            return decode_pb2.SubmitResponse(reservation=self._granted(record))
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self._spans.submitted(trace, received_ns, attributes, error, ended_ns)
+
+    async def _submit(self, request: decode_pb2.SubmitRequest, received_ns: int, trace: SubmitContext | None) -> Record:
+        submission = await self._validator.check(request, now=time.monotonic(), received_ns=received_ns)
+        try:
+            return await self._reservations.submit(replace(submission, trace=trace))
+        except (InvalidRequest, RequestTooLarge) as error:
+            field, _, problem = str(error).partition(": ")
+            raise InvalidArgument(f"request.{field}", problem or field) from error
+
+    async def Cancel(self, request: decode_pb2.CancelRequest, context: _ServicerContext) -> decode_pb2.CancelResponse:
+        check_id("request_id", request.request_id)
+        return decode_pb2.CancelResponse(found=await self._reservations.cancel(request.request_id, request.reason))
+
+    async def Attach(
+        self, request_iterator: _MaybeAsyncIterator[decode_pb2.AttachRequest], context: _ServicerContext
+    ) -> AsyncIterator[decode_pb2.Frame]:
+        first = await self._first_message(request_iterator)
+        outbox = self._outboxes.of(first.router_id)
+        opening = outbox.open(first)
+        stream = opening.stream
+        # Also when the call ends while gRPC holds a frame: this generator may then not be resumed for a while.
+        context.add_done_callback(cast("Any", lambda _: outbox.close(stream)))
+        for request_id in opening.unknown:
+            self._reservations.repeat_ending(request_id, outbox)
+        for record in opening.abandoned:
+            start(self._reservations.end(record, Cancelled("its router no longer follows it")))
+        reader = start(_read(request_iterator, outbox, stream))
+        try:
+            async for frame in self._outboxes.frames(outbox, stream):
+                yield frame
+        finally:
+            reader.cancel()
+            outbox.close(stream)
+
+    async def _first_message(self, requests: AsyncIterator[decode_pb2.AttachRequest]) -> decode_pb2.AttachRequest:
+        if self._outboxes.is_closing:
+            raise Unavailable("this worker is stopping; attach to another")
+        try:
+            async with asyncio.timeout(self._stream_timeout_s):
+                first = await anext(requests)
+        except StopAsyncIteration:
+            raise InvalidArgument("router_id", "the stream ended before its first message") from None
+        except TimeoutError:
+            raise DeadlineExceeded(f"no first message within {self._stream_timeout_s} s") from None
+        check_attach(first)
+        return first
+
+    def _granted(self, record: Record) -> common_pb2.Reservation:
+        blocks = record.blocks
+        return common_pb2.Reservation(
+            reservation_id=record.reservation_id,
+            epoch=self._validator.epoch,
+            attempt=record.submission.attempt,
+            lease_ms=self._lease_ms,
+            token=record.token,
+            endpoints=self._endpoints(),
+            num_cached_tokens=blocks.num_cached_tokens if blocks else 0,
+            layout=self._layout,
+        )
+
+
+def _granted_attributes(record: Record) -> dict[str, Value]:
+    blocks = record.blocks
+    if blocks is None:
+        return {}
+    return {"pdmesh.cached_tokens": blocks.num_cached_tokens, "pdmesh.kv.blocks": len(blocks.block_ids)}
+
+
+async def _read(requests: AsyncIterator[decode_pb2.AttachRequest], outbox: Outbox, stream: Stream) -> None:
+    """The router's heartbeats: it is there, and what it follows is not forgotten."""
+    async for request in requests:
+        if request.router_id != outbox.router_id:
+            stream.close(InvalidArgument("router_id", f"it was {outbox.router_id!r} before; one stream serves one router"))
+            return
+        stream.heard()
+        outbox.renew_leases(request.waiting_request_ids, time.monotonic())
+    stream.close()  # the router has said its last word
+
+
+# Ends what ran out of time: deadlines, leases, routers that stay away. One tick looks at everything; time is passed in.
+
+
+TICK_S = 0.02
+
+
+class LeaseKeeper:
+    """Drives the clocks of the decode service."""
+
+    def __init__(self, reservations: Reservations, outboxes: Outboxes) -> None:
+        self._reservations = reservations
+        self._outboxes = outboxes
+        self.num_expired = 0  # leases
+
+    async def run(self) -> None:
+        """Ticks until cancelled."""
+        while True:
+            self.tick(time.monotonic())
+            await asyncio.sleep(TICK_S)
+
+    def tick(self, now: float) -> None:
+        for record in self._outboxes.tick(now):
+            self._end(record, Cancelled(f"router {record.outbox.router_id} is gone"), None)
+        for record in self._reservations.active:
+            if has_passed(record.submission.deadline, now):
+                self._end(record, Cancelled("deadline exceeded"), DeadlineExceeded("the request's deadline has passed"))
+            elif has_passed(record.reservation.lease_deadline, now):
+                self._end(record, LeaseExpired(), released_by_worker("its lease expired without progress"))
+        self._reservations.sweep(now)
+
+    def _end(self, record: Record, event: Event, failure: MeshError | None) -> None:
+        """Once at a time for each record: ending waits for writers and for the engine, longer than a tick."""
+        if not record.is_ending and not record.is_released:
+            self.num_expired += isinstance(event, LeaseExpired)
+            record.is_ending = True
+            start(self._reservations.end(record, event, failure)).add_done_callback(lambda _: _ended(record))
+
+
+def _ended(record: Record) -> None:
+    record.is_ending = False
 
 
 @dataclass(frozen=True)

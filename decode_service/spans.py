@@ -15,12 +15,9 @@ from typing import TYPE_CHECKING
 
 from pdmesh.engine.outputs import RequestStarted
 from pdmesh.runtime.errors import MeshError
-from pdmesh.runtime.telemetry.problems import finish_word, problem_of
-from pdmesh.runtime.telemetry.propagation import SpanContext
-from pdmesh.runtime.telemetry.spans import Kind, Span, Value
-from pdmesh.runtime.telemetry.steps import StepLog, chunk_events
+from pdmesh.runtime.telemetry.propagation import SpanContext, SubmitContext
+from pdmesh.runtime.telemetry.spans import Kind, Span, StepLog, Value, chunk_events, finish_word, problem_of
 from pdmesh.runtime.telemetry.tracing import OFF, Tracing
-from pdmesh.runtime.telemetry.worker_context import SubmitContext
 
 if TYPE_CHECKING:
     from decode_service.request import Record

@@ -14,8 +14,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 
+from decode_service.ports import StreamSettings
 from decode_service.request import Record, monotonic_ns
-from decode_service.settings import StreamSettings
 from pdmesh.runtime.errors import Aborted, MeshError, Unavailable
 from pdmesh.v1 import decode_pb2, worker_pb2
 

@@ -10,8 +10,7 @@ from decode_service.ports import start
 from decode_service.request import Beginning, Handoff, Record
 from decode_service.requests import Reservations
 from kvtransfer.errors import TransferRefused
-from kvtransfer.receiver.delegate import PushTarget
-from kvtransfer.receiver.grant import check_epoch, check_grant, unknown_reservation
+from kvtransfer.receiver.delegate import PushTarget, check_epoch, check_grant, unknown_reservation
 from kvtransfer.reservation import AttemptFailed, Finished, InvalidTransition, Progress, PushOpened, StaleAttempt, transition
 from pdmesh.runtime.failpoints import hit
 from pdmesh.v1 import common_pb2, transfer_pb2

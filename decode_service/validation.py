@@ -6,12 +6,23 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from decode_service.deadlines import deadline_of
 from decode_service.request import Submission
-from kvtransfer.reservation import Mode
+from kvtransfer.reservation import AlreadyRunning, InvalidTransition, Mode, StaleAttempt
 from pdmesh.engine.request import EngineRequest
-from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument
+from pdmesh.runtime.errors import Aborted, FailedPrecondition, InvalidArgument, MeshError, ResourceExhausted, Unavailable
 from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2
+
+# Time travels as time left and becomes a deadline on this worker's own monotonic clock.
+
+
+def deadline_of(time_left_ms: int, now: float) -> float | None:
+    """Monotonic seconds at which a request's time is up; None for `time_left_ms` 0, which means no deadline."""
+    return now + time_left_ms / 1000 if time_left_ms else None
+
+
+def has_passed(deadline: float | None, now: float) -> bool:
+    return deadline is not None and now >= deadline
+
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MIN_PERIOD_MS, MAX_PERIOD_MS = 10, 10_000
@@ -82,3 +93,29 @@ def _check_mode(mode: Mode, request: EngineRequest) -> None:
     finished = request.finished or (False,) * request.sampling.n
     if mode is Mode.REMOTE and any(request.emitted) and finished.count(False) > 1:
         raise InvalidArgument("mode", "several unfinished choices with emitted tokens cannot be prefilled remotely; use LOCAL")
+
+
+# What routers are told when a request cannot be taken, or cannot go on, here.
+
+
+# To a router that asks for finished output too late: it can have the tokens drawn again elsewhere.
+OUTPUT_GONE = Unavailable("it has finished here, and its output is no longer kept")
+
+
+def no_room(retry_delay_s: float) -> ResourceExhausted:
+    """The engine has no blocks or seats for the request now; nothing was kept."""
+    return ResourceExhausted("no room for the request's KV blocks now", retry_delay_s=retry_delay_s)
+
+
+def released_by_worker(reason: str) -> Unavailable:
+    """This worker gives a request up; another one may take it."""
+    return Unavailable(f"this worker gave the request up: {reason}")
+
+
+def refusal_of(error: InvalidTransition) -> MeshError:
+    """The status of a Submit that the state machine does not allow."""
+    if isinstance(error, StaleAttempt):
+        return Aborted(str(error))
+    if isinstance(error, AlreadyRunning):
+        return FailedPrecondition("attempt", f"the request runs already: {error}")
+    return FailedPrecondition("mode", str(error))

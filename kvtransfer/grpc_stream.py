@@ -19,8 +19,8 @@ from typing import Protocol
 import grpc.aio
 import numpy as np
 
-from kvtransfer.checksum import extend, extend_over
 from kvtransfer.errors import FrameError, PeerClosed, TransferRefused
+from kvtransfer.framing import extend, extend_over
 from kvtransfer.stream import Cursor, Stream
 
 MAX_IN_OUTBOX = 1  # beside the one that gRPC sends

@@ -16,10 +16,9 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from kvtransfer import framing
-from kvtransfer.checksum import extend_over
 from kvtransfer.errors import FrameError, PeerClosed
-from kvtransfer.native.cursor import NativeCursor
-from kvtransfer.native.library import native
+from kvtransfer.framing import extend_over
+from kvtransfer.native.library import NativeCursor, native
 from pdmesh.v1 import transfer_pb2
 
 TURN_MS = 100

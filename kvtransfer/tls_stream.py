@@ -19,8 +19,7 @@ import grpc
 from kvtransfer import framing
 from kvtransfer.errors import PeerClosed, TransferRefused, code_number
 from kvtransfer.stream import Cursor, SocketStream
-from pdmesh.runtime.rpc.tls import Tls
-from pdmesh.runtime.rpc.tls_files import explain
+from pdmesh.runtime.rpc.tls import Tls, explain
 from pdmesh.v1 import transfer_pb2
 
 MAX_WRITE_BYTES = 256 << 10  # of one call: so long may an answer wait to be read

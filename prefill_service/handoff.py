@@ -11,20 +11,49 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 from kvtransfer.errors import PushFailed, code_number
-from kvtransfer.feed import Ending, FirstTokensDrawn, KVFeed, NothingToDecode, Ready
-from kvtransfer.sender.push_part import PushJob, PushResult
+from kvtransfer.schedule import Ending, FirstTokensDrawn, KVFeed, NothingToDecode, Ready
+from kvtransfer.sender.push import PushJob, PushResult
 from kvtransfer.sender.sender import Sender
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.outputs import KVReady
+from pdmesh.engine.outputs import KVReady, RequestStarted, SequenceUpdate
 from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime.errors import DeadlineExceeded, ResourceExhausted
 from pdmesh.runtime.failpoints import hit_async
 from pdmesh.v1 import common_pb2, prefill_pb2
 from prefill_service.first_tokens import FirstTokens, FirstTokensSink
-from prefill_service.ports import EngineCalls, Sinks
 from prefill_service.spans import NO_SPANS, Spans
+
+# What the prefill service needs of the worker around it.
+
+
+T = TypeVar("T")
+
+
+class EngineCalls(Protocol):
+    """The engine's thread (`pdmesh.engine.loop.EngineLoop`)."""
+
+    async def call(self, fn: Callable[[Engine], T]) -> T:
+        """Runs `fn` between two steps."""
+
+
+class Sink(Protocol):
+    """Who hears of one engine request. Called on the event loop, in order; updates of a step before `on_started` of that step."""
+
+    def on_update(self, update: SequenceUpdate) -> None: ...
+
+    def on_started(self, started: RequestStarted, ended_ns: int) -> None: ...
+
+
+class Sinks(Protocol):
+    """The engine's results by engine request id (`pdmesh.worker.step_dispatcher.Dispatcher`)."""
+
+    def add(self, engine_id: str, sink: Sink, on_ready: Callable[[KVReady], None] | None = None) -> None: ...
+
+    def remove(self, engine_id: str) -> None: ...
+
 
 RETRY_DELAY_S = 0.1
 STUCK_S = 0.5  # between two looks at an engine that may have stopped

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtransfer.sender.push_part import PartMoved
-from pdmesh.runtime.telemetry.problems import is_departure, problem_of
+from kvtransfer.sender.push import PartMoved
 from pdmesh.runtime.telemetry.propagation import SpanContext
-from pdmesh.runtime.telemetry.spans import Kind, Value
-from pdmesh.runtime.telemetry.steps import StepLog, chunk_events
+from pdmesh.runtime.telemetry.spans import Kind, StepLog, Value, chunk_events, is_departure, problem_of
 from pdmesh.runtime.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:

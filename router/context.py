@@ -1,35 +1,115 @@
 """What all requests of one router share."""
 
+from __future__ import annotations
+
 import asyncio
+import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import grpc.aio
 
 from pdmesh.planning.objectives import ModelObjective
-from pdmesh.runtime.identity import new_epoch
+from pdmesh.runtime.process import new_epoch
 from pdmesh.runtime.telemetry.tracing import OFF, Tracing
-from router.background import Background
 from router.config import RouterConfig
+from router.fleet.circuit_breaker import Judge
 from router.fleet.hedging import HedgeLimits, Hedging
-from router.fleet.judge import Judge
 from router.fleet.migration import Movable
 from router.fleet.registry import Fleet
-from router.flow_control.capacity import AdmissionSettings
-from router.flow_control.controller import Admission
-from router.flow_control.forecast import Forecaster
-from router.flow_control.gate import Gate
-from router.flow_control.tenant_limits import TenantBook
+from router.flow_control.capacity import AdmissionSettings, TenantBook
+from router.flow_control.controller import Admission, Gate
+from router.flow_control.types import Forecaster
 from router.kv_index.index import PrefixIndex
 from router.lifecycle.capacity_queue import RoomLine
+from router.routing.cost_model import OutputLengths, Overheads
 from router.routing.cost_policy import Policy, PredictPolicy
 from router.routing.decisions import Decisions
-from router.routing.output_lengths import OutputLengths
-from router.routing.overheads import Overheads
 from router.routing.policies.single_signal import PreferencePolicy, preference
 from router.telemetry.metrics import RequestMetrics
 from router.telemetry.traffic import Traffic
-from router.tokenization.served_model import ServedModel
-from router.trace_keeper import TraceKeeper
+from router.tokenization.prepared_request import ServedModel
+
+if TYPE_CHECKING:
+    from router.fleet.worker import Worker
+
+
+# Work that may outlive the call that caused it, such as telling a worker that the client has left. Each bounds itself.
+
+
+logger = logging.getLogger(__name__)
+
+
+class Background:
+    """Keeps tasks alive until they are done, and can be awaited at shutdown."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def spawn(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
+        """Run `work` beside everything else; what it raises is logged."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    async def finish(self, timeout_s: float) -> None:
+        """Wait for what is under way, then cancel the rest."""
+        if self._tasks:
+            _, late = await asyncio.wait(set(self._tasks), timeout=timeout_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("background work %s failed", task.get_name(), exc_info=task.exception())
+
+
+# Tells workers which traces are wanted although they were not sampled; a few at a time, soon, and once.
+
+
+GATHER_S = 0.2
+CALL_TIMEOUT_S = 1.0
+MAX_IDS = 512
+
+
+class TraceKeeper:
+    """What is lost on the way is lost: a trace without a worker's part says as much by itself."""
+
+    def __init__(self, background: Background) -> None:
+        self._background = background
+        self._wanted: dict[Worker, list[int]] = defaultdict(list)
+        self._is_gathering = False
+
+    def keep(self, trace_id: int, workers: Iterable[Worker]) -> None:
+        """These workers hold a part of the trace."""
+        for worker in workers:
+            if len(self._wanted[worker]) < MAX_IDS:
+                self._wanted[worker].append(trace_id)
+        if self._wanted and not self._is_gathering:
+            self._is_gathering = True
+            self._background.spawn(self._tell_all(), "keep traces")
+
+    async def _tell_all(self) -> None:
+        await asyncio.sleep(GATHER_S)
+        self._is_gathering = False
+        wanted, self._wanted = self._wanted, defaultdict(list)
+        await asyncio.gather(*(_tell(worker, trace_ids) for worker, trace_ids in wanted.items()))
+
+
+async def _tell(worker: Worker, trace_ids: list[int]) -> None:
+    try:
+        await worker.keep_traces(trace_ids, CALL_TIMEOUT_S)
+    except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
+        logger.info("%s was not told of %d traces to keep: %s", worker.address, len(trace_ids), error)
 
 
 @dataclass(eq=False)
@@ -79,7 +159,7 @@ class Core:
         fleet: Fleet,
         objectives: Iterable[ModelObjective] = (),
         tenants: TenantBook | None = None,
-    ) -> "Core":
+    ) -> Core:
         """Empty queues and memories from the configuration. Without a book all tenants are equal and unlimited."""
         gate = Gate(Admission(_settings(config), tenants))
         prefixes, overheads = PrefixIndex(config.prefix_index_blocks), Overheads()

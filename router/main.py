@@ -15,8 +15,8 @@ from pdmesh.runtime.registry.registry import Registry
 from pdmesh.runtime.rpc.channel import Channels
 from pdmesh.runtime.rpc.server import Callers, ConnectionLimits, GrpcServer
 from pdmesh.runtime.rpc.tls import open_tls
+from pdmesh.runtime.telemetry.config import resource_of
 from pdmesh.runtime.telemetry.metrics import open_metrics
-from pdmesh.runtime.telemetry.resource import resource_of
 from pdmesh.runtime.telemetry.tracing import open_tracing
 from pdmesh.third_party.kserve import grpc_service_pb2_grpc
 from pdmesh.third_party.vllm import vllm_engine_pb2_grpc
@@ -25,24 +25,23 @@ from router import processes
 from router.api.frontend import Frontend
 from router.api.kserve.service import SERVICE_NAME as KSERVE
 from router.api.kserve.service import InferenceService
-from router.api.openai.gateway import open_gateway
+from router.api.openai.server import open_gateway
 from router.api.service import MeshService
 from router.api.vllm.service import SERVICE_NAME as VLLM_ENGINE
 from router.api.vllm.service import VllmEngineService
-from router.auth import key_store
+from router.auth import api_keys
 from router.auth.identity import KeyInterceptor
 from router.auth.tenants import Tenants
 from router.config import RouterConfig
 from router.context import Core
 from router.fleet.decode_stream import LinkSettings
-from router.fleet.migration import Mover
-from router.fleet.rebalance import Rebalancer
+from router.fleet.migration import Mover, Rebalancer
 from router.fleet.registry import Fleet
 from router.fleet.shared_state import SharedState
 from router.flow_control.ttft_predictor import PolicyForecaster
 from router.kv_index.subscriber import PrefixFollower
 from router.telemetry.fleet_metrics import StatusReader
-from router.tokenization import served_model
+from router.tokenization import prepared_request
 
 SERVICE_NAME = "pdmesh.v1.Mesh"
 BACKGROUND_GRACE_S = 3.0
@@ -64,7 +63,7 @@ class Router:
         fleet = Fleet(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
         goals = objectives.load(config.objectives)
         self.tenants = Tenants(config.tenants, config.tenants_share)
-        models = served_model.load(config.model_folders())
+        models = prepared_request.load(config.model_folders())
         self.core = Core.build(config, router_id, models, fleet, goals, tenants=self.tenants)
         self.core.forecaster = PolicyForecaster(self.core)
         resource = resource_of(router_id, config.mesh, ("router",), self.core.epoch)
@@ -83,7 +82,7 @@ class Router:
         self.mover = _mover(self.core, goals)
         self.frontend = Frontend(self.core, goals, self._registry_connected)
         self.frontend.on_asked = self.tenants.asked
-        self.keys = key_store.open_store(config.api_keys, config.mesh)
+        self.keys = api_keys.open_store(config.api_keys, config.mesh)
         checks = () if self.keys is None else (KeyInterceptor(self.keys),)
         self.server = GrpcServer(
             config.host,

@@ -10,7 +10,7 @@ TORCH_FREE = [
     "pdmesh.simulator.main",
     "pdmesh.autoscaler.policy.policy",
     "pdmesh.text.tokenizer",
-    "pdmesh.text.choice_text",
+    "pdmesh.text.stop",
     "pdmesh.client",
     "pdmesh.console.main",
     "pdmesh.runtime.rpc.server",

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from benchmarks.autoscale.dynamo import DynamoPlanner, DynamoSettings, Interval
 from benchmarks.autoscale.rivals import Hpa, HpaSettings
 from benchmarks.autoscale.scenario import Scenario
-from pdmesh.autoscaler.collect.collect_counts import Counts
-from pdmesh.autoscaler.collect.traffic import lengths_of
+from pdmesh.autoscaler.collect.traffic import Counts, lengths_of
 from pdmesh.autoscaler.settings import AutoscalerSettings
 from pdmesh.autoscaler.views import PoolName
 from pdmesh.planning.capacity_load import Limits, Worker

@@ -14,8 +14,7 @@ import math
 from dataclasses import dataclass, replace
 
 from pdmesh.planning.capacity_load import Goals, Lengths, Worker
-from pdmesh.planning.capacity_steps import largest_batch, step_s
-from pdmesh.planning.prompt_times import times_alone
+from pdmesh.planning.prompt_times import largest_batch, step_s, times_alone
 
 
 @dataclass(frozen=True)

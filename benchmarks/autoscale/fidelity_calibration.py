@@ -25,7 +25,8 @@ LASTS_S = (0.005, 5.0)
 
 @dataclass(frozen=True)
 class Calibration:
-    """Seconds, but for `noise`: as `pdmesh.simulator.settings.MeshSettings` and `pdmesh.simulator.workers.spec.WorkerSpec` have them."""
+    """Seconds, but for `noise`: as `pdmesh.simulator.settings.MeshSettings` and `pdmesh.simulator.workers.spec.WorkerSpec` have
+    them."""
 
     router_s: float
     call_s: float
@@ -103,7 +104,8 @@ def _centred(values: Iterable[float]) -> list[float]:
 
 
 def _lasts_s(left: float, seconds: float) -> float:
-    """The time constant with which so much of the variance is left after so long: the formula of `pdmesh.simulator.workers.batch.StepTimes`."""
+    """The time constant with which so much of the variance is left after so long: the formula of
+    `pdmesh.simulator.workers.batch.StepTimes`."""
     low, high = LASTS_S
     for _ in range(60):
         middle = math.sqrt(low * high)

@@ -20,8 +20,7 @@ from benchmarks.router.windows import call
 from pdmesh.client.client import AsyncClient
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import ProcessPlan
-from pdmesh.loadtest.objectives import Objectives
-from pdmesh.loadtest.record import Outcome, Record
+from pdmesh.loadtest.record import Objectives, Outcome, Record
 from pdmesh.loadtest.runner import Runner, RunSettings
 from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
 from pdmesh.loadtest.workload import PlannedSession, PlannedTurn, Segment, TrafficClass

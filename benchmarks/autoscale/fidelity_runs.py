@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pdmesh.planning.latency_model import LatencyModel
-from pdmesh.simulator import shaping
+from pdmesh.simulator import arrivals as shaping
 from pdmesh.simulator.arrivals import Arrival, log_normal, poisson, read_azure
 from pdmesh.simulator.workers.spec import KNOWN_STEPS, WorkerSpec
 

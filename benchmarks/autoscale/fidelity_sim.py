@@ -11,7 +11,7 @@ from pdmesh.planning.objectives import ModelObjective
 from pdmesh.simulator.arrivals import Arrival
 from pdmesh.simulator.mesh import Mesh
 from pdmesh.simulator.request import End, Request
-from pdmesh.simulator.routers.ledger import MODEL
+from pdmesh.simulator.routers.routing import MODEL
 from pdmesh.simulator.settings import MeshSettings
 
 

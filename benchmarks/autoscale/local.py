@@ -22,9 +22,8 @@ from pdmesh.commands.up_autoscale import AutoscaleOptions, local_loop, scaled
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
 from pdmesh.loadtest import arrivals
-from pdmesh.loadtest.lengths import fixed
-from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
-from pdmesh.loadtest.record import Outcome
+from pdmesh.loadtest.arrivals import fixed
+from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome
 from pdmesh.loadtest.runner import Runner, RunSettings
 from pdmesh.loadtest.stats import Window, summarise
 from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from html import escape
 
 from pdmesh.autoscaler.loop_history import Entry
-from pdmesh.loadtest.objectives import ObjectiveBook
-from pdmesh.loadtest.record import Record
-from pdmesh.loadtest.reports.charts import Axis, Line, Mark, Point, linear, lines_chart
+from pdmesh.loadtest.record import ObjectiveBook, Record
+from pdmesh.loadtest.reports.charts import Axis, Line, Mark, Point, linear, lines_chart, section, table
 from pdmesh.loadtest.reports.html import document
-from pdmesh.loadtest.reports.report_parts import section, table
-from pdmesh.loadtest.stats import Window, summarise
-from pdmesh.loadtest.timeline import timeline
+from pdmesh.loadtest.stats import Window, summarise, timeline
 
 SHARE_OVER_S = 10.0
 """Attainment is taken over so many seconds at a time."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from pdmesh.engine.outputs import StepResult
-from pdmesh.worker.latency import StepWatch
+from pdmesh.worker.load import StepWatch
 from pdmesh.worker.main import main
 
 Step = tuple[float, ...]

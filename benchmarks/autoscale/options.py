@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from benchmarks.harness import say
-from pdmesh.models.model_cache import cache_folder
+from pdmesh.models.catalogue import cache_folder
 from pdmesh.models.registry import ensure_model
 
 MODEL = "smollm2-135m-instruct"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from benchmarks.autoscale.contest import POOLS, WINDOW_S, Outcome, worker_of
 from benchmarks.autoscale.scenario import Scenario
 from pdmesh.autoscaler.views import PoolName
-from pdmesh.planning import capacity_steps as steps
+from pdmesh.planning import prompt_times as steps
 from pdmesh.planning.capacity_load import Lengths
 from pdmesh.simulator.arrivals import Arrival
 from pdmesh.simulator.autoscaling import Seen, Wanted, goals_of

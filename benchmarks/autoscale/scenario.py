@@ -16,9 +16,9 @@ from benchmarks.harness import say
 from pdmesh.autoscaler.views import PoolName
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.planning.objectives import ModelObjective
-from pdmesh.simulator import shaping
+from pdmesh.simulator import arrivals as shaping
 from pdmesh.simulator.arrivals import READERS, Arrival, log_normal, poisson
-from pdmesh.simulator.routers.ledger import MODEL
+from pdmesh.simulator.routers.routing import MODEL
 from pdmesh.simulator.settings import HandOff, MeshSettings
 from pdmesh.simulator.workers.spec import KNOWN_STEPS, WorkerSpec
 from router.flow_control.capacity import AdmissionSettings

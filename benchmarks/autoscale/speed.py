@@ -24,7 +24,7 @@ from pdmesh.simulator.arrivals import log_normal, poisson
 from pdmesh.simulator.autoscaling import Autoscaled, OwnScaler, goals_of
 from pdmesh.simulator.request import End, Request
 from pdmesh.simulator.results import Results
-from pdmesh.simulator.routers.ledger import MODEL
+from pdmesh.simulator.routers.routing import MODEL
 from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers.spec import KNOWN_STEPS, WorkerSpec
 from router.flow_control.capacity import AdmissionSettings

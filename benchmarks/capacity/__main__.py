@@ -26,8 +26,7 @@ from benchmarks.peers.environments import PeerError
 from pdmesh.loadtest import result as results
 from pdmesh.loadtest.measure import search_capacity, trial_of, window_at
 from pdmesh.loadtest.reports import text
-from pdmesh.models.catalogue import ModelError
-from pdmesh.models.model_cache import cache_folder
+from pdmesh.models.catalogue import ModelError, cache_folder
 
 PAGE = RESULTS.parent.parent / "docs" / "reports" / "capacity.html"
 

@@ -6,10 +6,9 @@ import hashlib
 import math
 from dataclasses import dataclass
 
-from pdmesh.loadtest.capacity import Search
-from pdmesh.loadtest.lengths import Distribution, fixed
-from pdmesh.loadtest.measure import Measurement
-from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
+from pdmesh.loadtest.arrivals import Distribution, fixed
+from pdmesh.loadtest.measure import Measurement, Search
+from pdmesh.loadtest.record import ObjectiveBook, Objectives
 from pdmesh.loadtest.workload import Limits, TrafficClass, Workload
 
 OUTPUT_TOKENS, MAX_INPUT_TOKENS = 64, 720

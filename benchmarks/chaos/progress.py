@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from benchmarks.chaos.record import Round
-from pdmesh.models.model_cache import cache_folder
+from pdmesh.models.catalogue import cache_folder
 
 
 class Progress:

@@ -28,7 +28,7 @@ from benchmarks.chaos.progress import Progress
 from benchmarks.chaos.record import Round
 from benchmarks.chaos.tally import Tally
 from benchmarks.harness import say, write
-from pdmesh.models.model_cache import cache_folder
+from pdmesh.models.catalogue import cache_folder
 from pdmesh.models.registry import ensure_model
 from tests.support.tiny_models import make_tiny_model
 

@@ -14,15 +14,14 @@ from benchmarks.gpu.context import Context
 from benchmarks.gpu.drawn import engine_config, generator_of
 from benchmarks.gpu.shapes import Heads
 from benchmarks.gpu.weights import launched_model, make_decoder
-from pdmesh.engine.kernels.triton.gated import silu_mul
 from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
-from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm
+from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm, silu_mul
 from pdmesh.engine.kernels.triton.sampling import DeviceSampler
 from pdmesh.engine.models import layers
 from pdmesh.engine.models.config import ModelConfig
-from pdmesh.engine.models.rope import RotaryTable, rotate
+from pdmesh.engine.models.layers import RotaryTable, rotate
+from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.sampler import Sampler, SampleRow
-from pdmesh.engine.sampling_params import SamplingParams
 
 Check = Callable[[Context], float]
 EPS = 1e-5

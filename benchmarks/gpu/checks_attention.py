@@ -12,7 +12,7 @@ from benchmarks.gpu.checks import Check, random
 from benchmarks.gpu.compare import relative_error
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.shapes import Heads
-from pdmesh.engine.attention.paged_attention import ReferenceAttention
+from pdmesh.engine.attention.base import ReferenceAttention
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.runner.batch import StepBatch

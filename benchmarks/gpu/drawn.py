@@ -27,7 +27,8 @@ def generator_of(name: str, device: str) -> torch.Generator | None:
 
 
 class RandomSource:
-    """A checkpoint that nobody saved (pdmesh.engine.loader.source.WeightSource). Outputs of a map are about as large as its inputs."""
+    """A checkpoint that nobody saved (pdmesh.engine.loader.safetensors.WeightSource). Outputs of a map are about as large as its
+    inputs."""
 
     def __init__(self, config: ModelConfig, device: str, dtype: torch.dtype) -> None:
         self.config, self._device, self._dtype = config, device, dtype

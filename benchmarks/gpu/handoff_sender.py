@@ -15,8 +15,8 @@ from benchmarks.engine_runs import GREEDY
 from benchmarks.gpu.handoff_ends import BLOCK_SIZE, Ends, fingerprint
 from benchmarks.gpu.steady import prompt_of
 from benchmarks.handoff_process import EPOCH, PUSH_TIMEOUT_S, TOKENS
-from kvtransfer.feed import KVFeed, Ready, complete_feed
-from kvtransfer.sender.push_part import PushJob, PushResult
+from kvtransfer.schedule import KVFeed, Ready, complete_feed
+from kvtransfer.sender.push import PushJob, PushResult
 from kvtransfer.sender.sender import Sender
 from kvtransfer.transports.nixl.transport import NixlTransport
 from kvtransfer.transports.registry import transports_with

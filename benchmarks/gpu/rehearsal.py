@@ -23,12 +23,12 @@ from benchmarks.gpu.paged import BLOCK_SIZE
 from benchmarks.gpu.parts import attention, decode, greedy, mesh, prefill
 from benchmarks.gpu.weights import make_decoder
 from pdmesh.engine.kernels.triton.attention import TritonAttention
-from pdmesh.engine.kernels.triton.decode import DecodeGraphs, DecodeSizes
+from pdmesh.engine.kernels.triton.blocks import TritonSums
+from pdmesh.engine.kernels.triton.cuda_graphs import DecodeGraphs, DecodeSizes
 from pdmesh.engine.kernels.triton.sampling import DeviceSampler
 from pdmesh.engine.kernels.triton.step import TritonStep
-from pdmesh.engine.kernels.triton.summed_blocks import TritonSums
 from pdmesh.engine.kernels.triton.warmup import warm, warm_moves
-from pdmesh.engine.kv_cache.summed_copies import NUM_SUMS, Blocks
+from pdmesh.engine.kv_cache.ipc_pool import NUM_SUMS, Blocks
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
 

@@ -13,8 +13,7 @@ from benchmarks.gpu.drawn import RandomSource, random_fp8, random_int4, random_i
 from pdmesh.engine.backend_selection import Numerics
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.kernels.triton.cuda_graphs import make_recorder
-from pdmesh.engine.kernels.triton.decode import DecodeSizes
+from pdmesh.engine.kernels.triton.cuda_graphs import DecodeSizes, make_recorder
 from pdmesh.engine.kernels.triton.linear import make_triton_linear
 from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.kernels.triton.piecewise_graphs import token_buckets

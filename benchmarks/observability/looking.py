@@ -15,7 +15,7 @@ import httpx
 
 from benchmarks.harness import say
 from benchmarks.observability.prometheus import BINARY, Prometheus, running_prometheus
-from pdmesh.launcher.local_metrics import Target, discovery
+from pdmesh.launcher.local_state import Target, discovery
 
 PERIOD_S = 1.0
 

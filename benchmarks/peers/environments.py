@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.peers.catalogue import Environment
-from pdmesh.models.model_cache import Progress, cache_folder, exclusive
+from pdmesh.models.catalogue import Progress, cache_folder, exclusive
 
 MARKER = "ready.json"
 _HEARTBEAT_S = 30.0

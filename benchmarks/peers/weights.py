@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.peers.catalogue import LLAMA_CPP, Weights
 from benchmarks.peers.environments import PeerError, child_environment, ensure_environment, last_line, peers_folder
-from pdmesh.models.model_cache import Progress, building, exclusive, publish
+from pdmesh.models.catalogue import Progress, building, exclusive, publish
 from pdmesh.models.registry import ensure_gguf_of, ensure_model
 
 

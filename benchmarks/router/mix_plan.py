@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import count
 
 from benchmarks.harness import Figure
-from pdmesh.loadtest.lengths import fixed
-from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
+from pdmesh.loadtest.arrivals import fixed
+from pdmesh.loadtest.record import ObjectiveBook, Objectives
 from pdmesh.loadtest.workload import Arrivals, TrafficClass, Workload
 
 TTFT_TIMES, TTFT_MORE_S, TPOT_TIMES = 5.0, 0.5, 3.0

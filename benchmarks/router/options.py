@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdmesh.models.model_cache import cache_folder
+from pdmesh.models.catalogue import cache_folder
 
 MODEL = "smollm2-135m-instruct"
 

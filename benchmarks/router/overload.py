@@ -18,10 +18,9 @@ from benchmarks.router.mix_plan import Idle, objectives
 from benchmarks.router.options import Options
 from benchmarks.router.windows import WARMUP_S, Seen, alone, load_of, warm_up, window
 from benchmarks.soak.flatness import line
-from pdmesh.loadtest.capacity import Search, Trial
-from pdmesh.loadtest.lengths import Distribution, fixed
-from pdmesh.loadtest.measure import find_capacity
-from pdmesh.loadtest.objectives import ObjectiveBook
+from pdmesh.loadtest.arrivals import Distribution, fixed
+from pdmesh.loadtest.measure import Search, Trial, find_capacity
+from pdmesh.loadtest.record import ObjectiveBook
 from pdmesh.loadtest.stats import quantile, summarise
 from pdmesh.loadtest.workload import Arrivals, Limits, TrafficClass, Workload
 

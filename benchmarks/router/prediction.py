@@ -7,8 +7,8 @@ from benchmarks.router.meshes import MESH, running
 from benchmarks.router.options import Options
 from benchmarks.router.windows import load_of, warm_up, window
 from pdmesh.client.client import AsyncClient
-from pdmesh.loadtest.lengths import Distribution
-from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
+from pdmesh.loadtest.arrivals import Distribution
+from pdmesh.loadtest.record import ObjectiveBook, Objectives
 from pdmesh.loadtest.workload import Arrivals, TrafficClass, Workload
 from pdmesh.v1.mesh_pb2 import GetStatusResponse
 

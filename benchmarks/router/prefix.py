@@ -17,8 +17,7 @@ from benchmarks.router.meshes import MESH, running, with_policy
 from benchmarks.router.options import Options
 from benchmarks.router.windows import load_of, warm_up, window
 from pdmesh.loadtest import arrivals
-from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
-from pdmesh.loadtest.record import Record
+from pdmesh.loadtest.record import ObjectiveBook, Objectives, Record
 from pdmesh.loadtest.stats import Latency
 from pdmesh.loadtest.workload import PlannedSession, PlannedTurn, Segment, TrafficClass, Workload
 

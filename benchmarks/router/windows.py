@@ -11,8 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from pdmesh.loadtest.measure import Measurement, decided_s
-from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
-from pdmesh.loadtest.record import Outcome, Record
+from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome, Record
 from pdmesh.loadtest.runner import Runner, RunSettings
 from pdmesh.loadtest.stats import Summary, Window, met, summarise
 from pdmesh.loadtest.targets.target import Ask, Said, Target, TargetError, Tokens

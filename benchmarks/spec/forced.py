@@ -17,8 +17,8 @@ from benchmarks.spec.runs import Bench, Task, answer, guessed, of_length
 from benchmarks.spec.scripted import Scripted
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.runner.model_runner import Draw, ModelRunner
-from pdmesh.engine.sampling_params import SamplingParams
 from pdmesh.engine.scheduler.scheduler import Plan
 from pdmesh.engine.scheduler.sequence import Sequence as EngineSequence
 

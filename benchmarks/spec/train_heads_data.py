@@ -19,9 +19,8 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kv_cache.events import LayerSignal
 from pdmesh.engine.loader.loader import LoadedModel
-from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.request import EngineRequest, SamplingParams
 from pdmesh.engine.runner.batch import StepBatch
-from pdmesh.engine.sampling_params import SamplingParams
 from pdmesh.text.block_hash import hash_block
 from pdmesh.text.tokenizer import Tokenizer
 

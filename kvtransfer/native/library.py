@@ -6,8 +6,11 @@ python -m kvtransfer.native.library [--output FOLDER]       compiles ahead, like
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
+import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from ctypes import c_char_p, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import TypeAlias
@@ -15,6 +18,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.errors import PeerClosed
 from pdmesh.engine.kernels.cpu import build
 
 PROJECT = build.Project(
@@ -146,6 +150,42 @@ def pieces_of(memories: Iterable[bytes | memoryview]) -> Pieces:
     """Their addresses and sizes; empty ones are left out."""
     rows = [(address_of(memory), size) for memory in memories if (size := memoryview(memory).nbytes)]
     return np.array(rows, np.int64).reshape(-1, 2)
+
+
+# Moves views through a socket without Python's lock; `kvtransfer.stream.Cursor` is the same in Python.
+
+
+class NativeCursor:
+    """A position in a list of views, which their owner releases when the transfer has ended. `value`: CRC-32C of what moved."""
+
+    def __init__(self, native: Native, views: Sequence[memoryview]) -> None:
+        self._native = native
+        self._pieces = pieces_of(views)
+        self._position = Position()
+        self.remaining = int(self._pieces[:, 1].sum())
+
+    @property
+    def value(self) -> int:
+        return int(self._position.value)
+
+    def send(self, sock: socket.socket, max_ms: int) -> int:
+        """Send and sum what the socket takes; returns the bytes sent. Raises OSError."""
+        num_bytes = self._native.send(sock.fileno(), self._pieces, self._position, max_ms)
+        self._advance(num_bytes)
+        return num_bytes
+
+    def receive(self, sock: socket.socket, max_ms: int) -> int:
+        """Receive what the socket has; returns the bytes received. Raises PeerClosed, OSError."""
+        num_bytes = self._native.receive(sock.fileno(), self._pieces, self._position, max_ms)
+        if self._position.error == errno.EPIPE:
+            raise PeerClosed(f"the peer closed the connection with {self.remaining - num_bytes} bytes of a part missing")
+        self._advance(num_bytes)
+        return num_bytes
+
+    def _advance(self, num_bytes: int) -> None:
+        self.remaining -= num_bytes
+        if error := self._position.error:
+            raise OSError(error, os.strerror(error))
 
 
 if __name__ == "__main__":

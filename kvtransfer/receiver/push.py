@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import grpc
 
-from kvtransfer.compatibility import refuse
 from kvtransfer.conversion import Conversion, FP8Scales, Staging, kv_format
-from kvtransfer.errors import TransferRefused
-from kvtransfer.layout import Layout
-from kvtransfer.manifest import Manifest, Part
+from kvtransfer.errors import FrameError, TransferRefused, code_number
+from kvtransfer.layout import Layout, check_identity, check_layout, check_protocol, check_same_layout, refuse
+from kvtransfer.manifest import MAX_PART_BYTES, MAX_PULLED_BYTES, Manifest, Part
 from kvtransfer.memory import KVMemory
 from kvtransfer.receiver.delegate import ReceiverDelegate
 from kvtransfer.staging import StagedMemory
-from kvtransfer.stream import Stream
+from kvtransfer.stream import Stream, expect
+from kvtransfer.transports.base import Incoming, PullingIncoming
+from pdmesh.runtime.errors import MeshError
 from pdmesh.v1 import common_pb2, transfer_pb2
 
 if TYPE_CHECKING:
-    from kvtransfer.receiver.incoming_connection import IncomingConnection
     from pdmesh.engine.kv_cache.streams import Mark
 
 
@@ -165,3 +166,234 @@ class Session:
     async def quiesce(self) -> None:
         """Return when no connection is inside a part; one that is not writing goes on to its next part."""
         await asyncio.gather(*(connection.quiesce() for connection in self.connections))
+
+
+# A connection of a push at the receiver: hello, parts, then commit or abort. Every way out closes it, and ends its push.
+#
+# Who may write: `_write_part` asks the delegate on the event loop and, in the same turn of the loop, marks the connection as
+# writing; from then on `quiesce` interrupts it and waits until its thread is out. So once the delegate has fenced a target and
+# quiesce has returned, no byte goes into its blocks.
+
+
+HANDSHAKE_TIMEOUT_S = 2.0
+LINGER_S = 1.0
+PROGRESS_BYTES = 256 << 10  # within a part: a peer must send so much in a lease to keep it
+
+logger = logging.getLogger(__name__)
+
+
+class IncomingConnection:
+    """One connection of a sender over the transport named `transport`."""
+
+    def __init__(self, host: Host, incoming: Incoming, transport: str) -> None:
+        self.transport = transport
+        self.session: Session | None = None
+        self._host = host
+        self._incoming = incoming
+        self._is_first = True
+        self._layout = Layout.of(host.layout)  # the sender's, from hello on
+        self._conversion: Conversion | None = None
+        self._is_answered = False  # hello
+        self._writer_out = asyncio.Event()
+        self._writer_out.set()
+        self._unreported_bytes = 0
+
+    @property
+    def stream(self) -> Stream:
+        return self._incoming.stream
+
+    def interrupt(self) -> None:
+        """End it as soon as its thread is out."""
+        self.stream.interrupt()
+
+    async def quiesce(self) -> None:
+        """Interrupt a writer inside a part and wait until it is out."""
+        if not self._writer_out.is_set():
+            self.interrupt()
+            await self._writer_out.wait()
+
+    async def hello(self) -> transfer_pb2.TransferHello | None:
+        """Read and check the opening up to, but without, the delegate's word; None: refused or garbage, and closed."""
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                hello = await self._incoming.receive_hello()
+            check_protocol(hello.protocol_version)
+            check_identity(self._host.identity, hello.identity)
+            check_layout(self._host.identity, self._host.layout, hello.layout)
+            if isinstance(self._incoming, PullingIncoming):
+                check_same_layout(self._host.layout, hello.layout)
+            await self._incoming.prepare(hello)
+            return hello
+        except MeshError as refusal:
+            await self.refuse(refusal)
+        except (OSError, FrameError) as error:
+            self._log_broken(error)
+        return None
+
+    def belong(self, session: Session, hello: transfer_pb2.TransferHello) -> None:
+        """From here on it is one of the session's."""
+        self.session, self._is_first = session, hello.connection == 0
+        self._layout = Layout.of(hello.layout)
+        self._conversion = session.conversion(self._layout)
+        session.connections.add(self)
+
+    async def exchange(self) -> None:
+        """From the reply to hello up to the end. Never raises but CancelledError."""
+        session = self._session
+        try:
+            await self._reply_hello(grpc.StatusCode.OK, "")
+            while await self._handle(await self._next_message(session)):
+                pass
+            await self.stream.linger(LINGER_S)
+        except MeshError as refusal:
+            session.connections.discard(self)  # it has to hear why
+            session.fail(str(refusal))
+            await self.refuse(refusal)
+        except (OSError, FrameError) as error:
+            if not session.ended:
+                self._log_broken(error)
+            session.fail(_reason(error))
+
+    def close(self) -> None:
+        """Close everything and report an end that nobody has reported. The thread of the connection is out by now."""
+        if self.session is not None:
+            self.session.connections.discard(self)
+            self.session.fail("the receiver ended the session")
+            if self._is_first:
+                self.session.interrupt()
+        self._incoming.close()
+        self.stream.close()
+
+    @property
+    def _session(self) -> Session:
+        if self.session is None:
+            raise refuse("hello", "it must come first")
+        return self.session
+
+    async def _next_message(self, session: Session) -> transfer_pb2.TransferMessage:
+        """A push is never silent for long: TimeoutError on its first connection. Others wait for parts as long as it lives."""
+        if not self._is_first:
+            return await self.stream.read_message(forever=True)
+        try:
+            async with asyncio.timeout(session.idle_timeout_s) as session.silence:
+                return await self.stream.read_message(forever=True)
+        finally:
+            session.silence = None
+
+    async def _handle(self, message: transfer_pb2.TransferMessage) -> bool:
+        """Act on one frame; False when it was the last."""
+        match message.WhichOneof("message"):
+            case "part":
+                await self._part(message.part)
+                return True
+            case "alive":
+                self._check_fence()
+                return True
+            case "commit" if self._is_first:
+                await self._session.commit(message.commit)
+                reply = transfer_pb2.TransferReply(code=code_number(grpc.StatusCode.OK))
+                await self.stream.write_message(transfer_pb2.TransferMessage(commit_reply=reply))
+            case "abort" if self._is_first:
+                self._session.abort(message.abort)
+            case kind:
+                raise FrameError(f"a sender does not send {kind} here")
+        return False
+
+    async def _part(self, header: transfer_pb2.PartHeader) -> None:
+        manifest = self._session.manifest(self._layout)
+        pulls = isinstance(self._incoming, PullingIncoming)
+        part = manifest.check(header, MAX_PULLED_BYTES if pulls else MAX_PART_BYTES)
+        manifest.begin(part)
+        try:
+            total, expected = await self._write_part(header, part, self._session)
+        finally:
+            manifest.end(part)
+        ok = total == expected
+        if ok:
+            manifest.accept(part, num_bytes=header.num_bytes)
+        else:
+            logger.warning("part %d of %s arrived corrupt over %s", part.part_id, self._where(), self.transport)
+            self._host.num_corrupt[self.transport] += 1
+            manifest.reject(part)
+        message = "" if ok else f"part_end: it says {expected:#010x}, what arrived has {total:#010x}"
+        reply = transfer_pb2.PartReply(part_id=header.part_id, ok=ok, message=message)
+        await self.stream.write_message(transfer_pb2.TransferMessage(part_reply=reply))
+
+    async def _write_part(self, header: transfer_pb2.PartHeader, part: Part, session: Session) -> tuple[int, int]:
+        """Returns the checksums of what arrived and of what was sent."""
+        self._check_fence()
+        self._writer_out.clear()  # no await between the question and this: quiesce sees us from here on
+        try:
+            if isinstance(self._incoming, PullingIncoming):
+                return await self._pull_part(header, part, session, self._incoming)
+            if self._conversion is not None or isinstance(self._host.memory, StagedMemory):
+                return await self._stage_part(header, part, session, self._conversion)
+            block_ids = session.target.block_ids[part.block_start : part.block_end]
+            crc32c = await self._incoming.receive_part(header, part, self._host.memory, block_ids, self._count_bytes)
+            return crc32c, (await self._part_end(header)).crc32c
+        finally:
+            self._writer_out.set()
+
+    async def _stage_part(
+        self, header: transfer_pb2.PartHeader, part: Part, session: Session, conversion: Conversion | None
+    ) -> tuple[int, int]:
+        staging = Staging(part, kv_format(self._host.identity, self._layout).num_bytes)
+        crc32c = await self._incoming.receive_part(header, staging.part, staging, staging.block_ids, self._count_bytes)
+        expected = (await self._part_end(header)).crc32c
+        if crc32c == expected:
+            await session.convert(conversion, staging, part, self.stream)
+        return crc32c, expected
+
+    async def _pull_part(
+        self, header: transfer_pb2.PartHeader, part: Part, session: Session, incoming: PullingIncoming
+    ) -> tuple[int, int]:
+        """Until the device is through, this connection writes."""
+        block_ids = session.target.block_ids[part.block_start : part.block_end]
+        total = await incoming.pull_part(header, part, block_ids, session.begin)
+        return total, (await self._part_end(header)).word_sum
+
+    async def _part_end(self, header: transfer_pb2.PartHeader) -> transfer_pb2.PartEnd:
+        end = (await expect(self.stream, "part_end")).part_end
+        if end.part_id != header.part_id:
+            raise FrameError(f"part_end.part_id: part {header.part_id} ended as {end.part_id}")
+        return end
+
+    def _count_bytes(self, num_bytes: int) -> None:
+        self._unreported_bytes += num_bytes
+        if self._unreported_bytes >= PROGRESS_BYTES:
+            self._check_fence()
+
+    def _check_fence(self) -> None:
+        self._unreported_bytes = 0
+        self.stream.check_interrupted()
+        self._session.check_fence()
+
+    async def refuse(self, refusal: MeshError) -> None:
+        """Tell the sender why, as the reply to hello or later as the verdict of the commit, and wait until it has read it."""
+        logger.warning("refused a push into %s over %s: %s", self._where(), self.transport, refusal)
+        try:
+            if not self._is_answered:
+                await self._reply_hello(refusal.code, refusal.message)
+            else:
+                reply = transfer_pb2.TransferReply(code=code_number(refusal.code), message=refusal.message)
+                await self.stream.write_message(transfer_pb2.TransferMessage(commit_reply=reply))
+            await self.stream.linger(LINGER_S)
+        except OSError as error:
+            logger.info("the refused sender did not wait for the answer: %s", _reason(error))
+
+    async def _reply_hello(self, code: grpc.StatusCode, message: str) -> None:
+        reply = transfer_pb2.TransferReply(code=code_number(code), message=message)
+        await self.stream.write_message(transfer_pb2.TransferMessage(hello_reply=reply))
+        self._is_answered = True
+
+    def _log_broken(self, error: Exception) -> None:
+        logger.warning("closed a %s connection for %s: %s", self.transport, self._where(), _reason(error))
+
+    def _where(self) -> str:
+        return self.session.target.reservation_id if self.session else "an unknown reservation"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "the peer did not send or take anything in time"
+    return str(error) or type(error).__name__

@@ -6,16 +6,14 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvtransfer.compatibility import check_memory, refuse
 from kvtransfer.conversion import FP8Scales
 from kvtransfer.errors import Incompatible, TransferRefused
 from kvtransfer.grpc_stream import MessageStream, Wire
+from kvtransfer.layout import check_memory, refuse
 from kvtransfer.memory import KVMemory
 from kvtransfer.native.library import prepare
-from kvtransfer.receiver.delegate import PushTarget, ReceiverDelegate
-from kvtransfer.receiver.grant import unknown_reservation
-from kvtransfer.receiver.incoming_connection import IncomingConnection
-from kvtransfer.receiver.push import Host, Session
+from kvtransfer.receiver.delegate import PushTarget, ReceiverDelegate, unknown_reservation
+from kvtransfer.receiver.push import Host, IncomingConnection, Session
 from kvtransfer.transports.base import Incoming, SocketTransport
 from kvtransfer.transports.registry import GRPC, TRANSPORTS, socket_transports
 from pdmesh.runtime.errors import MeshError, ResourceExhausted, Unavailable

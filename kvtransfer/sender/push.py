@@ -7,7 +7,10 @@ prefill has nothing to send, before the commit. Silence counts from the last byt
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import grpc
@@ -15,15 +18,79 @@ import grpc
 from kvtransfer.errors import FrameError, NoAnswer, PeerClosed, PushFailed, TransportUnavailable, code_of, push_failed
 from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, part_views
-from kvtransfer.pieces import Lent
-from kvtransfer.sender.push_part import PartMoved
-from kvtransfer.sender.send_queue import Departure, Departures
-from kvtransfer.staging import StagedMemory
+from kvtransfer.schedule import Ending, KVFeed, NothingToDecode, Pipeline, choose_group
+from kvtransfer.sender.send_queue import Departure, Departures, Told
+from kvtransfer.staging import Lent, StagedMemory
 from kvtransfer.stream import Stream, expect, release, wait_set
 from kvtransfer.transports.base import Outgoing, ShowingOutgoing
 from kvtransfer.waiting import LAST_WORD_S, all_or_first_error, ended
 from pdmesh.runtime import failpoints
-from pdmesh.v1 import transfer_pb2
+from pdmesh.v1 import common_pb2, transfer_pb2
+
+# What a push is asked to do, and what it did.
+
+
+@dataclass(frozen=True)
+class PartMoved:
+    """A group of layers of some blocks that the receiver has verified. Monotonic nanoseconds: `sent_ns` when its first byte was
+    about to be sent, for the first time; `verified_ns` when the receiver's answer came."""
+
+    layer_start: int
+    layer_end: int
+    num_blocks: int
+    num_bytes: int
+    transport: str
+    sent_ns: int
+    verified_ns: int
+
+    def joined(self, other: "PartMoved") -> "PartMoved":
+        """Both as one, from the first byte to the last answer."""
+        return PartMoved(
+            min(self.layer_start, other.layer_start),
+            max(self.layer_end, other.layer_end),
+            max(self.num_blocks, other.num_blocks),
+            self.num_bytes + other.num_bytes,
+            self.transport,
+            min(self.sent_ns, other.sent_ns),
+            max(self.verified_ns, other.verified_ns),
+        )
+
+
+@dataclass(frozen=True)
+class PushJob:
+    """The KV of one request for one reservation.
+
+    source_block_ids are the ids in the sender's pool of all blocks of the request, the prefix that decode holds included;
+    num_tokens is how many tokens they hold; `feed` says what of them may be sent by now. While `num_steps()` grows the sender is
+    at work, so the lease is kept though nothing is to be sent. `on_part` hears of each part once the receiver has it.
+    """
+
+    reservation: common_pb2.Reservation
+    source_block_ids: tuple[int, ...]
+    num_tokens: int
+    feed: KVFeed
+    num_steps: Callable[[], int] = lambda: 0
+    on_part: Callable[[PartMoved], None] | None = None
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """A push that ended as it should: num_bytes of KV in num_parts over `transport`, of which `num_exposed_bytes` were sent after
+    the prefill had ended. Monotonic nanoseconds: `started_ns` of the call, `ended_ns` when the receiver had acknowledged the end.
+    `committed`: there was something to decode."""
+
+    transport: str
+    num_bytes: int
+    num_exposed_bytes: int
+    num_parts: int
+    started_ns: int
+    ended_ns: int
+    committed: bool
+
+    @property
+    def elapsed_ns(self) -> int:
+        return self.ended_ns - self.started_ns
+
 
 HELLO_TIMEOUT_S = 2.0
 MAX_UNANSWERED = 4  # parts under way on a connection: the receiver always has one to work on
@@ -292,3 +359,106 @@ def _check_reply(reply: transfer_pb2.TransferReply) -> None:
     code = code_of(reply.code)
     if code is not grpc.StatusCode.OK:
         raise push_failed(code, reply.message)
+
+
+# One push over its connections: parts go out as the prefill makes them final, then the commit.
+
+
+ALIVE_S = 1.0  # between two signs of life while nothing is to be sent, at most
+SIGNS_IN_A_LEASE = 5
+
+
+class OutgoingSession:
+    """`connections` are open; the first one carries what concerns the whole push. Errors are those of OutgoingConnection."""
+
+    def __init__(self, connections: Sequence[OutgoingConnection], pipeline: Pipeline, memory: KVMemory, lease_s: float) -> None:
+        self.connections = connections
+        self._memory = memory
+        self._told: Told | None = None
+        self._alive_s = min(ALIVE_S, lease_s / SIGNS_IN_A_LEASE)
+        self._pipeline = pipeline
+        self._num_steps_seen = -1
+        self._num_exposed_bytes = 0
+
+    @property
+    def first(self) -> OutgoingConnection:
+        return self.connections[0]
+
+    @property
+    def transport(self) -> str:
+        """The name of the transport."""
+        return self.first.transport
+
+    @property
+    def num_bytes(self) -> int:
+        """Verified by the receiver."""
+        return sum(connection.num_bytes for connection in self.connections)
+
+    @property
+    def busy_s(self) -> float:
+        """How long the connections were at work, the longest of them."""
+        return max(connection.busy_s for connection in self.connections)
+
+    async def send_parts(self, job: PushJob, bytes_per_s: float) -> int:
+        """Send all that decode lacks and wait until it is verified; returns the bytes that were left when the prefill ended.
+        `bytes_per_s`: what to expect of the connection."""
+        departures = Departures(len(self.connections))
+        try:
+            with self._listening(job.feed):
+                pumps = (connection.pump(departures) for connection in self.connections)
+                await all_or_first_error(self._feed(job, departures, bytes_per_s), *pumps)
+        finally:
+            await departures.drop()
+        return self._num_exposed_bytes
+
+    @contextmanager
+    def _listening(self, feed: KVFeed) -> Iterator[None]:
+        """Takes note of marks as the prefill tells what is final."""
+        if not isinstance(self._memory, StagedMemory):
+            yield
+            return
+        self._told = Told(self._memory)
+        self._told.note(feed.ready)
+        feed.on_ready = self._told.note
+        try:
+            yield
+        finally:
+            feed.on_ready = None
+
+    async def ending(self, job: PushJob) -> Ending:
+        """Wait until the prefill has ended."""
+        return await self.first.while_open(self._ending(job))
+
+    async def _ending(self, job: PushJob) -> Ending:
+        while job.feed.ending is None:
+            if await self._is_quiet(job):
+                await self.first.keep_alive()
+        return job.feed.ending
+
+    async def _feed(self, job: PushJob, departures: Departures, bytes_per_s: float) -> None:
+        while not self._pipeline.is_complete and not isinstance(job.feed.ending, NothingToDecode):
+            feed, is_idle = job.feed, True
+            has_ended = feed.ending is not None
+            for part in self._pipeline.take(feed.ready, partial(self._choose_group, feed, bytes_per_s)):
+                is_idle = False
+                self._num_exposed_bytes += has_ended * part.num_bytes(self._pipeline.bytes_per_layer_block)
+                await departures.put(self._departure(job, part))
+            if is_idle and await self._is_quiet(job):
+                await self.first.keep_alive()
+        await departures.end()
+
+    def _departure(self, job: PushJob, part: Part) -> Departure:
+        ids = job.source_block_ids[part.block_start : part.block_end]
+        final = None if self._told is None else self._told.final(part)
+        return Departure(part, ids, final, is_shown=isinstance(self.first.outgoing, ShowingOutgoing))
+
+    def _choose_group(self, feed: KVFeed, bytes_per_s: float, layer_bytes: int) -> int:
+        feed.group = choose_group(self._memory.num_layers, bytes_per_s, layer_bytes)
+        return feed.group
+
+    async def _is_quiet(self, job: PushJob) -> bool:
+        """Waits for news. True: there were none for a while, though the sender is at work."""
+        if await job.feed.changed(self._alive_s) or job.num_steps() == self._num_steps_seen:
+            return False
+        self._num_steps_seen = job.num_steps()
+        return True

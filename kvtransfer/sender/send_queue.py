@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvtransfer.feed import Ready
 from kvtransfer.manifest import Part
-from kvtransfer.pieces import Lent
-from kvtransfer.staging import StagedMemory
+from kvtransfer.schedule import Ready
+from kvtransfer.staging import Lent, StagedMemory
 from kvtransfer.waiting import ended
 
 if TYPE_CHECKING:

@@ -11,22 +11,65 @@ from contextlib import asynccontextmanager, contextmanager
 
 import grpc
 
-from kvtransfer.compatibility import PROTOCOL_VERSION, check_layout, check_memory, refuse
 from kvtransfer.errors import FrameError, NoAnswer, PushFailed, TransferRefused, TransportUnavailable, push_failed
-from kvtransfer.feed import Ending, FirstTokensDrawn, NothingToDecode
+from kvtransfer.layout import PROTOCOL_VERSION, check_layout, check_memory, refuse
+from kvtransfer.manifest import MAX_PULLED_BYTES, TARGET_PART_BYTES
 from kvtransfer.memory import KVMemory
 from kvtransfer.native.library import prepare
-from kvtransfer.schedule import Pipeline
-from kvtransfer.sender.outgoing_session import OutgoingSession
-from kvtransfer.sender.part_sizes import part_bytes_over
-from kvtransfer.sender.push import OutgoingConnection
-from kvtransfer.sender.push_part import PushJob, PushResult
-from kvtransfer.sender.reachability import Silent
+from kvtransfer.schedule import Ending, FirstTokensDrawn, NothingToDecode, Pipeline
+from kvtransfer.sender.push import OutgoingConnection, OutgoingSession, PushJob, PushResult
+from kvtransfer.staging import StagedMemory
 from kvtransfer.transports.base import Outgoing, Transport
+from kvtransfer.transports.common import shown_by
+from kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from kvtransfer.transports.nixl.device import ROOM_BYTES
+from kvtransfer.transports.nixl.transport import NixlTransport
 from kvtransfer.transports.registry import transports_with
 from pdmesh.runtime import failpoints
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.v1 import common_pb2, transfer_pb2
+
+# Endpoints that did not answer lately, or were of no use: asked last, lest every push wait for a port that swallows packets.
+
+
+REMEMBER_S = 10.0
+
+
+class Silent:
+    """Of one sender. What it remembers puts an endpoint behind the others, it rules out none; another epoch is asked
+    anew."""
+
+    def __init__(self, remember_s: float = REMEMBER_S) -> None:
+        self._remember_s = remember_s
+        self._since: dict[tuple[str, str, int], float] = {}
+
+    def note(self, endpoint: common_pb2.TransferEndpoint, epoch: int) -> None:
+        """It did not answer just now."""
+        now = time.monotonic()
+        self._since = {key: since for key, since in self._since.items() if now - since < self._remember_s}
+        self._since[endpoint.transport, endpoint.address, epoch] = now
+
+    def holds(self, endpoint: common_pb2.TransferEndpoint, epoch: int) -> bool:
+        """Did it fail to answer within the last `remember_s` seconds?"""
+        since = self._since.get((endpoint.transport, endpoint.address, epoch))
+        return since is not None and time.monotonic() - since < self._remember_s
+
+
+# How large the parts of a push are.
+
+
+_MOST_SHOWN = {CudaIpcTransport.name: MAX_PULLED_BYTES, NixlTransport.name: ROOM_BYTES}
+
+
+def part_bytes_over(transport: str, memory: KVMemory, wanted: int | None) -> int:
+    """The most of a part out of `memory`; wanted: None for what suits the transport. Of a staged pool parts are fetched by
+    pieces, unless the receiver reads it: its device, or NIXL into a room there."""
+    shown, most = shown_by(memory), _MOST_SHOWN.get(transport)
+    if shown is not None and most is not None:
+        return min(shown.part_bytes if wanted is None else wanted, most)
+    wanted = TARGET_PART_BYTES if wanted is None else wanted
+    return min(wanted, memory.part_bytes) if isinstance(memory, StagedMemory) else wanted
+
 
 __all__ = ["PushFailed", "PushJob", "PushResult", "Sender"]
 

@@ -1,13 +1,34 @@
 """The ends of a connection over which the bytes of a part follow its header, straight from and into pool memory."""
 
-import asyncio
-from collections.abc import Callable, Sequence
+from __future__ import annotations
 
-from kvtransfer.errors import PeerClosed, TransportUnavailable
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor, Future
+from typing import TYPE_CHECKING
+
+import grpc
+
+from kvtransfer.errors import FrameError, PeerClosed, TransferRefused, TransportUnavailable, push_failed
+from kvtransfer.framing import checksum
+from kvtransfer.layout import bytes_per_layer_block, refuse
 from kvtransfer.manifest import Part
-from kvtransfer.memory import KVMemory, part_views
-from kvtransfer.stream import Stream, expect, release
-from pdmesh.v1 import transfer_pb2
+from kvtransfer.memory import KVMemory, PoolShape, Rectangle, part_views
+from kvtransfer.staging import StagedMemory
+from kvtransfer.stream import SocketStream, Stream, expect, release
+from kvtransfer.waiting import all_ended
+from pdmesh.runtime.process import host_id
+from pdmesh.v1 import common_pb2, transfer_pb2
+
+if TYPE_CHECKING:
+    from pdmesh.engine.kv_cache.ipc_pool import ShownPool
+    from pdmesh.engine.kv_cache.streams import Mark
+
 
 HANDSHAKE_TIMEOUT_S = 2.0
 
@@ -69,3 +90,172 @@ class InlineIncoming:
 
     def close(self) -> None:
         """Nothing is held but the stream."""
+
+
+# For transports over which the receiver fetches a part: the header says where it lies in the sender's pool.
+
+
+def shape_of_sender(hello: transfer_pb2.TransferHello, memory: KVMemory) -> PoolShape:
+    """Of the pool that `hello` describes; `memory` is ours, of the same model."""
+    return PoolShape(memory.num_layers, hello.pool_num_blocks, bytes_per_layer_block(hello.identity, hello.layout))
+
+
+async def announce(stream: Stream, header: transfer_pb2.PartHeader, views: Sequence[memoryview], block_ids: Sequence[int]) -> int:
+    """Say where the part lies, and sum its bytes while the receiver fetches them; returns their CRC-32C."""
+    header.source_block_ids[:] = block_ids
+    await stream.write_message(transfer_pb2.TransferMessage(part=header))
+    return await stream.run(checksum, views)
+
+
+def source_of(header: transfer_pb2.PartHeader, part: Part, shape: PoolShape) -> Rectangle:
+    """Where the bytes of `part` lie in the sender's pool. Raises TransferRefused naming the field that leads out of it."""
+    source_ids = list(header.source_block_ids)
+    if len(source_ids) != part.num_blocks:
+        raise refuse("part.source_block_ids", f"{len(source_ids)} ids for {part.num_blocks} blocks")
+    if max(source_ids) >= shape.num_blocks:
+        raise refuse("part.source_block_ids", f"{max(source_ids)} is outside the pool of {shape.num_blocks} blocks")
+    return Rectangle(shape, range(header.layer_start, header.layer_start + len(part.layers)), source_ids)
+
+
+# For transports over which a part goes from the pool of one device to that of another: each end sums on its own (word_sum).
+
+
+ALIVE_S = 0.5  # between two signs of life while the device computes
+
+logger = logging.getLogger(__name__)
+
+
+class SummedOutgoing:
+    """The sender's end, but for its hello. A part is announced with its sum when the device has computed both."""
+
+    def __init__(self, stream: Stream, shown: ShownPool, transport: str) -> None:
+        self.stream = stream
+        self._shown = shown
+        self._transport = transport
+        self._sum = 0
+
+    async def settle(
+        self, layers: range, block_ids: Sequence[int], after: Mark, say_alive: Callable[[], Awaitable[None]]
+    ) -> None:
+        summing = self._shown.sum(layers, block_ids, after)
+        waiting = asyncio.wrap_future(summing)
+        try:
+            while not (await asyncio.wait([waiting], timeout=ALIVE_S))[0]:
+                await say_alive()
+        finally:
+            await all_ended([summing])
+        if (error := waiting.exception()) is not None:
+            problem = f"{self._transport}: our device could not sum a part: {error}"
+            raise push_failed(grpc.StatusCode.UNIMPLEMENTED, problem) from error
+        self._sum = waiting.result()
+
+    async def send_part(
+        self,
+        header: transfer_pb2.PartHeader,
+        views: Sequence[memoryview],
+        block_ids: Sequence[int],
+        on_bytes: Callable[[int], None],
+    ) -> int:
+        header.source_block_ids[:] = block_ids
+        await self.stream.write_message(transfer_pb2.TransferMessage(part=header))
+        return self._sum
+
+
+class SummedIncoming:
+    """The receiver's end, in so far as its parts come in one way only."""
+
+    async def receive_part(
+        self,
+        header: transfer_pb2.PartHeader,
+        part: Part,
+        memory: KVMemory,
+        block_ids: Sequence[int],
+        on_bytes: Callable[[int], None],
+    ) -> int:
+        raise FrameError("over this transport parts are pulled into the pool of a device, and nowhere else")
+
+
+async def pulled(pull: Callable[[], Future[int]]) -> int:
+    """The sum of what our device stores; whoever is cancelled returns when it is through. Raises TransferRefused."""
+    try:
+        pulling = pull()
+        await all_ended([pulling])
+        return pulling.result()
+    except (RuntimeError, ValueError) as error:
+        logger.warning("the device could not read a part of another worker's pool: %s", error)
+        raise unusable("part", f"the device could not read it: {error}") from error
+
+
+def shown_by(memory: KVMemory) -> ShownPool | None:
+    """The pool as other processes may read it, if they may."""
+    return memory.shown if isinstance(memory, StagedMemory) else None
+
+
+def unusable(field: str, what: str) -> TransferRefused:
+    """This transport will not do; the sender takes another."""
+    return TransferRefused(grpc.StatusCode.UNIMPLEMENTED, what, field=field)
+
+
+# Transports over abstract Unix sockets, between processes of one user on one host: the kernel says who is at the other end.
+
+
+CONNECT_TIMEOUT_S = 1.0
+BACKLOG = 128
+_NAME_PREFIX = "pdmesh-kv-"
+_UCRED = struct.Struct("iII")  # pid, uid, gid
+
+
+class UnixSocketTransport:
+    """What those transports have in common."""
+
+    name: str
+    gains_by_connections = False  # one costs the memory nothing, and a second one a handshake
+
+    def reaches(self, endpoint: common_pb2.TransferEndpoint) -> bool:
+        return endpoint.host_id == host_id()
+
+    def listen(self, host: str, port: int) -> socket.socket:
+        """Under a name of its own."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind("\0" + _NAME_PREFIX + secrets.token_hex(16))
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        return listener
+
+    def endpoint(self, listener: socket.socket, advertise: str | None) -> common_pb2.TransferEndpoint:
+        name: bytes = listener.getsockname()
+        return common_pb2.TransferEndpoint(transport=self.name, address=name[1:].decode("ascii"), host_id=host_id())
+
+    async def _connected(self, endpoint: common_pb2.TransferEndpoint, executor: Executor, reply_timeout_s: float) -> SocketStream:
+        """To a process of our user. Raises TransportUnavailable."""
+        return SocketStream(await _connected(self.name, endpoint.address), executor, reply_timeout_s)
+
+    def _accepted(self, sock: socket.socket, executor: Executor, idle_timeout_s: float) -> SocketStream:
+        """Raises PermissionError unless the process at the other end belongs to our user."""
+        _check_peer(self.name, sock)
+        return SocketStream(sock, executor, idle_timeout_s)
+
+
+async def _connected(transport: str, name: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await asyncio.get_running_loop().sock_connect(sock, "\0" + name)
+        _check_peer(transport, sock)  # a stranger who took the name must not get our memory
+    except (OSError, ValueError) as error:
+        sock.close()
+        raise TransportUnavailable(f"{transport}: cannot connect to {name}: {error or 'timed out'}") from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _check_peer(transport: str, sock: socket.socket) -> None:
+    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    if uid != os.geteuid():
+        raise PermissionError(f"{transport}: the peer runs as user {uid}, we as {os.geteuid()}")

@@ -27,16 +27,23 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
-from kvtransfer.compatibility import refuse
 from kvtransfer.errors import FrameError, TransportUnavailable
+from kvtransfer.layout import refuse
 from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, PoolShape
 from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import SocketStream, expect
-from kvtransfer.transports.opened_pools import OpenedPools
-from kvtransfer.transports.pulled import shape_of_sender, source_of
-from kvtransfer.transports.summed import SummedIncoming, SummedOutgoing, pulled, shown_by, unusable
-from kvtransfer.transports.unix_sockets import UnixSocketTransport
+from kvtransfer.transports.common import (
+    SummedIncoming,
+    SummedOutgoing,
+    UnixSocketTransport,
+    pulled,
+    shape_of_sender,
+    shown_by,
+    source_of,
+    unusable,
+)
+from kvtransfer.transports.peer_pool_cache import OpenedPools
 from pdmesh.v1 import common_pb2, transfer_pb2
 
 if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
@@ -98,7 +105,7 @@ class CudaIpcIncoming(SummedIncoming):
             self._source = None
 
     async def _open(self, pool: transfer_pb2.DevicePool, num_blocks: int) -> PeerPool:
-        from pdmesh.engine.kv_cache.pool_sharing import NotShared, PoolHandle
+        from pdmesh.engine.kv_cache.cuda_ipc import NotShared, PoolHandle
 
         opened: list[PeerPool] = []
         handle = PoolHandle(pool.handle, pool.offset, pool.device)

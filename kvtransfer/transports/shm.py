@@ -18,15 +18,14 @@ from concurrent.futures import Executor
 import numpy as np
 
 from kvtransfer import framing
-from kvtransfer.checksum import copy_runs
 from kvtransfer.errors import FrameError, PeerClosed, TransportUnavailable
+from kvtransfer.framing import copy_runs
 from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, Rectangle, copies, shape_of
 from kvtransfer.native.library import Runs
 from kvtransfer.stream import SocketStream
-from kvtransfer.transports.mapped_pools import MappedPool, MappedPools
-from kvtransfer.transports.pulled import announce, shape_of_sender, source_of
-from kvtransfer.transports.unix_sockets import UnixSocketTransport
+from kvtransfer.transports.common import UnixSocketTransport, announce, shape_of_sender, source_of
+from kvtransfer.transports.peer_pool_cache import MappedPool, MappedPools
 from pdmesh.v1 import common_pb2, transfer_pb2
 
 BATCH_BYTES = 4 << 20  # copied between two looks at whether to stop

@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pdmesh.autoscaler.kubernetes.metrics_settings import MetricsSettings
-from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings
+from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings, MetricsSettings
 from pdmesh.autoscaler.settings import AutoscalerSettings
 from pdmesh.planning import objectives
 from pdmesh.planning.capacity_load import Goals

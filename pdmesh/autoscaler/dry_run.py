@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from pdmesh.autoscaler.collect.collect_pools import Pools
-from pdmesh.autoscaler.collect.workers import SeenWorker
-from pdmesh.autoscaler.decision import Flip, PoolDecision
+from pdmesh.autoscaler.collect.workers import Pools, SeenWorker
 from pdmesh.autoscaler.forecasting.forecast import State
 from pdmesh.autoscaler.platform import Asked, PlatformError
 from pdmesh.autoscaler.roles import Flipped
-from pdmesh.autoscaler.views import AGGREGATED, SEPARATED, PoolName
+from pdmesh.autoscaler.views import AGGREGATED, SEPARATED, Flip, PoolDecision, PoolName
 
 
 class DryRunRoles:

@@ -10,34 +10,197 @@ Whatever fails holds: nothing changes until the next round, which tries again.
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from pdmesh.autoscaler.collect.collect import Collector
-from pdmesh.autoscaler.collect.collect_pools import Pools
-from pdmesh.autoscaler.collect.starts import Starts
-from pdmesh.autoscaler.decision import Decision
-from pdmesh.autoscaler.forecasting.forecast import Expected, State
-from pdmesh.autoscaler.loop_history import Held, History, held_of
-from pdmesh.autoscaler.loop_objectives import ObjectivesFile
-from pdmesh.autoscaler.loop_restraint import FailedStarts, restrained, with_hold
-from pdmesh.autoscaler.loop_state import StateError, resumed, saved
+from pdmesh.autoscaler.collect.workers import Pools, Starts
+from pdmesh.autoscaler.config import goals_of, objective_of, promise
+from pdmesh.autoscaler.forecasting.forecast import Expected, State, number
+from pdmesh.autoscaler.loop_history import DecisionSpans, Held, History, held_of
 from pdmesh.autoscaler.platform import Asked, Platform, PlatformError
 from pdmesh.autoscaler.policy.policy import Policy
 from pdmesh.autoscaler.policy.pool_plan import STUCK_STARTS
 from pdmesh.autoscaler.roles import Roles
 from pdmesh.autoscaler.settings import AutoscalerSettings
-from pdmesh.autoscaler.spans import DecisionSpans
-from pdmesh.autoscaler.views import PoolName, Snapshot
+from pdmesh.autoscaler.views import Decision, Flip, Hold, PoolDecision, PoolName, PoolView, Snapshot
+from pdmesh.planning.capacity_load import Goals
+from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.telemetry.spans import Span
+
+# What the loop knows besides the figures, put into views and decisions. Pure.
+
+
+def with_hold(views: Iterable[PoolView], by: str, until_s: float) -> tuple[PoolView, ...]:
+    """All of them stay as they are. A person's hold goes before."""
+    return tuple(view if view.hold is not None else replace(view, hold=Hold(by, until_s)) for view in views)
+
+
+@dataclass(frozen=True)
+class FailedStarts:
+    """Of one pool: `num_serving` replicas are there, and why no more are asked for."""
+
+    num_serving: int
+    why: str
+
+
+def restrained(decision: Decision, hopeless: Mapping[PoolName, FailedStarts]) -> Decision:
+    """Without the growth of pools whose replicas do not start. Flips need no start, and stay."""
+    flipped = {name for flip in decision.flips for name in (flip.giver, flip.taker)}
+    pools = tuple(
+        _restrained(pool, decision.flips, failed, is_flipped=pool.name in flipped)
+        if (failed := hopeless.get(pool.name)) is not None
+        else pool
+        for pool in decision.pools
+    )
+    return replace(decision, pools=pools)
+
+
+def _restrained(pool: PoolDecision, flips: Iterable[Flip], failed: FailedStarts, *, is_flipped: bool) -> PoolDecision:
+    most = pool.before + sum(flip.num for flip in flips if flip.taker is pool.name)
+    if is_flipped and pool.replicas <= most:
+        return pool
+    replicas = min(most, _kept(pool, failed))
+    if replicas < pool.before:
+        return replace(pool, replicas=replicas)
+    return replace(pool, replicas=replicas, reason=f"{pool.reason}; but {failed.why}", held="failed starts")
+
+
+def _kept(pool: PoolDecision, failed: FailedStarts) -> int:
+    """Of those that are awaited in vain one stays, unless fewer than those who serve would do: by the one it shows when starts
+    succeed again, and the pool does not swing with each wish for one more that nobody will fulfil."""
+    return pool.replicas if pool.replicas < failed.num_serving else max(pool.replicas, failed.num_serving + 1)
+
+
+# What a leader leaves for the next one, and what that one makes of it. Pure.
+#
+# Times in it are readings of the former leader's clock, and no two machines' clocks agree. Where they lie ahead of the new one's,
+# all are moved back here by the same, so that the latest is of now: a policy drops what is older than what it knows, and would
+# neither learn nor shrink until that time has come. Nothing else has to think of it.
+
+
+_FORMAT = 1
+_TIMES = ("time_s", "started_s", "idle_since_s")
+_TIMED = ("changes", "enough", "recent")
+"""Lists of pairs; the first of each is a time."""
+
+
+class StateError(ValueError):
+    """What was saved cannot be used; says why."""
+
+
+def saved(policy: Policy) -> State:
+    """JSON of what `resumed` takes."""
+    return {"format": _FORMAT, "policy": policy.save()}
+
+
+def resumed(policy: Policy, state: State, now_s: float, watched_s: float) -> Policy:
+    """A copy of `policy` that goes on from there; `policy` itself stays as it is. What was left more than `watched_s` ago, or
+    by a clock that is off by more, nobody may have watched since. Raises StateError, whatever it is that was saved: it must keep
+    nobody from leading."""
+    try:
+        json.dumps(state, allow_nan=False)  # no number but finite ones, nor more depth than can be gone through
+        own = _policy_state(state)
+        latest_s = max(_times(own), default=now_s)
+        fresh = copy.deepcopy(policy)
+        fresh.restore(_earlier(own, max(0.0, latest_s - now_s)))
+        fresh.save()
+    except Exception as error:
+        raise StateError(str(error) or type(error).__name__) from error
+    if abs(now_s - latest_s) > watched_s:
+        fresh.interrupt()
+    return fresh
+
+
+def _policy_state(state: State) -> State:
+    own = state.get("policy")
+    if state.get("format") != _FORMAT or not isinstance(own, dict):
+        raise ValueError(f"format: {state.get('format')!r} is not {_FORMAT}")
+    return own
+
+
+def _times(state: State) -> Iterator[float]:
+    """Of everything in it."""
+    for name, value in state.items():
+        if isinstance(value, dict):
+            yield from _times(value)
+        elif name in _TIMED:
+            yield from (float(time_s) for time_s, _ in _pairs(name, value))
+        elif name in _TIMES and value is not None:
+            yield number(state, name)
+
+
+def _earlier(state: State, by_s: float) -> State:
+    """The same, so many seconds ago."""
+    return {name: _value_earlier(name, value, by_s) for name, value in state.items()}
+
+
+def _value_earlier(name: str, value: object, by_s: float) -> object:
+    if isinstance(value, dict):
+        return _earlier(value, by_s)
+    if name in _TIMED:
+        return [[time_s - by_s, what] for time_s, what in _pairs(name, value)]
+    if name in _TIMES and isinstance(value, int | float):
+        return value - by_s
+    return value
+
+
+def _pairs(name: str, value: object) -> list[tuple[float, float]]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name}: a saved state holds a list there, not {value!r}")
+    return value
+
+
+# The objectives file, read anew when it has changed: what people promise changes while the autoscaler runs.
+
+
+logger = logging.getLogger(__name__)
+
+
+class ObjectivesFile:
+    """`model`: whose. `goals`: those that were read last without a mistake."""
+
+    def __init__(self, path: str, model: str, transit_ms: float) -> None:
+        """`model` empty: the only one in it, from then on. Raises ConfigError."""
+        self._path, self._transit_ms = path, transit_ms
+        self._seen = _content(path)
+        objective = objective_of(path, model)
+        self.model, self.goals = objective.model, goals_of(objective, transit_ms)
+
+    def look(self) -> Goals:
+        """Those in force now. A file that cannot be used is said once, and changes nothing."""
+        content = _content(self._path)
+        if content != self._seen:
+            self._seen = content
+            self._read()
+        return self.goals
+
+    def _read(self) -> None:
+        before = self.goals
+        try:
+            self.goals = goals_of(objective_of(self._path, self.model), self._transit_ms)
+        except ConfigError as error:
+            logger.error("the changed objectives cannot be used, %s stays: %s", promise(before), error)
+        else:
+            logger.info("objectives were read anew: %s; before: %s", promise(self.goals), promise(before))
+
+
+def _content(path: str) -> bytes | None:
+    """None: it cannot be read. Compared as a whole: two writes within a clock tick leave the same time and size."""
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return None
+
 
 NUM_TRIALS = 30
 """Decisions that what was restored has to bear; figures reach all parts of a policy by then."""
 Listener = Callable[[Decision, float], None]
-
-logger = logging.getLogger(__name__)
 
 
 class Clock:

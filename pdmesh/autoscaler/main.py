@@ -14,19 +14,17 @@ from pdmesh.autoscaler.collect.collect import Collector
 from pdmesh.autoscaler.config import AutoscalerConfig, objective_of
 from pdmesh.autoscaler.dry_run import DryRunPlatform, DryRunRoles
 from pdmesh.autoscaler.forecasting.registry import forecaster_of
-from pdmesh.autoscaler.loop import Listener, Loop, LoopSettings, Parts
-from pdmesh.autoscaler.loop_history import History
-from pdmesh.autoscaler.loop_objectives import ObjectivesFile
+from pdmesh.autoscaler.loop import Listener, Loop, LoopSettings, ObjectivesFile, Parts
+from pdmesh.autoscaler.loop_history import DecisionSpans, History
 from pdmesh.autoscaler.metrics import SERVICE, AutoscalerMetrics
 from pdmesh.autoscaler.policy.policy import Policy
 from pdmesh.autoscaler.roles import RoleChanger
-from pdmesh.autoscaler.spans import DecisionSpans
 from pdmesh.runtime import config as configuration
 from pdmesh.runtime import log, process
 from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.runtime.rpc.tls import open_tls
+from pdmesh.runtime.telemetry.config import resource_of
 from pdmesh.runtime.telemetry.metrics import open_metrics
-from pdmesh.runtime.telemetry.resource import resource_of
 from pdmesh.runtime.telemetry.spans import Attributes
 from pdmesh.runtime.telemetry.tracing import Tracing, open_tracing
 

@@ -5,11 +5,35 @@ from __future__ import annotations
 import time
 from typing import get_args
 
-from pdmesh.autoscaler import instruments
-from pdmesh.autoscaler.decision import Decision, PoolDecision
 from pdmesh.autoscaler.loop import Loop
 from pdmesh.autoscaler.loop_history import Entry, Kind
-from pdmesh.runtime.telemetry.metrics import OFF, Metrics, Readings
+from pdmesh.autoscaler.views import Decision, PoolDecision
+from pdmesh.runtime.telemetry.metrics import OFF, Metrics, Readings, counter, gauge
+
+# What an autoscaler counts and measures: the catalogue.
+
+
+WANTED = gauge("pdmesh.autoscaler.wanted", "Replicas that a pool is to have by the latest decision", ("pool",))
+REPLICAS = gauge("pdmesh.autoscaler.replicas", "Replicas that it had then: those that serve and those that start", ("pool",))
+READY = gauge("pdmesh.autoscaler.ready", "Workers that serve in the pool's roles", ("pool",))
+HELD = gauge("pdmesh.autoscaler.held", "1: the latest decision keeps everything as it is", ("reason",))
+DECISIONS = counter(
+    "pdmesh.autoscaler.decisions",
+    "Decisions for a pool: up, down, stay, and what held it if anything did",
+    ("pool", "change", "held"),
+)
+EVENTS = counter("pdmesh.autoscaler.events", "What was done: scale, flip, hold, resume, failed", ("kind",))
+FLIPPED = counter("pdmesh.autoscaler.flips", "Workers that were to take another role", ("giver", "taker"))
+FAILED_STARTS = gauge("pdmesh.autoscaler.failed_starts", "Starts that have been awaited for too long", ("pool",))
+FORECAST = gauge("pdmesh.autoscaler.forecast", "Requests a second that are expected: mean and spread", ("what",))
+DECISION_AGE = gauge("pdmesh.autoscaler.views.age", "Since the latest decision", unit="s")
+ROUND_AGE = gauge("pdmesh.autoscaler.round.age", "Since the latest round that came to its end", unit="s")
+LEADER = gauge("pdmesh.autoscaler.leader", "1: this one decides")
+
+ALL = (
+    WANTED, REPLICAS, READY, HELD, DECISIONS, EVENTS, FLIPPED, FAILED_STARTS, FORECAST, DECISION_AGE, ROUND_AGE, LEADER,
+)  # fmt: skip
+
 
 SERVICE = "pdmesh-autoscaler"
 """As collectors and scrapers know it."""
@@ -25,7 +49,7 @@ class AutoscalerMetrics:
         self.metrics = metrics
         self._loop: Loop | None = None
         for kind in get_args(Kind):  # shown from the beginning: a rate needs a first value
-            metrics.add(instruments.EVENTS, 0, kind)
+            metrics.add(EVENTS, 0, kind)
 
     def watch(self, loop: Loop) -> None:
         """Read this one from now on."""
@@ -35,36 +59,36 @@ class AutoscalerMetrics:
     def decided(self, decision: Decision, now_s: float) -> None:
         """For `Parts.on_decision`."""
         for pool in decision.pools:
-            self.metrics.add(instruments.DECISIONS, 1, pool.name.value, _change(pool), hold_name(pool.held))
+            self.metrics.add(DECISIONS, 1, pool.name.value, _change(pool), hold_name(pool.held))
         for flip in decision.flips:
-            self.metrics.add(instruments.FLIPPED, flip.num, flip.giver.value, flip.taker.value)
+            self.metrics.add(FLIPPED, flip.num, flip.giver.value, flip.taker.value)
 
     def happened(self, entry: Entry) -> None:
         """For `History`."""
-        self.metrics.add(instruments.EVENTS, 1, entry.kind)
+        self.metrics.add(EVENTS, 1, entry.kind)
 
     def _read(self, readings: Readings) -> None:
         if self._loop is None:
             return
         now_s = self._loop.clock()
-        readings.put(instruments.ROUND_AGE, max(0.0, time.monotonic() - self._loop.ended_at))
-        readings.put(instruments.LEADER, self._loop.latest is not None)
+        readings.put(ROUND_AGE, max(0.0, time.monotonic() - self._loop.ended_at))
+        readings.put(LEADER, self._loop.latest is not None)
         expected = self._loop.expected(now_s)
-        readings.put(instruments.FORECAST, expected.mean, "mean")
-        readings.put(instruments.FORECAST, expected.spread, "spread")
+        readings.put(FORECAST, expected.mean, "mean")
+        readings.put(FORECAST, expected.spread, "spread")
         for name, number in self._loop.num_failed_starts(now_s).items():
-            readings.put(instruments.FAILED_STARTS, number, name.value)
+            readings.put(FAILED_STARTS, number, name.value)
         for name, number in self._loop.num_ready.items():
-            readings.put(instruments.READY, number, name.value)
+            readings.put(READY, number, name.value)
         if self._loop.latest is not None:
             self._read_decision(readings, *self._loop.latest, now_s)
 
     def _read_decision(self, readings: Readings, decision: Decision, decided_s: float, now_s: float) -> None:
-        readings.put(instruments.DECISION_AGE, max(0.0, now_s - decided_s))
+        readings.put(DECISION_AGE, max(0.0, now_s - decided_s))
         for pool in decision.pools:
-            readings.put(instruments.WANTED, pool.replicas, pool.name.value)
-            readings.put(instruments.REPLICAS, pool.before, pool.name.value)
-        readings.put(instruments.HELD, decision.held is not None, "stale")
+            readings.put(WANTED, pool.replicas, pool.name.value)
+            readings.put(REPLICAS, pool.before, pool.name.value)
+        readings.put(HELD, decision.held is not None, "stale")
 
 
 def hold_name(held: str | None) -> str:

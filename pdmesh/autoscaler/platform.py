@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdmesh.autoscaler.decision import PoolDecision
 from pdmesh.autoscaler.forecasting.forecast import State
-from pdmesh.autoscaler.views import Hold, PoolName
+from pdmesh.autoscaler.views import Hold, PoolDecision, PoolName
 
 
 class PlatformError(Exception):

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 import grpc.aio
 
-from pdmesh.autoscaler.collect.collect_pools import Pools, idlest
+from pdmesh.autoscaler.collect.workers import Pools, idlest
 from pdmesh.autoscaler.views import PoolName
 from pdmesh.runtime.rpc.channel import connect
 from pdmesh.v1 import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
     from pdmesh.autoscaler.collect.workers import SeenWorker
-    from pdmesh.autoscaler.decision import Flip
+    from pdmesh.autoscaler.views import Flip
     from pdmesh.runtime.rpc.tls import Tls
 
 ROLES: Mapping[PoolName, tuple[worker_pb2.Role.ValueType, ...]] = {

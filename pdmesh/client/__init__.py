@@ -10,7 +10,7 @@ The public names are these; the modules beside this one are how they are made.
 """
 
 from pdmesh.client.client import AsyncClient, Client
-from pdmesh.client.client_retry import RetryPolicy
+from pdmesh.client.stream import RetryPolicy
 from pdmesh.client.types import Completed, Delta, Event, Generation, Message, Started
 from pdmesh.runtime.rpc.tls import ClientTlsConfig
 

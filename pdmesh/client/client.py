@@ -22,8 +22,7 @@ import grpc.aio
 
 from pdmesh.client import wire
 from pdmesh.client.channel import DEFAULT_ADDRESS, Preference, addresses, checked_key, open_aio_channel, open_channel
-from pdmesh.client.client_retry import Retrier, RetryPolicy, unasked
-from pdmesh.client.stream import AsyncCall, AsyncStream, Request, Stream, SyncCall
+from pdmesh.client.stream import AsyncCall, AsyncStream, Request, Retrier, RetryPolicy, Stream, SyncCall, unasked
 from pdmesh.client.types import Completed, Delta, Event, GenerateOptions, Generation, Message, MessageLike, Model, Started, Tokens
 from pdmesh.errors import Cancelled, error_from_rpc
 from pdmesh.runtime.rpc.tls import ClientTlsConfig, TlsConfig, open_tls

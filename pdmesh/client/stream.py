@@ -7,19 +7,197 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol, Self
 
 import grpc
 
 from pdmesh.client.channel import Preference
-from pdmesh.client.client_retry import Retrier, unasked
-from pdmesh.client.client_session import StreamSession
-from pdmesh.client.types import Completed, Event
-from pdmesh.errors import Cancelled, MeshError, Unavailable, error_from_rpc
-from pdmesh.runtime.telemetry.caller import begin_request
-from pdmesh.runtime.telemetry.propagation import Metadata
+from pdmesh.client.types import Completed, Delta, Event, FinishReason, Started
+from pdmesh.client.wire import emitted_choice, event
+from pdmesh.errors import Cancelled, DeadlineExceeded, Internal, MeshError, Overloaded, Unavailable, error_from_rpc
+from pdmesh.runtime.telemetry.propagation import Metadata, begin_request
 from pdmesh.v1 import mesh_pb2
+
+# What one stream has handed to its caller so far, and the request that continues it.
+#
+#     request ──► Started ──► Delta … Delta ──✗ router lost
+#                   │ seed       │ token ids
+#                   └────────────┴──► request + Resume(seed, emitted) ──► (Started) ──► Delta … ──► Completed
+#
+# Tokens are a function of the request and its seed, and text is a function of the tokens, so a second router that is told
+# both goes on exactly where the first was. The checks here make that a promise to the caller: each index once, in order.
+
+
+_MAX_REQUEST_ID = 64
+_MAX_UINT32 = 2**32 - 1
+
+
+class StreamSession:
+    """History of one stream. Pure: no clock, no network."""
+
+    def __init__(self, request: mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest) -> None:
+        self._request = request
+        self._started: Started | None = None
+        self._emitted: dict[int, list[int]] = {}
+        self._finished: dict[int, FinishReason] = {}
+        self._num_losses = 0
+        self._num_legs = 0
+        self.completed = False
+
+    @property
+    def resuming(self) -> bool:
+        """Whether the caller has been given a part of the answer."""
+        return self._started is not None
+
+    def lost(self) -> None:
+        """The router that served the stream is gone."""
+        self._num_losses += 1
+
+    def request(self, attempt: int) -> mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest:
+        """The request to send now, after it was sent `attempt` times: as given at first, behind what was received later."""
+        if attempt == 0:
+            return self._request
+        request = type(self._request)()
+        request.CopyFrom(self._request)  # type: ignore[arg-type]  # the same type on both sides
+        request.options.attempt = min(request.options.attempt + attempt, _MAX_UINT32)
+        if self._num_losses:
+            request.options.request_id = self._next_request_id()
+        if self._started is not None:
+            request.resume.seed = self._started.seed
+            request.resume.emitted.extend(
+                emitted_choice(index, ids, self._finished.get(index)) for index, ids in sorted(self._emitted.items())
+            )
+        return request
+
+    def _next_request_id(self) -> str:
+        """A name of its own for each leg: workers may still hold the lost router's request, until their grace period ends."""
+        first = self._request.options.request_id or (self._started.request_id if self._started else "")
+        suffix = f"-r{self._num_losses}"
+        return first[: _MAX_REQUEST_ID - len(suffix)] + suffix if first else ""
+
+    def accept(self, response: mesh_pb2.GenerateResponse) -> Event | None:
+        """The event for the caller; None when it has had it. Raises Internal when a router breaks the order of indexes."""
+        item = event(response)
+        if isinstance(item, Started):
+            return self._accept_started(item)
+        if isinstance(item, Delta):
+            return self._accept_delta(item)
+        if isinstance(item, Completed):
+            self.completed = True
+            return replace(item, num_resumes=self._num_legs - 1)
+        return None
+
+    def _accept_started(self, started: Started) -> Started | None:
+        self._num_legs += 1
+        if self._started is None:
+            self._started = started
+            return started
+        if started.seed != self._started.seed:
+            raise Internal(f"the stream was resumed with seed {started.seed}; it began with {self._started.seed}")
+        return None
+
+    def _accept_delta(self, delta: Delta) -> Delta | None:
+        if delta.choice in self._finished:
+            return None
+        emitted = self._emitted.setdefault(delta.choice, [])
+        if delta.token_ids and not self._is_next(delta, emitted):
+            return None
+        emitted.extend(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._finished[delta.choice] = delta.finish_reason
+        return delta
+
+    def _is_next(self, delta: Delta, emitted: list[int]) -> bool:
+        """Whether the delta continues the choice; False: it repeats. Anything else is an error: text cannot be cut."""
+        end = delta.first_index + len(delta.token_ids)
+        if delta.first_index == len(emitted):
+            return True
+        if end <= len(emitted) and tuple(emitted[delta.first_index : end]) == delta.token_ids:
+            return False
+        raise Internal(
+            f"choice {delta.choice}: the router sent indexes {delta.first_index} to {end - 1} where {len(emitted)} is next;"
+            " this is a bug of the router, please report it with the request id"
+        )
+
+
+# When a broken call is tried again, and where: pure decisions, the clock is passed in.
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How patient a client is.
+
+    `resume_timeout_s` bounds how long it looks for a router since the last sign of life of one; a request's own deadline
+    bounds it too. With `retry_overload` a refused request is tried again after the delay that the router named.
+    """
+
+    resume_timeout_s: float = 30.0
+    retry_overload: bool = False
+    first_backoff_s: float = 0.05
+    max_backoff_s: float = 2.0
+
+
+def unasked(error: MeshError) -> MeshError:
+    """`error` of a call that its caller has not cancelled: CANCELLED is then a router or a proxy that shuts down."""
+    return Unavailable(f"the router cancelled the call: {error.message}") if isinstance(error, Cancelled) else error
+
+
+class Retrier:
+    """One call's attempts. `address` is the index of the router to ask next.
+
+    Routers are tried in turn: a failure moves on to the next at once, and backs off (doubling) after each full round.
+    """
+
+    def __init__(self, policy: RetryPolicy, num_addresses: int, address: int, now: float, timeout_s: float | None) -> None:
+        self._policy = policy
+        self._num_addresses = num_addresses
+        self._deadline = None if timeout_s is None else now + timeout_s
+        self._last_sign_of_life = now
+        self._num_failures = 0
+        self.address = address
+
+    def time_left(self, now: float) -> float | None:
+        """Seconds until the deadline, at least 0; None without one."""
+        return None if self._deadline is None else max(0.0, self._deadline - now)
+
+    def progressed(self, now: float) -> None:
+        """A router answered: the next failure is a new one."""
+        self._last_sign_of_life = now
+        self._num_failures = 0
+
+    def failed(self, error: MeshError, now: float, *, resuming: bool = False) -> float:
+        """Seconds to wait before the next attempt, at `address`. Raises `error` when there is to be none, DeadlineExceeded
+        when the deadline comes first. A refusal without a delay is final: the request may be too large for ever.
+
+        `resuming`: part of the answer has been handed out. Its admission was paid once, so a refusal is waited out like the
+        loss that it follows from.
+        """
+        if isinstance(error, Unavailable):
+            delay = self._backoff_s()
+        elif isinstance(error, Overloaded) and error.retry_delay_s is not None and (self._policy.retry_overload or resuming):
+            delay = error.retry_delay_s
+        else:
+            raise error
+        self._check_limits(error, now + delay, now)
+        self._num_failures += 1
+        self.address = (self.address + 1) % self._num_addresses
+        return delay
+
+    def _backoff_s(self) -> float:
+        num_rounds = (self._num_failures + 1) // self._num_addresses
+        if num_rounds == 0:
+            return 0.0
+        return float(min(self._policy.max_backoff_s, self._policy.first_backoff_s * 2 ** min(num_rounds - 1, 16)))
+
+    def _check_limits(self, error: MeshError, retry_at: float, now: float) -> None:
+        if self._deadline is not None and retry_at >= self._deadline:
+            raise DeadlineExceeded(f"the deadline comes before another attempt; the last one failed: {error.message}") from error
+        waits_by_deadline = isinstance(error, Overloaded) and self._deadline is not None
+        if not waits_by_deadline and retry_at > self._last_sign_of_life + self._policy.resume_timeout_s:
+            raise error
+
 
 Request = mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest
 

@@ -14,10 +14,9 @@ from typing import Literal
 from pdmesh.client.client import AsyncClient
 from pdmesh.client.types import Completed, Delta, Event, Generation, Message
 from pdmesh.client.wire import generation
-from pdmesh.commands.render_timings import timings_report
-from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.commands.streaming import timings_report
+from pdmesh.launcher.mesh import LocalMesh, process_table
 from pdmesh.launcher.plan import LocalMeshConfig, check_packages
-from pdmesh.launcher.render_mesh import process_table
 from pdmesh.models import registry
 from pdmesh.runtime.child import StartFailed
 from pdmesh.terminal import palette

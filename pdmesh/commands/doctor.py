@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from pdmesh.doctor import transfer
-from pdmesh.doctor import machine, software
+from pdmesh.doctor import machine, software, transfer
 from pdmesh.doctor.check import Check, State, examine
 from pdmesh.launcher.plan import EMBEDDED_REDIS
 from pdmesh.models.catalogue import DEFAULT_MODEL

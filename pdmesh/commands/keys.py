@@ -13,10 +13,8 @@ from typing import Literal
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.registry.records import InvalidRecord
 from pdmesh.terminal import table
-from router.auth import key_file
-from router.auth.api_keys import ApiKey, KeyProblem, KeyTable, hash_of, new_key
-from router.auth.key_store import REDIS_SCHEMES
-from router.auth.redis_keys import RedisKeys
+from router.auth import api_keys as key_file
+from router.auth.api_keys import REDIS_SCHEMES, ApiKey, KeyProblem, KeyTable, RedisKeys, hash_of, new_key
 
 DAY_S = 86_400
 

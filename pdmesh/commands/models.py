@@ -10,7 +10,7 @@ from typing import Literal
 from pdmesh.commands.options import Connection, flat
 from pdmesh.errors import MeshError
 from pdmesh.models import registry
-from pdmesh.models.model_cache import cache_folder
+from pdmesh.models.catalogue import cache_folder
 from pdmesh.terminal import size, table
 
 

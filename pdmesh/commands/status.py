@@ -15,7 +15,8 @@ from google.protobuf.json_format import MessageToDict
 from pdmesh.client.client import Client
 from pdmesh.commands.options import Connection, flat
 from pdmesh.errors import MeshError
-from pdmesh.launcher import local_metrics, local_state
+from pdmesh.launcher import local_state
+from pdmesh.launcher import local_state as local_metrics
 from pdmesh.terminal import MAX_WIDTH, Palette, palette, table
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 

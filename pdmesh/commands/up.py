@@ -17,11 +17,9 @@ from pdmesh.client.channel import DEFAULT_ADDRESS
 from pdmesh.commands.tls import exports
 from pdmesh.commands.up_autoscale import AutoscaleOptions, Shown, local_loop, scaled
 from pdmesh.engine.config import named_proposers
-from pdmesh.launcher.local_metrics import TARGETS_FILE, MetricsFiles, Target, follow
-from pdmesh.launcher.local_state import DecisionFile
-from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.local_state import TARGETS_FILE, DecisionFile, MetricsFiles, Target, follow
+from pdmesh.launcher.mesh import LocalMesh, process_table
 from pdmesh.launcher.plan import EMBEDDED_REDIS, LocalMeshConfig, check_packages
-from pdmesh.launcher.render_mesh import process_table
 from pdmesh.models import registry
 from pdmesh.runtime.child import StartFailed
 from pdmesh.runtime.config import ConfigError

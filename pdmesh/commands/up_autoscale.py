@@ -13,21 +13,19 @@ from typing import TYPE_CHECKING
 from pdmesh.autoscaler.collect.collect import Collector
 from pdmesh.autoscaler.config import goals_of, objective_of, promise
 from pdmesh.autoscaler.loop import Listener, Loop, LoopSettings, Parts
-from pdmesh.autoscaler.loop_history import Entry, History, append_to
+from pdmesh.autoscaler.loop_history import DecisionSpans, Entry, History, append_to
 from pdmesh.autoscaler.metrics import SERVICE, AutoscalerMetrics
 from pdmesh.autoscaler.policy.policy import Policy
 from pdmesh.autoscaler.roles import RoleChanger
 from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
-from pdmesh.autoscaler.spans import DecisionSpans
 from pdmesh.launcher.console import collector_of
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig, usable_cores
 from pdmesh.launcher.scale import LocalPlatform
 from pdmesh.planning.objectives import load as load_objectives
 from pdmesh.runtime.rpc.tls import open_tls
-from pdmesh.runtime.telemetry.config import TelemetryConfig
+from pdmesh.runtime.telemetry.config import TelemetryConfig, resource_of
 from pdmesh.runtime.telemetry.metrics import open_metrics
-from pdmesh.runtime.telemetry.resource import resource_of
 from pdmesh.runtime.telemetry.tracing import OFF, Tracing, open_tracing
 
 if TYPE_CHECKING:

@@ -7,28 +7,147 @@ routers ◄─ topology.py ─────────────┘
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
+import socket
 import sys
 import time
+from collections.abc import Generator
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 
-from pdmesh.client.channel import addresses
-from pdmesh.console.config import ConsoleConfig
-from pdmesh.console.events import Events
-from pdmesh.console.forward import Forwarder
-from pdmesh.console.http import HttpServer
-from pdmesh.console.otlp import OtlpReceiver
+import uvicorn
+from starlette.types import ASGIApp
+
+from pdmesh.client.channel import DEFAULT_ADDRESS, addresses, checked_key
+from pdmesh.console.otlp import Forwarder, OtlpReceiver
 from pdmesh.console.prompting import Mesh
 from pdmesh.console.server import Console
-from pdmesh.console.state import State
+from pdmesh.console.state import Events, State
 from pdmesh.console.store import Bounds, Store
 from pdmesh.console.topology import Topology
 from pdmesh.runtime import config as configuration
 from pdmesh.runtime import log, process
-from pdmesh.runtime.rpc.tls import open_tls
+from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.rpc.tls import ClientTlsConfig, open_tls
 from pdmesh.runtime.telemetry.config import parse_endpoint
 from pdmesh.runtime.telemetry.received import Export
+
+# Configuration of a console process: flags, environment and `--help` come from this dataclass.
+
+
+@dataclass(frozen=True)
+class ConsoleConfig:
+    """Shows a mesh on a page: python -m pdmesh.console --routers 127.0.0.1:8100."""
+
+    routers: tuple[str, ...] = field(
+        default=(DEFAULT_ADDRESS,), metadata={"help": "routers of the mesh, host:port, comma separated"}
+    )
+    host: str = field(default="127.0.0.1", metadata={"help": "address to serve the page on; whoever gets there may use the mesh"})
+    port: int = field(default=8200, metadata={"help": "port of the page; 0: any free one"})
+    allowed_hosts: tuple[str, ...] = field(
+        default=(), metadata={"help": "more names under which browsers may ask for the page; addresses and localhost always may"}
+    )
+    otlp_host: str = field(default="127.0.0.1", metadata={"help": "address to take traces on, by OTLP over gRPC"})
+    otlp_port: int = field(default=4317, metadata={"help": "port to take traces on; 0: any free one"})
+    otlp_port_is_held: bool = field(
+        default=False, metadata={"help": "who started this process holds that port for it, by a socket that does not listen"}
+    )
+    forward_otlp: str = field(
+        default="", metadata={"help": "collector that gets all that arrives here, host:port or https://host:port; empty: none"}
+    )
+    max_traces: int = field(default=2000, metadata={"help": "traces that are kept, the newest"})
+    max_age_s: float = field(default=900.0, metadata={"help": "how long they are kept"})
+    max_mib: int = field(default=128, metadata={"help": "memory that they may take, in MiB"})
+    api_key: str = field(default="", metadata={"help": "key of an admin, for routers that ask for one", "secret": True})
+    tls: ClientTlsConfig = field(default_factory=ClientTlsConfig, metadata={"flatten": True})
+    exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
+
+    def validate(self) -> None:
+        """Raises ConfigError, or ValueError that names the field."""
+        if not self.routers:
+            raise ConfigError("routers", "is empty", f"name at least one, such as {DEFAULT_ADDRESS}")
+        for name in ("port", "otlp_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ConfigError(name, f"{getattr(self, name)} is no port", "give 0 to 65535")
+        for name, least in (("max_traces", 1), ("max_age_s", 1.0), ("max_mib", 1)):
+            if not getattr(self, name) >= least:
+                raise ConfigError(name, f"{getattr(self, name):g} is less than {least:g}", f"give {least:g} or more")
+        if self.forward_otlp:
+            parse_endpoint(self.forward_otlp, "forward_otlp")
+        checked_key(self.api_key)
+
+
+# An HTTP server on the event loop of a process that handles signals itself.
+
+
+GRACE_S = 1
+MAX_CONNECTIONS = 128
+BACKLOG = 64
+
+
+class HttpServer:
+    """One listening port, from `start` to `stop`."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+        """`port` 0: any free one."""
+        self._host, self._port = host, port
+        config = uvicorn.Config(
+            app, ws="none", lifespan="off", interface="asgi3", proxy_headers=False, server_header=False,
+            log_config=None, log_level="critical", access_log=False,
+            limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=GRACE_S,
+        )  # fmt: skip
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """ "host:port" as bound."""
+        return f"{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
+
+    async def start(self) -> None:
+        """Binds and answers. Raises ConfigError where the port is taken."""
+        listening = self._bind()
+        self._port = listening.getsockname()[1]
+        self._task = asyncio.create_task(self._server.serve(sockets=[listening]), name="http")
+        await self._server.listening.wait()
+
+    async def stop(self) -> None:
+        """Answers under way get a moment. Idempotent."""
+        if self._task is not None:
+            task, self._task = self._task, None
+            self._server.should_exit = True
+            await asyncio.wait((task,), timeout=2 * GRACE_S + 1)
+            task.cancel()
+
+    def _bind(self) -> socket.socket:
+        try:
+            family = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server((self._host, self._port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            problem = f"cannot listen on {self._host} port {self._port}: {error.strerror or error}"
+            raise ConfigError("--port", problem, "choose another --port, or 0 for any free one") from None
+
+
+class _Server(uvicorn.Server):
+    """Stops when it is told to, not by signals: those are the process's."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leaves them alone."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens."""
+        await super().startup(sockets)
+        self.listening.set()
+
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from pdmesh.doctor.check import Check, missing, ok, warn
 from pdmesh.launcher.plan import EMBEDDED_REDIS
-from pdmesh.models.catalogue import KNOWN_MODELS, KnownModel
-from pdmesh.models.model_cache import cache_folder
+from pdmesh.models.catalogue import KNOWN_MODELS, KnownModel, cache_folder
 from pdmesh.terminal import size
 
 _REDIS_TIMEOUT_S = 2.0

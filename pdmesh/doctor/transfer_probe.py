@@ -1,7 +1,8 @@
 """How fast KV crosses between two processes of this machine, by each transport: the real sender here, the receiver in a child.
 
-`python -m pdmesh.doctor.transfer_probe 256` prints one line of JSON for each transport: 256 MiB in a push. `receive 512` is the child,
-with 512 blocks: it prints a reservation (hex) that any transport it offers may fill, and ends when its standard input does.
+`python -m pdmesh.doctor.transfer_probe 256` prints one line of JSON for each transport: 256 MiB in a push. `receive 512` is the
+child, with 512 blocks: it prints a reservation (hex) that any transport it offers may fill, and ends when its standard input
+does.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from kvtransfer.compatibility import bytes_per_layer_block
 from kvtransfer.errors import PushFailed
-from kvtransfer.feed import FirstTokensDrawn, complete_feed
+from kvtransfer.layout import bytes_per_layer_block
 from kvtransfer.memory import PoolShape
-from kvtransfer.receiver.delegate import PushTarget
-from kvtransfer.receiver.grant import check_grant, new_token
+from kvtransfer.receiver.delegate import PushTarget, check_grant, new_token
 from kvtransfer.receiver.receiver import Receiver
-from kvtransfer.sender.push_part import PushJob
+from kvtransfer.schedule import FirstTokensDrawn, complete_feed
+from kvtransfer.sender.push import PushJob
 from kvtransfer.sender.sender import Sender
 from kvtransfer.transports.grpc import SERVICE, add_push_service
 from kvtransfer.transports.registry import installed

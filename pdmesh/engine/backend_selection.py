@@ -8,9 +8,9 @@ import torch
 
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.cpu.model import why_not
-from pdmesh.engine.kernels.triton.room import shared_bytes
 from pdmesh.engine.kernels.triton.support import why_no_fp8_kv
 from pdmesh.engine.kernels.triton.support import why_not as triton_why_not
+from pdmesh.engine.kernels.triton.tiles import shared_bytes
 from pdmesh.engine.models.config import ModelConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -7,45 +7,54 @@ when its last choice ends or by release(), which is right at any time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.errors import IntegrityError
 from pdmesh.engine.hardware import cost_of
-from pdmesh.engine.integrity import check_integrity
+from pdmesh.engine.kernels.cpu.isa import default_threads
 from pdmesh.engine.kernels.cpu.model import NativeModel
-from pdmesh.engine.kernels.cpu.threads import default_threads
-from pdmesh.engine.kv_cache.block_log import BlockChanges, BlockLog
 from pdmesh.engine.kv_cache.block_manager import BlockAllocator, HashBlock
-from pdmesh.engine.kv_cache.block_pool import BlockPool, num_blocks_for
+from pdmesh.engine.kv_cache.block_pool import BlockChanges, BlockLog, BlockPool, num_blocks_for
 from pdmesh.engine.kv_cache.events import KVExports, LayerSignal
 from pdmesh.engine.kv_cache.pool import KVPool
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.memory import effective_max_context, free_memory, kv_shape
-from pdmesh.engine.outputs import EngineStats, StepResult
-from pdmesh.engine.parallel.errors import RankFailed
+from pdmesh.engine.outputs import EngineStats, StartClock, StepResult
 from pdmesh.engine.parallel.model import ParallelModel
+from pdmesh.engine.parallel.tp_protocol import RankFailed
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.request_validation import Limits
 from pdmesh.engine.runner.model_runner import Draw, ModelRunner
 from pdmesh.engine.runner.overlap import steps_ahead
-from pdmesh.engine.scheduler.pacing import Pacer
 from pdmesh.engine.scheduler.postprocess import Progress
-from pdmesh.engine.scheduler.requests import RequestTable
-from pdmesh.engine.scheduler.reservations import Reservations, ReservedBlocks
-from pdmesh.engine.scheduler.scheduler import Plan, Scheduler
-from pdmesh.engine.scheduler.sequence import Phase
+from pdmesh.engine.scheduler.requests import RequestTable, Reservations, ReservedBlocks
+from pdmesh.engine.scheduler.scheduler import Pacer, Plan, Scheduler
+from pdmesh.engine.scheduler.sequence import Phase, SequenceGroup
 from pdmesh.engine.scheduler.sequence import Sequence as EngineSequence
 from pdmesh.engine.scheduler.stats import Census, Counters
-from pdmesh.engine.speculation.calibration import LONGEST, measure_curve
-from pdmesh.engine.speculation.check import check_speculation
+from pdmesh.engine.speculation.calibration import LONGEST, Circumstances, measure_curve, processor_name
 from pdmesh.engine.speculation.draft import Draft
 from pdmesh.engine.speculation.handover import unpacked
 from pdmesh.engine.speculation.proposer import Proposer
-from pdmesh.engine.speculation.registry import Drafts, Parts, load_drafts, make_proposers
-from pdmesh.engine.speculation.remembered import Circumstances, processor_name
+from pdmesh.engine.speculation.registry import Drafts, Parts, check_speculation, load_drafts, make_proposers
 from pdmesh.engine.speculation.speculator import Bounds, Speculator
-from pdmesh.engine.timing import StartClock
+
+# Is every block where the bookkeeping says? Cheap enough to ask whenever the engine idles.
+
+
+def check_integrity(pool: BlockPool, groups: Iterable[SequenceGroup], scheduler: Scheduler) -> None:
+    """Raises IntegrityError unless blocks are held as often as sequences hold them, and every sequence has its one place."""
+    groups = list(groups)
+    pool.check(Counter(block_id for group in groups for sequence in group.sequences for block_id in sequence.block_ids))
+    active = [sequence for group in groups if group.phase is Phase.ACTIVE for sequence in group.sequences]
+    scheduled = scheduler.running + scheduler.waiting
+    if len(scheduled) != len(active) or set(scheduled) != set(active):
+        raise IntegrityError(f"{len(scheduled)} sequences are scheduled, {len(active)} of known requests are active")
+    if any(sequence.block_ids for sequence in scheduler.waiting):
+        raise IntegrityError("a waiting sequence holds blocks")
 
 
 class Engine:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from pdmesh.engine.kernels.cpu import limits
+from pdmesh.engine.kernels.cpu import library
+from pdmesh.engine.kernels.cpu.isa import default_threads
 from pdmesh.engine.kernels.cpu.model import NativeModel
-from pdmesh.engine.kernels.cpu.threads import default_threads
 from pdmesh.engine.kv_cache.pool import KVShape
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.memory import free_memory
@@ -87,8 +87,8 @@ def measure_limits(backend: str, numbers: str, device: str, num_threads: int, nu
     num_threads = num_threads or default_threads() * num_ranks  # a rank has its share of torch's threads
     if backend == "native":
         return MachineLimits(
-            limits.product_peak_gop_s(numbers, num_threads, repeats=_REPEATS) * 1e9,
-            limits.read_bandwidth_gb_s(num_threads, num_bytes=_CPU_BYTES, repeats=_REPEATS) * 1e9,
+            library.product_peak_gop_s(numbers, num_threads, repeats=_REPEATS) * 1e9,
+            library.read_bandwidth_gb_s(num_threads, num_bytes=_CPU_BYTES, repeats=_REPEATS) * 1e9,
         )
     if device == "cuda":
         return _torch_limits(getattr(torch, numbers), device).of_devices(num_ranks)

@@ -6,10 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pdmesh.engine.errors import InvalidRequest, RequestTooLarge
-from pdmesh.engine.finish import finish_reason
 from pdmesh.engine.kv_cache.block_pool import num_blocks_for
 from pdmesh.engine.outputs import FinishReason
-from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.request import EngineRequest, finish_reason
 from pdmesh.engine.scheduler.sequence import unfinished_choices
 
 

@@ -7,19 +7,21 @@ Standard library only.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Collection
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdmesh.models.model_cache import cache_folder
+from pdmesh.models.catalogue import cache_folder
 
 if TYPE_CHECKING:
-    from pdmesh.autoscaler.decision import Decision
+    from pdmesh.autoscaler.views import Decision
+
 
 FORGOTTEN_S = 86_400.0
 """After which the file of a process that was killed is taken away."""
@@ -78,3 +80,101 @@ def _forget_old(folder: Path) -> None:
     for path in folder.iterdir():
         if path.stat().st_mtime < time.time() - FORGOTTEN_S:
             path.unlink(missing_ok=True)
+
+
+# Where the processes of `pdmesh up --metrics-port` show their metrics: for Prometheus, and for `pdmesh status`.
+#
+# Workers come and go, so there are two files, made anew with each change: prometheus-targets.json beside the logs, which
+# Prometheus follows (`file_sd_configs`), and metrics/PID.json of the cache, in which `pdmesh status` of the same user on the same
+# machine finds the mesh whose workers its router tells of. Standard library only.
+
+
+TARGETS_FILE = "prometheus-targets.json"
+JOB = "pdmesh"
+_PERIOD_S = 1.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """A process and the URLs of its metrics: a router of several processes has several."""
+
+    name: str
+    role: str  # router, worker or autoscaler
+    urls: tuple[str, ...]
+
+
+def metrics_folder() -> Path:
+    """Need not exist. Raises RuntimeError where the user has no home."""
+    return cache_folder() / "metrics"
+
+
+def discovery(targets: Iterable[Target]) -> list[dict[str, Any]]:
+    """As Prometheus reads it. `instance` is the process's name, which outlives its port."""
+    return [
+        {
+            "targets": [url.removeprefix("http://").partition("/")[0]],
+            "labels": {"job": JOB, "role": target.role, "instance": _instance(target, number)},
+        }
+        for target in targets
+        for number, url in enumerate(target.urls)
+    ]
+
+
+def _instance(target: Target, number: int) -> str:
+    return target.name if len(target.urls) == 1 else f"{target.name}-{number}"
+
+
+class MetricsFiles:
+    """Of one mesh. Where they cannot be written nobody finds the ports by them."""
+
+    def __init__(self, log_dir: Path, folder: Path | None = None) -> None:
+        self.targets_path = log_dir / TARGETS_FILE
+        self._told: tuple[object, ...] = ()
+        self._path: Path | None = None
+        with contextlib.suppress(OSError, RuntimeError):
+            folder = metrics_folder() if folder is None else folder
+            folder.mkdir(parents=True, exist_ok=True)
+            self._path = folder / f"{os.getpid()}.json"
+
+    def tell(self, targets: Iterable[Target], workers: Collection[str]) -> None:
+        """What there is now. `workers` are their addresses."""
+        now = (tuple(targets), tuple(sorted(workers)))
+        if now == self._told:
+            return
+        self._told = now
+        found = discovery(now[0])
+        _replace(self.targets_path, found)
+        if self._path is not None:
+            _replace(self._path, {"workers": now[1], "targets": found, "file": str(self.targets_path)})
+
+    def remove(self) -> None:
+        """Nobody shows anything any more."""
+        for path in (self.targets_path, self._path):
+            if path is not None:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+
+
+async def follow(files: MetricsFiles, look: Callable[[], tuple[Iterable[Target], Collection[str]]]) -> None:
+    """Until cancelled. `look()` gives targets and workers' addresses of now."""
+    while True:
+        files.tell(*look())
+        await asyncio.sleep(_PERIOD_S)
+
+
+def shown(workers: Collection[str], folder: Path | None = None) -> Mapping[str, Any] | None:
+    """Of the mesh on this machine whose workers are at these addresses: `targets` and the `file` with them. None: no such."""
+    with contextlib.suppress(OSError, RuntimeError):
+        for path in (metrics_folder() if folder is None else folder).glob("*.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of another version, or gone by now
+                told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+                if not set(workers).isdisjoint(told["workers"]) and told["targets"]:
+                    return told
+    return None
+
+
+def _replace(path: Path, content: object) -> None:
+    whole = path.with_suffix(".new")
+    with contextlib.suppress(OSError):
+        whole.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        whole.replace(path)

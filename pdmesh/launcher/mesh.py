@@ -4,8 +4,8 @@
         async with AsyncClient(mesh.router_address) as client: ...
         mesh.kill("decode-0", signal.SIGKILL)        # it is reported and started again
 
-Whatever happens to this process, the others end with it (`pdmesh.runtime.parent_death`); so the event loop has to run in a thread that
-lives as long as the mesh, as the main thread does.
+Whatever happens to this process, the others end with it (`pdmesh.runtime.parent_death`); so the event loop has to run in a
+thread that lives as long as the mesh, as the main thread does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pdmesh.client.client import AsyncClient
 from pdmesh.errors import MeshError
 from pdmesh.launcher.certificates import CertificateError, make_certificates
 from pdmesh.launcher.console import Traces, require_free
-from pdmesh.launcher.local_metrics import Target
+from pdmesh.launcher.local_state import Target
 from pdmesh.launcher.member import Member, OnEvent, start_all
 from pdmesh.launcher.plan import (
     EMBEDDED_REDIS,
@@ -42,6 +42,7 @@ from pdmesh.launcher.plan import (
 from pdmesh.launcher.redis import RedisMember, require_redis
 from pdmesh.runtime.child import StartFailed
 from pdmesh.runtime.rpc.tls import TlsConfig
+from pdmesh.terminal import Palette, table
 
 _POLL_PERIOD_S = 0.05
 _REDIS_PATIENCE_S = 5.0
@@ -298,3 +299,16 @@ class LocalMesh:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.stop()
+
+
+# A running local mesh as text.
+
+
+def process_table(mesh: LocalMesh, colours: Palette) -> list[str]:
+    """What runs where."""
+    consoles = () if mesh.console is None else (mesh.console,)
+    rows = [(m.name, ",".join(m.roles), str(m.pid), m.address) for m in (*mesh.routers, *mesh.workers, *consoles)]
+    if mesh.redis_pid is not None:
+        rows.append(("redis", "registry", str(mesh.redis_pid), mesh.redis_url.removeprefix("redis://")))
+    head, *lines = table(("PROCESS", "ROLES", "PID", "ADDRESS"), rows)
+    return [colours.bold(head), *lines]

@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 
-from pdmesh.autoscaler.decision import PoolDecision
 from pdmesh.autoscaler.forecasting.forecast import State
 from pdmesh.autoscaler.platform import Asked, PlatformError
-from pdmesh.autoscaler.views import PoolName
+from pdmesh.autoscaler.views import PoolDecision, PoolName
 from pdmesh.client.client import AsyncClient
 from pdmesh.errors import MeshError
 from pdmesh.launcher.member import Member, backoff_s
@@ -40,7 +39,8 @@ class _Pool:
 
 
 class LocalPlatform:
-    """As `pdmesh.autoscaler.platform.Platform` says, of one mesh that is running. On its event loop; close it before the mesh stops.
+    """As `pdmesh.autoscaler.platform.Platform` says, of one mesh that is running. On its event loop; close it before the mesh
+    stops.
 
     A worker that dies is the mesh's to restart; one that cannot be started again is none any more."""
 

@@ -9,11 +9,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
-from pdmesh.loadtest.record import Record
+from pdmesh.loadtest.record import ObjectiveBook, Objectives, Record
 from pdmesh.loadtest.runner import RunLog
-from pdmesh.loadtest.stats import Latency, Summary, Window, by, met, phases_of_slowest, slowest, summarise
-from pdmesh.loadtest.timeline import Bin, FleetPoint, timeline
+from pdmesh.loadtest.stats import (
+    Bin,
+    FleetPoint,
+    Latency,
+    Summary,
+    Window,
+    by,
+    met,
+    phases_of_slowest,
+    slowest,
+    summarise,
+    timeline,
+)
 
 FORMAT = "pdmesh-loadtest/1"
 NUM_SLOWEST = 20

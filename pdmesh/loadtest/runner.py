@@ -13,8 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
-from pdmesh.loadtest.record import Outcome, Record
+from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome, Record
 from pdmesh.loadtest.targets.target import Answer, Ask, Done, Fleet, Said, Target, TargetError, Tokens
 from pdmesh.loadtest.workload import PlannedSession, PlannedTurn
 

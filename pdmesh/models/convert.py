@@ -6,17 +6,15 @@ import os
 import sys
 from pathlib import Path
 
-from pdmesh.models.catalogue import ModelError
-from pdmesh.models.download import require_space, run_reporting
-from pdmesh.models.model_cache import Progress, building, exclusive, is_complete, publish, write_marker
-from pdmesh.models.model_progress import megabytes
+from pdmesh.models.catalogue import ModelError, Progress, building, exclusive, is_complete, publish, write_marker
+from pdmesh.models.download import megabytes, require_space, run_reporting
 
 _NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _FLOAT32_BYTES = 4
 # Run with a file and a folder: converts, and prints a line now and then.
 _PROGRAM = """
 import sys
-from pdmesh.engine.loader.convert import convert_gguf_weights
+from pdmesh.engine.loader.gguf import convert_gguf_weights
 convert_gguf_weights(*sys.argv[1:], lambda share, text: print(f"{share:.0%}, {text}", flush=True))
 """
 

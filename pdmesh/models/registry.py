@@ -13,11 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pdmesh.models.catalogue import DEFAULT_MODEL, KNOWN_MODELS, KnownModel, ModelError
+from pdmesh.models.catalogue import DEFAULT_MODEL, KNOWN_MODELS, KnownModel, ModelError, Progress, cache_folder
 from pdmesh.models.convert import ensure_converted
-from pdmesh.models.download import ensure_gguf
-from pdmesh.models.model_cache import Progress, cache_folder
-from pdmesh.models.model_progress import StderrProgress, megabytes
+from pdmesh.models.download import StderrProgress, ensure_gguf, megabytes
 
 __all__ = ["DEFAULT_MODEL", "KNOWN_MODELS", "ModelError", "ensure_gguf_of", "ensure_model", "main", "model_name"]
 

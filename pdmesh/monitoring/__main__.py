@@ -8,9 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from pdmesh.monitoring.catalogue import with_tables
-from pdmesh.monitoring.dashboards_fleet import all_dashboards
-from pdmesh.monitoring.manifests import dashboards_manifest, rules_file, rules_manifest
+from pdmesh.monitoring.dashboards import all_dashboards
+from pdmesh.monitoring.manifests import dashboards_manifest, rules_file, rules_manifest, with_tables
 from pdmesh.monitoring.rules import groups
 
 ROOT = Path(__file__).resolve().parents[2]

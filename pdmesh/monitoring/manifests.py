@@ -7,8 +7,12 @@ import json
 import textwrap
 from collections.abc import Iterable, Mapping
 
+from pdmesh.autoscaler import metrics as autoscaler
 from pdmesh.monitoring.panels import Dashboard
 from pdmesh.monitoring.rules import Group, Rule
+from pdmesh.runtime.telemetry.metrics import Instrument
+from pdmesh.worker import metrics as worker
+from router.telemetry import metrics as router
 
 HEAD = "# Made by `python -m pdmesh.monitoring`, from pdmesh/monitoring/: change it there.\n"
 
@@ -73,3 +77,33 @@ def _rule(rule: Rule) -> str:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+# All names that processes show, as a table for docs/metrics.md. Imports what they import: engines, too.
+
+
+MARK = "<!-- made by python -m pdmesh.monitoring -->\n"
+CATALOGUE = {"Router": router.ALL, "Worker": worker.ALL, "Autoscaler": autoscaler.ALL}
+
+
+def tables() -> str:
+    """One for each kind of process, in Markdown."""
+    return "".join(f"\n### {title}\n\n{_table(instruments)}" for title, instruments in CATALOGUE.items())
+
+
+def with_tables(page: str) -> str:
+    """The page, with the tables of now behind its MARK."""
+    return page.partition(MARK)[0] + MARK + tables()
+
+
+def _table(instruments: Iterable[Instrument]) -> str:
+    rows = [f"| `{_shown(each)}` | {each.kind.value} | {_labels(each)} | {each.help} |\n" for each in instruments]
+    return "| name | kind | labels | |\n| --- | --- | --- | --- |\n" + "".join(rows)
+
+
+def _shown(instrument: Instrument) -> str:
+    return instrument.samples[0] if len(instrument.samples) == 1 else instrument.family
+
+
+def _labels(instrument: Instrument) -> str:
+    return ", ".join(f"`{label}`" for label in instrument.label_names)

@@ -19,15 +19,13 @@ import numpy as np
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.memory import effective_max_context
-from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import EngineRequest, SamplingParams
 from pdmesh.models.registry import ensure_model
+from pdmesh.planning.latency_fit import WorkCells, solve_non_negative
 from pdmesh.planning.latency_model import LatencyModel, Work
-from pdmesh.planning.least_squares import solve_non_negative
-from pdmesh.planning.work_cells import WorkCells
 from pdmesh.simulator.workers.spec import PRICES
 from pdmesh.text.block_hash import hash_block
-from pdmesh.worker.latency import prior_for
+from pdmesh.worker.load import prior_for
 
 WARM_UP_STEPS = 20
 LEAST_STEPS = 100

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pdmesh
 from pdmesh.models.catalogue import DEFAULT_MODEL
-from pdmesh.planner import words
+from pdmesh.planner import report_text
 from pdmesh.planner.meshes import WorkerKind
 from pdmesh.planner.plan import Plan
 from pdmesh.planner.subject import Subject
@@ -119,7 +119,7 @@ def _named_errors() -> Iterator[None]:
 
 def contents(base: str, plan: Plan, subject: Subject, served: Served) -> dict[str, str]:
     """Text by name of the file; `base` as seen from there. Raises OverlayError for a mesh that pdmesh does not run."""
-    problem = words.why_not_deployable(plan.chosen.point, subject.device, subject.weights)
+    problem = report_text.why_not_deployable(plan.chosen.point, subject.device, subject.weights)
     if problem is not None:
         raise OverlayError(
             f"overlay: the chosen mesh does not run today: {problem}; give --deployable, which plans with what does"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from html import escape
 
-from pdmesh.loadtest.reports.charts import Axis, Line, Mark, linear, lines_chart
+from pdmesh.loadtest.reports.charts import Axis, Line, Mark, linear, lines_chart, section, table
 from pdmesh.loadtest.reports.html import document
-from pdmesh.loadtest.reports.report_parts import section, table
-from pdmesh.planner import report_text, words
+from pdmesh.planner import report_text
+from pdmesh.planner import report_text as words
 from pdmesh.planner.meshes import AGGREGATED, SEPARATED
 from pdmesh.planner.plan import Plan, Tried
 from pdmesh.planner.subject import Subject

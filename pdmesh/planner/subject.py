@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdmesh.planning.devices import Device
-from pdmesh.planning.roofline_model import Decoder
+from pdmesh.planning.roofline import Decoder
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from pdmesh.planning.capacity_load import Lengths, Load
-from pdmesh.simulator import shaping
+from pdmesh.simulator import arrivals as shaping
 from pdmesh.simulator.arrivals import BLOCK_TOKENS, Arrival
 
 MAX_BURSTINESS = 25.0

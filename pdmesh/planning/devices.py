@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pdmesh.planning.prior import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY
+from pdmesh.planning.latency_model import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY
 
 NUMBERS = ("float32", "float16", "bfloat16", "fp8", "int8")
 """In which products may be computed."""

@@ -7,14 +7,157 @@ become slower within some tens of steps, and is right where the worker is just n
 forgetting what other work costs.
 """
 
-from collections import deque
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdmesh.planning.latency_model import LatencyModel, Work
-from pdmesh.planning.least_squares import Array, solve_non_negative
-from pdmesh.planning.running_median import RunningMedian
-from pdmesh.planning.work_cells import WorkCells
+
+# Least squares with coefficients that are not negative, for a handful of unknowns. Pure.
+#
+# Fast NNLS on the normal equations (Bro and de Jong, 1997, after Lawson and Hanson): unknowns enter the passive set, in which the
+# equations hold exactly, while that lowers the error, and leave it where they would turn negative.
+
+
+Array = NDArray[np.float64]
+_TOLERANCE = 1e-12
+
+
+def solve_non_negative(gram: Array, moments: Array) -> Array:
+    """The x >= 0 that minimizes x·gram·x - 2·moments·x. `gram` [n, n] is positive definite, `moments` [n]; returns [n]."""
+    x = np.zeros(len(moments))
+    passive = np.zeros(len(moments), dtype=bool)
+    tolerance = _TOLERANCE * max(1.0, float(np.abs(moments).max()))
+    for _ in range(4 * len(moments)):  # rounding could make it turn in circles; any x on the way is a valid answer
+        slope = np.where(passive, -np.inf, moments - gram @ x)
+        entering = int(slope.argmax())
+        if slope[entering] <= tolerance:
+            break
+        passive[entering] = True
+        x = _settle(gram, moments, x, passive)
+    return x
+
+
+def _settle(gram: Array, moments: Array, x: Array, passive: NDArray[np.bool_]) -> Array:
+    """The solution on the passive set, without those that have to leave it."""
+    while True:
+        target = np.zeros_like(x)
+        target[passive] = np.linalg.solve(gram[np.ix_(passive, passive)], moments[passive])
+        falling = passive & (target <= 0.0)
+        if not falling.any():
+            return target
+        share = float(np.min(x[falling] / np.maximum(x[falling] - target[falling], 1e-300)))
+        x = np.maximum(x + share * (target - x), 0.0)
+        leaving = falling & (x <= _TOLERANCE)
+        passive &= ~(leaving if leaving.any() else falling)
+        x[~passive] = 0.0
+
+
+# The median of the latest values. Pure.
+
+
+class RunningMedian:
+    """Of the last `size` values; adding one costs about a microsecond."""
+
+    def __init__(self, size: int) -> None:
+        self._latest: deque[float] = deque(maxlen=size)
+        self._sorted: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._latest)
+
+    def add(self, value: float) -> None:
+        if len(self._latest) == self._latest.maxlen:
+            del self._sorted[bisect_left(self._sorted, self._latest[0])]
+        self._latest.append(value)
+        insort(self._sorted, value)
+
+    @property
+    def value(self) -> float:
+        """The upper one of two in the middle; 0 without any value."""
+        return self._sorted[len(self._sorted) // 2] if self._sorted else 0.0
+
+
+# What steps took, remembered by the kind of their work. Pure.
+#
+# Thousands of decode steps pass between two large prompts. So steps that do about the same (within a factor of √2 in each number)
+# share a cell, and each cell forgets by itself: it keeps the mean work and the mean time of its last hundred steps or so. Because
+# time is linear in work, the mean of the times belongs to the mean of the works: a cell is one precise observation.
+
+
+NUM_CELLS = 256  # the one that was not seen for longest makes room
+MEMORY_STEPS = 64  # of a cell: a step's weight in its mean has halved after about 45 more
+KNOWN_STEPS = 4  # of a kind: with fewer it is new
+SATURATION_STEPS = 8  # a mean of more steps is not worth more: what is left is not noise, but that no machine is quite linear
+HALF_LIFE_STEPS = 1500  # after so many steps elsewhere a cell counts half,
+MIN_WEIGHT = 0.02  # but never less than so much: nothing else may know of its kind of work
+_SECONDS = 5  # the column behind those of the work
+
+
+class WorkCells:
+    """Means of [1, prefill tokens, prefill context, sequences, context, seconds]."""
+
+    def __init__(self) -> None:
+        self._rows: OrderedDict[tuple[int, int, int, int], int] = OrderedDict()
+        self._means = np.zeros((NUM_CELLS, _SECONDS + 1))
+        self._counts = np.zeros(NUM_CELLS)
+        self._seen = np.zeros(NUM_CELLS)
+        self._step = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, work: Work, seconds: float) -> float | None:
+        """Returns what steps of this kind took before, in seconds; None for a kind that is new."""
+        self._step += 1
+        row = self._row(_kind(work))
+        mean, known = self._means[row], self._counts[row]
+        before = float(mean[_SECONDS]) if known >= KNOWN_STEPS else None
+        count = self._counts[row] = min(known + 1.0, MEMORY_STEPS)
+        mean += (np.array((1.0, *work, seconds)) - mean) / count
+        self._seen[row] = self._step
+        return before
+
+    def rescale(self, factor: float) -> None:
+        """All times as they are on a machine that needs `factor` times as long."""
+        self._means[:, _SECONDS] *= factor
+
+    def observations(self) -> tuple[Array, Array, Array]:
+        """Work [n, 5], a leading 1 included, seconds [n] and weight [n] of each cell."""
+        num = len(self._rows)
+        age = 0.5 ** ((self._step - self._seen[:num]) / HALF_LIFE_STEPS)
+        counts = self._counts[:num]
+        weights = np.maximum(age, MIN_WEIGHT) * counts / (counts + SATURATION_STEPS)
+        return self._means[:num, :_SECONDS], self._means[:num, _SECONDS], weights
+
+    def _row(self, kind: tuple[int, int, int, int]) -> int:
+        row = self._rows.get(kind)
+        if row is None:
+            row = self._rows[kind] = self._free_row()
+        self._rows.move_to_end(kind)
+        return row
+
+    def _free_row(self) -> int:
+        if len(self._rows) < NUM_CELLS:
+            return len(self._rows)
+        _, row = self._rows.popitem(last=False)
+        self._means[row], self._counts[row] = 0.0, 0.0
+        return row
+
+
+def _kind(work: Work) -> tuple[int, int, int, int]:
+    """Half octaves of the number of tokens and of their mean context, for prompts and for decode rows."""
+    tokens, context, rows, rows_context = work
+    mean, rows_mean = context // tokens if tokens else 0, rows_context // rows if rows else 0
+    return (
+        (tokens * tokens).bit_length(),
+        (mean * mean).bit_length(),
+        (rows * rows).bit_length(),
+        (rows_mean * rows_mean).bit_length(),
+    )
+
 
 ERROR_STEPS = 64  # of each kind, for the medians of the error
 RECENT_STEPS = 48  # of each kind, for the scale

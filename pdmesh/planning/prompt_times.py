@@ -1,15 +1,99 @@
 """How long prompts take, over all their lengths; and with a wait before, which share of them keeps its TTFT. Pure."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdmesh.planning import capacity_steps as steps
 from pdmesh.planning.capacity_load import Goals, Lengths, Worker
-from pdmesh.planning.pace_rules import MAX_SHARE, PACE_TARGET
-from pdmesh.planning.queueing import Waiting
+from pdmesh.planning.latency_model import MAX_SHARE, PACE_TARGET, LatencyModel
+
+# How long requests wait for one of several servers. Pure; seconds.
+#
+# Allen and Cunneen's approximation of G/G/n (A. O. Allen, "Probability, Statistics, and Queueing Theory", 2nd edition, 1990,
+# §5.7):
+#
+#     mean wait = P(all busy) · service / (n · (1 - utilization)) · (variation of gaps² + variation of service²) / 2
+#
+# P(all busy) is Erlang's C, that of M/M/n with the same load. Exact for M/M/n and for M/G/1 (Pollaczek-Khinchine). Whoever waits
+# is taken to wait for an exponential time, as is exact for M/M/n and as Kingman's heavy traffic limit has it for all.
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """`share` of the requests wait at all; what is left of a wait ends at `ends_per_s`."""
+
+    share: float
+    ends_per_s: float
+
+    @property
+    def mean_s(self) -> float:
+        """Of all requests."""
+        return self.share / self.ends_per_s
+
+    def within(self, seconds: float) -> float:
+        """The share of requests that wait for no longer."""
+        return 0.0 if seconds < 0 else 1 - self.share * math.exp(-self.ends_per_s * seconds)
+
+
+def erlang_c(num_servers: int, offered: float) -> float:
+    """The share of arrivals that find `num_servers` busy; `offered`: arrivals a second times seconds each, below `num_servers`.
+
+    By the recursion of Erlang's B, which neither overflows nor loses digits."""
+    blocked = 1.0
+    for number in range(1, num_servers + 1):
+        blocked = offered * blocked / (number + offered * blocked)
+    return blocked / (1 - offered / num_servers * (1 - blocked))
+
+
+def waiting(offered: float, num_servers: int, service_s: float, service_scv: float, gap_scv: float = 1.0) -> Waiting | None:
+    """`*_scv`: squared coefficients of variation. None: the servers cannot bear so much, and waits grow without end."""
+    if not offered < num_servers:
+        return None
+    mean_wait_s = service_s / (num_servers - offered) * (gap_scv + service_scv) / 2
+    return Waiting(erlang_c(num_servers, offered), 1 / max(mean_wait_s, 1e-9))
+
+
+# What batches take on one worker: the arithmetic below `planning/capacity.py`. Pure; seconds and tokens.
+
+
+def step_s(model: LatencyModel, batch: float, context: float) -> float:
+    """A step in which `batch` sequences of `context` tokens get one more."""
+    return model.fixed_s + batch * (model.per_sequence_s + model.per_context_token_s * context)
+
+
+def roomy_batch(worker: Worker, lengths: Lengths) -> int:
+    """Sequences that a worker has room for: its limit of sequences, its KV."""
+    by_kv = int(worker.limits.kv_tokens / lengths.running_context)
+    return max(1, min(worker.limits.max_num_seqs, by_kv))
+
+
+def largest_batch(worker: Worker, lengths: Lengths, goals: Goals, share: float = 1.0) -> int:
+    """Sequences that a worker can decode at once so that each gets its tokens within `share` of the TPOT objective.
+
+    Where not even one can, the objective is one that nobody can keep, and the batch is what there is room for."""
+    room = roomy_batch(worker, lengths)
+    if goals.tpot_s is None:
+        return room
+    row_s = worker.model.per_sequence_s + worker.model.per_context_token_s * lengths.running_context
+    left_s = goals.tpot_s * share - worker.model.fixed_s
+    if left_s < row_s or row_s <= 0:
+        return room
+    return min(room, int(left_s / row_s + 1e-9))
+
+
+def keeps_tpot(worker: Worker, lengths: Lengths, goals: Goals) -> bool:
+    """Can a sequence alone on a worker get its tokens within the objective?"""
+    return goals.tpot_s is None or step_s(worker.model, 1, lengths.running_context) <= goals.tpot_s
+
+
+def decode_tokens_per_s(worker: Worker, lengths: Lengths, goals: Goals) -> float:
+    """Of a worker that decodes the largest batch that keeps the TPOT objective."""
+    batch = largest_batch(worker, lengths, goals)
+    return batch / step_s(worker.model, batch, lengths.running_context)
+
 
 Array = NDArray[np.float64]
 _BISECTIONS = 30
@@ -72,7 +156,7 @@ def times_alone(worker: Worker, lengths: Lengths) -> PromptTimes:
 def times_beside(worker: Worker, lengths: Lengths, goals: Goals, batch: float) -> PromptTimes:
     """Where `batch` sequences get a token in every step, and keep their pace: those steps are never shared for free."""
     tokens, work = _work(worker, lengths)
-    decode_s = steps.step_s(worker.model, batch, lengths.running_context)
+    decode_s = step_s(worker.model, batch, lengths.running_context)
     share = min(MAX_SHARE, decode_s / (PACE_TARGET * goals.tpot_s)) if goals.tpot_s is not None else 0.0
     chunk = max(1.0, worker.limits.max_num_batched_tokens - batch)
     num_steps = np.maximum(1.0, np.ceil(tokens * (1 - lengths.cached_share) / chunk))

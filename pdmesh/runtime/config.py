@@ -11,7 +11,7 @@
 
 `port` is `--port` and PDMESH_PORT; a flag wins over the environment, that over the default. Fields of a nested dataclass
 carry the outer field's name as prefix (`--engine-max-num-seqs`) unless its metadata say `flatten`. Booleans are `--x` and
-`--no-x`. Field types: see `pdmesh.runtime.config_values`. Metadata: `help`, `flatten`, `secret` (what is given is never shown).
+`--no-x`. Field types: see `pdmesh.runtime.config`. Metadata: `help`, `flatten`, `secret` (what is given is never shown).
 A secret may also stand in a file, as Kubernetes mounts it: PDMESH_REDIS_URL_FILE names it; PDMESH_REDIS_URL wins over it.
 """
 
@@ -20,14 +20,222 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import enum
+import math
+import re
 import sys
+import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar, get_args, get_origin
 
-from pdmesh.runtime import config_values
-from pdmesh.runtime.config_options import Option, nested_class, options_of
+# Between text (a flag or an environment variable) and the value of a configuration field, by the field's type.
+#
+# Types: str, int, float, bool, Literal of str, Enum, `X | None` (an empty text is None) and tuple[X, ...] (comma-separated; an
+# empty text is the empty tuple). Numbers are plain and finite. `format_value` is the inverse of `parse_value`.
+
+
+Value = object
+_INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+def is_supported(type_: object) -> bool:
+    """Whether `type_` is one that this module can parse."""
+    if (inner := optional_of(type_)) is not None:
+        return optional_of(inner) is None and is_supported(inner)
+    if (item := item_of(type_)) is not None:
+        return item_of(item) is None and item is not bool and is_supported(item)
+    return type_ in (str, int, float, bool) or choices_of(type_) is not None
+
+
+def optional_of(type_: object) -> object | None:
+    """X of `X | None`, else None."""
+    if get_origin(type_) not in (typing.Union, types.UnionType):
+        return None
+    inner = [arg for arg in get_args(type_) if arg is not types.NoneType]
+    return inner[0] if len(inner) == 1 and len(get_args(type_)) == 2 else None
+
+
+def item_of(type_: object) -> object | None:
+    """X of tuple[X, ...], else None."""
+    args = get_args(type_)
+    return args[0] if get_origin(type_) is tuple and len(args) == 2 and args[1] is Ellipsis else None
+
+
+def choices_of(type_: object) -> dict[str, Value] | None:
+    """Value by text for a Literal of strings or an Enum (the text is its value if that is a string, else its lower-case name)."""
+    if get_origin(type_) is Literal:
+        literals = get_args(type_)
+        return {value: value for value in literals} if all(isinstance(value, str) for value in literals) else None
+    if isinstance(type_, type) and issubclass(type_, enum.Enum):
+        return {member.value if isinstance(member.value, str) else member.name.lower(): member for member in type_}
+    return None
+
+
+def type_name(type_: object) -> str:
+    """What a person reads as the kind of value: "integer", "a|b", "text, text, ..."."""
+    if (inner := optional_of(type_)) is not None:
+        return f"{type_name(inner)} or empty"
+    if (item := item_of(type_)) is not None:
+        return f"{type_name(item)},..."
+    if (choices := choices_of(type_)) is not None:
+        return "|".join(choices)
+    return {str: "text", int: "integer", float: "number", bool: "true|false"}[typing.cast("type", type_)]
+
+
+def parse_value(type_: object, text: str) -> Value:
+    """`text` as a value of `type_`. Raises ValueError that says what is wrong with the text and what would be right."""
+    if (inner := optional_of(type_)) is not None:
+        return parse_value(inner, text) if text else None
+    if (item := item_of(type_)) is not None:
+        return tuple(parse_value(item, part.strip()) for part in text.split(",")) if text.strip() else ()
+    if (choices := choices_of(type_)) is not None:
+        return _parse_choice(choices, text)
+    if type_ is str:
+        return text
+    return {int: _parse_int, float: _parse_float, bool: _parse_bool}[typing.cast("type", type_)](text)
+
+
+def format_value(type_: object, value: Value) -> str:
+    """The text that `parse_value` reads as `value`. Raises ValueError for what has no such text (a comma inside a tuple's
+    item)."""
+    if value is None:
+        return ""
+    inner = optional_of(type_) or type_
+    if (item := item_of(inner)) is not None and isinstance(value, tuple):
+        text = ",".join(format_value(item, part) for part in value)
+    elif (choices := choices_of(inner)) is not None:
+        text = next(name for name, member in choices.items() if member == value)
+    elif isinstance(value, bool):
+        text = "true" if value else "false"
+    else:
+        text = str(value)
+    if parse_value(type_, text) != value:
+        raise ValueError(f"{value!r} cannot be written as {type_name(type_)}")
+    return text
+
+
+def _parse_choice(choices: dict[str, Value], text: str) -> Value:
+    if text not in choices:
+        raise ValueError(f"{_shown(text)} is not known; give one of {', '.join(choices)}")
+    return choices[text]
+
+
+def _parse_int(text: str) -> int:
+    if not _INTEGER.fullmatch(text):
+        raise ValueError(f"{_shown(text)} is not an integer; give a number such as 8")
+    return int(text)
+
+
+def _parse_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{_shown(text)} is not a finite number; give one such as 0.5")
+    return value
+
+
+def _parse_bool(text: str) -> bool:
+    lowered = text.lower()
+    if lowered not in (*_TRUE, *_FALSE):
+        raise ValueError(f"{_shown(text)} is neither true nor false; give true or false")
+    return lowered in _TRUE
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= 80 else repr(text[:77] + "...")
+
+
+# What a configuration dataclass offers as flags and environment variables: one `Option` for each leaf field.
+
+
+@dataclass(frozen=True)
+class Option:
+    """One leaf of a (nested) configuration: where it stands, how it is named outside, what it may hold."""
+
+    path: tuple[str, ...]
+    flag: str
+    env: str
+    type_: object
+    default: object
+    required: bool
+    help: str
+    secret: bool
+
+    @property
+    def field(self) -> str:
+        """Dotted name within the configuration."""
+        return ".".join(self.path)
+
+    @property
+    def default_text(self) -> str:
+        """The default as a person reads it. It stands in the source: no secret, also of an option that may hold one."""
+        if self.required:
+            return "required"
+        return format_value(self.type_, self.default) or "empty"
+
+
+def options_of(cls: type, env_prefix: str) -> tuple[Option, ...]:
+    """All leaves of `cls` in order. Raises TypeError for a field of unsupported type and for two fields with one flag: bugs
+    of the author."""
+    options = tuple(_walk(cls, (), "", env_prefix))
+    flags: dict[str, str] = {}
+    for option in options:
+        if option.flag in flags:
+            raise TypeError(f"{cls.__name__}: {option.field} and {flags[option.flag]} both want {option.flag}")
+        flags[option.flag] = option.field
+    return options
+
+
+def nested_class(type_: object) -> type | None:
+    """`type_` if it is a dataclass to descend into, else None."""
+    return type_ if isinstance(type_, type) and dataclasses.is_dataclass(type_) else None
+
+
+def _walk(cls: type, path: tuple[str, ...], prefix: str, env_prefix: str, base: object = dataclasses.MISSING) -> Iterator[Option]:
+    """`prefix` goes before field names in flags; `base` is the outer default, an instance of `cls`, if there is one."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if not field.init:
+            continue
+        default = _default_of(field) if base is dataclasses.MISSING else getattr(base, field.name)
+        nested = nested_class(hints[field.name])
+        if nested is not None:
+            inner = prefix if field.metadata.get("flatten") else f"{prefix}{field.name}_"
+            yield from _walk(nested, (*path, field.name), inner, env_prefix, default)
+            continue
+        if not is_supported(hints[field.name]):
+            raise TypeError(f"{cls.__name__}.{field.name}: configuration cannot hold {hints[field.name]}")
+        yield _option(field, path, prefix + field.name, env_prefix, hints[field.name], default)
+
+
+def _option(
+    field: dataclasses.Field[object], path: tuple[str, ...], name: str, env_prefix: str, type_: object, default: object
+) -> Option:
+    metadata: Mapping[str, object] = field.metadata
+    return Option(
+        path=(*path, field.name),
+        flag="--" + name.replace("_", "-"),
+        env=env_prefix + name.upper(),
+        type_=type_,
+        default=None if default is dataclasses.MISSING else default,
+        required=default is dataclasses.MISSING,
+        help=str(metadata.get("help", "")),
+        secret=bool(metadata.get("secret", False)),
+    )
+
+
+def _default_of(field: dataclasses.Field[object]) -> object:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
 
 T = TypeVar("T")
 ENV_PREFIX = "PDMESH_"
@@ -87,10 +295,7 @@ def dump(config: object) -> dict[str, object]:
 
 def to_env(config: object, *, env_prefix: str = ENV_PREFIX) -> dict[str, str]:
     """The environment that makes `load` return an equal configuration: how a launcher passes one to a child, secrets included."""
-    return {
-        option.env: config_values.format_value(option.type_, _leaf(config, option.path))
-        for option in options_of(type(config), env_prefix)
-    }
+    return {option.env: format_value(option.type_, _leaf(config, option.path)) for option in options_of(type(config), env_prefix)}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -155,7 +360,7 @@ def _value(option: Option, source: str, flags: Mapping[str, object], env: Mappin
     if not isinstance(given, str):
         return given
     try:
-        return config_values.parse_value(option.type_, given)
+        return parse_value(option.type_, given)
     except ValueError as error:
         raise ConfigError(source, "the value cannot be read" if option.secret else str(error)) from None
 
@@ -206,7 +411,7 @@ def _summary(cls: type) -> str:
 
 
 def _kind(option: Option) -> str:
-    return config_values.type_name(option.type_)
+    return type_name(option.type_)
 
 
 def _flag_shown(option: Option) -> str:

@@ -19,9 +19,12 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable
+from functools import cache
 from pathlib import Path
 
 from pdmesh.runtime import parent_death
@@ -139,3 +142,33 @@ def _program() -> str:
 
 def _print_line(content: dict[str, object]) -> None:
     print(json.dumps(content), flush=True)
+
+
+# Which incarnation of a process this is, and which host it runs on.
+
+
+def new_epoch() -> int:
+    """64 random bits, never zero (on the wire zero means "any"). Drawn once at the start of a worker; compared for equality
+    only."""
+    return secrets.randbits(64) or 1
+
+
+@cache
+def host_id() -> str:
+    """Equal for two processes iff they share a running kernel and a network namespace, so that an abstract Unix socket joins
+    them."""
+    return f"{_boot_id()}:{_network_namespace()}"
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # no Linux: the host's name is the best there is
+        return socket.gethostname()
+
+
+def _network_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/net").removeprefix("net:").strip("[]")
+    except OSError:
+        return "0"

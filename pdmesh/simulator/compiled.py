@@ -1,7 +1,7 @@
 """The simulator and the policies that it runs, compiled by mypyc from the same sources: equal numbers, twice to thrice as fast.
 
-`python -m pdmesh.simulator.compiled` compiles them into the cache, which takes some minutes once for each state of the sources; it needs
-mypy and a C compiler. `use()` has them imported from there; without them everything runs interpreted.
+`python -m pdmesh.simulator.compiled` compiles them into the cache, which takes some minutes once for each state of the sources;
+it needs mypy and a C compiler. `use()` has them imported from there; without them everything runs interpreted.
 
 What is compiled has to bear it: generator expressions become lists (`yield` stays lazy), nothing interpreted inherits from a
 class, frozen dataclasses do not pickle, and dataclasses forget the types of their fields. From Python 3.12 on `sum` rounds
@@ -40,14 +40,15 @@ class CompileError(Exception):
 
 @dataclass(frozen=True)
 class Build:
-    """Modules below `root` that are compiled: of `packages` whatever `entries` import, but `left` and what imports one of
-    `needs_no_speed`. `seen`: packages that mypy has to see besides."""
+    """Modules below `root` that are compiled: of `packages` (folders) whatever `entries` import, but `left` and, unless it is one of
+    `fast`, what imports one of `needs_no_speed`. `seen`: folders that mypy has to see besides."""
 
     root: Path
     packages: tuple[str, ...]
     entries: tuple[str, ...]
     seen: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    fast: tuple[str, ...] = ()
     needs_no_speed: tuple[str, ...] = ()
 
     @cached_property
@@ -91,6 +92,8 @@ class Build:
             root, built = Path(scratch, "sources"), Path(scratch, "built")
             for package in (*self.packages, *self.seen):
                 shutil.copytree(self.root / package, root / package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+                for parent in list(Path(package).parents)[:-1]:
+                    shutil.copy(self.root / parent / "__init__.py", root / parent / "__init__.py")
             _compile(root, self._modules(root))
             for library in _libraries(root).values():
                 target = built / library.relative_to(root)
@@ -106,22 +109,25 @@ class Build:
         """Paths of what is compiled, below `root`."""
         program = f"import sys, {', '.join(self.entries)}; print(*sys.modules)"
         names = [name for name in sorted(_run([sys.executable, "-c", program], root).split()) if name not in self.left]
-        paths = [root / f"{name.replace('.', '/')}.py" for name in names if name.split(".")[0] in self.packages]
-        return [str(path.relative_to(root)) for path in paths if path.is_file() and not self._is_slow(path)]
+        folders = tuple(f"{package}/" for package in self.packages)
+        paths = {name: root / path for name in names if (path := f"{name.replace('.', '/')}.py").startswith(folders)}
+        kept = [path for name, path in paths.items() if path.is_file() and (name in self.fast or not self._is_slow(path))]
+        return [str(path.relative_to(root)) for path in kept]
 
     def _is_slow(self, path: Path) -> bool:
         lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
-        imported = [words[1].split(".")[0] for words in lines if len(words) > 1 and words[0] in ("import", "from")]
-        return any(name in self.needs_no_speed for name in imported)
+        imported = [f"{words[1]}." for words in lines if len(words) > 1 and words[0] in ("import", "from")]
+        return any(name.startswith(f"{slow}.") for name in imported for slow in self.needs_no_speed)
 
 
 SIMULATOR = Build(
     root=Path(__file__).resolve().parents[2],
-    packages=("simulator", "autoscaler", "router", "planning"),
-    entries=("pdmesh.simulator.autoscaling", "pdmesh.simulator.results", "pdmesh.simulator.arrivals", "pdmesh.simulator.shaping"),
-    seen=("runtime", "protos", "text", "kvtransfer"),
+    packages=("pdmesh/simulator", "pdmesh/autoscaler", "router", "pdmesh/planning"),
+    entries=("pdmesh.simulator.autoscaling", "pdmesh.simulator.results", "pdmesh.simulator.arrivals"),
+    seen=("pdmesh/runtime", "pdmesh/v1", "pdmesh/text", "kvtransfer"),
     left=("pdmesh.autoscaler.settings", "router.config"),  # configuration is read by the types of its fields
-    needs_no_speed=("asyncio", "grpc", "protos", "redis"),
+    fast=("pdmesh.autoscaler.collect.workers", "pdmesh.simulator.autoscaling", "router.flow_control.controller", "router.kv_index.index"),
+    needs_no_speed=("asyncio", "grpc", "pdmesh.v1", "redis"),
 )
 
 

@@ -8,10 +8,10 @@ from typing import Literal
 from pdmesh.autoscaler.settings import AutoscalerSettings
 from pdmesh.autoscaler.views import PoolName
 from pdmesh.planning.objectives import DEFAULT_QUANTILE, ModelObjective
-from pdmesh.simulator import shaping
+from pdmesh.simulator import arrivals as shaping
 from pdmesh.simulator.arrivals import READERS, Arrival, log_normal, poisson
 from pdmesh.simulator.autoscaling import AutoscaledSettings
-from pdmesh.simulator.routers.ledger import MODEL
+from pdmesh.simulator.routers.routing import MODEL
 from pdmesh.simulator.settings import HandOff, MeshSettings
 from router.flow_control.capacity import AdmissionSettings
 

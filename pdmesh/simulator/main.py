@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pdmesh.autoscaler.settings import AutoscalerSettings
 from pdmesh.runtime.config import load
-from pdmesh.simulator import report
+from pdmesh.simulator import results as report
 from pdmesh.simulator.arrivals import TraceError
 from pdmesh.simulator.autoscaling import Autoscaled, OwnScaler, goals_of, reversals
 from pdmesh.simulator.autoscaling_page import Shown, page

@@ -6,21 +6,121 @@ mesh.every(10.0, lambda: ...)          # an autoscaler looks at `figures`, `coun
 mesh.run(arrivals)
 """
 
+import enum
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from pdmesh.simulator.arrivals import Arrival
 from pdmesh.simulator.events import EventQueue
-from pdmesh.simulator.pods import Pod
-from pdmesh.simulator.pools import Phase, PodTime, PoolCounts, counts_of, pool_of
 from pdmesh.simulator.request import End, Request
 from pdmesh.simulator.routers.router import Router, goals
 from pdmesh.simulator.routers.routing import Outlook
 from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers.spec import WorkerSpec
-from pdmesh.simulator.workers.stats import Figures
+from pdmesh.simulator.workers.stats import Figures, figures_of
 from pdmesh.simulator.workers.worker import ModelledWorker
+
+# Pods by pool, and what they cost: seconds that each was there, from its start to its end. Pure.
+
+
+PREFILL, DECODE, BOTH = POOLS = ("prefill", "decode", "both")
+
+
+class Phase(enum.Enum):
+    """A pod's: it starts (loads its model), works, finishes what it has, and is gone."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+@dataclass(frozen=True)
+class PoolCounts:
+    """Pods of one pool that are there now."""
+
+    starting: int = 0
+    ready: int = 0
+    draining: int = 0
+
+
+def pool_of(*, prefill: bool, decode: bool) -> str:
+    """The pool of a worker with these roles. Raises ValueError without any."""
+    if not (prefill or decode):
+        raise ValueError("roles: a worker has at least one of prefill and decode")
+    return BOTH if prefill and decode else PREFILL if prefill else DECODE
+
+
+class PodTime:
+    """Seconds by pool. `now` is simulated and never falls."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, float] = dict.fromkeys(POOLS, 0.0)
+        self._num: dict[str, int] = dict.fromkeys(POOLS, 0)
+        self._at = 0.0
+
+    def come(self, pool: str, now: float) -> None:
+        """One more."""
+        self._advance(now)
+        self._num[pool] += 1
+
+    def go(self, pool: str, now: float) -> None:
+        """One less."""
+        self._advance(now)
+        self._num[pool] -= 1
+
+    def seconds(self, now: float) -> dict[str, float]:
+        """Of each pool, until now."""
+        self._advance(now)
+        return dict(self._ended)
+
+    def _advance(self, now: float) -> None:
+        for pool, num in self._num.items():
+            self._ended[pool] += num * (now - self._at)
+        self._at = now
+
+
+def counts_of(pods: Iterable[tuple[str, Phase]]) -> dict[str, PoolCounts]:
+    """Of each pool, from (pool, phase) of its pods."""
+    numbers = {(pool, phase): 0 for pool in POOLS for phase in Phase}
+    for pod in pods:
+        numbers[pod] += 1
+    phases = (Phase.STARTING, Phase.READY, Phase.DRAINING)
+    return {pool: PoolCounts(*(numbers[pool, phase] for phase in phases)) for pool in POOLS}
+
+
+# One pod of the simulated mesh: a worker, its roles, and where it is in its life.
+
+
+@dataclass(eq=False, slots=True)
+class Pod:
+    """Roles are what routers may give it: what it has it finishes."""
+
+    worker: ModelledWorker
+    prefill: bool
+    decode: bool
+    phase: Phase = Phase.STARTING
+    told_changes: int = -1
+    told_phase: Phase = Phase.STARTING
+
+    @property
+    def pool(self) -> str:
+        """By its roles."""
+        return pool_of(prefill=self.prefill, decode=self.decode)
+
+    def figures(self, now: float) -> Figures:
+        """What it reports at `now`."""
+        is_draining = self.phase is Phase.DRAINING
+        return figures_of(self.worker, now, prefill=self.prefill, decode=self.decode, draining=is_draining)
+
+    def has_news(self) -> bool:
+        """Would its report differ from the one before? To be asked once for each."""
+        worker = self.worker
+        before = (self.told_changes, self.told_phase)
+        self.told_changes, self.told_phase = worker.num_changes, self.phase
+        return worker.course is not None or before != (worker.num_changes, self.phase)
 
 
 class Audience(Protocol):

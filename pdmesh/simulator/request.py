@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdmesh.simulator.arrivals import Arrival
-from pdmesh.simulator.workers.sequence import Sequence
+from pdmesh.simulator.workers.kv_room import Sequence
 from router.fleet.worker import Dispatched
 from router.flow_control.types import Ticket
 from router.routing.cost_model import Prediction

@@ -4,11 +4,55 @@ A request meets its objectives when it was completed and kept all that it was pr
 completed. It counts in the window of its arrival.
 """
 
+import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pdmesh.simulator.histogram import Histogram
 from pdmesh.simulator.request import End, Request
+
+# Quantiles of durations in bounded memory: counts by size, each class RATIO times as wide as the one before. Pure.
+
+
+RATIO = 1.02
+"""A value is told by the geometric middle of its class: off by at most RELATIVE_ERROR of itself."""
+RELATIVE_ERROR = math.sqrt(RATIO) - 1
+LEAST_S = 1e-6
+MOST_S = 1e6
+_LOG = math.log(RATIO)
+NUM_CLASSES = math.ceil(math.log(MOST_S / LEAST_S) / _LOG) + 1
+
+
+class Histogram:
+    """Of seconds. What is below LEAST_S or above MOST_S counts as that."""
+
+    def __init__(self) -> None:
+        self.num_values = 0
+        self.total_s = 0.0
+        self.max_s = 0.0
+        self._counts = [0] * NUM_CLASSES
+
+    def add(self, value_s: float) -> None:
+        """One more."""
+        self.num_values += 1
+        self.total_s += value_s
+        self.max_s = max(self.max_s, value_s)
+        self._counts[round(math.log(min(max(value_s, LEAST_S), MOST_S) / LEAST_S) / _LOG)] += 1
+
+    @property
+    def mean_s(self) -> float:
+        """0 without values."""
+        return self.total_s / self.num_values if self.num_values else 0.0
+
+    def quantile(self, q: float) -> float:
+        """The least value that at least the share `q` of them does not exceed, within RELATIVE_ERROR; 0 without values."""
+        left = max(1, math.ceil(q * self.num_values))
+        for number, count in enumerate(self._counts):
+            left -= count
+            if left <= 0:
+                return min(self.max_s, LEAST_S * RATIO**number)
+        return 0.0
+
 
 MAX_WINDOWS = 4096
 """With more of them, each two become one of twice the length."""
@@ -111,3 +155,87 @@ def meets(request: Request) -> bool:
     late = request.ttft_goal_s is not None and ttft_s is not None and ttft_s > request.ttft_goal_s
     slow = request.tpot_goal_s is not None and tpot_s is not None and tpot_s > request.tpot_goal_s
     return not (late or slow)
+
+
+# What a simulation found, as numbers for programs and as a page for people. Pure.
+
+
+QUANTILES = (0.5, 0.9, 0.99)
+MAX_LINES = 24
+"""Of windows in the text."""
+
+
+def numbers(results: Results, pod_seconds: Mapping[str, float], *, wall_s: float) -> dict[str, object]:
+    """One object; `wall_s`: real seconds that it took."""
+    total = results.total
+    return {
+        "num_requests": total.num_arrived,
+        "num_completed": total.num_completed,
+        "num_refused": total.num_refused,
+        "num_lost": total.num_lost,
+        "reasons": dict(sorted(results.reasons.items())),
+        "num_local": results.num_local,
+        "num_resubmissions": results.num_resubmissions,
+        "num_input_tokens": results.num_input_tokens,
+        "num_output_tokens": results.num_output_tokens,
+        "simulated_s": results.ended_at,
+        "attainment": total.attainment,
+        "goodput_per_s": results.goodput,
+        "ttft_s": _times(results.ttft),
+        "tpot_s": _times(results.tpot),
+        "quantile_error": RELATIVE_ERROR,
+        "pod_seconds": dict(pod_seconds),
+        "window_s": results.window_s,
+        "windows": [
+            {"num_arrived": w.num_arrived, "num_completed": w.num_completed, "num_met": w.num_met, "num_refused": w.num_refused}
+            for w in results.windows
+        ],
+        "wall_s": wall_s,
+        "requests_per_wall_s": total.num_arrived / wall_s if wall_s else 0.0,
+    }
+
+
+def text(results: Results, pod_seconds: Mapping[str, float], *, wall_s: float) -> str:
+    """A short page."""
+    total = results.total
+    speed = total.num_arrived / wall_s if wall_s else 0.0
+    refused = ", ".join(f"{reason} {count}" for reason, count in results.reasons.most_common())
+    lines = [
+        f"{total.num_arrived} requests in {results.ended_at:.0f} s (simulated in {wall_s:.1f} s, {speed:.0f} requests/s)",
+        f"completed  {total.num_completed}, of which {_share(results.num_local, total.num_completed)} LOCAL",
+        f"refused    {total.num_refused}   lost {total.num_lost}" + (f"   ({refused})" if refused else ""),
+        f"objectives {total.attainment:.2%} met, goodput {results.goodput:.2f} requests/s",
+        f"TTFT       {_line(results.ttft)}",
+        f"TPOT       {_line(results.tpot)}",
+        f"tokens     {results.num_input_tokens} in, {results.num_output_tokens} out",
+        "pods       " + ", ".join(f"{pool} {seconds:.0f} s" for pool, seconds in pod_seconds.items() if seconds),
+    ]
+    return "\n".join(lines + _windows(results))
+
+
+def _windows(results: Results) -> list[str]:
+    """As many as fit on a page: several as one."""
+    windows = results.windows
+    each = -(-len(windows) // MAX_LINES) if windows else 1
+    lines = ["", "from       arrived  completed  refused  met"]
+    for start in range(0, len(windows), each):
+        some = windows[start : start + each]
+        arrived, completed = sum(w.num_arrived for w in some), sum(w.num_completed for w in some)
+        refused = sum(w.num_refused for w in some)
+        met = _share(sum(w.num_met for w in some), arrived)
+        lines.append(f"{start * results.window_s:7.0f} s  {arrived:7d}  {completed:9d}  {refused:7d}  {met}")
+    return lines
+
+
+def _times(histogram: Histogram) -> dict[str, float]:
+    quantiles = {f"p{round(100 * q)}": histogram.quantile(q) for q in QUANTILES}
+    return {"mean": histogram.mean_s, **quantiles, "max": histogram.max_s}
+
+
+def _line(histogram: Histogram) -> str:
+    """Milliseconds."""
+    return ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in _times(histogram).items()) + " ms"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"

@@ -2,10 +2,249 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Protocol
 
-from pdmesh.text.decoder_stages import Stage
+# Decoders of `tokenizer.json` as transducers: one token in, the text that has become certain out.
+#
+# `tokenizers` decodes whole lists. Its decoders are chains of steps from a list of tokens to a list of strings; each step here
+# does the same for a stream, holding back only what a later token could still change, so that the pieces joined are exactly
+# the decoded list. Two kinds cover the models of this project:
+#
+#     byte-level BPE (Llama 3, Qwen, SmolLM)   ByteLevel: holds back at most three bytes, the beginning of a character
+#     SentencePiece BPE (Llama 2, TinyLlama)   Replace, ByteFallback, Fuse, Strip: holds back a run of `<0x..>` tokens until it
+#                                              ends, because one invalid byte turns the whole run into U+FFFD
+#
+# Source of the semantics: the decoders of the Rust crate `tokenizers` 0.23. Not covered: WordPiece, BPEDecoder, CTC, Strip at
+# the end of a fused text, Replace by a regular expression; they are refused when the tokenizer is loaded.
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_REPLACEMENT = "\ufffd"
+
+
+class Stage(Protocol):
+    """One step of a decoder, with the state of one stream."""
+
+    def push(self, piece: str) -> Sequence[str]:
+        """What is certain after one more piece."""
+
+    def flush(self) -> Sequence[str]:
+        """What was held back, at the end of the stream."""
+
+
+class ByteLevel:
+    """GPT-2's spelling of bytes as printable characters; all tokens together are one UTF-8 text."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_between_characters = True
+
+    def push(self, piece: str) -> Sequence[str]:
+        whole = byte_level_text(piece) if self._is_between_characters else None
+        if whole is not None:  # most tokens: looked up, with nothing to decode
+            return whole
+        text = self._decoder.decode(byte_level_bytes(piece))
+        self._is_between_characters = not self._decoder.getstate()[0]
+        return (text,)
+
+    def flush(self) -> Sequence[str]:
+        return (self._decoder.decode(b"", final=True),)
+
+
+class ByteFallback:
+    """`<0xE2>` is a byte. A run of them is one text if it is valid UTF-8, else one U+FFFD per byte."""
+
+    def __init__(self) -> None:
+        self._run = bytearray()
+
+    def push(self, piece: str) -> Sequence[str]:
+        match = _BYTE_TOKEN.fullmatch(piece)
+        if match is not None:
+            self._run.append(int(match[1], 16))
+            return ()
+        return (*self.flush(), piece)
+
+    def flush(self) -> Sequence[str]:
+        if not self._run:
+            return ()
+        run, self._run = bytes(self._run), bytearray()
+        try:
+            return (run.decode(),)
+        except UnicodeDecodeError:
+            return (_REPLACEMENT * len(run),)
+
+
+class Replace:
+    """Replaces a string within each piece."""
+
+    def __init__(self, pattern: str, content: str) -> None:
+        self._pattern, self._content = pattern, content
+
+    def push(self, piece: str) -> Sequence[str]:
+        return (piece.replace(self._pattern, self._content),)
+
+    def flush(self) -> Sequence[str]:
+        return ()
+
+
+class StripPiece:
+    """Removes up to `start` leading and `stop` trailing characters `content` of each piece."""
+
+    def __init__(self, content: str, start: int, stop: int) -> None:
+        self._content, self._start, self._stop = content, start, stop
+
+    def push(self, piece: str) -> Sequence[str]:
+        first = _count_leading(piece, self._content, self._start)
+        last = len(piece) - _count_leading(piece[::-1], self._content, self._stop)
+        return (piece[first:last],) if first < last else ("",)
+
+    def flush(self) -> Sequence[str]:
+        return ()
+
+
+class StripStart:
+    """Removes up to `start` leading characters `content` of the whole text."""
+
+    def __init__(self, content: str, start: int) -> None:
+        self._content, self._left = content, start
+
+    def push(self, piece: str) -> Sequence[str]:
+        if not self._left or not piece:
+            return (piece,)
+        num_stripped = _count_leading(piece, self._content, self._left)
+        self._left = self._left - num_stripped if num_stripped == len(piece) else 0
+        return (piece[num_stripped:],)
+
+    def flush(self) -> Sequence[str]:
+        return ()
+
+
+class Metaspace:
+    """A visible character stands for a space; in the first piece it is dropped, if the tokenizer had put it there."""
+
+    def __init__(self, replacement: str, drop_first: bool) -> None:
+        self._replacement, self._drop = replacement, drop_first
+
+    def push(self, piece: str) -> Sequence[str]:
+        space = "" if self._drop else " "
+        self._drop = False
+        return (piece.replace(self._replacement, space),)
+
+    def flush(self) -> Sequence[str]:
+        return ()
+
+
+class Join:
+    """No decoder: tokens are separated by spaces."""
+
+    def __init__(self) -> None:
+        self._separator = ""
+
+    def push(self, piece: str) -> Sequence[str]:
+        text, self._separator = self._separator + piece, " "
+        return (text,)
+
+    def flush(self) -> Sequence[str]:
+        return ()
+
+
+StageFactory = Callable[[], Stage]
+
+
+def parse_decoder(config: Mapping[str, object] | None) -> list[StageFactory]:
+    """Makers of the stages of a `decoder` entry of a tokenizer.json. ValueError names a decoder that is not covered."""
+    if config is None:
+        return [Join]
+    steps = config["decoders"] if config["type"] == "Sequence" else [config]
+    if not isinstance(steps, list):
+        raise ValueError("tokenizer.json: decoder.decoders is not a list")
+    factories: list[StageFactory] = []
+    fused = False
+    for step in steps:
+        factories += _parse_step(step, fused)
+        fused = fused or step["type"] in ("Fuse", "ByteLevel")
+    for factory in factories:
+        factory()  # a bad parameter shows now, not with the first token
+    return factories
+
+
+def _parse_step(step: Mapping[str, object], fused: bool) -> list[StageFactory]:
+    kind = step["type"]
+    # Behind Fuse or ByteLevel the library sees one long string, so only what works on a stream's beginning is possible.
+    if kind == "Strip" and fused and not _count(step, "stop"):
+        return [lambda: StripStart(str(step["content"]), _count(step, "start"))]
+    if kind == "Fuse" or fused:
+        if kind == "Fuse":
+            return []
+        raise ValueError(f"tokenizer.json: decoder {kind!r} behind 'Fuse' or 'ByteLevel' is not supported")
+    maker = _PIECEWISE.get(str(kind))
+    if maker is None:
+        raise ValueError(
+            f"tokenizer.json: decoder {kind!r} is not supported; supported are {', '.join(_PIECEWISE)}, Fuse, Sequence"
+        )
+    return [lambda: maker(step)]
+
+
+def _make_replace(step: Mapping[str, object]) -> Stage:
+    pattern = step["pattern"]
+    if not isinstance(pattern, dict) or "String" not in pattern:
+        raise ValueError(f"tokenizer.json: decoder 'Replace' with pattern {pattern!r} is not supported; a plain string is")
+    return Replace(pattern["String"], str(step["content"]))
+
+
+_PIECEWISE: dict[str, Callable[[Mapping[str, object]], Stage]] = {
+    "ByteLevel": lambda step: ByteLevel(),
+    "ByteFallback": lambda step: ByteFallback(),
+    "Replace": _make_replace,
+    "Strip": lambda step: StripPiece(str(step["content"]), _count(step, "start"), _count(step, "stop")),
+    "Metaspace": lambda step: Metaspace(str(step["replacement"]), step.get("prepend_scheme", "always") != "never"),
+}
+
+
+def _count(step: Mapping[str, object], name: str) -> int:
+    value = step[name]
+    if not isinstance(value, int):
+        raise ValueError(f"tokenizer.json: decoder {step['type']!r}: {name} is {value!r}, not a number")
+    return value
+
+
+def _count_leading(text: str, content: str, limit: int) -> int:
+    count = 0
+    while count < min(limit, len(text)) and text[count] == content:
+        count += 1
+    return count
+
+
+def byte_spelling() -> dict[str, int]:
+    """GPT-2's table: printable bytes stand for themselves, the others for the characters from U+0100 on, in order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
+
+
+BYTE_OF_CHARACTER = byte_spelling()
+
+
+@lru_cache(maxsize=1 << 18)
+def byte_level_bytes(token: str) -> bytes:
+    """The bytes of a byte-level token; a token with other characters (an added one) is its own UTF-8 bytes."""
+    try:
+        return bytes([BYTE_OF_CHARACTER[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+@lru_cache(maxsize=1 << 18)
+def byte_level_text(token: str) -> tuple[str] | None:
+    """The text of a byte-level token whose bytes are whole characters; None of any other."""
+    try:
+        return (byte_level_bytes(token).decode(),)
+    except UnicodeDecodeError:
+        return None
 
 
 class DetokenizerSource(Protocol):

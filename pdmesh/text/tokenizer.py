@@ -3,17 +3,184 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
-from pdmesh.text.chat_template import ChatTemplate, Message
-from pdmesh.text.decoder_stages import Stage, StripStart, parse_decoder
-from pdmesh.text.detokenizer import PieceStream
-from pdmesh.text.token_bytes import TokenBytes, token_bytes
-from pdmesh.text.tokenizer_settings import TokenizerSettings
+from pdmesh.text.chat_template import ChatTemplate, Message, select_template
+from pdmesh.text.detokenizer import PieceStream, Stage, StripStart, byte_spelling, parse_decoder
+
+# What a model folder says about its tokenizer beside tokenizer.json.
+
+
+_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# transformers writes int(1e30) where it does not know a tokenizer's limit.
+_MAX_PLAUSIBLE_CONTEXT = 1 << 40
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """Facts of one model folder; 0, empty and None where the folder does not say."""
+
+    vocab_size: int = 0
+    max_context: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> TokenizerSettings:
+        """Of the files, each may be missing. ValueError names the one that is no JSON object or holds nonsense."""
+        folder = Path(folder)
+        config = _read_object(folder / "config.json")
+        text_config = config.get("text_config", config)  # models that see images keep their language model one level down
+        if not isinstance(text_config, dict):
+            raise ValueError(f"{folder / 'config.json'}: text_config is not an object")
+        tokenizer_config = _read_object(folder / "tokenizer_config.json")
+        generation_config = _read_object(folder / "generation_config.json")
+        return cls(
+            vocab_size=_number(text_config.get("vocab_size")),
+            max_context=_number(text_config.get("max_position_embeddings")) or _number(tokenizer_config.get("model_max_length")),
+            eos_token_ids=_ids(generation_config.get("eos_token_id")) or _ids(text_config.get("eos_token_id")),
+            chat_template=_chat_template(folder, tokenizer_config),
+            special_tokens=_special_tokens(tokenizer_config, _read_object(folder / "special_tokens_map.json")),
+        )
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is no JSON object")
+    return value
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) and 0 < value < _MAX_PLAUSIBLE_CONTEXT else 0
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    """eos_token_id is a number, a list of them, or null."""
+    values = value if isinstance(value, list) else [value]
+    return tuple(item for item in values if isinstance(item, int))
+
+
+def _chat_template(folder: Path, tokenizer_config: Mapping[str, object]) -> str | None:
+    """A chat_template.jinja beats tokenizer_config.json, as in transformers."""
+    separate = folder / "chat_template.jinja"
+    if separate.is_file():
+        return separate.read_text(encoding="utf-8")
+    return select_template(tokenizer_config.get("chat_template"))
+
+
+def _special_tokens(*sources: Mapping[str, object]) -> dict[str, str]:
+    """Names such as "bos_token" with their content; the first source that has one counts."""
+    tokens: dict[str, str] = {}
+    for source in sources:
+        for name in _SPECIAL_TOKEN_NAMES:
+            declared = source.get(name)
+            content = declared.get("content") if isinstance(declared, dict) else declared
+            if isinstance(content, str):
+                tokens.setdefault(name, content)
+    return tokens
+
+
+# How many bytes of text one token can stand for at most: a text that is longer than the context times this cannot fit.
+#
+# Answered only where it can be proved from tokenizer.json: no step may drop an unknown part, or shorten a text without limit.
+# Byte-level BPE and BPE with byte fallback, which is nearly every model, can be proved.
+
+
+# Of NFC. A character (4 bytes at most) decomposes into 1 byte or more, and a composed text has at least a third of the bytes of
+# its decomposition (Unicode's FAQ on normalization, expansion of NFD in UTF-8).
+NFC_SHRINKS = 12
+
+_KEEPING_SPLITS = frozenset(("Digits", "Metaspace", "ByteLevel", "UnicodeScripts"))
+
+Part = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """`longest`: bytes that one token stands for at most. `silent`: bytes that the vocabulary cannot spell and drops."""
+
+    longest: int
+    silent: bytes = b""
+
+    def fewest_tokens(self, text: str) -> int:
+        """`text` has at least so many tokens."""
+        return -(-len(text.encode().translate(None, self.silent)) // self.longest)
+
+
+def token_bytes(tokenizer_json: str) -> TokenBytes | None:
+    """Of a tokenizer.json; None where nothing can be proved."""
+    source = json.loads(tokenizer_json)
+    model, added = source["model"], source.get("added_tokens") or []
+    normalizers, splits = list(_steps(source.get("normalizer"))), list(_steps(source.get("pre_tokenizer")))
+    factors = [_shrinks(step) for step in normalizers]
+    if model.get("type") != "BPE" or None in factors or not all(_keeps_all(step) for step in splits):
+        return None
+    if any(token["lstrip"] or token["rstrip"] for token in added):  # it swallows any number of spaces
+        return None
+    by_byte = any(step["type"] == "ByteLevel" for step in (*normalizers, *splits))
+    silent = _silent(model, by_byte=by_byte)
+    if silent is None or (
+        silent and any(step["type"] != "ByteLevel" for step in normalizers)
+    ):  # it may make silent ones of others
+        return None
+    pieces = (len(piece) if by_byte else len(piece.encode()) for piece in model["vocab"])
+    longest = max((*pieces, *(len(token["content"].encode()) for token in added)))
+    return TokenBytes(math.prod((longest, *(factor or 1 for factor in factors))), silent)
+
+
+def _steps(part: Part | None) -> Iterator[Part]:
+    """A normalizer or pre-tokenizer as the plain ones in it."""
+    if part is None:
+        return
+    if part["type"] != "Sequence":
+        yield part
+        return
+    for inner in part.get("normalizers") or part.get("pretokenizers") or ():
+        yield from _steps(inner)
+
+
+def _shrinks(step: Part) -> int | None:
+    """How many times shorter a normalizer can make a text, in bytes; None: without limit, or unknown."""
+    kind = step["type"]
+    if kind in ("Prepend", "ByteLevel"):
+        return 1
+    if kind == "NFC":
+        return NFC_SHRINKS
+    if kind == "Replace" and "String" in step["pattern"]:
+        return 1 if len(step["content"].encode()) >= len(step["pattern"]["String"].encode()) else None
+    return None
+
+
+def _keeps_all(step: Part) -> bool:
+    """Whether a pre-tokenizer hands on all of the text."""
+    if step["type"] in ("Split", "Punctuation"):
+        return bool(step["behavior"] != "Removed")
+    return step["type"] in _KEEPING_SPLITS
+
+
+def _silent(model: Part, *, by_byte: bool) -> bytes | None:
+    """Bytes without a token of their own, which are dropped or run together; None: that may happen to any text."""
+    vocab = model["vocab"]
+    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):  # a byte may be known in one place only
+        return None
+    if by_byte:
+        return bytes(byte for letter, byte in byte_spelling().items() if letter not in vocab)
+    spelled = bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+    return b"" if spelled else None
 
 
 class Tokenizer:

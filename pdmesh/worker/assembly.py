@@ -19,32 +19,26 @@ from pdmesh.engine.errors import EngineStopped
 from pdmesh.engine.loop import EngineLoop
 from pdmesh.engine.outputs import StepResult
 from pdmesh.runtime.config import ConfigError
-from pdmesh.runtime.identity import new_epoch
+from pdmesh.runtime.process import new_epoch
 from pdmesh.runtime.registry.block_stream import BlockStream
 from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.runtime.rpc.tls import open_tls
+from pdmesh.runtime.telemetry.config import resource_of
 from pdmesh.runtime.telemetry.metrics import Readings
-from pdmesh.runtime.telemetry.resource import resource_of
 from pdmesh.runtime.telemetry.tracing import open_tracing
 from pdmesh.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
-from pdmesh.worker.config import WorkerConfig
+from pdmesh.worker.config import WorkerConfig, bind
 from pdmesh.worker.control import Changes, ControlServicer
-from pdmesh.worker.cpus import bind
 from pdmesh.worker.description import Description, describe
-from pdmesh.worker.grammars import compiler_for
-from pdmesh.worker.kv_memory import staged_memory
-from pdmesh.worker.latency import StepWatch, limits_for, prior_for
-from pdmesh.worker.load import LoadReporter
+from pdmesh.worker.kv_memory import receiver_for, staged_memory
+from pdmesh.worker.load import LoadReporter, StepWatch, limits_for, prior_for
 from pdmesh.worker.metrics import Seen, WorkerMetrics, read
 from pdmesh.worker.prefix_publisher import PrefixPublisher, list_blocks
-from pdmesh.worker.receiving import receiver_for
 from pdmesh.worker.roles import Role, RoleGate, roles_of
-from pdmesh.worker.step_dispatcher import Dispatcher
-from pdmesh.worker.step_spans import StepSpans
-from pdmesh.worker.terms import Terms
+from pdmesh.worker.step_dispatcher import Dispatcher, StepSpans
+from pdmesh.worker.token_request import Terms, compiler_for
 from prefill_service.handoff import HandoffTools
-from prefill_service.service import PrefillServicer
-from prefill_service.validation import PrefillValidator
+from prefill_service.service import PrefillServicer, PrefillValidator
 
 STREAM_END_GRACE_S = 2.0  # for frames and answers that are on their way when everything has ended
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtransfer.compatibility import PROTOCOL_VERSION
+from kvtransfer.layout import PROTOCOL_VERSION
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.memory import effective_max_context
-from pdmesh.runtime.identity import host_id
+from pdmesh.runtime.process import host_id
 from pdmesh.v1 import common_pb2, worker_pb2
 from pdmesh.worker.roles import RoleGate
 

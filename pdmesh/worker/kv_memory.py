@@ -7,19 +7,23 @@ import logging
 import torch
 from torch import Tensor
 
+from decode_service.service import DecodeService
 from kvtransfer.memory import PoolShape
+from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.staging import StagedMemory
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.nixl.transport import NixlTransport
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.kv_cache.cuda_ipc import CudaSharing
+from pdmesh.engine.kv_cache.cuda_ipc import CudaSharing, NotShared, PoolSharing
 from pdmesh.engine.kv_cache.ipc_pool import ShownPool
-from pdmesh.engine.kv_cache.pool_sharing import NotShared, PoolSharing
 from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
 from pdmesh.engine.kv_cache.streams import Streams, streams_of
-from pdmesh.engine.parallel.errors import RankFailed
 from pdmesh.engine.parallel.staging import stage_ranks
+from pdmesh.engine.parallel.tp_protocol import RankFailed
 from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.rpc.tls import Tls
+from pdmesh.worker.config import WorkerConfig
+from pdmesh.worker.token_request import Terms
 
 logger = logging.getLogger(__name__)
 DEPARTURES = StagingSizes(num_pieces=8)
@@ -81,3 +85,30 @@ def shown_to_others(pool: Tensor, streams: Streams, sharing: PoolSharing | None)
         return None
     shown.warm(streams.mark)
     return shown
+
+
+# Where KV from other workers arrives in this one.
+
+
+def receiver_for(
+    config: WorkerConfig,
+    engine: Engine,
+    staged: StagedMemory | None,
+    decode: DecodeService,
+    terms: Terms,
+    tls: Tls | None,
+) -> Receiver:
+    """Over those of the configured transports that can write to the pool; cuda_ipc and nixl ask whether a staged one is shown."""
+    return Receiver(
+        staged or engine.kv,
+        decode.delegate,
+        terms.identity,
+        terms.layout,
+        host=config.host,
+        port=config.transfer_port,
+        transports=config.transports,
+        advertise=config.advertise or None,
+        idle_timeout_s=config.lease_s,
+        tls=tls,
+        fp8_scales=engine.kv_scales,
+    )

@@ -7,13 +7,163 @@ import math
 import time
 from collections.abc import Callable
 
+from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
+from pdmesh.engine.hardware import MachineLimits, measure_limits
 from pdmesh.engine.loop import EngineLoop
 from pdmesh.engine.outputs import EngineStats, StepResult
+from pdmesh.engine.scheduler.scheduler import Pacer, StepCost
+from pdmesh.engine.speculation.stats import ProposerStats, SpeculationStats
+from pdmesh.planning.latency_fit import LatencyFit
+from pdmesh.planning.latency_model import Hardware, LatencyModel, ModelShape, Work, prior_of
+from pdmesh.planning.roofline import ALL_REDUCE_S
 from pdmesh.v1 import worker_pb2
-from pdmesh.worker.latency import StepWatch, latency_message
 from pdmesh.worker.roles import RoleGate
-from pdmesh.worker.speculation import RecentDrafts, speculation_message
+
+# What speculation does on this worker, as it tells routers: counts since start, and what of it is of now. Pure.
+
+
+HALF_LIFE_ROWS = 256
+"""What is older by so many rows counts half."""
+FIRST_ROWS = 16
+"""So many count as if they had given one token each, before the first."""
+
+
+class RecentDrafts:
+    """Tokens that a row (a sequence's part of a step) gives lately, and that are computed for it. Both are at least 1."""
+
+    def __init__(self) -> None:
+        self.stats = SpeculationStats()
+        self.tokens_per_row = self.computed_per_row = 1.0
+
+    def take(self, stats: SpeculationStats) -> None:
+        """As of now; what has come since the last ones is the latest."""
+        num_rows, num_tokens = stats.num_rows - self.stats.num_rows, stats.num_tokens - self.stats.num_tokens
+        num_computed = num_rows + _num_verified(stats) - _num_verified(self.stats)
+        self.stats = stats
+        if num_rows:
+            share = max(1 - 0.5 ** (num_rows / HALF_LIFE_ROWS), num_rows / (stats.num_rows + FIRST_ROWS))
+            self.tokens_per_row += share * (num_tokens / num_rows - self.tokens_per_row)
+            self.computed_per_row += share * (num_computed / num_rows - self.computed_per_row)
+
+
+def _num_verified(stats: SpeculationStats) -> int:
+    return sum(proposer.num_verified for proposer in stats.by_proposer.values())
+
+
+def speculation_message(recent: RecentDrafts) -> worker_pb2.SpeculationReport:
+    """As it travels."""
+    stats = recent.stats
+    return worker_pb2.SpeculationReport(
+        tokens_per_row=recent.tokens_per_row,
+        computed_per_row=recent.computed_per_row,
+        num_rows=stats.num_rows,
+        num_drafts=stats.num_drafts,
+        num_tokens=stats.num_tokens,
+        drafting_s=stats.drafting_s,
+        proposers=[_proposer(name, counts) for name, counts in stats.by_proposer.items()],
+        failed_proposers=stats.failed,
+    )
+
+
+def _proposer(name: str, counts: ProposerStats) -> worker_pb2.ProposerReport:
+    """As deep as its drafts have been."""
+    deepest = max((depth for depth, count in enumerate(counts.verified, start=1) if count), default=0)
+    return worker_pb2.ProposerReport(name=name, verified=counts.verified[:deepest], kept=counts.kept[:deepest])
+
+
+# This worker's latency model: what the machine promises at start, then what every step teaches.
+
+
+TELL_STEPS = 32
+"""After so many steps the engine is told anew what they cost."""
+_GLOO_SUM_S = 2e-4  # of a row over two processes; 0.3 to 0.5 ms were seen on two busy cores
+
+
+def limits_for(engine: Engine) -> MachineLimits:
+    """To be called on the engine thread, whose cores are the ones that count; measures for some 50 ms, once per process."""
+    cost, config = engine.cost, engine.config
+    return measure_limits(cost.backend, cost.numbers, config.device, config.num_threads, config.tensor_parallel)
+
+
+def prior_for(engine: Engine) -> LatencyModel:
+    """On the engine thread."""
+    cost, measured = engine.cost, limits_for(engine)
+    return prior_of(
+        Hardware(measured.operations_per_s, measured.bytes_per_s, _sum_s(engine.config)),
+        ModelShape(
+            num_layers=cost.num_layers,
+            num_weights=cost.num_weights,
+            num_head_weights=cost.num_head_weights,
+            weight_bytes=cost.weight_bytes,
+            kv_bytes_per_token=cost.kv_bytes_per_token,
+            attention_operations=cost.attention_operations,
+        ),
+    )
+
+
+def _sum_s(config: EngineConfig) -> float:
+    if config.tensor_parallel == 1:
+        return 0.0
+    return ALL_REDUCE_S if config.device == "cuda" else _GLOO_SUM_S
+
+
+class StepWatch:
+    """Learns from steps. Steps and questions both come on the event loop; the engine thread waits for neither."""
+
+    def __init__(self, pacer: Pacer | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`pacer` is told what steps cost, so that the engine can size them. `clock`: seconds."""
+        self._pacer = pacer
+        self._clock = clock
+        self._fit: LatencyFit | None = None
+        self._num_seen = 0
+
+    def start_from(self, prior: LatencyModel) -> None:
+        """What there is to say before the first step."""
+        self._fit = LatencyFit(prior)
+        self._tell()
+
+    def on_step(self, result: StepResult) -> None:
+        """Learns from a step. Time between steps, idle or not, is none of a step's."""
+        if self._fit is not None:
+            self._fit.observe(Work(*result.work), (result.ended_ns - result.started_ns) / 1e9)
+            self._num_seen += 1
+            if self._num_seen % TELL_STEPS == 0:
+                self._tell()
+
+    @property
+    def model(self) -> LatencyModel | None:
+        """None before `start_from`."""
+        return None if self._fit is None else self._fit.model(self._clock())
+
+    def _tell(self) -> None:
+        model = self.model
+        if self._pacer is None or model is None:
+            return
+        cost = StepCost(
+            model.fixed_s,
+            model.per_prefill_token_s,
+            model.per_prefill_context_s,
+            model.per_sequence_s,
+            model.per_context_token_s,
+        )
+        if all(map(math.isfinite, cost)):
+            self._pacer.cost = cost
+
+
+def latency_message(model: LatencyModel) -> worker_pb2.LatencyModel:
+    """As it travels."""
+    return worker_pb2.LatencyModel(
+        fixed_s=model.fixed_s,
+        per_prefill_token_s=model.per_prefill_token_s,
+        per_prefill_context_s=model.per_prefill_context_s,
+        per_sequence_s=model.per_sequence_s,
+        per_context_token_s=model.per_context_token_s,
+        num_steps=model.num_steps,
+        prefill_error=model.prefill_error,
+        decode_error=model.decode_error,
+    )
+
 
 REFRESH_S = 0.1
 

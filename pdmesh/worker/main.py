@@ -18,17 +18,14 @@ import torch
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.loader.loader import Progress, load_model
-from pdmesh.engine.speculation.check import check_speculation
-from pdmesh.engine.speculation.registry import names_for
+from pdmesh.engine.speculation.registry import check_speculation, names_for
 from pdmesh.runtime import log
 from pdmesh.runtime.config import ConfigError, load
 from pdmesh.runtime.process import Lifecycle, run
-from pdmesh.runtime.registry.announcer import worker_announcer
-from pdmesh.runtime.registry.registry import Registry
+from pdmesh.runtime.registry.registry import Registry, worker_announcer
 from pdmesh.text.block_hash import hash_block
 from pdmesh.worker.assembly import Worker
-from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
-from pdmesh.worker.cpus import bound
+from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig, bound
 
 _PROGRESS_PERIOD_S = 2.0
 

@@ -11,15 +11,72 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from kvtransfer.sender.push_part import PushResult
+from kvtransfer.sender.push import PushResult
 from pdmesh.engine.hardware import MachineLimits, ModelCost
 from pdmesh.engine.outputs import EngineStats, StepResult, StepWork
 from pdmesh.engine.speculation.stats import SpeculationStats
-from pdmesh.runtime.telemetry.metrics import Metrics, Reader, Readings, open_metrics
-from pdmesh.runtime.telemetry.resource import resource_of
+from pdmesh.runtime.telemetry.config import resource_of
+from pdmesh.runtime.telemetry.metrics import Metrics, Reader, Readings, counter, gauge, histogram, open_metrics
 from pdmesh.v1 import worker_pb2
-from pdmesh.worker import instruments
 from pdmesh.worker.config import WorkerConfig
+
+# What a worker counts and measures: the catalogue.
+
+
+_STEP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
+_BATCH = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
+_TRANSFER_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+STEP_TIME = histogram("pdmesh.engine.step", "A step, by what it computed: prefill, decode, mixed", _STEP_S, ("kind",), unit="s")
+BATCH_SEQUENCES = histogram("pdmesh.engine.batch.sequences", "Sequences that decode in a step with any", _BATCH)
+BATCH_TOKENS = histogram("pdmesh.engine.batch.tokens", "Tokens that a step computes", _BATCH)
+OPERATIONS = counter("pdmesh.engine.operations", "Operations of the model; a multiplication and an addition are two")
+BYTES_MOVED = counter("pdmesh.engine.moved", "Weights and KV that steps read and wrote, by the model's shape", unit="By")
+BUSY = counter("pdmesh.engine.busy", "Time in steps", unit="s")
+PEAK_OPERATIONS = gauge("pdmesh.engine.peak.operations", "Operations a second that this machine was measured to reach")
+PEAK_BANDWIDTH = gauge("pdmesh.engine.peak.bandwidth", "Bytes a second that this machine was measured to read")
+
+HANDOFF_TIME = histogram("pdmesh.kv.push", "From the beginning of a push to its commit", _TRANSFER_S, ("transport",), unit="s")
+HANDOFF_EXPOSED = histogram(
+    "pdmesh.kv.exposed", "From the first token's draw to the commit", _TRANSFER_S, ("transport",), unit="s"
+)
+HANDOFF_BYTES = counter("pdmesh.kv.sent", "KV that was pushed and committed", ("transport",), unit="By")
+HANDOFF_EXPOSED_BYTES = counter("pdmesh.kv.sent.exposed", "Of it, what was sent after prefill had ended", ("transport",), "By")
+HANDOFFS = counter("pdmesh.kv.handoffs", "Hand-offs that were committed, at the sender", ("transport",))
+HANDOFF_FAILURES = counter("pdmesh.kv.handoff.failures", "Hand-offs that failed, at this end")
+CORRUPT = counter("pdmesh.kv.corrupt.parts", "Parts whose checksum was wrong, at the receiver", ("transport",))
+LEASES_EXPIRED = counter("pdmesh.leases.expired", "Reservations that ended without progress")
+
+SEQUENCES = gauge("pdmesh.engine.sequences", "Sequences by state: running, waiting, reserved, held", ("state",))
+MAX_SEQUENCES = gauge("pdmesh.engine.max_sequences", "Sequences that there may be")
+WAITING_TOKENS = gauge("pdmesh.engine.waiting.tokens", "Prompt tokens that are still to be computed")
+BLOCKS = gauge("pdmesh.kv.blocks", "Blocks by state: free, of which some are cached, and used", ("state",))
+BLOCKS_TOTAL = gauge("pdmesh.kv.blocks.capacity", "Blocks of the pool")
+STEPS = counter("pdmesh.engine.steps", "Steps")
+TOKENS = counter(
+    "pdmesh.engine.tokens", "Tokens: prefilled, cached (of prompts, found in the prefix cache), generated", ("kind",)
+)
+PREEMPTIONS = counter("pdmesh.engine.preemptions", "Sequences that gave their blocks up")
+DRAFTED = counter("pdmesh.speculation.drafted", "Drafted tokens that were verified, by depth", ("proposer", "position"))
+ACCEPTED = counter("pdmesh.speculation.accepted", "Of them, those that came true", ("proposer", "position"))
+SPECULATION_ROWS = counter("pdmesh.speculation.rows", "Sequences' parts of steps while somebody could guess")
+SPECULATION_TOKENS = counter("pdmesh.speculation.tokens", "Tokens that these gave")
+DRAFTING = counter("pdmesh.speculation.drafting", "Time in which drafts were made", unit="s")
+VERIFYING = counter("pdmesh.speculation.verifying", "Drafted tokens' part of the steps that computed them", unit="s")
+FAILED_PROPOSER = gauge("pdmesh.speculation.failed", "1: this proposer broke and is not asked any more", ("proposer",))
+MODEL_ERROR = gauge("pdmesh.engine.latency.error", "Median error of the latency model, by kind of step", ("kind",), unit="1")
+ROLES = gauge("pdmesh.worker.role", "1: it takes work of this role", ("role",))
+DRAINING = gauge("pdmesh.worker.draining", "1: it takes no new work")
+
+PER_STEP = (STEP_TIME, BATCH_SEQUENCES, BATCH_TOKENS, OPERATIONS, BYTES_MOVED, BUSY)
+PER_HANDOFF = (HANDOFF_TIME, HANDOFF_EXPOSED, HANDOFF_BYTES, HANDOFF_EXPOSED_BYTES, HANDOFFS)
+AT_SCRAPE = (
+    PEAK_OPERATIONS, PEAK_BANDWIDTH, HANDOFF_FAILURES, CORRUPT, LEASES_EXPIRED, SEQUENCES, MAX_SEQUENCES, WAITING_TOKENS, BLOCKS,
+    BLOCKS_TOTAL, STEPS, TOKENS, PREEMPTIONS, MODEL_ERROR, ROLES, DRAINING,
+)  # fmt: skip
+SPECULATION = (DRAFTED, ACCEPTED, SPECULATION_ROWS, SPECULATION_TOKENS, DRAFTING, VERIFYING, FAILED_PROPOSER)
+ALL = (*PER_STEP, *PER_HANDOFF, *AT_SCRAPE, *SPECULATION)
+
 
 _ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
 
@@ -84,23 +141,23 @@ class WorkerMetrics:
         if not metrics.is_on:
             return
         took_s = (result.ended_ns - result.started_ns) / 1e9
-        metrics.observe(instruments.STEP_TIME, took_s, _kind(work))
-        metrics.observe(instruments.BATCH_TOKENS, work.prefill_tokens + work.num_decoding)
+        metrics.observe(STEP_TIME, took_s, _kind(work))
+        metrics.observe(BATCH_TOKENS, work.prefill_tokens + work.num_decoding)
         if work.num_decoding:
-            metrics.observe(instruments.BATCH_SEQUENCES, work.num_decoding)
+            metrics.observe(BATCH_SEQUENCES, work.num_decoding)
         counts = StepCounts.of(work, self._cost)
-        metrics.add(instruments.OPERATIONS, counts.operations)
-        metrics.add(instruments.BYTES_MOVED, counts.num_bytes)
-        metrics.add(instruments.BUSY, took_s)
+        metrics.add(OPERATIONS, counts.operations)
+        metrics.add(BYTES_MOVED, counts.num_bytes)
+        metrics.add(BUSY, took_s)
 
     def pushed(self, result: PushResult, exposed_ns: int) -> None:
         """A hand-off was committed, `exposed_ns` after the first token's draw."""
         metrics, transport = self.metrics, result.transport
-        metrics.observe(instruments.HANDOFF_TIME, result.elapsed_ns / 1e9, transport)
-        metrics.observe(instruments.HANDOFF_EXPOSED, exposed_ns / 1e9, transport)
-        metrics.add(instruments.HANDOFF_BYTES, result.num_bytes, transport)
-        metrics.add(instruments.HANDOFF_EXPOSED_BYTES, result.num_exposed_bytes, transport)
-        metrics.add(instruments.HANDOFFS, 1, transport)
+        metrics.observe(HANDOFF_TIME, result.elapsed_ns / 1e9, transport)
+        metrics.observe(HANDOFF_EXPOSED, exposed_ns / 1e9, transport)
+        metrics.add(HANDOFF_BYTES, result.num_bytes, transport)
+        metrics.add(HANDOFF_EXPOSED_BYTES, result.num_exposed_bytes, transport)
+        metrics.add(HANDOFFS, 1, transport)
 
 
 def read(readings: Readings, seen: Seen) -> None:
@@ -110,54 +167,54 @@ def read(readings: Readings, seen: Seen) -> None:
     if seen.stats.speculation is not None:
         _read_speculation(readings, seen.stats.speculation)
     for transport, count in seen.num_corrupt.items():
-        readings.put(instruments.CORRUPT, count, transport)
-    readings.put(instruments.LEASES_EXPIRED, seen.num_leases_expired)
+        readings.put(CORRUPT, count, transport)
+    readings.put(LEASES_EXPIRED, seen.num_leases_expired)
     if seen.limits is not None:
-        readings.put(instruments.PEAK_OPERATIONS, seen.limits.operations_per_s)
-        readings.put(instruments.PEAK_BANDWIDTH, seen.limits.bytes_per_s)
+        readings.put(PEAK_OPERATIONS, seen.limits.operations_per_s)
+        readings.put(PEAK_BANDWIDTH, seen.limits.bytes_per_s)
 
 
 def _read_engine(readings: Readings, stats: EngineStats) -> None:
     for state in ("running", "waiting", "reserved", "held"):
-        readings.put(instruments.SEQUENCES, getattr(stats, f"num_{state}"), state)
+        readings.put(SEQUENCES, getattr(stats, f"num_{state}"), state)
     used = stats.num_total_blocks - stats.num_free_blocks
     for state, count in (("free", stats.num_free_blocks), ("cached", stats.num_cached_blocks), ("used", used)):
-        readings.put(instruments.BLOCKS, count, state)
-    readings.put(instruments.BLOCKS_TOTAL, stats.num_total_blocks)
-    readings.put(instruments.WAITING_TOKENS, stats.num_waiting_tokens)
-    readings.put(instruments.STEPS, stats.num_steps)
+        readings.put(BLOCKS, count, state)
+    readings.put(BLOCKS_TOTAL, stats.num_total_blocks)
+    readings.put(WAITING_TOKENS, stats.num_waiting_tokens)
+    readings.put(STEPS, stats.num_steps)
     for kind, count in (
         ("prefilled", stats.num_prefilled_tokens),
         ("cached", stats.num_prefix_hit_tokens),
         ("generated", stats.num_generated_tokens),
     ):
-        readings.put(instruments.TOKENS, count, kind)
-    readings.put(instruments.PREEMPTIONS, stats.num_preemptions)
+        readings.put(TOKENS, count, kind)
+    readings.put(PREEMPTIONS, stats.num_preemptions)
 
 
 def _read_report(readings: Readings, report: worker_pb2.LoadReport) -> None:
     for role, name in _ROLES.items():
-        readings.put(instruments.ROLES, role in report.roles, name)
-    readings.put(instruments.DRAINING, report.draining)
-    readings.put(instruments.MAX_SEQUENCES, report.max_num_seqs)
-    readings.put(instruments.HANDOFF_FAILURES, report.num_handoff_failures)
+        readings.put(ROLES, role in report.roles, name)
+    readings.put(DRAINING, report.draining)
+    readings.put(MAX_SEQUENCES, report.max_num_seqs)
+    readings.put(HANDOFF_FAILURES, report.num_handoff_failures)
     if report.HasField("latency_model"):
-        readings.put(instruments.MODEL_ERROR, report.latency_model.prefill_error, "prefill")
-        readings.put(instruments.MODEL_ERROR, report.latency_model.decode_error, "decode")
+        readings.put(MODEL_ERROR, report.latency_model.prefill_error, "prefill")
+        readings.put(MODEL_ERROR, report.latency_model.decode_error, "decode")
 
 
 def _read_speculation(readings: Readings, stats: SpeculationStats) -> None:
     for proposer, counts in stats.by_proposer.items():
-        for instrument, numbers in ((instruments.DRAFTED, counts.verified), (instruments.ACCEPTED, counts.kept)):
+        for instrument, numbers in ((DRAFTED, counts.verified), (ACCEPTED, counts.kept)):
             for position, count in enumerate(numbers, start=1):
                 if counts.verified[position - 1]:
                     readings.put(instrument, count, proposer, str(position))
-    readings.put(instruments.SPECULATION_ROWS, stats.num_rows)
-    readings.put(instruments.SPECULATION_TOKENS, stats.num_tokens)
-    readings.put(instruments.DRAFTING, stats.drafting_s)
-    readings.put(instruments.VERIFYING, stats.verifying_s)
+    readings.put(SPECULATION_ROWS, stats.num_rows)
+    readings.put(SPECULATION_TOKENS, stats.num_tokens)
+    readings.put(DRAFTING, stats.drafting_s)
+    readings.put(VERIFYING, stats.verifying_s)
     for proposer in stats.failed:
-        readings.put(instruments.FAILED_PROPOSER, 1, proposer)
+        readings.put(FAILED_PROPOSER, 1, proposer)
 
 
 def _kind(work: StepWork) -> str:

@@ -10,13 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.request import EngineRequest, SamplingParams
 from pdmesh.engine.sampling.grammar import Grammar, Matcher
-from pdmesh.engine.sampling_params import SamplingParams
 from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument
+from pdmesh.runtime.files import cache_root_of
 from pdmesh.runtime.work_threads import WorkThreads
 from pdmesh.text.grammar import CompiledGrammar, GrammarCompiler
+from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.v1 import common_pb2
+from pdmesh.worker.description import identity_of, layout_of
 
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
@@ -150,3 +153,38 @@ def _history(request: common_pb2.TokenRequest, num_choices: int) -> tuple[_Emitt
     if all(finished):
         raise InvalidArgument("request.emitted", "every choice has finished; there is nothing to generate")
     return emitted, finished
+
+
+# On which terms this worker hands KV over and takes requests: what both its services, and the transfers, are told of it.
+
+
+@dataclass(frozen=True)
+class Terms:
+    """`identity` must be equal on both ends of a hand-off, `layout` convertible; `translate` makes the engine's requests."""
+
+    identity: common_pb2.Identity
+    layout: common_pb2.KVLayout
+    translate: TokenRequestTranslator
+
+    @classmethod
+    def of(cls, engine: Engine, model: str, grammars: GrammarCompiler | None) -> Terms:
+        """Of a worker that serves this engine as `model`."""
+        identity, layout = identity_of(engine, model), layout_of(engine)
+
+        def cache_root(tenant: str, cache_salt: str) -> bytes:
+            return cache_root_of(identity, layout.kv_dtype, tenant=tenant, cache_salt=cache_salt)
+
+        return cls(identity, layout, TokenRequestTranslator(identity.model, cache_root, grammars))
+
+
+# What compiles constraints for the model of an engine.
+
+
+def compiler_for(engine: Engine) -> GrammarCompiler | None:
+    """With the vocabulary and the end-of-sequence tokens that the engine goes by; None when the model is no folder with a
+    tokenizer (to read the one inside a .gguf file takes seconds, at every start)."""
+    try:
+        tokenizer = Tokenizer.load(engine.config.model)
+    except (OSError, ValueError):
+        return None
+    return GrammarCompiler(tokenizer.to_json(), engine.model_config.vocab_size, engine.eos_token_ids)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pdmesh.v1 import mesh_pb2
 from pdmesh.v1.mesh_pb2_grpc import MeshServicer
-from router.api import request_metadata
+from router.api import frontend as request_metadata
 from router.api.frontend import Frontend
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pdmesh.planning.objectives import ModelObjective
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 from router.context import Core
-from router.fleet.breaker_status import BreakerStatuses
+from router.fleet.circuit_breaker import BreakerStatuses
 from router.fleet.worker import Worker
-from router.flow_control.admission_counts import Tally
-from router.telemetry.traffic_status import traffic_status
+from router.flow_control.capacity import Tally
+from router.telemetry.traffic import traffic_status
 
 
 def models(core: Core) -> mesh_pb2.ListModelsResponse:

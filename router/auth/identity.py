@@ -17,7 +17,7 @@ import grpc.aio
 from pdmesh.runtime.errors import MeshError
 from pdmesh.runtime.rpc.interceptor import Context, Handler, parts_of
 from pdmesh.v1 import mesh_pb2
-from router.auth.key_store import KeyStore
+from router.auth.api_keys import KeyStore
 
 Req = TypeVar("Req")
 Resp = TypeVar("Resp")

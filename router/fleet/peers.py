@@ -7,14 +7,162 @@ does not even hear itself, it is the messages that fail, not the routers: parts 
 
 from __future__ import annotations
 
+import json
 import math
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import accumulate
+from operator import add
 
-from router.fleet.peer_message import MAX_TENANTS, PeerMessage, named
 from router.fleet.worker import Dispatched
 from router.routing.worker_snapshot import WorkerKey
+
+# What one router tells the others, ten times a second: what it has sent to workers, and what its tenants ask of it. Pure.
+#
+# It is soft state: each message replaces what the same router said before, a lost one costs a tenth of a second, and one that
+# cannot be read is as good as lost. Times travel as ages, so that no two clocks need to agree.
+
+
+MAX_BYTES = 256 << 10
+MAX_WORKERS = 4096
+AGES_MS = (0, 100, 300, 700, 1500)
+"""What was sent to one worker is summed up by age; a sum is as old as its youngest part: all of it counts for long enough."""
+MAX_PER_WORKER = len(AGES_MS) + 1
+MAX_TENANTS = 1024
+MAX_NAME_BYTES = 32
+MAX_COUNT = 10**9
+"""Of each amount, either way: what has ended counts against what was sent before."""
+MAX_AMOUNT = 1e12
+MAX_TEXT = 512
+
+
+class UnreadableMessage(ValueError):
+    """Not one of a router's; the text says why."""
+
+
+@dataclass(frozen=True)
+class PeerMessage:
+    """`run` tells incarnations of a router apart. `sent`: by worker, what no report can be sure to contain; `arrived_at` of each
+    is on the receiver's clock. `demand`: tokens per second that each tenant asked for, in
+    what is received by the name that `named` gives."""
+
+    router_id: str
+    run: int
+    sent: Mapping[WorkerKey, tuple[Dispatched, ...]] = field(default_factory=dict)
+    demand: Mapping[str, float] = field(default_factory=dict)
+
+
+def encode(message: PeerMessage, now: float) -> bytes:
+    """`now`: monotonic seconds. What has not arrived yet for sure is as young as the message. At most MAX_BYTES: with too many
+    workers ages grow coarse, then those with least are left out."""
+    greatest = sorted(message.demand.items(), key=lambda item: -item[1])[:MAX_TENANTS]
+    demand = {named(tenant): round(min(rate, MAX_AMOUNT / 2), 3) for tenant, rate in greatest}
+    head = {"router": message.router_id, "run": f"{message.run:016x}", "demand": demand}
+    start = json.dumps(head, separators=(",", ":"))[:-1]
+    workers = _workers(message.sent, now, MAX_BYTES - len(start) - len(',"workers":[]}'))
+    return f'{start},"workers":[{",".join(workers)}]}}'.encode()
+
+
+def named(tenant: str) -> str:
+    """The tenant's name as it stands in messages: long or odd ones by a hash, so that a message's size is bounded."""
+    plain = len(tenant) <= MAX_NAME_BYTES and tenant.isascii() and tenant.isprintable() and not tenant.startswith("#")
+    if plain:
+        return tenant
+    return "#" + blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+
+
+def _workers(sent: Mapping[WorkerKey, tuple[Dispatched, ...]], now: float, budget: int) -> list[str]:
+    """What was sent to each, in JSON; together with commas at most `budget` bytes."""
+    written: list[str] = []
+    for ages_ms in (AGES_MS, AGES_MS[:2], ()):
+        written = [text for key, all_sent in sent.items() if (text := _worker(key, all_sent, ages_ms, now))]
+        if len(written) <= MAX_WORKERS and sum(map(len, written)) + len(written) <= budget:
+            return written
+    written = sorted(written, key=len, reverse=True)[:MAX_WORKERS]  # more digits: more was sent
+    ends = accumulate(len(text) + 1 for text in written)
+    return [text for text, end in zip(written, ends, strict=True) if end <= budget]
+
+
+def _worker(key: WorkerKey, all_sent: tuple[Dispatched, ...], ages_ms: tuple[int, ...], now: float) -> str:
+    """Empty when nothing is left of it."""
+    entries = _summed(all_sent, ages_ms, now)
+    return json.dumps([key[0], f"{key[1]:016x}", entries], separators=(",", ":")) if entries else ""
+
+
+def _summed(all_sent: tuple[Dispatched, ...], ages_ms: tuple[int, ...], now: float) -> list[list[int]]:
+    """One entry for each age at which something is left: what was sent and has ended meanwhile is nothing."""
+    sums: dict[int, list[int]] = {}
+    for sent in all_sent:
+        age_ms, *figures = _entry(sent, now)
+        before = sums.setdefault(bisect_left(ages_ms, age_ms), [age_ms, 0, 0, 0, 0, 0])
+        before[0] = min(before[0], age_ms)
+        before[1:] = map(add, before[1:], figures)
+    return [[entry[0], *map(_clamped, entry[1:])] for entry in sums.values() if any(entry[1:])]
+
+
+def _clamped(count: int) -> int:
+    return max(-MAX_COUNT, min(count, MAX_COUNT))
+
+
+def decode(data: bytes, now: float) -> PeerMessage:
+    """`now`: monotonic seconds here. Raises UnreadableMessage."""
+    if len(data) > MAX_BYTES:
+        raise UnreadableMessage(f"{len(data)} bytes are more than {MAX_BYTES}")
+    try:
+        content = json.loads(data)
+        sent = {
+            (_text(address), _number(epoch)): tuple(_dispatched(entry, now) for entry in entries[:MAX_PER_WORKER])
+            for address, epoch, entries in content["workers"][:MAX_WORKERS]
+        }
+        demand = {_text(tenant): _amount(rate, 0, MAX_AMOUNT) for tenant, rate in list(content["demand"].items())[:MAX_TENANTS]}
+        return PeerMessage(_text(content["router"]), _number(content["run"]), sent, demand)
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise UnreadableMessage(str(error) or type(error).__name__) from error
+
+
+def total(all_sent: Iterable[Dispatched], arrived_at: float | None) -> Dispatched:
+    """Their sum, as one that arrived then."""
+    result = Dispatched(arrived_at=arrived_at)
+    for sent in all_sent:
+        result.seqs += sent.seqs
+        result.blocks += sent.blocks
+        result.tokens += sent.tokens
+        result.decodes += sent.decodes
+        result.context += sent.context
+    return result
+
+
+def _entry(sent: Dispatched, now: float) -> list[int]:
+    age_ms = 0 if sent.arrived_at is None else min(max(0, round((now - sent.arrived_at) * 1000)), 10**9)
+    return [age_ms, sent.seqs, sent.blocks, sent.tokens, sent.decodes, sent.context]
+
+
+def _dispatched(entry: list[object], now: float) -> Dispatched:
+    age_ms, *counts = entry
+    seqs, blocks, tokens, decodes, context = (round(_amount(count, -MAX_COUNT, MAX_COUNT)) for count in counts)
+    return Dispatched(seqs, blocks, tokens, decodes, context, arrived_at=now - _amount(age_ms, 0, MAX_AMOUNT) / 1000)
+
+
+def _amount(value: object, least: float, most: float) -> float:
+    """Comparing comes first: an integer may have more digits than a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise UnreadableMessage(f"{type(value).__name__} is no amount from {least:g} to {most:g}")
+    return float(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > MAX_TEXT:
+        raise UnreadableMessage(f"{type(value).__name__} is no name of at most {MAX_TEXT} characters")
+    return value
+
+
+def _number(value: object) -> int:
+    """An epoch or a run, of 64 bits."""
+    return int(_text(value)[:17], 16)
+
 
 MAX_SILENCE_S = 0.8
 SENT_SILENCE_S = 0.5

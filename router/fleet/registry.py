@@ -7,16 +7,50 @@ registry takes nobody away; a worker is forgotten when it is unregistered, not s
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from pdmesh.runtime.rpc.channel import Channels
 from pdmesh.v1 import worker_pb2
 from router.fleet.change_notifier import Changes
-from router.fleet.contexts import Contexts
 from router.fleet.decode_stream import LinkSettings
 from router.fleet.worker import Incarnation, Worker
 from router.routing.fleet_snapshot import Roster
 from router.routing.worker_snapshot import WorkerView
+
+# The largest context of any worker of a model, without a look at every worker: each request asks. Pure.
+
+
+class Contexts:
+    """What workers can hold at most, by address. Few of thousands differ: the sizes are counted."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[str, int]] = {}
+        self._sizes: dict[str, Counter[int]] = {}
+
+    def put(self, address: str, model: str, max_context: int) -> None:
+        """The worker there serves `model` with contexts of up to `max_context` tokens."""
+        self.drop(address)
+        self._of[address] = (model, max_context)
+        self._sizes.setdefault(model, Counter())[max_context] += 1
+
+    def drop(self, address: str) -> None:
+        """Nothing is known of the worker there, any more."""
+        known = self._of.pop(address, None)
+        if known is None:
+            return
+        model, max_context = known
+        sizes = self._sizes[model]
+        sizes[max_context] -= 1
+        if not sizes[max_context]:
+            del sizes[max_context]
+        if not sizes:
+            del self._sizes[model]
+
+    def largest(self, model: str) -> int | None:
+        """Of the workers of `model`, in tokens; None without one."""
+        return max(self._sizes.get(model, ()), default=None)
+
 
 SWEEP_PERIOD_S = 1.0
 

@@ -18,9 +18,8 @@ from redis.exceptions import RedisError
 
 from pdmesh.runtime.registry import records
 from pdmesh.runtime.registry.redis_link import MAX_BACKOFF_S, RedisLink, open_redis
-from router.fleet import peer_message
-from router.fleet.peer_message import PeerMessage, UnreadableMessage
-from router.fleet.peers import Peers
+from router.fleet import peers
+from router.fleet.peers import PeerMessage, Peers, UnreadableMessage
 from router.fleet.registry import Fleet
 
 PERIOD_S = 0.1
@@ -74,7 +73,7 @@ class SharedState:
         """A message of any router, this one included."""
         now = time.monotonic()
         try:
-            message = peer_message.decode(data, now)
+            message = peers.decode(data, now)
         except UnreadableMessage as error:
             self.num_unreadable += 1
             logger.debug("unreadable message of a router: %s", error)
@@ -125,7 +124,7 @@ class SharedState:
             for worker in self._fleet.workers.values()
             if worker.current is not None
         }
-        data = peer_message.encode(PeerMessage(self._router_id, self._run, sent, self._demand(now)), now)
+        data = peers.encode(PeerMessage(self._router_id, self._run, sent, self._demand(now)), now)
 
         async def publish(redis: Redis) -> int:
             return int(await redis.publish(self._channel, data))

@@ -1,12 +1,196 @@
 """Who holds a place, and what they were charged for it. Pure."""
 
+from collections import Counter, deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from router.flow_control.admission_counts import AdmissionCounts, Tally
-from router.flow_control.tenant_limits import TenantBook
-from router.flow_control.token_bucket import TokenRates
 from router.flow_control.types import Applicant, Ticket, TicketState
+
+# What a tenant may take, and who knows it.
+
+
+MAX_WEIGHT = 1000.0
+
+
+@dataclass(frozen=True)
+class TenantLimits:
+    """`weight` is its share beside others of the same priority. `max_inflight` and the rate `tokens_per_s` (prompt + output)
+    bound it even when the mesh is idle, None: they do not. `burst_tokens` may come at once; None: ten seconds of the rate."""
+
+    weight: float = 1.0
+    max_inflight: int | None = None
+    tokens_per_s: float | None = None
+    burst_tokens: float | None = None
+
+    @property
+    def burst(self) -> float:
+        """Tokens that the bucket holds when it is full; 0 without a rate."""
+        if self.burst_tokens is not None:
+            return self.burst_tokens
+        return 10.0 * (self.tokens_per_s or 0.0)
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field."""
+        _require(0 < self.weight <= MAX_WEIGHT, "weight", f"must be more than 0 and at most {MAX_WEIGHT:g}")
+        _require(self.max_inflight is None or self.max_inflight >= 1, "max_inflight", "must be at least 1")
+        _require(self.tokens_per_s is None or self.tokens_per_s > 0, "tokens_per_s", "must be positive")
+        _require(self.burst_tokens is None or self.burst_tokens > 0, "burst_tokens", "must be positive")
+        _require(self.burst_tokens is None or self.tokens_per_s is not None, "burst_tokens", "needs tokens_per_s")
+
+    def at_share(self, share: float) -> "TenantLimits":
+        """The part of rate and burst that one of several routers gives out; `share` in (0, 1]."""
+        if self.tokens_per_s is None:
+            return self
+        return replace(self, tokens_per_s=self.tokens_per_s * share, burst_tokens=self.burst * share)
+
+
+class TenantBook(Protocol):
+    """Looked at whenever a request asks, so that changed limits hold from the next request on."""
+
+    def limits_of(self, tenant: str) -> TenantLimits:
+        """Of any name, also one never heard of; "" is the default tenant. Cheap: no I/O."""
+
+
+class SameForAll:
+    """Every tenant has the same limits: none but an equal share, unless told otherwise."""
+
+    def __init__(self, limits: TenantLimits | None = None) -> None:
+        self._limits = limits or TenantLimits()
+
+    def limits_of(self, tenant: str) -> TenantLimits:
+        """The same for every name."""
+        return self._limits
+
+
+def _require(condition: bool, name: str, what: str) -> None:
+    if not condition:
+        raise ValueError(f"{name}: {what}")
+
+
+# Token rates of tenants: a bucket each, filled at its rate, charged with what a request is expected to take. Pure.
+
+
+MAX_BUCKETS = 4096
+
+
+@dataclass
+class TokenBucket:
+    """`level` tokens at the time `at` (monotonic seconds); at most `burst`. A debt is paid off at the rate, too."""
+
+    rate: float
+    burst: float
+    level: float
+    at: float
+
+    def follow(self, rate: float, burst: float, now: float) -> None:
+        """Fill up to now at the old rate; the new one holds from here on. What is in it stays, as far as it fits."""
+        self.level = min(self.burst, self.level + max(0.0, now - self.at) * self.rate)
+        self.at = max(self.at, now)
+        self.rate, self.burst = rate, burst
+        self.level = min(self.level, burst)
+
+    def delay_s(self, tokens: float) -> float:
+        """Seconds until `tokens` may be taken; 0: now. More than the bucket holds is given when it is full, and owed."""
+        return max(0.0, min(tokens, self.burst) - self.level) / self.rate
+
+    def take(self, tokens: float) -> None:
+        """Charge, or with a negative number give back, never above the brim."""
+        self.level = min(self.burst, self.level - tokens)
+
+
+class TokenRates:
+    """The buckets of one router's tenants. Who shares a rate with other routers gives this one limits at its share
+    (TenantLimits.at_share): they are looked at with every request, and `spent` says how much each tenant took here."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+        self._buckets: dict[str, TokenBucket] = {}
+
+    def delay_s(self, tenant: str, limits: TenantLimits, tokens: float, now: float) -> float:
+        """0: a request of so many tokens may come now. Else in how many seconds."""
+        bucket = self._bucket(tenant, limits, now)
+        return 0.0 if bucket is None else bucket.delay_s(tokens)
+
+    def take(self, tenant: str, tokens: float) -> None:
+        """Charge what a request is expected to take; negative: give back what it did not take."""
+        bucket = self._buckets.get(tenant)
+        if bucket is not None:
+            bucket.take(tokens)
+            self.spent[tenant] = self.spent.get(tenant, 0.0) + tokens
+
+    def _bucket(self, tenant: str, limits: TenantLimits, now: float) -> TokenBucket | None:
+        if limits.tokens_per_s is None:
+            if self._buckets.pop(tenant, None) is not None:
+                self.spent.pop(tenant, None)
+            return None
+        bucket = self._buckets.get(tenant)
+        if bucket is None:
+            self._make_room(now)
+            bucket = self._buckets[tenant] = TokenBucket(limits.tokens_per_s, limits.burst, limits.burst, now)
+        bucket.follow(limits.tokens_per_s, limits.burst, now)
+        return bucket
+
+    def _make_room(self, now: float) -> None:
+        """A full bucket remembers nothing: a new one is the same. If none is full, the one with the most in it goes."""
+        if len(self._buckets) < MAX_BUCKETS:
+            return
+        for bucket in self._buckets.values():
+            bucket.follow(bucket.rate, bucket.burst, now)
+        full = [tenant for tenant, bucket in self._buckets.items() if bucket.level >= bucket.burst]
+        for tenant in full or [max(self._buckets, key=lambda name: self._buckets[name].level / self._buckets[name].burst)]:
+            del self._buckets[tenant]
+            self.spent.pop(tenant, None)
+
+
+# What admission did, by tenant and priority: for the status. Bounded: tenants name themselves. Pure.
+
+
+MAX_TENANTS = 64
+OTHERS = "(others)"
+"""The sum of tenants that there was no room for."""
+
+
+@dataclass(eq=False)
+class Tally:
+    """One tenant's requests of one priority. `refused` counts by reason."""
+
+    num_inflight: int = 0
+    num_queued: int = 0
+    num_admitted: int = 0
+    num_waited: int = 0  # of those that got a place, and of others, for an answer
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+class AdmissionCounts:
+    """The tallies; at most MAX_TENANTS names beside OTHERS."""
+
+    def __init__(self) -> None:
+        self.tallies: dict[tuple[str, int], Tally] = {}
+        self._tenants: dict[str, None] = {}
+
+    def of(self, tenant: str, priority: int) -> Tally:
+        """The tally to count in. A ticket keeps to its own: the name may be summed up with others meanwhile."""
+        if tenant not in self._tenants and len(self._tenants) >= MAX_TENANTS and not self._forget_one():
+            tenant = OTHERS
+        if tenant != OTHERS:
+            self._tenants.pop(tenant, None)
+            self._tenants[tenant] = None  # the latest is last
+        return self.tallies.setdefault((tenant, priority), Tally())
+
+    def _forget_one(self) -> bool:
+        """Sum the tenant that has been quiet for longest up with the others; False: all have requests here."""
+        busy = {name for (name, _), tally in self.tallies.items() if tally.num_inflight or tally.num_queued}
+        quiet = next((tenant for tenant in self._tenants if tenant not in busy), None)
+        if quiet is None:
+            return False
+        del self._tenants[quiet]
+        for name, priority in [key for key in self.tallies if key[0] == quiet]:
+            old, others = self.tallies.pop((name, priority)), self.tallies.setdefault((OTHERS, priority), Tally())
+            others.num_admitted += old.num_admitted
+            others.num_waited += old.num_waited
+            others.refused.update(old.refused)
+        return True
 
 
 @dataclass(frozen=True)
@@ -98,3 +282,60 @@ class Places:
             del self._by_tenant[tenant]
         if not self._by_lane[lane]:
             del self._by_lane[lane]
+
+
+# How fast places come free while somebody needs one. Pure: seconds are passed in.
+
+
+MIN_RETRY_DELAY_S = 0.1
+MAX_RETRY_DELAY_S = 30.0
+UNKNOWN_RETRY_DELAY_S = 1.0
+RATE_WINDOW = 32
+
+
+def retry_delay_s(seconds: float | None) -> float:
+    """What a client is told: within bounds, a default while nothing is known."""
+    if seconds is None:
+        return UNKNOWN_RETRY_DELAY_S
+    return min(MAX_RETRY_DELAY_S, max(MIN_RETRY_DELAY_S, seconds))
+
+
+class BusyClock:
+    """Seconds in which somebody needed a place. What comes free meanwhile says how fast it can, an idle hour says nothing."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._looked_at: float | None = None
+        self._busy = False
+
+    def advance(self, now: float, *, busy: bool) -> float:
+        """`busy`: from `now` on. Returns the clock's own time, which stands still while nobody is busy."""
+        if self._busy and self._looked_at is not None:
+            self.now += max(0.0, now - self._looked_at)
+        self._looked_at, self._busy = now, busy
+        return self.now
+
+
+class DrainRate:
+    """How much comes free in a second, over the last releases. `now` is seconds of a BusyClock, amounts are the caller's."""
+
+    def __init__(self) -> None:
+        self._releases: deque[tuple[float, float]] = deque(maxlen=RATE_WINDOW)
+        self._total = 0.0
+
+    def record(self, now: float, amount: float = 1.0) -> None:
+        """So much came free."""
+        if len(self._releases) == RATE_WINDOW:
+            self._total -= self._releases[0][1]
+        self._releases.append((now, amount))
+        self._total += amount
+
+    def seconds_for(self, amount: float, now: float) -> float | None:
+        """Until `amount` and one release more have come free; None while nothing is known.
+
+        The window ends now, not at the last release, so that a mesh that stands still promises nothing soon.
+        """
+        if len(self._releases) < 2:
+            return None
+        spent_s = now - self._releases[0][0]
+        return (amount + self._total / len(self._releases)) * spent_s / self._total

@@ -8,17 +8,15 @@ ask ──► Ticket(admitted)                                     a place is fr
 What is known of the mesh comes in through `Applicant.foresee`; without a forecast everything goes by count.
 """
 
+import asyncio
 import itertools
 
-from router.flow_control.admission_counts import Tally
-from router.flow_control.capacity import AdmissionSettings, Places
+from pdmesh.runtime.errors import MeshError, ResourceExhausted
+from router.flow_control.capacity import AdmissionSettings, Places, SameForAll, Tally, TenantBook, TenantLimits, retry_delay_s
 from router.flow_control.dispatch_order import Turns
-from router.flow_control.drain_rate import retry_delay_s
-from router.flow_control.forecast import Forecast
 from router.flow_control.queue import Lane, WaitingRoom
 from router.flow_control.slo_admission import Way, alone_s, expected_ttft_s
-from router.flow_control.tenant_limits import SameForAll, TenantBook, TenantLimits
-from router.flow_control.types import Applicant, Refusal, Ticket, TicketState
+from router.flow_control.types import Applicant, Forecast, Refusal, Ticket, TicketState
 
 
 class Admission:
@@ -211,3 +209,80 @@ class Admission:
 def _note_expected(ticket: Ticket, forecast: Forecast | None, wait_s: float | None) -> None:
     if forecast is not None:
         ticket.expected_s = expected_ttft_s(forecast, wait_s)
+
+
+# Admission for coroutines: waits for the place that `router.admission` decides on.
+
+
+LOOK_PERIOD_S = 0.02
+"""While somebody waits, the mesh is looked at so often: reports, first tokens and time itself open the gate, too."""
+
+
+class Gate:
+    """One admission and those who wait at it."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._next_look: asyncio.TimerHandle | None = None
+
+    async def enter(self, applicant: Applicant) -> Ticket:
+        """A ticket that holds a place; to be given back with `leave`. Raises ResourceExhausted with a retry delay."""
+        ticket = self.admission.ask(applicant, asyncio.get_running_loop().time())
+        self._wake(self.admission.decided())
+        if isinstance(ticket, Refusal):
+            raise _error(ticket)
+        if ticket.state is TicketState.WAITING:
+            await self._wait(ticket)
+        return ticket
+
+    def leave(self, ticket: Ticket, used_tokens: int | None = None) -> None:
+        """Give the place back, as often as one likes; wakes those who get one instead. `used_tokens`: see Admission.release."""
+        self._wake(self.admission.release(ticket, asyncio.get_running_loop().time(), used_tokens))
+
+    def placed(self, ticket: Ticket) -> None:
+        """It has been sent to a worker."""
+        self._wake(self.admission.placed(ticket, asyncio.get_running_loop().time()))
+
+    def close(self, error: MeshError) -> None:
+        """Turn away all who wait; those who hold a place keep it."""
+        for waiter in self._waiting.values():
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    def _wake(self, decided: list[Ticket]) -> None:
+        for ticket in decided:
+            waiter = self._waiting.pop(ticket.number, None)
+            if waiter is None or waiter.done():
+                continue
+            if ticket.refusal is None:
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(_error(ticket.refusal))
+
+    async def _wait(self, ticket: Ticket) -> None:
+        waiter = self._waiting[ticket.number] = asyncio.get_running_loop().create_future()
+        self._look_later()
+        try:
+            await waiter
+        except (asyncio.CancelledError, MeshError):
+            self._waiting.pop(ticket.number, None)
+            self.leave(ticket)  # it may have been admitted in the same moment
+            raise
+
+    def _look_later(self) -> None:
+        if self._next_look is None:
+            self._next_look = asyncio.get_running_loop().call_later(LOOK_PERIOD_S, self._look)
+
+    def _look(self) -> None:
+        self._next_look = None
+        try:
+            self._wake(self.admission.look(asyncio.get_running_loop().time()))
+        finally:
+            if self._waiting:
+                self._look_later()
+
+
+def _error(refusal: Refusal) -> ResourceExhausted:
+    message = f"{refusal.reason}: {refusal.message}"
+    return ResourceExhausted(message, retry_delay_s=refusal.retry_delay_s, reason=refusal.reason)

@@ -7,13 +7,11 @@ one that waits because the mesh is saturated is not, or large prompts would star
 import heapq
 from collections import deque
 
-from router.flow_control.capacity import AdmissionSettings, Places
-from router.flow_control.drain_rate import retry_delay_s
-from router.flow_control.fair_queue import FairQueue
-from router.flow_control.forecast import Forecast
+from router.flow_control.capacity import AdmissionSettings, Places, retry_delay_s
+from router.flow_control.fairness import FairQueue
 from router.flow_control.queue import Lane, WaitingRoom
 from router.flow_control.slo_admission import Way, alone_s, deadline_refusal, expired, never_fast_enough, too_slow, way
-from router.flow_control.types import BATCH, INTERACTIVE, RANKS, STANDARD, Applicant, Refusal, Ticket, TicketState
+from router.flow_control.types import BATCH, INTERACTIVE, RANKS, STANDARD, Applicant, Forecast, Refusal, Ticket, TicketState
 
 AGED_TURN = 4
 """Of so many places one is for standard requests that have waited for too long beside interactive ones."""

@@ -7,11 +7,9 @@ lower ranks make way for higher ones. The newest request goes, of the lowest ran
 
 from collections.abc import Hashable
 
-from router.flow_control.drain_rate import BusyClock, DrainRate
-from router.flow_control.fair_queue import FairQueue
-from router.flow_control.fairness import Shares
-from router.flow_control.slo_admission import Outlook
-from router.flow_control.trust import Trust
+from router.flow_control.capacity import BusyClock, DrainRate
+from router.flow_control.fairness import FairQueue, Shares
+from router.flow_control.slo_admission import Outlook, Trust
 from router.flow_control.types import BATCH, INTERACTIVE, RANKS, STANDARD, Applicant, Ticket
 
 MAX_LANES = 64

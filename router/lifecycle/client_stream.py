@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from pdmesh.runtime.errors import MeshError, ResourceExhausted
-from router.lifecycle.book import Span
+from router.lifecycle.output import Span
 
 M = TypeVar("M")
 

@@ -14,16 +14,14 @@ from pdmesh.runtime.errors import DeadlineExceeded, MeshError, Unavailable
 from pdmesh.v1 import mesh_pb2
 from router.context import Core
 from router.fleet.circuit_breaker import Role
-from router.lifecycle.book import Book, Span
 from router.lifecycle.client_stream import Outbox
-from router.lifecycle.decode_stage import DecodeLeg, LegLost
-from router.lifecycle.drafts import DraftTotals
+from router.lifecycle.decode_stage import DecodeLeg, DraftTotals, LegLost
+from router.lifecycle.output import Book, Span
 from router.lifecycle.placement import Need, Placed, Placer
 from router.lifecycle.prefill_stage import Filling
 from router.routing.worker_reports import kind_of
 from router.routing.worker_snapshot import WorkerKey
-from router.telemetry.spans import Spans
-from router.telemetry.timings import RequestTimings, now_ns
+from router.telemetry.timings import RequestTimings, Spans, now_ns
 from router.tokenization.prepared_request import Job
 
 MIN_PACE_STEPS = 8

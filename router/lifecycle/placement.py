@@ -12,7 +12,7 @@ from router.context import Core
 from router.fleet.change_notifier import wait_at_most
 from router.fleet.circuit_breaker import Role
 from router.fleet.worker import Dispatched, Incarnation, Worker
-from router.flow_control.applicants import num_emitted
+from router.flow_control.ttft_predictor import num_emitted
 from router.lifecycle.capacity_queue import Turn
 from router.lifecycle.decode_stage import DecodeLeg, Sink
 from router.lifecycle.prefill_call import PrefillTarget

@@ -21,8 +21,8 @@ from router.config import RouterConfig
 from router.context import Core
 from router.fleet.circuit_breaker import Role
 from router.fleet.heartbeat import SilenceClock
-from router.lifecycle.book import Book, Span
 from router.lifecycle.decode_stage import LegLost
+from router.lifecycle.output import Book, Span
 from router.lifecycle.placement import Need, Placed, Placer
 from router.lifecycle.prefill_call import PrefillCall, PrefillEnd, PrefillTarget
 from router.routing.worker_snapshot import Mode, WorkerKey

@@ -11,10 +11,21 @@ each by the rankings of `router/roster.py`, and those that hold a part of the pr
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from router.routing import prediction_parts
-from router.routing.cost_model import Engine, Goals, Prediction, is_saturated, miss
+from pdmesh.planning.latency_model import PACE_TARGET
+from router.routing.cost_model import (
+    SPARED,
+    Engine,
+    Goals,
+    OutputSide,
+    Overhead,
+    Overheads,
+    Prediction,
+    PromptSide,
+    is_saturated,
+    miss,
+)
 from router.routing.filters import (
     Candidate,
     Demand,
@@ -28,11 +39,96 @@ from router.routing.filters import (
     nobody,
 )
 from router.routing.fleet_snapshot import Group, Ranking, Roster
-from router.routing.overheads import Overheads
-from router.routing.prediction_parts import OutputPart, PromptPart
 from router.routing.worker_snapshot import Mode, WorkerView
 
+# What a candidate would do, from what each of its two sides means alone: bit for bit the numbers of `local` and `remote` in
+# `router/prediction.py`. Dozens of candidates are compared for a request, and each worker is part of several. Pure.
+
+
 _new = tuple.__new__  # as in router/prediction.py
+
+
+class PromptPart(NamedTuple):
+    """What of a prediction hangs on the worker that computes the prompt alone. `work_s`: the steps of the prompt; `more_s`: what
+    it adds to each token of those that run there, `misses` of theirs."""
+
+    ahead_s: float
+    compute_s: float
+    own_s: float
+    work_s: float
+    lost_s: float
+    more_s: float
+    misses: float
+    spares: bool
+
+
+class OutputPart(NamedTuple):
+    """What of a prediction hangs on the decode worker alone. `own_s`: the time of its steps; `own_misses` of its own pace,
+    `misses` of the `rows` that run there."""
+
+    tpot_s: float
+    queue_s: float
+    missing: float
+    own_s: float
+    slowed_s: float
+    rows: int
+    own_misses: float
+    misses: float
+    tpot_bound_s: float
+
+
+def prompt_part(prompt: PromptSide, expected: float, goals: Goals) -> PromptPart:
+    """For `whole` and `paired`."""
+    ahead_s, compute_s, own_s, rows, tpot_s, fixed_s, is_paced = prompt
+    more_s = 0.0 if is_paced else own_s / (expected if expected > 1.0 else 1.0)
+    misses = rows * miss(tpot_s + more_s, goals.running_tpot_s) if rows else 0.0
+    lost = rows * own_s * (SPARED if is_paced else 1.0)
+    return _new(PromptPart, (ahead_s, compute_s, own_s, own_s + fixed_s, lost, more_s, misses, is_paced or not rows))
+
+
+def output_part(output: OutputSide, expected: float, goals: Goals) -> OutputPart:
+    """For `whole` and `paired`."""
+    tpot_s, row_s, rows, queue_s, missing, alone_s, is_paced = output
+    goal_s, bound_s = goals.tpot_s, 0.0
+    misses = rows * miss(tpot_s, goals.running_tpot_s) if rows else 0.0
+    if goal_s is not None:
+        bound_s = max(tpot_s, PACE_TARGET * goal_s)
+    slowed = rows * expected * row_s * (SPARED if is_paced else 1.0)
+    own_s = expected * (row_s + alone_s)
+    return _new(OutputPart, (tpot_s, queue_s, missing, own_s, slowed, rows, miss(tpot_s, goal_s), misses, bound_s))
+
+
+def whole_prediction(prompt: PromptPart, output: OutputPart, over: Overhead, gaps: float, goals: Goals) -> Prediction:
+    """What `local` says; `gaps` as for `paired`."""
+    before_s, after_s, stretch = over
+    ttft_s, steps_tpot_s = prompt.compute_s + before_s, output.tpot_s + after_s / gaps
+    tpot_s = steps_tpot_s * stretch
+    if goals.tpot_s is not None and tpot_s > output.tpot_bound_s:
+        tpot_s = output.tpot_bound_s
+    misses = miss(ttft_s, goals.ttft_s) + output.own_misses
+    if output.rows:
+        misses += output.rows * miss(output.tpot_s + prompt.more_s, goals.running_tpot_s)
+    delay_s, work_s = prompt.lost_s + output.slowed_s, prompt.work_s + output.own_s
+    return _new(Prediction, (ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, prompt.spares))
+
+
+def paired(prompt: PromptPart, output: OutputPart, over: Overhead, gaps: float, goals: Goals) -> Prediction:
+    """What `remote` says; `gaps`: between the expected tokens, at least 1."""
+    before_s, after_s, stretch = over
+    ttft_s, after_s = prompt.compute_s + before_s, after_s * output.missing
+    behind_s = output.queue_s - prompt.own_s
+    steps_tpot_s = output.tpot_s + (after_s + (behind_s if behind_s > 0.0 else 0.0)) / gaps
+    tpot_s = steps_tpot_s * stretch
+    if goals.tpot_s is not None and tpot_s > output.tpot_bound_s:
+        tpot_s = output.tpot_bound_s
+    misses = miss(ttft_s, goals.ttft_s) + miss(tpot_s if tpot_s < steps_tpot_s else steps_tpot_s, goals.tpot_s)
+    misses = misses + prompt.misses + output.misses
+    work_s = prompt.work_s + output.own_s + before_s + after_s
+    delay_s = prompt.lost_s + output.slowed_s
+    return _new(Prediction, (ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, prompt.spares))
+
+
+# as in router/prediction.py
 
 MISS_PENALTY_S = 10.0
 MISSES_MORE = 0.1
@@ -175,7 +271,7 @@ class _Look:
         for engine in decodes:
             view = engine.view
             over = self._overheads.between(None, view)
-            predicted = prediction_parts.whole_prediction(self._prompt_part(engine), self._output_part(engine), over, gaps, goals)
+            predicted = whole_prediction(self._prompt_part(engine), self._output_part(engine), over, gaps, goals)
             cost = cost_s(predicted, self._expected, self._pressure) + view.penalty_s
             found.append(_new(Candidate, (view, None, cost, has_room_now(engine, self._demand), predicted)))
         return found
@@ -191,7 +287,7 @@ class _Look:
             has_room, view, output = has_room_now(decode, self._demand), decode.view, self._outputs[decode]
             for prefill in self._partners(prompts, view):
                 other = prefill.view
-                predicted = prediction_parts.paired(parts[prefill], output, between(other, view), gaps, goals)
+                predicted = paired(parts[prefill], output, between(other, view), gaps, goals)
                 cost = cost_s(predicted, expected, pressure) + view.penalty_s + other.penalty_s
                 found.append(_new(Candidate, (view, other, cost, has_room, predicted)))
         return found
@@ -225,7 +321,7 @@ class _Look:
         if known is None:
             demand = self._demand
             side = engine.prompt_side(demand.num_tokens, demand.cached_tokens.get(engine.key, 0), self._now)
-            known = self._prompts[engine] = prediction_parts.prompt_part(side, self._expected, self._goals)
+            known = self._prompts[engine] = prompt_part(side, self._expected, self._goals)
         return known
 
     def _output_part(self, engine: Engine) -> OutputPart:
@@ -234,7 +330,7 @@ class _Look:
             demand = self._demand
             cached = demand.cached_tokens.get(engine.key, 0)
             side = engine.output_side(demand.num_tokens, cached, demand.num_choices, demand.expected_tokens, self._now)
-            known = self._outputs[engine] = prediction_parts.output_part(side, self._expected, self._goals)
+            known = self._outputs[engine] = output_part(side, self._expected, self._goals)
         return known
 
 

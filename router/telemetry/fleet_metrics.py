@@ -11,10 +11,10 @@ from pdmesh.planning.objectives import PRIORITIES
 from pdmesh.runtime.telemetry.metrics import Instrument, Readings
 from pdmesh.v1 import mesh_pb2, worker_pb2
 from router.context import Core
-from router.fleet.breaker_status import BreakerStatuses
+from router.fleet.circuit_breaker import BreakerStatuses
 from router.fleet.worker import Worker
-from router.flow_control.admission_counts import MAX_TENANTS, OTHERS, Tally
-from router.telemetry import instruments
+from router.flow_control.capacity import MAX_TENANTS, OTHERS, Tally
+from router.telemetry import metrics
 from router.telemetry.metrics import priority_name, tenant_name
 
 _ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
@@ -39,12 +39,12 @@ class StatusReader:
     def _read_counts(self, readings: Readings) -> None:
         core = self._core
         for (policy, mode), count in core.decisions.counts.items():
-            readings.put(instruments.DECISIONS, count, policy, mode.value)
-        readings.put(instruments.MIGRATIONS, core.num_migrations)
-        readings.put(instruments.HEDGES, core.num_hedges)
-        readings.put(instruments.MISMATCHES, core.num_token_mismatches)
-        readings.put(instruments.PREFIX_BLOCKS, len(core.prefixes.told))
-        readings.put(instruments.REGISTRY, self._registry_connected())
+            readings.put(metrics.DECISIONS, count, policy, mode.value)
+        readings.put(metrics.MIGRATIONS, core.num_migrations)
+        readings.put(metrics.HEDGES, core.num_hedges)
+        readings.put(metrics.MISMATCHES, core.num_token_mismatches)
+        readings.put(metrics.PREFIX_BLOCKS, len(core.prefixes.told))
+        readings.put(metrics.REGISTRY, self._registry_connected())
 
     def _read_admission(self, readings: Readings) -> None:
         admission = self._core.gate.admission
@@ -54,26 +54,26 @@ class StatusReader:
                 readings.put(instrument, count, *labels)
         for (tenant, priority), tally in admission.places.counts.tallies.items():
             labels = (tenant_name(tenant), priority_name(priority))
-            readings.put(instruments.INFLIGHT, tally.num_inflight, *labels)
-            readings.put(instruments.QUEUED, tally.num_queued, *labels)
-        readings.put(instruments.MAX_INFLIGHT, admission.max_inflight)
-        readings.put(instruments.MAX_QUEUED, admission.max_queued)
+            readings.put(metrics.INFLIGHT, tally.num_inflight, *labels)
+            readings.put(metrics.QUEUED, tally.num_queued, *labels)
+        readings.put(metrics.MAX_INFLIGHT, admission.max_inflight)
+        readings.put(metrics.MAX_QUEUED, admission.max_queued)
 
     def _read_traffic(self, readings: Readings) -> None:
         now = time.monotonic()
         for model, traffic in self._core.traffic.models.items():
-            readings.put(instruments.ARRIVALS, traffic.inputs.count, model)
-            readings.put(instruments.UNPLACED, traffic.num_queued, model)
-            readings.put(instruments.UNPLACED_AGE, traffic.queue_wait_s(now), model)
+            readings.put(metrics.ARRIVALS, traffic.inputs.count, model)
+            readings.put(metrics.UNPLACED, traffic.num_queued, model)
+            readings.put(metrics.UNPLACED_AGE, traffic.queue_wait_s(now), model)
 
     def _read_objectives(self, readings: Readings) -> None:
         for model, objective in self._core.objectives.items():
-            readings.put(instruments.OBJECTIVE_SHARE, objective.quantile, model)
+            readings.put(metrics.OBJECTIVE_SHARE, objective.quantile, model)
             for priority, number in PRIORITIES.items():
                 bounds = objective.bounds(number)
                 for what, bound_ms in (("ttft", bounds.ttft_ms), ("tpot", bounds.tpot_ms)):
                     if bound_ms is not None:
-                        readings.put(instruments.OBJECTIVE, bound_ms / 1000, model, priority, what)
+                        readings.put(metrics.OBJECTIVE, bound_ms / 1000, model, priority, what)
 
     def _read_workers(self, readings: Readings) -> None:
         now = time.monotonic()
@@ -83,18 +83,18 @@ class StatusReader:
                 continue
             name, key = worker.last.info.worker_id, (worker.address, worker.last.info.epoch)
             for role in worker.last.load.roles:
-                readings.put(instruments.WORKERS, 1, _ROLES.get(role, ""), _state(worker))
-                readings.put(instruments.BREAKER_OPEN, 0, name, _ROLES.get(role, ""))
-                readings.put(instruments.EJECTIONS, 0, name, _ROLES.get(role, ""))
+                readings.put(metrics.WORKERS, 1, _ROLES.get(role, ""), _state(worker))
+                readings.put(metrics.BREAKER_OPEN, 0, name, _ROLES.get(role, ""))
+                readings.put(metrics.EJECTIONS, 0, name, _ROLES.get(role, ""))
             if worker.current is not None:
-                readings.put(instruments.REPORT_AGE, max(0.0, now - worker.last.reported_at), name)
+                readings.put(metrics.REPORT_AGE, max(0.0, now - worker.last.reported_at), name)
             for breaker in breakers.of(key):
                 self._read_breaker(readings, name, breaker)
 
     def _read_breaker(self, readings: Readings, worker: str, breaker: mesh_pb2.BreakerStatus) -> None:
         role = _ROLES.get(breaker.role, "")
-        readings.put(instruments.BREAKER_OPEN, breaker.left_out, worker, role)
-        readings.put(instruments.EJECTIONS, breaker.num_ejections, worker, role)
+        readings.put(metrics.BREAKER_OPEN, breaker.left_out, worker, role)
+        readings.put(metrics.EJECTIONS, breaker.num_ejections, worker, role)
 
 
 @dataclass(eq=False)
@@ -103,7 +103,7 @@ class AdmissionTotals:
     there are many, and begin anew when they come back."""
 
     counters: Mapping[Instrument, Counter[tuple[str, ...]]] = field(
-        default_factory=lambda: {each: Counter() for each in (instruments.ADMITTED, instruments.WAITED, instruments.REFUSED)}
+        default_factory=lambda: {each: Counter() for each in (metrics.ADMITTED, metrics.WAITED, metrics.REFUSED)}
     )
     _names: set[str] = field(default_factory=lambda: {OTHERS})
     _seen: dict[tuple[str, int], Counter[tuple[Instrument, str]]] = field(default_factory=dict)
@@ -126,16 +126,16 @@ class AdmissionTotals:
         if tenant not in self._names and len(self._names) >= MAX_TENANTS:
             tenant = OTHERS
         self._names.add(tenant)
-        for instrument in (instruments.ADMITTED, instruments.WAITED):  # shown from the beginning: a rate needs a first value
+        for instrument in (metrics.ADMITTED, metrics.WAITED):  # shown from the beginning: a rate needs a first value
             self.counters[instrument][tenant_name(tenant), priority_name(priority)] += 0
         for (instrument, reason), count in counts.items():
             labels = (tenant_name(tenant), priority_name(priority))
-            self.counters[instrument][(*labels, reason) if instrument is instruments.REFUSED else labels] += count
+            self.counters[instrument][(*labels, reason) if instrument is metrics.REFUSED else labels] += count
 
 
 def _counts(tally: Tally) -> Counter[tuple[Instrument, str]]:
-    refused = {(instruments.REFUSED, reason): count for reason, count in tally.refused.items()}
-    admitted = {(instruments.ADMITTED, ""): tally.num_admitted, (instruments.WAITED, ""): tally.num_waited}
+    refused = {(metrics.REFUSED, reason): count for reason, count in tally.refused.items()}
+    admitted = {(metrics.ADMITTED, ""): tally.num_admitted, (metrics.WAITED, ""): tally.num_waited}
     return Counter({**admitted, **refused})
 
 

@@ -2,17 +2,170 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from typing import NamedTuple
 
 from pdmesh.planning.objectives import PRIORITIES
-from pdmesh.runtime.telemetry.metrics import OFF, Metrics
+from pdmesh.runtime.errors import Cancelled, InvalidArgument, MeshError, NotFound, ResourceExhausted, as_mesh_error
+from pdmesh.runtime.telemetry.metrics import OFF, Metrics, counter, gauge, histogram
 from pdmesh.v1 import mesh_pb2
-from router.flow_control.admission_counts import OTHERS
+from router.flow_control.capacity import OTHERS
 from router.routing.decisions import Decision
-from router.telemetry import instruments
-from router.telemetry.attainment import mesh_error_of, verdict
 from router.telemetry.timings import RequestTimings
 from router.tokenization.prepared_request import Job
+
+# What a router counts and measures: the catalogue. Names and buckets of `gen_ai.*` are OpenTelemetry's conventions.
+#
+# A class of requests is its model, tenant and priority. Whatever grows with clients (tenants, models that are asked for) is
+# bounded by `runtime/telemetry/metrics_registry.py`.
+
+
+MODEL, PROVIDER, OPERATION = "gen_ai.request.model", "gen_ai.provider.name", "gen_ai.operation.name"
+CLASS = (MODEL, "tenant", "priority")
+_OF_REQUEST = (OPERATION, PROVIDER, *CLASS, "mode")
+
+_DURATION_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_TPOT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_TOKENS = tuple(float(4**power) for power in range(14))
+_PART_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_DECISION_S = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
+_ERROR_S = (-5.0, -1.0, -0.5, -0.1, -0.05, -0.01, 0.0, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
+_ERROR_SHARE = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+
+DURATION = histogram(
+    "gen_ai.server.request.duration", "From receipt to the last message", _DURATION_S, (*_OF_REQUEST, "error.type"), unit="s"
+)
+TTFT = histogram("gen_ai.server.time_to_first_token", "From receipt to the first token", _TTFT_S, _OF_REQUEST, unit="s")
+TPOT = histogram("gen_ai.server.time_per_output_token", "Of each token behind the first", _TPOT_S, _OF_REQUEST, unit="s")
+TOKEN_USAGE = histogram(
+    "gen_ai.client.token.usage",
+    "Tokens of a request",
+    _TOKENS,
+    (OPERATION, PROVIDER, MODEL, "gen_ai.token.type"),
+    unit="{token}",
+)
+
+REQUESTS = counter(
+    "pdmesh.requests",
+    "Requests that have ended; ttft_met and tpot_met: true, false, or none where nothing was promised or measured",
+    (*CLASS, "mode", "error.type", "ttft_met", "tpot_met"),
+)
+TOKENS = counter("pdmesh.tokens", "Tokens of requests that have ended: input, output, and cached of the input", (*CLASS, "type"))
+TTFT_PART = histogram(
+    "pdmesh.ttft.part", "Parts of the time to the first token; they add up", _PART_S, (MODEL, "priority", "part"), unit="s"
+)
+HANDOFF_PART = histogram(
+    "pdmesh.handoff.part",
+    "What a hand-off adds between the first token and the second: kv_exposed and decode_queue",
+    _PART_S,
+    (MODEL, "part"),
+    unit="s",
+)
+RETRIES = counter("pdmesh.request.retries", "Prefills that were tried again", (MODEL,))
+RESUBMISSIONS = counter("pdmesh.request.resubmissions", "Losses of a decode worker that requests survived", (MODEL,))
+PREDICTION_ERROR = histogram(
+    "pdmesh.prediction.error", "Predicted less measured, of requests without trouble", _ERROR_S, ("what",), unit="s"
+)
+PREDICTION_MISS = histogram(
+    "pdmesh.prediction.deviation", "The same without its sign, as a share of what was measured", _ERROR_SHARE, ("what",), unit="1"
+)
+DECISION_TIME = histogram("pdmesh.policy.decision", "What a choice of workers takes", _DECISION_S, ("policy",), unit="s")
+
+DECISIONS = counter("pdmesh.policy.decisions", "Choices of workers", ("policy", "mode"))
+MIGRATIONS = counter("pdmesh.migrations", "Requests that moved to another decode worker while they ran")
+HEDGES = counter("pdmesh.hedges", "Prompts that were given to another worker because the first was late")
+MISMATCHES = counter("pdmesh.token.mismatches", "Repeated tokens that differed: a bug if there are any")
+ARRIVALS = counter("pdmesh.arrivals", "Valid requests that came, each once however often it was tried", (MODEL,))
+ADMITTED = counter("pdmesh.admission.admitted", "Requests that got a place", ("tenant", "priority"))
+WAITED = counter("pdmesh.admission.waited", "Requests that had to wait for an answer of admission", ("tenant", "priority"))
+REFUSED = counter("pdmesh.admission.refused", "Requests that admission refused", ("tenant", "priority", "reason"))
+INFLIGHT = gauge("pdmesh.admission.inflight", "Requests that hold a place", ("tenant", "priority"))
+QUEUED = gauge("pdmesh.admission.queued", "Requests that wait for a place", ("tenant", "priority"))
+MAX_INFLIGHT = gauge("pdmesh.admission.max_inflight", "Places of this router")
+MAX_QUEUED = gauge("pdmesh.admission.max_queued", "Requests that may wait here")
+UNPLACED = gauge("pdmesh.unplaced.requests", "Requests that wait for a worker, with or without a place", (MODEL,))
+UNPLACED_AGE = gauge(
+    "pdmesh.unplaced.age", "For how long the first of them has waited that was promised something", (MODEL,), "s"
+)
+OBJECTIVE = gauge("pdmesh.objective", "What is promised", (MODEL, "priority", "what"), unit="s")
+OBJECTIVE_SHARE = gauge("pdmesh.objective.share", "Share of requests that are to meet it", (MODEL,))
+WORKERS = gauge("pdmesh.router.workers", "Workers that this router knows", ("role", "state"))
+REPORT_AGE = gauge("pdmesh.router.worker.report.age", "Since the latest report of a worker that lives", ("worker",), unit="s")
+BREAKER_OPEN = gauge("pdmesh.breaker.open", "1: this router leaves the worker out", ("worker", "role"))
+EJECTIONS = counter("pdmesh.breaker.ejections", "Times that this router left the worker out", ("worker", "role"))
+REGISTRY = gauge("pdmesh.registry.connected", "1: the registry answers")
+PREFIX_BLOCKS = gauge("pdmesh.prefix.index.blocks", "Prompt blocks known of workers; one on two counts twice")
+
+PER_REQUEST = (
+    DURATION, TTFT, TPOT, TOKEN_USAGE, REQUESTS, TOKENS, TTFT_PART, HANDOFF_PART, RETRIES, RESUBMISSIONS, PREDICTION_ERROR,
+    PREDICTION_MISS, DECISION_TIME,
+)  # fmt: skip
+AT_SCRAPE = (
+    DECISIONS, MIGRATIONS, HEDGES, MISMATCHES, ARRIVALS, ADMITTED, WAITED, REFUSED, INFLIGHT, QUEUED, MAX_INFLIGHT, MAX_QUEUED,
+    UNPLACED, UNPLACED_AGE, OBJECTIVE, OBJECTIVE_SHARE, WORKERS, REPORT_AGE, BREAKER_OPEN, EJECTIONS, REGISTRY, PREFIX_BLOCKS,
+)  # fmt: skip
+ALL = (*PER_REQUEST, *AT_SCRAPE)
+
+
+# Whether a request met what was promised to it: one rule for metrics, traces and so the console. Pure.
+#
+# What never came is missed, also where there was no room for the request, and where the client left when it was late already:
+# many leave because nothing comes. Who left before, asked for something wrong or spent its own rate is judged only for what came.
+
+
+OVER_ITS_RATE = "rate"
+"""`Refusal.reason` of a tenant that has spent what it may: however fast the mesh is."""
+
+
+class Verdict(NamedTuple):
+    """Of each objective: None: not judged. `overall`: all of them met, and the answer complete."""
+
+    ttft: bool | None
+    tpot: bool | None
+    overall: bool | None
+
+
+def verdict(parts: mesh_pb2.Timings, goals_ms: tuple[int, int], problem: MeshError | None) -> Verdict:
+    """Of a request with these objectives (TTFT and TPOT, 0: none) that `problem` has ended, None: that was answered."""
+    ttft, tpot = _ttft_met(parts, goals_ms[0], problem), _met(parts.tpot_ns, goals_ms[1], problem)
+    if not any(goals_ms):
+        overall = None
+    elif False in (ttft, tpot):
+        overall = False
+    elif problem is None:
+        overall = True
+    else:
+        overall = None if _is_the_callers(problem) else False
+    return Verdict(ttft, tpot, overall)
+
+
+def mesh_error_of(error: BaseException) -> MeshError:
+    """A stream that is closed or cancelled before its end is one whose client has left."""
+    if isinstance(error, (GeneratorExit, asyncio.CancelledError)):
+        return Cancelled("the client left")
+    return error if isinstance(error, MeshError) else as_mesh_error(error)
+
+
+def _ttft_met(parts: mesh_pb2.Timings, goal_ms: int, problem: MeshError | None) -> bool | None:
+    has_waited = isinstance(problem, Cancelled) and not parts.ttft_ns and parts.total_ns > goal_ms * 1e6
+    return False if goal_ms and has_waited else _met(parts.ttft_ns, goal_ms, problem)
+
+
+def _met(took_ns: int, goal_ms: int, problem: MeshError | None) -> bool | None:
+    if not goal_ms:
+        return None
+    if took_ns:
+        return took_ns <= goal_ms * 1e6
+    return None if problem is None or _is_the_callers(problem) else False
+
+
+def _is_the_callers(problem: MeshError) -> bool:
+    if isinstance(problem, ResourceExhausted):
+        return problem.reason == OVER_ITS_RATE
+    return isinstance(problem, (Cancelled, InvalidArgument, NotFound))
+
 
 PROVIDER_NAME = "pdmesh"
 NO_TENANT = "(default)"
@@ -67,45 +220,45 @@ class RequestMetrics:
         problem = None if error is None else mesh_error_of(error)
         error_type = "" if problem is None else problem.code.name
         if job is None:
-            self.metrics.add(instruments.REQUESTS, 1, "", "", "", "", error_type, "none", "none")
+            self.metrics.add(REQUESTS, 1, "", "", "", "", error_type, "none", "none")
             return
         self._measured(job, parts, error_type, trace)
         self._counted(job, parts, num_output_tokens)
         met = verdict(parts, goals, problem)
         who = (*_class_of(job), _MODES.get(parts.mode, ""))
-        self.metrics.add(instruments.REQUESTS, 1, *who, error_type, _word(met.ttft), _word(met.tpot))
+        self.metrics.add(REQUESTS, 1, *who, error_type, _word(met.ttft), _word(met.tpot))
         if problem is None and timings.decision is not None:
             self._predicted(job, parts, timings.decision)
 
     def _measured(self, job: Job, parts: mesh_pb2.Timings, error_type: str, trace: str) -> None:
         observe = self.metrics.observe
         who = (_operation(job), PROVIDER_NAME, *_class_of(job), _MODES.get(parts.mode, ""))
-        observe(instruments.DURATION, parts.total_ns / 1e9, *who, error_type, trace=trace)
+        observe(DURATION, parts.total_ns / 1e9, *who, error_type, trace=trace)
         if parts.tpot_ns:
-            observe(instruments.TPOT, parts.tpot_ns / 1e9, *who, trace=trace)
+            observe(TPOT, parts.tpot_ns / 1e9, *who, trace=trace)
         if not parts.ttft_ns:
             return
-        observe(instruments.TTFT, parts.ttft_ns / 1e9, *who, trace=trace)
+        observe(TTFT, parts.ttft_ns / 1e9, *who, trace=trace)
         model, priority = job.model.name, who[4]
         for part in _TTFT_PARTS:
-            observe(instruments.TTFT_PART, getattr(parts, f"{part}_ns") / 1e9, model, priority, part)
+            observe(TTFT_PART, getattr(parts, f"{part}_ns") / 1e9, model, priority, part)
         if parts.mode == mesh_pb2.PREFILL_MODE_REMOTE and parts.kv_bytes:
             for part in _HANDOFF_PARTS:
-                observe(instruments.HANDOFF_PART, getattr(parts, f"{part}_ns") / 1e9, model, part)
+                observe(HANDOFF_PART, getattr(parts, f"{part}_ns") / 1e9, model, part)
 
     def _counted(self, job: Job, parts: mesh_pb2.Timings, num_output_tokens: int) -> None:
         model, num_input = job.model.name, len(job.prompt)
         for kind, number in (("input", num_input), ("output", num_output_tokens)):
-            self.metrics.observe(instruments.TOKEN_USAGE, number, _operation(job), PROVIDER_NAME, model, kind)
+            self.metrics.observe(TOKEN_USAGE, number, _operation(job), PROVIDER_NAME, model, kind)
         cached = min(parts.prefill_cached_tokens, num_input)
         for kind, number in (("input", num_input), ("output", num_output_tokens), ("cached", cached)):
-            self.metrics.add(instruments.TOKENS, number, *_class_of(job), kind)
-        self.metrics.add(instruments.RETRIES, parts.num_retries, model)
-        self.metrics.add(instruments.RESUBMISSIONS, parts.num_resubmissions, model)
+            self.metrics.add(TOKENS, number, *_class_of(job), kind)
+        self.metrics.add(RETRIES, parts.num_retries, model)
+        self.metrics.add(RESUBMISSIONS, parts.num_resubmissions, model)
 
     def _predicted(self, job: Job, parts: mesh_pb2.Timings, decision: Decision) -> None:
         """How far the policy was off; of a request that was tried again or lost, it was not asked about what came."""
-        self.metrics.observe(instruments.DECISION_TIME, decision.decision_ns / 1e9, decision.policy)
+        self.metrics.observe(DECISION_TIME, decision.decision_ns / 1e9, decision.policy)
         chosen = decision.placement.chosen
         if chosen is None or chosen.prediction is None or parts.num_retries or parts.num_resubmissions or job.emitted:
             return
@@ -113,8 +266,8 @@ class RequestMetrics:
         measured = (decision.observed_ttft_s, decision.observed_tpot_s)
         for what, expected_s, seen_s in zip(("ttft", "tpot"), predicted, measured, strict=True):
             if seen_s:
-                self.metrics.observe(instruments.PREDICTION_ERROR, expected_s - seen_s, what)
-                self.metrics.observe(instruments.PREDICTION_MISS, abs(expected_s - seen_s) / seen_s, what)
+                self.metrics.observe(PREDICTION_ERROR, expected_s - seen_s, what)
+                self.metrics.observe(PREDICTION_MISS, abs(expected_s - seen_s) / seen_s, what)
 
 
 def priority_name(priority: int) -> str:

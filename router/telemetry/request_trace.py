@@ -11,15 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdmesh.runtime.telemetry.problems import finish_word, is_departure, problem_of
 from pdmesh.runtime.telemetry.propagation import SpanContext
-from pdmesh.runtime.telemetry.spans import Kind, Span, Value
+from pdmesh.runtime.telemetry.spans import Kind, Span, Value, finish_word, is_departure, problem_of
 from pdmesh.runtime.telemetry.tracing import Tracing
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.routing.routing_request import goals_ms
-from router.telemetry.attainment import mesh_error_of, verdict
-from router.telemetry.spans import NO_SPANS, LiveSpans, Spans
-from router.telemetry.timings import RequestTimings
+from router.telemetry.metrics import mesh_error_of, verdict
+from router.telemetry.timings import NO_SPANS, LiveSpans, RequestTimings, Spans
 from router.tokenization.prepared_request import Job
 
 if TYPE_CHECKING:

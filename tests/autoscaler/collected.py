@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdmesh.autoscaler.collect.collect_counts import Counts
+from pdmesh.autoscaler.collect.traffic import Counts
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 from pdmesh.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pdmesh.autoscaler.collect.collect import Collector
-from pdmesh.autoscaler.collect.collect_pools import Pools
-from pdmesh.autoscaler.decision import Decision, PoolDecision
+from pdmesh.autoscaler.collect.workers import Pools
 from pdmesh.autoscaler.forecasting.forecast import State
 from pdmesh.autoscaler.loop import Loop, LoopSettings, Parts
 from pdmesh.autoscaler.platform import Asked, PlatformError
 from pdmesh.autoscaler.policy.policy import Policy
 from pdmesh.autoscaler.roles import RoleChanger
 from pdmesh.autoscaler.settings import AutoscalerSettings
-from pdmesh.autoscaler.views import PoolName
+from pdmesh.autoscaler.views import Decision, PoolDecision, PoolName
 from tests.autoscaler.collected import D, P, worker
 from tests.autoscaler.routers import ToldRouter, told_router
 from tests.autoscaler.scenes import GOALS

@@ -9,12 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.autoscaler.collect.collect_counts import Counts, Rounds, counts_of
-from pdmesh.autoscaler.collect.collect_pools import Pools, idlest
-from pdmesh.autoscaler.collect.collect_routers import Routers
-from pdmesh.autoscaler.collect.starts import Starts
-from pdmesh.autoscaler.collect.traffic import MIN_MEASURED, traffic_of
-from pdmesh.autoscaler.collect.workers import typical, workers_of
+from pdmesh.autoscaler.collect.collect import Routers
+from pdmesh.autoscaler.collect.traffic import MIN_MEASURED, Counts, Rounds, counts_of, traffic_of
+from pdmesh.autoscaler.collect.workers import Pools, Starts, idlest, typical, workers_of
 from pdmesh.autoscaler.platform import Asked
 from pdmesh.autoscaler.views import PoolName, Traffic
 from pdmesh.planning.duration_histogram import RELATIVE_ERROR, class_of

@@ -11,8 +11,8 @@ import pytest
 from pdmesh.autoscaler.forecasting.forecast import Expected
 from pdmesh.autoscaler.forecasting.kalman import Kalman
 from pdmesh.autoscaler.forecasting.registry import forecaster_of
-from pdmesh.autoscaler.policy.demand import LUMP_SIGMAS, USUAL_NOISE, demand
 from pdmesh.autoscaler.policy.policy import Policy
+from pdmesh.autoscaler.policy.sizing import LUMP_SIGMAS, USUAL_NOISE, demand
 from pdmesh.autoscaler.settings import AutoscalerSettings
 from tests.autoscaler.scenes import DECODE, GOALS, PREFILL, SETTINGS, Told, need, policy, snapshot, traffic, view
 

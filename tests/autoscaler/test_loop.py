@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from pdmesh.autoscaler.decision import Flip
 from pdmesh.autoscaler.dry_run import DryRunPlatform, DryRunRoles
 from pdmesh.autoscaler.loop import Loop, LoopSettings
 from pdmesh.autoscaler.settings import PoolSettings
+from pdmesh.autoscaler.views import Flip
 from tests.autoscaler.collected import D, P, worker
 from tests.autoscaler.loop_scene import DECODE, PREFILL, SETTINGS, MemoryPlatform, Scene, usual_router
 from tests.autoscaler.routers import serving, serving_worker, told_router

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.autoscaler.forecasting.forecast import State
-from pdmesh.autoscaler.loop_state import StateError, resumed, saved
+from pdmesh.autoscaler.loop import StateError, resumed, saved
 from pdmesh.autoscaler.policy.policy import Policy
 from pdmesh.autoscaler.settings import AutoscalerSettings
 from tests.autoscaler.scenes import DECODE, GOALS, PREFILL, snapshot

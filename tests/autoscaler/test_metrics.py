@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from pdmesh.autoscaler import instruments
+from pdmesh.autoscaler import metrics
 from pdmesh.autoscaler.loop_history import History
 from pdmesh.autoscaler.metrics import AutoscalerMetrics, hold_name
 from pdmesh.autoscaler.settings import PoolSettings
@@ -77,7 +77,7 @@ async def test_all_of_the_catalogue_is_shown() -> None:
         await scene.rounds(5, requests=60)
         names = {sample.name for sample in (await shown.look()).samples}
         await scene.loop.close()
-    for instrument in set(instruments.ALL) - {instruments.FLIPPED}:
+    for instrument in set(metrics.ALL) - {metrics.FLIPPED}:
         assert set(instrument.samples) <= names, instrument.name
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pdmesh.autoscaler.config import AutoscalerConfig, goals_of, objective_of, promise
-from pdmesh.autoscaler.decision import Decision
-from pdmesh.autoscaler.loop_objectives import ObjectivesFile
+from pdmesh.autoscaler.loop import ObjectivesFile
 from pdmesh.autoscaler.main import open_loop
+from pdmesh.autoscaler.views import Decision
 from pdmesh.planning.capacity_load import Goals
 from pdmesh.runtime.config import ConfigError
 from tests.autoscaler.collected import D, P, worker
@@ -68,7 +68,7 @@ def test_the_file_is_read_anew_when_it_changes_and_a_bad_one_changes_nothing(
     path.write_text(SLACK)
     file = ObjectivesFile(str(path), "", 10.0)
     slack, tight = Goals(5.0, 0.2, 0.95, 0.01), Goals(0.6, 0.06, 0.9, 0.01)
-    caplog.set_level(logging.INFO, "pdmesh.autoscaler.loop_objectives")
+    caplog.set_level(logging.INFO, "pdmesh.autoscaler.loop")
 
     def said() -> list[str]:
         texts = [f"{record.levelname} {record.message}" for record in caplog.records]

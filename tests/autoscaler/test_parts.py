@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.autoscaler.policy.budget import Claim, cost, divide
-from pdmesh.autoscaler.policy.correction import LEAST, MOST, Correction
-from pdmesh.autoscaler.policy.lengths import SmoothedLengths
-from pdmesh.autoscaler.policy.memory import PoolMemory
+from pdmesh.autoscaler.policy.policy import Claim, cost, divide
+from pdmesh.autoscaler.policy.pool_plan import PoolMemory
+from pdmesh.autoscaler.policy.sizing import LEAST, MOST, Correction, SmoothedLengths
 from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
 from pdmesh.autoscaler.views import Measured, Traffic
 from pdmesh.planning.capacity_load import Lengths

@@ -7,7 +7,7 @@ import dataclasses
 from itertools import pairwise
 
 from benchmarks.observability.otlp_receiver import OtlpReceiver, Received
-from pdmesh.autoscaler.spans import NAME, DecisionSpans
+from pdmesh.autoscaler.loop_history import NAME, DecisionSpans
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.runtime.telemetry.tracing import Tracing, open_tracing
 from tests.autoscaler.loop_scene import SETTINGS, MemoryPlatform, Scene, usual_router

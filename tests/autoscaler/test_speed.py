@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pdmesh.autoscaler.policy.speed import Speed
+from pdmesh.autoscaler.policy.sizing import Speed
 from pdmesh.planning.capacity_load import Worker
 from tests.autoscaler.scenes import LIMITS, MODEL
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pdmesh.autoscaler.collect.starts import Starts
-from pdmesh.autoscaler.decision import Decision, Flip, PoolDecision
-from pdmesh.autoscaler.loop_restraint import FailedStarts, restrained
+from pdmesh.autoscaler.collect.workers import Starts
+from pdmesh.autoscaler.loop import FailedStarts, restrained
 from pdmesh.autoscaler.policy.pool_plan import STUCK_STARTS
 from pdmesh.autoscaler.settings import PoolSettings
+from pdmesh.autoscaler.views import Decision, Flip, PoolDecision
 from tests.autoscaler.scenes import DECODE, PREFILL, SETTINGS, need, policy, snapshot, view
 
 

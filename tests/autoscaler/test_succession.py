@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.autoscaler.forecasting.forecast import State
-from pdmesh.autoscaler.loop import NUM_TRIALS
-from pdmesh.autoscaler.loop_state import resumed
+from pdmesh.autoscaler.loop import NUM_TRIALS, resumed
 from pdmesh.autoscaler.policy.policy import Policy
 from pdmesh.autoscaler.settings import AutoscalerSettings
 from tests.autoscaler.loop_scene import DECODE, PREFILL, SETTINGS, MemoryPlatform, Scene, usual_router

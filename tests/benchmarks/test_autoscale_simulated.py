@@ -12,7 +12,7 @@ import pytest
 from benchmarks.autoscale import oracle
 from benchmarks.autoscale.contest import fixed, play
 from benchmarks.autoscale.scenario import SCENARIOS, Scenario, quick, surge
-from pdmesh.autoscaler.collect.collect_counts import Counts
+from pdmesh.autoscaler.collect.traffic import Counts
 from pdmesh.autoscaler.views import PoolName, PoolView, Snapshot, Traffic
 from pdmesh.simulator.autoscaling import Seen, Wanted
 

@@ -22,10 +22,8 @@ from benchmarks.capacity.plan import QUICK, Plan
 from benchmarks.capacity.probes import Probes
 from benchmarks.capacity.systems import SYSTEMS, System
 from benchmarks.peers.environments import PeerError
-from pdmesh.loadtest.capacity import Trial
-from pdmesh.loadtest.measure import window_at
-from pdmesh.loadtest.targets.prompts import conversation
-from pdmesh.loadtest.targets.target import Ask, Done, Event, Fleet, Said, Target, TargetInfo, Tokens
+from pdmesh.loadtest.measure import Trial, window_at
+from pdmesh.loadtest.targets.target import Ask, Done, Event, Fleet, Said, Target, TargetInfo, Tokens, conversation
 from pdmesh.loadtest.workload import plan as planned
 from tests.pdmesh.loadtest.test_compare import measured
 from tests.pdmesh.loadtest.test_report import check

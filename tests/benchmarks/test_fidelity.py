@@ -19,7 +19,7 @@ from benchmarks.autoscale.fidelity_sim import simulated
 from benchmarks.autoscale.fidelity_table import QUANTITIES, apart, lines, value
 from benchmarks.autoscale.logged_worker import logged, read_steps
 from pdmesh.engine.outputs import StepResult
-from pdmesh.worker.latency import StepWatch
+from pdmesh.worker.load import StepWatch
 
 SIZES = {
     "max_num_batched_tokens": 512,

@@ -17,8 +17,7 @@ from benchmarks.router.mix_plan import MIXES, Cell, Idle, Kind, Mix, book_of, fi
 from benchmarks.router.options import Kept
 from benchmarks.router.results import merged, reached, table
 from benchmarks.router.windows import Call, Seen
-from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
-from pdmesh.loadtest.record import Outcome, Record
+from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome, Record
 from pdmesh.loadtest.stats import Window
 from pdmesh.v1 import mesh_pb2, worker_pb2
 

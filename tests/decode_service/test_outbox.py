@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from decode_service.settings import StreamSettings
+from decode_service.ports import StreamSettings
 from decode_service.token_stream import MAX_TICK_S, Outboxes
 from pdmesh.runtime.errors import Aborted, Unavailable
 from pdmesh.v1 import decode_pb2, worker_pb2

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_service.deadlines import deadline_of, has_passed
-from decode_service.ended import EndedRequests
-from decode_service.outputs import RequestOutput
+from decode_service.request import RequestOutput
+from decode_service.requests import EndedRequests
+from decode_service.validation import deadline_of, has_passed
 from pdmesh.engine.outputs import FinishReason, SequenceUpdate, TokenLogprobs
 from pdmesh.runtime.errors import Aborted, Cancelled, Unavailable
 from pdmesh.v1 import common_pb2

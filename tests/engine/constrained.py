@@ -11,8 +11,7 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.outputs import FinishReason, StepResult, TokenLogprobs
-from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import EngineRequest, SamplingParams
 from pdmesh.engine.speculation.proposer import Proposer
 from pdmesh.text.grammar import GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer

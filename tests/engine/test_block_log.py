@@ -5,10 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.engine.kv_cache.block_log import BlockLog
-from pdmesh.engine.kv_cache.block_pool import BlockPool
-from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.kv_cache.block_pool import BlockLog, BlockPool
+from pdmesh.engine.request import EngineRequest, SamplingParams
 from tests.support.mock_engine import Collector, make_engine, run_to_end
 
 CALLS = st.lists(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.engine.finish import finish_reason
 from pdmesh.engine.outputs import FinishReason
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import SamplingParams, finish_reason
 
 EOS, STOP, OTHER = 3, 5, 7
 

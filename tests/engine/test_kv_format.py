@@ -12,8 +12,7 @@ import torch
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kv_cache.format import FP8, KVFormat, Numbers
-from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import EngineRequest, SamplingParams
 from tests.engine.backends import needs_native
 from tests.support.mock_engine import hash_block
 from tests.support.tiny_models import make_tiny_model

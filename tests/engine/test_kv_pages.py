@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from pdmesh.engine.kv_cache import kv_pages
+from pdmesh.engine.kv_cache import pool as kv_pages
 from pdmesh.engine.kv_cache.pool import KVPool, KVShape
 
 BLOCK = 4 * mmap.PAGESIZE  # of one layer's keys

@@ -6,13 +6,11 @@ import pytest
 
 from pdmesh.engine.kv_cache.block_manager import BlockAllocator
 from pdmesh.engine.kv_cache.block_pool import BlockPool
-from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.sampling_params import SamplingParams
-from pdmesh.engine.scheduler.pacing import FORGIVEN, LEAST_TOKENS, MAX_SHARE, SPREAD, TARGET, Pacer, StepCost
-from pdmesh.engine.scheduler.scheduler import Scheduler
+from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.scheduler.scheduler import FORGIVEN, LEAST_TOKENS, MAX_SHARE, SPREAD, TARGET, Pacer, Scheduler, StepCost
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 from pdmesh.engine.speculation.draft import Draft
-from pdmesh.planning import pace_rules
+from pdmesh.planning import latency_model
 from tests.support.mock_engine import hash_block
 
 COST = StepCost(
@@ -197,7 +195,13 @@ def test_off_means_that_nobody_is_promised_anything() -> None:
 
 
 def test_router_autoscaler_and_simulator_think_of_the_same_pace() -> None:
-    copies = (pace_rules.PACE_TARGET, pace_rules.SPREAD, pace_rules.MAX_SHARE, pace_rules.LEAST_TOKENS, pace_rules.FORGIVEN)
+    copies = (
+        latency_model.PACE_TARGET,
+        latency_model.SPREAD,
+        latency_model.MAX_SHARE,
+        latency_model.LEAST_TOKENS,
+        latency_model.FORGIVEN,
+    )
     assert copies == (TARGET, SPREAD, MAX_SHARE, LEAST_TOKENS, FORGIVEN)
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from pdmesh.engine.kv_cache.block_manager import BlockAllocator, BlockCopy
 from pdmesh.engine.kv_cache.block_pool import BlockPool
-from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import EngineRequest, SamplingParams
 from pdmesh.engine.scheduler.scheduler import Plan, Scheduler
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 from pdmesh.engine.speculation.draft import Draft

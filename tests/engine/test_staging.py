@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdmesh.engine.errors import IntegrityError
-from pdmesh.engine.kv_cache.copies import IndexedBlocks, Move
-from pdmesh.engine.kv_cache.piece_copies import Piece
+from pdmesh.engine.kv_cache.copies import IndexedBlocks, Move, Piece
 from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
 from pdmesh.engine.kv_cache.streams import InOrder, Mark
 from tests.support.reordering import ReorderingStreams

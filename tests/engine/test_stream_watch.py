@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from pdmesh.engine.kv_cache.stream_watch import StreamWatch
+from pdmesh.engine.kv_cache.streams import StreamWatch
 
 
 class Stream:

@@ -12,11 +12,9 @@ from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.engine.loader.gguf import GgufSource
-from pdmesh.engine.loader.gguf_blocks import dequantize_rows, int4_rows
+from pdmesh.engine.loader.gguf import GgufSource, dequantize_rows, int4_rows
 from pdmesh.engine.loader.quantize import dequantize_int4
-from pdmesh.engine.loader.safetensors import SafetensorsSource
-from pdmesh.engine.loader.source import MissingTensor
+from pdmesh.engine.loader.safetensors import MissingTensor, SafetensorsSource
 from tests.engine.tiny_gguf import write_gguf
 from tests.support.tiny_models import make_tiny_model
 

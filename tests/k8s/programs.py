@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pdmesh.arguments import with_flags
 from pdmesh.autoscaler.config import AutoscalerConfig
+from pdmesh.cli import with_flags
 from pdmesh.commands import loadtest
-from pdmesh.runtime.config import ENV_PREFIX, FILE_SUFFIX, parse
-from pdmesh.runtime.config_options import Option, options_of
+from pdmesh.runtime.config import ENV_PREFIX, FILE_SUFFIX, Option, options_of, parse
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 from router.config import RouterConfig

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from pdmesh.autoscaler.config import AutoscalerConfig, goals_of, objective_of
-from pdmesh.autoscaler.decision import PoolDecision
 from pdmesh.autoscaler.kubernetes import external_metrics
 from pdmesh.autoscaler.kubernetes.api import open_api
+from pdmesh.autoscaler.kubernetes.external_metrics import METRIC
 from pdmesh.autoscaler.kubernetes.platform import KubernetesPlatform
 from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings
-from pdmesh.autoscaler.kubernetes.wanted import METRIC
 from pdmesh.autoscaler.policy.pool_plan import STUCK_STARTS
-from pdmesh.autoscaler.views import PoolName
+from pdmesh.autoscaler.views import PoolDecision, PoolName
 from pdmesh.launcher.certificates import make_certificates
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.worker.config import WorkerConfig

@@ -20,8 +20,8 @@ from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.v1 import decode_pb2, mesh_pb2, prefill_pb2
 from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 from router import processes
-from router.api.openai import app
-from router.auth import tenants_file
+from router.api.openai import server
+from router.auth import tenants
 from router.config import RouterConfig
 from tests.k8s.kustomize import Manifest
 from tests.k8s.meshes import MESHES, Workload, all_containers, manifests, of_kind, workloads
@@ -165,7 +165,7 @@ def test_probes_ask_what_the_program_answers(mesh: str, workload: Workload, cont
             assert not config.tls.is_set  # the kubelet would not get through
             assert probe["grpc"].get("service", "pdmesh.v1.Mesh") in GRPC_SERVICES
         if way == "httpGet":
-            assert f'"{probe[way]["path"]}"' in inspect.getsource(app.build_app)
+            assert f'"{probe[way]["path"]}"' in inspect.getsource(server.build_app)
             assert (probe[way].get("scheme") == "HTTPS") == config.tls.is_set
             assert not config.tls.is_set or config.tls_client_auth == "none"  # the kubelet shows no certificate
     assert isinstance(config, WorkerConfig) or "grpc" not in container["livenessProbe"]  # not ready is not dead
@@ -213,7 +213,7 @@ def test_memory_for_kv_is_within_the_limit_and_threads_within_the_quota(mesh: st
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_files_in_config_maps_are_good(mesh: str, tls: TlsConfig, tmp_path: Path) -> None:
     data: dict[str, Any] = {manifest["metadata"]["name"]: manifest["data"] for manifest in of_kind(mesh, "ConfigMap")}
-    limits = tenants_file.parse(tomllib.loads(data["pdmesh-tenants"]["tenants.toml"]))
+    limits = tenants.parse(tomllib.loads(data["pdmesh-tenants"]["tenants.toml"]))
     assert limits.limits_of("search").weight == 4.0
     path = tmp_path / "objectives.toml"
     path.write_text(data["pdmesh-objectives"]["objectives.toml"])

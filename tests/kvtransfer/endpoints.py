@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from kvtransfer.compatibility import PROTOCOL_VERSION
 from kvtransfer.conversion import FP8Scales
 from kvtransfer.errors import TransferRefused
-from kvtransfer.feed import FirstTokensDrawn, KVFeed, complete_feed
+from kvtransfer.layout import PROTOCOL_VERSION
 from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, part_views
-from kvtransfer.receiver.delegate import PushTarget
-from kvtransfer.receiver.grant import check_grant, new_token, unknown_reservation
+from kvtransfer.receiver.delegate import PushTarget, check_grant, new_token, unknown_reservation
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.reservation import (
     AttemptFailed,
@@ -32,6 +30,7 @@ from kvtransfer.reservation import (
     reserved,
     transition,
 )
+from kvtransfer.schedule import FirstTokensDrawn, KVFeed, complete_feed
 from kvtransfer.sender.sender import PushJob, Sender
 from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import expect

@@ -10,12 +10,11 @@ import grpc
 import numpy as np
 import pytest
 
-from kvtransfer.compatibility import check_layout
 from kvtransfer.conversion import kv_format
 from kvtransfer.errors import PushFailed, TransferRefused
-from kvtransfer.feed import FirstTokensDrawn, KVFeed, Ready
-from kvtransfer.layout import Layout
+from kvtransfer.layout import Layout, check_layout
 from kvtransfer.manifest import Part
+from kvtransfer.schedule import FirstTokensDrawn, KVFeed, Ready
 from pdmesh.engine.kv_cache.format import FP8, Numbers
 from pdmesh.v1 import common_pb2, transfer_pb2
 from tests.kvtransfer.conftest import CONVERTING

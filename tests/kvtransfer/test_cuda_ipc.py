@@ -17,19 +17,18 @@ import torch
 from torch import Tensor
 
 from kvtransfer.errors import PushFailed
-from kvtransfer.feed import FirstTokensDrawn, KVFeed, Ready
 from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory
 from kvtransfer.receiver.receiver import Receiver
+from kvtransfer.schedule import FirstTokensDrawn, KVFeed, Ready
 from kvtransfer.sender.sender import Sender
 from kvtransfer.staging import StagedMemory
-from kvtransfer.transports import peer_pool_cache, summed
+from kvtransfer.transports import common, peer_pool_cache
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.opened_pools import OpenedPools
-from pdmesh.engine.kv_cache.ipc_pool import PeerPool, ShownPool
-from pdmesh.engine.kv_cache.pool_sharing import NotShared
+from kvtransfer.transports.peer_pool_cache import OpenedPools
+from pdmesh.engine.kv_cache.cuda_ipc import NotShared
+from pdmesh.engine.kv_cache.ipc_pool import Blocks, IndexedSums, PeerPool, ShownPool
 from pdmesh.engine.kv_cache.streams import InOrder, Streams
-from pdmesh.engine.kv_cache.summed_copies import Blocks, IndexedSums
 from pdmesh.v1 import transfer_pb2
 from tests.kvtransfer.endpoints import CHOICES, World, nothing_left, running, until
 from tests.kvtransfer.staged_world import at_work, do_all
@@ -342,7 +341,7 @@ def _spoil(pool: Tensor, block: int) -> None:
 
 
 async def test_a_push_that_waits_for_the_device_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summed, "ALIVE_S", 0.01)
+    monkeypatch.setattr(common, "ALIVE_S", 0.01)
     streams, signs = ReorderingStreams(), list[str]()
     async with on_devices(streams) as world:
         job = world.job()

@@ -13,12 +13,12 @@ import grpc
 import pytest
 
 from kvtransfer.errors import PushFailed, TransferRefused
-from kvtransfer.feed import FirstTokensDrawn, KVFeed, Ready
 from kvtransfer.manifest import Part
 from kvtransfer.receiver.delegate import PushTarget
+from kvtransfer.schedule import FirstTokensDrawn, KVFeed, Ready
 from kvtransfer.sender import push as outgoing
 from kvtransfer.sender import sender
-from kvtransfer.sender.push_part import PushJob, PushResult
+from kvtransfer.sender.push import PushJob, PushResult
 from kvtransfer.sender.send_queue import Told
 from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
 from pdmesh.engine.kv_cache.copies import IndexedBlocks, Move

@@ -15,12 +15,12 @@ import pytest
 from torch import Tensor
 
 from kvtransfer import framing
-from kvtransfer.checksum import checksum
 from kvtransfer.errors import FrameError, PeerClosed, PushFailed
+from kvtransfer.framing import checksum
 from kvtransfer.grpc_stream import MessageStream, Wire
 from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, part_views
-from kvtransfer.receiver import incoming_connection
+from kvtransfer.receiver import push as incoming_connection
 from kvtransfer.sender.sender import PushJob
 from kvtransfer.transports.base import Incoming
 from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
@@ -28,7 +28,7 @@ from kvtransfer.transports.nixl.transport import NixlIncoming
 from kvtransfer.transports.registry import GRPC, socket_transports
 from kvtransfer.transports.shm import ShmIncoming
 from kvtransfer.transports.tcp import TcpTransport
-from pdmesh.engine.kv_cache.summed_copies import Blocks, IndexedSums
+from pdmesh.engine.kv_cache.ipc_pool import Blocks, IndexedSums
 from pdmesh.v1 import common_pb2, transfer_pb2
 from tests.kvtransfer.endpoints import World, at_part, grpc_server, nothing_left, running, until
 

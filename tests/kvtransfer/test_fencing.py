@@ -7,7 +7,7 @@ import time
 import grpc
 import pytest
 
-from kvtransfer import checksum
+from kvtransfer import framing
 from kvtransfer.errors import PushFailed
 from kvtransfer.manifest import Part
 from kvtransfer.memory import part_views
@@ -91,7 +91,7 @@ async def test_quiesce_cuts_off_a_writer_in_the_middle_of_a_part(inline: str) ->
 
 async def test_quiesce_waits_for_a_shm_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     inside, go_on = threading.Event(), threading.Event()
-    copy_runs = checksum.copy_runs
+    copy_runs = framing.copy_runs
 
     def slow_copy(*args: object) -> int:
         inside.set()

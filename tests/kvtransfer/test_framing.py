@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvtransfer import framing
-from kvtransfer.checksum import checksum
 from kvtransfer.errors import FrameError, PeerClosed
+from kvtransfer.framing import checksum
 from kvtransfer.stream import SocketStream
 from pdmesh.v1 import transfer_pb2
 

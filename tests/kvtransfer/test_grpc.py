@@ -17,7 +17,7 @@ from kvtransfer.errors import FrameError, PeerClosed
 from kvtransfer.grpc_stream import MAX_IN_INBOX, MAX_IN_OUTBOX, Mailbox, MessageStream, Wire, unwrap, wrap
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.sender import sender
-from kvtransfer.sender.reachability import Silent
+from kvtransfer.sender.sender import Silent
 from kvtransfer.stream import MAX_PIECE_BYTES
 from kvtransfer.transports import tcp
 from kvtransfer.transports.grpc import METHOD, SERVICE

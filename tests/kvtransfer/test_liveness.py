@@ -10,13 +10,13 @@ import grpc
 import pytest
 
 from kvtransfer.errors import PushFailed
-from kvtransfer.feed import FirstTokensDrawn, KVFeed, Ready
 from kvtransfer.manifest import Part
 from kvtransfer.memory import part_views
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.reservation import Cancelled, transition
+from kvtransfer.schedule import FirstTokensDrawn, KVFeed, Ready
 from kvtransfer.sender import sender as sender_module
-from kvtransfer.sender.push_part import PushJob
+from kvtransfer.sender.push import PushJob
 from tests.kvtransfer.endpoints import CHOICES, World, nothing_left, running, until
 from tests.support.kv_memory import make_identity, make_layout
 

@@ -14,7 +14,7 @@ import crc32c
 import numpy as np
 import pytest
 
-from kvtransfer import checksum
+from kvtransfer import framing
 from kvtransfer.errors import PeerClosed
 from kvtransfer.native import library as native_library
 from kvtransfer.native.library import Native, address_of, pieces_of
@@ -106,7 +106,7 @@ def test_runs_are_copied_in_order(way: str) -> None:
         runs.append([to, begin, size])
         expected[to : to + size] = source[begin : begin + size]
         copied += source[begin : begin + size]
-    value = checksum.copy_runs(5, memoryview(target), source, np.array(runs))
+    value = framing.copy_runs(5, memoryview(target), source, np.array(runs))
     assert (value, target) == (crc(copied, 5), expected)
 
 
@@ -114,8 +114,8 @@ def test_checksum_of_pieces(way: str) -> None:
     random_numbers = random.Random(5)
     data = memoryview(random_numbers.randbytes(100_000))
     for size in (0, 1, 4095, 4096, 50_000, 100_000):
-        assert checksum.checksum(cut(data[:size], random_numbers)) == crc(data[:size])
-        assert checksum.extend(9, data[:size]) == crc(data[:size], 9)
+        assert framing.checksum(cut(data[:size], random_numbers)) == crc(data[:size])
+        assert framing.extend(9, data[:size]) == crc(data[:size], 9)
 
 
 async def test_views_cross_a_socket(way: str) -> None:

@@ -10,7 +10,7 @@ from kvtransfer.native.library import address_of
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.transports.nixl import agent as nixl_agent
 from kvtransfer.transports.nixl.agent import Agent, NixlUnusable, Place
-from kvtransfer.transports.nixl.nixl_hello import MAX_METADATA_BYTES
+from kvtransfer.transports.nixl.device import MAX_METADATA_BYTES
 from kvtransfer.transports.nixl.transport import NixlTransport
 from pdmesh.v1 import transfer_pb2
 from tests.kvtransfer.endpoints import World, nothing_left, running

@@ -17,16 +17,15 @@ from kvtransfer.errors import PushFailed
 from kvtransfer.manifest import Part
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.reservation import Mode, NewAttempt, transition
-from kvtransfer.sender.part_sizes import part_bytes_over
+from kvtransfer.sender.sender import part_bytes_over
 from kvtransfer.staging import StagedMemory
 from kvtransfer.transports.nixl import device
 from kvtransfer.transports.nixl import transport as nixl
 from kvtransfer.transports.nixl.agent import Place
 from kvtransfer.transports.nixl.device import NUM_ROOMS, DeviceReader
 from kvtransfer.transports.nixl.transport import NixlTransport
-from pdmesh.engine.kv_cache.ipc_pool import ShownPool
+from pdmesh.engine.kv_cache.ipc_pool import Blocks, IndexedSums, ShownPool
 from pdmesh.engine.kv_cache.streams import InOrder
-from pdmesh.engine.kv_cache.summed_copies import Blocks, IndexedSums
 from pdmesh.v1 import transfer_pb2
 from tests.kvtransfer.endpoints import RawPeer, World, nothing_left, running, until
 from tests.kvtransfer.test_nixl_reader import Source, source_process

@@ -19,8 +19,7 @@ from kvtransfer.native.library import address_of
 from kvtransfer.reservation import Mode, NewAttempt, transition
 from kvtransfer.transports.nixl import reader as nixl_reader
 from kvtransfer.transports.nixl.agent import Agent, NixlFailed
-from kvtransfer.transports.nixl.nixl_pull import Pull, cut, wire_order
-from kvtransfer.transports.nixl.reader import NUM_BUFFERS, Reader
+from kvtransfer.transports.nixl.reader import NUM_BUFFERS, Pull, Reader, cut, wire_order
 from kvtransfer.transports.nixl.transport import NixlTransport
 from tests.kvtransfer.endpoints import DEADLINE_S, World, nothing_left, running, until
 from tests.support.kv_memory import FakeKVMemory

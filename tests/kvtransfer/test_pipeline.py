@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.feed import KVFeed, Ready
 from kvtransfer.manifest import Part
-from kvtransfer.schedule import GROUP_COST_S, Pipeline, choose_group
+from kvtransfer.schedule import GROUP_COST_S, KVFeed, Pipeline, Ready, choose_group
 
 SIZE = 512
 

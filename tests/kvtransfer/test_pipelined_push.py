@@ -7,10 +7,11 @@ import grpc
 import pytest
 
 from kvtransfer.errors import PushFailed
-from kvtransfer.feed import FirstTokensDrawn, KVFeed, NothingToDecode, Ready
 from kvtransfer.manifest import Part
-from kvtransfer.sender import outgoing_session, sender
-from kvtransfer.sender.push_part import PushJob
+from kvtransfer.schedule import FirstTokensDrawn, KVFeed, NothingToDecode, Ready
+from kvtransfer.sender import push as outgoing_session
+from kvtransfer.sender import sender
+from kvtransfer.sender.push import PushJob
 from tests.kvtransfer.endpoints import CHOICES, World, nothing_left, running, until
 
 LAYERS, BLOCKS = 3, 20

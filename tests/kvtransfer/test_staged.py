@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kvtransfer.errors import PushFailed
-from kvtransfer.feed import FirstTokensDrawn, KVFeed, Ready
 from kvtransfer.manifest import Part
+from kvtransfer.schedule import FirstTokensDrawn, KVFeed, Ready
 from kvtransfer.sender import push as outgoing
-from kvtransfer.sender.push_part import PushJob
+from kvtransfer.sender.push import PushJob
 from pdmesh.engine.kv_cache.streams import InOrder
 from tests.kvtransfer.endpoints import CHOICES, running, until
 from tests.kvtransfer.staged_world import BLOCKS, LAYERS, Device, StagedWorld, at_work, do_all, staged

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from kvtransfer.errors import PushFailed
-from kvtransfer.receiver import incoming_connection
+from kvtransfer.receiver import push
 from kvtransfer.sender.sender import PushJob, Sender
 from kvtransfer.tls_stream import TlsStream
 from pdmesh.runtime.rpc.tls import Tls
@@ -138,7 +138,7 @@ def _named(authority: Authority, name: str) -> Tls:
 
 
 async def test_one_who_says_nothing_is_not_waited_for(encrypted: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incoming_connection, "HANDSHAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(push, "HANDSHAKE_TIMEOUT_S", 0.1)
     port = int(encrypted.receiver.endpoints()[0].address.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"\x16\x03\x01\x02")

@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from kvtransfer.errors import PushFailed, TransferRefused
-from kvtransfer.feed import NothingToDecode, complete_feed
 from kvtransfer.manifest import Part
+from kvtransfer.schedule import NothingToDecode, complete_feed
 from kvtransfer.transports.base import Outgoing
 from pdmesh.runtime import failpoints
 from pdmesh.v1 import common_pb2, transfer_pb2

@@ -8,8 +8,8 @@ import asyncio
 import json
 import sys
 
-from kvtransfer.checksum import checksum
 from kvtransfer.errors import PushFailed
+from kvtransfer.framing import checksum
 from kvtransfer.sender.sender import PushJob
 from pdmesh.v1 import common_pb2
 from tests.kvtransfer.endpoints import World, running, until

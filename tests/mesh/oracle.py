@@ -6,8 +6,7 @@ from pathlib import Path
 
 from benchmarks.engine_runs import make_engine
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import EngineRequest, SamplingParams
 
 
 @lru_cache(maxsize=2)

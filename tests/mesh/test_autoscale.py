@@ -17,13 +17,12 @@ import pytest_asyncio
 
 from pdmesh import cli
 from pdmesh.autoscaler.collect.collect import Collector
-from pdmesh.autoscaler.collect.collect_pools import Pools
-from pdmesh.autoscaler.decision import Flip, PoolDecision
+from pdmesh.autoscaler.collect.workers import Pools
 from pdmesh.autoscaler.loop import Loop
 from pdmesh.autoscaler.loop_history import read_entries
 from pdmesh.autoscaler.platform import Asked
 from pdmesh.autoscaler.roles import RoleChanger
-from pdmesh.autoscaler.views import PoolName
+from pdmesh.autoscaler.views import Flip, PoolDecision, PoolName
 from pdmesh.client.client import AsyncClient
 from pdmesh.commands.up import _scaled
 from pdmesh.commands.up_autoscale import DECISIONS_FILE, PERIOD_S, AutoscaleOptions, local_loop, scaled

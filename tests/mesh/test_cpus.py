@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.client.client import AsyncClient
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import SamplingParams
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig, usable_cores
 from tests.mesh import oracle

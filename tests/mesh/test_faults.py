@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from benchmarks.chaos.arming import Arming
 from pdmesh.client.client import AsyncClient
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import SamplingParams
 from pdmesh.errors import DeadlineExceeded
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan

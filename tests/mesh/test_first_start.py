@@ -8,7 +8,7 @@ import pytest
 from pdmesh.client.client import AsyncClient
 from pdmesh.engine.kernels.cpu import isa
 from pdmesh.engine.kernels.cpu.build import build_ahead
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import SamplingParams
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
 from tests.mesh import oracle

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdmesh.client.client import AsyncClient
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import SamplingParams
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
 from pdmesh.v1 import decode_pb2, mesh_pb2, prefill_pb2, worker_pb2

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.client.client import AsyncClient, Started
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import SamplingParams
 from pdmesh.errors import Overloaded
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig

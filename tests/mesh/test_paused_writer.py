@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.client.client import AsyncClient
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import SamplingParams
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
 from pdmesh.runtime.failpoints import VARIABLE

@@ -18,11 +18,11 @@ from pdmesh.client.client import AsyncClient
 from pdmesh.commands.up import _metrics_told, _scaled
 from pdmesh.commands.up_autoscale import AutoscaleOptions
 from pdmesh.errors import MeshError
-from pdmesh.launcher import local_metrics
+from pdmesh.launcher import local_state
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
 from pdmesh.monitoring import rules
-from pdmesh.monitoring.dashboards_fleet import all_dashboards
+from pdmesh.monitoring.dashboards import all_dashboards
 from pdmesh.monitoring.manifests import rules_file
 from pdmesh.monitoring.panels import Dashboard
 from tests.mesh import oracle
@@ -71,7 +71,7 @@ async def prometheus(mesh: LocalMesh, tmp_path_factory: pytest.TempPathFactory) 
     """While requests come all the time."""
     folder = tmp_path_factory.mktemp("prometheus")
     (folder / "pdmesh.rules.yaml").write_text(rules_file(replace(group, interval="1s") for group in rules.groups()))
-    targets = mesh.log_dir / local_metrics.TARGETS_FILE
+    targets = mesh.log_dir / local_state.TARGETS_FILE
     loading = asyncio.create_task(_load(mesh))
     try:
         async with running_prometheus(folder, targets, folder / "pdmesh.rules.yaml") as prometheus:
@@ -127,7 +127,7 @@ def _filled(expr: str) -> str:
 async def test_every_process_is_a_target_and_up(mesh: LocalMesh, prometheus: Prometheus) -> None:
     wanted = {"router-0", "prefill-0", "decode-0", "autoscaler"}
     assert not await _missing(prometheus, [f'up{{instance="{name}"}} == 1' for name in wanted])
-    told = json.loads((mesh.log_dir / local_metrics.TARGETS_FILE).read_text())
+    told = json.loads((mesh.log_dir / local_state.TARGETS_FILE).read_text())
     assert {each["labels"]["instance"] for each in told} >= wanted
 
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from pdmesh.client.client import AsyncClient, Completed, Delta
 from pdmesh.client.types import Timings
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import SamplingParams
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
 from tests.mesh import oracle

@@ -12,7 +12,7 @@ import pytest_asyncio
 from pdmesh.client.client import AsyncClient, Completed, Delta
 from pdmesh.client.stream import AsyncStream
 from pdmesh.client.types import FinishReason, Generation
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import SamplingParams
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
 from pdmesh.text.tokenizer import Tokenizer

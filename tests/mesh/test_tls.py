@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from pdmesh import cli
 from pdmesh.client.client import AsyncClient, Client, ClientTlsConfig
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import SamplingParams
 from pdmesh.errors import Unavailable
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig

@@ -12,7 +12,7 @@ from benchmarks.observability.otlp_receiver import OtlpReceiver
 from benchmarks.observability.traces import REMOTE_SPANS, trace_of
 from pdmesh.client.client import AsyncClient
 from pdmesh.client.types import Generation
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import SamplingParams
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
 from tests.mesh import oracle

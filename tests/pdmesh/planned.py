@@ -8,8 +8,7 @@ from pdmesh.planner.meshes import AGGREGATED, SEPARATED, WorkerKind
 from pdmesh.planner.plan import EFFORTS, Effort, Task
 from pdmesh.planner.traffic import Traffic, traffic_of
 from pdmesh.planning.devices import DEVICES
-from pdmesh.planning.roofline import Roofline
-from pdmesh.planning.roofline_model import Decoder
+from pdmesh.planning.roofline import Decoder, Roofline
 from pdmesh.simulator.config import SimulatorConfig
 from tests.simulator.specs import LARGE
 

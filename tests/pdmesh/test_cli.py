@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh import cli, errors
-from pdmesh.arguments import parse_options, with_flags
+from pdmesh.cli import parse_options, with_flags
 from pdmesh.commands import chat, generate, options
 from pdmesh.v1 import common_pb2
 from tests.pdmesh.fake_mesh import NUM_TOKENS, Script, start_router, text

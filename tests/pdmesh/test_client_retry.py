@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.client.channel import addresses
-from pdmesh.client.client_retry import Retrier, RetryPolicy
+from pdmesh.client.stream import Retrier, RetryPolicy
 from pdmesh.errors import Cancelled, DeadlineExceeded, InvalidArgument, MeshError, Overloaded, Unavailable
 
 GONE = Unavailable("gone")

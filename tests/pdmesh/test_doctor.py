@@ -12,7 +12,7 @@ from kvtransfer.transports.registry import installed
 from pdmesh import cli
 from pdmesh.commands import doctor as command
 from pdmesh.commands import up
-from pdmesh.doctor import transfer, machine, software
+from pdmesh.doctor import machine, software, transfer
 from pdmesh.doctor.check import Check, State, examine, missing, ok
 from pdmesh.engine.kernels.cpu import build, isa
 from pdmesh.models.catalogue import KNOWN_MODELS

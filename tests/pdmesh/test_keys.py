@@ -10,15 +10,15 @@ import pytest
 
 from pdmesh import cli
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
-from router.auth import key_file
-from router.auth.redis_keys import RedisKeys
+from router.auth import api_keys
+from router.auth.api_keys import RedisKeys
 
 
 def test_new_list_revoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = str(tmp_path / "keys.json")
     assert cli.run(["keys", "new", "app", "--tenant", "team", "--days", "2", "--api-keys", keys]) == 0
     shown = capsys.readouterr().out.strip()
-    key = key_file.read_key_file(Path(keys)).find(shown)
+    key = api_keys.read_key_file(Path(keys)).find(shown)
     assert key is not None and (key.name, key.tenant, key.admin) == ("app", "team", False)
     assert key.expires == key.created + 2 * 86_400 and shown not in Path(keys).read_text()
 
@@ -30,7 +30,7 @@ def test_new_list_revoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "team" in capsys.readouterr().out
 
     assert cli.run(["keys", "revoke", "app", "--api-keys", keys]) == 0
-    assert len(key_file.read_key_file(Path(keys))) == 0
+    assert len(api_keys.read_key_file(Path(keys))) == 0
     assert cli.run(["keys", "revoke", "app", "--api-keys", keys]) == 1
     assert "there is no key 'app'" in capsys.readouterr().err
 

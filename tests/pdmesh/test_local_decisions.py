@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.autoscaler.decision import Decision, PoolDecision
-from pdmesh.autoscaler.views import PoolName
+from pdmesh.autoscaler.views import Decision, PoolDecision, PoolName
 from pdmesh.commands.status import decision_lines
 from pdmesh.launcher.local_state import FORGOTTEN_S, DecisionFile, latest
 from pdmesh.terminal import Palette

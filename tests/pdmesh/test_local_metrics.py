@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.commands.status import metrics_lines
-from pdmesh.launcher.local_metrics import MetricsFiles, Target, shown
+from pdmesh.launcher.local_state import MetricsFiles, Target, shown
 from pdmesh.launcher.plan import LocalMeshConfig, router_plans, worker_plan, worker_plans
 from pdmesh.terminal import Palette
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pdmesh.models.model_cache import building, exclusive, publish, write_marker
+from pdmesh.models.catalogue import building, exclusive, publish, write_marker
 
 
 def test_publishing_replaces_and_building_cleans_up(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_publishing_replaces_and_building_cleans_up(tmp_path: Path) -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from pdmesh.models.model_cache import building, exclusive
+from pdmesh.models.catalogue import building, exclusive
 with exclusive(Path(sys.argv[1]), print), building(Path(sys.argv[1])) as folder:
     print("holding", flush=True)
     sys.stdin.read()

@@ -16,9 +16,8 @@ import pytest
 
 from pdmesh.models import convert as model_convert
 from pdmesh.models import download, registry
-from pdmesh.models.catalogue import KnownModel, ModelError, NpmParts, PipWheel
+from pdmesh.models.catalogue import KnownModel, ModelError, NpmParts, PipWheel, Progress, is_complete
 from pdmesh.models.download import explain_failure, require_space
-from pdmesh.models.model_cache import Progress, is_complete
 from pdmesh.models.registry import ensure_gguf_of, ensure_model
 from pdmesh.text.tokenizer import Tokenizer
 from tests.pdmesh.tiny_gguf import write_tiny_gguf

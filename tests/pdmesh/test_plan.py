@@ -6,12 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.planner.floor import closest
-from pdmesh.planner.guess import shapes_of
-from pdmesh.planner.kinds import Limitation, measured_kinds, roofline_kinds
-from pdmesh.planner.meshes import AGGREGATED, SEPARATED, Point, Shape, Size, WorkerKind
-from pdmesh.planner.plan import EFFORTS, Effort, NoPlan, goals_of, make_plan
-from pdmesh.planner.search import Judge
+from pdmesh.planner.meshes import (
+    AGGREGATED,
+    SEPARATED,
+    Limitation,
+    Point,
+    Shape,
+    Size,
+    WorkerKind,
+    measured_kinds,
+    roofline_kinds,
+)
+from pdmesh.planner.plan import EFFORTS, Effort, NoPlan, closest, goals_of, make_plan
+from pdmesh.planner.search import Judge, shapes_of
 from pdmesh.planner.traffic import Traffic
 from pdmesh.planner.trial import simulate
 from pdmesh.planning.roofline import Roofline

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pdmesh import cli
-from pdmesh.commands.durations import milliseconds
+from pdmesh.commands.plan import milliseconds
 from pdmesh.simulator.workers.spec import read_spec
 from tests.support.tiny_models import make_tiny_model
 

@@ -12,18 +12,16 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from pdmesh.autoscaler.config import AutoscalerConfig
-from pdmesh.autoscaler.kubernetes import orders
+from pdmesh.autoscaler.kubernetes import ledger
 from pdmesh.autoscaler.views import PoolName
 from pdmesh.planner import overlay
-from pdmesh.planner.kinds import Limitation, roofline_kinds
-from pdmesh.planner.meshes import AGGREGATED, SEPARATED, Point, Size
+from pdmesh.planner.meshes import AGGREGATED, SEPARATED, Limitation, Point, Size, roofline_kinds
 from pdmesh.planner.overlay import HEADER, OverlayError, Served
 from pdmesh.planner.plan import EFFORTS, Plan, goals_of, make_plan
 from pdmesh.planner.subject import Subject
 from pdmesh.planning import objectives
 from pdmesh.planning.devices import DEVICES
-from pdmesh.planning.roofline import Roofline
-from pdmesh.planning.roofline_model import Decoder
+from pdmesh.planning.roofline import Decoder, Roofline
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.worker.config import WorkerConfig
 from router.config import RouterConfig
@@ -132,7 +130,7 @@ def test_a_pool_is_the_autoscalers_or_a_persons(
     planned_for = {"pdmesh-decode": point.size.num_decode, "pdmesh-prefill": point.size.num_prefill}
     for pool, deployment in autoscaler.kubernetes.deployments.items():
         manifest = found["Deployment", deployment]
-        said = orders.read_orders(manifest["metadata"].get("annotations", {}))
+        said = ledger.read_orders(manifest["metadata"].get("annotations", {}))
         assert (said.is_off, said.mistake) == (fixed, "")
         assert manifest["spec"].get("replicas") == (planned_for[deployment] if fixed else None)
         assert autoscaler.scaling.of(pool).min_replicas == planned_for[deployment]

@@ -7,8 +7,8 @@ import io
 import pytest
 
 from pdmesh.client.types import Completed, PrefillMode, Timings, Usage
-from pdmesh.commands.render_timings import timings_report
 from pdmesh.commands.status import role_names, status_lines
+from pdmesh.commands.streaming import timings_report
 from pdmesh.terminal import Palette, bar, breakdown, duration, palette, size, table
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 

@@ -8,8 +8,7 @@ import random
 from dataclasses import dataclass, field
 
 from pdmesh.planning.capacity_load import Goals, Load, Worker
-from pdmesh.planning.latency_model import Work, prefill_context
-from pdmesh.planning.pace_rules import MAX_SHARE, PACE_TARGET
+from pdmesh.planning.latency_model import MAX_SHARE, PACE_TARGET, Work, prefill_context
 
 
 @dataclass(eq=False)

@@ -12,13 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.planning import capacity_steps as steps
-from pdmesh.planning.capacity import DecodePool, Pool, PrefillPool, SharedPool, bearable, fewest, keeps
+from pdmesh.planning import prompt_times as steps
+from pdmesh.planning.capacity import DecodePool, Pool, PrefillPool, SharedPool, bearable, concurrency, fewest, keeps
 from pdmesh.planning.capacity_load import NUM_POINTS, Goals, Lengths, Limits, Load, Worker
-from pdmesh.planning.concurrency import concurrency
 from pdmesh.planning.latency_model import LatencyModel
-from pdmesh.planning.prompt_times import times_alone
-from pdmesh.planning.queueing import erlang_c, waiting
+from pdmesh.planning.prompt_times import erlang_c, times_alone, waiting
 
 MODEL = LatencyModel(8e-3, 6e-5, 2e-9, 2e-4, 3e-8)
 WORKER = Worker(MODEL, Limits(2048, 128, 400_000))

@@ -13,11 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.planning.latency_fit import LatencyFit
+from pdmesh.planning.latency_fit import NUM_CELLS, LatencyFit, RunningMedian, WorkCells, solve_non_negative
 from pdmesh.planning.latency_model import LatencyModel, Work, prefill_context
-from pdmesh.planning.least_squares import solve_non_negative
-from pdmesh.planning.running_median import RunningMedian
-from pdmesh.planning.work_cells import NUM_CELLS, WorkCells
 
 TRUTH = LatencyModel(5e-3, 2e-4, 5e-8, 6e-4, 4e-7)
 PRIOR = LatencyModel(3e-3, 8e-5, 2e-8, 1e-4, 1e-7)

@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.planning.devices import DEVICES, Device, DeviceError, device_of, find_device
-from pdmesh.planning.latency_model import Work
-from pdmesh.planning.prior import OVERHEAD_PER_LAYER_S, OVERHEAD_PER_SEQUENCE_S, OVERHEAD_S
-from pdmesh.planning.roofline import ALL_REDUCE_S, RESERVED_BYTES, Roofline
-from pdmesh.planning.roofline_model import Decoder, ShapeError, decoder_of, read_decoder
+from pdmesh.planning.latency_model import OVERHEAD_PER_LAYER_S, OVERHEAD_PER_SEQUENCE_S, OVERHEAD_S, Work
+from pdmesh.planning.roofline import ALL_REDUCE_S, RESERVED_BYTES, Decoder, Roofline, ShapeError, decoder_of, read_decoder
 
 LLAMA2_7B = Decoder(32, 4096, 11008, 32, 32, 128, 32000, 4096)
 LLAMA3_8B = Decoder(32, 4096, 14336, 32, 8, 128, 128256, 131072)

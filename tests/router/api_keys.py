@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from router.auth import key_file
+from router.auth import api_keys
 from router.auth.api_keys import ApiKey, KeyTable, hash_of
 
 
 def add_key(path: Path, secret: str, *, tenant: str = "", admin: bool = False, expires: int | None = None) -> ApiKey:
     """Write it into the file, under the secret as its name."""
     key = ApiKey(hash_of(secret), secret, tenant, created=1, expires=expires, admin=admin)
-    key_file.update(path, lambda table: KeyTable([*table, key]))
+    api_keys.update(path, lambda table: KeyTable([*table, key]))
     return key
 
 

@@ -13,7 +13,7 @@ import grpc
 
 from pdmesh.runtime.errors import Aborted, Cancelled, FailedPrecondition, MeshError, ResourceExhausted
 from pdmesh.runtime.rpc.server import GrpcServer
-from pdmesh.runtime.telemetry.worker_context import SubmitContext, read_submit
+from pdmesh.runtime.telemetry.propagation import SubmitContext, read_submit
 from pdmesh.v1 import common_pb2, decode_pb2, decode_pb2_grpc, mesh_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.router import stub_model
 from tests.router.stub_prefill import BY_TOKEN, TIMINGS, StubPrefill

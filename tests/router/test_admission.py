@@ -8,12 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.flow_control.admission_counts import OTHERS
-from router.flow_control.capacity import AdmissionSettings
+from router.flow_control.capacity import OTHERS, AdmissionSettings, SameForAll, TenantLimits
 from router.flow_control.controller import Admission
-from router.flow_control.forecast import Forecast
-from router.flow_control.tenant_limits import SameForAll, TenantLimits
-from router.flow_control.types import BATCH, INTERACTIVE, STANDARD, Applicant, Refusal, Ticket, TicketState
+from router.flow_control.types import BATCH, INTERACTIVE, STANDARD, Applicant, Forecast, Refusal, Ticket, TicketState
 
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 3.0}
 

@@ -12,8 +12,8 @@ from pdmesh.planning.objectives import ModelObjective
 from pdmesh.runtime.errors import DETAILS_KEY, ResourceExhausted, Unavailable, error_from_rpc
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.frontend import Frontend
-from router.flow_control.forecast import Forecast
-from router.flow_control.tenant_limits import SameForAll, TenantLimits
+from router.flow_control.capacity import SameForAll, TenantLimits
+from router.flow_control.types import Forecast
 from router.tokenization.prepared_request import Job
 from tests.router.kserve import calls as kserve
 from tests.router.mesh import Mesh, expected, request, running_mesh

@@ -8,7 +8,7 @@ import pytest
 
 from pdmesh.runtime.errors import InvalidArgument, MeshError, NotFound, ResourceExhausted, Unavailable
 from pdmesh.v1 import mesh_pb2
-from router.telemetry.attainment import OVER_ITS_RATE, Verdict, mesh_error_of, verdict
+from router.telemetry.metrics import OVER_ITS_RATE, Verdict, mesh_error_of, verdict
 
 GOALS = (200, 20)
 MS = 1_000_000

@@ -7,7 +7,7 @@ import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.kv_index.block_map import BlockMap
+from router.kv_index.index import BlockMap
 from router.routing.worker_snapshot import WorkerKey
 
 A, B, C = ("a:1", 1), ("b:1", 2), ("c:1", 3)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.v1 import common_pb2
-from router.lifecycle.book import MAX_EARLY_TOKENS, UNFINISHED, Book, BookError, Span
+from router.lifecycle.output import MAX_EARLY_TOKENS, UNFINISHED, Book, BookError, Span
 
 LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
 TRUTH = [list(range(100, 140)), list(range(200, 230))]

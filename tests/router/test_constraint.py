@@ -16,7 +16,7 @@ from pdmesh.runtime.errors import InvalidArgument, ResourceExhausted, error_from
 from pdmesh.text.grammar import GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.api import constraint
+from router.api import validation
 from tests.router.mesh import request, running_mesh
 from tests.support.tiny_models import IM_END, VOCAB_SIZE, write_byte_tokenizer
 
@@ -50,30 +50,30 @@ def sampling(**constraint_fields: object) -> common_pb2.SamplingParams:
 )
 async def test_refused_by_name(given: common_pb2.SamplingParams, field: str, grammars: GrammarCompiler) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        await constraint.compile_constraint(grammars, given)
+        await validation.compile_constraint(grammars, given)
     assert refused.value.field == field
     assert field in refused.value.message
 
 
 async def test_right_ones_compile(grammars: GrammarCompiler) -> None:
-    assert await constraint.compile_constraint(grammars, common_pb2.SamplingParams()) is None
+    assert await validation.compile_constraint(grammars, common_pb2.SamplingParams()) is None
     for given in (sampling(json_schema="{}"), sampling(regex="a|b"), sampling(choice=CHOICES), sampling(grammar='start: "a"')):
-        compiled = await constraint.compile_constraint(grammars, given)
+        compiled = await validation.compile_constraint(grammars, given)
         assert compiled is not None
-        assert await constraint.compile_constraint(grammars, given) is compiled
+        assert await validation.compile_constraint(grammars, given) is compiled
 
 
 async def test_what_takes_too_long_is_refused(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraint.threads, "timeout_s", 0.01)
+    monkeypatch.setattr(validation.threads, "timeout_s", 0.01)
     large = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}})
     began = time.monotonic()
     with pytest.raises(InvalidArgument, match="simpler"):
-        await constraint.compile_constraint(grammars, sampling(json_schema=large))
+        await validation.compile_constraint(grammars, sampling(json_schema=large))
     assert time.monotonic() - began < 3.0
 
 
 async def test_only_what_follows_can_be_resumed(grammars: GrammarCompiler) -> None:
-    grammar = await constraint.compile_constraint(grammars, sampling(choice=CHOICES))
+    grammar = await validation.compile_constraint(grammars, sampling(choice=CHOICES))
     assert grammar is not None
     matcher, yes = grammar.matcher(), list[int]()
     matcher.take(first := max(token for token in range(256) if matcher.allowed()[token // 32] >> (token % 32) & 1))
@@ -81,24 +81,24 @@ async def test_only_what_follows_can_be_resumed(grammars: GrammarCompiler) -> No
         yes.append(matcher.forced)
         matcher.take(yes[-1])
     right = common_pb2.EmittedChoice(index=1, token_ids=[first, *yes])
-    await constraint.check_history(grammar, [right])
+    await validation.check_history(grammar, [right])
     ended = common_pb2.EmittedChoice(index=0, token_ids=[1, 2, 3], finish_reason=common_pb2.FINISH_REASON_STOP)
     wrong = common_pb2.EmittedChoice(index=2, token_ids=[first, first])
     with pytest.raises(InvalidArgument) as refused:
-        await constraint.check_history(grammar, [ended, right, wrong])
+        await validation.check_history(grammar, [ended, right, wrong])
     assert refused.value.field == "resume.emitted[2].token_ids[1]"
 
 
 async def test_waiting_in_line_is_no_fault_of_the_grammar(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time counts from when a thread takes it; a line that is too long is overload."""
-    monkeypatch.setattr(constraint.threads, "timeout_s", 0.4)
-    monkeypatch.setattr(constraint.threads, "max_waiting", 6)
-    ahead = [asyncio.create_task(constraint.threads.run(partial(time.sleep, 0.3))) for _ in range(5)]
+    monkeypatch.setattr(validation.threads, "timeout_s", 0.4)
+    monkeypatch.setattr(validation.threads, "max_waiting", 6)
+    ahead = [asyncio.create_task(validation.threads.run(partial(time.sleep, 0.3))) for _ in range(5)]
     await asyncio.sleep(0)
-    waiting = asyncio.create_task(constraint.compile_constraint(grammars, sampling(regex="in line")))
+    waiting = asyncio.create_task(validation.compile_constraint(grammars, sampling(regex="in line")))
     await asyncio.sleep(0)
     with pytest.raises(ResourceExhausted) as refused:
-        await constraint.compile_constraint(grammars, sampling(regex="too long a line"))
+        await validation.compile_constraint(grammars, sampling(regex="too long a line"))
     assert refused.value.retry_delay_s is not None
     assert await waiting is not None
     await asyncio.gather(*ahead)

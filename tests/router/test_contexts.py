@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.contexts import Contexts
+from router.fleet.registry import Contexts
 
 moves = st.tuples(st.sampled_from("abcd"), st.sampled_from(["m", "n"]), st.none() | st.sampled_from([1024, 2048, 8192]))
 

@@ -10,10 +10,8 @@ import pytest
 from pdmesh.v1 import mesh_pb2, worker_pb2
 from router.api.explain import reason_of
 from router.flow_control.ttft_predictor import PolicyForecaster
-from router.routing.cost_model import Overhead
+from router.routing.cost_model import OutputLengths, Overhead, Overheads
 from router.routing.decisions import Decision, Decisions
-from router.routing.output_lengths import OutputLengths
-from router.routing.overheads import Overheads
 from router.telemetry.timings import RequestTimings
 from tests.router.fleets import running, worker
 from tests.router.mesh import Mesh, request, running_mesh

@@ -5,12 +5,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from router.flow_control.capacity import AdmissionSettings
+from router.flow_control.capacity import MAX_RETRY_DELAY_S, AdmissionSettings
 from router.flow_control.controller import Admission
-from router.flow_control.drain_rate import MAX_RETRY_DELAY_S
-from router.flow_control.forecast import Forecast
 from router.flow_control.slo_admission import MAX_WAIT_S, Outlook, Way, way
-from router.flow_control.types import BATCH, INTERACTIVE, STANDARD, Applicant, Refusal, Ticket, TicketState
+from router.flow_control.types import BATCH, INTERACTIVE, STANDARD, Applicant, Forecast, Refusal, Ticket, TicketState
 from router.routing.cost_model import MAX_AHEAD_S
 
 GOOD = Forecast(ttft_s=0.1, tpot_s=0.02, has_room=True)

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.layout import Layout
-from router.fleet.circuit_breaker import Role
-from router.fleet.judge import Judge
+from router.fleet.circuit_breaker import Judge, Role
 from router.routing.fleet_snapshot import Roster
 from router.routing.worker_snapshot import WorkerKey, WorkerView
 from tests.router.fleets import worker

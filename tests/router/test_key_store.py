@@ -8,10 +8,8 @@ import pytest
 
 from pdmesh.runtime.registry.redis_link import open_redis
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
-from router.auth import key_store
-from router.auth.api_keys import ApiKey, KeyTable, hash_of
-from router.auth.key_store import KeyStore, open_store
-from router.auth.redis_keys import FULL_PERIOD_S, RedisKeys
+from router.auth import api_keys
+from router.auth.api_keys import FULL_PERIOD_S, ApiKey, KeyStore, KeyTable, RedisKeys, hash_of, open_store
 from tests.router.api_keys import add_key
 from tests.support.waiting import eventually
 
@@ -23,7 +21,7 @@ HOSTILE = [b"[" * 200_000, b'{"keys":' * 50_000, b"caf\xe9", b"\xff\xfe", b"9" *
 async def test_a_hostile_file_changes_nothing_and_ends_nothing(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(key_store, "PERIOD_S", 0.001)
+    monkeypatch.setattr(api_keys, "PERIOD_S", 0.001)
     path = tmp_path / "keys.json"
     add_key(path, "one")
     store = open_store(str(path), "default")
@@ -40,7 +38,7 @@ async def test_a_hostile_file_changes_nothing_and_ends_nothing(
 
 
 async def test_following_goes_on_whatever_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_store, "PERIOD_S", 0.001)
+    monkeypatch.setattr(api_keys, "PERIOD_S", 0.001)
     problems: list[BaseException] = [RuntimeError("odd"), RecursionError(), MemoryError()]
 
     async def read() -> KeyTable:

@@ -22,9 +22,8 @@ from pdmesh.runtime.rpc.channel import connect
 from pdmesh.third_party.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 from pdmesh.third_party.vllm import vllm_engine_pb2, vllm_engine_pb2_grpc
 from pdmesh.v1 import mesh_pb2
-from router.auth import key_file
-from router.auth.api_keys import ApiKey, KeyProblem, KeyTable, hash_of, new_key
-from router.auth.key_store import open_store
+from router.auth import api_keys
+from router.auth.api_keys import ApiKey, KeyProblem, KeyTable, hash_of, new_key, open_store
 from tests.router.api_keys import add_key, bearer
 from tests.router.mesh import Mesh, request, running_mesh
 
@@ -78,7 +77,7 @@ def test_the_file_is_private_and_survives_concurrent_writers(tmp_path: Path) -> 
     path = tmp_path / "keys.json"
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda number: add_key(path, f"k{number}"), range(24)))
-    assert len(key_file.read_key_file(path)) == 24
+    assert len(api_keys.read_key_file(path)) == 24
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert sorted(file.name for file in tmp_path.iterdir()) == [".keys.json.lock", "keys.json"]
 
@@ -111,7 +110,7 @@ async def test_the_store_follows_the_file_and_keeps_what_it_knows(tmp_path: Path
     with pytest.raises(Unavailable):
         store.find("one")
     await store.refresh()
-    assert (store.find("one"), store.find("two"), store.find("old")) == (key_file.read_key_file(path).find("one"), None, None)
+    assert (store.find("one"), store.find("two"), store.find("old")) == (api_keys.read_key_file(path).find("one"), None, None)
     add_key(path, "two")
     await store.refresh()
     assert store.find("two") is not None

@@ -9,7 +9,7 @@ from pdmesh.runtime.errors import Unavailable
 from pdmesh.v1 import mesh_pb2
 from router.fleet.circuit_breaker import HealthLimits, Role, State
 from router.fleet.hedging import HedgeLimits
-from router.fleet.rebalance import RebalanceLimits
+from router.fleet.migration import RebalanceLimits
 from router.fleet.worker import Dispatched
 from router.lifecycle.decode_stage import DecodeLeg
 from router.lifecycle.placement import Need, Placed, Placer

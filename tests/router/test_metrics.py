@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.flow_control.admission_counts import AdmissionCounts
-from router.telemetry import instruments
+from router.flow_control.capacity import AdmissionCounts
+from router.telemetry import metrics as instruments
 from router.telemetry.fleet_metrics import AdmissionTotals
 from router.telemetry.metrics import RequestMetrics, priority_name
 from tests.router.mesh import Mesh, request, running_mesh

@@ -7,10 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.lifecycle.book import UNFINISHED, Book, Span
-from router.lifecycle.output import Output, ResumeMismatch
-from router.tokenization.prepared_request import Job
-from router.tokenization.served_model import ServedModel, load
+from router.lifecycle.output import UNFINISHED, Book, Output, ResumeMismatch, Span
+from router.tokenization.prepared_request import Job, ServedModel, load
 
 LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
 EOS = 258

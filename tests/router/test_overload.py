@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from router.flow_control.capacity import AdmissionSettings
+from router.flow_control.capacity import MAX_RETRY_DELAY_S, AdmissionSettings
 from router.flow_control.controller import Admission
-from router.flow_control.drain_rate import MAX_RETRY_DELAY_S
-from router.flow_control.forecast import Forecast
-from router.flow_control.types import Applicant, Refusal, Ticket, TicketState
+from router.flow_control.types import Applicant, Forecast, Refusal, Ticket, TicketState
 
 PROMPT_S, OUTPUT_S, OBJECTIVE_S, SECONDS = 0.1, 2.0, 0.5, 60.0
 CAPACITY = SECONDS / PROMPT_S

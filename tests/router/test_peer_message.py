@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.v1 import worker_pb2
-from router.fleet import peer_message
+from router.fleet import peers
 from router.fleet.decode_stream import LinkSettings
-from router.fleet.peer_message import (
+from router.fleet.peers import (
     AGES_MS,
     MAX_COUNT,
     MAX_PER_WORKER,
@@ -81,7 +81,7 @@ def test_the_greatest_messages_can_be_read(num_workers: int, address: str, count
     names = [character * 120 + str(number) for number in range(700) for character in ('"', "\u4e2d", "\udc80")]
     message = PeerMessage("r" * 64, 2**63, _crowd(num_workers, address, count), dict.fromkeys(names, 1e15 / 3))
     data = encode(message, 0.0)
-    assert len(data) <= peer_message.MAX_BYTES
+    assert len(data) <= peers.MAX_BYTES
     got = decode(data, 0.0)
     assert len(got.sent) >= least and len(got.demand) == MAX_TENANTS
     assert all(sent.seqs == min(20 * count, MAX_COUNT) for sent in (total(found, None) for found in got.sent.values()))
@@ -149,7 +149,7 @@ def test_garbage_is_unreadable_and_no_more(data: bytes) -> None:
         got = decode(data, 0.0)
     except UnreadableMessage:
         return
-    assert len(encode(got, 0.0)) <= peer_message.MAX_BYTES  # by chance it was a message
+    assert len(encode(got, 0.0)) <= peers.MAX_BYTES  # by chance it was a message
 
 
 @pytest.mark.parametrize("digits", [400, 5000])
@@ -185,4 +185,4 @@ def test_wrong_fields(change: dict[str, Any]) -> None:
     with pytest.raises(UnreadableMessage):
         decode(json.dumps({**good, **change}).encode(), 0.0)
     with pytest.raises(UnreadableMessage):
-        decode(b" " * (peer_message.MAX_BYTES + 1), 0.0)
+        decode(b" " * (peers.MAX_BYTES + 1), 0.0)

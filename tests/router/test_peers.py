@@ -9,17 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fleet.peer_message import MAX_TENANTS, PeerMessage, decode, encode, named, total
 from router.fleet.peers import (
     ALONE_AFTER_S,
     JOINING_S,
     JOINING_SHARE,
     MAX_SILENCE_S,
+    MAX_TENANTS,
     RETURN_GRACE_S,
     SENT_SILENCE_S,
     DemandMeter,
+    PeerMessage,
     Peers,
+    decode,
+    encode,
+    named,
     part,
+    total,
 )
 from router.fleet.worker import Dispatched
 

@@ -7,11 +7,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from pdmesh.planning.latency_model import LatencyModel
-from router.routing.cost_model import NEUTRAL, Overhead
+from router.routing.cost_model import NEUTRAL, Overhead, Overheads
 from router.routing.cost_policy import PredictPolicy
 from router.routing.filters import Candidate, Demand, NoPlacement, Placement, compatible, has_room
 from router.routing.fleet_snapshot import Roster
-from router.routing.overheads import Overheads
 from router.routing.worker_snapshot import Mode, WorkerView
 from tests.router.fleets import SPEED, running, worker
 

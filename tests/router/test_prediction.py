@@ -5,16 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.planning.latency_model import LatencyModel
-from pdmesh.planning.pace_rules import MAX_SHARE, PACE_TARGET
+from pdmesh.planning.latency_model import MAX_SHARE, PACE_TARGET, LatencyModel
 from pdmesh.v1 import worker_pb2
-from router.flow_control.trust import HALF_LIFE_S, MAX_MARGIN, MIN_MARGIN, STEP, Trust
-from router.routing.cost_model import LARGEST_SHARE, SPARED, Engine, Goals, Overhead, local, remote
-from router.routing.cost_policy import PredictPolicy
+from router.flow_control.slo_admission import HALF_LIFE_S, MAX_MARGIN, MIN_MARGIN, STEP, Trust
+from router.routing.cost_model import LARGEST_SHARE, MAX_STRETCH, SPARED, Engine, Goals, Overhead, Overheads, local, remote
+from router.routing.cost_policy import PredictPolicy, output_part, paired, prompt_part, whole_prediction
 from router.routing.filters import Demand, Placement
 from router.routing.fleet_snapshot import Roster
-from router.routing.overheads import MAX_STRETCH, Overheads
-from router.routing.prediction_parts import output_part, paired, prompt_part, whole_prediction
 from router.routing.worker_reports import Described, view_of
 from router.routing.worker_snapshot import WorkerView
 from tests.router.fleets import BASE, running, worker

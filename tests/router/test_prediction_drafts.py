@@ -8,12 +8,10 @@ import pytest
 
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import worker_pb2
-from router.routing.cost_model import Engine, Goals, Overhead, local, remote
-from router.routing.cost_policy import PredictPolicy
+from router.routing.cost_model import Engine, Goals, Overhead, Overheads, local, remote
+from router.routing.cost_policy import PredictPolicy, output_part, paired, prompt_part, whole_prediction
 from router.routing.filters import Demand, Placement
 from router.routing.fleet_snapshot import Roster
-from router.routing.overheads import Overheads
-from router.routing.prediction_parts import output_part, paired, prompt_part, whole_prediction
 from router.routing.worker_reports import MAX_PER_ROW, Described, view_of
 from router.routing.worker_snapshot import WorkerView
 from tests.router.fleets import BASE, running

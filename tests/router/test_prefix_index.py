@@ -14,8 +14,7 @@ from pdmesh.v1 import common_pb2, worker_pb2
 from router.fleet.worker import Incarnation
 from router.kv_index import index as prefix_index
 from router.kv_index.index import FRESH_S, IN_FLIGHT_S, PrefixIndex
-from router.tokenization.prepared_request import Job, scoped_salt
-from router.tokenization.served_model import ServedModel, load
+from router.tokenization.prepared_request import Job, ServedModel, load, scoped_salt
 
 PROMPT = tuple(range(50, 120))  # four blocks of 16 and a rest
 A, B = ("a:1", 1), ("b:1", 2)

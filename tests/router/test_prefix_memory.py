@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.kv_index import cached_tokens
-from router.kv_index.block_map import BlockMap
-from router.kv_index.cached_tokens import CachedTokens, Part, together
-from router.kv_index.prefix_memory import PrefixMemory
+from router.kv_index import index
+from router.kv_index.index import BlockMap, CachedTokens, Part, PrefixMemory, together
 from router.routing.worker_snapshot import WorkerKey
 
 A, B = ("a:1", 1), ("b:1", 2)
@@ -91,11 +89,11 @@ def test_the_lazy_answer_says_what_a_dictionary_says(held: list[dict[WorkerKey, 
 
 def test_many_holders_are_not_listed() -> None:
     blocks = BlockMap(1000)
-    for number in range(cached_tokens.LISTED + 1):
+    for number in range(index.LISTED + 1):
         blocks.add(("w:1", number), [1, 2])
     blocks.remove(("w:1", 7), [2])
     cached = together([Part(blocks, blocks.levels([1, 2, 3]), 16)])
     assert isinstance(cached, CachedTokens)
-    assert (len(cached), cached[("w:1", 7)], cached[("w:1", 8)]) == (cached_tokens.LISTED + 1, 16, 32)
+    assert (len(cached), cached[("w:1", 7)], cached[("w:1", 8)]) == (index.LISTED + 1, 16, 32)
     with pytest.raises(KeyError):
         cached[("w:1", 1000)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.rebalance import Move, Pace, RebalanceLimits, Rebalancer, load_share
+from router.fleet.migration import Move, Pace, RebalanceLimits, Rebalancer, load_share
 from router.routing.worker_snapshot import WorkerView
 from tests.router.fleets import worker
 

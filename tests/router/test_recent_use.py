@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.flow_control.recent_use import BELOW, WINDOW_TOKENS, RecentUse, Use
+from router.flow_control.fairness import BELOW, WINDOW_TOKENS, RecentUse, Use
 
 Charges = list[tuple[int, float]]
 WEIGHTS = (1.0, 1.0, 4.0)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from router.flow_control.capacity import AdmissionSettings
 from router.flow_control.controller import Admission
 from router.flow_control.fairness import BATCH_YIELDS, SAVED, Shares
-from router.flow_control.forecast import Forecast
-from router.flow_control.types import BATCH, INTERACTIVE, STANDARD, Applicant, Ticket, TicketState
+from router.flow_control.types import BATCH, INTERACTIVE, STANDARD, Applicant, Forecast, Ticket, TicketState
 from tests.router.test_admission import ask, order_of
 
 STEP_S, SERVICE_S = 0.02, 1.0

@@ -14,9 +14,9 @@ from pdmesh.v1 import common_pb2, mesh_pb2
 from router.config import RouterConfig
 from router.fleet.change_notifier import Changes, Signal, unless, wait_at_most
 from router.fleet.heartbeat import SilenceClock
-from router.lifecycle.book import Span
 from router.lifecycle.capacity_queue import RoomLine
 from router.lifecycle.client_stream import Outbox
+from router.lifecycle.output import Span
 from router.telemetry.timings import RequestTimings, now_ns
 from router.tokenization.prepared_request import scoped_salt
 

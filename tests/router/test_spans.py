@@ -18,8 +18,7 @@ from pdmesh.runtime.telemetry.tracing import Tracing
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.fleet.hedging import HedgeLimits
 from router.fleet.worker import Dispatched
-from router.telemetry.spans import MAX_PARTS, LiveSpans
-from router.telemetry.timings import RequestTimings
+from router.telemetry.timings import MAX_PARTS, LiveSpans, RequestTimings
 from tests.router.mesh import Mesh, expected, request, running_mesh
 from tests.runtime.telemetry.collected import Collected
 from tests.support.waiting import eventually

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.runtime.config import ConfigError
-from router.auth import tenants_file
-from router.auth.tenants import Tenants, at_share
-from router.auth.tenants_file import TenantsProblem, TenantTable
+from router.auth import tenants as tenants_file
+from router.auth.tenants import Tenants, TenantsProblem, TenantTable, at_share
 from router.fleet.peers import part
-from router.flow_control.tenant_limits import TenantLimits
+from router.flow_control.capacity import TenantLimits
 
 FILE = """
 [default]

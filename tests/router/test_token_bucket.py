@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.flow_control import token_bucket
-from router.flow_control.tenant_limits import TenantLimits
-from router.flow_control.token_bucket import TokenBucket, TokenRates
+from router.flow_control import capacity
+from router.flow_control.capacity import TenantLimits, TokenBucket, TokenRates
 
 LIMITS = TenantLimits(tokens_per_s=100.0, burst_tokens=200.0)
 
@@ -53,7 +52,7 @@ def test_a_tenant_without_a_rate_has_no_bucket() -> None:
 
 
 def test_buckets_are_bounded_and_a_debt_is_not_forgotten_for_a_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_bucket, "MAX_BUCKETS", 8)
+    monkeypatch.setattr(capacity, "MAX_BUCKETS", 8)
     rates = TokenRates()
     rates.delay_s("debtor", LIMITS, 200, 0.0)
     rates.take("debtor", 1000)

@@ -14,11 +14,9 @@ from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, ResourceExh
 from pdmesh.v1 import mesh_pb2
 from router.config import RouterConfig
 from router.context import Core
-from router.tokenization.preprocessor import Jobs
-from router.tokenization.prompts import LARGE_TEXT_CHARS, Asker, Prompts
-from router.tokenization.queue import Tokenizing
-from router.tokenization.served_model import ServedModel
-from router.tokenization.text_line import LONG_TEXT_BYTES, RETRY_DELAY_S, SHORT_IN_A_ROW, LineLimits, Piece, TextLine
+from router.tokenization.prepared_request import ServedModel
+from router.tokenization.preprocessor import LARGE_TEXT_CHARS, Asker, Jobs, Prompts
+from router.tokenization.queue import LONG_TEXT_BYTES, RETRY_DELAY_S, SHORT_IN_A_ROW, LineLimits, Piece, TextLine, Tokenizing
 from tests.text.samples import make_tokenizer
 
 LONG, SHORT = LONG_TEXT_BYTES + 1, 1000

@@ -14,11 +14,10 @@ from pdmesh.client.client import AsyncClient
 from pdmesh.planning.duration_histogram import class_of
 from pdmesh.runtime.errors import InvalidArgument
 from pdmesh.v1 import common_pb2, mesh_pb2, mesh_pb2_grpc
-from router.api import request_metadata
+from router.api import frontend
 from router.config import RouterConfig
 from router.processes import replica_config
-from router.telemetry.traffic import ModelTraffic, Traffic
-from router.telemetry.traffic_status import traffic_status
+from router.telemetry.traffic import ModelTraffic, Traffic, traffic_status
 from tests.router.mesh import Mesh, request, running_mesh
 from tests.router.test_admission_mesh import read_all
 from tests.support.waiting import eventually
@@ -154,16 +153,16 @@ async def test_what_a_client_tries_again_arrives_once(model_folder: Path) -> Non
 @pytest.mark.parametrize(("name", "value"), [("x-stainless-retry-count", "soon"), ("x-stainless-retry-count", "-1")])
 def test_attempts_are_numbers(name: str, value: str) -> None:
     with pytest.raises(InvalidArgument, match="is not a number of attempts") as raised:
-        request_metadata.fill(mesh_pb2.RequestOptions(), [(name, value)])
+        frontend.fill(mesh_pb2.RequestOptions(), [(name, value)])
     assert raised.value.field == name
 
 
 def test_the_field_wins_over_the_count_of_a_library() -> None:
     options = mesh_pb2.RequestOptions(attempt=5)
-    request_metadata.fill(options, [("X-Stainless-Retry-Count", "2")])
+    frontend.fill(options, [("X-Stainless-Retry-Count", "2")])
     assert options.attempt == 5
     options = mesh_pb2.RequestOptions()
-    request_metadata.fill(options, [("grpc-previous-rpc-attempts", "2")])
+    frontend.fill(options, [("grpc-previous-rpc-attempts", "2")])
     assert options.attempt == 2
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pdmesh.runtime.errors import InvalidArgument
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api import validation
-from router.api.sampling import Limits, complete
+from router.api.validation import Limits, complete
 
 LIMITS = Limits(vocab_size=320, eos_token_ids=frozenset({258}), room=100)
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.runtime import config_values
+from pdmesh.runtime import config as config_values
 from pdmesh.runtime.config import ConfigError, describe, dump, load, parse, to_env
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdmesh.runtime.identity import host_id, new_epoch
+from pdmesh.runtime.process import host_id, new_epoch
 
 
 def test_epochs_are_non_zero_64_bit_numbers_that_differ() -> None:

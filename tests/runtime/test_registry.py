@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from pdmesh.runtime.config import ConfigError
-from pdmesh.runtime.registry.announcer import router_announcer, worker_announcer
 from pdmesh.runtime.registry.records import InvalidRecord
 from pdmesh.runtime.registry.redis_link import RedisLink
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
-from pdmesh.runtime.registry.registry import Registry
+from pdmesh.runtime.registry.registry import Registry, router_announcer, worker_announcer
 from pdmesh.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, WorkerInfo
 from tests.runtime.test_records import record, worker
 from tests.support.waiting import eventually

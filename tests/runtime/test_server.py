@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.errors import error_from_rpc
-from pdmesh.runtime.rpc import call_bound
+from pdmesh.runtime.rpc import server as call_bound
 from pdmesh.runtime.rpc.channel import Channels, connect
 from pdmesh.runtime.rpc.server import MAX_METADATA_BYTES, ConnectionLimits, GrpcServer
 from tests.runtime.echo import SERVICE, Behaviours, add_to_server, call, serving

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from pdmesh.planning.latency_model import Work, prefill_context
-from pdmesh.planning.pace_rules import FORGIVEN, LEAST_TOKENS, MAX_SHARE, PACE_TARGET, SPREAD
+from pdmesh.planning.latency_model import FORGIVEN, LEAST_TOKENS, MAX_SHARE, PACE_TARGET, SPREAD, Work, prefill_context
 from pdmesh.simulator.workers.spec import WorkerSpec
 from pdmesh.simulator.workers.worker import BLOCKS_PER_SPARE
 

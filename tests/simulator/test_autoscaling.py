@@ -26,7 +26,7 @@ from pdmesh.simulator.autoscaling import (
 )
 from pdmesh.simulator.autoscaling_page import Shown, page
 from pdmesh.simulator.results import Results, Window
-from pdmesh.simulator.routers.ledger import MODEL
+from pdmesh.simulator.routers.routing import MODEL
 from pdmesh.simulator.settings import MeshSettings
 from tests.simulator.specs import LARGE
 

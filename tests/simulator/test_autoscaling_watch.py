@@ -13,10 +13,10 @@ from pdmesh.autoscaler.collect.workers import workers_of
 from pdmesh.autoscaler.views import PoolName, Traffic
 from pdmesh.planning.objectives import ModelObjective
 from pdmesh.simulator.arrivals import Arrival
-from pdmesh.simulator.autoscaling_watch import Watch, seen_worker
+from pdmesh.simulator.autoscaling import Watch, seen_worker
 from pdmesh.simulator.mesh import Mesh
 from pdmesh.simulator.results import Results
-from pdmesh.simulator.routers.ledger import EPOCH, MODEL
+from pdmesh.simulator.routers.routing import EPOCH, MODEL
 from pdmesh.simulator.settings import MeshSettings
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 from pdmesh.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.simulator.workers.kv_room import KvRoom
-from pdmesh.simulator.workers.sequence import Sequence
+from pdmesh.simulator.workers.kv_room import KvRoom, Sequence
 
 
 class Nobody:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdmesh.simulator.arrivals import Arrival
 from pdmesh.simulator.events import EventQueue
 from pdmesh.simulator.request import Request
-from pdmesh.simulator.routers.line import Line
+from pdmesh.simulator.routers.admission import Line
 
 ANSWER_S = 0.05
 """Until a worker answers, between two of its steps."""

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from pdmesh.planning.latency_model import Work
 from pdmesh.planning.objectives import ModelObjective
 from pdmesh.simulator.arrivals import Arrival
-from pdmesh.simulator.mesh import Mesh
-from pdmesh.simulator.pools import PoolCounts
+from pdmesh.simulator.mesh import Mesh, PoolCounts
 from pdmesh.simulator.request import End, Request
-from pdmesh.simulator.routers.ledger import MODEL
+from pdmesh.simulator.routers.routing import MODEL
 from pdmesh.simulator.settings import POLICIES, HandOff, MeshSettings
 from pdmesh.simulator.workers.spec import WorkerSpec
 from router.flow_control.capacity import AdmissionSettings

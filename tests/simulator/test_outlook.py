@@ -5,8 +5,7 @@ import pytest
 from pdmesh.engine.scheduler import scheduler as engine_scheduler
 from pdmesh.simulator.arrivals import Arrival
 from pdmesh.simulator.request import Request
-from pdmesh.simulator.routers.ledger import Ledger
-from pdmesh.simulator.routers.routing import Outlook
+from pdmesh.simulator.routers.routing import Ledger, Outlook
 from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers import worker
 from pdmesh.simulator.workers.stats import Figures

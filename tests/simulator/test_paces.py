@@ -2,9 +2,9 @@
 
 import pytest
 
-from pdmesh.planning.pace_rules import FORGIVEN, PACE_TARGET
-from pdmesh.simulator.workers.paces import Paces
-from pdmesh.simulator.workers.sequence import Sequence
+from pdmesh.planning.latency_model import FORGIVEN, PACE_TARGET
+from pdmesh.simulator.workers.batch import Paces
+from pdmesh.simulator.workers.kv_room import Sequence
 from tests.simulator.test_kv_room import Nobody
 
 GOAL_S = 0.01

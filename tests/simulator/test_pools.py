@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdmesh.simulator.pools import BOTH, DECODE, PREFILL, Phase, PodTime, PoolCounts, counts_of, pool_of
+from pdmesh.simulator.mesh import BOTH, DECODE, PREFILL, Phase, PodTime, PoolCounts, counts_of, pool_of
 
 
 def test_roles_are_pools() -> None:

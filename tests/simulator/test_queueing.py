@@ -7,7 +7,7 @@ import pytest
 
 from pdmesh.planning.latency_model import Work
 from pdmesh.simulator.events import EventQueue
-from pdmesh.simulator.workers.sequence import Sequence
+from pdmesh.simulator.workers.kv_room import Sequence
 from pdmesh.simulator.workers.worker import ModelledWorker
 from tests.simulator.specs import SMALL
 

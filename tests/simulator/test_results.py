@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.simulator.arrivals import Arrival
-from pdmesh.simulator.histogram import RELATIVE_ERROR, Histogram
 from pdmesh.simulator.request import End, Request
-from pdmesh.simulator.results import MAX_WINDOWS, Results, meets
+from pdmesh.simulator.results import MAX_WINDOWS, RELATIVE_ERROR, Histogram, Results, meets
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=200), st.floats(0.01, 1.0))

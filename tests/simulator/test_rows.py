@@ -2,8 +2,8 @@
 
 import random
 
-from pdmesh.simulator.workers.rows import Rows
-from pdmesh.simulator.workers.sequence import Sequence
+from pdmesh.simulator.workers.batch import Rows
+from pdmesh.simulator.workers.kv_room import Sequence
 
 FAR = 10_000
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.simulator import shaping
+from pdmesh.simulator import arrivals as shaping
 from pdmesh.simulator.arrivals import Arrival
 
 STEADY = [Arrival(number / 10, 100, 10) for number in range(20_000)]

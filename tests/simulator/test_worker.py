@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pdmesh.planning.latency_model import Work
 from pdmesh.simulator.events import EventQueue
-from pdmesh.simulator.workers.sequence import Sequence
+from pdmesh.simulator.workers.kv_room import Sequence
 from pdmesh.simulator.workers.spec import WorkerSpec
 from pdmesh.simulator.workers.stats import figures_of
 from pdmesh.simulator.workers.worker import ModelledWorker

@@ -1,1 +1,0 @@
-"""What holds of the repository as a whole: its names, its parts."""

@@ -20,12 +20,13 @@ from typing import is_typeddict
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
 
-from autoscaler.config import AutoscalerConfig
-from autoscaler.instruments import ALL as AUTOSCALER_INSTRUMENTS
-from engine.kernels.cpu.isa import TIERS
 from kvtransfer.transports.registry import TRANSPORTS
-from pdmesh import client, client_types, errors
-from pdmesh.client_stream import AsyncStream, Stream
+from pdmesh import errors
+from pdmesh.autoscaler.config import AutoscalerConfig
+from pdmesh.autoscaler.metrics import ALL as AUTOSCALER_INSTRUMENTS
+from pdmesh.client import client
+from pdmesh.client import types as client_types
+from pdmesh.client.stream import AsyncStream, Stream
 from pdmesh.commands.chat import Options as Chat
 from pdmesh.commands.demo import Options as Demo
 from pdmesh.commands.doctor import Options as Doctor
@@ -42,30 +43,29 @@ from pdmesh.commands.roles import Options as Roles
 from pdmesh.commands.status import Options as Status
 from pdmesh.commands.tls import Options as Tls
 from pdmesh.commands.up import Options as Up
-from pdmesh.console.config import ConsoleConfig
-from pdmesh.loadtest.lengths import KINDS
-from pdmesh.model_catalogue import KNOWN_MODELS
-from pdmesh.monitoring.dashboards_fleet import all_dashboards
+from pdmesh.console.main import ConsoleConfig
+from pdmesh.engine.kernels.cpu.isa import TIERS
+from pdmesh.loadtest.arrivals import KINDS
+from pdmesh.models.catalogue import KNOWN_MODELS
+from pdmesh.monitoring.dashboards import all_dashboards
 from pdmesh.monitoring.rules import groups
-from planning.devices import DEVICES
-from planning.objectives import PRIORITIES
-from protos.inference import grpc_service_pb2
-from protos.v1 import common_pb2, decode_pb2, mesh_pb2, prefill_pb2, transfer_pb2, worker_pb2
-from protos.vllm import vllm_engine_pb2
+from pdmesh.planning.devices import DEVICES
+from pdmesh.planning.objectives import PRIORITIES
+from pdmesh.runtime.config import ENV_PREFIX, FILE_SUFFIX, Option, choices_of, item_of, optional_of, options_of, type_name
+from pdmesh.runtime.telemetry.metrics import Instrument
+from pdmesh.runtime.telemetry.metrics_exporters import INFO
+from pdmesh.simulator.arrivals import READERS
+from pdmesh.simulator.config import SimulatorConfig
+from pdmesh.third_party.kserve import grpc_service_pb2
+from pdmesh.third_party.vllm import vllm_engine_pb2
+from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2, prefill_pb2, transfer_pb2, worker_pb2
+from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
+from pdmesh.worker.metrics import ALL as WORKER_INSTRUMENTS
+from pdmesh.worker.roles import ROLE_NAMES
 from router.config import RouterConfig
-from router.instruments import ALL as ROUTER_INSTRUMENTS
-from runtime.config import ENV_PREFIX, FILE_SUFFIX
-from runtime.config_options import Option, options_of
-from runtime.config_values import choices_of, item_of, optional_of, type_name
-from runtime.telemetry.metrics import Instrument
-from runtime.telemetry.metrics_live import INFO
-from simulator.config import SimulatorConfig
-from simulator.traces import READERS
+from router.telemetry.metrics import ALL as ROUTER_INSTRUMENTS
 from tests.structure import source_names
 from tests.structure.source_names import ROOT
-from worker.config import DecodeConfig, PrefillConfig, WorkerConfig
-from worker.instruments import ALL as WORKER_INSTRUMENTS
-from worker.roles import ROLE_NAMES
 
 FILE = Path(__file__).with_suffix(".json")
 # Section → name → facts. A name may get further facts; those that were there stay.

@@ -15,11 +15,10 @@ from kvtransfer.memory import shape_of
 from kvtransfer.native.library import address_of
 from kvtransfer.staging import StagedMemory
 from pdmesh.engine.kv_cache.copies import IndexedBlocks
-from pdmesh.engine.kv_cache.ipc_pool import ShownPool
-from pdmesh.engine.kv_cache.pool_sharing import NotShared, PoolHandle
+from pdmesh.engine.kv_cache.cuda_ipc import NotShared, PoolHandle
+from pdmesh.engine.kv_cache.ipc_pool import IndexedSums, ShownPool, SummedCopies
 from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
 from pdmesh.engine.kv_cache.streams import InOrder, Streams
-from pdmesh.engine.kv_cache.summed_copies import IndexedSums, SummedCopies
 from tests.support.kv_memory import FakeKVMemory
 
 PART_BYTES = 1 << 20
@@ -28,7 +27,7 @@ DEVICE = b"the host's cores"
 
 
 class HostPool:
-    """Another process's. Satisfies pdmesh.engine.kv_cache.pool_sharing.OpenPool."""
+    """Another process's. Satisfies pdmesh.engine.kv_cache.cuda_ipc.OpenPool."""
 
     def __init__(self, mapping: mmap.mmap, offset: int, num_bytes: int) -> None:
         self._mapping = mapping
@@ -47,7 +46,7 @@ class HostPool:
 
 @dataclass
 class HostSharing:
-    """Satisfies pdmesh.engine.kv_cache.pool_sharing.PoolSharing. fd: of the memfd that the pool lies in; None: it cannot be shown."""
+    """Satisfies pdmesh.engine.kv_cache.cuda_ipc.PoolSharing. fd: of the memfd that the pool lies in; None: it cannot be shown."""
 
     fd: int | None
     device: bytes = DEVICE

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.finish import finish_reason
 from pdmesh.engine.kv_cache.events import LayerSignal
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.outputs import FinishReason, StepResult
-from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.request import EngineRequest, finish_reason
 from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.sampling.sampler import Sampler, SampleRow
 from pdmesh.engine.speculation.cost_curve import CostCurve

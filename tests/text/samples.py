@@ -8,8 +8,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from pdmesh.text.tokenizer import Tokenizer
-from pdmesh.text.tokenizer_settings import TokenizerSettings
+from pdmesh.text.tokenizer import Tokenizer, TokenizerSettings
 
 _TEXTS = [
     "the quick brown fox jumps over the lazy dog and the dog sleeps",

@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from pdmesh.text.decoder_stages import byte_level_bytes
-from pdmesh.text.detokenizer import IncrementalDetokenizer
-from pdmesh.text.tokenizer import Tokenizer
-from pdmesh.text.tokenizer_settings import TokenizerSettings
+from pdmesh.text.detokenizer import IncrementalDetokenizer, byte_level_bytes
+from pdmesh.text.tokenizer import Tokenizer, TokenizerSettings
 from tests.text.samples import BACKENDS, byte_fallback_backend, make_tokenizer
 
 TOKENIZERS = {kind: make_tokenizer(kind) for kind in BACKENDS}

@@ -14,8 +14,7 @@ import llguidance
 import numpy as np
 import pytest
 
-from pdmesh.models.catalogue import SMOLLM2
-from pdmesh.models.model_cache import cache_folder, is_complete
+from pdmesh.models.catalogue import SMOLLM2, cache_folder, is_complete
 from pdmesh.text import grammar as grammar_module
 from pdmesh.text.grammar import MAX_BYTES, GrammarCompiler, GrammarMatcher
 from pdmesh.text.tokenizer import Tokenizer

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.models.catalogue import SMOLLM2
-from pdmesh.models.model_cache import cache_folder, is_complete
+from pdmesh.models.catalogue import SMOLLM2, cache_folder, is_complete
 from pdmesh.text.chat_template import Message
-from pdmesh.text.choice_text import ChoiceText
+from pdmesh.text.stop import ChoiceText
 from pdmesh.text.tokenizer import Tokenizer
 
 FOLDER = cache_folder() / "models" / SMOLLM2.name

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers, pre_tokenizers
 
-from pdmesh.text.token_bytes import NFC_SHRINKS, TokenBytes, token_bytes
+from pdmesh.text.tokenizer import NFC_SHRINKS, TokenBytes, token_bytes
 from tests.text.samples import byte_fallback_backend, byte_level_backend, make_tokenizer, plain_backend
 
 TEXTS = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(" thedog\u0301\u212a世")), max_size=200)

@@ -9,8 +9,7 @@ import pytest
 
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.loader.loader import load_model
-from pdmesh.worker.config import WorkerConfig
-from pdmesh.worker.cpus import bound, problem_with
+from pdmesh.worker.config import WorkerConfig, bound, problem_with
 from tests.support.worker_mesh import MODEL, Model, running_worker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")

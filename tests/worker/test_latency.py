@@ -17,8 +17,7 @@ from pdmesh.engine.loop import EngineLoop
 from pdmesh.engine.outputs import StepResult, StepWork
 from pdmesh.planning.latency_model import LatencyModel, Work
 from pdmesh.v1 import worker_pb2
-from pdmesh.worker.latency import StepWatch, latency_message, prior_for
-from pdmesh.worker.load import LoadReporter
+from pdmesh.worker.load import LoadReporter, StepWatch, latency_message, prior_for
 from pdmesh.worker.roles import RoleGate, roles_of
 from tests.support.mini_router import MiniRouter
 from tests.support.waiting import eventually

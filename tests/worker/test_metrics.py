@@ -17,7 +17,7 @@ from pdmesh.engine.speculation.stats import Tally
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.runtime.telemetry.metrics import Instrument
 from pdmesh.v1 import prefill_pb2, worker_pb2
-from pdmesh.worker import instruments
+from pdmesh.worker import metrics
 from pdmesh.worker.metrics import Seen, StepCounts, read
 from tests.runtime.telemetry.scrape import Page, scrape
 from tests.support.mini_router import MiniRouter
@@ -101,7 +101,7 @@ async def test_all_of_the_catalogue_is_shown(prefiller: Peer, decoder: Peer, rou
     """Speculation's where somebody guesses: see the test of a real mesh."""
     await hand_off(prefiller, decoder, router, "shm")
     shown = {sample.name for peer in (prefiller, decoder) for sample in (await look(peer)).samples}
-    for instrument in set(instruments.ALL) - set(instruments.SPECULATION):
+    for instrument in set(metrics.ALL) - set(metrics.SPECULATION):
         assert set(instrument.samples) <= shown, instrument.name
 
 
@@ -144,4 +144,4 @@ def test_a_proposer_that_failed_is_shown() -> None:
     tally.fault("heads")
     stats = EngineStats(*[0] * 17, speculation=tally.stats())  # type: ignore[misc, arg-type]
     read(written, Seen(stats, worker_pb2.LoadReport(), None, {}, 0))
-    assert written.of[instruments.FAILED_PROPOSER] == {("heads",): 1}
+    assert written.of[metrics.FAILED_PROPOSER] == {("heads",): 1}

@@ -7,7 +7,7 @@ from dataclasses import astuple
 import pytest
 
 from pdmesh.engine.speculation.stats import ProposerStats, SpeculationStats, Tally
-from pdmesh.worker.speculation import HALF_LIFE_ROWS, RecentDrafts, speculation_message
+from pdmesh.worker.load import HALF_LIFE_ROWS, RecentDrafts, speculation_message
 
 
 def stats(num_rows: int, *, verified_each: int, kept_each: int, drafting_s: float = 0.0) -> SpeculationStats:

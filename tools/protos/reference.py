@@ -22,8 +22,8 @@ PAGE = descriptors.ROOT / "docs/api.md"
 INTRODUCTION = f"""\
 # API reference: `{PACKAGE}`
 
-Generated from `protos/pdmesh/v1/*.proto` by `make stubs`: change the comments there, not this page. How to call it from a program of any
-language, what errors mean and what may change: [grpc.md](grpc.md).
+Generated from `protos/pdmesh/v1/*.proto` by `make stubs`: change the comments there, not this page. How to call it from a
+program of any language, what errors mean and what may change: [grpc.md](grpc.md).
 
 How to read the tables: a field of no *kind* is never absent to its reader, who gets the default of what was
 not sent. An *optional* field, a message and a member of a *oneof* can be told to be absent; of a *oneof* at most one is set.

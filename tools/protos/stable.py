@@ -1,8 +1,8 @@
 """The promise of `pdmesh.v1`: what a client has compiled in goes on working.
 
 `stable.json` holds the names, numbers and types of the client API. What stands there is never removed, renamed, renumbered or
-given another type; additions are welcome, and stand there too. `python -m tools.protos.stable` records additions, refuses what breaks;
-with `--check` it writes nothing and also refuses additions that are not recorded yet. Who has to break something makes a
+given another type; additions are welcome, and stand there too. `python -m tools.protos.stable` records additions, refuses what
+breaks; with `--check` it writes nothing and also refuses additions that are not recorded yet. Who has to break something makes a
 `pdmesh.v2`.
 """
 

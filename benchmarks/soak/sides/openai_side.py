@@ -13,7 +13,7 @@ from benchmarks.soak.cases import Case, renamed
 from benchmarks.soak.sides.base import Answer, new_answer
 from pdmesh.errors import MeshError, Unavailable
 from pdmesh.loadtest.targets.http import BaseUrl, HttpClient, HttpError, Response
-from pdmesh.loadtest.targets.sse import SseParser
+from pdmesh.loadtest.targets.openai import SseParser
 
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT, 404: grpc.StatusCode.NOT_FOUND, 429: grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -21,21 +21,47 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from kvtransfer.errors import FrameError
+from kvtransfer.layout import refuse
 from kvtransfer.manifest import Part
-from kvtransfer.memory import KVMemory, Rectangle, copies
+from kvtransfer.memory import KVMemory, PoolShape, Rectangle, copies
 from kvtransfer.stream import SocketStream
-from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
+from kvtransfer.transports.common import (
+    InlineIncoming,
+    InlineOutgoing,
+    SummedIncoming,
+    SummedOutgoing,
+    pulled,
+    shape_of_sender,
+    source_of,
+    unusable,
+)
 from kvtransfer.transports.nixl.agent import HOST, KINDS, Agent, NixlFailed, NixlUnusable, Place
-from kvtransfer.transports.nixl.nixl_hello import check_pool
-from kvtransfer.transports.nixl.nixl_pull import FIRST_PAUSE_S, MAX_PAUSE_S, PATIENCE_S, wire_order
-from kvtransfer.transports.nixl.reader import Read, Reads, Remote
-from kvtransfer.transports.pulled import source_of
-from kvtransfer.transports.summed import SummedIncoming, SummedOutgoing, pulled, unusable
+from kvtransfer.transports.nixl.reader import FIRST_PAUSE_S, MAX_PAUSE_S, PATIENCE_S, Read, Reads, Remote, wire_order
 from pdmesh.v1 import transfer_pb2
 
-if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
+if TYPE_CHECKING:
     from pdmesh.engine.kv_cache.ipc_pool import ShownPool
     from pdmesh.engine.kv_cache.streams import Mark
+
+
+# What a hello over nixl says of the sender's pool.
+
+
+MAX_METADATA_BYTES = 64 << 10
+_ADDRESS_END = 1 << 64
+
+
+def check_pool(hello: transfer_pb2.TransferHello, memory: KVMemory) -> PoolShape:
+    """Its shape; `memory` is ours, of the same model. Raises TransferRefused naming the field that describes no pool."""
+    shape = shape_of_sender(hello, memory)
+    if not 0 < len(hello.nixl_metadata) <= MAX_METADATA_BYTES:
+        raise refuse("hello.nixl_metadata", f"{len(hello.nixl_metadata)} bytes are not 1 to {MAX_METADATA_BYTES}")
+    if shape.num_bytes == 0:
+        raise refuse("hello.pool_num_blocks", "0; a pool has at least one block")
+    if not 0 < hello.pool_address <= _ADDRESS_END - shape.num_bytes:
+        raise refuse("hello.pool_address", f"no pool of {shape.num_bytes} bytes lies at {hello.pool_address:#x}")
+    return shape
+
 
 ROOM_BYTES = 64 << 20  # the largest part: what a part costs Python should be little beside it
 NUM_ROOMS = 4

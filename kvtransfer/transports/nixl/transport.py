@@ -30,14 +30,10 @@ from kvtransfer.memory import KVMemory, PoolShape, Rectangle, shape_of
 from kvtransfer.native.library import address_of
 from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import SocketStream
-from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
+from kvtransfer.transports.common import InlineIncoming, InlineOutgoing, announce, shown_by, source_of, unusable
 from kvtransfer.transports.nixl.agent import HOST, Agent, NixlUnusable, is_installed
-from kvtransfer.transports.nixl.device import DeviceReader, NixlDeviceIncoming, NixlDeviceOutgoing, place_of
-from kvtransfer.transports.nixl.nixl_hello import check_pool
-from kvtransfer.transports.nixl.nixl_pull import Pull
-from kvtransfer.transports.nixl.reader import Reader, Remote
-from kvtransfer.transports.pulled import announce, source_of
-from kvtransfer.transports.summed import shown_by, unusable
+from kvtransfer.transports.nixl.device import DeviceReader, NixlDeviceIncoming, NixlDeviceOutgoing, check_pool, place_of
+from kvtransfer.transports.nixl.reader import Pull, Reader, Remote
 from kvtransfer.transports.tcp import TcpTransport
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.v1 import common_pb2, transfer_pb2

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from pdmesh.autoscaler.kubernetes import times
+from pdmesh.autoscaler.kubernetes import objects
 from pdmesh.autoscaler.kubernetes.api import Api, ApiError, Object
 
 CONTROLLER = "pdmesh.io/autoscaler"
@@ -84,7 +84,7 @@ def event(
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",
         "metadata": {"name": f"{subject.name[:200]}.{time_ns:x}", "namespace": namespace},
-        "eventTime": times.micro_time(time_ns / 1e9),
+        "eventTime": objects.micro_time(time_ns / 1e9),
         "reportingController": CONTROLLER,
         "reportingInstance": identity[:128],
         "action": action,

@@ -8,8 +8,10 @@ A decision that is too old is not shown: the answer is 503 and HPA and KEDA leav
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,9 +20,74 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pdmesh.autoscaler.decision import Decision
-from pdmesh.autoscaler.kubernetes import selector, times
-from pdmesh.autoscaler.kubernetes.wanted import METRIC, Value, Wanted
+from pdmesh.autoscaler.kubernetes import objects
+from pdmesh.autoscaler.views import Decision, PoolName
+
+# How many replicas the policy wants of each pool, for whoever scales them instead. Pure: the time is passed in, in seconds of
+# any clock that only goes forward.
+
+
+METRIC = "pdmesh_wanted_replicas"
+
+
+@dataclass(frozen=True)
+class Value:
+    """Of one pool; `wall_s`, since 1970, is when it was decided."""
+
+    pool: PoolName
+    replicas: int
+    wall_s: float
+
+
+class Wanted:
+    """The latest decision, while it is fresh. One that only says that nothing is known (`held`) makes none fresh: silence is not
+    what anybody wants."""
+
+    def __init__(self, max_age_s: float) -> None:
+        self._max_age_s = max_age_s
+        self._values: tuple[Value, ...] = ()
+        self._decided_s = float("-inf")
+
+    def decided(self, decision: Decision, now_s: float, wall_s: float) -> None:
+        """Another decision."""
+        if decision.held is None:
+            self._values = tuple(Value(pool.name, pool.replicas, wall_s) for pool in decision.pools)
+            self._decided_s = now_s
+
+    def fresh(self, now_s: float) -> tuple[Value, ...]:
+        """Of all pools; none where the latest is too old."""
+        return self._values if now_s - self._decided_s <= self._max_age_s else ()
+
+
+# Label selectors as the API writes them in a query: `pool=decode,model in (a,b),!x`. Pure.
+
+
+Labels = Mapping[str, str]
+_KEY = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,316}"
+_VALUE = r"[A-Za-z0-9._-]{0,63}"
+_SET = re.compile(rf"({_KEY})\s+(in|notin)\s+\(([^()]*)\)")
+_EQUAL = re.compile(rf"({_KEY})\s*(==|=|!=)\s*({_VALUE})")
+_EXISTS = re.compile(rf"(!?)\s*({_KEY})")
+
+
+def parse_selector(text: str) -> Callable[[Labels], bool]:
+    """Whether labels are meant; an empty text means all. Raises ValueError for what is no selector."""
+    terms = [_term(each.strip()) for each in re.split(r",(?![^()]*\))", text) if text.strip()]
+    return lambda labels: all(term(labels) for term in terms)
+
+
+def _term(text: str) -> Callable[[Labels], bool]:
+    if match := _SET.fullmatch(text):
+        key, way, values = match[1], match[2], {each.strip() for each in match[3].split(",")}
+        return lambda labels: (labels.get(key) in values) == (way == "in")
+    if match := _EQUAL.fullmatch(text):
+        key, way, value = match[1], match[2], match[3]
+        return lambda labels: (labels.get(key) == value) == (way != "!=")
+    if match := _EXISTS.fullmatch(text):
+        key, is_absent = match[2], bool(match[1])
+        return lambda labels: (key in labels) != is_absent
+    raise ValueError(f"labelSelector: {text[:100]!r} cannot be read; write it like pool=decode")
+
 
 GROUP, VERSION = "external.metrics.k8s.io", "v1beta1"
 _REASONS = {400: "BadRequest", 404: "NotFound", 405: "MethodNotAllowed", 503: "ServiceUnavailable"}
@@ -74,7 +141,7 @@ class ExternalMetrics:
         if namespace != self._namespace:
             raise HTTPException(404, f"nothing is known of namespace {namespace[:100]}, only of {self._namespace}")
         try:
-            is_meant = selector.parse_selector(request.query_params.get("labelSelector", ""))
+            is_meant = parse_selector(request.query_params.get("labelSelector", ""))
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
         items = [self._item(value) for value in self._fresh()]
@@ -101,7 +168,7 @@ class ExternalMetrics:
         return {
             "metricName": METRIC,
             "metricLabels": labels,
-            "timestamp": times.time(value.wall_s),
+            "timestamp": objects.time(value.wall_s),
             "value": str(value.replicas),
         }
 

@@ -7,11 +7,73 @@ and either value is ours then, for as long as it may still arrive. Any other val
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from pdmesh.autoscaler.kubernetes import orders
+from pdmesh.autoscaler.kubernetes import objects
 from pdmesh.autoscaler.kubernetes.objects import MANAGER, NOBODY, Owner, Seen
-from pdmesh.autoscaler.kubernetes.orders import AUTOSCALE, HOLD_UNTIL
+
+# What people order by annotations of a Deployment. Pure; times in seconds since 1970.
+
+
+AUTOSCALE = "pdmesh.io/autoscale"
+HOLD_UNTIL = "pdmesh.io/hold-until"
+_MAX_SHOWN = 50
+
+
+@dataclass(frozen=True)
+class Said:
+    """`until_s`: None without that annotation. `mistake`: what cannot be read of them, which holds until it is put right."""
+
+    is_off: bool = False
+    until_s: float | None = None
+    mistake: str = ""
+
+    def forbids(self, wall_s: float) -> bool:
+        """Whether nothing may change now."""
+        return bool(self.mistake) or self.is_off or (self.until_s is not None and wall_s < self.until_s)
+
+
+def ours(annotations: Mapping[str, str]) -> dict[str, str]:
+    """Those that mean us, no longer than what is read of them."""
+    return {key: str(annotations[key])[:_MAX_SHOWN] for key in (AUTOSCALE, HOLD_UNTIL) if key in annotations}
+
+
+def read_orders(annotations: Mapping[str, str]) -> Said:
+    """What stands there."""
+    found = ours(annotations)
+    try:
+        return Said(_is_off(found), _until_s(found))
+    except ValueError as error:
+        return Said(mistake=str(error))
+
+
+def order_ends(before: Mapping[str, str], after: Mapping[str, str], since_s: float, wall_s: float) -> bool:
+    """Whether somebody has said between two looks that a hold since `since_s` is over: what held was taken away, or one was
+    written that does not hold. To take away what has not held, an older date or a mistake, says nothing."""
+    said = read_orders(after)
+    if ours(before) == ours(after) or said.forbids(wall_s):
+        return False
+    was = read_orders(before)
+    is_written = any(before.get(key) != value for key, value in ours(after).items())
+    return is_written or was.is_off or (was.until_s is not None and was.until_s >= since_s)
+
+
+def _is_off(annotations: Mapping[str, str]) -> bool:
+    value = annotations.get(AUTOSCALE, "on")
+    if value not in ("on", "off"):
+        raise ValueError(f"{AUTOSCALE}: {value!r} is neither on nor off; set it to one of them, or take it away")
+    return value == "off"
+
+
+def _until_s(annotations: Mapping[str, str]) -> float | None:
+    if HOLD_UNTIL not in annotations:
+        return None
+    try:
+        return objects.parse(annotations[HOLD_UNTIL])
+    except ValueError as error:
+        raise ValueError(f"{HOLD_UNTIL}: {error}") from None
+
 
 MAX_OURS = 4
 ARRIVES_S = 120.0
@@ -66,7 +128,7 @@ def entry_of(saved: object, wall_s: float = float("inf")) -> Entry | None:
 
 def looked(entry: Entry | None, seen: Seen, wall_s: float) -> Entry:
     """After a look. What is seen for the first time counts as ours: nobody has changed anything yet."""
-    said = orders.ours(seen.annotations)
+    said = ours(seen.annotations)
     if entry is None or entry.uid != seen.uid:
         return Entry(seen.uid, (seen.replicas,), owner=seen.owner, said=said)
     if seen.replicas not in entry.ours:
@@ -74,7 +136,7 @@ def looked(entry: Entry | None, seen: Seen, wall_s: float) -> Entry:
     # If it is the latest, it has arrived, and nothing older can any more.
     is_sure = seen.replicas == entry.ours[0] or wall_s >= entry.asked_s + ARRIVES_S
     after = replace(entry, ours=(seen.replicas,) if is_sure else entry.ours, owner=seen.owner, said=said)
-    if entry.changed_s is not None and orders.order_ends(entry.said, said, entry.changed_s, wall_s):
+    if entry.changed_s is not None and order_ends(entry.said, said, entry.changed_s, wall_s):
         return replace(after, changed_s=None, changed_by="")
     return after
 
@@ -83,7 +145,7 @@ def has_ended(before: Entry, after: Entry, wall_s: float, manual_hold_s: float) 
     """Whether a person has cut a hold short between two looks, not only tidied up after one."""
     if before.changed_s is None or after.changed_s is not None:
         return False
-    return wall_s < before.changed_s + manual_hold_s or orders.read_orders(before.said).forbids(wall_s)
+    return wall_s < before.changed_s + manual_hold_s or read_orders(before.said).forbids(wall_s)
 
 
 def _changed_by(entry: Entry, seen: Seen) -> str:
@@ -104,7 +166,7 @@ class Held:
 def hold(entry: Entry, seen: Seen, wall_s: float, manual_hold_s: float) -> Held | None:
     """Whether a person has said to leave it alone. What an annotation forbids, it forbids while it stands: `left_s` is then only
     until somebody looks again."""
-    said = orders.read_orders(seen.annotations)
+    said = read_orders(seen.annotations)
     if said.mistake:
         return Held("an annotation that cannot be read", max(manual_hold_s, MIN_LEFT_S), said.mistake)
     if said.is_off:

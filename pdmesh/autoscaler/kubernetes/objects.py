@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from pdmesh.autoscaler.platform import PlatformError
 
@@ -54,3 +55,27 @@ def _owner(managed: object) -> Owner:
             case {"manager": str(manager), "fieldsV1": {"f:spec": {"f:replicas": _}}}:
                 owners.append(Owner(manager[:_MAX_NAME], str(each.get("time", ""))[:_MAX_NAME]))
     return max(owners, key=lambda owner: owner.time, default=NOBODY)
+
+
+# Times as Kubernetes writes them (RFC 3339). Pure; seconds since 1970, UTC.
+
+
+def micro_time(wall_s: float) -> str:
+    """As a MicroTime: always six digits, which its parser insists on."""
+    return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def time(wall_s: float) -> str:
+    """As a Time: whole seconds."""
+    return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def parse(text: str) -> float:
+    """Raises ValueError for what is no time, or one without its zone."""
+    try:
+        found = datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise ValueError(f"{text!r} is no time; write it like 2026-01-31T12:00:00Z") from None
+    if found.tzinfo is None:
+        raise ValueError(f"{text!r} has no time zone; end it with Z for UTC")
+    return found.timestamp()

@@ -1,13 +1,94 @@
 """What one pool would do, were it alone: up at once, down late. Pure."""
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pdmesh.autoscaler.decision import PoolDecision
-from pdmesh.autoscaler.policy.memory import PoolMemory
+from pdmesh.autoscaler.forecasting.forecast import State, number
 from pdmesh.autoscaler.policy.sizing import Size
 from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
-from pdmesh.autoscaler.views import PoolView
+from pdmesh.autoscaler.views import Flip, PoolDecision, PoolName, PoolView
+
+# What the policy remembers of one pool: what it changed, and what would have been enough of late. Pure, saved as JSON.
+
+
+Pairs = deque[tuple[float, int]]
+
+
+class PoolMemory:
+    """`changes`: (time, replicas added). `enough`: (time, replicas that would have borne the load with headroom)."""
+
+    def __init__(self) -> None:
+        self.changes: Pairs = deque()
+        self.enough: Pairs = deque()
+        self.idle_since_s: float | None = None
+
+    def changed(self, now_s: float, num_added: int) -> None:
+        """A decision, not what became of it."""
+        if num_added:
+            self.changes.append((now_s, num_added))
+
+    def remember(self, now_s: float, num_enough: int, cool_down_s: float, step_period_s: float) -> None:
+        """And forgets what no rule asks about any more; of `enough` one entry from before the cool-down stays, to span it."""
+        self.enough.append((now_s, num_enough))
+        while len(self.enough) > 1 and self.enough[1][0] <= now_s - cool_down_s:
+            self.enough.popleft()
+        while self.changes and self.changes[0][0] < now_s - max(cool_down_s, step_period_s):
+            self.changes.popleft()
+
+    def interrupt(self) -> None:
+        """Nobody knows what would have been enough just now: being idle has to be shown anew."""
+        self.enough.clear()
+        self.idle_since_s = None
+
+    def most_enough(self, now_s: float, seconds: float) -> int | None:
+        """The most that was needed at any time of the latest `seconds`, at most a cool-down; None while it has not been watched
+        for so long."""
+        known = [place for place, (time_s, _) in enumerate(self.enough) if time_s <= now_s - seconds]
+        return max(num for _, num in list(self.enough)[known[-1] :]) if known else None
+
+    def grew_within(self, now_s: float, seconds: float) -> float | None:
+        """How long ago it grew, None if not within `seconds`."""
+        ages = [now_s - time_s for time_s, num in self.changes if num > 0 and now_s - time_s < seconds]
+        return min(ages, default=None)
+
+    def shrank_within(self, now_s: float, seconds: float) -> float | None:
+        """How long ago it shrank, None if not within `seconds`."""
+        ages = [now_s - time_s for time_s, num in self.changes if num < 0 and now_s - time_s < seconds]
+        return min(ages, default=None)
+
+    def stepped(self, now_s: float, period_s: float, sign: int) -> int:
+        """Replicas added (`sign` 1) or taken (-1) within the period."""
+        return sum(num * sign for time_s, num in self.changes if num * sign > 0 and now_s - time_s < period_s)
+
+    def idle_s(self, now_s: float, is_idle: bool) -> float | None:
+        """How long nobody has asked for anything; None: somebody does."""
+        if not is_idle:
+            self.idle_since_s = None
+            return None
+        if self.idle_since_s is None:
+            self.idle_since_s = now_s
+        return now_s - self.idle_since_s
+
+    def save(self) -> State:
+        """What `restore` of a new one takes."""
+        return {"changes": list(self.changes), "enough": list(self.enough), "idle_since_s": self.idle_since_s}
+
+    def restore(self, state: State) -> None:
+        """Raises ValueError."""
+        self.changes, self.enough = _pairs(state, "changes"), _pairs(state, "enough")
+        self.idle_since_s = None if state.get("idle_since_s") is None else number(state, "idle_since_s")
+
+
+def _pairs(state: State, name: str) -> Pairs:
+    pairs = state.get(name)
+    if not isinstance(pairs, list):
+        raise ValueError(f"{name}: a saved state holds a list there, not {pairs!r}")
+    try:
+        return deque((float(time_s), int(num)) for time_s, num in pairs)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}: a saved state holds pairs of a time and a number there") from error
+
 
 STUCK_STARTS = 5
 """Times the usual start, after which a pod that does not serve counts for nothing."""
@@ -122,3 +203,54 @@ def _down(
     if target > most:
         return target, f"{reason}; a step is at most {settings.max_step_down} in {settings.step_period_s:.0f} s", "step"
     return target, reason, None
+
+
+# Idle workers take the other role before pods are asked for, and give it back. Pure.
+
+
+SPARE_SHARE = 0.5
+"""Of a cool-down, for which a pool has to have had workers to spare before it lends them."""
+
+
+def flip(
+    plans: dict[PoolName, Plan], memories: dict[PoolName, PoolMemory], settings: AutoscalerSettings, now_s: float
+) -> tuple[dict[PoolName, Plan], tuple[Flip, ...]]:
+    """The plans with the workers that change sides. Only one direction at a time: the other pool has none to give."""
+    for taker, giver in ((PoolName.PREFILL, PoolName.DECODE), (PoolName.DECODE, PoolName.PREFILL)):
+        if not settings.flips or giver not in plans or settings.of(taker).gpus_per_replica != settings.of(giver).gpus_per_replica:
+            break
+        taking, giving = plans[taker], plans[giver]
+        if taking.view.hold is not None or giving.view.hold is not None:
+            break
+        num = min(taking.num_added, _spare(giving, memories[giver], settings, now_s))
+        if num > 0:
+            return plans | {taker: _taken(taking, num), giver: _given(giving, taker, num)}, (Flip(giver, taker, num),)
+        returned = min(-giving.num_added, giving.view.num_borrowed, settings.of(taker).max_replicas - taking.target)
+        if returned > 0 and taking.num_added >= 0:
+            return plans | {taker: _returned(taking, giver, returned)}, (Flip(giver, taker, returned),)
+    return plans, ()
+
+
+def _spare(giving: Plan, memory: PoolMemory, settings: AutoscalerSettings, now_s: float) -> int:
+    """Workers that the pool can do without, with headroom, and that serve already. It need not have been for as long as before
+    it shrinks: they can be had back as fast."""
+    if memory.grew_within(now_s, settings.cool_down_s) is not None:
+        return 0
+    most = memory.most_enough(now_s, SPARE_SHARE * settings.cool_down_s)
+    enough = giving.size.enough if most is None else max(most, giving.size.enough)
+    return giving.view.num_ready - max(enough, settings.of(giving.view.name).min_replicas)
+
+
+def _taken(taking: Plan, num: int) -> Plan:
+    rest = taking.num_added - num
+    pods = f", so {rest} pods instead of {taking.num_added} are asked for" if rest else ", so no pod is asked for"
+    return replace(taking, reason=f"{taking.reason}; {num} idle take this role at once{pods}")
+
+
+def _given(giving: Plan, taker: PoolName, num: int) -> Plan:
+    target = min(giving.target, giving.view.num_replicas - num)
+    return replace(giving, target=target, reason=f"{giving.size.enough} would do; {num} idle become {taker}")
+
+
+def _returned(taking: Plan, giver: PoolName, num: int) -> Plan:
+    return replace(taking, target=taking.target + num, reason=f"{taking.reason}; {num} come back from {giver}")

@@ -1,15 +1,80 @@
 """How many replicas of one pool a demand needs, and how many it could do with. Pure."""
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from statistics import median_low
+from typing import TypeVar
 
-from pdmesh.autoscaler.policy.demand import Demand
+from pdmesh.autoscaler.forecasting.forecast import Expected, Forecaster, State, number
 from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
-from pdmesh.autoscaler.views import PoolName, PoolView
+from pdmesh.autoscaler.views import Measured, PoolName, PoolView, Traffic
 from pdmesh.planning.capacity import DecodePool, Pool, PrefillPool, SharedPool, bearable, fewest
-from pdmesh.planning.capacity_load import Goals, Load, Worker
-from pdmesh.planning.capacity_steps import keeps_tpot
+from pdmesh.planning.capacity_load import Goals, Lengths, Load, Worker
+from pdmesh.planning.latency_model import LatencyModel, Work, prefill_context
+from pdmesh.planning.prompt_times import keeps_tpot
+
+# How many requests a second each pool has to be ready for. Pure.
+#
+# sure      = observed less what chance may have added to it       moves a pool up at once
+# expected  = forecast for when a pod asked for now would serve    is the floor
+# later     = forecast for a cool-down after that                  is what a pool must not shrink below
+# backlog   = what waits beyond the usual, over the time to be rid of it
+#
+# Arrivals that come in lumps (completions for editors come in salvos of seconds) are met by a pool that bears most lumps all the
+# time: a pod that is asked for when one comes serves when it is over. How lumpy they are the forecaster learns.
+
+
+SURE_SIGMAS = 2.0
+"""Of arrivals, by which the observed rate may be too high by chance."""
+
+USUAL_QUEUE_S, USUAL_SHARE = 0.25, 0.25
+"""Arrivals of so long wait at routers at any time, or of so much of a TTFT objective: they give workers no more work in advance
+than that (router/prediction.py)."""
+
+USUAL_NOISE, LUMP_SIGMAS = 4.0, 2.5
+"""Of arrivals with more noise than this (1: independent ones), so much is to be borne at any time."""
+
+ABSORBED = 2.0
+"""Times the TTFT objective, over which a queue evens lumps out."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """In requests a second. `backlog`: to be had on top of everything else until it is gone."""
+
+    observed: float
+    expected: float
+    least: float
+    backlog: float
+    later: float = 0.0
+
+    @property
+    def needed(self) -> float:
+        """What a pool has to bear."""
+        return max(self.least, self.expected) + self.backlog
+
+
+def demand(
+    now_s: float, traffic: Traffic, forecaster: Forecaster, settings: AutoscalerSettings, start_s: float, ttft_s: float | None
+) -> Demand:
+    """`start_s`: until a pod that is asked for now serves; `ttft_s`: the objective. What is expected is the most of now and then:
+    a pool must not shrink for a night that begins only after that."""
+    rate, window_s = traffic.rate_per_s, max(traffic.window_s, 1e-3)
+    evened_s = max(window_s, ABSORBED * (ttft_s or 0.0))
+    moments = [forecaster.at(now_s + start_s * share) for share in (0.0, 0.5, 1.0)]
+    expected = max([moment.mean + settings.forecast_sigmas * moment.spread + _lumps(moment, evened_s) for moment in moments])
+    after = forecaster.at(now_s + start_s + settings.cool_down_s)
+    later = after.mean + _lumps(after, evened_s)
+    sure = max(0.0, rate - SURE_SIGMAS * math.sqrt(max(1.0, after.noise) * rate / window_s))
+    unusual = max(0.0, traffic.num_queued - max(USUAL_QUEUE_S, USUAL_SHARE * (ttft_s or 0.0)) * rate - 1)
+    return Demand(rate, expected, sure, unusual / settings.drain_s, later)
+
+
+def _lumps(moment: Expected, evened_s: float) -> float:
+    return LUMP_SIGMAS * math.sqrt(max(0.0, moment.noise - USUAL_NOISE) * moment.mean / evened_s)
+
 
 WAIT_SHARE = 0.5
 """Of a TTFT objective, that requests may wait at routers before it is more than chance."""
@@ -122,3 +187,160 @@ def _promise(name: PoolName, goals: Goals) -> str:
     if goals.tpot_s is not None and name is not PoolName.PREFILL:
         bounds.append(f"TPOT {1000 * goals.tpot_s:.0f} ms")
     return f"{' and '.join(bounds)} of {goals.quantile:.0%}" if bounds else "queues that do not grow"
+
+
+# What requests ask for, without the noise of a few of them. Pure.
+#
+# The mean square of a window's prompts hangs on the longest one or two; a pool that followed it would move with each of them. So
+# all moments are smoothed over a minute, and what was last known holds while nobody comes.
+
+
+SMOOTH_S = 60.0
+_FIELDS = ("input_tokens", "input_squared", "output_tokens", "cached_share", "output_squared")
+
+
+class SmoothedLengths:
+    """`latest`: None before the first request. `burstiness` of arrivals, smoothed with them."""
+
+    def __init__(self) -> None:
+        self.latest: Lengths | None = None
+        self.burstiness = 1.0
+        self._time_s: float | None = None
+        self._looked_s: float | None = None
+
+    def observe(self, now_s: float, traffic: Traffic) -> None:
+        """Nobody came: nothing is learned of lengths, and the burst before the silence tells less and less."""
+        silent_s = 0.0 if self._looked_s is None else max(0.0, now_s - self._looked_s)
+        self._looked_s = now_s
+        if traffic.lengths is None or traffic.rate_per_s == 0:
+            self.burstiness += (1 - math.exp(-silent_s / SMOOTH_S)) * (1 - self.burstiness)
+            return
+        since_s = SMOOTH_S if self._time_s is None else max(0.0, now_s - self._time_s)
+        weight = 1 - math.exp(-since_s / SMOOTH_S) if self.latest is not None else 1.0
+        self.latest = _between(self.latest or traffic.lengths, traffic.lengths, weight)
+        self.burstiness += weight * (traffic.burstiness - self.burstiness)
+        self._time_s = now_s
+
+    def save(self) -> State:
+        """What `restore` of a new one takes; empty before the first request."""
+        if self.latest is None or self._time_s is None:
+            return {}
+        return {name: getattr(self.latest, name) for name in _FIELDS} | {"burstiness": self.burstiness, "time_s": self._time_s}
+
+    def restore(self, state: State) -> None:
+        """Raises ValueError."""
+        if not state:
+            return
+        tokens, squares, outputs, cached = (number(state, name) for name in _FIELDS[:4])
+        squared = None if state.get("output_squared") is None else number(state, "output_squared")
+        self.latest = Lengths(tokens, squares, outputs, cached, squared)
+        self.burstiness, self._time_s = number(state, "burstiness"), number(state, "time_s")
+
+
+def _between(before: Lengths, after: Lengths, weight: float) -> Lengths:
+    """Means of means and of squares are those of all requests together."""
+    tokens, squares, outputs, cached = (
+        (1 - weight) * getattr(before, name) + weight * getattr(after, name) for name in _FIELDS[:4]
+    )
+    squared = after.output_squared
+    if squared is not None and before.output_squared is not None:
+        squared = (1 - weight) * before.output_squared + weight * squared
+    return Lengths(tokens, squares, outputs, cached, squared)
+
+
+# How much slower workers are than their models say: observed over predicted latency, bounded and slow. Pure.
+#
+# Predicted is what routers had thought of the very requests that were observed, queues included: so a queue that was foreseen is
+# no error of the model, and load alone does not make workers look slow.
+
+
+LEAST, MOST = 0.8, 2.0
+KEPT = 0.9
+"""Of an objective: admission refuses what would miss it, so that what is seen beyond it is cut off."""
+LEARN_S = 300.0
+"""After which two thirds of an error are corrected."""
+
+
+class Correction:
+    """Of one latency."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self._time_s: float | None = None
+
+    def observe(self, now_s: float, measured: Measured, goal_s: float | None) -> None:
+        """Only while nothing else changes: what is seen while pods come and go belongs to neither the old nor the new pool.
+
+        `goal_s`: the objective. What keeps it with room needs no more workers, whatever was predicted: latencies that are longer
+        than thought then show what a request takes, not how much of them a worker bears."""
+        since_s = 0.0 if self._time_s is None else max(0.0, now_s - self._time_s)
+        self._time_s = now_s
+        if measured.observed_s is None or not measured.predicted_s:
+            return
+        ratio = min(MOST, max(LEAST, measured.observed_s / measured.predicted_s))
+        if goal_s is None or measured.observed_s <= KEPT * goal_s:
+            ratio = min(1.0, ratio)
+        # A gap does not make one figure worth more than a minute of them.
+        weight = 1 - math.exp(-min(since_s, 60.0) / LEARN_S)
+        self.factor *= (ratio / self.factor) ** weight
+
+    def skip(self, now_s: float) -> None:
+        """Nothing is learned from the time until now."""
+        self._time_s = now_s
+
+    def save(self) -> State:
+        return {"factor": self.factor}
+
+    def restore(self, state: State) -> None:
+        """Raises ValueError."""
+        self.factor = min(MOST, max(LEAST, number(state, "factor")))
+
+
+# How fast a pool's workers are, without the noise of their latest steps. Pure.
+#
+# A worker refits its model every few steps; on a machine that does other things too, one fit may say ten times what the last one
+# did. So of all that a typical worker has said within a minute the one in the middle counts, as with workers themselves.
+
+
+T = TypeVar("T")
+USUAL = Work(prefill_tokens=512, prefill_context=prefill_context(0, 512), num_decoding=8, decode_context=8 * 512)
+"""A step by which workers' speeds are compared."""
+
+KEEP_S = 60.0
+
+
+def typical_speed(told: Collection[LatencyModel]) -> LatencyModel | None:
+    """The one in the middle; those that were measured count before those that are only guessed. None without any."""
+    measured = [latency for latency in told if latency.num_steps]
+    return middle(measured or told, lambda latency: latency.step_s(USUAL))
+
+
+def middle(values: Collection[T], measure: Callable[[T], float]) -> T | None:
+    """One of them; None without any."""
+    if not values:
+        return None
+    found = median_low([measure(value) for value in values])
+    return next(value for value in values if measure(value) == found)
+
+
+class Speed:
+    """Of one pool."""
+
+    def __init__(self) -> None:
+        self._told: deque[tuple[float, Worker]] = deque()
+
+    def observe(self, now_s: float, worker: Worker | None) -> None:
+        """The typical worker of the moment; None: nobody is there, and what was last known still holds."""
+        if worker is None:
+            return
+        self._told.append((now_s, worker))
+        while self._told[0][0] <= now_s - KEEP_S:
+            self._told.popleft()
+
+    @property
+    def latest(self) -> Worker | None:
+        """The limits that were told last, and the speed in the middle of the latest minute. None before anybody has told."""
+        if not self._told:
+            return None
+        latency = typical_speed([worker.model for _, worker in self._told])
+        return None if latency is None else Worker(latency, self._told[-1][1].limits)

@@ -16,12 +16,121 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pdmesh.engine.kv_cache.cuda_driver import CudaError, Driver
-from pdmesh.engine.kv_cache.pool_sharing import NotShared, PoolHandle
+# CUDA's driver, for what torch has no call for: its library is loaded wherever torch has a device, and its names are stable.
+
+
+class CudaError(RuntimeError):
+    """A call of the driver failed."""
+
+
+class Driver:
+    """libcuda, with a device's primary context, which is torch's. Raises OSError, CudaError."""
+
+    def __init__(self, ordinal: int) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+        self.call("cuInit", 0)
+        self.device = self.device_of(ordinal)
+        self._context = ctypes.c_void_p()
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self.device)  # until the process ends
+
+    def call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            said = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(said))
+            raise CudaError(f"{name}: {(said.value or b'error').decode()} ({code})")
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """This thread may not have used the device before."""
+        self.call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def device_of(self, ordinal: int) -> ctypes.c_int:
+        device = ctypes.c_int()
+        self.call("cuDeviceGet", ctypes.byref(device), ordinal)
+        return device
+
+    def num_devices(self) -> int:
+        count = ctypes.c_int()
+        self.call("cuDeviceGetCount", ctypes.byref(count))
+        return count.value
+
+    def uuid(self, device: ctypes.c_int) -> bytes:
+        raw = ctypes.create_string_buffer(16)
+        self.call("cuDeviceGetUuid_v2", raw, device)
+        return raw.raw
+
+    def attribute(self, name: int, address: int) -> int:
+        value = ctypes.c_int()
+        self.call("cuPointerGetAttribute", ctypes.byref(value), name, ctypes.c_uint64(address))
+        return value.value
+
+    def extent(self, address: int) -> tuple[int, int]:
+        """Beginning and bytes of the allocation around it."""
+        begin, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self.call("cuMemGetAddressRange_v2", ctypes.byref(begin), ctypes.byref(size), ctypes.c_uint64(address))
+        return begin.value, size.value
+
+
+# How a pool on a device is shown to other processes of the host, and theirs are opened here.
+#
+# The one in use is CUDA's (cuda_sharing.py). Tests have one over shared memory of the host, so that everything around it runs
+# without a GPU.
+
+
+@dataclass(frozen=True)
+class PoolHandle:
+    """What another process needs to open a pool. handle: of the allocation that it lies in, `offset` bytes behind its beginning;
+    device: which one, the same in all processes."""
+
+    handle: bytes
+    offset: int
+    device: bytes
+
+
+class NotShared(ValueError):
+    """A pool cannot be shown, or another's cannot be opened, here. `field` of its handle is why."""
+
+    def __init__(self, field: str, why: str) -> None:
+        super().__init__(f"{field}: {why}")
+        self.field = field
+        self.why = why
+
+
+class OpenPool(Protocol):
+    """Another process's pool. Who has opened it never writes to it."""
+
+    @property
+    def bytes(self) -> Tensor:
+        """[num_bytes] uint8. What the owner does to it meanwhile is seen; whoever copies out of it has to check what he got."""
+        ...
+
+    def close(self) -> None:
+        """No copy may be under way; idempotent."""
+        ...
+
+
+class PoolSharing(Protocol):
+    def show(self, pool: Tensor) -> PoolHandle:
+        """Raises NotShared."""
+        ...
+
+    def open(self, handle: PoolHandle, num_bytes: int) -> OpenPool:
+        """From any thread; may take milliseconds. Raises NotShared."""
+        ...
+
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
@@ -35,7 +144,7 @@ class _Handle(ctypes.Structure):
 
 
 class CudaSharing:
-    """Of one device. Satisfies pdmesh.engine.kv_cache.pool_sharing.PoolSharing."""
+    """Of one device. Satisfies pdmesh.engine.kv_cache.cuda_ipc.PoolSharing."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises NotShared."""
@@ -86,7 +195,7 @@ class CudaSharing:
 
 
 class CudaPool:
-    """Satisfies pdmesh.engine.kv_cache.pool_sharing.OpenPool."""
+    """Satisfies pdmesh.engine.kv_cache.cuda_ipc.OpenPool."""
 
     def __init__(self, driver: Driver, address: int, offset: int, num_bytes: int) -> None:
         """Owns what was opened at `address`. Raises NotShared for a pool that leads out of it, or that cannot be looked at."""

@@ -6,12 +6,22 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.cpu import library as abi
 from pdmesh.engine.kernels.cpu.model import kv_head_dim
 from pdmesh.engine.kv_cache.copies import movable
-from pdmesh.engine.kv_cache.indices import indices_for
+
+# Indices of a tensor that may lie on a GPU.
+
+
+def indices_for(tensor: Tensor, values: Sequence[int]) -> Tensor:
+    """[N] int64 on the tensor's device. torch would copy a list there from memory that is not pinned, and wait for all that the
+    device has to do before."""
+    if tensor.device.type != "cuda":
+        return torch.tensor(values, dtype=torch.int64)
+    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(tensor.device, non_blocking=True)
 
 
 def copy_blocks(kv: Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:

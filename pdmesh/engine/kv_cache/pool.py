@@ -10,18 +10,119 @@ descriptor can only map it read-only and can neither shrink nor grow it. A pool 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import mmap
 import os
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pdmesh.engine.kv_cache.kv_pages import TouchedPages
-from pdmesh.engine.kv_cache.large_pages import private_memory
-from pdmesh.engine.kv_cache.sealed_memory import sealed_memory
+# The pool's pages are there before anybody writes to them.
+#
+# Memory that the system has promised becomes memory when it is first touched, page by page, zeroed: up to milliseconds for each,
+# in all layers at once, on the path of a prefill or a hand-off. So the pages of the lowest blocks are touched at start, and
+# those of the next ones by a thread as soon as use comes near: block ids are first given out in order. What is never needed is
+# never taken.
+#
+#     block ids    0 ········ in use ········│···· touched ····│····· promised ·····
+#                                     reach() ┘                 └ _end
+
+
+STRIPE_BYTES = 128 << 20  # touched at once, of all layers together
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of linux/mman.h: touches pages and changes nothing in them
+
+
+class TouchedPages:
+    """Of a pool of `num_planes` planes (keys or values of a layer) of `num_blocks` blocks at `address`."""
+
+    def __init__(self, address: int, num_planes: int, num_blocks: int, block_bytes: int) -> None:
+        self._address = address
+        self._num_planes, self._num_blocks, self._block_bytes = num_planes, num_blocks, block_bytes
+        self._stripe = max(1, STRIPE_BYTES // (num_planes * block_bytes))
+        self._end = 0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._touch_next()
+
+    @property
+    def num_blocks(self) -> int:
+        """From block 0 on; or all, where the system cannot be asked."""
+        return self._end
+
+    def reach(self, block_id: int) -> None:
+        """`block_id` is in use. To be called by one thread."""
+        if block_id + self._stripe // 2 < self._end or self._end >= self._num_blocks:
+            return
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._touch_next, name="kv-pages", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Before the memory is given back."""
+        self._closed = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def _touch_next(self) -> None:
+        start, end = self._end, min(self._end + self._stripe, self._num_blocks)
+        for plane in range(self._num_planes):
+            first = plane * self._num_blocks
+            if self._closed or not _touch(
+                self._address + (first + start) * self._block_bytes, self._address + (first + end) * self._block_bytes
+            ):
+                end = self._num_blocks
+                break
+        self._end = end
+
+
+def _touch(start: int, end: int) -> bool:
+    """The pages of [start, end); False where the system cannot (Linux before 5.14, others): they then come when they are used."""
+    if sys.platform != "linux":
+        return False
+    start -= start % mmap.PAGESIZE
+    # ctypes gives up Python's lock for the call.
+    result: int = ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_WRITE)
+    return result == 0
+
+
+# Memory in large pages, where the system has them: streaming then misses the address cache 512 times less often.
+
+
+def private_memory(num_bytes: int) -> mmap.mmap:
+    """`num_bytes` zero bytes of this process alone: large pages of shared memory are another setting, mostly off."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them: ordinary pages serve as well
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+# Anonymous memory of the host that several processes map, and that only those write to who mapped it before it was sealed.
+
+
+# linux/fcntl.h; Python's fcntl module names F_SEAL_FUTURE_WRITE only from 3.13 on.
+_F_SEAL_FUTURE_WRITE = 0x0010
+
+
+def sealed_memory(name: str, num_bytes: int, before_seal: Callable[[int], None] | None = None) -> tuple[mmap.mmap, int]:
+    """Our mapping, and the descriptor, which is the caller's to close. `before_seal` gets that one while it can still be mapped
+    for writing. `name`: as /proc shows it. On Linux alone."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        mapping = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        if before_seal is not None:
+            before_seal(fd)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except BaseException:
+        os.close(fd)
+        raise
+    return mapping, fd
 
 
 @dataclass(frozen=True)

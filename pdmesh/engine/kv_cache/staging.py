@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.errors import IntegrityError
-from pdmesh.engine.kv_cache.copies import BlockCopies
-from pdmesh.engine.kv_cache.piece_copies import Copies, Piece, PieceCopies
+from pdmesh.engine.kv_cache.copies import BlockCopies, Copies, Piece, PieceCopies
 from pdmesh.engine.kv_cache.streams import Mark, Streams
 
 

@@ -5,19 +5,191 @@ Format: ggml's docs/gguf.md; the mapping of the file is the `gguf` package's.
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from gguf import GGUFReader, ReaderTensor
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderTensor
+from gguf.quants import dequantize
+from safetensors.torch import save_file
 from torch import Tensor
 
-from pdmesh.engine.loader.gguf_blocks import INT4_GROUP, dequantize_rows, int4_rows
-from pdmesh.engine.loader.gguf_config import config_dict
-from pdmesh.engine.loader.quantize import Int4Weight
-from pdmesh.engine.loader.source import MissingTensor
-from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.loader.quantize import Int4Weight, dequantize_int4
+from pdmesh.engine.loader.safetensors import SINGLE, MissingTensor
+from pdmesh.engine.models.config import ModelConfig, RopeConfig
+from pdmesh.engine.models.layers import inverse_frequencies
+
+# Blocks of a GGUF file's tensors (layouts: ggml-common.h): 4 bits as they are, everything as float32.
+#
+# The `gguf` package dequantizes them all; the common ones are done here in a quarter of its time, to equal values. Rows are
+# [N, bytes of a row] uint8 for quantized types, [N, ...] of their own dtype for others.
+
+
+INT4_GROUP = 32
+_INT4_TYPES = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1)
+
+
+def dequantize_rows(rows: np.ndarray, kind: GGMLQuantizationType) -> Tensor:
+    """float32, a copy. Exact: the values that ggml's own dequantization gives."""
+    weight = int4_rows(rows, kind)
+    if weight is not None:
+        return dequantize_int4(weight)
+    if kind == GGMLQuantizationType.Q8_0:
+        return _dequantize_q8_0(rows)
+    return torch.from_numpy(np.array(dequantize(rows, kind), dtype=np.float32))
+
+
+def int4_rows(rows: np.ndarray, kind: GGMLQuantizationType) -> Int4Weight | None:
+    """The codes, scales and minimums of Q4_0 or Q4_1. None for another type, and for numbers that float16 does not hold.
+
+    A block is a float16 scale; in Q4_1 a float16 minimum (Q4_0 counts from -8, exact in float16 unless it overflows); then 16
+    bytes with the weights 0..15 of the block in their low halves and 16..31 in their high halves.
+    """
+    if kind not in _INT4_TYPES:
+        return None
+    blocks = _blocks(rows, kind)
+    codes, head = blocks[:, :, -INT4_GROUP // 2 :], blocks[:, :, : -INT4_GROUP // 2]
+    values = np.concatenate((codes & 15, codes >> 4), axis=2).reshape(len(rows), -1)
+    numbers = np.ascontiguousarray(head).view(np.float16)
+    scales = np.ascontiguousarray(numbers[:, :, 0])
+    with np.errstate(over="ignore"):
+        minimums = np.ascontiguousarray(numbers[:, :, 1]) if numbers.shape[2] == 2 else scales * np.float16(-8)
+    if not (np.isfinite(scales).all() and np.isfinite(minimums).all()):
+        return None
+    return Int4Weight(torch.from_numpy(values), torch.from_numpy(scales), torch.from_numpy(minimums), INT4_GROUP)
+
+
+def _dequantize_q8_0(rows: np.ndarray) -> Tensor:
+    """A block is a float16 scale and 32 int8."""
+    blocks = _blocks(rows, GGMLQuantizationType.Q8_0)
+    scales = torch.from_numpy(np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)).float()
+    values = torch.from_numpy(np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8)).float()
+    return values.mul_(scales).view(len(rows), -1)
+
+
+def _blocks(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """[N, blocks of a row, bytes of a block]."""
+    _, num_bytes = GGML_QUANT_SIZES[kind]
+    return rows.reshape(len(rows), -1, num_bytes)
+
+
+# GGUF metadata as the config.json that transformers would read (keys: ggml's docs/gguf.md, "LLM").
+
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def config_dict(path: Path, reader: GGUFReader) -> dict[str, object]:
+    """Raises ValueError, naming file and key, for an architecture or a rotary scaling that is not supported."""
+    metadata = _Metadata(path, reader)
+    model_type = metadata.architecture
+    if model_type not in _ARCHITECTURES:
+        raise ValueError(f"{path}: GGUF architecture {model_type!r} is not supported; supported: {', '.join(_ARCHITECTURES)}")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    if "token_embd.weight" not in tensors:
+        raise ValueError(f"{path}: no tensor 'token_embd.weight'; the file is incomplete")
+    num_heads = metadata.integer("attention.head_count")
+    hidden_size = metadata.integer("embedding_length")
+    head_dim = metadata.integer("attention.key_length", hidden_size // num_heads)
+    config: dict[str, object] = {
+        "architectures": [_ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        "torch_dtype": "float32",
+        "hidden_act": "silu",
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "hidden_size": hidden_size,
+        "intermediate_size": metadata.integer("feed_forward_length"),
+        "num_hidden_layers": metadata.integer("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": metadata.integer("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": metadata.integer("context_length"),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": metadata.number("rope.freq_base", 10000.0),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        **metadata.token_ids(),
+    }
+    if model_type in ("llama", "qwen3"):
+        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    if model_type == "mistral":
+        config["sliding_window"] = metadata.integer("attention.sliding_window", 0) or None
+    factors = tensors.get("rope_freqs.weight")
+    scaling = metadata.rope_scaling() if factors is None else _llama3_scaling(path, np.array(factors.data), config)
+    return {**config, "rope_scaling": scaling} if scaling else config
+
+
+class _Metadata:
+    """Typed access to a file's keys; the architecture's prefix is put before them."""
+
+    def __init__(self, path: Path, reader: GGUFReader) -> None:
+        self._path, self._fields = path, reader.fields
+        self.architecture = str(self._value("general.architecture", "unknown"))
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        return int(self.number(key, default))
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._value(f"{self.architecture}.{key}", default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{self._path}: GGUF key {self.architecture}.{key} is {value!r}, not a number")
+        return value
+
+    def token_ids(self) -> dict[str, object]:
+        """Beginning, padding, and end of sequence; a file may name an end of turn besides the end of text."""
+        keys = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
+        ids = {name: self._value(f"tokenizer.ggml.{key}", None) for name, key in keys.items()}
+        ends = [self._value(f"tokenizer.ggml.{key}", None) for key in ("eos_token_id", "eot_token_id")]
+        known = list(dict.fromkeys(end for end in ends if end is not None))
+        return {**ids, "eos_token_id": known[0] if len(known) == 1 else known or None}
+
+    def rope_scaling(self) -> dict[str, object] | None:
+        kind = self._value(f"{self.architecture}.rope.scaling.type", "none")
+        if kind == "none":
+            return None
+        if kind not in ("linear", "yarn"):
+            raise ValueError(f"{self._path}: rope scaling {kind!r} is not supported; supported: none, linear, yarn")
+        scaling: dict[str, object] = {"rope_type": kind, "factor": self.number("rope.scaling.factor")}
+        if kind == "yarn":
+            scaling["original_max_position_embeddings"] = self.integer("rope.scaling.original_context_length")
+        return scaling
+
+    def _value(self, key: str, default: object) -> object:
+        field = self._fields.get(key)
+        return default if field is None else field.contents()
+
+
+def _llama3_scaling(path: Path, factors: np.ndarray, config: dict[str, object]) -> dict[str, object]:
+    """Llama 3.1 and later: the file holds the divisor of each frequency instead of the parameters they came from.
+
+    The published models differ in `factor` only, the largest divisor; other parameters are refused.
+    """
+    scaling: dict[str, object] = {
+        "rope_type": "llama3",
+        "factor": float(factors.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    head_dim, context = int(str(config["head_dim"])), int(str(config["max_position_embeddings"]))
+    plain = {"rope_theta": config["rope_theta"]}
+    scaled = RopeConfig.from_dict({**plain, "rope_scaling": scaling}, head_dim=head_dim, max_context=context)
+    unscaled = RopeConfig.from_dict(plain, head_dim=head_dim, max_context=context)
+    expected = inverse_frequencies(unscaled)[0] / inverse_frequencies(scaled)[0]
+    given = torch.from_numpy(factors.astype(np.float32))
+    if given.shape != expected.shape or not torch.allclose(given, expected, rtol=1e-4):
+        raise ValueError(f"{path}: rope_freqs.weight does not hold Llama 3 frequencies; this rotary scaling is not supported")
+    return scaling
+
 
 _GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -102,3 +274,32 @@ def huggingface_name(name: str) -> str:
     if match is None or match[2] not in _LAYER:
         raise ValueError(f"GGUF tensor {name!r} is not part of a Llama-family decoder; this model is not supported")
     return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{kind}"
+
+
+# GGUF to a Hugging Face folder: weights in float32 (exact) and a config.json that transformers loads; no tokenizer.
+
+
+def convert_gguf_weights(
+    gguf_path: str | Path, out_folder: str | Path, progress: Callable[[float, str], None] = lambda _share, _text: None
+) -> Path:
+    """Writes config.json and model.safetensors to `out_folder` (created; files there are replaced) and returns it.
+
+    Both appear whole or not at all, config.json last: a folder with a config.json is complete. Needs memory for the weights
+    in float32. `progress` gets (share done, what is being done). Raises ValueError for a file that is not supported.
+    """
+    source, folder = GgufSource(Path(gguf_path)), Path(out_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = sorted(source.names())
+    tensors = {}
+    for index, name in enumerate(names):
+        progress(0.8 * index / len(names), f"dequantizing {name}")
+        tensors[name] = source.get(name)
+    progress(0.8, f"writing {SINGLE}")
+    partial = folder / f".{SINGLE}.partial"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    os.replace(partial, folder / SINGLE)
+    partial_config = folder / ".config.json.partial"
+    partial_config.write_text(json.dumps(source.config_dict, indent=2) + "\n")
+    os.replace(partial_config, folder / "config.json")
+    progress(1.0, "converted")
+    return folder

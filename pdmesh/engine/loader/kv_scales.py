@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from pdmesh.engine.loader.source import WeightSource
+from pdmesh.engine.loader.safetensors import WeightSource
 
 KVScales = tuple[tuple[float, float], ...]
 """(keys, values) of each layer."""

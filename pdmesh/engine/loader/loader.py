@@ -18,21 +18,18 @@ from pdmesh.engine.backend_selection import Numerics, choose_numerics, wants_tri
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.cpu import isa
 from pdmesh.engine.kernels.cpu.build import BuildFailed, NoCompiler
+from pdmesh.engine.kernels.cpu.isa import default_threads
 from pdmesh.engine.kernels.cpu.library import open_library
 from pdmesh.engine.kernels.cpu.model import KERNEL_REVISION, NativeModel
-from pdmesh.engine.kernels.cpu.threads import default_threads
 from pdmesh.engine.kernels.triton.support import why_not_here
 from pdmesh.engine.loader.hash import weights_hash
 from pdmesh.engine.loader.kv_scales import KVScales, known_scales, pool_scales
-from pdmesh.engine.loader.native import NativeBuilder, one_torch_thread
-from pdmesh.engine.loader.safetensors import SafetensorsSource, weight_files
-from pdmesh.engine.loader.source import WeightSource
-from pdmesh.engine.loader.tensors import checked
+from pdmesh.engine.loader.pack import NativeBuilder, one_torch_thread
+from pdmesh.engine.loader.safetensors import SafetensorsSource, WeightSource, checked, weight_files
 from pdmesh.engine.memory import check_weights_fit, effective_max_context, free_memory
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel
-from pdmesh.engine.models.layers import GatedMLP, Linear, make_linear
-from pdmesh.engine.models.rope import RotaryTable
+from pdmesh.engine.models.layers import GatedMLP, Linear, RotaryTable, make_linear
 from pdmesh.engine.parallel.split import check_degree, num_elements_held
 from pdmesh.engine.runner.model_runner import TokenSampler
 from pdmesh.engine.sampling.sampler import Sampler

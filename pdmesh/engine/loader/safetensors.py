@@ -13,8 +13,32 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdmesh.engine.loader.quantize import Int4Weight
-from pdmesh.engine.loader.source import MissingTensor
 from pdmesh.engine.models.config import ModelConfig, UnsupportedModel, token_ids
+
+# Where weights come from: Hugging Face names to tensors, whatever the file format.
+
+
+class WeightSource(Protocol):
+    """An opened checkpoint. Tensors may share memory with the file's mapping: they are read, never written."""
+
+    config: ModelConfig
+
+    def names(self) -> frozenset[str]: ...
+
+    def get(self, name: str) -> Tensor:
+        """The tensor, in the checkpoint's dtype. Raises MissingTensor naming it and the files."""
+
+    def get_int4(self, name: str, group: int) -> Int4Weight | None:
+        """The tensor as the file has it, where that is 4 bits in groups of this size: quantizing what `get` gives would round a
+        second time. None otherwise. Raises MissingTensor as `get` does."""
+
+    def num_elements(self) -> int:
+        """Number of weights in all tensors, from the headers alone."""
+
+
+class MissingTensor(ValueError):
+    """The checkpoint lacks a tensor that the model needs."""
+
 
 T = TypeVar("T")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -109,3 +133,14 @@ def _weight_map(index: Mapping[str, object]) -> dict[str, str]:
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise ValueError("it has no weight_map from tensors to files")
     return names
+
+
+# Tensors out of a checkpoint, with the shapes that its config promises.
+
+
+def checked(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
+    """The tensor in the checkpoint's dtype. Raises ValueError for another shape, MissingTensor when there is none."""
+    tensor = source.get(name)
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)} in the checkpoint, {shape} by its config.json: not one model")
+    return tensor

@@ -10,17 +10,14 @@ from torch import Tensor
 
 from pdmesh.engine.backend_selection import Numerics
 from pdmesh.engine.config import EngineConfig
-from pdmesh.engine.kernels.triton.cuda_graphs import make_recorder
-from pdmesh.engine.kernels.triton.decode import DecodeSizes
+from pdmesh.engine.kernels.triton.cuda_graphs import DecodeSizes, make_recorder
 from pdmesh.engine.kernels.triton.linear import make_triton_linear
-from pdmesh.engine.kernels.triton.model import KERNEL_REVISION, TritonModel
+from pdmesh.engine.kernels.triton.model import KERNEL_REVISION, TritonModel, bounds_of
 from pdmesh.engine.kernels.triton.piecewise_graphs import token_buckets
-from pdmesh.engine.kernels.triton.step_memory import bounds_of
 from pdmesh.engine.loader.kv_scales import KVScales
 from pdmesh.engine.loader.pack import concat_rows
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight, quantize_fp8, quantize_int4, quantize_int8
-from pdmesh.engine.loader.source import WeightSource
-from pdmesh.engine.loader.tensors import checked
+from pdmesh.engine.loader.safetensors import WeightSource, checked
 from pdmesh.engine.models.decoder import DecoderModel
 from pdmesh.engine.models.layers import Linear
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from pdmesh.engine.attention.base import AttentionBackend, AttentionPlan, make_attention
 from pdmesh.engine.kv_cache.events import LayerSignal
 from pdmesh.engine.models.config import ModelConfig
-from pdmesh.engine.models.layers import GatedMLP, Linear, pad_rows, rms_norm
-from pdmesh.engine.models.rope import RotaryTable, rotate
+from pdmesh.engine.models.layers import GatedMLP, Linear, RotaryTable, pad_rows, rms_norm, rotate
 from pdmesh.engine.runner.batch import StepBatch
 
 

@@ -11,11 +11,14 @@ Row invariance. A token's numbers must not depend on how many other tokens share
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from pdmesh.engine.models.config import RopeConfig
 
 ROW_MULTIPLE = 4
 
@@ -98,3 +101,119 @@ class GatedMLP:
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(silu(gate) * up)
+
+
+# Rotary position embedding (Su et al., RoFormer, 2021) with the context-extending scalings of the Llama family.
+#
+# Sources: linear (Chen et al., Position Interpolation, 2023), dynamic NTK (bloc97 and emozilla, 2023), yarn (Peng et al., 2023,
+# section 3), llama3 (Llama 3.1 reference code). Each follows transformers' `modeling_rope_utils` operation by operation, in
+# float32, so that angles have the same bits.
+
+
+class RotaryTable:
+    """Cosines and sines of every position, computed once: a token's rotation depends on its position alone.
+
+    Dynamic NTK: transformers recomputes the frequencies from the longest position of each forward call and leaves cached keys
+    as they were. Here a token at position p beyond max_position_embeddings uses the frequencies of length p + 1, which is what
+    generation does token by token; only a prompt that is itself longer than max_position_embeddings differs.
+    """
+
+    def __init__(self, config: RopeConfig, max_context: int, *, dtype: torch.dtype, device: str = "cpu") -> None:
+        inv_freq, scaling = inverse_frequencies(config)
+        positions = torch.arange(max_context, dtype=torch.float32)
+        angles = positions[:, None] * inv_freq
+        if config.rope_type == "dynamic" and max_context > config.max_context:
+            beyond = [p * _dynamic_frequencies(config, p + 1) for p in range(config.max_context, max_context)]
+            angles[config.max_context :] = torch.stack(beyond)
+        # The two halves of a rotated head use the same angle; the sine of the first half carries the minus of rotate_half.
+        sin = angles.sin() * scaling
+        self.cos = torch.cat([angles.cos() * scaling] * 2, dim=-1).to(device, dtype)
+        self.sin = torch.cat([-sin, sin], dim=-1).to(device, dtype)
+
+    @property
+    def num_positions(self) -> int:
+        return self.cos.shape[0]
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] int64 -> (cos, signed sin), each [T, 1, rotary_dim]: computed once per step for all layers."""
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, H, head_dim] -> rotated copy. cos, sin from `RotaryTable.at`; head dimensions beyond rotary_dim pass unchanged."""
+    dim = cos.shape[-1]
+    rotated = x[..., :dim]
+    # rotate_half(x) * sin == swapped halves * signed sin: negation is exact, so the bits are those of transformers.
+    swapped = torch.cat((rotated[..., dim // 2 :], rotated[..., : dim // 2]), dim=-1)
+    result = rotated * cos + swapped * sin
+    return result if dim == x.shape[-1] else torch.cat((result, x[..., dim:]), dim=-1)
+
+
+def inverse_frequencies(config: RopeConfig) -> tuple[Tensor, float]:
+    """(inverse frequencies [rotary_dim / 2] float32, factor on cosines and sines) within the model's own context."""
+    base = _base_frequencies(config.theta, config.rotary_dim)
+    match config.rope_type:
+        case "default" | "dynamic":
+            return base, 1.0
+        case "linear":
+            return base / config.factor, 1.0
+        case "llama3":
+            return _llama3_frequencies(config, base), 1.0
+        case "yarn":
+            return _yarn_frequencies(config), _yarn_attention_factor(config)
+    raise ValueError(f"rope_type {config.rope_type!r} has no computation")
+
+
+def _base_frequencies(theta: float, dim: int) -> Tensor:
+    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+
+
+def _dynamic_frequencies(config: RopeConfig, length: int) -> Tensor:
+    dim, factor = config.rotary_dim, config.factor
+    stretch = (factor * length / config.max_context) - (factor - 1)
+    return _base_frequencies(config.theta * stretch ** (dim / (dim - 2)), dim)
+
+
+def _llama3_frequencies(config: RopeConfig, base: Tensor) -> Tensor:
+    """Long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
+    context, low, high = config.original_max_context, config.low_freq_factor, config.high_freq_factor
+    wavelength = 2 * math.pi / base
+    is_long, is_short = wavelength > context / low, wavelength < context / high
+    scaled = torch.where(is_long, base / config.factor, base)
+    smooth = (context / wavelength - low) / (high - low)
+    between = (1 - smooth) * scaled / config.factor + smooth * scaled
+    return torch.where(~is_short & ~is_long, between, scaled)
+
+
+def _yarn_frequencies(config: RopeConfig) -> Tensor:
+    """High frequencies extrapolate, low ones interpolate, with a linear ramp between (paper, section 3.2)."""
+    dim = config.rotary_dim
+    pos_freqs = config.theta ** (torch.arange(0, dim, 2).float() / dim)
+    extrapolation, interpolation = 1.0 / pos_freqs, 1.0 / (config.factor * pos_freqs)
+    low, high = _yarn_correction_range(config)
+    ramp = torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    keep = 1 - ramp
+    return interpolation * (1 - keep) + extrapolation * keep
+
+
+def _yarn_correction_range(config: RopeConfig) -> tuple[float, float]:
+    def dimension(rotations: float) -> float:
+        turns = config.original_max_context / (rotations * 2 * math.pi)
+        return (config.rotary_dim * math.log(turns)) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.rotary_dim - 1)
+    return low, high + 0.001 if low == high else high
+
+
+def _yarn_attention_factor(config: RopeConfig) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0
+
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return mscale(config.mscale) / mscale(config.mscale_all_dim)
+    return mscale(1.0)

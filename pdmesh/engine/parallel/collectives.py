@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pdmesh.engine.parallel.errors import ExchangeFailed
+from pdmesh.engine.models.layers import Linear
 from pdmesh.engine.parallel.split import Shard
+from pdmesh.engine.parallel.tp_protocol import ExchangeFailed
 
 HOST = "127.0.0.1"
 MEETING_TIMEOUT = timedelta(seconds=60)  # of ranks that are all known to be ready
@@ -184,3 +185,29 @@ def _as_exchange_failed() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise ExchangeFailed(str(error).partition("\n")[0]) from error
+
+
+# The linear maps behind which ranks meet. Both are `pdmesh.engine.models.layers.Linear`s: a model does not know that it is
+# shared.
+#
+# `inner`: the map over the rank's own weights.
+
+
+class SummedLinear:
+    """Each rank has some of the inputs: the outputs are added up."""
+
+    def __init__(self, linear: Linear, group: Group) -> None:
+        self.kind, self.inner, self._group = linear.kind, linear, group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._group.sum(self.inner(x))
+
+
+class GatheredHead:
+    """Each rank has some of the vocabulary: rank 0 has all logits [M, vocab_size], the others something of no use."""
+
+    def __init__(self, linear: Linear, vocab_size: int, group: Group) -> None:
+        self.kind, self.inner, self._vocab_size, self._group = linear.kind, linear, vocab_size, group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._group.gather(self.inner(x))[:, : self._vocab_size].contiguous()

@@ -13,17 +13,76 @@ import contextlib
 import itertools
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
+import torch
+
+from pdmesh.engine.kv_cache.copies import PieceCopies
 from pdmesh.engine.parallel import tp_protocol
-from pdmesh.engine.parallel.copy_orders import Answer, Copy, Order
-from pdmesh.engine.parallel.errors import RankFailed
+from pdmesh.engine.parallel.events import Launched, Place
+from pdmesh.engine.parallel.shared_pieces import SharedPieces
 from pdmesh.engine.parallel.tp_group import Ranks
-from pdmesh.engine.parallel.tp_protocol import Kind
+from pdmesh.engine.parallel.tp_protocol import Kind, RankFailed
+
+# What rank 0 tells the others of a copy between their pools and a shared piece, and what they answer: on sockets beside that of
+# the steps, one for each direction, so that no copy waits behind a step.
+#
+# The block ids of an order lie beside its piece, in the shared memory: an order is short, and a socket takes as many as there are
+# pieces whether or not the rank listens.
+
+
+_ORDER = struct.Struct("<Q?IIIIQI")
+_NUMBER = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """`stores`: from the piece into the pool; else the other way."""
+
+    stores: bool
+    piece: int
+    layers: range
+    num_blocks: int
+    after: Place
+
+
+@dataclass(frozen=True)
+class Order:
+    number: int
+    copy: Copy
+
+    def encode(self) -> bytes:
+        copy = self.copy
+        ends = (copy.layers.start, copy.layers.stop)
+        return _ORDER.pack(self.number, copy.stores, copy.piece, *ends, copy.num_blocks, *copy.after)
+
+    @classmethod
+    def decode(cls, payload: bytes | bytearray) -> Order:
+        number, stores, piece, start, stop, num_blocks, command, num_layers = _ORDER.unpack(payload)
+        return cls(number, Copy(stores, piece, range(start, stop), num_blocks, Place(command, num_layers)))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The copy of this number is through; `error`: what it broke of, empty when it did not."""
+
+    number: int
+    error: str = ""
+
+    def encode(self) -> bytes:
+        return _NUMBER.pack(self.number) + self.error.encode()
+
+    @classmethod
+    def decode(cls, payload: bytes | bytearray) -> Answer:
+        (number,) = _NUMBER.unpack_from(payload)
+        return cls(number, bytes(payload[_NUMBER.size :]).decode(errors="replace"))
+
 
 _OURS = 0
 
@@ -162,3 +221,53 @@ class CopyChannel:
 
     def _wake(self) -> None:
         self._wakes.send(b"\0")
+
+
+# What a rank other than 0 does for the hand-off: copies of its heads between its pool and shared pieces, as rank 0 orders them.
+#
+# A thread for each direction; steps go on beside it, on the thread that hears of them. Copies are launched as they were ordered,
+# one behind the other, and answered when the device is through.
+
+
+class CopyService:
+    """One direction. It lives as long as its socket."""
+
+    def __init__(
+        self, sock: socket.socket, pieces: SharedPieces, copies: PieceCopies, launched: Launched, device: torch.device
+    ) -> None:
+        self._sock, self._pieces, self._copies, self._launched, self._device = sock, pieces, copies, launched, device
+        self._answering = threading.Lock()
+
+    def start(self) -> threading.Thread:
+        thread = threading.Thread(target=self._serve, name="kv-orders", daemon=True)
+        thread.start()
+        return thread
+
+    def _serve(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread
+        with contextlib.suppress(OSError, EOFError):  # rank 0 has closed its end, as it should
+            while True:
+                self._begin(Order.decode(tp_protocol.expect(self._sock, Kind.ORDER)[1]))
+        self._copies.close()
+        self._pieces.close()
+        self._sock.close()
+
+    def _begin(self, order: Order) -> None:
+        """Behind this rank's own mark."""
+        copy, begin = order.copy, self._copies.store if order.copy.stores else self._copies.fetch
+        try:
+            after = self._launched.behind(copy.after)
+            under_way = begin(self._pieces.piece(copy.piece), copy.layers, copy.num_blocks, after)
+        except Exception as error:  # noqa: BLE001  told to rank 0
+            self._answer(order.number, error)
+        else:
+            under_way.add_done_callback(partial(self._answer_of, order.number))
+
+    def _answer_of(self, number: int, copy: Future[None]) -> None:
+        self._answer(number, copy.exception())
+
+    def _answer(self, number: int, error: BaseException | None) -> None:
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        with self._answering, contextlib.suppress(OSError):
+            tp_protocol.send(self._sock, Kind.COPIED, Answer(number, text).encode())

@@ -14,28 +14,24 @@ from torch import Tensor
 
 from pdmesh.engine.backend_selection import Numerics, choose_numerics, wants_triton
 from pdmesh.engine.config import EngineConfig
-from pdmesh.engine.kernels.cpu.threads import default_threads
+from pdmesh.engine.kernels.cpu.isa import default_threads
 from pdmesh.engine.kernels.triton.support import why_not_here
 from pdmesh.engine.loader.kv_scales import pool_scales
 from pdmesh.engine.loader.loader import Progress, TorchBuilder, numeric_mode, open_checkpoint
-from pdmesh.engine.loader.source import WeightSource
-from pdmesh.engine.loader.tensors import checked
+from pdmesh.engine.loader.safetensors import WeightSource, checked
 from pdmesh.engine.memory import effective_max_context
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel
 from pdmesh.engine.models.layers import GatedMLP, Linear, make_linear
-from pdmesh.engine.parallel.attention import SharedPoolAttention
-from pdmesh.engine.parallel.collectives import Group, open_meeting_point
-from pdmesh.engine.parallel.errors import ExchangeFailed, RankFailed
-from pdmesh.engine.parallel.layers import GatheredHead, SummedLinear
+from pdmesh.engine.parallel.collectives import GatheredHead, Group, SummedLinear, open_meeting_point
 from pdmesh.engine.parallel.model import ParallelModel
-from pdmesh.engine.parallel.share import Share
+from pdmesh.engine.parallel.share import Share, SharedPoolAttention
 from pdmesh.engine.parallel.split import Shard, ShardSource
 from pdmesh.engine.parallel.tp_group import Ranks
-from pdmesh.engine.parallel.tp_protocol import Kind
+from pdmesh.engine.parallel.tp_protocol import ExchangeFailed, Kind, RankFailed
 
 if TYPE_CHECKING:
-    from pdmesh.engine.parallel.quantized import SharedMaps
+    from pdmesh.engine.parallel.split import SharedMaps
 
 
 Join = Callable[[Group], Share]
@@ -137,7 +133,7 @@ def _joined(layer: DecoderLayer, group: Group) -> DecoderLayer:
 
 
 def _shared_maps(source: WeightSource, config: EngineConfig, numerics: Numerics, shard: Shard) -> SharedMaps:
-    from pdmesh.engine.parallel.quantized import SharedMaps
+    from pdmesh.engine.parallel.split import SharedMaps
 
     return SharedMaps(source, numerics, config.device, shard)
 

@@ -22,13 +22,12 @@ from pdmesh.engine.kv_cache.pool import KVPool, KVShape
 from pdmesh.engine.parallel import tp_protocol
 from pdmesh.engine.parallel.collectives import Group
 from pdmesh.engine.parallel.copies import CopyChannel
-from pdmesh.engine.parallel.errors import ExchangeFailed, RankFailed
 from pdmesh.engine.parallel.events import Commands
 from pdmesh.engine.parallel.share import Share
 from pdmesh.engine.parallel.shared_pieces import PiecesShape
 from pdmesh.engine.parallel.split import Shard
 from pdmesh.engine.parallel.tp_group import Ranks
-from pdmesh.engine.parallel.tp_protocol import Kind
+from pdmesh.engine.parallel.tp_protocol import ExchangeFailed, Kind, RankFailed
 from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.runner.model_runner import TokenSampler
 from pdmesh.engine.sampling.sampler import Sampler

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdmesh.engine.kv_cache.piece_copies import Piece, PieceSize
+from pdmesh.engine.kv_cache.copies import Piece, PieceSize
 
 _PORTABLE = 1  # cudaHostRegisterPortable
 

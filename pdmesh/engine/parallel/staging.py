@@ -13,19 +13,18 @@ from functools import partial
 
 from torch import Tensor
 
-from pdmesh.engine.kv_cache.piece_copies import Columns, Piece, PieceCopies
-from pdmesh.engine.kv_cache.sealed_memory import sealed_memory
+from pdmesh.engine.kv_cache.copies import Columns, Piece, PieceCopies
+from pdmesh.engine.kv_cache.pool import sealed_memory
 from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
 from pdmesh.engine.kv_cache.streams import Mark, Streams
-from pdmesh.engine.parallel.copies import CopyChannel
-from pdmesh.engine.parallel.copy_orders import Copy
+from pdmesh.engine.parallel.copies import Copy, CopyChannel
 from pdmesh.engine.parallel.events import PlacedMark, RanksMarks
 from pdmesh.engine.parallel.model import ParallelModel
 from pdmesh.engine.parallel.shared_pieces import PiecesShape, SharedPieces
 
 
 class RanksCopies:
-    """Of one direction. Satisfies pdmesh.engine.kv_cache.piece_copies.Copies; marks are RanksMarks'."""
+    """Of one direction. Satisfies pdmesh.engine.kv_cache.copies.Copies; marks are RanksMarks'."""
 
     def __init__(self, own: PieceCopies, pieces: SharedPieces, channel: CopyChannel, marks: RanksMarks) -> None:
         self._own, self._pieces, self._channel, self._marks = own, pieces, channel, marks

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pdmesh.engine.parallel import tp_protocol
-from pdmesh.engine.parallel.errors import RankFailed
-from pdmesh.engine.parallel.tp_protocol import Kind
+from pdmesh.engine.parallel.tp_protocol import Kind, RankFailed
 
 START_TIMEOUT_S = 1800.0  # a large model comes from a slow disk
 CLOSE_GRACE_S = 3.0

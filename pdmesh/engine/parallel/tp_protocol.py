@@ -30,6 +30,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from pdmesh.engine.errors import EngineError
 from pdmesh.engine.runner.batch import StepBatch, Tail
 
 _HEADER = struct.Struct("<BQ")
@@ -165,3 +166,14 @@ def _read(sock: socket.socket, size: int) -> bytearray:
             raise EOFError("the other end is gone")
         done += count
     return data
+
+
+# What can go wrong between the ranks of one engine.
+
+
+class RankFailed(EngineError):
+    """A rank has ended, is silent or could not start. The others wait for it in vain: the process must not go on serving."""
+
+
+class ExchangeFailed(EngineError):
+    """An exchange between ranks broke or took too long; who is at fault is not known here."""

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.kv_cache.copies import Columns, PieceCopies
 from pdmesh.engine.kv_cache.events import LayerSignal
 from pdmesh.engine.kv_cache.moves import copy_blocks, move_slots
-from pdmesh.engine.kv_cache.piece_copies import Columns, PieceCopies
 from pdmesh.engine.kv_cache.pool import KVPool, KVShape
 from pdmesh.engine.kv_cache.streams import streams_of
 from pdmesh.engine.parallel import tp_protocol
 from pdmesh.engine.parallel.collectives import Group, find_meeting_point
-from pdmesh.engine.parallel.copy_service import CopyService
+from pdmesh.engine.parallel.copies import CopyService
 from pdmesh.engine.parallel.events import Launched
 from pdmesh.engine.parallel.load import load_shard
 from pdmesh.engine.parallel.share import Share

@@ -18,15 +18,14 @@ from torch import Tensor
 
 from pdmesh.engine.kv_cache.block_pool import num_blocks_for
 from pdmesh.engine.kv_cache.events import LayerSignal
-from pdmesh.engine.kv_cache.indices import indices_for
-from pdmesh.engine.kv_cache.moves import copy_blocks, move_slots
+from pdmesh.engine.kv_cache.moves import copy_blocks, indices_for, move_slots
 from pdmesh.engine.runner.batch import StepBatch, Tail
 from pdmesh.engine.sampling.grammar import Bits
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
 from pdmesh.engine.scheduler.scheduler import Piece, Plan
 from pdmesh.engine.scheduler.sequence import Sequence
-from pdmesh.engine.speculation.constrained import allowed_on_tree
 from pdmesh.engine.speculation.draft import ROOT, Verified
+from pdmesh.engine.speculation.guarded_proposer import allowed_on_tree
 
 _HOST = torch.device("cpu")
 

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.config import EngineConfig
-from pdmesh.engine.finish import finish_reason
 from pdmesh.engine.kv_cache.block_manager import BlockAllocator
 from pdmesh.engine.kv_cache.events import LayerSignal
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.memory import effective_max_context
+from pdmesh.engine.request import finish_reason
 from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.runner.model_runner import Draw, ForwardModel, ModelRunner, TokenSampler
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow, Unseen

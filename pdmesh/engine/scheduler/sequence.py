@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import enum
 
+from pdmesh.engine.outputs import StartClock
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.sampling.grammar import Grammar, Matcher, MatcherTree
-from pdmesh.engine.timing import StartClock
 
 
 class Sequence:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from pdmesh.engine.kv_cache.block_manager import BlockAllocator
 from pdmesh.engine.outputs import EngineStats
-from pdmesh.engine.scheduler.pacing import Pacer
 from pdmesh.engine.scheduler.requests import RequestTable
-from pdmesh.engine.scheduler.scheduler import Scheduler
+from pdmesh.engine.scheduler.scheduler import Pacer, Scheduler
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 from pdmesh.engine.speculation.stats import Tally
 

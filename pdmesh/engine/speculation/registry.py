@@ -11,17 +11,24 @@ from pdmesh.engine.config import EngineConfig, named_proposers
 from pdmesh.engine.kernels.cpu.model import NativeModel
 from pdmesh.engine.kv_cache.block_manager import BlockAllocator
 from pdmesh.engine.kv_cache.pool import KVPool
-from pdmesh.engine.loader.loader import LoadedModel
+from pdmesh.engine.loader.loader import LoadedModel, open_checkpoint
 from pdmesh.engine.memory import effective_max_context
 from pdmesh.engine.runner.model_runner import TokenSampler
 from pdmesh.engine.speculation.draft_heads.native import NativeHeads, why_not_native
 from pdmesh.engine.speculation.draft_heads.proposer import HeadProposer
 from pdmesh.engine.speculation.draft_heads.reference import HeadMaths, TorchHeads
 from pdmesh.engine.speculation.draft_heads.weights import FILE, load_heads
-from pdmesh.engine.speculation.draft_models.kv import draft_shape
-from pdmesh.engine.speculation.draft_models.loading import Target, draft_config, load_draft_model, open_draft_model
-from pdmesh.engine.speculation.draft_models.room import Room, room_in
-from pdmesh.engine.speculation.draft_models.self_draft import first_layers, self_draft
+from pdmesh.engine.speculation.draft_models.kv import Room, draft_shape, room_in
+from pdmesh.engine.speculation.draft_models.loading import (
+    Target,
+    check_draft_model,
+    check_num_layers,
+    draft_config,
+    first_layers,
+    load_draft_model,
+    open_draft_model,
+    self_draft,
+)
 from pdmesh.engine.speculation.ngrams.lookahead import Lookahead
 from pdmesh.engine.speculation.ngrams.prompt_lookup import PromptLookup
 from pdmesh.engine.speculation.ngrams.retrieval import Retrieval
@@ -183,3 +190,33 @@ _KINDS: dict[str, Callable[[Parts], Proposer]] = {
     "draft_model": _draft_model,
     "self_draft": _self_draft,
 }
+
+
+# Is all there that the configured proposers need? Asked before any weights are read: a large model takes minutes to load.
+
+
+_USED_BY = {"draft_heads": "heads", "draft_model": "draft_model", "self_draft_layers": "self_draft"}
+
+
+def check_speculation(config: EngineConfig) -> None:
+    """Raises ValueError, naming the field and what to do, for settings that nobody would use and for what is missing or is not
+    for this model. Settings that only the chosen proposers leave unused are warned of."""
+    names = proposer_names(config)
+    _check_unused(config, names)
+    if "heads" in names:
+        given_heads(config)
+    if "draft_model" in names:
+        draft_model = given_draft_model(config)
+        check_draft_model(draft_model, config, open_checkpoint(Path(config.model))[0].config)
+    if "self_draft" in names:
+        check_num_layers(config.self_draft_layers, open_checkpoint(Path(config.model))[0].config)
+
+
+def _check_unused(config: EngineConfig, names: tuple[str, ...]) -> None:
+    if config.speculation == NONE:
+        for name in (*_USED_BY, "draft_length"):
+            if value := getattr(config, name):
+                raise ValueError(f"{name}: {value} is given, but speculation is {NONE}; give speculation=auto, or leave this out")
+    for name, proposer in _USED_BY.items():
+        if getattr(config, name) and proposer not in names:
+            logger.warning("%s is given, but nobody uses it: speculation is %s, without %s", name, config.speculation, proposer)

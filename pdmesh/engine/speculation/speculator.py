@@ -24,8 +24,7 @@ from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.cost_curve import CostCurve
 from pdmesh.engine.speculation.draft import NOTHING, Draft, Verified
 from pdmesh.engine.speculation.guarded_proposer import Door
-from pdmesh.engine.speculation.policy import Choice, Load, choose, fixed, may_pay
-from pdmesh.engine.speculation.probing import Probing, Step
+from pdmesh.engine.speculation.policy import Choice, Load, Probing, Step, choose, fixed, may_pay
 from pdmesh.engine.speculation.proposer import Ask, Proposer, promise
 from pdmesh.engine.speculation.proposer_gating import Asking
 from pdmesh.engine.speculation.stats import Tally

@@ -11,10 +11,21 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from pdmesh.loadtest.capacity import Trial
-from pdmesh.loadtest.reports.charts import Axis, Line, Mark, Point, cdf, linear, lines_chart, logarithmic, number_text
+from pdmesh.loadtest.measure import Trial
+from pdmesh.loadtest.reports.charts import (
+    Axis,
+    Line,
+    Mark,
+    Point,
+    cdf,
+    linear,
+    lines_chart,
+    logarithmic,
+    number_text,
+    section,
+    table,
+)
 from pdmesh.loadtest.reports.html import document
-from pdmesh.loadtest.reports.report_parts import section, table
 from pdmesh.loadtest.reports.text import NAMES, durations, share
 from pdmesh.loadtest.result import Result
 

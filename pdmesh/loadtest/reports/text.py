@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pdmesh.loadtest.capacity import Capacity, Trial
 from pdmesh.loadtest.compare import CONFIDENCE, Difference
+from pdmesh.loadtest.measure import Capacity, Trial
 from pdmesh.loadtest.result import Result
 from pdmesh.loadtest.stats import Latency, Summary
 from pdmesh.terminal import Palette, table

@@ -11,10 +11,19 @@ from pdmesh.client.channel import addresses
 from pdmesh.client.client import AsyncClient, Completed, Delta
 from pdmesh.client.types import GenerateOptions, Timings
 from pdmesh.errors import Cancelled, DeadlineExceeded, MeshError, Overloaded
-from pdmesh.loadtest.objectives import Objectives
-from pdmesh.loadtest.record import Outcome
-from pdmesh.loadtest.targets.prompts import PromptKind, conversation, token_ids
-from pdmesh.loadtest.targets.target import Ask, Done, Event, Fleet, TargetError, TargetInfo, Tokens
+from pdmesh.loadtest.record import Objectives, Outcome
+from pdmesh.loadtest.targets.target import (
+    Ask,
+    Done,
+    Event,
+    Fleet,
+    PromptKind,
+    TargetError,
+    TargetInfo,
+    Tokens,
+    conversation,
+    token_ids,
+)
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.v1 import mesh_pb2, worker_pb2
 

@@ -7,15 +7,166 @@ import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pdmesh.loadtest.record import Outcome
-from pdmesh.loadtest.targets import openai_answer
 from pdmesh.loadtest.targets.http import BaseUrl, HttpClient, HttpError, Response
-from pdmesh.loadtest.targets.prompts import PromptKind, conversation, token_ids, words
-from pdmesh.loadtest.targets.sse import EventTooLarge, SseParser
-from pdmesh.loadtest.targets.target import Ask, Done, Event, Fleet, TargetError, TargetInfo, Tokens
+from pdmesh.loadtest.targets.target import (
+    Ask,
+    Done,
+    Event,
+    Fleet,
+    PromptKind,
+    TargetError,
+    TargetInfo,
+    Tokens,
+    conversation,
+    token_ids,
+    words,
+)
 from pdmesh.runtime.rpc.tls import TlsConfig
+
+# What an OpenAI server sends, checked: bytes in, values out, or a TargetError that says what is wrong. Pure.
+#
+# Whatever comes is one request's error: it must not end the run.
+
+
+_REFUSALS = (429, 503)
+_MAX_COUNT = 1 << 40
+_MAX_MESSAGE = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One event of a stream: the text of its first choice, reasoning included, and the counts if it brings them."""
+
+    text: str
+    done: Done | None
+
+
+def malformed(what: str) -> TargetError:
+    """The error for an answer that is none."""
+    return TargetError(Outcome.ERROR, f"malformed answer: {what}")
+
+
+def read_chunk(data: bytes) -> Chunk:
+    """The data of one event."""
+    value = _object(data)
+    if value.get("error"):
+        raise TargetError(Outcome.ERROR, read_message(data))
+    usage = _member(value, "usage", dict, "an object")
+    return Chunk(_text(value), _done(usage) if usage else None)
+
+
+def read_models(body: bytes) -> dict[str, TargetInfo]:
+    """What /models lists, with the context where the server tells it."""
+    found = {}
+    for model in _member(_object(body), "data", list, "a list") or []:
+        if isinstance(model, dict) and isinstance(name := model.get("id"), str):
+            context = model.get("max_model_len")
+            found[name] = TargetInfo(name, context if isinstance(context, int) and context > 0 else None)
+    return found
+
+
+def read_refusal(status: int, body: bytes) -> TargetError:
+    """The error for an answer that is not 200."""
+    outcome = Outcome.REFUSED if status in _REFUSALS else Outcome.ERROR
+    return TargetError(outcome, f"HTTP {status}: {read_message(body)}")
+
+
+def read_message(body: bytes) -> str:
+    """What the server says was wrong, in one line of at most 200 characters that a terminal can show."""
+    try:
+        value = json.loads(body)
+        error = value.get("error", value)
+        text = error.get("message", "") if isinstance(error, dict) else error
+    except (ValueError, AttributeError, RecursionError):
+        text = body[: 4 * _MAX_MESSAGE].decode(errors="replace")
+    line = " ".join(str(text).split())[:_MAX_MESSAGE]
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in line)
+
+
+def _text(value: Mapping[str, Any]) -> str:
+    choices = _member(value, "choices", list, "a list")
+    if not choices:
+        return ""
+    choice = choices[0]
+    if not isinstance(choice, dict):
+        raise malformed("choices[0] is not an object")
+    delta = _member(choice, "delta", dict, "an object", "choices[0].")
+    if delta is None:
+        return _member(choice, "text", str, "a text", "choices[0].") or ""
+    pieces = (_member(delta, name, str, "a text", "choices[0].delta.") for name in ("content", "reasoning_content"))
+    return next((piece for piece in pieces if piece), "")
+
+
+def _done(usage: Mapping[str, Any]) -> Done:
+    details = _member(usage, "prompt_tokens_details", dict, "an object", "usage.") or {}
+    cached = _count(details, "cached_tokens", "usage.prompt_tokens_details.")
+    return Done(_count(usage, "prompt_tokens", "usage."), _count(usage, "completion_tokens", "usage."), cached or 0)
+
+
+def _count(value: Mapping[str, Any], name: str, where: str) -> int | None:
+    found = value.get(name)
+    if found is None:
+        return None
+    if type(found) is not int or not 0 <= found < _MAX_COUNT:
+        raise malformed(f"{where}{name} is not a count")
+    return found
+
+
+def _member(value: Mapping[str, Any], name: str, kind: type, called: str, where: str = "") -> Any:
+    """What stands under `name`, of this kind; None where it is absent or null."""
+    found = value.get(name)
+    if found is not None and not isinstance(found, kind):
+        raise malformed(f"{where}{name} is not {called}")
+    return found
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise malformed("not a JSON object")
+    return value
+
+
+# Server-sent events: bytes in pieces of any size, the data of complete events out. Pure. (WHATWG HTML, section 9.2.6.)
+
+
+MAX_EVENT_BYTES = 1 << 20
+
+
+class EventTooLarge(ValueError):
+    """An event, or a line, of more than MAX_EVENT_BYTES: whoever sends one never ends."""
+
+
+class SseParser:
+    """Keeps what is incomplete. Fields other than `data` are not needed here and dropped."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+        self._num_bytes = 0  # of _data
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The data of each event that this piece completes. Lines may end in LF or CR LF. Raises EventTooLarge."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        events = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+                self._num_bytes += len(line)
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data, self._num_bytes = [], 0
+        if len(self._rest) + self._num_bytes > MAX_EVENT_BYTES:
+            raise EventTooLarge(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
+        return events
+
 
 Endpoint = Literal["completions", "chat"]
 _MAX_BODY_BYTES = 1 << 20
@@ -63,12 +214,12 @@ class OpenAiTarget:
             async with asyncio.timeout(_CHECK_TIMEOUT_S), self._http.request("GET", "/models") as response:
                 body = await response.read(_MAX_BODY_BYTES)
                 if response.status != 200:
-                    raise TargetError(Outcome.ERROR, f"GET /models: HTTP {response.status}: {openai_answer.read_message(body)}")
+                    raise TargetError(Outcome.ERROR, f"GET /models: HTTP {response.status}: {read_message(body)}")
         except TimeoutError:
             raise TargetError(Outcome.TIMEOUT, f"GET /models: no answer within {_CHECK_TIMEOUT_S:g} s") from None
         except HttpError as error:
             raise TargetError(Outcome.ERROR, str(error)) from error
-        models = openai_answer.read_models(body)
+        models = read_models(body)
         if not self._model and len(models) == 1:
             self._model = next(iter(models))
         if self._model not in models:
@@ -100,7 +251,7 @@ class OpenAiTarget:
         try:
             async with self._http.request("POST", self._path, prepared.body, prepared.headers) as response:
                 if response.status != 200:
-                    raise openai_answer.read_refusal(response.status, await response.read(_MAX_BODY_BYTES))
+                    raise read_refusal(response.status, await response.read(_MAX_BODY_BYTES))
                 async with aclosing(_events(response)) as events:
                     async for event in events:
                         yield event
@@ -139,7 +290,7 @@ async def _events(response: Response) -> AsyncGenerator[Event, None]:
                 if data == b"[DONE]":
                     ended = True
                     continue
-                chunk = openai_answer.read_chunk(data)
+                chunk = read_chunk(data)
                 if chunk.done is not None:
                     done = chunk.done
                 if chunk.text:
@@ -153,4 +304,4 @@ def _fed(parser: SseParser, piece: bytes) -> list[bytes]:
     try:
         return parser.feed(piece)
     except EventTooLarge as error:
-        raise openai_answer.malformed(str(error)) from error
+        raise malformed(str(error)) from error

@@ -16,23 +16,173 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, NoReturn, TypeAlias, TypeVar, cast
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdmesh.runtime.config import ConfigError
-from pdmesh.runtime.rpc.call_bound import CallBound
+from pdmesh.runtime.errors import MeshError, NotFound, ResourceExhausted, Unavailable
 from pdmesh.runtime.rpc.channel import MAX_MESSAGE_BYTES, message_size_options
-from pdmesh.runtime.rpc.health import HEALTH_SERVICE
-from pdmesh.runtime.rpc.health import HealthServicer
-from pdmesh.runtime.rpc.interceptor import ErrorInterceptor
+from pdmesh.runtime.rpc.interceptor import Context, ErrorInterceptor, Handler, parts_of
 from pdmesh.runtime.rpc.tls import Tls
-from pdmesh.runtime.rpc.tls_peer import MemberInterceptor
+
+# The standard gRPC health service, with watches that end when the server does.
+#
+# grpc_health's own servicer keeps a watch open until the end of a drain's grace period, and holds its lock while it writes, so
+# that one client that does not read would stop every change of state.
+
+
+HEALTH_SERVICE = "grpc.health.v1.Health"
+Response: TypeAlias = health_pb2.HealthCheckResponse
+
+
+class HealthServicer:
+    """Serves Check, List and Watch (grpc.health.v1.Health). On one event loop."""
+
+    def __init__(self) -> None:
+        self._serving: dict[str, bool] = {}
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    def set(self, service: str, serving: bool) -> None:
+        """Sets the state of a service; "" is the whole server. After `close`, nothing is serving any more."""
+        self._serving[service] = serving and not self._closed
+        self._announce()
+
+    def close(self) -> None:
+        """Everything NOT_SERVING for good; watches are told and then end with UNAVAILABLE."""
+        self._serving = dict.fromkeys(self._serving, False)
+        self._closed = True
+        self._announce()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: object) -> Response:
+        """The state now; NOT_FOUND for an unknown service."""
+        if request.service not in self._serving:
+            raise NotFound(f"no service {request.service[:200]!r} here", field="service")
+        return Response(status=self._status(request.service))
+
+    async def List(self, request: health_pb2.HealthListRequest, context: object) -> health_pb2.HealthListResponse:
+        """The state now of every service, and of the server under ""."""
+        return health_pb2.HealthListResponse(statuses={name: Response(status=self._status(name)) for name in self._serving})
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: object) -> AsyncIterator[Response]:
+        """The state now and after each change; of several quick changes the last."""
+        told: int | None = None
+        while True:
+            changed, closed, status = self._changed, self._closed, self._status(request.service)
+            if status != told:
+                told = status
+                yield Response(status=status)
+            elif closed:
+                raise Unavailable("the server stops")
+            else:
+                await changed.wait()
+
+    def _status(self, service: str) -> int:
+        serving = self._serving.get(service)
+        if serving is None:
+            return int(Response.SERVICE_UNKNOWN)
+        return int(Response.SERVING if serving else Response.NOT_SERVING)
+
+    def _announce(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+# A bound on the calls that are open at a server, over all connections.
+#
+# gRPC's own (`maximum_concurrent_rpcs`) would refuse health checks too, so that a full server looks dead, and without RetryInfo,
+# so that nobody tries again. Its bound on connections (`grpc.max_allowed_incoming_connections`) is not used either: in grpcio
+# 1.85 some of those that it refuses keep a place for ever, and in the end nobody gets in. What bounds connections is the
+# process's limit of open files; at it those that are open go on.
+
+
+Req = TypeVar("Req")
+Resp = TypeVar("Resp")
+CHECK = "/grpc.health.v1.Health/Check"
+NUM_CHECKS = 64
+"""Places beyond the bound for health checks: a server that is full is not dead, and is not to be restarted for it."""
+RETRY_DELAY_S = 1.0
+
+
+class CallBound(grpc.aio.ServerInterceptor):
+    """Refuses what is too much with RESOURCE_EXHAUSTED and RetryInfo. Inside the interceptor that maps errors."""
+
+    def __init__(self, max_calls: int) -> None:
+        self._max_calls = max_calls
+        self.num_calls = 0
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Req, Resp] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Req, Resp] | None:
+        """The handler, or one that refuses. The call's place is its task's: it is free again when that has ended, however it
+        does, and also where the client never sends its request."""
+        most = self._max_calls + (NUM_CHECKS if handler_call_details.method == CHECK else 0)
+        if self.num_calls >= most:
+            return cast("grpc.RpcMethodHandler[Req, Resp]", grpc.stream_stream_rpc_method_handler(self._refuse))
+        task = asyncio.current_task()
+        assert task is not None
+        self.num_calls += 1
+        task.add_done_callback(self._ended)
+        return await continuation(handler_call_details)
+
+    def _ended(self, _: asyncio.Task[object]) -> None:
+        self.num_calls -= 1
+
+    async def _refuse(self, _requests: object, _context: object) -> NoReturn:
+        """As if requests were streamed, whatever the method: for a request that is not, gRPC would wait before it calls this."""
+        message = f"streams: {self._max_calls} calls are open here, and more are not taken (max_streams)"
+        raise ResourceExhausted(message, retry_delay_s=RETRY_DELAY_S, reason="streams")
+
+
+# Only members of the mesh may call: the interceptor that looks at the name in the caller's certificate.
+#
+# gRPC itself asks no more of a caller than a certificate of the CA; clients of the router may have one, too.
+
+
+_SAN = "x509_subject_alternative_name"
+
+
+class MemberInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls whose certificate does not carry `name` with UNAUTHENTICATED. Inside the one that maps errors."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Req, Resp] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Req, Resp] | None:
+        """The handler behind the check; None for an unknown method."""
+        found = await continuation(handler_call_details)
+        if found is None:
+            return None
+        handler = cast("Handler", found)
+        behaviour, factory = parts_of(handler)
+
+        def checked(request: object, context: Context) -> object:
+            self._check(context)
+            return behaviour(request, context)
+
+        wrapped = factory(
+            checked, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
+        )
+        return cast("grpc.RpcMethodHandler[Req, Resp]", wrapped)
+
+    def _check(self, context: Context) -> None:
+        names = [name.decode("utf-8", "replace") for name in context.auth_context().get(_SAN, ())]
+        if self._name not in names:
+            shown = ", ".join(names) or "no name"
+            problem = f"the caller's certificate carries {shown}; only those with {self._name!r} are of the mesh"
+            raise MeshError(problem, code=grpc.StatusCode.UNAUTHENTICATED)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
+
+from pdmesh.runtime.telemetry.spans import Attributes, Value
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -83,3 +86,27 @@ def _speaks_grpc(env: Mapping[str, str]) -> bool:
     """Whether what the environment names is meant for us: others may use OTLP over HTTP, which has another port."""
     protocol = next((env[name] for name in PROTOCOL_VARIABLES if env.get(name)), "grpc")
     return protocol == "grpc" and env.get("OTEL_SDK_DISABLED", "").lower() != "true"
+
+
+# Which process speaks, on every span and metric that it sends.
+
+
+def resource_of(instance_id: str, mesh: str, roles: Sequence[str], epoch: int | None = None) -> Attributes:
+    """`instance_id` is the name of the router, worker or autoscaler; `epoch` tells its incarnations apart."""
+    attributes: dict[str, Value] = {
+        "service.instance.id": instance_id,
+        "service.namespace": "pdmesh",
+        "service.version": _version(),
+        "pdmesh.mesh": mesh,
+        "pdmesh.roles": list(roles),
+    }
+    if epoch is not None:
+        attributes["pdmesh.epoch"] = f"{epoch:016x}"
+    return attributes
+
+
+def _version() -> str:
+    try:
+        return metadata.version("pdmesh")
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return "unknown"

@@ -5,12 +5,18 @@ Making one costs a few microseconds: ids, a dictionary. What OTLP wants of it is
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
+from pdmesh.runtime.errors import Cancelled, InvalidArgument, MeshError, NotFound
 from pdmesh.runtime.telemetry.propagation import SpanContext
+from pdmesh.v1 import common_pb2
 
 Value = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, Value]
@@ -98,3 +104,88 @@ class Span:
         if not self.end_ns:
             self.end_ns = max(self.start_ns, time.monotonic_ns() if at_ns is None else at_ns)
             self._emit(self)
+
+
+# How a request ended, in words that a span may hold: nothing of the request's text.
+
+
+def problem_of(error: BaseException) -> tuple[str, str]:
+    """`error.type` and what to tell people. Of what a caller has got wrong only the field is named: messages quote it. Of errors
+    that are none of ours nothing but the kind is known to be harmless."""
+    if isinstance(error, (GeneratorExit, asyncio.CancelledError)):
+        return Cancelled.default_code.name, "the caller left"
+    if not isinstance(error, MeshError):
+        return type(error).__name__, ""
+    if isinstance(error, (InvalidArgument, NotFound)):
+        return error.code.name, error.field or ""
+    return error.code.name, error.message
+
+
+def finish_word(reason: common_pb2.FinishReason.ValueType) -> str:
+    """Why a choice ended, as the GenAI conventions write it."""
+    if reason == common_pb2.FINISH_REASON_UNSPECIFIED:
+        return "unfinished"
+    return common_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+
+
+def is_departure(error_type: str) -> bool:
+    """Whoever leaves has made no error."""
+    return error_type == Cancelled.default_code.name
+
+
+# The latest engine steps of a worker, for spans that are made when a request has gone through them. Monotonic nanoseconds.
+
+
+MAX_STEPS = 2048
+
+
+class Step(NamedTuple):
+    """One engine step. `prefill_tokens` of all prompts in it; `num_decoding` tokens beside them."""
+
+    number: int
+    started_ns: int
+    ended_ns: int
+    prefill_tokens: int
+    num_decoding: int
+
+
+class StepLog:
+    """Steps in order; the oldest are forgotten."""
+
+    def __init__(self, max_steps: int = MAX_STEPS) -> None:
+        self._steps: deque[Step] = deque(maxlen=max_steps)
+
+    def add(self, step: Step) -> None:
+        """The one after the latest."""
+        self._steps.append(step)
+
+    def of(self, number: int) -> Step | None:
+        """None: forgotten, or never told."""
+        offset = self._steps[-1].number - number if self._steps else -1
+        return self._steps[-1 - offset] if 0 <= offset < len(self._steps) else None
+
+    def between(self, started_ns: int, ended_ns: int) -> list[Step]:
+        """Those with prompt tokens that lie within, in order."""
+        found = []
+        for step in reversed(self._steps):
+            if step.started_ns < started_ns:
+                break
+            if step.ended_ns <= ended_ns and step.prefill_tokens:
+                found.append(step)
+        return found[::-1]
+
+
+def chunk_events(steps: Iterable[Step], tokens: Mapping[int, int] | None = None) -> list[Event]:
+    """One event for each step that computed a part of a prompt; `tokens` of the prompt by step, where they are known."""
+    events = []
+    for step in islice(steps, MAX_STEPS):
+        attributes: dict[str, Value] = {
+            "pdmesh.step": step.number,
+            "pdmesh.duration_ms": (step.ended_ns - step.started_ns) / 1e6,
+            "pdmesh.step.prefill_tokens": step.prefill_tokens,
+            "pdmesh.step.num_decoding": step.num_decoding,
+        }
+        if tokens is not None and step.number in tokens:
+            attributes["pdmesh.tokens"] = tokens[step.number]
+        events.append(Event("chunk", step.ended_ns, attributes))
+    return events

@@ -5,10 +5,9 @@ from typing import Protocol
 
 from pdmesh.simulator.events import EventQueue
 from pdmesh.simulator.request import Stay, Trail
-from pdmesh.simulator.routers.ledger import EPOCH
-from pdmesh.simulator.routers.routing import Outlook
+from pdmesh.simulator.routers.routing import EPOCH, Outlook
 from pdmesh.simulator.settings import MeshSettings
-from pdmesh.simulator.workers.sequence import Sequence
+from pdmesh.simulator.workers.kv_room import Sequence
 from pdmesh.simulator.workers.worker import ModelledWorker
 from router.fleet.worker import Dispatched
 from router.routing.filters import blocks_for

@@ -10,19 +10,34 @@ from collections.abc import Callable
 from pdmesh.planning.objectives import PRIORITIES, Bounds
 from pdmesh.simulator.events import EventQueue
 from pdmesh.simulator.request import End, Request, Stay
-from pdmesh.simulator.routers.admission import Gate
-from pdmesh.simulator.routers.learning import learn
+from pdmesh.simulator.routers.admission import Gate, Line
 from pdmesh.simulator.routers.lease import Floor, Staying
-from pdmesh.simulator.routers.ledger import MODEL
-from pdmesh.simulator.routers.line import Line
-from pdmesh.simulator.routers.routing import Decided, Outlook
+from pdmesh.simulator.routers.routing import MODEL, Decided, Outlook
 from pdmesh.simulator.settings import MeshSettings
 from router.fleet.worker import Dispatched
-from router.flow_control.applicants import HELD_BYTES_PER_TOKEN
 from router.flow_control.controller import Admission
+from router.flow_control.ttft_predictor import HELD_BYTES_PER_TOKEN
 from router.flow_control.types import Applicant
+from router.routing.cost_model import Overhead
 from router.routing.filters import NoPlacement, blocks_for
 from router.routing.worker_snapshot import WorkerKey
+
+# What a request that has ended teaches its router: as `router/learning.py`.
+
+
+def learn(outlook: Outlook, stay: Stay) -> None:
+    """A request that was tried again or lost teaches nothing about a smooth one."""
+    request, placement = stay.request, stay.placement
+    outlook.output_lengths.observe(MODEL, request.arrival.tenant, request.num_output)
+    if request.num_resubmissions or stay.tried or request.first_at is None:
+        return
+    chosen, tpot_s = placement.chosen, request.tpot_s
+    if tpot_s and chosen is not None and chosen.prediction is not None:
+        outlook.overheads.observe_tpot(placement.decode, chosen.prediction.steps_tpot_s, tpot_s)
+    on_worker_s = stay.computed_at - stay.entered_at
+    before_s = max(0.0, request.first_at - stay.decided_at - on_worker_s)
+    outlook.overheads.observe(placement.prefill, placement.decode, Overhead(before_s, stay.after_s))
+
 
 NOBODY: frozenset[WorkerKey] = frozenset()
 OnEnd = Callable[[Request, End], None]

@@ -1,22 +1,156 @@
 """One simulated router's picture of the fleet, as old as reports are, and what the real policy answers to it."""
 
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
+from kvtransfer.layout import Layout
 from pdmesh.simulator.request import Request
-from pdmesh.simulator.routers.ledger import MODEL, Ledger
-from pdmesh.simulator.routers.prefixes import Prefixes
 from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers.spec import WorkerSpec
 from pdmesh.simulator.workers.stats import Figures
-from router.fleet.worker import Dispatched
-from router.flow_control.forecast import Forecast
+from router.fleet.worker import Dispatched, counted
+from router.flow_control.types import Forecast
+from router.kv_index.index import IN_FLIGHT_S, BlockMap, Part, PrefixMemory, together
+from router.routing.cost_model import OutputLengths, Overheads
 from router.routing.cost_policy import Policy, PredictPolicy
 from router.routing.filters import Demand, NoPlacement, Placement
 from router.routing.fleet_snapshot import Roster
-from router.routing.output_lengths import OutputLengths
-from router.routing.overheads import Overheads
 from router.routing.policies.single_signal import PreferencePolicy, preference
+from router.routing.worker_reports import NOTHING
 from router.routing.worker_snapshot import WorkerKey, WorkerView
+
+# Which worker holds which prefix, as one router knows it: what workers tell, and what was just sent. On the real maps.
+
+
+NO_PREFIXES: Mapping[WorkerKey, int] = {}
+
+
+class Prefixes:
+    """`max_blocks` bounds the pairs of block and worker, as `--prefix-index-blocks` does; `prefix_tokens` of each block."""
+
+    def __init__(self, max_blocks: int, prefix_tokens: int) -> None:
+        self._told = BlockMap(max_blocks)
+        self._sent = PrefixMemory(max_blocks, IN_FLIGHT_S)
+        self._prefix_tokens = prefix_tokens
+
+    def cached_tokens(self, hashes: Sequence[int], now: float) -> Mapping[WorkerKey, int]:
+        """Tokens of the prompt that each worker is thought to hold; workers with none are absent. To be used at once."""
+        if not hashes or not self._prefix_tokens:
+            return NO_PREFIXES
+        maps = (self._told, *self._sent.maps(now))
+        parts = [Part(blocks, levels, self._prefix_tokens) for blocks in maps if (levels := blocks.levels(hashes))]
+        return together(parts) if parts else NO_PREFIXES
+
+    def sent(self, worker: WorkerKey, hashes: Sequence[int], now: float) -> None:
+        """It computes or receives these, and will soon tell of them."""
+        if hashes and self._prefix_tokens:
+            self._sent.record(worker, hashes, now, keep=False)
+
+    def tell(self, worker: WorkerKey, stored: Sequence[int], evicted: Sequence[int]) -> None:
+        """What its cache has gained and lost."""
+        if stored:
+            self._told.add(worker, stored)
+        if evicted:
+            self._told.remove(worker, evicted)
+
+    def forget(self, worker: WorkerKey) -> None:
+        """It is gone."""
+        self._told.forget(worker)
+        self._sent.forget(worker)
+
+
+# What one router knows of one worker: its latest report, and what was sent there since. As `router/worker.py`. Pure.
+
+
+MODEL = "simulated"
+IDENTITY: tuple[object, ...] = (MODEL,)
+TRANSPORTS = frozenset({"tcp"})
+EPOCH = 1
+
+
+class Ledger:
+    """One worker's. `figures` None: the router has not heard of it, or hears no more."""
+
+    def __init__(self, name: str, spec: WorkerSpec) -> None:
+        self.name, self.spec = name, spec
+        self.key: WorkerKey = (name, EPOCH)
+        self.figures: Figures | None = None
+        self._layout = _layout(spec.block_size)
+        self._dispatched: list[Dispatched] = []
+
+    def dispatched(self, sent: Dispatched) -> None:
+        """Count what was just sent, until the reports contain it or `done`."""
+        self._dispatched.append(sent)
+
+    def released(self, sent: Dispatched, now: float) -> None:
+        """What was sent has come to its end: a report may still contain it."""
+        self.dispatched(sent.ended(now))
+
+    def done(self, sent: Dispatched) -> bool:
+        """The worker has no more work with what was sent; False: that was known."""
+        if sent not in self._dispatched:
+            return False
+        self._dispatched.remove(sent)
+        return True
+
+    def report(self, figures: Figures) -> None:
+        """This has come."""
+        self.figures = figures
+        if self._dispatched:
+            self._dispatched = [sent for sent in self._dispatched if not sent.is_contained(figures.taken_at)]
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing was sent that the report does not contain."""
+        return not self._dispatched
+
+    def view(self) -> WorkerView | None:
+        """What the policy sees; None while it takes no work."""
+        figures, spec = self.figures, self.spec
+        if figures is None or figures.draining:
+            return None
+        sent = counted(self._dispatched) if self._dispatched else NOTHING
+        return WorkerView(
+            worker_id=self.name,
+            address=self.name,
+            epoch=EPOCH,
+            model=MODEL,
+            prefill=figures.prefill,
+            decode=figures.decode,
+            identity=IDENTITY,
+            layout=self._layout,
+            transports=TRANSPORTS,
+            host_id=spec.host or self.name,
+            block_size=spec.block_size,
+            max_context=spec.max_context,
+            max_num_seqs=spec.max_num_seqs,
+            num_total_blocks=figures.num_total_blocks,
+            num_free_blocks=figures.num_free_blocks,
+            num_seqs=figures.num_running + figures.num_waiting + figures.num_reserved + figures.num_held,
+            num_waiting_tokens=figures.num_waiting_tokens,
+            num_prefilling=figures.num_prefilling,
+            num_decoding=figures.num_decoding,
+            decode_context=figures.decode_context,
+            num_starting=figures.num_reserved + figures.num_prefilling,
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+            latency=spec.speed,
+            figures_at=figures.taken_at,
+            pace_s=figures.pace_s,
+            slack_s=figures.slack_s,
+            dispatched_seqs=sent.seqs,
+            dispatched_blocks=sent.blocks,
+            dispatched_tokens=sent.tokens,
+            dispatched_decodes=sent.decodes,
+            dispatched_context=sent.context,
+        )
+
+
+@lru_cache(maxsize=64)
+def _layout(block_size: int) -> Layout:
+    """Equal ones as one object: comparing them then takes no time."""
+    return Layout(block_size, "float32")
+
 
 IDLE_FOR_S, MAX_IDLE, CONTEXT_STEP = 1.0, 256, 256
 """As router/forecaster.py."""

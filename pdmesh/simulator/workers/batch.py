@@ -1,11 +1,13 @@
 """The steps that a modelled worker has under way: one, or many of which each only takes a little longer than the last. Pure."""
 
+import heapq
 import math
 import random
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from pdmesh.planning.latency_model import LatencyModel, prefill_context
-from pdmesh.simulator.workers.sequence import Sequence
+from pdmesh.planning.latency_model import FORGIVEN, LEAST_TOKENS, MAX_SHARE, PACE_TARGET, SPREAD, LatencyModel, prefill_context
+from pdmesh.simulator.workers.kv_room import Sequence
 
 SHORT = 1e-3
 """Below that, the formula loses its digits, and its value is 1."""
@@ -70,3 +72,191 @@ def prompts_s(speed: LatencyModel, pieces: list[tuple[Sequence, int]]) -> float:
     num_tokens = sum([piece[1] for piece in pieces])
     context = sum([prefill_context(s.num_computed, s.num_computed + num) for s, num in pieces])
     return speed.per_prefill_token_s * num_tokens + speed.per_prefill_context_s * context
+
+
+# The sequences of a worker that decode, as sums: each gets a token in every step, so many steps count as fast as one. Pure.
+#
+# context at step s      = context now + number of rows · (s - now)
+# a row ends             at a step that is known when it enters: a heap
+# a row takes a block    in every `block_size`-th step: rows are counted by the remainder at which it does
+
+
+class Rows:
+    """`step` counts the steps in which anybody decoded. `context`: tokens that all of them attend to in the next one."""
+
+    def __init__(self, block_size: int) -> None:
+        self.step = 0
+        self.context = 0
+        self.members: dict[Sequence, None] = {}
+        self._endings: list[tuple[int, int, Sequence]] = []
+        self._growing = [0] * block_size
+        self._block_size = block_size
+        self._num_entered = 0  # of equal steps, so that sequences are not compared
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def enter(self, sequence: Sequence) -> None:
+        """All its tokens are computed but the one that was drawn last; `num_left` more are to be drawn, at least one."""
+        sequence.entry_step, sequence.end_step = self.step, self.step + sequence.num_left
+        self.members[sequence] = None
+        self.context += sequence.num_tokens
+        self._growing[self._remainder(sequence)] += 1
+        heapq.heappush(self._endings, (sequence.end_step, self._num_entered, sequence))
+        self._num_entered += 1
+
+    def leave(self, sequence: Sequence) -> None:
+        """It decodes no longer; says in the sequence how far it came."""
+        del self.members[sequence]
+        self._growing[self._remainder(sequence)] -= 1
+        num_drawn = self.step - sequence.entry_step
+        sequence.num_tokens += num_drawn
+        sequence.num_left -= num_drawn
+        self.context -= sequence.num_tokens
+        sequence.end_step = None
+
+    def advance(self, num_steps: int) -> list[Sequence]:
+        """So many steps are done, at most `steps_to_end`; returns those that have drawn their last token, who have left."""
+        self.step += num_steps
+        self.context += num_steps * len(self.members)
+        done, endings = [], self._endings
+        while endings and (endings[0][0] <= self.step or endings[0][2].end_step is None):
+            end_step, _, sequence = heapq.heappop(endings)
+            if sequence.end_step == end_step:
+                self.leave(sequence)
+                done.append(sequence)
+        return done
+
+    def steps_to_end(self) -> int:
+        """Until the next row ends; there is one."""
+        endings = self._endings
+        while endings[0][2].end_step != endings[0][0]:
+            heapq.heappop(endings)  # it was preempted
+        return endings[0][0] - self.step
+
+    @property
+    def next_growth(self) -> int:
+        """Blocks that the next step takes."""
+        return self._growing[-self.step % self._block_size]
+
+    def growth(self, num_steps: int) -> int:
+        """Blocks that the next so many steps take."""
+        size, growing = self._block_size, self._growing
+        cycles, rest = divmod(num_steps, size)
+        end = -self.step % size + 1  # remainders take their turn downwards from the one before it, round
+        if rest <= end:
+            return cycles * len(self.members) + sum(growing[end - rest : end])
+        return cycles * len(self.members) + sum(growing[:end]) + sum(growing[end - rest :])
+
+    def steps_within(self, num_free: int, num_steps: int) -> int:
+        """How many of the next `num_steps` there are blocks for."""
+        if self.growth(num_steps) <= num_free:
+            return num_steps
+        done = num_free // len(self.members) * self._block_size
+        while self.growth(done + 1) <= num_free:
+            done += 1
+        return done
+
+    def latest(self) -> Sequence | None:
+        """The one that arrived last; None without any. Looks at all."""
+        return max(self.members, key=lambda sequence: sequence.turn, default=None)
+
+    def _remainder(self, sequence: Sequence) -> int:
+        return (sequence.num_tokens - 1 - sequence.entry_step) % self._block_size
+
+
+# The pace that a modelled worker's rows were promised, and how much of prompts a step may hold beside them: the rules of
+# `engine/pacing.py`, for many rows at once. Pure.
+#
+# A row that began at `t` in step `s` is ahead by   pace · (step - s) - (now - t)  =  pace · step - now + key,   key = t - pace ·
+# s: of all rows with one objective, the one with the least key leaves the least room, whatever the time. So there is a heap of
+# keys for each objective, of which a mesh has few.
+
+
+ROUNDING_S = 1e-9
+
+
+class Pace(NamedTuple):
+    """Of the row that leaves least room: a token every `pace_s`, ahead of that by `slack_s` (behind: below zero)."""
+
+    pace_s: float
+    slack_s: float
+
+    @property
+    def step_s(self) -> float:
+        """How long the next step may take."""
+        return self.pace_s + self.slack_s / SPREAD
+
+
+class Paces:
+    """Rows by objective. Those without one are not kept."""
+
+    def __init__(self) -> None:
+        self._keys: dict[float, list[tuple[float, int, Sequence]]] = {}
+        self._num_live: dict[float, int] = {}
+        self._num_pushed = 0  # of equal keys, so that sequences are not compared
+
+    def enter(self, sequence: Sequence, step: int, now: float) -> None:
+        """It begins to decode at `now`, in the step after `step`."""
+        goal_s = sequence.goal_s
+        if goal_s:
+            self._num_live[goal_s] = self._num_live.get(goal_s, 0) + 1
+            self._push(goal_s, now - PACE_TARGET * goal_s * step, sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        """It decodes no longer."""
+        if sequence.pace_key is None:
+            return
+        goal_s, sequence.pace_key = sequence.goal_s, None
+        self._num_live[goal_s] -= 1
+        keys, num_live = self._keys[goal_s], self._num_live[goal_s]
+        if not num_live:
+            del self._keys[goal_s], self._num_live[goal_s]
+        elif len(keys) > 2 * num_live + 64:
+            self._keys[goal_s] = [entry for entry in keys if entry[2].pace_key == entry[0]]
+            heapq.heapify(self._keys[goal_s])
+
+    def tightest(self, decode_s: float, step: int, now: float) -> Pace | None:
+        """None: nobody was promised anything that can be kept. `decode_s`: a step of the rows alone. Forgives those too far
+        behind."""
+        paces = [Pace(PACE_TARGET * goal_s, self._slack_s(goal_s, step, now)) for goal_s in self._keys]
+        return min([pace for pace in paces if pace.pace_s > PACE_TARGET * decode_s], key=lambda pace: pace.step_s, default=None)
+
+    def prompt_tokens(self, prompt: Sequence, speed: LatencyModel, decode_s: float, step: int, now: float) -> int | None:
+        """Of prompts, the next of which is `prompt`, the next step may hold so many; None: as many as fit."""
+        pace = self.tightest(decode_s, step, now)
+        if pace is None:
+            return None
+        least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, pace.pace_s / PACE_TARGET - decode_s)
+        return max(LEAST_TOKENS, _fitting(speed, prompt, max(least_s, pace.step_s - decode_s)))
+
+    def _slack_s(self, goal_s: float, step: int, now: float) -> float:
+        """The least of this objective."""
+        keys, pace_s = self._keys[goal_s], PACE_TARGET * goal_s
+        since_s = pace_s * step - now
+        while True:
+            key, _, sequence = keys[0]
+            if sequence.pace_key != key:
+                heapq.heappop(keys)  # it has left
+            elif key + since_s < -FORGIVEN * pace_s - ROUNDING_S:
+                heapq.heappop(keys)
+                self._push(goal_s, -FORGIVEN * pace_s - since_s, sequence)
+            else:
+                return key + since_s
+
+    def _push(self, goal_s: float, key: float, sequence: Sequence) -> None:
+        sequence.pace_key = key
+        self._num_pushed += 1
+        heapq.heappush(self._keys.setdefault(goal_s, []), (key, self._num_pushed, sequence))
+
+
+def _fitting(speed: LatencyModel, prompt: Sequence, room_s: float) -> int:
+    """Tokens of `prompt`, and of those behind it, that take so long."""
+    num_tokens = num_behind = 0.0
+    for _ in range(2):
+        token_s = speed.per_prefill_token_s + speed.per_prefill_context_s * (prompt.num_computed + num_behind)
+        if token_s <= 0:
+            return prompt.num_remaining
+        num_tokens = room_s / token_s
+        num_behind = min(num_tokens, prompt.num_remaining) / 2
+    return int(num_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdmesh.planning.pace_rules import PACE_TARGET
+from pdmesh.planning.latency_model import PACE_TARGET
 
 if TYPE_CHECKING:
     from pdmesh.simulator.workers.worker import ModelledWorker

@@ -12,11 +12,8 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from pdmesh.simulator.events import EventQueue
-from pdmesh.simulator.workers.batch import Course, StepTimes, prompts_s
-from pdmesh.simulator.workers.kv_room import KvRoom
-from pdmesh.simulator.workers.paces import Paces
-from pdmesh.simulator.workers.rows import Rows
-from pdmesh.simulator.workers.sequence import Sequence
+from pdmesh.simulator.workers.batch import Course, Paces, Rows, StepTimes, prompts_s
+from pdmesh.simulator.workers.kv_room import KvRoom, Sequence
 from pdmesh.simulator.workers.spec import WorkerSpec
 from pdmesh.simulator.workers.stats import Census, Counters, census_of
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from pdmesh.third_party.kserve import grpc_service_pb2 as pb
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.api.kserve.catalogue import VERSION
 from router.api.kserve.requests import Ask
-from router.api.kserve.tensors import Element, add_output
+from router.api.kserve.tensors import VERSION, Element, add_output
 
 FINAL = "triton_final_response"
 _REASONS = {

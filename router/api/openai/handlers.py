@@ -4,30 +4,195 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar, cast
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdmesh.runtime.errors import MeshError, NotFound, as_mesh_error
+from pdmesh.runtime.errors import Cancelled, MeshError, NotFound, as_mesh_error
 from pdmesh.runtime.work_threads import WorkThreads
-from pdmesh.v1 import mesh_pb2
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.api import frontend as request_metadata
 from router.api.frontend import Frontend
-from router.api.openai import chat_request, completion_request, headers, request_id, requests
-from router.api.openai.call import Call, MeshRequest
-from router.api.openai.connection import RECEIVED_NS, EventStream, while_connected
+from router.api.openai import requests
+from router.api.openai import requests as chat_request
+from router.api.openai import requests as completion_request
 from router.api.openai.errors import HttpError, answer_to, as_told, renamed
 from router.api.openai.fields import JsonObject
-from router.api.openai.merge import Numbered, PromptError, merged
-from router.api.openai.responses import Answer
+from router.api.openai.responses import Answer, Call, MeshRequest, Numbered, PromptError, merged
+from router.api.validation import refuse
 from router.auth import identity
-from router.auth.key_store import KeyStore
+from router.auth.api_keys import KeyStore
 from router.telemetry.request_trace import CHAT, COMPLETION
+
+# One client's connection while it is being answered: whether it is still there, and whether it takes what it is sent.
+
+
+T = TypeVar("T")
+ABORT = "pdmesh.abort"
+"""In a scope: ends the connection at once, whatever has not been sent (see `router.api.openai.server`)."""
+
+RECEIVED_NS = "pdmesh.received_ns"
+"""In a scope: monotonic nanoseconds when the latest bytes of the request came, before anything was made of them."""
+
+STALLED_S = 30.0
+"""A client that has made no room for the next event for so long has gone, whatever its socket says."""
+
+logger = logging.getLogger(__name__)
+
+
+async def while_connected(receive: Receive, work: Coroutine[object, object, T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves: then Cancelled is raised. The body has been read."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Cancelled("the client has left")
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events: each item of `events` is one, complete. `events` is closed at the end, or when the client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        # The last header tells proxies (nginx) to pass each event on at once.
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises nothing when the client has left."""
+        async with aclosing(self._events):
+            try:
+                await while_connected(receive, self._send_all(send))
+            except Cancelled:
+                return
+            except TimeoutError:
+                logger.warning("a client took nothing for %g s: its connection is closed", STALLED_S)
+                cast("Callable[[], None]", scope[ABORT])()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await _in_time(send({"type": "http.response.body", "body": event, "more_body": True}))
+        await _in_time(send({"type": "http.response.body", "body": b"", "more_body": False}))
+
+
+async def _in_time(sending: Awaitable[None]) -> None:
+    async with asyncio.timeout(STALLED_S):
+        await sending
+
+
+# Every answer says which request it is of: the client's own X-Request-Id where it is one, else one that is made here.
+
+
+HEADER = "X-Request-Id"
+_KEY = "pdmesh.request_id"
+_VALID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def new_id() -> str:
+    """Of a request that has none."""
+    return secrets.token_hex(12)
+
+
+def request_id_of(scope: MutableMapping[str, Any]) -> str:
+    """The request's id, the same whenever it is asked for."""
+    if _KEY not in scope:
+        given = Headers(scope=scope).get(HEADER, "")
+        scope[_KEY] = given if _VALID.fullmatch(given) else new_id()
+    return str(scope[_KEY])
+
+
+class WithRequestId:
+    """An application whose answers all have the header."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Of HTTP only."""
+        name = HEADER.lower().encode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                others = [header for header in message["headers"] if header[0].lower() != name]
+                message = {**message, "headers": [*others, (name, request_id_of(scope).encode())]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+# What a client says in headers: who it is, how urgent it is, how long it waits. Pure.
+
+
+REQUEST_ID, TENANT, PRIORITY, MODE, TIMEOUT = HEADER, "X-Tenant", "X-Priority", "X-Prefill-Mode", "X-Request-Timeout-Ms"
+MAX_TIMEOUT_MS = 10**9
+HEADER_NAMES = {"options.request_id": REQUEST_ID, "options.tenant": TENANT, "options.cache_salt": "cache_salt"}
+
+_PRIORITIES = {
+    "": common_pb2.PRIORITY_UNSPECIFIED,
+    "interactive": common_pb2.PRIORITY_INTERACTIVE,
+    "standard": common_pb2.PRIORITY_STANDARD,
+    "batch": common_pb2.PRIORITY_BATCH,
+}
+_MODES = {
+    "": mesh_pb2.PREFILL_MODE_UNSPECIFIED,
+    "local": mesh_pb2.PREFILL_MODE_LOCAL,
+    "remote": mesh_pb2.PREFILL_MODE_REMOTE,
+}
+_DIGITS = re.compile(r"[0-9]{1,10}")
+
+
+def options_of(headers: Mapping[str, str], request_id: str) -> mesh_pb2.RequestOptions:
+    """`request_id`: see request_id.of. Raises InvalidArgument that names the header."""
+    said = mesh_pb2.RequestOptions(
+        request_id=request_id,
+        tenant=headers.get(TENANT, ""),
+        priority=_PRIORITIES[_one_of(headers, PRIORITY, _PRIORITIES)],
+        mode=_MODES[_one_of(headers, MODE, _MODES)],
+    )
+    request_metadata.fill(said, headers.items())
+    return said
+
+
+def requested_time_left_s(headers: Mapping[str, str]) -> float | None:
+    """How long the client waits from now on; None without a limit. Raises InvalidArgument."""
+    text = headers.get(TIMEOUT)
+    if text is None:
+        return None
+    if not _DIGITS.fullmatch(text) or not 1 <= int(text) <= MAX_TIMEOUT_MS:
+        refuse(TIMEOUT, f"{text[:40]!r} is not a number of milliseconds from 1 to {MAX_TIMEOUT_MS}")
+    return int(text) / 1000
+
+
+def _one_of(headers: Mapping[str, str], name: str, known: Mapping[str, object]) -> str:
+    value = headers.get(name, "").lower()
+    if value not in known:
+        refuse(name, f"{value[:40]!r} is none of {', '.join(filter(None, known))}")
+    return value
+
 
 DONE = b"data: [DONE]\n\n"
 Parse = Callable[[JsonObject, mesh_pb2.RequestOptions], Call]
@@ -97,7 +262,7 @@ class Handlers:
             self._frontend.refused(operation, as_told(error), request.scope[RECEIVED_NS], sent_headers)
             raise
         received_ns: int = request.scope[RECEIVED_NS]  # of its last byte
-        answer = Answer(call, request_id.request_id_of(request.scope), int(time.time()), self._echo(call))
+        answer = Answer(call, request_id_of(request.scope), int(time.time()), self._echo(call))
         stream = merged([partial(self._open, wanted, time_left_s, received_ns, sent_headers) for wanted in call.requests])
         try:
             if call.streaming is None:
@@ -111,7 +276,7 @@ class Handlers:
     async def _read(self, request: Request, parse: Parse) -> tuple[Call, float | None]:
         """What is asked for, and how many seconds are left for it, None: any. Raises HttpError, MeshError."""
         loop = asyncio.get_running_loop()
-        options, limit_s = headers.options_of(request.headers, request_id.request_id_of(request.scope)), headers.requested_time_left_s(request.headers)
+        options, limit_s = options_of(request.headers, request_id_of(request.scope)), requested_time_left_s(request.headers)
         deadline = None if limit_s is None else loop.time() + limit_s
         sent = await requests.read(request, self._settings.max_body_bytes)
         call = await parsed(parse, sent, options)
@@ -225,4 +390,4 @@ async def parsed(parse: Parse, sent: bytes, options: mesh_pb2.RequestOptions) ->
 def _as_client_knows(call: Call, error: PromptError) -> MeshError:
     cause = error.__cause__
     assert cause is not None
-    return renamed(as_mesh_error(cause), {**headers.HEADER_NAMES, **call.names_of(error.number)})
+    return renamed(as_mesh_error(cause), {**HEADER_NAMES, **call.names_of(error.number)})

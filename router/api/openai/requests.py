@@ -8,8 +8,12 @@ from typing import NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.api.openai import sampling
 from router.api.openai.errors import HttpError
-from router.api.openai.fields import JsonObject
+from router.api.openai.fields import MAX_UINT32, Fields, JsonObject, as_fields, as_integer, as_text
+from router.api.openai.responses import IGNORED, Call, ChatShape, TextShape, read_streaming
+from router.api.validation import MAX_MESSAGES, refuse
 
 READ_TIMEOUT_S = 60.0
 
@@ -70,3 +74,177 @@ def _refuse_size(max_bytes: int) -> NoReturn:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(name)
+
+
+# `POST /v1/chat/completions`: from JSON to a ChatRequest.
+
+
+# What these would ask for is not done here; the values given ask for nothing.
+CHAT_HARMLESS: dict[str, tuple[object, ...]] = {
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "modalities": (["text"],), "audio": (), "web_search_options": (), "moderation": (), "logit_bias": ({},),
+    "reasoning_effort": ("none",), "verbosity": ("medium",), "echo": (False,), "add_generation_prompt": (True,),
+    "continue_final_message": (False,), "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],),
+    "add_special_tokens": (False,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,), "use_beam_search": (False,), "best_of": (1,), "length_penalty": (1, 1.0),
+    "prompt_logprobs": (), "truncate_prompt_tokens": (), "logits_processors": ([],), "return_token_ids": (False,),
+}  # fmt: skip
+MESSAGE_HARMLESS: dict[str, tuple[object, ...]] = {"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ("",)}
+MESSAGE_IGNORED = frozenset({"name", "annotations", "reasoning", "reasoning_content"})
+
+
+def parse_chat(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
+    """Raises InvalidArgument that names the field as the client does."""
+    fields = Fields(body)
+    request = mesh_pb2.ChatRequest(model=fields.text("model") or "", options=options, messages=_messages(fields))
+    request.options.cache_salt = fields.text("cache_salt") or ""
+    params, names = sampling.read_sampling(fields)
+    limit = fields.integer("max_completion_tokens", low=1)
+    if limit is not None:
+        params.max_tokens = limit  # max_tokens is its older name
+        names["sampling.max_tokens"] = "max_completion_tokens"
+    _read_logprobs(fields, params)
+    request.sampling.CopyFrom(params)
+    streaming = read_streaming(fields)
+    fields.finish(IGNORED, CHAT_HARMLESS)
+    names |= {"sampling.logprobs": "top_logprobs", "prompt": "messages"}
+    return Call((request,), params.n or 1, ChatShape(), streaming, names)
+
+
+def _read_logprobs(fields: Fields, params: common_pb2.SamplingParams) -> None:
+    wanted, num_top = fields.flag("logprobs"), fields.integer("top_logprobs")
+    if wanted:
+        params.logprobs = num_top or 0
+    elif num_top:
+        refuse("top_logprobs", "needs logprobs: true")
+
+
+def _messages(fields: Fields) -> list[mesh_pb2.ChatMessage]:
+    messages = fields.items("messages")
+    if not messages:
+        refuse("messages", "there are none; send at least one")
+    if len(messages) > MAX_MESSAGES:
+        refuse("messages", f"there are {len(messages)}, {MAX_MESSAGES} are allowed")
+    return [_message(as_fields(f"messages[{number}]", message)) for number, message in enumerate(messages)]
+
+
+def _message(fields: Fields) -> mesh_pb2.ChatMessage:
+    role = fields.text("role")
+    if role is None:
+        refuse(fields.param("role"), 'is missing; give one such as "user"')
+    if role in ("tool", "function"):
+        refuse(fields.param("role"), "tools are not supported")
+    content = _content(fields)
+    fields.finish(MESSAGE_IGNORED, MESSAGE_HARMLESS)
+    # OpenAI's newer name; models are trained with the older one.
+    return mesh_pb2.ChatMessage(role="system" if role == "developer" else role, content=content)
+
+
+def _content(fields: Fields) -> str:
+    """A string, or text parts, which become lines."""
+    value, param = fields.value("content"), fields.param("content")
+    if value is None:
+        refuse(param, "is missing; send a string")
+    if isinstance(value, list):
+        return "\n".join(_part(as_fields(f"{param}[{number}]", part)) for number, part in enumerate(value))
+    return as_text(param, value)
+
+
+def _part(fields: Fields) -> str:
+    kind, text = fields.text("type"), fields.text("text")
+    if kind != "text":
+        refuse(fields.param("type"), 'only "text" is supported: the models read text')
+    if text is None:
+        refuse(fields.param("text"), "is missing")
+    fields.finish({"cache_control", "prompt_cache_breakpoint"}, {})
+    return text
+
+
+# `POST /v1/completions`: from JSON to one GenerateRequest for each prompt.
+
+
+DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 128
+MAX_TOKEN_IDS = 1 << 20
+"""Of all prompts. More than any model here has room for; each costs the event loop time."""
+MAX_TEXT_CHARS = 2 << 20
+"""Of all prompts: each has a bound of its own beside it (max_prompt_bytes)."""
+# What these would ask for is not done here; the values given ask for nothing.
+COMPLETION_HARMLESS: dict[str, tuple[object, ...]] = {
+    "suffix": ("",), "logit_bias": ({},), "add_special_tokens": (True,), "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,), "use_beam_search": (False,),
+    "length_penalty": (1, 1.0), "prompt_logprobs": (), "prompt_embeds": (), "truncate_prompt_tokens": (),
+    "logits_processors": ([],), "return_token_ids": (False,),
+}  # fmt: skip
+_REQUEST_ID_CHARS = 64
+
+
+def parse_completion(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
+    """Raises InvalidArgument that names the field as the client does."""
+    fields = Fields(body)
+    params, names = sampling.read_sampling(fields)
+    if not params.HasField("max_tokens"):
+        params.max_tokens = DEFAULT_MAX_TOKENS
+    num_choices = params.n or 1
+    if fields.integer("best_of", low=1) not in (None, num_choices):
+        refuse("best_of", "is not supported; leave it out, or give the value of n")
+    num_logprobs = fields.integer("logprobs")
+    if num_logprobs is not None:
+        params.logprobs = num_logprobs
+    echo = fields.flag("echo")
+    if echo and num_logprobs is not None:
+        refuse("echo", "excludes logprobs: those of a prompt are not computed")
+    model, salt, prompts = fields.text("model") or "", fields.text("cache_salt") or "", _prompts(fields)
+    streaming = read_streaming(fields)
+    fields.finish(IGNORED, COMPLETION_HARMLESS)
+    base = mesh_pb2.GenerateRequest(model=model, sampling=params, options=options)
+    base.options.cache_salt = salt
+    return Call(_numbered(base, prompts), num_choices, TextShape(), streaming, {**names, "tokens.ids": "prompt"}, echo)
+
+
+def _numbered(base: mesh_pb2.GenerateRequest, prompts: list[str | list[int]]) -> tuple[mesh_pb2.GenerateRequest, ...]:
+    """One request for each prompt, each under an id of its own."""
+    requests = []
+    for number, prompt in enumerate(prompts):
+        request = mesh_pb2.GenerateRequest()
+        request.CopyFrom(base)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.tokens.ids.extend(prompt)
+        if len(prompts) > 1:
+            suffix = f"-{number}"
+            request.options.request_id = base.options.request_id[: _REQUEST_ID_CHARS - len(suffix)] + suffix
+        requests.append(request)
+    return tuple(requests)
+
+
+def _prompts(fields: Fields) -> list[str | list[int]]:
+    """A text, texts, token ids, or several lists of those."""
+    value = fields.value("prompt")
+    if isinstance(value, str):
+        return [as_text("prompt", value)]
+    if not isinstance(value, list) or not value:
+        refuse("prompt", "is missing; send a text, texts, token ids or lists of token ids")
+    if isinstance(value[0], int):
+        return [_token_ids("prompt", value)]
+    if len(value) > MAX_PROMPTS:
+        refuse("prompt", f"{len(value)} prompts are more than {MAX_PROMPTS}")
+    if sum(len(item) for item in value if isinstance(item, list)) > MAX_TOKEN_IDS:
+        refuse("prompt", f"more than {MAX_TOKEN_IDS} token ids in all prompts; send them in several requests")
+    if sum(len(item) for item in value if isinstance(item, str)) > MAX_TEXT_CHARS:
+        refuse("prompt", f"more than {MAX_TEXT_CHARS} characters in all prompts; send them in several requests")
+    return [_prompt(f"prompt[{number}]", item) for number, item in enumerate(value)]
+
+
+def _prompt(param: str, value: object) -> str | list[int]:
+    return _token_ids(param, value) if isinstance(value, list) else as_text(param, value)
+
+
+def _token_ids(param: str, values: list[object]) -> list[int]:
+    if len(values) > MAX_TOKEN_IDS:
+        refuse(param, f"{len(values)} token ids are more than {MAX_TOKEN_IDS}")
+    numbers = [value for value in values if type(value) is int]
+    if len(numbers) == len(values) and (not numbers or (min(numbers) >= 0 and max(numbers) <= MAX_UINT32)):
+        return numbers
+    return [as_integer(f"{param}[{number}]", value) for number, value in enumerate(values)]  # names the one that is wrong

@@ -2,12 +2,153 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.api.openai.call import Call
-from router.api.openai.fields import JsonObject
+from router.api.openai.errors import Names
+from router.api.openai.fields import Fields, JsonObject
+from router.api.validation import refuse
+
+# How a choice looks in the two kinds of answer: chat completions and (text) completions. Pure.
+
+
+Entries = Sequence[common_pb2.Logprobs]
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say; OpenAI's own bound."""
+
+
+class Shape(Protocol):
+    """`text_offset`: characters of the choice's text before these entries, echo included."""
+
+    @property
+    def id_prefix(self) -> str:
+        """Of the answer's id."""
+
+    @property
+    def object_name(self) -> str:
+        """Of a whole answer."""
+
+    @property
+    def chunk_name(self) -> str:
+        """Of a streamed piece."""
+
+    def whole(self, text: str, logprobs: JsonObject | None) -> JsonObject:
+        """What a complete choice has besides index and finish reason."""
+
+    def piece(self, text: str, logprobs: JsonObject | None, *, first: bool) -> JsonObject:
+        """What a streamed piece has; `first` of its choice."""
+
+    def logprobs(self, entries: Entries, text_offset: int) -> JsonObject:
+        """Log-probabilities of some tokens in a row."""
+
+
+class ChatShape:
+    """`chat.completion`: messages."""
+
+    id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def whole(self, text: str, logprobs: JsonObject | None) -> JsonObject:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}, "logprobs": logprobs}
+
+    def piece(self, text: str, logprobs: JsonObject | None, *, first: bool) -> JsonObject:
+        delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
+        return {"delta": delta, "logprobs": logprobs}
+
+    def logprobs(self, entries: Entries, text_offset: int) -> JsonObject:
+        content = [{**_token(entry.chosen), "top_logprobs": [_token(top) for top in entry.top]} for entry in entries]
+        return {"content": content, "refusal": None}
+
+
+class TextShape:
+    """`text_completion`: plain text."""
+
+    id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
+
+    def whole(self, text: str, logprobs: JsonObject | None) -> JsonObject:
+        return {"text": text, "logprobs": logprobs}
+
+    def piece(self, text: str, logprobs: JsonObject | None, *, first: bool) -> JsonObject:
+        return self.whole(text, logprobs)
+
+    def logprobs(self, entries: Entries, text_offset: int) -> JsonObject:
+        tokens = [entry.chosen.text for entry in entries]
+        offsets = [text_offset + sum(map(len, tokens[:number])) for number in range(len(tokens))]
+        tops = [_alternatives(entry) for entry in entries] if any(entry.top for entry in entries) else None
+        values = [_value(entry.chosen) for entry in entries]
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _token(token: common_pb2.TokenLogprob) -> JsonObject:
+    """`bytes` is null where the token alone is no text: U+FFFD stands for its bytes then."""
+    encoded = None if "\ufffd" in token.text else list(token.text.encode())
+    return {"token": token.text, "logprob": _value(token), "bytes": encoded}
+
+
+def _alternatives(entry: common_pb2.Logprobs) -> dict[str, float]:
+    """The chosen token is among them, as with OpenAI, be it likely or not. Of two that read alike the likelier stays."""
+    tokens: Iterable[common_pb2.TokenLogprob] = (entry.chosen, *reversed(entry.top))
+    return {token.text: _value(token) for token in tokens}
+
+
+def _value(token: common_pb2.TokenLogprob) -> float:
+    return token.logprob if token.logprob >= LOWEST_LOGPROB else LOWEST_LOGPROB
+
+
+# What a client has asked for: the messages of `pdmesh.v1` that answer it, and how their responses are to be shown.
+
+
+MeshRequest = mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest
+
+# They change nothing about an answer: hints and accounting, OpenAI's and those that other servers know.
+IGNORED = frozenset(
+    {
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "prompt_cache_options", "prediction", "parallel_tool_calls", "request_id", "priority",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """Whether and how the answer streams; None in `Call` for one whole body."""
+
+    usage: bool = False  # a last chunk has the usage
+    continuous_usage: bool = False  # every chunk has it
+
+
+@dataclass(frozen=True)
+class Call:
+    """One HTTP request. With several prompts, choice c of prompt p has the index p * num_choices + c."""
+
+    requests: tuple[MeshRequest, ...]
+    num_choices: int
+    shape: Shape
+    streaming: Streaming | None
+    names: Names = field(default_factory=dict)
+    echo: bool = False
+
+    def names_of(self, number: int) -> Names:
+        """For errors of the prompt `number`."""
+        if len(self.requests) == 1:
+            return self.names
+        return {**self.names, "prompt": f"prompt[{number}]", "tokens.ids": f"prompt[{number}]"}
+
+
+def read_streaming(fields: Fields) -> Streaming | None:
+    """`stream` and `stream_options`. Raises InvalidArgument."""
+    stream, options = fields.flag("stream"), fields.inner("stream_options")
+    if options is None:
+        return Streaming() if stream else None
+    if not stream:
+        refuse("stream_options", "needs stream: true")
+    streaming = Streaming(options.flag("include_usage"), options.flag("continuous_usage_stats"))
+    options.finish({"include_obfuscation"}, {})
+    return streaming
+
 
 Echo = Callable[[int, str], str]
 """Number of the prompt and name of the model to the text that goes before the output; empty for none."""
@@ -164,3 +305,69 @@ def _timings(timings: mesh_pb2.Timings) -> JsonObject:
     """As in protos/v1/mesh.proto: durations in nanoseconds."""
     shown: JsonObject = {name.name: getattr(timings, name.name) for name in timings.DESCRIPTOR.fields}
     return {**shown, "mode": _MODES.get(timings.mode, "")}
+
+
+# The streams of several prompts as one. Nothing is buffered here: who does not read makes the router's own buffers fill.
+
+
+Open = Callable[[], AsyncGenerator[mesh_pb2.GenerateResponse, None]]
+"""Begins the stream of a prompt."""
+
+Numbered = tuple[int, mesh_pb2.GenerateResponse]
+
+
+class PromptError(Exception):
+    """What the stream of prompt `number` raised; `__cause__` is that error."""
+
+    def __init__(self, number: int, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.number = number
+        self.__cause__ = cause
+
+
+async def merged(prompts: Sequence[Open]) -> AsyncGenerator[Numbered, None]:
+    """Each response with the number of its prompt. Raises PromptError. However it ends, every stream is closed."""
+    source = _alone(prompts[0]) if len(prompts) == 1 else _together(prompts)
+    async with aclosing(source):
+        async for item in source:
+            yield item
+
+
+async def _alone(prompt: Open) -> AsyncGenerator[Numbered, None]:
+    async with aclosing(prompt()) as stream:
+        try:
+            async for response in stream:
+                yield 0, response
+        except Exception as error:
+            raise PromptError(0, error) from error
+
+
+async def _together(prompts: Sequence[Open]) -> AsyncGenerator[Numbered, None]:
+    queue: asyncio.Queue[Numbered | PromptError | None] = asyncio.Queue(maxsize=1)
+    pumps = [asyncio.create_task(_pump(number, prompt, queue)) for number, prompt in enumerate(prompts)]
+    num_running = len(pumps)
+    try:
+        while num_running:
+            item = await queue.get()
+            if item is None:
+                num_running -= 1
+            elif isinstance(item, PromptError):
+                raise item
+            else:
+                yield item
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(number: int, prompt: Open, queue: asyncio.Queue[Numbered | PromptError | None]) -> None:
+    """Ends with None or the stream's error."""
+    end: PromptError | None = None
+    async with aclosing(prompt()) as stream:
+        try:
+            async for response in stream:
+                await queue.put((number, response))
+        except Exception as error:  # noqa: BLE001 - the reader raises it
+            end = PromptError(number, error)
+    await queue.put(end)

@@ -8,19 +8,124 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Generator
+from collections.abc import Awaitable, Callable, Generator
 from functools import partial
-from typing import cast
+from typing import Any, ClassVar, cast
 
+import h11
 import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pdmesh.runtime import ports
 from pdmesh.runtime.config import ConfigError
-from router.api.openai import connection
-from router.api.openai.patience import PatientProtocol
-from router.api.openai.request_id import WithRequestId
+from pdmesh.runtime.errors import as_mesh_error
+from pdmesh.runtime.rpc.tls import Tls
+from router.api.frontend import Frontend
+from router.api.openai import handlers as connection
+from router.api.openai.errors import HttpError
+from router.api.openai.handlers import HEADER, Handlers, HttpSettings, WithRequestId, error_response, new_id
+from router.auth.api_keys import KeyStore
+from router.config import RouterConfig
 from router.telemetry.timings import now_ns
+
+# Connections that cost a place and bring nothing: uvicorn's protocol with deadlines for what a client sends, and a limit.
+#
+#     connected, or a first byte ──HEAD_S──► a whole head ──► the handler (body: `body.READ_TIMEOUT_S`) ──► answered
+#                                                             └── what the handler left of the body: REST_S
+#
+# Between requests the server's keep-alive counts. Who is late is told so with 408, and cut off.
+
+
+HEAD_S = 20.0
+REST_S = 10.0
+
+
+class PatientProtocol(H11Protocol):
+    """One connection. `max_connections` of the class is set by the server."""
+
+    max_connections: ClassVar[int] = 1024
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Too many: this one is told so at once."""
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            problem = f"there are {self.max_connections} connections (http_max_connections)"
+            self._refuse(HttpError(503, problem, code="service_unavailable"))
+            return
+        self._expect(HEAD_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """No deadline is left behind."""
+        self._expect(None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """What is not whole yet keeps the deadline that it has: a byte now and then buys no time."""
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        """The rest of the request, or a next one that has begun already, has a deadline of its own."""
+        super().on_response_complete()
+        self._expect(None)
+        if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+            return  # between requests
+        self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """As any other error of the gateway."""
+        self._refuse(HttpError(400, msg))
+
+    def _watch(self) -> None:
+        answered = self.conn.our_state in (h11.DONE, h11.MUST_CLOSE)
+        if self.conn.their_state is h11.IDLE:
+            self._expect(HEAD_S, again=False)
+        elif self.conn.their_state is h11.SEND_BODY and answered:
+            self._expect(REST_S, again=False)
+        else:
+            self._expect(None)
+
+    def _expect(self, delay_s: float | None, *, again: bool = True) -> None:
+        """Cuts the connection off in `delay_s`; None: for now nothing is expected. Not `again`: a deadline that is set stays."""
+        if self._deadline is not None:
+            if delay_s is not None and not again:
+                return
+            self._deadline.cancel()
+            self._deadline = None
+        if delay_s is not None and not self.transport.is_closing():
+            self._deadline = self.loop.call_later(delay_s, self._late)
+
+    def _late(self) -> None:
+        self._deadline = None
+        if self.conn.their_state is h11.IDLE:
+            self._refuse(HttpError(408, f"no whole head of a request came within {HEAD_S:g} s"))
+        else:
+            self.transport.abort()
+
+    def _refuse(self, error: HttpError) -> None:
+        """Says why, if that can be said still, and closes. A client that does not read is cut off by the socket's own limits."""
+        self._expect(None)
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            answer = error_response(error)
+            headers = [*answer.raw_headers, (b"connection", b"close"), (HEADER.encode(), new_id().encode())]
+            self.transport.write(_wire(self.conn, answer.status_code, headers, bytes(answer.body)))
+        self.transport.close()
+
+
+def _wire(conn: h11.Connection, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> bytes:
+    events = (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage())
+    return b"".join(conn.send(event) for event in events)
+
 
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that it is they who close
 GRACE_S = 1.0
@@ -187,3 +292,68 @@ def _abort(peer: object) -> None:
     transport = getattr(peer, "transport", None)
     if isinstance(transport, asyncio.WriteTransport):
         transport.abort()
+
+
+# The ASGI application: which endpoint stands where, and what becomes of errors.
+
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def build_app(frontend: Frontend, settings: HttpSettings) -> Starlette:
+    """Serves `frontend`."""
+    handlers = Handlers(frontend, settings)
+    routes = [
+        Route("/v1/chat/completions", _guarded(handlers.chat), methods=["POST"]),
+        Route("/v1/completions", _guarded(handlers.complete), methods=["POST"]),
+        Route("/v1/models", _guarded(handlers.list_models), methods=["GET"]),
+        Route("/v1/models/{model:path}", _guarded(handlers.get_model), methods=["GET"]),
+        Route("/health", _guarded(handlers.ready), methods=["GET"]),
+        Route("/health/ready", _guarded(handlers.ready), methods=["GET"]),
+        Route("/health/live", _guarded(handlers.live), methods=["GET"]),
+    ]
+    paths = ", ".join(dict.fromkeys(route.path for route in routes))
+
+    async def no_route(request: Request, error: Exception) -> Response:
+        """Starlette's own: no such path, or another method."""
+        assert isinstance(error, HTTPException)
+        where = f"{request.method[:20]} {request.url.path[:200]}"
+        problem = f"does not exist; there is {paths}" if error.status_code == 404 else "is not possible; use another method"
+        response = error_response(HttpError(error.status_code, f"{where} {problem}"))
+        response.headers.update(error.headers or {})
+        return response
+
+    return Starlette(routes=routes, exception_handlers={HTTPException: no_route})
+
+
+def _guarded(endpoint: Endpoint) -> Endpoint:
+    """Every error becomes an answer; what is a bug is logged, and its id is all that a client learns."""
+
+    async def call(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except HttpError as error:
+            return error_response(error)
+        except Exception as error:  # noqa: BLE001 - the boundary
+            return error_response(as_mesh_error(error))
+
+    return call
+
+
+# The gateway of one router: the endpoints on the frontend, behind a port of their own.
+
+
+def open_gateway(config: RouterConfig, frontend: Frontend, tls: Tls | None, keys: KeyStore | None) -> HttpServer | None:
+    """Not listening yet; None where no HTTP is wanted. With TLS it is https, and asks for certificates as gRPC does."""
+    if config.http_port is None:
+        return None
+    settings = HttpSettings(config.http_max_body_bytes, keys)
+    context = None if tls is None else tls.listening_context(require_client=config.tls_client_auth == "require")
+    return HttpServer(
+        build_app(frontend, settings),
+        config.http_host or config.host,
+        config.http_port,
+        context,
+        max_connections=config.http_max_connections,
+        share_port=config.share_ports,
+    )

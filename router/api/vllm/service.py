@@ -3,28 +3,146 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+import zipfile
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import grpc
+
 from pdmesh.runtime.errors import FailedPrecondition, MeshError, Unimplemented
+from pdmesh.third_party.vllm import smg_common_pb2
 from pdmesh.third_party.vllm import smg_common_pb2 as common_pb
 from pdmesh.third_party.vllm import vllm_engine_pb2 as pb
 from pdmesh.third_party.vllm.vllm_engine_pb2_grpc import VllmEngineServicer
-from router.api import request_metadata
+from pdmesh.v1 import mesh_pb2
+from router.api import frontend as request_metadata
 from router.api.frontend import Frontend
 from router.api.protocol_errors import renamed
 from router.api.validation import refuse
-from router.api.vllm import archive, info
+from router.api.vllm import responses
 from router.api.vllm.requests import NAMES, to_mesh
 from router.api.vllm.responses import Answer
-from router.api.vllm.running import AbortedByCaller, Running
-from router.tokenization.served_model import ServedModel
+from router.auth import identity
+from router.tokenization.prepared_request import ServedModel
 
 if TYPE_CHECKING:
     from pdmesh.third_party.vllm.vllm_engine_pb2_grpc import _ServicerContext
+
+
+# The requests that run on this router, by the caller's id, so that Abort finds them.
+
+
+class AbortedByCaller(Exception):
+    """Somebody called Abort with this request's id."""
+
+
+class Run:
+    """One call of Generate, in its own task."""
+
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self._waiting = False
+        self._aborted = False
+
+    async def next(self, messages: AsyncGenerator[mesh_pb2.GenerateResponse, None]) -> mesh_pb2.GenerateResponse | None:
+        """The next message; None after the last. Raises AbortedByCaller."""
+        if self._aborted:
+            raise AbortedByCaller
+        self._waiting = True
+        try:
+            return await anext(messages, None)
+        except asyncio.CancelledError:
+            if not self._aborted or self._task is None or self._task.uncancel():
+                raise  # the client has left, too
+            raise AbortedByCaller from None
+        finally:
+            self._waiting = False
+
+    def abort(self) -> None:
+        """End it: at once where it waits for the mesh, else with the message that it is just sending. A task that is cancelled
+        while it sends could not tell gRPC how the call ends."""
+        if self._aborted:
+            return
+        self._aborted = True
+        if self._waiting and self._task is not None:
+            self._task.cancel()
+
+
+class Running:
+    """Calls of Generate. On one event loop. Ids are the callers' own: each tenant has its names to itself."""
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple[str | None, str], Run] = {}
+
+    @contextmanager
+    def enter(self, request_id: str) -> Iterator[Run]:
+        """While the calling task serves a request; an empty id is never found. Raises MeshError (ALREADY_EXISTS)."""
+        key = (identity.tenant(), request_id)
+        if key in self._runs:
+            problem = f"request_id: {request_id[:100]!r} runs already; abort it or choose another"
+            raise MeshError(problem, code=grpc.StatusCode.ALREADY_EXISTS, field="request_id")
+        run = Run()
+        if request_id:
+            self._runs[key] = run
+        try:
+            yield run
+        finally:
+            self._runs.pop(key, None)
+
+    def abort(self, request_id: str) -> None:
+        """One that is not there has ended already, or runs on another router."""
+        run = self._runs.get((identity.tenant(), request_id))
+        if run is not None:
+            run.abort()
+
+
+# The model's tokenizer files as a zip archive, which a gateway fetches instead of asking a model hub.
+
+
+CHUNK_BYTES = 256 * 1024
+# What tokenizers, chat templates and limits are read from; never weights.
+_PATTERNS = (
+    "tokenizer*.json",
+    "tokenizer.model",
+    "config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.*",
+    "*.jinja",
+    "*.tiktoken",
+)
+# The same bytes for the same files, whenever it is made: gateways compare the hash.
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+
+
+def pack(folder: Path) -> bytes:
+    """The archive of a model folder. Raises OSError."""
+    names = sorted({path.name for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()})
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in names:
+            entry = zipfile.ZipInfo(name, _EPOCH)
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, (folder / name).read_bytes())
+    return buffer.getvalue()
+
+
+def archive_chunks(folder: Path) -> list[smg_common_pb2.GetTokenizerChunk]:
+    """The archive as messages, in order; the last one carries the hash of all of it. Raises OSError. Takes its time."""
+    archive = pack(folder)
+    starts = range(0, len(archive), CHUNK_BYTES)
+    messages = [smg_common_pb2.GetTokenizerChunk(data=archive[start : start + CHUNK_BYTES]) for start in starts]
+    messages[-1].sha256 = hashlib.sha256(archive).hexdigest()
+    return messages
+
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 
@@ -75,10 +193,10 @@ class VllmEngineService(VllmEngineServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: _ServicerContext) -> pb.GetModelInfoResponse:
         model = self._model()
-        return info.model_info(model, self._folder(model), self._frontend.core.max_context(model))
+        return responses.model_info(model, self._folder(model), self._frontend.core.max_context(model))
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: _ServicerContext) -> pb.GetServerInfoResponse:
-        return info.server_info(
+        return responses.server_info(
             self._frontend.status(),
             self._model().name,
             uptime_s=time.monotonic() - self._started_at,
@@ -88,14 +206,14 @@ class VllmEngineService(VllmEngineServicer):
     async def GetLoads(self, request: pb.GetLoadsRequest, context: _ServicerContext) -> pb.GetLoadsResponse:
         if request.dp_rank:
             refuse("dp_rank", f"{request.dp_rank} does not exist: there is rank 0")
-        return info.loads(self._frontend.status(), self._model().name)
+        return responses.loads(self._frontend.status(), self._model().name)
 
     async def GetTokenizer(
         self, request: common_pb.GetTokenizerRequest, context: _ServicerContext
     ) -> AsyncGenerator[common_pb.GetTokenizerChunk, None]:
         model = self._model()
         if not self._tokenizer:
-            self._tokenizer = await asyncio.to_thread(archive.archive_chunks, self._folder(model))
+            self._tokenizer = await asyncio.to_thread(archive_chunks, self._folder(model))
         for chunk in self._tokenizer:
             yield chunk
 

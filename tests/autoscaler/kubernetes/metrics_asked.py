@@ -11,12 +11,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from pdmesh.autoscaler.decision import Decision, PoolDecision
-from pdmesh.autoscaler.kubernetes import front_proxy
+from pdmesh.autoscaler.kubernetes import metrics_server
 from pdmesh.autoscaler.kubernetes.metrics_server import MetricsServer
-from pdmesh.autoscaler.kubernetes.metrics_settings import MetricsSettings
-from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings
-from pdmesh.autoscaler.views import PoolName
+from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings, MetricsSettings
+from pdmesh.autoscaler.views import Decision, PoolDecision, PoolName
 from pdmesh.launcher.certificates import make_certificates
 from tests.autoscaler.kubernetes.api_server import ApiServer
 
@@ -44,7 +42,7 @@ class Asked:
     def name_ca(self, path: str) -> None:
         """The cluster does, as that of its API server."""
         data = {"requestheader-client-ca-file": Path(path).read_text(), "requestheader-allowed-names": self._names}
-        self._api.put(front_proxy.CONFIG_MAP, {"metadata": {"name": "extension-apiserver-authentication"}, "data": data})
+        self._api.put(metrics_server.CONFIG_MAP, {"metadata": {"name": "extension-apiserver-authentication"}, "data": data})
 
     async def get(self, path: str, *, shows_certificate: bool = True) -> tuple[int, Any]:
         """Status and JSON."""

@@ -8,10 +8,9 @@ import time
 
 import pytest
 
-from pdmesh.autoscaler.decision import PoolDecision
 from pdmesh.autoscaler.kubernetes.platform import KubernetesPlatform
 from pdmesh.autoscaler.platform import PlatformError
-from pdmesh.autoscaler.views import PoolName
+from pdmesh.autoscaler.views import PoolDecision, PoolName
 from tests.autoscaler.kubernetes.api_server import LEASES, ApiServer
 from tests.autoscaler.kubernetes.conftest import Open
 

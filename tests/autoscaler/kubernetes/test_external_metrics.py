@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from pdmesh.autoscaler.decision import Decision
-from pdmesh.autoscaler.kubernetes import front_proxy, metrics_server, selector
+from pdmesh.autoscaler.kubernetes import external_metrics, metrics_server
+from pdmesh.autoscaler.kubernetes import metrics_server as front_proxy
+from pdmesh.autoscaler.kubernetes.external_metrics import Wanted
 from pdmesh.autoscaler.kubernetes.metrics_server import MetricsServer
-from pdmesh.autoscaler.kubernetes.metrics_settings import MetricsSettings
-from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings
-from pdmesh.autoscaler.kubernetes.wanted import Wanted
+from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings, MetricsSettings
+from pdmesh.autoscaler.views import Decision
 from pdmesh.launcher.certificates import make_certificates
 from pdmesh.runtime.config import ConfigError
 from tests.autoscaler.kubernetes.api_server import ApiServer
@@ -152,12 +152,12 @@ def test_selectors_are_kubernetes_own() -> None:
         "!tier",
         "a notin (b)",
     ):
-        assert selector.parse_selector(text)(labels), text
+        assert external_metrics.parse_selector(text)(labels), text
     for text in ("pool=prefill", "pool in (a,b),model=m", "!pool", "tier", "pool notin (decode)", "pool=decode,x=y"):
-        assert not selector.parse_selector(text)(labels), text
+        assert not external_metrics.parse_selector(text)(labels), text
     for text in ("a b", "=x", "pool in decode", "a=b c"):
         with pytest.raises(ValueError, match="labelSelector"):
-            selector.parse_selector(text)
+            external_metrics.parse_selector(text)
 
 
 def test_a_hold_keeps_nothing_fresh() -> None:

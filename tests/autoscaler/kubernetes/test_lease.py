@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.autoscaler.kubernetes.lease import Election, LeaseRecord
+from pdmesh.autoscaler.kubernetes.elector import Election, LeaseRecord
 
 DURATION_S, DEADLINE_S = 15, 10.0
 

@@ -7,10 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.autoscaler.kubernetes import times
-from pdmesh.autoscaler.kubernetes.ledger import ARRIVES_S, SOMEBODY, Entry, Held, entry_of, has_ended, hold, looked
+from pdmesh.autoscaler.kubernetes import objects
+from pdmesh.autoscaler.kubernetes.ledger import (
+    ARRIVES_S,
+    AUTOSCALE,
+    HOLD_UNTIL,
+    SOMEBODY,
+    Entry,
+    Held,
+    entry_of,
+    has_ended,
+    hold,
+    looked,
+)
 from pdmesh.autoscaler.kubernetes.objects import Owner, Seen, seen_of
-from pdmesh.autoscaler.kubernetes.orders import AUTOSCALE, HOLD_UNTIL
 from pdmesh.autoscaler.platform import PlatformError
 
 NOW_S, FOR_S = 1_800_000_000.0, 600.0
@@ -99,7 +109,7 @@ def entry_again(entry: Entry) -> Entry:
     return found
 
 
-LATER, PAST, OLD = (times.time(NOW_S + each) for each in (7200, 30, -7 * 86400))
+LATER, PAST, OLD = (objects.time(NOW_S + each) for each in (7200, 30, -7 * 86400))
 
 
 @pytest.mark.parametrize(
@@ -157,19 +167,19 @@ def test_an_annotation_forbids_while_it_stands(period_s: float) -> None:
 
 
 def test_an_annotation_says_until_when() -> None:
-    seen = _seen(hold_until=times.time(NOW_S + 100))
+    seen = _seen(hold_until=objects.time(NOW_S + 100))
     assert _held(Entry("u", (2,)), seen) == Held("the annotation pdmesh.io/hold-until", 100.0)
     assert _held(Entry("u", (2,)), seen, NOW_S + 100) is None
 
 
 def test_a_newer_annotation_shortens_and_lengthens_what_a_change_does_an_older_one_does_not() -> None:
     changed = Entry("u", (5,), NOW_S, "kubectl")
-    given_back = _seen(5, hold_until=times.time(NOW_S + 10))
+    given_back = _seen(5, hold_until=objects.time(NOW_S + 10))
     assert _held(changed, given_back, NOW_S + 20) is None
-    longer = _seen(5, hold_until=times.time(NOW_S + 7200))
+    longer = _seen(5, hold_until=objects.time(NOW_S + 7200))
     held = _held(changed, longer, NOW_S + 3600)
     assert held is not None and held.left_s == 3600
-    last_weeks = _seen(5, hold_until=times.time(NOW_S - 7 * 86400))
+    last_weeks = _seen(5, hold_until=objects.time(NOW_S - 7 * 86400))
     assert _held(changed, last_weeks, NOW_S + 20) == Held("kubectl", 580.0)
 
 
@@ -218,8 +228,8 @@ def test_a_deployment_of_the_api() -> None:
 
 
 def test_times_are_those_of_kubernetes() -> None:
-    assert times.micro_time(NOW_S) == "2027-01-15T08:00:00.000000Z"
-    assert times.parse("2027-01-15T09:00:00+01:00") == NOW_S == times.parse(times.time(NOW_S))
+    assert objects.micro_time(NOW_S) == "2027-01-15T08:00:00.000000Z"
+    assert objects.parse("2027-01-15T09:00:00+01:00") == NOW_S == objects.parse(objects.time(NOW_S))
 
 
 def test_times_of_a_leader_whose_clock_was_fast_count_as_now() -> None:

@@ -6,11 +6,10 @@ import json
 
 import pytest
 
-from pdmesh.autoscaler.decision import PoolDecision
-from pdmesh.autoscaler.kubernetes import times
+from pdmesh.autoscaler.kubernetes import objects
 from pdmesh.autoscaler.kubernetes.platform import KubernetesPlatform
 from pdmesh.autoscaler.platform import Asked, PlatformError
-from pdmesh.autoscaler.views import Hold, PoolName
+from pdmesh.autoscaler.views import Hold, PoolDecision, PoolName
 from tests.autoscaler.kubernetes.api_server import DEPLOYMENTS, EVENTS, LEASES, MAPS, ApiServer
 from tests.autoscaler.kubernetes.conftest import Open
 from tests.autoscaler.kubernetes.walls import Wall
@@ -96,7 +95,7 @@ async def test_nor_is_a_change_scaled_that_an_annotation_forbids_meanwhile(candi
 async def test_annotations_hold_one_pool_and_not_the_other(candidate: Open, server: ApiServer, wall: Wall) -> None:
     platform = await _leading(candidate)
     server.annotate("pdmesh-decode", autoscale="off")
-    server.annotate("pdmesh-prefill", hold_until=times.time(wall.now_s + 50))
+    server.annotate("pdmesh-prefill", hold_until=objects.time(wall.now_s + 50))
     found = await platform.observe(NOW_S)
     assert found[DECODE].hold == Hold("the annotation pdmesh.io/autoscale", NOW_S + 600)
     assert found[PREFILL].hold == Hold("the annotation pdmesh.io/hold-until", NOW_S + 50)

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.kv_cache.piece_copies import Piece
+from pdmesh.engine.kv_cache.copies import Piece
 from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
 from pdmesh.engine.kv_cache.streams import streams_of
 from pdmesh.engine.parallel.model import ParallelModel
 from pdmesh.engine.parallel.staging import RanksCopies, stage_ranks
-from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import EngineRequest, SamplingParams
 from tests.engine.parallel.conftest import running
 from tests.support.mock_engine import run_to_end
 

@@ -20,19 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdmesh.engine.kv_cache.copies import IndexedBlocks
-from pdmesh.engine.kv_cache.piece_copies import Columns, Piece, PieceCopies
-from pdmesh.engine.kv_cache.row_copies import RowsCopy
-from pdmesh.engine.kv_cache.sealed_memory import sealed_memory
+from pdmesh.engine.kv_cache.copies import Columns, IndexedBlocks, Piece, PieceCopies, RowsCopy
+from pdmesh.engine.kv_cache.pool import sealed_memory
 from pdmesh.engine.kv_cache.staging import Staging, StagingSizes
 from pdmesh.engine.kv_cache.streams import InOrder
-from pdmesh.engine.parallel.copies import CopyChannel
-from pdmesh.engine.parallel.copy_orders import Answer, Copy, Order
-from pdmesh.engine.parallel.copy_service import CopyService
-from pdmesh.engine.parallel.errors import RankFailed
+from pdmesh.engine.parallel.copies import Answer, Copy, CopyChannel, CopyService, Order
 from pdmesh.engine.parallel.events import Commands, Launched, Place, RanksMarks
 from pdmesh.engine.parallel.shared_pieces import PiecesShape, SharedPieces
 from pdmesh.engine.parallel.staging import RanksCopies
+from pdmesh.engine.parallel.tp_protocol import RankFailed
 from tests.support.reordering import ReorderingStreams
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory as Linux has it")

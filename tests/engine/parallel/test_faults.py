@@ -17,9 +17,8 @@ import pytest
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.loader.loader import load_model
-from pdmesh.engine.parallel.errors import RankFailed
-from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.parallel.tp_protocol import RankFailed
+from pdmesh.engine.request import EngineRequest, SamplingParams
 from tests.engine.parallel.conftest import config_of, is_alive, pids_of, running
 from tests.support.tiny_models import make_tiny_model
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from pdmesh.engine.parallel.collectives import NCCL_SETTINGS, Group, leave_errors_to_us, open_meeting_point, wait_until
-from pdmesh.engine.parallel.errors import ExchangeFailed
 from pdmesh.engine.parallel.split import Shard
+from pdmesh.engine.parallel.tp_protocol import ExchangeFailed
 
 
 def test_torch_is_told_to_leave_errors_to_us(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdmesh.engine.parallel.errors import RankFailed
+from pdmesh.engine.parallel.tp_protocol import RankFailed
 from tests.engine.parallel.conftest import config_of, pids_of, running
 from tests.engine.parallel.staged_ranks import Staged, prefilled, staged_ranks
 from tests.support.tiny_models import make_tiny_model

@@ -6,8 +6,8 @@ from collections.abc import Sequence as Sequence_
 
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.speculation.draft import Draft
-from pdmesh.engine.speculation.habit import FIRST_PAUSE, LONGEST_PAUSE, PROBE, Habit
 from pdmesh.engine.speculation.proposer import Ask
+from pdmesh.engine.speculation.proposer_gating import FIRST_PAUSE, LONGEST_PAUSE, PROBE, Habit
 from tests.support.engine_requests import assert_whole, request
 from tests.support.guesser import Guesser
 from tests.support.mock_engine import make_engine

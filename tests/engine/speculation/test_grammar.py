@@ -12,8 +12,8 @@ from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.sampling.grammar import Bits
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation import guarded_proposer
-from pdmesh.engine.speculation.constrained import follow
 from pdmesh.engine.speculation.draft import Draft
+from pdmesh.engine.speculation.guarded_proposer import follow
 from pdmesh.text.grammar import GrammarMatcher
 from tests.engine.backends import BACKENDS
 from tests.engine.constrained import Answers, Model, requests, run, run_apart, tokens

@@ -13,9 +13,18 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.loader.hash import cache_folder
 from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.speculation import calibration
-from pdmesh.engine.speculation.calibration import BUDGET_S, FIRST_ROWS, ROWS, confirmed, known_curve, measured
+from pdmesh.engine.speculation.calibration import (
+    BUDGET_S,
+    FIRST_ROWS,
+    ROWS,
+    Circumstances,
+    confirmed,
+    known_curve,
+    measured,
+    recall,
+    remember,
+)
 from pdmesh.engine.speculation.cost_curve import CostCurve
-from pdmesh.engine.speculation.remembered import Circumstances, recall, remember
 from tests.engine.speculation.test_calibrate import Machine
 from tests.support.mock_engine import open_engine
 from tests.support.tiny_models import make_tiny_model

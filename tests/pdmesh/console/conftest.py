@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import httpx
 import pytest_asyncio
 
-from pdmesh.console.config import ConsoleConfig
-from pdmesh.console.main import ConsoleProcess
+from pdmesh.console.main import ConsoleConfig, ConsoleProcess
 from tests.pdmesh.console.made import Made, Script, exports, made_router, send
 
 

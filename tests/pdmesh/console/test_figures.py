@@ -10,9 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.console.figures import FLOW_WINDOW_S, MAX_MODELS, OTHERS, Query, by_model, flows, latest, rates, slowest
-from pdmesh.console.histogram import MAX_CLASSES, classes, quantile
-from pdmesh.console.summary import RequestSummary
+from pdmesh.console.figures import (
+    FLOW_WINDOW_S,
+    MAX_CLASSES,
+    MAX_MODELS,
+    OTHERS,
+    Query,
+    by_model,
+    classes,
+    flows,
+    latest,
+    quantile,
+    rates,
+    slowest,
+)
+from pdmesh.console.store import RequestSummary
 from tests.pdmesh.console.made import Made
 from tests.pdmesh.console.test_store import MADE, START_NS, store_of
 

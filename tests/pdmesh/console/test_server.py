@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from pdmesh.console import server
-from pdmesh.console.events import MAX_CLIENTS
 from pdmesh.console.server import MAX_BODY_BYTES
+from pdmesh.console.state import MAX_CLIENTS
 from pdmesh.runtime.telemetry.propagation import parse
 from tests.pdmesh.console.conftest import Running, running_console
 from tests.pdmesh.console.made import MODEL, Made, Script, made_router

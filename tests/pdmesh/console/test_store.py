@@ -7,8 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.console.store import MAX_SPANS_PER_TRACE, SUMMARY_BYTES, Bounds, Store
-from pdmesh.console.summary import TTFT_PARTS
+from pdmesh.console.store import MAX_SPANS_PER_TRACE, SUMMARY_BYTES, TTFT_PARTS, Bounds, Store
 from pdmesh.runtime.telemetry.propagation import SpanContext
 from pdmesh.runtime.telemetry.received import ReceivedSpan, read_export
 from pdmesh.runtime.telemetry.spans import Kind, Span

@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
-from pdmesh.autoscaler.decision import Decision, PoolDecision
-from pdmesh.autoscaler.views import PoolName
-from pdmesh.console import mesh_view, topology
+from pdmesh.autoscaler.views import Decision, PoolDecision, PoolName
+from pdmesh.console import topology
+from pdmesh.console import topology as mesh_view
 from pdmesh.console.topology import Topology
 from pdmesh.launcher import local_state
 from pdmesh.launcher.local_state import DecisionFile

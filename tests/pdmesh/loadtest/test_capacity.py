@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.loadtest.capacity import Search, Trial, found
+from pdmesh.loadtest.measure import Search, Trial, found
 
 
 def search_all(search: Search, capacity: float) -> list[Trial]:

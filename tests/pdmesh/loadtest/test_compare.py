@@ -10,7 +10,7 @@ import pytest
 
 from pdmesh.loadtest import result as results
 from pdmesh.loadtest.compare import Difference, compare
-from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
+from pdmesh.loadtest.record import ObjectiveBook, Objectives
 from pdmesh.loadtest.result import Result, make_result
 from pdmesh.loadtest.runner import RunLog
 from pdmesh.loadtest.stats import Window

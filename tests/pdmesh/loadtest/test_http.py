@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from pdmesh.loadtest.record import Outcome
 from pdmesh.loadtest.targets import openai
 from pdmesh.loadtest.targets.http import BaseUrl, HttpClient, HttpError
-from pdmesh.loadtest.targets.openai import OpenAiSettings, OpenAiTarget
-from pdmesh.loadtest.targets.sse import SseParser
+from pdmesh.loadtest.targets.openai import OpenAiSettings, OpenAiTarget, SseParser
 from pdmesh.loadtest.targets.target import Ask, Done, Event, Said, TargetError, Tokens
 from pdmesh.loadtest.workload import Segment, TrafficClass
 from pdmesh.runtime.rpc.tls import ClientTlsConfig

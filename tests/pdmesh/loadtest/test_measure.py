@@ -11,11 +11,9 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.loadtest import runner
-from pdmesh.loadtest.capacity import Search
-from pdmesh.loadtest.lengths import fixed
-from pdmesh.loadtest.measure import Measurement, decided_s, find_capacity, measure, search_capacity, window_at
-from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
-from pdmesh.loadtest.record import Outcome
+from pdmesh.loadtest.arrivals import fixed
+from pdmesh.loadtest.measure import Measurement, Search, decided_s, find_capacity, measure, search_capacity, window_at
+from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome
 from pdmesh.loadtest.result import Result
 from pdmesh.loadtest.targets.target import Ask, Done, Event, Fleet, TargetError, TargetInfo, Tokens
 from pdmesh.loadtest.workload import Arrivals, TrafficClass, Workload

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from pdmesh.loadtest.record import Outcome
 from pdmesh.loadtest.runner import Runner, RunSettings
-from pdmesh.loadtest.targets import openai_answer
-from pdmesh.loadtest.targets.openai import OpenAiSettings, OpenAiTarget
-from pdmesh.loadtest.targets.openai_answer import Chunk
+from pdmesh.loadtest.targets import openai
+from pdmesh.loadtest.targets.openai import Chunk, OpenAiSettings, OpenAiTarget
 from pdmesh.loadtest.targets.target import Done, TargetError
 from pdmesh.loadtest.workload import Arrivals, Workload, plan
 
@@ -125,7 +124,7 @@ async def test_a_list_of_models_that_is_none_is_a_target_error(body: bytes, mess
 @given(JSON)
 def test_whatever_comes_is_a_chunk_or_a_target_error(value: object) -> None:
     body = json.dumps(value).encode()
-    for parse in (openai_answer.read_chunk, openai_answer.read_models):
+    for parse in (openai.read_chunk, openai.read_models):
         try:
             parse(body)
         except TargetError as error:
@@ -134,7 +133,7 @@ def test_whatever_comes_is_a_chunk_or_a_target_error(value: object) -> None:
 
 @given(st.binary(max_size=300) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_a_message_is_one_line_that_a_terminal_can_show(body: bytes) -> None:
-    shown = openai_answer.read_message(body)
+    shown = openai.read_message(body)
     assert len(shown) <= 200 and (not shown or shown.isprintable())
     shown.encode()
 
@@ -142,5 +141,5 @@ def test_a_message_is_one_line_that_a_terminal_can_show(body: bytes) -> None:
 def test_what_a_chunk_holds() -> None:
     usage = {"prompt_tokens": 3, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 2}}
     reasoned = {"choices": [{"delta": {"content": None, "reasoning_content": "hm"}}], "usage": usage}
-    assert openai_answer.read_chunk(json.dumps(reasoned).encode()) == Chunk("hm", Done(3, 7, 2))
-    assert openai_answer.read_chunk(b'{"choices": [], "usage": null, "error": null}') == Chunk("", None)
+    assert openai.read_chunk(json.dumps(reasoned).encode()) == Chunk("hm", Done(3, 7, 2))
+    assert openai.read_chunk(b'{"choices": [], "usage": null, "error": null}') == Chunk("", None)

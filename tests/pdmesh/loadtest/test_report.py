@@ -9,8 +9,7 @@ from html.parser import HTMLParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
-from pdmesh.loadtest.record import Outcome
+from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome
 from pdmesh.loadtest.reports import comparison, html
 from pdmesh.loadtest.reports import text as report_text
 from pdmesh.loadtest.reports.charts import Axis, cdf, linear, logarithmic, number_text

@@ -11,10 +11,9 @@ import pytest
 
 from benchmarks.loadtest_stub import Latencies, Stub, serve_grpc, serve_http
 from pdmesh.errors import Overloaded
-from pdmesh.loadtest.lengths import fixed
+from pdmesh.loadtest.arrivals import fixed
 from pdmesh.loadtest.measure import Measurement, measure
-from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
-from pdmesh.loadtest.record import Outcome
+from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome
 from pdmesh.loadtest.runner import RunLog, Runner, RunSettings
 from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
 from pdmesh.loadtest.targets.openai import OpenAiSettings, OpenAiTarget

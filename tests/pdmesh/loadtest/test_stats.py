@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.loadtest.objectives import ObjectiveBook, Objectives
-from pdmesh.loadtest.record import Outcome
-from pdmesh.loadtest.stats import Latency, Window, met, phases_of_slowest, quantile, slowest, summarise
-from pdmesh.loadtest.timeline import timeline
+from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome
+from pdmesh.loadtest.stats import Latency, Window, met, phases_of_slowest, quantile, slowest, summarise, timeline
 from tests.pdmesh.loadtest.records import record
 
 WINDOW = Window(0, 10)

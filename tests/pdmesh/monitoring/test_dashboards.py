@@ -11,8 +11,8 @@ import yaml  # type: ignore[import-untyped]
 
 from pdmesh.monitoring import rules
 from pdmesh.monitoring.__main__ import main, manifests, own_files, plain_files
-from pdmesh.monitoring.catalogue import CATALOGUE
-from pdmesh.monitoring.dashboards_fleet import all_dashboards
+from pdmesh.monitoring.dashboards import all_dashboards
+from pdmesh.monitoring.manifests import CATALOGUE
 from pdmesh.monitoring.panels import COLUMNS, Dashboard
 
 ALL = [instrument for instruments in CATALOGUE.values() for instrument in instruments]

@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 
 from pdmesh.runtime.errors import InvalidArgument, NotFound
 from pdmesh.third_party.kserve import grpc_service_pb2 as pb
-from router.api.kserve.catalogue import INPUTS, OUTPUTS
-from router.api.kserve.parameters import NAMES
-from router.api.kserve.requests import Ask
+from router.api.kserve.requests import NAMES, Ask
 from router.api.kserve.responses import Answer
-from router.api.kserve.tensors import Inputs, add_output
+from router.api.kserve.tensors import INPUTS, OUTPUTS, Inputs, add_output
 from tests.router.kserve.calls import ids, output, packed, text
 
 names = st.sampled_from([*INPUTS, "x", ""])

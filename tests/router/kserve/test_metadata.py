@@ -8,7 +8,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pdmesh.runtime.rpc.channel import connect
 from pdmesh.third_party.kserve import grpc_service_pb2 as pb
 from pdmesh.third_party.kserve import model_config_pb2 as config_pb
-from router.api.kserve.catalogue import INPUTS, OUTPUTS
+from router.api.kserve.tensors import INPUTS, OUTPUTS
 from tests.router.kserve.calls import serving
 
 

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from pdmesh.third_party.kserve import grpc_service_pb2 as pb
-from router.api.kserve import many
+from router.api.kserve import service
 from tests.router import stub_model
 from tests.router.kserve.calls import flag, ids, is_final, output, request, serving
 from tests.router.mesh import expected
@@ -162,7 +162,7 @@ async def test_a_router_that_goes_tells_every_request(model_folder: Path) -> Non
 
 
 async def test_a_stream_has_so_many_requests_at_a_time(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(service, "MAX_REQUESTS", 2)
     async with serving(model_folder) as (mesh, stub):
         mesh["d0"].pause_at = 4
         call = stub.ModelStreamInfer(iter([request(id=str(number)) for number in range(5)]))

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from pdmesh.runtime.errors import InvalidArgument, MeshError, ResourceExhausted, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.api.openai import chat_request, completion_request, handlers
-from router.api.openai.call import Call
+from router.api.openai import handlers
+from router.api.openai import requests as chat_request
+from router.api.openai import requests as completion_request
 from router.api.openai.errors import HttpError, answer_to, renamed
 from router.api.openai.requests import parse as parse_body
-from router.api.openai.responses import Answer
-from router.api.openai.shapes import LOWEST_LOGPROB, ChatShape, TextShape
+from router.api.openai.responses import LOWEST_LOGPROB, Answer, Call, ChatShape, TextShape
 
 OPTIONS = mesh_pb2.RequestOptions(request_id="r")
 HELLO: Any = [{"role": "user", "content": "hello"}]

@@ -12,7 +12,7 @@ import pytest
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.third_party.vllm import smg_common_pb2 as common_pb
 from pdmesh.third_party.vllm import vllm_engine_pb2 as pb
-from router.api.vllm import archive
+from router.api.vllm import service
 from tests.router import stub_model
 from tests.router.vllm_engine.test_generate import Answer, request, serving
 from tests.support.waiting import eventually
@@ -53,7 +53,7 @@ async def test_loads(model_folder: Path) -> None:
 
 
 async def test_tokenizer_files(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(service, "CHUNK_BYTES", 1000)
     async with serving(model_folder) as (_, stub):
         chunks = [chunk async for chunk in stub.GetTokenizer(common_pb.GetTokenizerRequest())]
         again = [chunk async for chunk in stub.GetTokenizer(common_pb.GetTokenizerRequest())]
@@ -68,9 +68,9 @@ async def test_tokenizer_files(model_folder: Path, tmp_path: Path, monkeypatch: 
 def test_archives_hold_no_weights_and_are_the_same_each_time(model_folder: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "config.json", "model.safetensors", "model.gguf", "chat_template.jinja", "notes.txt"):
         (tmp_path / name).write_text(json.dumps(name))
-    packed = archive.pack(tmp_path)
+    packed = service.pack(tmp_path)
     (tmp_path / "config.json").touch()
-    assert packed == archive.pack(tmp_path)
+    assert packed == service.pack(tmp_path)
     names = zipfile.ZipFile(io.BytesIO(packed)).namelist()
     assert names == ["chat_template.jinja", "config.json", "tokenizer.json"]
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdmesh.runtime.config import ConfigError
-from pdmesh.runtime.telemetry import metrics_exporters, metrics_server
+from pdmesh.runtime.telemetry import metrics_exporters
+from pdmesh.runtime.telemetry import metrics_exporters as metrics_server
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.runtime.telemetry.metrics import OFF, Metrics, Readings, counter, gauge, histogram, open_metrics
 from pdmesh.runtime.telemetry.metrics_registry import MAX_VALUES, OTHER, LabelGuard, Registry

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from pdmesh.runtime.config import ConfigError, parse
 from pdmesh.runtime.telemetry.config import TelemetryConfig
-from pdmesh.runtime.telemetry.keeping import Held, is_sampled
 from pdmesh.runtime.telemetry.propagation import SpanContext
 from pdmesh.runtime.telemetry.spans import MAX_EVENTS, Kind
-from pdmesh.runtime.telemetry.tracing import OFF, Tracing, open_tracing
+from pdmesh.runtime.telemetry.tracing import OFF, Held, Tracing, is_sampled, open_tracing
 from tests.runtime.telemetry.collected import Collected
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 
+import torch
+from torch import Tensor
+
 from pdmesh.engine.kernels.cpu.build import Say, load_library
+from pdmesh.engine.kv_cache.pool import private_memory
 
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 
@@ -133,3 +138,66 @@ def _check_abi(library: ctypes.CDLL) -> None:
     library.pdmesh_abi(sizes)
     if tuple(sizes) != tuple(ctypes.sizeof(struct) for struct in _STRUCTS):
         raise OSError(f"the CPU kernels' structs are {tuple(sizes)} bytes, not as library.py has them; abi.h and it disagree")
+
+
+# Weights of one layer, one after the other in large pages.
+
+
+_ALIGNMENT = 64
+_HUGE_PAGE = 2 * 2**20
+
+
+def allocate(num_bytes: int) -> Tensor:
+    """`num_bytes` zero bytes (uint8), from the beginning of a large page on."""
+    whole = torch.frombuffer(private_memory(num_bytes + _HUGE_PAGE), dtype=torch.uint8)
+    offset = -whole.data_ptr() % _HUGE_PAGE
+    return whole[offset : offset + num_bytes]
+
+
+def gather(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of the tensors, one after the other in one allocation, each at a multiple of 64 bytes."""
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    memory = allocate(end)
+    copies = []
+    for tensor, start in zip(tensors, starts, strict=True):
+        copy = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        copies.append(copy.copy_(tensor))
+    return copies
+
+
+# The machine's limits, measured with the instructions of the kernels: what a speed is to be compared with.
+
+
+GIB = 2**30
+_KINDS = {"int8": 0, "bfloat16": 1, "float32": 2}
+
+
+def read_bandwidth_gb_s(num_threads: int = 0, *, num_bytes: int = GIB, repeats: int = 8) -> float:
+    """10^9 bytes a second of all threads streaming over `num_bytes` (larger than the caches) once; the best of `repeats`."""
+    buffer = allocate(num_bytes).fill_(1)
+    rate: float = shared_library().pdmesh_read_bandwidth(buffer.data_ptr(), num_bytes, _threads(num_threads), repeats)
+    return rate / 1e9
+
+
+def product_peak_gop_s(kind: str, num_threads: int = 0, *, repeats: int = 20) -> float:
+    """10^9 operations a second (a multiplication and an addition are two) of products from registers; `kind`: int8, bfloat16 or
+    float32. Raises KeyError for another."""
+    rate: float = shared_library().pdmesh_product_peak(_KINDS[kind], _threads(num_threads), repeats)
+    return rate / 1e9
+
+
+def int8_peak_gop_s(num_threads: int = 0) -> float:
+    """Of int8 products."""
+    return product_peak_gop_s("int8", num_threads)
+
+
+def bf16_peak_gflop_s(num_threads: int = 0) -> float:
+    """Of bfloat16 products."""
+    return product_peak_gop_s("bfloat16", num_threads)
+
+
+def _threads(num_threads: int) -> int:
+    return num_threads or torch.get_num_threads()

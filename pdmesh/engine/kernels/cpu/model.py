@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.cpu import library as abi
-from pdmesh.engine.kernels.cpu.arena import gather
+from pdmesh.engine.kernels.cpu.library import gather
 from pdmesh.engine.kernels.cpu.sampling import NativeSampler
 from pdmesh.engine.kv_cache.events import LayerSignal
 from pdmesh.engine.models.config import ModelConfig

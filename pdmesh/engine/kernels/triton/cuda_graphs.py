@@ -6,11 +6,21 @@ returns are tensors; after each replay they hold the new results, until the next
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from pdmesh.engine.kernels.triton.metadata import NO_TAIL, NOWHERE, StepMetadata, put_tables
+from pdmesh.engine.kernels.triton.step import StepOutput, TritonStep
+from pdmesh.engine.models.layers import ROW_MULTIPLE
+from pdmesh.engine.runner.batch import StepBatch
 
 Work = Callable[[], tuple[Tensor, ...]]
 
@@ -32,7 +42,7 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._side = torch.cuda.Stream()
 
     def record(self, work: Work) -> Recording:
         """The first run compiles kernels and lets libraries make their plans, none of which a capture may hold."""
@@ -70,3 +80,302 @@ def make_recorder(device: torch.device) -> Recorder:
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
     """Recordings hold the address of a pool."""
     return (one.data_ptr(), one.shape, one.dtype, one.stride()) == (other.data_ptr(), other.shape, other.dtype, other.stride())
+
+
+# The kernel of decode_buffers.py: a step's message to where the step's other kernels read it.
+
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+
+@triton.jit
+def unpack_kernel(
+    message, token_ids, positions, slots, context_lens, logits_rows, block_tables, drawn, num_rows, table_stride,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program: BLOCK rows. message [7, num_rows]: see decode_buffers.Line. A token below 0, -1 - r, is what row r drew last."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_rows
+    token = tl.load(message + at, mask=inside, other=0)
+    before = inside & (token < 0)
+    token = tl.where(before, tl.load(drawn + (-1 - token), mask=before, other=0), token)
+    tl.store(token_ids + at, token, mask=inside)
+    tl.store(positions + at, tl.load(message + num_rows + at, mask=inside, other=0), mask=inside)
+    tl.store(slots + at, tl.load(message + 2 * num_rows + at, mask=inside, other=0), mask=inside)
+    tl.store(context_lens + at, tl.load(message + 3 * num_rows + at, mask=inside, other=0), mask=inside)
+    tl.store(logits_rows + at, tl.load(message + 4 * num_rows + at, mask=inside, other=0), mask=inside)
+    column = tl.load(message + 5 * num_rows + at, mask=inside, other=-1)
+    block = tl.load(message + 6 * num_rows + at, mask=inside, other=0)
+    tl.store(block_tables + at.to(tl.int64) * table_stride + column, block, mask=inside & (column >= 0))
+
+
+# Which row of a graph a sequence decodes in, and what of its numbers the device does not have yet. Pure: no tensor on a device.
+#
+# A sequence keeps its row from step to step, so that of its block table, which is the long part, only a new block is sent. Steps
+# do not name their sequences; but the block that a sequence writes to is its own alone (a shared one is copied first), so it is
+# known again by it:
+#
+#     step n     table 4 9 7        writes to 7                   row 0 is held by 7
+#     step n+1   table 4 9 7        writes to 7   ─► row 0        nothing to send
+#     step n+1   table 4 9 7 3      writes to 3, behind 7         row 0 too; column 3 becomes 3
+#
+# That is a guess about rows and no more: what a row's table lacks is found by comparing it with the one that was sent.
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """`rows[i]`: of the batch's i-th sequence. `added`: the last column of its row's table is new, by sequence. `rewritten`:
+    sequences whose row gets its whole table."""
+
+    rows: list[int]
+    added: list[int]
+    rewritten: list[int]
+
+
+class DecodeRows:
+    """What the device holds, as the host remembers it."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._tables: list[list[int]] = [[] for _ in range(num_rows)]
+        self._row_of: dict[int, int] = {}  # by the block that was written to last
+
+    def place(self, tables: Sequence[list[int]], num_rows: int) -> RowPlan:
+        """Rows below `num_rows` for sequences with these block tables; each ends with the block that the step writes to."""
+        taken: set[int] = set()
+        rows = [self._known_row(table, num_rows, taken) for table in tables]
+        free = (row for row in range(num_rows) if row not in taken)
+        placed = [next(free) if row is None else row for row in rows]
+        added: list[int] = []
+        rewritten: list[int] = []
+        for index, (row, table) in enumerate(zip(placed, tables, strict=True)):
+            held = self._tables[row]
+            if held == table:
+                continue
+            is_next = len(held) == len(table) - 1 and table[:-1] == held
+            if is_next or held[: len(table)] != table:
+                (added if is_next else rewritten).append(index)
+            self._tables[row] = table
+        self._row_of = {table[-1]: row for row, table in zip(placed, tables, strict=True)}
+        return RowPlan(placed, added, rewritten)
+
+    def _known_row(self, table: list[int], num_rows: int, taken: set[int]) -> int | None:
+        for block in table[:-3:-1]:  # the last, and the one before it
+            row = self._row_of.get(block)
+            if row is not None and row < num_rows and row not in taken:
+                taken.add(row)
+                return row
+        return None
+
+
+# The numbers of a decode step in buffers that stay where they are, so that a graph can read them again and again.
+#
+#     host                                        device
+#     message [7, rows] int32, pinned  ── one copy ──►  message  ── unpack, in the graph ──►  token_ids, positions, slots, ...
+#     whole tables of new sequences    ── only when some are new ─────────────────────────►  block_tables [rows, width]
+#
+# A step's message is 28 bytes a row: the block tables, 2 MB for 64 sequences of 128 k tokens in blocks of 16, stay on the device,
+# and a step adds a block to a row at most. Rows without a sequence have no context and no slot: nothing is read for
+# them and nothing written; tokens of padding are token 0.
+
+
+_BLOCK = 128
+
+
+class Line(IntEnum):
+    """Of a message: a number for each row."""
+
+    TOKEN = 0
+    POSITION = 1
+    SLOT = 2
+    CONTEXT = 3
+    LOGITS = 4  # the row of the batch's i-th sequence: logits come in the batch's order
+    COLUMN = 5  # where the row's table gets a block; NOWHERE: it gets none
+    BLOCK = 6
+
+
+class DecodeBuffers:
+    """Of up to `num_rows` sequences with up to `max_context` tokens. A bucket of fewer rows uses the first of them."""
+
+    def __init__(self, num_rows: int, max_context: int, block_size: int, device: torch.device) -> None:
+        self.num_rows, self.max_context, self.block_size, self.device = num_rows, max_context, block_size, device
+        self.table_width = -(-max_context // block_size)
+        self._rows = DecodeRows(num_rows)
+        self._messages = {num_rows: self._zeros(len(Line), num_rows)}
+        self._token_ids, self._positions, self._context_lens = (self._zeros(num_rows) for _ in range(3))
+        self._slots, self._logits_rows = self._zeros(num_rows).fill_(NOWHERE), self._zeros(num_rows)
+        self._tables = self._zeros(num_rows, self.table_width)
+        self._starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        self._tail_firsts, self._no_tails = self._zeros(num_rows).fill_(NO_TAIL), self._zeros(num_rows, 0)
+        self.drawn = self._zeros(num_rows)
+
+    def why_not(self, batch: StepBatch) -> str | None:
+        """What keeps the batch from being a decode step for these buffers; None: it is one."""
+        if not 0 < batch.num_seqs <= self.num_rows:
+            return f"{batch.num_seqs} sequences, there is room for {self.num_rows}"
+        if batch.num_tokens != batch.num_seqs or batch.tails or len(batch.logits_rows) != batch.num_seqs:
+            return "not one token and one row of logits of each sequence"
+        if batch.logits_rows.tolist() != list(range(batch.num_seqs)):
+            return "rows of logits in another order"
+        longest = max(batch.context_lens)
+        return f"a context of {longest}, there is room for {self.max_context}" if longest > self.max_context else None
+
+    def metadata(self, num_rows: int) -> StepMetadata:
+        """Of a bucket: views, the same at each call."""
+        return StepMetadata(
+            buffer=self._messages[self.num_rows],
+            token_ids=self._token_ids[:num_rows],
+            positions=self._positions[:num_rows],
+            slots=self._slots[:num_rows],
+            query_starts=self._starts[: num_rows + 1],
+            split_starts=self._starts[: num_rows + 1],
+            context_lens=self._context_lens[:num_rows],
+            block_tables=self._tables[:num_rows],
+            tail_firsts=self._tail_firsts[:num_rows],
+            tail_slots=self._no_tails[:num_rows],
+            logits_rows=self._logits_rows[:num_rows],
+            num_seqs=num_rows,
+            max_query_len=1,
+            max_context=self.max_context,
+            num_split_tokens=num_rows,
+            max_split_len=1,
+        )
+
+    def send(self, batch: StepBatch, num_rows: int) -> list[int]:
+        """Queues what the device lacks of a decode step in a bucket of `num_rows`; the row of each sequence. Before the graph."""
+        widths = [-(-context // self.block_size) for context in batch.context_lens]
+        tables = [
+            table if len(table) == width else table[:width] for table, width in zip(batch.block_tables, widths, strict=True)
+        ]
+        plan = self._rows.place(tables, num_rows)
+        if plan.rewritten:
+            self._rewrite([plan.rows[index] for index in plan.rewritten], [tables[index] for index in plan.rewritten])
+        self._message(num_rows).copy_(_message(batch, plan, tables, num_rows, self.device), non_blocking=True)
+        return plan.rows
+
+    def clear(self, num_rows: int) -> None:
+        """A message of a bucket without a sequence."""
+        self._message(num_rows).copy_(_empty(num_rows, self.device), non_blocking=True)
+
+    def unpack(self, num_rows: int) -> None:
+        """On the device, from the message: the graph begins with it."""
+        unpack_kernel[(-(-num_rows // _BLOCK),)](
+            self._message(num_rows), self._token_ids, self._positions, self._slots, self._context_lens, self._logits_rows,
+            self._tables, self.drawn, num_rows, self._tables.stride(0), BLOCK=_BLOCK, num_warps=4,
+        )  # fmt: skip
+
+    def _rewrite(self, rows: Sequence[int], tables: Sequence[list[int]]) -> None:
+        """Whole rows, as wide as the widest of them."""
+        width = max(map(len, tables))
+        padded = torch.zeros((len(tables), width), dtype=torch.int32)
+        put_tables(padded, tables)
+        index = torch.tensor(rows, dtype=torch.int64)
+        self._tables[:, :width].index_copy_(0, _queued(index, self.device), _queued(padded, self.device))
+
+    def _message(self, num_rows: int) -> Tensor:
+        """A bucket's own, in one piece, so that it is one copy."""
+        if num_rows not in self._messages:
+            self._messages[num_rows] = self._zeros(len(Line), num_rows)
+        return self._messages[num_rows]
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+
+def _message(batch: StepBatch, plan: RowPlan, tables: Sequence[list[int]], num_rows: int, device: torch.device) -> Tensor:
+    """[7, num_rows] in host memory; each step has its own, as the copy before may still be queued."""
+    message = _empty(num_rows, device)
+    lines, rows = message.numpy(), np.array(plan.rows)  # by NumPy: torch takes several times as long for so little
+    lines[Line.TOKEN, rows] = batch.token_ids.numpy()
+    lines[Line.POSITION, rows] = batch.positions.numpy()
+    lines[Line.SLOT, rows] = batch.slot_mapping.numpy()
+    lines[Line.CONTEXT, rows] = batch.context_lens
+    lines[Line.LOGITS, : len(rows)] = rows
+    for index in plan.added:
+        lines[Line.COLUMN, plan.rows[index]] = len(tables[index]) - 1
+        lines[Line.BLOCK, plan.rows[index]] = tables[index][-1]
+    return message
+
+
+def _empty(num_rows: int, device: torch.device) -> Tensor:
+    """Of rows without sequences; pinned where there is a GPU."""
+    message = torch.zeros((len(Line), num_rows), dtype=torch.int32, pin_memory=device.type == "cuda")
+    message.numpy()[[Line.SLOT, Line.COLUMN]] = NOWHERE
+    return message
+
+
+def _queued(tensor: Tensor, device: torch.device) -> Tensor:
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+# Decode steps in buckets: as many rows as a power of two, one recording for each.
+#
+#     5 sequences ─► bucket 8:   rows 0 1 2 3 4 | 5 6 7           the last three are nobody's
+#                                real           | padding
+#
+# A bucket's launches are the same for any batch that fits, whether recorded or not. So what a graph computes has the bits of the
+# same launches made one by one; and the number of rows of a product, by which libraries choose their kernels, is a bucket's.
+
+
+@dataclass(frozen=True)
+class DecodeSizes:
+    """The most that a decode step has: sequences, and tokens of a sequence."""
+
+    max_num_seqs: int
+    max_context: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_context", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Rows of each, ascending: powers of two from 4 on, which is what products take at least; the last holds all."""
+        most = self.max_num_seqs + -self.max_num_seqs % ROW_MULTIPLE
+        powers = [ROW_MULTIPLE << shift for shift in range(most.bit_length()) if ROW_MULTIPLE << shift < most]
+        return (*powers, most)
+
+
+class DecodeGraphs:
+    """Decode steps of one model on one pool. `recorder` None: the same launches, made one by one in each step."""
+
+    def __init__(self, step: TritonStep, kv: Tensor, sizes: DecodeSizes, recorder: Recorder | None) -> None:
+        self._step, self._kv, self._recorder = step, kv, recorder
+        self._buckets = sizes.buckets
+        self.buffers = DecodeBuffers(self._buckets[-1], sizes.max_context, sizes.block_size, kv.device)
+        self._recordings: dict[int, Recording] = {}
+
+    @property
+    def buckets(self) -> Sequence[int]:
+        return self._buckets
+
+    def is_of(self, kv: Tensor) -> bool:
+        """Whether this is the pool that they are recorded on."""
+        return is_same_memory(self._kv, kv)
+
+    def run(self, batch: StepBatch) -> StepOutput:
+        """One decode step (`DecodeBuffers.why_not` says None). Outputs [batch.num_seqs, ...] hold until the next step."""
+        num_rows = next(bucket for bucket in self._buckets if bucket >= batch.num_seqs)
+        self.buffers.send(batch, num_rows)
+        output = self._output(num_rows)
+        return StepOutput(output.logits[: batch.num_seqs], output.states[: batch.num_seqs])
+
+    def prepare(self) -> None:
+        """Records all buckets, the largest first, whose memory the others share. Rows without sequences: nothing is written."""
+        for bucket in reversed(self._buckets):
+            self.buffers.clear(bucket)
+            self._output(bucket)
+
+    def _output(self, num_rows: int) -> StepOutput:
+        if self._recorder is None:
+            return self._work(num_rows)
+        if (recording := self._recordings.get(num_rows)) is not None:
+            recording.replay()
+        else:
+            recording = self._recordings[num_rows] = self._recorder.record(lambda: self._work(num_rows))
+        return StepOutput(*recording.output)
+
+    def _work(self, num_rows: int) -> StepOutput:
+        self.buffers.unpack(num_rows)
+        return self._step.run(self.buffers.metadata(num_rows), self._kv)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdmesh.engine.kernels.triton.split_bounds import SPLIT_BOUNDS, SplitBounds
+from pdmesh.engine.kernels.triton.split_kv import SPLIT_BOUNDS, SplitBounds
 from pdmesh.engine.runner.batch import StepBatch
 
 NO_TAIL = 2**30

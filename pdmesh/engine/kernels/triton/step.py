@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.attention import TritonAttention
-from pdmesh.engine.kernels.triton.gated import silu_mul
 from pdmesh.engine.kernels.triton.kv import rope_and_store
 from pdmesh.engine.kernels.triton.metadata import StepMetadata
-from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm
+from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm, silu_mul
 from pdmesh.engine.kv_cache.events import LayerSignal
 from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel
 
@@ -35,7 +34,8 @@ class StepOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """A step's tokens, and what goes from piece to piece and through attention. T is a multiple of 4 (pdmesh.engine.models.layers.Linear)."""
+    """A step's tokens, and what goes from piece to piece and through attention. T is a multiple of 4
+    (pdmesh.engine.models.layers.Linear)."""
 
     token_ids: Tensor  # [T] int32
     positions: Tensor  # [T] int32
@@ -70,7 +70,8 @@ class TritonStep:
     def run(self, meta: StepMetadata, kv: Tensor, signal: LayerSignal | None = None) -> StepOutput:
         """Writes keys and values of the tokens that have a slot; outputs of `meta.logits_rows`. kv: the pool (`KVPool.tensor`).
 
-        T and R of the metadata are multiples of 4 (pdmesh.engine.models.layers.Linear). What stands in rows of padding is not defined.
+        T and R of the metadata are multiples of 4 (pdmesh.engine.models.layers.Linear). What stands in rows of padding is not
+        defined.
         """
         rows, plan = Rows.of(meta.token_ids, meta.positions, meta.slots, self.decoder), self.attention.plan_of(meta)
         for index in range(self.num_layers):

@@ -8,8 +8,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from pdmesh.engine.kernels.triton.room import HOPPER_BYTES
-from pdmesh.engine.kernels.triton.tiles import MAX_HEAD_DIM, choose_tiles
+from pdmesh.engine.kernels.triton.tiles import HOPPER_BYTES, MAX_HEAD_DIM, choose_tiles
 from pdmesh.engine.models.config import ModelConfig
 
 INTERPRET = "TRITON_INTERPRET"

@@ -19,19 +19,68 @@ A self-draft writes into the target's own pool: there everything that is compute
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.cpu.model import kv_head_size
+from pdmesh.engine.kv_cache.block_manager import BlockAllocator
 from pdmesh.engine.kv_cache.block_pool import num_blocks_for
 from pdmesh.engine.kv_cache.pool import KVPool, KVShape
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.memory import MIB, DoesNotFit, free_memory
+from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.scheduler.sequence import Sequence
-from pdmesh.engine.speculation.draft_models.batch import Chunk
+
+# What a draft computes in one forward pass: for each sequence some tokens in a row, most often one.
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens at positions `first` on; what stands before them is in the pool, and their slots are in the sequence's blocks."""
+
+    sequence: Sequence
+    first: int
+    token_ids: tuple[int, ...]
+    num_rows: int  # of the last tokens: their logits are wanted
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.token_ids)
+
+    def slots(self, block_size: int) -> list[int]:
+        block_ids = self.sequence.block_ids
+        return [block_ids[p // block_size] * block_size + p % block_size for p in range(self.first, self.end)]
+
+
+def batch_of(chunks: Sequence_[Chunk], block_size: int) -> StepBatch:
+    """The flat batch of chunks, in their order, in host memory."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    rows: list[int] = []
+    query_starts = [0]
+    for chunk in chunks:
+        token_ids += chunk.token_ids
+        positions += range(chunk.first, chunk.end)
+        slots += chunk.slots(block_size)
+        query_starts.append(len(token_ids))
+        rows += range(len(token_ids) - chunk.num_rows, len(token_ids))
+    return StepBatch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        query_starts=query_starts,
+        context_lens=[chunk.end for chunk in chunks],
+        block_tables=[chunk.sequence.block_ids[: num_blocks_for(chunk.end, block_size)] for chunk in chunks],
+        logits_rows=torch.tensor(rows, dtype=torch.int64),
+    )
 
 
 class DraftKV(Protocol):
@@ -148,3 +197,29 @@ def _check_fits(shape: KVShape, device: str) -> None:
             f"draft_model: its KV pool needs {shape.num_bytes / MIB:,.0f} MiB ({shape.num_blocks} blocks, as the target's), "
             f"{device} has {free / MIB:,.0f} MiB free; lower num_blocks or kv_memory_mb, or take a smaller draft model"
         )
+
+
+# Slots for tokens that are guessed.
+
+
+# room(sequence, num_tokens, num_kept): the slots of the sequence's first `num_tokens` tokens are there, and those that are not
+# computed yet are its own to write to. False: they are not, and nothing changed; then nothing is drafted. `num_kept`: blocks that
+# shall stay free if one is taken.
+Room = Callable[[Sequence, int, int], bool]
+
+
+def room_in(allocator: BlockAllocator, num_running: Callable[[], int] = lambda: 0) -> Room:
+    """Where each of the running sequences, if somebody knows how many they are, finds another block as well: for a draft nobody
+    is preempted, now or in the step that verifies it.
+
+    A block that others share is the scheduler's to copy, in the step that computes the sequence's next token.
+    """
+
+    def make_room(sequence: Sequence, num_tokens: int, num_kept: int) -> bool:
+        num_new = max(0, allocator.num_blocks_for(num_tokens) - len(sequence.block_ids))
+        num_shared = allocator.num_missing(sequence, num_tokens - sequence.num_computed) - num_new
+        if num_shared or (num_new and num_new + max(num_kept, num_running()) > allocator.pool.num_free):
+            return False
+        return allocator.grow(sequence, num_tokens)
+
+    return make_room

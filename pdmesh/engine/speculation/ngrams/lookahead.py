@@ -22,7 +22,7 @@ from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.acceptance_rate import Calibration
 from pdmesh.engine.speculation.draft import NOTHING, ROOT, Draft, Verified
 from pdmesh.engine.speculation.ngrams.token_history import Branch, tree
-from pdmesh.engine.speculation.probing import TRIAL_STEPS, TRIAL_TOKENS
+from pdmesh.engine.speculation.policy import TRIAL_STEPS, TRIAL_TOKENS
 from pdmesh.engine.speculation.proposer import Ask
 
 NAME = "lookahead"

@@ -7,9 +7,7 @@ are entered as they come, a long prompt in portions, and a sequence that copies 
 from __future__ import annotations
 
 from pdmesh.engine.scheduler.sequence import Sequence
-from pdmesh.engine.speculation.ngrams.index import NgramIndex
-from pdmesh.engine.speculation.ngrams.reading import Reading
-from pdmesh.engine.speculation.ngrams.token_history import Rungs, Trail
+from pdmesh.engine.speculation.ngrams.token_history import NgramIndex, Reading, Rungs, Trail
 
 NAME = "prompt_lookup"
 

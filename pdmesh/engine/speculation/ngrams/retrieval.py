@@ -11,9 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
 
 from pdmesh.engine.scheduler.sequence import Sequence
-from pdmesh.engine.speculation.ngrams.index import LONGEST, NO_MATCH, Match, match_length
-from pdmesh.engine.speculation.ngrams.reading import Reading
-from pdmesh.engine.speculation.ngrams.token_history import Rungs, Trail
+from pdmesh.engine.speculation.ngrams.token_history import LONGEST, NO_MATCH, Match, Reading, Rungs, Trail, match_length
 
 NAME = "retrieval"
 _SHORTEST = 3  # tokens of a match

@@ -19,11 +19,20 @@ from torch import Tensor
 
 from pdmesh.engine.kernels.cpu import build, isa
 from pdmesh.engine.kernels.cpu.sampling import NativeSampler
+from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.counter_rng import gumbel, random_bits
 from pdmesh.engine.sampling.grammar import Bits
-from pdmesh.engine.sampling.logits import apply_temperature, forbid, keep_allowed, keep_min_p, keep_top_k, keep_top_p, penalize
-from pdmesh.engine.sampling.sampler import Sampler, SampleRow
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.sampling.sampler import (
+    Sampler,
+    SampleRow,
+    apply_temperature,
+    forbid,
+    keep_allowed,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    penalize,
+)
 
 EOS = 5
 TIERS = sorted({isa.supported()[0].name, *(tier.name for tier in isa.supported() if tier.name in ("avx2", "portable"))})

@@ -8,19 +8,17 @@ import torch
 
 from pdmesh.engine.kernels.triton.attention import paged_attention
 from pdmesh.engine.kernels.triton.blocks import TritonBlocks
-from pdmesh.engine.kernels.triton.decode_buffers import DecodeBuffers
-from pdmesh.engine.kernels.triton.fp8_rows import rounded_rows
-from pdmesh.engine.kernels.triton.gated import silu_mul
+from pdmesh.engine.kernels.triton.cuda_graphs import DecodeBuffers
 from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
-from pdmesh.engine.kernels.triton.linear import make_triton_linear
-from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm
+from pdmesh.engine.kernels.triton.linear import make_triton_linear, rounded_rows
+from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm, silu_mul
 from pdmesh.engine.kernels.triton.sampling import DeviceSampler
 from pdmesh.engine.kv_cache.copies import Move
 from pdmesh.engine.loader.quantize import quantize_fp8, quantize_int4, quantize_int8
-from pdmesh.engine.models.rope import RotaryTable
-from pdmesh.engine.models.rope_config import RopeConfig
+from pdmesh.engine.models.config import RopeConfig
+from pdmesh.engine.models.layers import RotaryTable
+from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.sampler import SampleRow
-from pdmesh.engine.sampling_params import SamplingParams
 from tests.engine.kernels.triton.paged import DEVICE, Sequences, Shape
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

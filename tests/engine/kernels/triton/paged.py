@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata
-from pdmesh.engine.kernels.triton.split_bounds import SplitBounds
+from pdmesh.engine.kernels.triton.split_kv import SplitBounds
 from pdmesh.engine.runner.batch import StepBatch, Tail
 
 FEW = SplitBounds(16, 1 << 20)  # whoever has more queries is walked

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from pdmesh.engine.kernels.triton.attention import paged_attention
 from pdmesh.engine.kernels.triton.attention_kernels import split_len_of
-from pdmesh.engine.kernels.triton.split_bounds import SplitBounds
-from pdmesh.engine.kernels.triton.split_kv import SPLITS, Splits
+from pdmesh.engine.kernels.triton.split_kv import SPLITS, SplitBounds, Splits
 from tests.engine.kernels.triton.paged import DEVICE, FEW, Sequences, Shape
 
 SMALL = Splits(64, 4)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdmesh.engine.attention.base import make_attention
-from pdmesh.engine.attention.paged_attention import ReferenceAttention
+from pdmesh.engine.attention.base import ReferenceAttention, make_attention
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.split_kv import Splits
 from pdmesh.engine.models.config import ModelConfig

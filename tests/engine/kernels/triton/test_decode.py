@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.config import EngineConfig
-from pdmesh.engine.kernels.triton.decode import DecodeSizes
+from pdmesh.engine.kernels.triton.cuda_graphs import DecodeSizes
 from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.kernels.triton.split_kv import Splits
 from pdmesh.engine.kv_cache.events import LayerSignal
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.models.decoder import DecoderModel
-from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.request import EngineRequest, SamplingParams
 from pdmesh.engine.runner.batch import StepBatch
-from pdmesh.engine.sampling_params import SamplingParams
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.kernels.triton.recorders import Counted
 from tests.engine.kernels.triton.test_model import answers, prompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.engine.kernels.triton.decode_rows import DecodeRows, RowPlan
+from pdmesh.engine.kernels.triton.cuda_graphs import DecodeRows, RowPlan
 
 
 def test_a_row_is_kept_and_a_block_is_added() -> None:

@@ -17,8 +17,7 @@ from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.kernels.triton.step import TritonStep
 from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.memory import MIB
-from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import EngineRequest, SamplingParams
 from pdmesh.engine.speculation.draft_heads.weights import save_heads
 from pdmesh.engine.speculation.draft_models.proposer import ModelDraft
 from pdmesh.engine.speculation.registry import load_drafts

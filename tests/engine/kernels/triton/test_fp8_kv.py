@@ -12,20 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pdmesh.engine.attention.base import AttentionPlan
-from pdmesh.engine.attention.paged_attention import ReferenceAttention
+from pdmesh.engine.attention.base import AttentionPlan, ReferenceAttention
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.kernels.triton.decode import DecodeSizes
+from pdmesh.engine.kernels.triton.cuda_graphs import DecodeSizes
 from pdmesh.engine.kernels.triton.kv import store_kv
 from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.kernels.triton.split_kv import Splits
 from pdmesh.engine.loader.kv_scales import KVScales
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.models.decoder import DecoderModel
-from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.request import EngineRequest, SamplingParams
 from pdmesh.engine.runner.batch import StepBatch
-from pdmesh.engine.sampling_params import SamplingParams
 from pdmesh.engine.speculation.draft import Draft
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.kernels.triton.recorders import Counted

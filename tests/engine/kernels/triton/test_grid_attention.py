@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.attention import paged_attention
-from pdmesh.engine.kernels.triton.split_bounds import SPLIT_BOUNDS
-from pdmesh.engine.kernels.triton.split_kv import Splits
+from pdmesh.engine.kernels.triton.split_kv import SPLIT_BOUNDS, Splits
 from tests.engine.kernels.triton.grid import name_of, pairwise
 from tests.engine.kernels.triton.paged import DEVICE, FEW, Sequences, Shape, naive_attention
 from tests.engine.kernels.triton.test_attention import BOUNDS

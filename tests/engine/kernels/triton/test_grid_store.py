@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.blocks import TritonBlocks
-from pdmesh.engine.kernels.triton.decode_buffers import DecodeBuffers
+from pdmesh.engine.kernels.triton.cuda_graphs import DecodeBuffers
 from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
 from pdmesh.engine.kv_cache.copies import Move
-from pdmesh.engine.models.layers import rms_norm
-from pdmesh.engine.models.rope import rotate
+from pdmesh.engine.models.layers import rms_norm, rotate
 from pdmesh.engine.runner.batch import StepBatch
 from tests.engine.kernels.triton.grid import name_of, pairwise
 from tests.engine.kernels.triton.paged import DEVICE

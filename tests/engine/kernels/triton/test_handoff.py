@@ -20,8 +20,7 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kernels.triton.blocks import TritonBlocks
 from pdmesh.engine.kernels.triton.model import TritonModel
-from pdmesh.engine.kv_cache.cuda_ipc import CudaSharing
-from pdmesh.engine.kv_cache.pool_sharing import PoolSharing
+from pdmesh.engine.kv_cache.cuda_ipc import CudaSharing, PoolSharing
 from pdmesh.engine.kv_cache.staging import StagingSizes
 from pdmesh.engine.kv_cache.streams import streams_of
 from pdmesh.engine.loader.loader import load_model

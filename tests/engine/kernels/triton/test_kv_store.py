@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
-from pdmesh.engine.models.layers import rms_norm
-from pdmesh.engine.models.rope import RotaryTable, rotate
-from pdmesh.engine.models.rope_config import RopeConfig
+from pdmesh.engine.models.config import RopeConfig
+from pdmesh.engine.models.layers import RotaryTable, rms_norm, rotate
 from tests.engine.kernels.triton.paged import DEVICE
 
 EPS = 1e-6

@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdmesh.engine.kernels.triton.fp8_rows import rounded_rows
-from pdmesh.engine.kernels.triton.linear import make_triton_linear
-from pdmesh.engine.kernels.triton.linear_fp8 import multiplies_fp8, scaled_product
-from pdmesh.engine.kernels.triton.linear_words import WordLinear
+from pdmesh.engine.kernels.triton.linear import WordLinear, make_triton_linear, multiplies_fp8, rounded_rows, scaled_product
 from pdmesh.engine.kernels.triton.weight_product import Shares, WordProduct, expanded
 from pdmesh.engine.kernels.triton.weight_words import WeightWords, words_of_fp8, words_of_int4, words_of_int8
 from pdmesh.engine.loader.quantize import (

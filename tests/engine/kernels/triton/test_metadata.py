@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pdmesh.engine.kernels.triton.metadata import NO_TAIL, Capacity, StepMetadata, pack
-from pdmesh.engine.kernels.triton.split_bounds import SplitBounds
+from pdmesh.engine.kernels.triton.split_kv import SplitBounds
 from pdmesh.engine.runner.batch import StepBatch, Tail
 
 BATCH = StepBatch(

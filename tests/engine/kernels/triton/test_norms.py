@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdmesh.engine.kernels.triton.gated import silu_mul
-from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm
+from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm, silu_mul
 from pdmesh.engine.models import layers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

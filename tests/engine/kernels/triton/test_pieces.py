@@ -13,16 +13,15 @@ from torch import Tensor
 
 import pdmesh.engine.engine as engine_module
 from pdmesh.engine.config import EngineConfig
-from pdmesh.engine.kernels.triton.decode import DecodeSizes
+from pdmesh.engine.kernels.triton.cuda_graphs import DecodeSizes
 from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.kernels.triton.piecewise_graphs import hidden_at, token_buckets
 from pdmesh.engine.kernels.triton.split_kv import Splits
 from pdmesh.engine.kv_cache.events import LayerSignal
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.models.decoder import DecoderModel
-from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.request import EngineRequest, SamplingParams
 from pdmesh.engine.runner.batch import StepBatch
-from pdmesh.engine.sampling_params import SamplingParams
 from pdmesh.engine.scheduler.sequence import Sequence as EngineSequence
 from pdmesh.engine.speculation.draft import Draft
 from tests.engine.kernels.triton.paged import DEVICE

@@ -13,13 +13,12 @@ import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdmesh.engine.kernels.triton.sampling import DeviceSampler, _likeliest
+from pdmesh.engine.kernels.triton.sampling import DeviceSampler, GreedyScratch, SamplingScratch, _likeliest, draw, greedy
 from pdmesh.engine.kernels.triton.sampling_batch import BatchMaker
-from pdmesh.engine.kernels.triton.sampling_launches import GreedyScratch, SamplingScratch, draw, greedy
-from pdmesh.engine.kernels.triton.sampling_numbers import exp_of, gumbel_of, random_bits
+from pdmesh.engine.kernels.triton.sampling_kernels import exp_of, gumbel_of, random_bits
+from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling import counter_rng
 from pdmesh.engine.sampling.sampler import Sampler, SampleRow, Unseen
-from pdmesh.engine.sampling_params import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EOS = 5

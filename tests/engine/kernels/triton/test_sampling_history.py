@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pdmesh.engine.kernels.triton.sampling import DeviceSampler
-from pdmesh.engine.kernels.triton.sampling_history import IN_PROMPT, HistoryCounts
+from pdmesh.engine.kernels.triton.sampling_batch import IN_PROMPT, HistoryCounts
+from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.sampler import Sampler, SampleRow
-from pdmesh.engine.sampling_params import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, CHUNK = 50, 32
@@ -67,7 +67,7 @@ def test_a_sequence_is_counted_on_as_it_grows(monkeypatch: pytest.MonkeyPatch) -
         converted.append(len(tokens))
         return as_array(tokens, dtype)
 
-    monkeypatch.setattr("pdmesh.engine.kernels.triton.sampling_history.np.asarray", noted)
+    monkeypatch.setattr("pdmesh.engine.kernels.triton.sampling_batch.np.asarray", noted)
     sampler, owners = DeviceSampler(CHUNK), [Owner(tuple(range(i, 30))) for i in range(2)]
     for step in range(5):
         for owner, token in zip(owners, stepped(sampler, [owner.row() for owner in owners], step), strict=True):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.engine.config import MAX_DRAFT_TOKENS
-from pdmesh.engine.kernels.triton.split_bounds import SplitBounds
+from pdmesh.engine.kernels.triton.split_kv import SplitBounds
 
 
 def test_every_draft_is_split_and_chunks_up_to_half_a_chip() -> None:

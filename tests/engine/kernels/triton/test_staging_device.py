@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdmesh.engine.kv_cache.piece_copies import Columns, Piece, PieceCopies
+from pdmesh.engine.kv_cache.copies import Columns, Piece, PieceCopies
 from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
 from pdmesh.engine.kv_cache.streams import streams_of
 

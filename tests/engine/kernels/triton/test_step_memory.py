@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from pdmesh.engine.config import EngineConfig
-from pdmesh.engine.kernels.triton.split_bounds import SplitBounds
-from pdmesh.engine.kernels.triton.split_kv import SPLITS
-from pdmesh.engine.kernels.triton.step_memory import OTHERS_BYTES, StepBounds, StepMemory, bounds_of
+from pdmesh.engine.kernels.triton.model import OTHERS_BYTES, StepBounds, StepMemory, bounds_of
+from pdmesh.engine.kernels.triton.split_kv import SPLITS, SplitBounds
 from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.models.config import ModelConfig
-from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import EngineRequest, SamplingParams
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.support.mock_engine import open_engine, run_to_end
 from tests.support.tiny_models import make_tiny_model

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdmesh.engine.kernels.triton.summed_blocks import TritonSums
-from pdmesh.engine.kv_cache.summed_copies import NUM_SUMS, Blocks, IndexedSums, SummedCopies, unsigned, word_sum
+from pdmesh.engine.kernels.triton.blocks import TritonSums
+from pdmesh.engine.kv_cache.ipc_pool import NUM_SUMS, Blocks, IndexedSums, SummedCopies, unsigned, word_sum
 from tests.engine.kernels.triton.paged import DEVICE
 
 LAYERS = range(1, 3)

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pdmesh.engine.kernels.triton.room import HOPPER_BYTES, shared_bytes
 from pdmesh.engine.kernels.triton.support import why_not
-from pdmesh.engine.kernels.triton.tiles import Tiles, choose_tiles, shared_bound
+from pdmesh.engine.kernels.triton.tiles import HOPPER_BYTES, Tiles, choose_tiles, shared_bound, shared_bytes
 from pdmesh.engine.kernels.triton.weight_product import TileShape
 from pdmesh.engine.models.config import ModelConfig
 

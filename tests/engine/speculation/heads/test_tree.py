@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.engine.speculation.draft_heads.tree import best_tree
+from pdmesh.engine.speculation.draft_heads.proposer import best_tree
 
 Guesses = list[list[tuple[int, float]]]
 _CHANCES = st.lists(st.sampled_from([0.5, 0.4, 0.3, 0.25, 0.1, 0.05, 0.0]), min_size=1, max_size=3, unique=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.sampling_params import SamplingParams
+from pdmesh.engine.request import EngineRequest, SamplingParams
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 from pdmesh.engine.speculation.draft_heads.weights import Block, DraftHeads
 

@@ -13,17 +13,16 @@ from pdmesh.engine.engine import Engine
 from pdmesh.engine.kernels.cpu.model import NativeModel
 from pdmesh.engine.kv_cache.events import LayerSignal
 from pdmesh.engine.loader.loader import LoadedModel, load_model
-from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.request import EngineRequest, SamplingParams
 from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.runner.model_runner import ForwardModel
 from pdmesh.engine.sampling.sampler import Sampler, SampleRow
-from pdmesh.engine.sampling_params import SamplingParams
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.cost_curve import CostCurve
 from pdmesh.engine.speculation.draft import Draft
+from pdmesh.engine.speculation.draft_models.kv import Room, room_in
 from pdmesh.engine.speculation.draft_models.loading import Target
 from pdmesh.engine.speculation.draft_models.proposer import ModelDraft
-from pdmesh.engine.speculation.draft_models.room import Room, room_in
 from pdmesh.engine.speculation.proposer import Ask, Proposer
 from pdmesh.engine.speculation.speculator import Bounds, Speculator
 from tests.engine.paged_loop import Chunk, PagedLoop

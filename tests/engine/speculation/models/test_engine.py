@@ -14,11 +14,9 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.speculation.draft_models.kv import TargetKV
-from pdmesh.engine.speculation.draft_models.loading import open_draft_model
+from pdmesh.engine.speculation.draft_models.kv import TargetKV, room_in
+from pdmesh.engine.speculation.draft_models.loading import open_draft_model, self_draft
 from pdmesh.engine.speculation.draft_models.proposer import ModelDraft
-from pdmesh.engine.speculation.draft_models.room import room_in
-from pdmesh.engine.speculation.draft_models.self_draft import self_draft
 from tests.engine.backends import BACKENDS
 from tests.engine.speculation.models.driver import count_passes, engine_of, request, speculate, target_of
 from tests.support.mock_engine import open_engine, run_to_end

@@ -14,10 +14,10 @@ from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.sampling.grammar import Bits
 from pdmesh.engine.scheduler.sequence import Sequence
-from pdmesh.engine.speculation.constrained import allowed_on_tree
 from pdmesh.engine.speculation.draft import NOTHING, Draft, Verified
 from pdmesh.engine.speculation.draft_models.loading import open_draft_model
 from pdmesh.engine.speculation.draft_models.proposer import ModelDraft
+from pdmesh.engine.speculation.guarded_proposer import allowed_on_tree
 from pdmesh.engine.speculation.proposer import Ask, Proposer
 from pdmesh.text.grammar import CompiledGrammar, GrammarCompiler, GrammarMatcher
 from pdmesh.text.tokenizer import Tokenizer

@@ -14,8 +14,8 @@ from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.sampling.sampler import Sampler
 from pdmesh.engine.speculation.draft import NOTHING
 from pdmesh.engine.speculation.draft_models.kv import TargetKV
+from pdmesh.engine.speculation.draft_models.loading import self_draft
 from pdmesh.engine.speculation.draft_models.proposer import ModelDraft
-from pdmesh.engine.speculation.draft_models.self_draft import self_draft
 from pdmesh.text.grammar import GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer
 from tests.engine.backends import BACKENDS

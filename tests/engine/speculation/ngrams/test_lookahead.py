@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.draft import NOTHING, ROOT, Draft
 from pdmesh.engine.speculation.ngrams.lookahead import _LONGEST_PAUSE, _SHORTEST_PAUSE, Lookahead
-from pdmesh.engine.speculation.probing import TRIAL_STEPS
+from pdmesh.engine.speculation.policy import TRIAL_STEPS
 from pdmesh.engine.speculation.proposer import Ask
 from tests.engine.speculation.copying import decoding, propose, step, verify
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.engine.speculation.draft import ROOT
-from pdmesh.engine.speculation.ngrams import reading
-from pdmesh.engine.speculation.ngrams.index import LONGEST, NgramIndex, match_length
+from pdmesh.engine.speculation.ngrams import token_history
 from pdmesh.engine.speculation.ngrams.prompt_lookup import PromptLookup
+from pdmesh.engine.speculation.ngrams.token_history import LONGEST, NgramIndex, match_length
 from tests.engine.speculation.copying import decoding, propose, run, verify
 
 TEXT = list(range(100, 160))
@@ -132,7 +132,7 @@ def test_a_sequence_that_copies_is_believed_more_than_others() -> None:
 
 
 def test_a_long_prompt_is_entered_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PORTION", 16)
+    monkeypatch.setattr(token_history, "PORTION", 16)
     proposer, sequence = PromptLookup(), decoding(TEXT, TEXT[:3])
     answers = [len(propose(proposer, sequence, depth=2)) for _ in range(5)]
     assert answers == [0, 0, 0, 2, 2]

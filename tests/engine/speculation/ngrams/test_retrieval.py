@@ -8,7 +8,7 @@ import random
 import pytest
 
 from pdmesh.engine.speculation.draft import ROOT
-from pdmesh.engine.speculation.ngrams import reading
+from pdmesh.engine.speculation.ngrams import token_history
 from pdmesh.engine.speculation.ngrams.retrieval import Retrieval
 from tests.engine.speculation.copying import decoding, propose, run
 
@@ -115,7 +115,7 @@ def test_an_output_longer_than_all_memory_goes_on() -> None:
 
 
 def test_a_long_history_is_entered_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PORTION", 16)
+    monkeypatch.setattr(token_history, "PORTION", 16)
     proposer = Retrieval()
     writer, reader = decoding([1], TEXT), decoding([2], TEXT[40:44])
     for _ in range(2):

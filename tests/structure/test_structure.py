@@ -1,0 +1,48 @@
+"""The shape of the tree: how much of it one request enters, and how it is cut. `python -m tests.structure.measure` shows it."""
+
+import json
+import subprocess
+import sys
+from pathlib import PurePath
+
+import pytest
+
+from tests.structure.measure import ROOT, Figures
+
+GOALS = {
+    "remote_files": 90,  # one request through router, prefill, hand-off and decode
+    "admission_files": 6,  # the decision on one request by count: from what admission knows of it to its place
+    "tcp_push_files": 14,  # sender and receiver of one KV transfer
+    "modules": 420,
+    "largest_folder": 17,  # 15 are wanted; pdmesh/commands is exempt
+    "circles": 0,
+    "any_circles": 0,  # also through imports in functions and for type checking
+    "up_arrows": 0,
+}
+"""The most that each count may be."""
+
+SEEN_BY_A_REQUEST = {"router", "prefill_service", "decode_service", "kvtransfer", "engine", "worker", "text"}
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def figures() -> Figures:
+    """Measured in a process of its own: nothing has been warmed up there, and the profile hook slows no other test."""
+    command = [sys.executable, "-m", "tests.structure.measure", "--json"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert shown.returncode == 0, shown.stderr
+    return Figures(**json.loads(shown.stdout))
+
+
+@pytest.mark.parametrize("name", GOALS)
+def test_goal(figures: Figures, name: str) -> None:
+    names = figures.names.get("large_folders" if name == "largest_folder" else name, [])
+    assert figures.counts[name] <= GOALS[name], "\n".join([f"{name}: {figures.counts[name]}, at most {GOALS[name]}", *names])
+
+
+def test_the_measurement_sees_every_part_of_a_request(figures: Figures) -> None:
+    """A thread or a package that it missed would make the counts too good."""
+    folders = {part for file in figures.names["remote_files"] for part in PurePath(file).parts}
+    assert folders >= SEEN_BY_A_REQUEST
+    assert figures.names["admission_files"] and figures.names["tcp_push_files"]
