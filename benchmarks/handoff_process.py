@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kvtransfer.layout import PROTOCOL_VERSION
+from kvtransfer.compatibility import PROTOCOL_VERSION
 from kvtransfer.native import library as native_library
 from kvtransfer.receiver.delegate import PushTarget
 from kvtransfer.receiver.receiver import Receiver

@@ -4,7 +4,8 @@
     decode ─┬─ prefill.queue, prefill.compute      LOCAL: from then on
             └─ decode.queue                        REMOTE: from the commit to the first step
 
-Nothing is done for a token; `worker/step_spans.py` makes spans of many steps and links them to the `decode` spans in them.
+Nothing is done for a token; `pdmesh/worker/step_dispatcher.py` makes spans of many steps and links them to the `decode` spans in
+them.
 """
 
 from __future__ import annotations

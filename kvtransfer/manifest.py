@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import grpc
 
+from kvtransfer.compatibility import refuse
 from kvtransfer.errors import TransferRefused
-from kvtransfer.layout import refuse
 from pdmesh.v1 import transfer_pb2
 
 TARGET_PART_BYTES = 64 << 20  # copied in 3 ms; of Python a part costs each end a quarter of one

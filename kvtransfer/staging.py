@@ -1,7 +1,8 @@
-"""KV in memory that no transport can read: parts of it leave and arrive by way of pinned pieces (engine/staging.py).
+"""KV in memory that no transport can read: parts of it leave and arrive by way of pinned pieces
+(pdmesh/engine/kv_cache/staging.py).
 
     send      `fetch` lends a piece filled with a part; `give_back` when it is sent. Who finds none waits in turn. What comes next
-              is fetched meanwhile where pieces are to spare (departure.py)
+              is fetched meanwhile where pieces are to spare (kvtransfer/sender/send_queue.py)
     receive   a part arrives in ordinary memory and is verified there; `place` then writes it to the pool
 
 All of it on the event loop. Whoever is cancelled meanwhile returns when the device is through: nothing reads or writes a block

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from kvtransfer.layout import check_identity, check_layout
+from kvtransfer.compatibility import check_identity, check_layout
 from pdmesh.engine.errors import InvalidRequest, RequestTooLarge
 from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime import log

@@ -162,7 +162,7 @@ def dynamo(scenario: Scenario) -> Scaler:
 
 
 def _mean_s(durations: Counter[int]) -> float | None:
-    """Of classes (`planning/durations.py`); None without any."""
+    """Of classes (`pdmesh/planning/duration_histogram.py`); None without any."""
     num = durations.total()
     return sum(count * middle_s(number) for number, count in durations.items()) / num if num else None
 

@@ -83,7 +83,7 @@ SLOTS = [17, -1, 3, 0, 30, 63, 40]
 
 
 def _rotation(context: Context, heads: Heads, with_norm: bool) -> float:
-    """Against norm, rotation and a plain write of engine/model.py, whole pool included."""
+    """Against norm, rotation and a plain write of pdmesh/engine/models/decoder.py, whole pool included."""
     num_rotated, dim = heads.num_heads + heads.num_kv_heads, heads.head_dim
     rope = replace(context.scale.config("8B").rope, rotary_dim=dim)
     rotary = RotaryTable(rope, 100, dtype=context.dtype, device=context.device)

@@ -1,6 +1,6 @@
 """A push at the receiver: what it may fill, what has come of it, and how it ends. The delegate is told of its end once.
 
-Its connections are `incoming_connection.py`'s, which says who may write, and when.
+Its connections are `push.py`'s, which says who may write, and when.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from kvtransfer.compatibility import check_identity, check_layout, check_protocol, check_same_layout, refuse
 from kvtransfer.conversion import Conversion, FP8Scales, Staging, kv_format
 from kvtransfer.errors import FrameError, TransferRefused, code_number
-from kvtransfer.layout import Layout, check_identity, check_layout, check_protocol, check_same_layout, refuse
+from kvtransfer.layout import Layout
 from kvtransfer.manifest import MAX_PART_BYTES, MAX_PULLED_BYTES, Manifest, Part
 from kvtransfer.memory import KVMemory
 from kvtransfer.receiver.delegate import ReceiverDelegate
@@ -64,7 +65,7 @@ class Session:
             # a bug of our own service; it must not become a write
             self.fail("it was granted blocks outside the pool")
             raise TransferRefused(grpc.StatusCode.INTERNAL, f"{self.target.reservation_id} was granted blocks outside the pool")
-        # Behind every step that may still write to blocks given away under it (engine/ahead.py).
+        # Behind every step that may still write to blocks given away under it (pdmesh/engine/runner/overlap.py).
         self._begin = memory.marks.now() if isinstance(memory, StagedMemory) else None
         self.converting = asyncio.Lock()  # blocks are read, changed and written back by one at a time
         self._first_token = self.target.first_block * host.layout.block_size

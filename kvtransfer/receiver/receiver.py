@@ -6,10 +6,10 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from kvtransfer.compatibility import check_memory, refuse
 from kvtransfer.conversion import FP8Scales
 from kvtransfer.errors import Incompatible, TransferRefused
 from kvtransfer.grpc_stream import MessageStream, Wire
-from kvtransfer.layout import check_memory, refuse
 from kvtransfer.memory import KVMemory
 from kvtransfer.native.library import prepare
 from kvtransfer.receiver.delegate import PushTarget, ReceiverDelegate, unknown_reservation

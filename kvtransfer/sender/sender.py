@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager, contextmanager
 
 import grpc
 
+from kvtransfer.compatibility import PROTOCOL_VERSION, check_layout, check_memory, refuse
 from kvtransfer.errors import FrameError, NoAnswer, PushFailed, TransferRefused, TransportUnavailable, push_failed
-from kvtransfer.layout import PROTOCOL_VERSION, check_layout, check_memory, refuse
 from kvtransfer.manifest import MAX_PULLED_BYTES, TARGET_PART_BYTES
 from kvtransfer.memory import KVMemory
 from kvtransfer.native.library import prepare

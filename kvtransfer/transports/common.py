@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from kvtransfer.compatibility import bytes_per_layer_block, refuse
 from kvtransfer.errors import FrameError, PeerClosed, TransferRefused, TransportUnavailable, push_failed
 from kvtransfer.framing import checksum
-from kvtransfer.layout import bytes_per_layer_block, refuse
 from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, PoolShape, Rectangle, part_views
 from kvtransfer.staging import StagedMemory

@@ -11,10 +11,11 @@ a copy whose sum then differs, in blocks that nobody reads before the commit. A 
 processes share no event, and who is silent holds nothing of the device. A push that is cancelled, and `quiesce`, wait for the
 device; the other end is told by its connection.
 
-Whoever dies: his connection ends, and with it the push; a work that reads then goes on reading (engine/cuda_sharing.py says what
-the driver promises), and its sum decides. What goes wrong on the device is refused with UNIMPLEMENTED: the next attempt goes over
-another transport. So does at once what this one does not do: other layouts, memory without a handle, devices that do not
-reach each other. Only one that cannot open the sender's pool says so; there is no search for what might.
+Whoever dies: his connection ends, and with it the push; a work that reads then goes on reading
+(pdmesh/engine/kv_cache/cuda_ipc.py says what the driver promises), and its sum decides. What goes wrong on the device is refused
+with UNIMPLEMENTED: the next attempt goes over another transport. So does at once what this one does not do: other layouts, memory
+without a handle, devices that do not reach each other. Only one that cannot open the sender's pool says so; there is no search
+for what might.
 
 The driver's handle opens the whole pool, also for writing: the kernel vouches that both ends are of one user, as for shm.
 """
@@ -27,8 +28,8 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
+from kvtransfer.compatibility import refuse
 from kvtransfer.errors import FrameError, TransportUnavailable
-from kvtransfer.layout import refuse
 from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, PoolShape
 from kvtransfer.staging import StagedMemory

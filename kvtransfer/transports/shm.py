@@ -4,7 +4,7 @@
     sender ── part header with its block ids ───────────────────────────► receiver: copies, sums WHAT IT STORES
     sender ── part end: the sum of what lies in its pool ───────────────► receiver: compares
 
-The mapping may outlive the connection by seconds (kept_pools.py); a receiver keeps nothing else of that epoch. A sender that
+The mapping may outlive the connection by seconds (peer_pool_cache.py); a receiver keeps nothing else of that epoch. A sender that
 changes its blocks while they are copied spoils a copy whose checksum then differs; it cannot touch ours.
 """
 

@@ -154,11 +154,11 @@ class Client(_Base):
         return wire.models(self._unary(lambda stub: stub.ListModels, mesh_pb2.ListModelsRequest(), timeout))
 
     def status(self, *, timeout: float | None = None) -> mesh_pb2.GetStatusResponse:
-        """A router's view of the mesh; its fields are documented in protos/v1/mesh.proto."""
+        """A router's view of the mesh; its fields are documented in protos/pdmesh/v1/mesh.proto."""
         return self._unary(lambda stub: stub.GetStatus, mesh_pb2.GetStatusRequest(), timeout)
 
     def explain(self, request: mesh_pb2.ExplainRequest, *, timeout: float | None = None) -> mesh_pb2.ExplainResponse:
-        """Why requests went where they went; the fields are documented in protos/v1/mesh.proto."""
+        """Why requests went where they went; the fields are documented in protos/pdmesh/v1/mesh.proto."""
         return self._unary(lambda stub: stub.Explain, request, timeout)
 
     def close(self) -> None:

@@ -43,7 +43,8 @@ MessageLike = Message | tuple[str, str] | Mapping[str, str]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of generate and chat; what is absent takes the mesh's default (see SamplingParams in protos/v1)."""
+    """Keyword arguments of generate and chat; what is absent takes the mesh's default (see SamplingParams in
+    protos/pdmesh/v1)."""
 
     temperature: float
     top_k: int
@@ -108,7 +109,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Where a request's time went, in nanoseconds; protos/v1/mesh.proto says what each field measures.
+    """Where a request's time went, in nanoseconds; protos/pdmesh/v1/mesh.proto says what each field measures.
 
     After a resumed stream they describe its last leg.
     """

@@ -1,4 +1,4 @@
-"""Between the client's own types and the protobufs of protos/v1: requests out, events in."""
+"""Between the client's own types and the protobufs of protos/pdmesh/v1: requests out, events in."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Machine:
         default="", metadata={"help": "known device (an unknown name lists them) or .json file that describes one"}
     )
     speed: str = field(
-        default="", metadata={"help": "JSON file of a measured worker (simulator/worker_spec.py), in place of --device"}
+        default="", metadata={"help": "JSON file of a measured worker (pdmesh/simulator/workers/spec.py), in place of --device"}
     )
     measure: bool = field(
         default=False, metadata={"help": "measure a worker on this machine first; --speed says where to write it"}

@@ -1,7 +1,7 @@
 """The console process: wires the parts together.
 
 OTLP ─► otlp.py ─┬─► store.py ──────┐
-                 └─► forward.py     ├─► state.py ─► events.py, server.py ─► the page
+                 └─► otlp.py     ├─► state.py ─► state.py, server.py ─► the page
 routers ◄─ topology.py ─────────────┘
 """
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from kvtransfer.compatibility import bytes_per_layer_block
 from kvtransfer.errors import PushFailed
-from kvtransfer.layout import bytes_per_layer_block
 from kvtransfer.memory import PoolShape
 from kvtransfer.receiver.delegate import PushTarget, check_grant, new_token
 from kvtransfer.receiver.receiver import Receiver

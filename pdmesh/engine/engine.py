@@ -14,8 +14,8 @@ from types import MappingProxyType
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.errors import IntegrityError
 from pdmesh.engine.hardware import cost_of
-from pdmesh.engine.kernels.cpu.isa import default_threads
 from pdmesh.engine.kernels.cpu.model import NativeModel
+from pdmesh.engine.kernels.cpu.threads import default_threads
 from pdmesh.engine.kv_cache.block_manager import BlockAllocator, HashBlock
 from pdmesh.engine.kv_cache.block_pool import BlockChanges, BlockLog, BlockPool, num_blocks_for
 from pdmesh.engine.kv_cache.events import KVExports, LayerSignal
@@ -84,7 +84,7 @@ class Engine:
         self.weights_hash = loaded.weights_hash
         self.numeric_mode = loaded.numeric_mode
         self.kv_scales = loaded.kv_scales
-        self.kv_arrangement = "panels" if isinstance(loaded.model, NativeModel) else "plain"  # see kv_format.py
+        self.kv_arrangement = "panels" if isinstance(loaded.model, NativeModel) else "plain"  # see kv_cache/format.py
         self.eos_token_ids = frozenset(loaded.config.eos_token_ids)
         self._parallel = loaded.model if isinstance(loaded.model, ParallelModel) else None
         drafts = load_drafts(config, loaded) if proposers is None else Drafts()

@@ -107,7 +107,7 @@ class EngineStats:
     num_prefilled_tokens: int
     num_prefix_hit_tokens: int
     num_preemptions: int
-    pace_s: float = 0.0  # of the sequence that leaves prompts least room (pacing.py), or will; 0: nobody was promised a pace
+    pace_s: float = 0.0  # of the sequence that leaves prompts least room (scheduler.py), or will; 0: nobody was promised a pace
     slack_s: float = 0.0  # of it
     speculation: SpeculationStats | None = None  # None: nobody guesses
 

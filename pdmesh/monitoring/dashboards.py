@@ -1,4 +1,4 @@
-"""The dashboards: overview against objectives, one class of requests, and (dashboards_fleet.py) hand-off, workers, autoscaler."""
+"""The dashboards: overview against objectives, one class of requests, and (dashboards.py) hand-off, workers, autoscaler."""
 
 from __future__ import annotations
 

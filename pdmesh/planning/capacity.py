@@ -3,11 +3,12 @@
 Three kinds of pool: workers that only compute prompts, workers that only decode, and workers that do both. Each answers one
 question, "which share of the requests keeps this pool's objectives?", and everything else follows by search:
 
-- **Prompts** queue for `n` servers (`queueing.py`); the queue's wait and each prompt's own time make its TTFT. Prompts that meet
+- **Prompts** queue for `n` servers (`prompt_times.py`); the queue's wait and each prompt's own time make its TTFT. Prompts that
+meet
   in a worker fill one step together, so the fuller the pool, the less each pays of what an empty step takes.
-- **Sequences** share the steps of their worker (`concurrency.py`); how many there are varies by chance.
+- **Sequences** share the steps of their worker (`capacity.py`); how many there are varies by chance.
 - **Both on one worker**: prompts lengthen the steps of sequences as far as the promised pace lets them, sequences take from
-  prompts the rest (`engine/pacing.py`).
+  prompts the rest (`pdmesh/engine/scheduler/scheduler.py`).
 
 More load never keeps objectives for a larger share, and more workers never for a smaller one: so the fewest workers never fall
 as the load grows. What the longest prompts would miss on an idle worker too counts against nobody: no worker more would help.

@@ -84,7 +84,7 @@ def find_device(name: str) -> Device:
 def device_of(name: str, table: object) -> Device:
     """From what stands in such a file. Raises ValueError naming the field."""
     if not isinstance(table, dict):
-        raise ValueError("holds no table; planning/devices.py has an example")
+        raise ValueError("holds no table; pdmesh/planning/devices.py has an example")
     known = {each.name for each in dataclasses.fields(Device)} - {"name"}
     unknown = sorted(set(table) - known)
     if unknown:

@@ -1,7 +1,7 @@
 """Learns a worker's latency model from its steps, one after the other. Pure: the time is passed in.
 
 Two memories. The shape, the five numbers' proportions, comes from all kinds of work that were seen in a long time
-(`work_cells.py`), by non-negative least squares of the relative error. The scale comes from the latest steps alone: a factor for
+(`latency_fit.py`), by non-negative least squares of the relative error. The scale comes from the latest steps alone: a factor for
 the parts of decode rows and one for those of prompts, medians of observed / expected. So the model follows a machine that has
 become slower within some tens of steps, and is right where the worker is just now although no machine is quite linear, without
 forgetting what other work costs.

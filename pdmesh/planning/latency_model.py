@@ -67,8 +67,8 @@ class LatencyModel:
         return self.step_s(Work(num_decoding=num_decoding, decode_context=decode_context))
 
 
-# How engines keep a promised pace, for all who predict what they do. Copies of the numbers in `engine/pacing.py`, which explains
-# each and cannot be imported here; a test compares them.
+# How engines keep a promised pace, for all who predict what they do. Copies of the numbers in
+# `pdmesh/engine/scheduler/scheduler.py`, which explains each and cannot be imported here; a test compares them.
 
 
 PACE_TARGET = 0.9

@@ -56,7 +56,7 @@ def waiting(offered: float, num_servers: int, service_s: float, service_scv: flo
     return Waiting(erlang_c(num_servers, offered), 1 / max(mean_wait_s, 1e-9))
 
 
-# What batches take on one worker: the arithmetic below `planning/capacity.py`. Pure; seconds and tokens.
+# What batches take on one worker: the arithmetic below `pdmesh/planning/capacity.py`. Pure; seconds and tokens.
 
 
 def step_s(model: LatencyModel, batch: float, context: float) -> float:

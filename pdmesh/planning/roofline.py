@@ -5,7 +5,7 @@
     KV          bytes of a token · Σ contexts / bandwidth         of sequences that decode
     attention   4 · heads · head dim · layers · Σ contexts / operations         of prompt tokens
     all-reduce  two a layer, over the link between the devices that share a model (none with one device)
-    overhead    what the engine does besides (`planning/prior.py`)
+    overhead    what the engine does besides (`pdmesh/planning/latency_model.py`)
 
 A step's time is the larger of the first two, and the others: a convex curve of the tokens in a step. The latency model is
 linear, so it is made of chords: exact for a step with nothing in it, with a full chunk of prompts and with a full batch of
@@ -25,8 +25,9 @@ from pdmesh.planning.latency_model import OVERHEAD_PER_LAYER_S, OVERHEAD_PER_SEQ
 
 # What a checkpoint's config.json says of a decoder's costs: weights, KV, products. Pure but for reading the file.
 #
-# For planning alone: shapes, not whether the engine can compute them (`engine/model_config.py` decides that). Models of the Llama
-# family, which is attention with grouped heads and a gated MLP; biases and norms are less than a thousandth and are left out.
+# For planning alone: shapes, not whether the engine can compute them (`pdmesh/engine/models/config.py` decides that). Models of
+# the Llama family, which is attention with grouped heads and a gated MLP; biases and norms are less than a thousandth and are
+# left out.
 
 
 WEIGHT_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "fp8": 8.0, "int4": 5.0}

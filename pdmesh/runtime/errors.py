@@ -1,8 +1,8 @@
 """The errors of the mesh, and the one place that maps exceptions to gRPC status and back.
 
 A handler raises a `MeshError`; the interceptor (`pdmesh.runtime.rpc.interceptor`) calls `status_of` and ends the call
-with code, message and rich details (google.rpc.Status with ErrorInfo, BadRequest, RetryInfo); the retry delay travels a second time,
-for clients whose gRPC library retries by itself. A client turns an `AioRpcError` back with `error_from_rpc`. Whatever is no
+with code, message and rich details (google.rpc.Status with ErrorInfo, BadRequest, RetryInfo); the retry delay travels a second
+time, for clients whose gRPC library retries by itself. A client turns an `AioRpcError` back with `error_from_rpc`. Whatever is no
 MeshError becomes INTERNAL with a short id; its traceback stands in this process's log under the same id and nowhere else.
 """
 

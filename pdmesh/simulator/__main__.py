@@ -1,4 +1,4 @@
-"""`python -m simulator`: compiled where that was done (simulator/compiled.py)."""
+"""`python -m simulator`: compiled where that was done (pdmesh/simulator/compiled.py)."""
 
 from pdmesh.simulator import compiled
 

@@ -103,7 +103,7 @@ def _from_zero(path: str, rows: Iterable[Arrival]) -> Iterator[Arrival]:
         raise TraceError(f"{path}: line 1: holds no request; give a trace with at least one")
 
 
-# Rows by `yield`, as everything lazy here: a compiler makes lists of generator expressions (simulator/compiled.py).
+# Rows by `yield`, as everything lazy here: a compiler makes lists of generator expressions (pdmesh/simulator/compiled.py).
 
 
 def _azure_rows(path: str, reader: csv.DictReader[str]) -> Iterator[Arrival]:
@@ -157,7 +157,7 @@ def _count(path: str, line: int, column: str, value: object) -> int:
 
 
 # Other loads from given arrivals: faster, swinging, with a burst, longer, without end. Pure, and lazy: millions pass one by one
-# (by `yield`: a compiler makes lists of generator expressions, simulator/compiled.py).
+# (by `yield`: a compiler makes lists of generator expressions, pdmesh/simulator/compiled.py).
 #
 # Times are warped, never drawn anew: the order stays, and so does the clumping that makes real traces hard.
 

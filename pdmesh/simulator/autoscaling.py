@@ -2,7 +2,7 @@
 
 every period:  workers' figures, routers' counters ─► Seen ─► scaler ─► Wanted ─► flips, pods that start, pods that drain
 
-What is seen is reckoned by the autoscaler's own code (`autoscaler/collect_*.py`, `starts.py`), as its loop does.
+What is seen is reckoned by the autoscaler's own code (`pdmesh/autoscaler/collect_*.py`, `starts.py`), as its loop does.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,7 +30,8 @@ from router.flow_control.types import BATCH
 from router.telemetry.traffic import ModelTraffic, Visit, traffic_status
 from router.telemetry.traffic import Traffic as RouterTraffic
 
-# What an autoscaler is told of a simulated mesh: counted by `router/traffic.py`, made figures of by `autoscaler/collect_*.py`.
+# What an autoscaler is told of a simulated mesh: counted by `router/telemetry/traffic.py`, made figures of by
+# `pdmesh/autoscaler/collect_*.py`.
 #
 # requests ─► a Traffic of each router ─► look: TrafficStatus ─► Rounds ─► traffic: rates, lengths, latencies of a window
 #
@@ -90,7 +91,7 @@ class Watch:
         return self._routers[request.number % len(self._routers)].of(MODEL)
 
     def _compare(self, request: Request) -> None:
-        """As `router/learning.py`: of requests that went smoothly, from the policy's decision on."""
+        """As `router/lifecycle/request.py`: of requests that went smoothly, from the policy's decision on."""
         predicted, first_s, decided_s = request.prediction, request.first_at, request.decided_at
         if predicted is None or first_s is None or decided_s is None or request.num_resubmissions:
             return
@@ -160,7 +161,7 @@ class Scaler(Protocol):
 
 
 class OwnScaler:
-    """`autoscaler/policy.py`."""
+    """`pdmesh/autoscaler/policy/policy.py`."""
 
     def __init__(self, settings: AutoscalerSettings, goals: Goals) -> None:
         self.policy = Policy(settings, goals)

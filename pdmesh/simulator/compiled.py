@@ -40,8 +40,8 @@ class CompileError(Exception):
 
 @dataclass(frozen=True)
 class Build:
-    """Modules below `root` that are compiled: of `packages` (folders) whatever `entries` import, but `left` and, unless it is one of
-    `fast`, what imports one of `needs_no_speed`. `seen`: folders that mypy has to see besides."""
+    """Modules below `root` that are compiled: of `packages` (folders) whatever `entries` import, but `left` and, unless it is
+    one of `fast`, what imports one of `needs_no_speed`. `seen`: folders that mypy has to see besides."""
 
     root: Path
     packages: tuple[str, ...]
@@ -126,7 +126,12 @@ SIMULATOR = Build(
     entries=("pdmesh.simulator.autoscaling", "pdmesh.simulator.results", "pdmesh.simulator.arrivals"),
     seen=("pdmesh/runtime", "pdmesh/v1", "pdmesh/text", "kvtransfer"),
     left=("pdmesh.autoscaler.settings", "router.config"),  # configuration is read by the types of its fields
-    fast=("pdmesh.autoscaler.collect.workers", "pdmesh.simulator.autoscaling", "router.flow_control.controller", "router.kv_index.index"),
+    fast=(
+        "pdmesh.autoscaler.collect.workers",
+        "pdmesh.simulator.autoscaling",
+        "router.flow_control.controller",
+        "router.kv_index.index",
+    ),
     needs_no_speed=("asyncio", "grpc", "pdmesh.v1", "redis"),
 )
 
@@ -146,7 +151,7 @@ class _Finder(MetaPathFinder):
 
 
 def _cache_folder() -> Path:
-    """As `pdmesh/model_cache.py` has it, which lies above."""
+    """As `pdmesh/models/catalogue.py` has it, which lies above."""
     chosen = os.environ.get("PDMESH_CACHE")
     return Path(chosen).expanduser().absolute() if chosen else Path.home() / ".cache" / "pdmesh"
 

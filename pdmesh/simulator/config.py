@@ -32,7 +32,7 @@ WINDOW_S = AutoscaledSettings().window_s
 class SimulatorConfig:
     """Replays a trace, or generated arrivals, through a simulated mesh that decides as the real one does."""
 
-    speed: str = field(metadata={"help": "JSON file that says what a worker is: see simulator/worker_spec.py"})
+    speed: str = field(metadata={"help": "JSON file that says what a worker is: see pdmesh/simulator/workers/spec.py"})
     trace: str = field(default="", metadata={"help": "KIND=PATH, of azure-conv, azure-code, mooncake; empty: generated arrivals"})
     rate: str = field(default="1x", metadata={"help": "how fast requests come: 2x (as the trace, faster) or 50/s (on average)"})
     requests: int | None = field(

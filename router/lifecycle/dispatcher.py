@@ -1,8 +1,9 @@
 """The course of one request through the mesh, until every choice has ended.
 
-place ─► a stay on a decode worker: its KV comes into being (filling.py) ─► tokens until the end
+place ─► a stay on a decode worker: its KV comes into being (prefill_stage.py) ─► tokens until the end
 stay lost ─► place again, with prompt + what was emitted: indexes go on, tokens are the same
-asked to move ─► the next stay is prepared while this one goes on; when its tokens come, this one is left (migration.py asks)
+asked to move ─► the next stay is prepared while this one goes on; when its tokens come, this one is left
+(router/fleet/migration.py asks)
 """
 
 import asyncio

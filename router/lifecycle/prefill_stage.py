@@ -5,8 +5,8 @@
                 │      └─ late ───► the same: a hedge    └─ LOCAL ─────────────────►│ decode goes on
                 └───────────────────────────────────────────────────────────────────┘
 
-A hedge (router/hedge.py says when) submits the next attempt while the late call still runs. Decode takes it: the late worker is
-fenced, and told to stop. Decode refuses it, because the late one has just committed: then that call just goes on.
+A hedge (router/fleet/hedging.py says when) submits the next attempt while the late call still runs. Decode takes it: the late
+worker is fenced, and told to stop. Decode refuses it, because the late one has just committed: then that call just goes on.
 """
 
 import asyncio

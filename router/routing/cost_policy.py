@@ -6,7 +6,8 @@
          + MISS_PENALTY_S · misses                  objectives thought to be missed, its own and those of the running
 
 The candidates are LOCAL on a decode worker, and pairs with a prefill worker that reaches it; of a large fleet the best few of
-each by the rankings of `router/roster.py`, and those that hold a part of the prompt already. `docs/routing.md` says more.
+each by the rankings of `router/routing/fleet_snapshot.py`, and those that hold a part of the prompt already. `docs/routing.md`
+says more.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,10 +43,10 @@ from router.routing.fleet_snapshot import Group, Ranking, Roster
 from router.routing.worker_snapshot import Mode, WorkerView
 
 # What a candidate would do, from what each of its two sides means alone: bit for bit the numbers of `local` and `remote` in
-# `router/prediction.py`. Dozens of candidates are compared for a request, and each worker is part of several. Pure.
+# `router/routing/cost_model.py`. Dozens of candidates are compared for a request, and each worker is part of several. Pure.
 
 
-_new = tuple.__new__  # as in router/prediction.py
+_new = tuple.__new__  # as in router/routing/cost_model.py
 
 
 class PromptPart(NamedTuple):
@@ -128,7 +129,7 @@ def paired(prompt: PromptPart, output: OutputPart, over: Overhead, gaps: float, 
     return _new(Prediction, (ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, prompt.spares))
 
 
-# as in router/prediction.py
+# as in router/routing/cost_model.py
 
 MISS_PENALTY_S = 10.0
 MISSES_MORE = 0.1

@@ -18,7 +18,7 @@ from router.tokenization.prepared_request import Job
 # What a router counts and measures: the catalogue. Names and buckets of `gen_ai.*` are OpenTelemetry's conventions.
 #
 # A class of requests is its model, tenant and priority. Whatever grows with clients (tenants, models that are asked for) is
-# bounded by `runtime/telemetry/metrics_registry.py`.
+# bounded by `pdmesh/runtime/telemetry/metrics_registry.py`.
 
 
 MODEL, PROVIDER, OPERATION = "gen_ai.request.model", "gen_ai.provider.name", "gen_ai.operation.name"

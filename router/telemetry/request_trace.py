@@ -1,7 +1,7 @@
 """One request's trace at the router: the `generate` span, what the GenAI conventions and we say of it, and whether it is kept.
 
 A trace that is not sampled is sent all the same when its request failed or missed an objective: this process is told, and so are
-the workers that took part (trace_keeper.py). Neither prompts nor outputs are in any attribute.
+the workers that took part (router/context.py). Neither prompts nor outputs are in any attribute.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ class Sums:
 
 @dataclass(eq=False)
 class Durations:
-    """What was observed and what had been predicted of the same requests: counts by class (`planning/durations.py`)."""
+    """What was observed and what had been predicted of the same requests: counts by class
+    (`pdmesh/planning/duration_histogram.py`)."""
 
     observed: Counter[int] = field(default_factory=Counter)
     predicted: Counter[int] = field(default_factory=Counter)

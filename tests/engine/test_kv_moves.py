@@ -1,4 +1,4 @@
-"""Moves of tokens between slots, read back by the other description of how a block lies (engine/kv_format.py)."""
+"""Moves of tokens between slots, read back by the other description of how a block lies (pdmesh/engine/kv_cache/format.py)."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def test_a_group_of_layers_waits_for_no_later_one() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
 def test_what_arrives_outlasts_a_step_that_still_writes_to_a_block_given_away(seed: int) -> None:
-    """As in engine/ahead.py: the row of a sequence that has ended is computed once more, and writes a slot."""
+    """As in pdmesh/engine/runner/overlap.py: the row of a sequence that has ended is computed once more, and writes a slot."""
     chance, streams, pool = random.Random(seed), ReorderingStreams(), empty_pool()
     staging = Staging(pool, streams, SIZES, IndexedBlocks())
     blocks = chance.sample(range(BLOCKS), 3)

@@ -58,8 +58,8 @@ def test_the_builderis_sent_the_packages_and_nothing_else() -> None:
     packages = {pattern.removesuffix("*") for pattern in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
     sent = {path.name for path in ROOT.iterdir() if is_sent(path.name)}
     assert sent == packages | {"LICENSE", "README.md", "pyproject.toml", "requirements.lock", "k8s"}
-    assert is_sent("engine/kernels/cpu/step.cpp") and is_sent("k8s/docker/install.sh")
-    for path in (".git/config", "k8s/base/router.yaml", "engine/__pycache__/x.pyc", ".env", "keys.json", "tests/conftest.py"):
+    assert is_sent("pdmesh/engine/kernels/cpu/step.cpp") and is_sent("k8s/docker/install.sh")
+    for path in (".git/config", "k8s/base/router.yaml", "pdmesh/engine/__pycache__/x.pyc", ".env", "keys.json", "tests/x.py"):
         assert not is_sent(path), path
 
 

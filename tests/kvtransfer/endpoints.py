@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from kvtransfer.compatibility import PROTOCOL_VERSION
 from kvtransfer.conversion import FP8Scales
 from kvtransfer.errors import TransferRefused
-from kvtransfer.layout import PROTOCOL_VERSION
 from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, part_views
 from kvtransfer.receiver.delegate import PushTarget, check_grant, new_token, unknown_reservation

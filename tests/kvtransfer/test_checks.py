@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtransfer.compatibility import PROTOCOL_VERSION, bytes_per_layer_block, check_identity, check_memory, check_protocol
 from kvtransfer.errors import Incompatible, TransferRefused, code_number, code_of
 from kvtransfer.framing import checksum
-from kvtransfer.layout import PROTOCOL_VERSION, bytes_per_layer_block, check_identity, check_memory, check_protocol
 from kvtransfer.memory import part_views, runs
 from kvtransfer.receiver.delegate import check_grant, new_token
 from kvtransfer.stream import Cursor

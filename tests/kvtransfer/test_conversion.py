@@ -10,9 +10,10 @@ import grpc
 import numpy as np
 import pytest
 
+from kvtransfer.compatibility import check_layout
 from kvtransfer.conversion import kv_format
 from kvtransfer.errors import PushFailed, TransferRefused
-from kvtransfer.layout import Layout, check_layout
+from kvtransfer.layout import Layout
 from kvtransfer.manifest import Part
 from kvtransfer.schedule import FirstTokensDrawn, KVFeed, Ready
 from pdmesh.engine.kv_cache.format import FP8, Numbers

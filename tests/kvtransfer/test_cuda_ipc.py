@@ -322,7 +322,7 @@ async def test_blocks_are_given_away_when_nothing_writes_to_them() -> None:
 
 
 async def test_what_arrives_outlasts_steps_that_were_launched_before_the_push() -> None:
-    """They may write to blocks that were given away under them: engine/ahead.py."""
+    """They may write to blocks that were given away under them: pdmesh/engine/runner/overlap.py."""
     streams = ReorderingStreams()
     async with on_devices(streams) as world:
         job, target = world.job(), pool_of(world.target, world.layout.block_size)

@@ -136,7 +136,7 @@ def _has_work(device: Device) -> bool:
 
 
 async def test_what_arrives_outlasts_steps_that_were_launched_before_the_push() -> None:
-    """They may write to blocks that were given away under them: engine/ahead.py."""
+    """They may write to blocks that were given away under them: pdmesh/engine/runner/overlap.py."""
     streams = ReorderingStreams()
     async with staged("tcp", streams, "receiver") as both:
         job = both.world.job()

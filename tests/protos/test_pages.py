@@ -67,11 +67,11 @@ def test_the_stubs_of_the_guide_work_alone(tmp_path: Path) -> None:
     """As somebody makes them who has the .proto files and not our package."""
     outputs = [f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}"]
     subprocess.run(
-        [sys.executable, "-m", "grpc_tools.protoc", "-I", ".", *outputs, *PROTO_FILES], cwd=ROOT, check=True, timeout=60
+        [sys.executable, "-m", "grpc_tools.protoc", "-I", "protos", *outputs, *PROTO_FILES], cwd=ROOT, check=True, timeout=60
     )
     program = "from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc; print(mesh_pb2.__file__, mesh_pb2_grpc.MeshStub.__name__)"
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     shown = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=60
     )
-    assert shown.stdout.split() == [str(tmp_path / "protos/v1/mesh_pb2.py"), "MeshStub"]
+    assert shown.stdout.split() == [str(tmp_path / "pdmesh/v1/mesh_pb2.py"), "MeshStub"]

@@ -103,7 +103,7 @@ def test_silence_is_counted_in_periods_of_the_listener() -> None:
 _CHILD = """
 import asyncio, sys
 from router.processes import beat_forever
-from runtime import process
+from pdmesh.runtime import process
 async def main(life):
     life.ready("127.0.0.1:1")
     asyncio.create_task(beat_forever())

@@ -14,7 +14,7 @@ from tests.support.kv_memory import FakeKVMemory
 
 
 class GpuMemory(StagedMemory):
-    """As a worker on a GPU makes it (worker/staging.py)."""
+    """As a worker on a GPU makes it (pdmesh/worker/kv_memory.py)."""
 
     def __init__(self, memory: FakeKVMemory, block_size: int) -> None:
         device = torch.device("cuda", torch.cuda.current_device())

@@ -5,7 +5,7 @@ import mmap
 import os
 import random
 
-from kvtransfer.layout import bytes_per_layer_block
+from kvtransfer.compatibility import bytes_per_layer_block
 from pdmesh.v1 import common_pb2
 
 F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; the fcntl module has no name for it

@@ -28,7 +28,7 @@ const completed = new Counter('completed')
 
 const client = new Client()
 const repository = import.meta.resolve('../../../').replace('file://', '')
-client.load([repository], 'protos/v1/mesh.proto')
+client.load([repository], 'protos/pdmesh/v1/mesh.proto')
 
 export const options = {
   scenarios: { generate: { executor: 'per-vu-iterations', vus: 1, iterations: WARM_UP + REQUESTS } },

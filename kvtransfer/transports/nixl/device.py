@@ -7,7 +7,7 @@
            ◄── ok, if that is the sum ─────────────────────────────
 
 NIXL never writes into the pool: what comes late comes into a room. One whose read nobody waits for any more stays taken until
-the read has ended (nixl_reader.py). What does not work, another layout among it, goes over tcp: what hello shows in the same
+the read has ended (reader.py). What does not work, another layout among it, goes over tcp: what hello shows in the same
 push, what comes later in the next attempt.
 """
 
@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from kvtransfer.compatibility import refuse
 from kvtransfer.errors import FrameError
-from kvtransfer.layout import refuse
 from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, PoolShape, Rectangle, copies
 from kvtransfer.stream import SocketStream

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import grpc
 import numpy as np
 
+from kvtransfer.compatibility import refuse
 from kvtransfer.errors import TransferRefused
 from kvtransfer.framing import copy_runs
-from kvtransfer.layout import refuse
 from kvtransfer.memory import KVMemory, PoolShape, Rectangle, copies
 from kvtransfer.native.library import Runs, address_of
 from kvtransfer.stream import TURN_MS

@@ -6,8 +6,8 @@
     sender ── part end: the sum of what lies in its pool ────────────────────► receiver: compares
 
 The receiver pulls, and nobody else ever writes into its pool: neither a sender that was paused and wakes up after its blocks were
-given away, nor NIXL, which goes on writing after a read was released (nixl_reader.py). The price is a copy, in which the checksum
-is computed that would read the bytes anyhow. Pools in memory of GPUs: nixl_device.py. Between one there and one in
+given away, nor NIXL, which goes on writing after a read was released (reader.py). The price is a copy, in which the checksum
+is computed that would read the bytes anyhow. Pools in memory of GPUs: device.py. Between one there and one in
 the host's KV goes over tcp.
 
 What tcp encrypts here is the conversation. The KV itself goes as NIXL moves it, in the clear, and a host that reaches a sender's

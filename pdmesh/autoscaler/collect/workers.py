@@ -133,9 +133,9 @@ def _limits(info: worker_pb2.WorkerInfo) -> Limits | None:
 
 # Which replicas are on their way: asked for, and not serving yet, whoever has failed to create them so far. Pure.
 #
-# Who comes, came for the oldest request. One that has been awaited for too long has failed (`plan.py` counts it for nothing, and
-# asks for another); when such another has failed as well, asking for more has not helped, and the pool is not to grow until
-# somebody comes.
+# Who comes, came for the oldest request. One that has been awaited for too long has failed
+# (`pdmesh/autoscaler/policy/pool_plan.py` counts it for nothing, and asks for another); when such another has failed as well,
+# asking for more has not helped, and the pool is not to grow until somebody comes.
 #
 # A pool may shrink and grow again before a failed start is known as one. So a start that was withdrawn and is asked for again
 # soon goes on where it was: withdrawing it has made nobody come.

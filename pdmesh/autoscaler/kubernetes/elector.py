@@ -1,4 +1,4 @@
-"""Keeps trying to lead: reads and writes the Lease in the background, as `lease.py` decides."""
+"""Keeps trying to lead: reads and writes the Lease in the background, as `elector.py` decides."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,7 @@
 """`external.metrics.k8s.io/v1beta1`, so that HPA does what the policy wants; and the same as plain JSON, for KEDA.
 
 HPA asks the API server, which checks who asks and what he may, and passes it on over TLS with a certificate that proves who it is
-(`front_proxy.py`). An HPA with `averageValue: "1"` then asks for as many replicas as the value says.
+(`metrics_server.py`). An HPA with `averageValue: "1"` then asks for as many replicas as the value says.
 
 A decision that is too old is not shown: the answer is 503 and HPA and KEDA leave everything as it is.
 """

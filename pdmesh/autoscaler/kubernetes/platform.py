@@ -2,7 +2,8 @@
 
 1. `leads`: the Lease, renewed in the background (`elector.py`).
 2. `observe`: each Deployment is read. Replicas that we have not asked for were set by a person and stay (`ledger.py`).
-3. `scale`: what is to be asked for is noted (`state.py`), then the scale subresource is patched, provided that the Deployment is
+3. `scale`: what is to be asked for is noted (`platform.py`), then the scale subresource is patched, provided that the Deployment
+is
    still as it was read: a change that nobody here has seen is never overwritten. An Event says why.
 """
 

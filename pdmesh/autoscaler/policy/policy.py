@@ -4,9 +4,9 @@ One decision:
 
 1. Stale figures: everything stays, and nothing is learned. Silence is no idleness.
 2. Learn: arrivals for the forecast, observed over predicted latencies for the correction.
-3. For each pool, what the demand needs (`demand.py`, `sizing.py`); up at once, down late (`plan.py`).
-4. Idle workers of one pool take the other's role before pods are asked for (`flips.py`).
-5. Too few GPUs for all are divided by what they buy (`budget.py`).
+3. For each pool, what the demand needs (`sizing.py`, `sizing.py`); up at once, down late (`pool_plan.py`).
+4. Idle workers of one pool take the other's role before pods are asked for (`pool_plan.py`).
+5. Too few GPUs for all are divided by what they buy (`policy.py`).
 
 A pool never shrinks within a cool-down after it grew, but where settings are lowered. It may grow soon after it shrank: then the
 demand has risen by more than twice the headroom, since what was left would have borne the first of them.
@@ -138,7 +138,7 @@ class Policy:
 
     def restore(self, state: State) -> None:
         """What `save` gave. A forecast of another kind than the settings' begins anew. Raises ValueError naming what is wrong; by
-        then a part may be restored, so give it a copy (`loop_state.py`)."""
+        then a part may be restored, so give it a copy (`pdmesh/autoscaler/loop.py`)."""
         if state.get("format") != _FORMAT:
             raise ValueError(f"format: {state.get('format')!r} is not {_FORMAT}; begin without a saved state")
         forecast = _table(state, "forecast")

@@ -31,7 +31,7 @@ SURE_SIGMAS = 2.0
 
 USUAL_QUEUE_S, USUAL_SHARE = 0.25, 0.25
 """Arrivals of so long wait at routers at any time, or of so much of a TTFT objective: they give workers no more work in advance
-than that (router/prediction.py)."""
+than that (router/routing/cost_model.py)."""
 
 USUAL_NOISE, LUMP_SIGMAS = 4.0, 2.5
 """Of arrivals with more noise than this (1: independent ones), so much is to be borne at any time."""

@@ -2,7 +2,7 @@
 
     piece [len(layers), 2, tokens, heads, head_dim]: token t of it is token first_token + t of the blocks, in their order
 
-A piece of whole blocks with all heads is a part as it travels (kvtransfer/parts.py): per layer all keys, then all values.
+A piece of whole blocks with all heads is a part as it travels (kvtransfer/manifest.py): per layer all keys, then all values.
 """
 
 from __future__ import annotations
@@ -172,8 +172,9 @@ def _driver_of(device: torch.device) -> Driver:
 #     pool ─ gather ─► room [rows, our bytes] ─ copy ─► piece [rows, all heads' bytes]       back: copy, then scatter
 #                                                       a row: keys, or values, of a token in a layer
 #
-# A piece is filled as a part travels (kvtransfer/parts.py), with all heads. A pool may have some of them (engine/parallel/): then
-# its bytes of each row come and go, and other ranks' lie beside them. The lane works in order, so one room is enough.
+# A piece is filled as a part travels (kvtransfer/manifest.py), with all heads. A pool may have some of them
+# (pdmesh/engine/parallel/): then its bytes of each row come and go, and other ranks' lie beside them. The lane works in order,
+# so one room is enough.
 
 
 @dataclass(eq=False)

@@ -5,9 +5,9 @@ consumer that is killed keeps memory of a producer that lives, and makes an even
 long as its worker. The driver's library is loaded wherever torch has a device, and its names are stable.
 
 What the driver says of owners that go: to free memory that others have open is undefined. So a pool is never freed before its
-process ends (engine/kv_cache.py drops it into torch's cache of segments at most), and a mapping is used only for a peer whose
-connection is open. Of a process that ends it says nothing; others have seen that the memory stays until the last one that has it
-open closes it, which is why mappings are kept for seconds only (kvtransfer/transports/kept_pools.py).
+process ends (pdmesh/engine/kv_cache/pool.py drops it into torch's cache of segments at most), and a mapping is used only for a
+peer whose connection is open. Of a process that ends it says nothing; others have seen that the memory stays until the last one
+that has it open closes it, which is why mappings are kept for seconds only (kvtransfer/transports/peer_pool_cache.py).
 
 Expandable segments of torch's allocator have no such handles: `show` says so.
 """
@@ -86,7 +86,7 @@ class Driver:
 
 # How a pool on a device is shown to other processes of the host, and theirs are opened here.
 #
-# The one in use is CUDA's (cuda_sharing.py). Tests have one over shared memory of the host, so that everything around it runs
+# The one in use is CUDA's (cuda_ipc.py). Tests have one over shared memory of the host, so that everything around it runs
 # without a GPU.
 
 

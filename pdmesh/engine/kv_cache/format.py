@@ -1,13 +1,13 @@
 """How numbers lie in a KV block, and how blocks of one form become blocks of another. NumPy only; bytes in, bytes out.
 
     plain     [block_size][num_heads][head_dim]                                                  the torch backend
-    panels    groups of 16 tokens as the CPU kernels read them (engine/kernels/cpu/attention.h):
+    panels    groups of 16 tokens as the CPU kernels read them (pdmesh/engine/kernels/cpu/attention.h):
               keys   [num_heads][block_size / 16][head_dim / pair][16 tokens][pair dims]         pair: 2, and 1 for float32
               values [num_heads][block_size / 16][head_dim / 16][16 / pair][16 dims][pair tokens]
               int8: float32 scales [num_heads][block_size] behind either
 
 Numbers of float8_e4m3fn stand for themselves times a scale, one for all keys of a layer and one for its values. It lies in no
-block: it is the checkpoint's (engine/weights/kv_scales.py), and whoever converts says it.
+block: it is the checkpoint's (pdmesh/engine/loader/kv_scales.py), and whoever converts says it.
 
 Block size, heads and head_dim of a pool are parameters, so a shard of a tensor-parallel worker is a format like any other.
 """
@@ -154,7 +154,7 @@ def _to_float16(floats: NDArray[np.float32]) -> NDArray[np.float16]:
 
 
 def _to_fp8(floats: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Codes of e4m3, as engine/kernels/triton/kv_kernels.py rounds: its 3 bits of a float32's mantissa, or multiples of 2**-9."""
+    """Codes of e4m3, as pdmesh/engine/kernels/triton/kv.py rounds: its 3 bits of a float32's mantissa, or multiples of 2**-9."""
     clipped = np.clip(floats, -_E4M3_MAX, _E4M3_MAX)
     bits = np.abs(clipped).view(np.uint32)
     normal = (bits + 0x7FFFF + (bits >> 20 & 1) >> 20) - (127 - 7 << 3)  # the exponent's bias is 7

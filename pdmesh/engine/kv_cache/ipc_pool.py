@@ -43,7 +43,7 @@ _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 @dataclass(frozen=True)
 class Blocks:
     """pool int64 [num_layers, 2, num_blocks, words of a block], contiguous; block_ids int32, within it, on the device of whoever
-    copies. In this order they are a part as it travels (kvtransfer/parts.py)."""
+    copies. In this order they are a part as it travels (kvtransfer/manifest.py)."""
 
     pool: Tensor
     layers: range

@@ -3,7 +3,7 @@
     take ─► piece ─► fetch: pool ─ gather ─► room ─ copy ─► piece       give_back: when what it was lent for is over
                      store: pool ◄─ scatter ─ room ◄─ copy ─ piece      while a copy is under way it cannot be given back
 
-How a piece is copied: piece_copies.py. Nothing here waits: who wants to know when a piece is filled or read looks at the future
+How a piece is copied: copies.py. Nothing here waits: who wants to know when a piece is filled or read looks at the future
 that he gets. One thread calls.
 """
 
@@ -45,8 +45,8 @@ class Staging:
         block_copies: BlockCopies | None = None,
         copies: Copies | None = None,
     ) -> None:
-        """pool: `KVPool.tensor`. `copies`: what fills the pieces, where other processes take part (engine/parallel/staging.py).
-        Raises ValueError for pieces too small for one block of a layer."""
+        """pool: `KVPool.tensor`. `copies`: what fills the pieces, where other processes take part
+        (pdmesh/engine/parallel/staging.py). Raises ValueError for pieces too small for one block of a layer."""
         self.sizes = sizes
         self._copies = PieceCopies(pool, streams, sizes.piece_bytes, block_copies) if copies is None else copies
         self._num_blocks = pool.shape[2]
@@ -79,7 +79,8 @@ class Staging:
         self.check()
 
     def fetch(self, piece: Piece, layers: range, block_ids: Sequence[int], after: Mark) -> Future[None]:
-        """Fill the piece with these blocks of these layers, as they are at `after`; as a part travels (kvtransfer/parts.py)."""
+        """Fill the piece with these blocks of these layers, as they are at `after`; as a part travels
+        (kvtransfer/manifest.py)."""
         self._prepare(piece, layers, block_ids)
         piece.copy = self._copies.fetch(piece, layers, len(block_ids), after)
         return piece.copy
@@ -143,7 +144,7 @@ class Marks:
         the engine thread, as it launches a step:    begin()   ...   reach(4)   ...   reach(8)   ...
                                                     ▲ all of earlier steps    ▲ layers 0 to 3 of this one
 
-    `so_far` may be asked from another thread about layers that `begin` and `reach` came for: by what a step told (exports.py).
+    `so_far` may be asked from another thread about layers that `begin` and `reach` came for: by what a step told (events.py).
     """
 
     def __init__(self, streams: Streams) -> None:

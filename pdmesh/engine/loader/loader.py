@@ -18,9 +18,9 @@ from pdmesh.engine.backend_selection import Numerics, choose_numerics, wants_tri
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.cpu import isa
 from pdmesh.engine.kernels.cpu.build import BuildFailed, NoCompiler
-from pdmesh.engine.kernels.cpu.isa import default_threads
 from pdmesh.engine.kernels.cpu.library import open_library
 from pdmesh.engine.kernels.cpu.model import KERNEL_REVISION, NativeModel
+from pdmesh.engine.kernels.cpu.threads import default_threads
 from pdmesh.engine.kernels.triton.support import why_not_here
 from pdmesh.engine.loader.hash import weights_hash
 from pdmesh.engine.loader.kv_scales import KVScales, known_scales, pool_scales
@@ -67,7 +67,7 @@ class LoadedModel:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the model is one of engine/ahead.py's."""
+        """Whether the model is one of pdmesh/engine/runner/overlap.py's."""
         return hasattr(self.model, "keep_drawn")
 
     def step_bytes(self, config: EngineConfig) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# The rotary embedding that a checkpoint asks for. Sources of the scalings: see engine/rope.py.
+# The rotary embedding that a checkpoint asks for. Sources of the scalings: see pdmesh/engine/models/layers.py.
 
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -194,7 +194,7 @@ def _check_supported(model_type: str, config: Mapping[str, object]) -> None:
 
 
 def _is_about_kv_alone(quantization: object) -> bool:
-    """Plain weights, beside which compressed-tensors has put scales for KV in fp8 (engine/weights/kv_scales.py)."""
+    """Plain weights, beside which compressed-tensors has put scales for KV in fp8 (pdmesh/engine/loader/kv_scales.py)."""
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "compressed-tensors":
         return False
     scheme, groups = quantization.get("kv_cache_scheme"), quantization.get("config_groups", {})

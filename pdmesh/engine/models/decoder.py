@@ -6,7 +6,7 @@
 
 Order of operations and roundings are transformers', so that greedy float32 tokens are the same. Query, key and value maps are one
 product, gate and up another: rows of a product are independent, so bits do not change. How far bits are independent of the
-batch: see engine/layers.py and engine/paged_attention.py.
+batch: see pdmesh/engine/models/layers.py and pdmesh/engine/attention/base.py.
 """
 
 from __future__ import annotations

@@ -173,8 +173,8 @@ def _nccl(store: Store, shard: Shard, timeout: timedelta) -> _Exchanges:
 def leave_errors_to_us() -> None:
     """Before NCCL's group is made, which reads this once. Torch's watchdog thread would end the process by SIGABRT where an
     exchange fails or takes too long (its default, 3), or break the exchange off (2), so that a step would end with numbers that
-    are none. Rank 0 waits with a bound of its own (`Group.wait`) and hears of ranks that end (`ranks.py`). And an exchange must
-    not block the host (`wait` of torch's work): in a graph's capture it may not."""
+    are none. Rank 0 waits with a bound of its own (`Group.wait`) and hears of ranks that end (`tp_group.py`). And an exchange
+    must not block the host (`wait` of torch's work): in a graph's capture it may not."""
     os.environ.update(NCCL_SETTINGS)
 
 

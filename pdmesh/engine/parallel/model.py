@@ -1,7 +1,7 @@
 """The model as rank 0 has it: every step is told to the other ranks, then computed together with them.
 
 On a device rank 0 waits for the end of each step before anything of it is used. That is where a rank that is silent is found out
-(`Group.wait`), and it is why no step is launched ahead of the one before it (engine/ahead.py).
+(`Group.wait`), and it is why no step is launched ahead of the one before it (pdmesh/engine/runner/overlap.py).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class ParallelModel:
         self._tell(Kind.COPY, tp_protocol.encode_slots(sources, targets))
 
     def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """As `copy_blocks`, for slots: see engine/kv_moves.py."""
+        """As `copy_blocks`, for slots: see pdmesh/engine/kv_cache/moves.py."""
         self._tell(Kind.MOVE, tp_protocol.encode_slots(sources, targets))
 
     def watch(self, on_failure: Callable[[RankFailed], object]) -> None:

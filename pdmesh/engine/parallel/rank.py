@@ -1,4 +1,4 @@
-"""The process of a rank other than 0: `python -m pdmesh.engine.parallel.rank FD PARENT_PID`, started by `ranks.py`.
+"""The process of a rank other than 0: `python -m pdmesh.engine.parallel.rank FD PARENT_PID`, started by `tp_group.py`.
 
 It lives as long as rank 0's process: the kernel ends it with that (on Linux, also when either is stopped or killed), and a closed
 socket ends it everywhere. Signals that ask to stop are for rank 0, which drains first: a terminal's Ctrl-C reaches both.
@@ -40,7 +40,7 @@ def main(fd: int, parent_pid: int) -> None:
 
 
 def _end_with(parent_pid: int) -> None:
-    """As runtime/parent_death.py does, which the engine may not import."""
+    """As pdmesh/runtime/parent_death.py does, which the engine may not import."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:

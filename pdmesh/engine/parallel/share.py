@@ -1,8 +1,8 @@
 """What one rank computes of the model, and which heads of a pool it computes on.
 
 A share is a DecoderModel or one on the Triton kernels, whose weights are the rank's own and whose sums meet the others'
-(`layers.py`). Either takes the pool as `pool_of` shows it. All ranks are told the same steps in the same order, so all of them
-make the same launches: what one records as a graph, with the exchanges in it, every other one records at the same time.
+(`collectives.py`). Either takes the pool as `pool_of` shows it. All ranks are told the same steps in the same order, so all of
+them make the same launches: what one records as a graph, with the exchanges in it, every other one records at the same time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Share:
-    """`heads`: those of the pool that `model` is to see; None: it finds its own (`attention.py`), or the pool has no others."""
+    """`heads`: those of the pool that `model` is to see; None: it finds its own (`share.py`), or the pool has no others."""
 
     model: DecoderModel | TritonModel
     heads: range | None
@@ -39,7 +39,7 @@ class Share:
         return self.model.config.num_layers
 
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
-        """See DecoderModel.forward; `kv` as `follower.py` and the engine open it. Of no use on ranks other than 0."""
+        """See DecoderModel.forward; `kv` as `tp_worker.py` and the engine open it. Of no use on ranks other than 0."""
         return self.model.forward(batch, self.pool_of(kv), signal, hidden)
 
     def prepare_steps(self, kv: Tensor) -> None:

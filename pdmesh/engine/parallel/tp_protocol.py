@@ -10,7 +10,7 @@
     PIECES (json), their memory, a socket ──────────────►  maps it, and takes orders on that socket from now on
                         ◄───────────────────────── READY
     STEP, MARKED_STEP (a batch), COPY, MOVE (slots) ────►  no answer: ranks meet in the exchanges of a step
-    on that socket: ORDER ──────────────────────────────►  copies between its pool and a piece (copy_orders.py)
+    on that socket: ORDER ──────────────────────────────►  copies between its pool and a piece (copies.py)
                         ◄──────────────────────── COPIED
 
 A closed socket says that the other end is gone. A batch is int64 numbers end to end: a step costs one write for each rank, and

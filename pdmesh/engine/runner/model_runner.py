@@ -42,13 +42,13 @@ class ForwardModel(Protocol):
 
 
 class TokenSampler(Protocol):
-    """What the runner needs of a sampler: see engine/sampling.py."""
+    """What the runner needs of a sampler: see pdmesh/engine/sampling/sampler.py."""
 
     def sample(self, logits: Tensor, rows: list[SampleRow]) -> list[SampledToken]: ...
 
 
 class OtherPools(Protocol):
-    """Pools of other processes in which the same is to happen as in the runner's: see engine/parallel/model.py."""
+    """Pools of other processes in which the same is to happen as in the runner's: see pdmesh/engine/parallel/model.py."""
 
     def copy_blocks(self, sources: Sequence_[int], targets: Sequence_[int]) -> None: ...
     def move_slots(self, sources: Sequence_[int], targets: Sequence_[int]) -> None: ...
@@ -79,7 +79,7 @@ class ModelRunner:
         others: OtherPools | None = None,
     ) -> None:
         """`hidden_size`: of the hidden states that each draw is to bring along; None: nobody wants them. `arrangement`: of the
-        pool, see kv_format.py. `others`: pools that have to follow this one."""
+        pool, see pdmesh/engine/kv_cache/format.py. `others`: pools that have to follow this one."""
         self._others = others
         self._arrangement = arrangement
         self._hidden_size = hidden_size

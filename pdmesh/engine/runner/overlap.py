@@ -10,7 +10,8 @@ those whose last token n draws; the scheduler is asked again when that stretch e
 What is found out too late. A sequence that ended with a token (or was released) has its row computed once more, for nobody: its
 draw is dropped. The row writes one slot of a block that the sequence held when it was launched; whoever gets that block next
 writes to it by launches behind this one. Who writes to it otherwise must not do so under a step: what arrives from another worker
-waits for a mark behind all that was launched when its blocks were given away (`staging.py`, `kvtransfer/session.py`).
+waits for a mark behind all that was launched when its blocks were given away (`pdmesh/engine/kv_cache/staging.py`,
+`kvtransfer/receiver/push.py`).
 
 Who comes meanwhile waits for the step that is under way, as always, and for one more. No step is launched ahead while prompts are
 computed in the middle, since the scheduler says how much of them; behind their last tokens one is. Nor while somebody waits whom

@@ -1,4 +1,5 @@
-"""What the engine needs of a constraint on the output. Who calls it compiles grammars (text/grammar.py); here are tokens only.
+"""What the engine needs of a constraint on the output. Who calls it compiles grammars (pdmesh/text/grammar.py); here are tokens
+only.
 
 Where a choice is in its grammar is a function of its output alone. So nothing but the tokens travels: after a hand-off, a
 resubmission or a preemption the same tokens lead to the same place, and the same tokens come next.

@@ -1,8 +1,8 @@
 """From logits to tokens.
 
-A draw is the Gumbel-max trick with counter-based noise (engine/noise.py): token = argmax(logits / temperature + noise).
-It has the distribution softmax(logits / temperature) and needs no state: the same (seed, choice, index) and logits give the
-same token.
+A draw is the Gumbel-max trick with counter-based noise (pdmesh/engine/sampling/counter_rng.py): token = argmax(logits /
+temperature + noise). It has the distribution softmax(logits / temperature) and needs no state: the same (seed, choice, index)
+and logits give the same token.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Sequence:
         self.num_unreported = 0  # of the last tokens of the output: forced before anything was computed here
         self.num_to_restore = self.num_tokens  # first tokens that came here as they are, or were computed before a preemption
         self.was_preempted = False
-        self.paced_from_ns = 0  # when its tokens began to be due (see pacing.py), 0: not yet; and how many it had then
+        self.paced_from_ns = 0  # when its tokens began to be due (see scheduler.py), 0: not yet; and how many it had then
         self.paced_from_token = 0
         self.num_paced_steps = 0  # since then, the one that is being planned included
         self._matchers: MatcherTree | None = None  # made when first asked for; it has taken the first tokens of the output

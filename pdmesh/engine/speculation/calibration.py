@@ -4,7 +4,7 @@ Before the first request, in a second or two; the blocks that it writes to are n
 step, so fewer points are measured: the few that decide most first, then those that halve the gaps between them. Later steps
 correct the curve (speculator.py), so a point that is missing, or was measured while others had the machine, is no harm for long.
 
-The next start finds it in the cache folder (`remembered.py`), and measures anew only if those few points are not as they were.
+The next start finds it in the cache folder (`calibration.py`), and measures anew only if those few points are not as they were.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ draft(running, ...)  free proposers, then those that run a model where that may 
 the step             verifies them beside everything else (scheduler.py, runner.py)
 learn(draws, ...)    every proposer hears what the model drew, the cost curve what the step took
 
-Nobody here is trusted: proposers stand behind a Door, and what the policy never does is tried now and then (`probing.py`).
+Nobody here is trusted: proposers stand behind a Door, and what the policy never does is tried now and then (`policy.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Metrics that somebody sees: by a port for scrapers, by OTLP, or both.
 
 event loop of the service    counts, and answers readers once for each look
-thread "metrics"             HTTP, text                        (metrics_server.py)
+thread "metrics"             HTTP, text                        (metrics_exporters.py)
 thread "metrics-otlp"        OTLP every 10 s                   (metrics_otlp.py)
 """
 

@@ -1,4 +1,4 @@
-"""The gate of one simulated router: the real admission, with events where `router/gate.py` has coroutines."""
+"""The gate of one simulated router: the real admission, with events where `router/flow_control/controller.py` has coroutines."""
 
 from collections.abc import Callable
 
@@ -93,7 +93,8 @@ class Gate:
                 self._look_later()
 
 
-# Requests that found no room on any decode worker, and who of them tries again, as in `router/room_line.py` and the placer.
+# Requests that found no room on any decode worker, and who of them tries again, as in `router/lifecycle/capacity_queue.py` and
+# the placer.
 
 
 class Line:

@@ -1,7 +1,7 @@
 """One simulated router: a request from its arrival to its end, on the real admission and policy.
 
 arrive ─► gate ─► place ─► Submit to decode ─► Prefill, or LOCAL ─► first token ─► commit ─► last token
-              │        └─ no room: the line                     (staying.py)
+              │        └─ no room: the line                     (lease.py)
               └─ refused
 """
 
@@ -22,7 +22,7 @@ from router.routing.cost_model import Overhead
 from router.routing.filters import NoPlacement, blocks_for
 from router.routing.worker_snapshot import WorkerKey
 
-# What a request that has ended teaches its router: as `router/learning.py`.
+# What a request that has ended teaches its router: as `router/lifecycle/request.py`.
 
 
 def learn(outlook: Outlook, stay: Stay) -> None:
@@ -109,7 +109,7 @@ class Router:
     # How it gets there
 
     def _applicant(self, request: Request) -> Applicant:
-        """As router/applicants.py."""
+        """As router/flow_control/ttft_predictor.py."""
         arrival = request.arrival
         guarded = _bounds(self._settings, PRIORITIES["standard"])
         expected = self.outlook.output_lengths.expected(MODEL, arrival.tenant, self.outlook.max_tokens(request))

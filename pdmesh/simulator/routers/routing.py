@@ -60,7 +60,7 @@ class Prefixes:
         self._sent.forget(worker)
 
 
-# What one router knows of one worker: its latest report, and what was sent there since. As `router/worker.py`. Pure.
+# What one router knows of one worker: its latest report, and what was sent there since. As `router/fleet/worker.py`. Pure.
 
 
 MODEL = "simulated"
@@ -153,7 +153,7 @@ def _layout(block_size: int) -> Layout:
 
 
 IDLE_FOR_S, MAX_IDLE, CONTEXT_STEP = 1.0, 256, 256
-"""As router/forecaster.py."""
+"""As router/flow_control/ttft_predictor.py."""
 NOBODY: frozenset[WorkerKey] = frozenset()
 
 
@@ -278,7 +278,7 @@ class Outlook:
         excluded_decode: frozenset[WorkerKey] = NOBODY,
         excluded_prefill: frozenset[WorkerKey] = NOBODY,
     ) -> Demand:
-        """What the policy is asked: as router/demands.py."""
+        """What the policy is asked: as router/routing/routing_request.py."""
         max_tokens, objective = self.max_tokens(request), self._settings.objective
         expected = self.output_lengths.expected(MODEL, request.arrival.tenant, max_tokens)
         return Demand(
@@ -301,7 +301,7 @@ class Outlook:
         return max(1, most if asked is None else min(most, max(asked, request.num_output)))
 
     def forecast(self, request: Request, now: float) -> Forecast | None:
-        """What admission asks: as router/forecaster.py."""
+        """What admission asks: as router/flow_control/ttft_predictor.py."""
         choice = self.choose(request, now).choice
         best = None if isinstance(choice, NoPlacement) else choice.chosen
         if best is None or best.prediction is None:

@@ -166,7 +166,7 @@ class Rows:
 
 
 # The pace that a modelled worker's rows were promised, and how much of prompts a step may hold beside them: the rules of
-# `engine/pacing.py`, for many rows at once. Pure.
+# `pdmesh/engine/scheduler/scheduler.py`, for many rows at once. Pure.
 #
 # A row that began at `t` in step `s` is ahead by   pace · (step - s) - (now - t)  =  pace · step - now + key,   key = t - pace ·
 # s: of all rows with one objective, the one with the least key leaves the least room, whatever the time. So there is a heap of

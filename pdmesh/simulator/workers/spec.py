@@ -4,7 +4,7 @@
      "per_context_token_s": 1e-8, "max_num_batched_tokens": 2048, "max_num_seqs": 256, "num_blocks": 30000, "block_size": 16,
      "max_context": 32768, "kv_bytes_per_token": 131072}
 
-The first five are those of `planning/latency_model.py`; the rest has defaults.
+The first five are those of `pdmesh/planning/latency_model.py`; the rest has defaults.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ class WorkerSpec:
     hold only so much of prompts as rows with a TPOT objective can spare. `prefix_tokens`: what a hash of the arrivals stands
     for, 0: no prefix is remembered. `between_s` pass between one step and the next, which the worker does not count as any
     step's. `noise`: how much single steps vary, as the standard deviation of the logarithm; what makes them lasts for
-    `noise_lasts_s` (simulator/course.py). `host`: what routers learn of one worker, they expect of the others there; empty: each
-    has a machine of its own."""
+    `noise_lasts_s` (pdmesh/simulator/workers/batch.py). `host`: what routers learn of one worker, they expect of the others
+    there; empty: each has a machine of its own."""
 
     speed: LatencyModel
     max_num_batched_tokens: int = 512
@@ -83,7 +83,7 @@ def read_spec(path: str) -> WorkerSpec:
 def spec_of(table: object) -> WorkerSpec:
     """From what stands in such a file. Raises ValueError naming the field."""
     if not isinstance(table, dict):
-        raise ValueError("holds no table of numbers; see simulator/worker_spec.py for an example")
+        raise ValueError("holds no table of numbers; see pdmesh/simulator/workers/spec.py for an example")
     sizes = {field.name for field in dataclasses.fields(WorkerSpec)} - {"speed", "host", *HABITS}
     unknown = sorted(set(table) - sizes - {*PRICES, *HABITS})
     if unknown:

@@ -1,4 +1,4 @@
-"""What a modelled worker tells of itself: the numbers of `engine/census.py`. Pure."""
+"""What a modelled worker tells of itself: the numbers of `pdmesh/engine/scheduler/stats.py`. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Census(NamedTuple):
 
 class Figures(NamedTuple):
     """As of `taken_at` (simulated seconds), the end of its latest step. Those that count tokens, steps and preemptions do so
-    from its start on; the rest is as `protos/v1/worker.proto` says of the same names."""
+    from its start on; the rest is as `protos/pdmesh/v1/worker.proto` says of the same names."""
 
     taken_at: float
     num_running: int

@@ -1,4 +1,5 @@
-"""A modelled worker: what `engine/scheduler.py` does with its steps, each of which takes what a latency model says.
+"""A modelled worker: what `pdmesh/engine/scheduler/scheduler.py` does with its steps, each of which takes what a latency model
+says.
 
     command ─► waits for the end of the step ─► reserve, run_local, start, prefill, let_go ─► the next step
 
@@ -18,7 +19,8 @@ from pdmesh.simulator.workers.spec import WorkerSpec
 from pdmesh.simulator.workers.stats import Census, Counters, census_of
 
 BLOCKS_PER_SPARE = 64
-"""Of so many blocks one is kept free for growth when something is admitted beside running sequences (engine/scheduler.py)."""
+"""Of so many blocks one is kept free for growth when something is admitted beside running sequences
+(pdmesh/engine/scheduler/scheduler.py)."""
 
 Command = Callable[[float], None]
 _turn: Callable[[Sequence], int] = attrgetter("turn")

@@ -302,7 +302,7 @@ def _report(prompt: _Prompt) -> JsonObject:
 
 
 def _timings(timings: mesh_pb2.Timings) -> JsonObject:
-    """As in protos/v1/mesh.proto: durations in nanoseconds."""
+    """As in protos/pdmesh/v1/mesh.proto: durations in nanoseconds."""
     shown: JsonObject = {name.name: getattr(timings, name.name) for name in timings.DESCRIPTOR.fields}
     return {**shown, "mode": _MODES.get(timings.mode, "")}
 

@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 
 class Watched:
-    """What a channel tells of ranks that fail (engine/parallel/ranks.py, which has processes)."""
+    """What a channel tells of ranks that fail (pdmesh/engine/parallel/tp_group.py, which has processes)."""
 
     def __init__(self) -> None:
         self.failures: list[RankFailed] = []

@@ -8,7 +8,7 @@ extern "C" {
 // How the numbers of a weight matrix, of embeddings or of the KV pool are stored.
 enum PdmeshFormat : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3 };
 
-// y = W x + b. `packed`: panels of 16 outputs (engine/weights/pack.py draws the layout); `scales`: a factor for each output
+// y = W x + b. `packed`: panels of 16 outputs (pdmesh/engine/loader/pack.py draws the layout); `scales`: a factor for each output
 // (int8 only), `bias`: or null; both padded with zeros to a multiple of 16.
 struct PdmeshLinear {
     int32_t format, n, k, group;
@@ -63,7 +63,7 @@ struct PdmeshStep {
     PdmeshProfile* profile;                        // or null
     int32_t* layers_done;                          // or null: counts the layers whose KV is in the pool
     int32_t signal_fd, signal_every;               // beside it: a byte is written there each so many layers, unless negative
-    // Sequences whose last keys lie elsewhere than their blocks say (engine/batch.py, Tail), ascending. For each its index, the
+    // Sequences whose last keys lie elsewhere than their blocks say (pdmesh/engine/runner/batch.py, Tail), ascending. For each its index, the
     // position from which on they do, and where in `tail_slots` the slots of that and the following positions begin.
     const int32_t (*tails)[3];
     const int64_t* tail_slots;

@@ -1,4 +1,4 @@
-// Draft heads (engine/speculation/heads/weights.py draws what they compute): a block makes a state of a state and a token, the head
+// Draft heads (pdmesh/engine/speculation/draft_heads/weights.py draws what they compute): a block makes a state of a state and a token, the head
 // scores states over a reduced vocabulary. The products are those of a step (gemm.h).
 #include <algorithm>
 #include <cstring>

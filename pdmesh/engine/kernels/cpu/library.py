@@ -107,7 +107,7 @@ _STRUCTS = (Linear, Layer, Model, Step, Profile, Pool)
 def open_library(say: Say = print) -> ctypes.CDLL:
     """The library for this processor, compiled at first use, with the types of its functions set.
 
-    Raises NoCompiler or BuildFailed (engine/kernels/cpu/build.py), and OSError for a library of another version.
+    Raises NoCompiler or BuildFailed (pdmesh/engine/kernels/cpu/build.py), and OSError for a library of another version.
     """
     library = load_library(say)
     _check_abi(library)

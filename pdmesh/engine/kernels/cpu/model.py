@@ -32,7 +32,7 @@ SPIN_US = 100
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """y = W x + b. `packed` as engine/weights/pack.py lays it out; scales and bias float32, padded to 16."""
+    """y = W x + b. `packed` as pdmesh/engine/loader/pack.py lays it out; scales and bias float32, padded to 16."""
 
     format: str
     num_outputs: int

@@ -164,7 +164,7 @@ int64_t draw(const Row& row, const PdmeshSampleRow& params, Scratch& own) {
     return own.candidates.count ? draw_candidates(own.candidates, keys) : argmax(row);
 }
 
-// The likeliest tokens of the raw logits, as in engine/sampling.py.
+// The likeliest tokens of the raw logits, as in pdmesh/engine/sampling/sampler.py.
 void report_likeliest(const Row& row, float log_sum, int64_t index, int64_t count, const PdmeshSampleOutput& out, Scratch& own) {
     Candidates& found = own.candidates;
     gather(row, count < row.size ? bound_of_highest(row, count, own.sorted) : kHidden, found);

@@ -1,5 +1,5 @@
-// Drawing the tokens of one step, all rows in one call. The meaning of every rule is that of engine/sampling.py and
-// engine/logits.py; engine/kernels/cpu/sampling.py mirrors the structs.
+// Drawing the tokens of one step, all rows in one call. The meaning of every rule is that of pdmesh/engine/sampling/sampler.py and
+// pdmesh/engine/sampling/sampler.py; pdmesh/engine/kernels/cpu/sampling.py mirrors the structs.
 #pragma once
 
 #include <cstdint>

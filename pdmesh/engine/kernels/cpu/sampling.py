@@ -1,4 +1,4 @@
-"""The native batch sampler: engine/sampling.py's Sampler in one C call (sampling.cpp) for all rows of a step.
+"""The native batch sampler: pdmesh/engine/sampling/sampler.py's Sampler in one C call (sampling.cpp) for all rows of a step.
 
 The tokens are those of the torch Sampler, except where the two best scores differ by roundings only: the random bits are the
 same, logarithms and exponentials may differ in the last place.

@@ -1,5 +1,5 @@
 // Counter-based Gumbel noise: a token's noise is a function of (seed, choice, index, token id). The bits are those of
-// engine/noise.py, where the sources are named.
+// pdmesh/engine/sampling/counter_rng.py, where the sources are named.
 #pragma once
 
 #include <cmath>

@@ -5,9 +5,9 @@
 - walk (Dao, FlashAttention-2, 2023, algorithm 1): sequences with more. A program holds a tile of queries and walks all keys that
   they see, by position, with what is in the pool already before its own.
 
-How many queries are few is for each step to say (split_bounds.py): as many as walking would have too few programs for.
+How many queries are few is for each step to say (split_kv.py): as many as walking would have too few programs for.
 
-Bits. A query's result depends on its own keys alone. Where its keys are split follows from its position (splits.py); tiles of
+Bits. A query's result depends on its own keys alone. Where its keys are split follows from its position (split_kv.py); tiles of
 keys lie at multiples of their size; what a query may not see changes nothing, to the bit; splits are folded in order. The grid,
 the batch and the place of blocks decide only who computes what. Both kernels are written with the same operations in the
 same order. So prefill, chunks, verification and decode of a token agree where the matrix product of a tile adds up alike for
@@ -282,7 +282,8 @@ def paged_attention(
 
 
 class TritonAttention:
-    """The backend `triton` of engine/attention.py. `kv_scales` [num_layers, 2] float32 for a pool of float8_e4m3fn."""
+    """The backend `triton` of pdmesh/engine/attention/base.py. `kv_scales` [num_layers, 2] float32 for a pool of
+    float8_e4m3fn."""
 
     name = "triton"
 
@@ -323,7 +324,7 @@ class TritonPlan:
         return self.attend(layer, query, kv)
 
     def attend(self, layer: int, query: Tensor, kv: Tensor, out: Tensor | None = None) -> Tensor:
-        """Where keys and values have been written, as by kv_store.py. Layers that share query and out are cheaper."""
+        """Where keys and values have been written, as by kv.py. Layers that share query and out are cheaper."""
         backend, scales = self.backend, self._scales(layer)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
         window, of_layer = backend.config.windows[layer], kv[layer]

@@ -5,7 +5,7 @@
     tokens       . . a b | c d e f | g .       ─ gather ─►   a b c d e f g            ─ scatter ─►   the same, over other blocks
                      └ first_token 2
 
-A piece of whole blocks is a part as the transports send it (kvtransfer/parts.py). Numbers are moved as bytes, in words as wide
+A piece of whole blocks is a part as the transports send it (kvtransfer/manifest.py). Numbers are moved as bytes, in words as wide
 as a token's share allows, so any dtype will do. One launch each; bytes read = bytes written = the piece's: 8 MiB would take 5 us
 at 3.3 TB/s.
 """
@@ -88,9 +88,9 @@ def _launch(move: Move, *, gathers: bool) -> None:
 #     source [layers, 2, blocks, BLOCK_WORDS]   ids  7 | 2 | 9     one program: WORDS words of a block of a plane
 #     target [layers, 2, blocks, BLOCK_WORDS]   ids  3 | 4 | 1     a plane: keys, or values, of a layer
 #
-# What is summed, and why: engine/summed_copies.py. Each program adds its share to one of NUM_SUMS words. A copy of n bytes reads
-# and writes n, a sum reads n: a gigabyte would take 0.6 and 0.3 ms at 3.3 TB/s. Reads of a pool in another process of the same
-# GPU are as those of one's own; of another GPU they cross NVLink or PCIe.
+# What is summed, and why: pdmesh/engine/kv_cache/ipc_pool.py. Each program adds its share to one of NUM_SUMS words. A copy of n
+# bytes reads and writes n, a sum reads n: a gigabyte would take 0.6 and 0.3 ms at 3.3 TB/s. Reads of a pool in another process
+# of the same GPU are as those of one's own; of another GPU they cross NVLink or PCIe.
 #
 # Lengths and places are no constants and not specialized on, so that a part of another shape compiles nothing while requests run.
 

@@ -82,7 +82,7 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
     return (one.data_ptr(), one.shape, one.dtype, one.stride()) == (other.data_ptr(), other.shape, other.dtype, other.stride())
 
 
-# The kernel of decode_buffers.py: a step's message to where the step's other kernels read it.
+# The kernel of cuda_graphs.py: a step's message to where the step's other kernels read it.
 
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"

@@ -1,9 +1,10 @@
 """New keys and values into the pool, and what comes before: norm of query and key heads, rotary embedding, in one kernel.
 
-It replaces, with their order of operations and their roundings, `rms_norm` of engine/layers.py, `rotate` of engine/rope.py and
-the writing of engine/paged_attention.py: without it seven kernels, and four passes over all heads. Read are T * (H + 2 KVH) * D
-elements (the halves that are swapped a second time, out of the cache) and two rows of the rotary tables, written as many: for
-8B and a batch of 32 0.8 MB, so nothing but the launch counts; for 8192 tokens of prefill 201 MB, 42 us at 4.8 TB/s.
+It replaces, with their order of operations and their roundings, `rms_norm` of pdmesh/engine/models/layers.py, `rotate` of
+pdmesh/engine/models/layers.py and the writing of pdmesh/engine/attention/base.py: without it seven kernels, and four passes over
+all heads. Read are T * (H + 2 KVH) * D elements (the halves that are swapped a second time, out of the cache) and two rows of
+the rotary tables, written as many: for 8B and a batch of 32 0.8 MB, so nothing but the launch counts; for 8192 tokens of prefill
+201 MB, 42 us at 4.8 TB/s.
 
 The sum of squares of a head has another order than torch's, so with QK-norm results may differ from torch's by one rounding. They
 depend on the token alone.
@@ -20,7 +21,7 @@ from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
 from pdmesh.engine.kernels.triton.tiles import padded_dim
 from pdmesh.engine.models.layers import RotaryTable
 
-# The kernels of kv_store.py, which explains them. A row is one head of one token: rows of a token follow each other in memory,
+# The kernels of kv.py, which explains them. A row is one head of one token: rows of a token follow each other in memory,
 #
 # qkv | token 0: q heads | k heads | v heads | token 1: q heads | ...          a program takes ROWS rows, DIM_PAD columns
 

@@ -25,7 +25,7 @@ class WordLinear:
     | --- | --- | --- |
     | up to 8 (int4: 4) | vector | float32 weights, products and sums |
     | up to 128 | tile | int4 rounded to x's dtype, int8 and fp8 exact; float32 sums on the tensor cores |
-    | more | expand, `F.linear` | weights rounded to x's dtype; the library's sums (activations in fp8: linear_fp8.py) |
+    | more | expand, `F.linear` | weights rounded to x's dtype; the library's sums (activations in fp8: linear.py) |
 
     A row's bits depend on nothing beside it within a kernel, but the three differ from each other, and the first two between
     powers of two that M rounds up to. `invariant` takes the tile kernel with tiles of 16 rows for every M: slower for a prompt
@@ -77,7 +77,7 @@ def on_device(weight: torch.Tensor, bias: Tensor | None) -> tuple[torch.device, 
     return weight.device, None if bias is None else bias.to(weight.device)
 
 
-# Activations rounded to e4m3, with a scale for each row: what `scaled_product` (linear_fp8.py) multiplies.
+# Activations rounded to e4m3, with a scale for each row: what `scaled_product` (linear.py) multiplies.
 #
 # A program owns a row and walks it twice, for its largest magnitude and to divide and round: the row is read from memory once
 # (the second time it is in the cache, 28 KB for 14336 inputs) and its codes are written once, 3 bytes an activation of 16 bits.
@@ -229,7 +229,7 @@ def make_triton_linear(
     rounds_activations: bool = False,
 ) -> Linear:
     """A map on the device of the weight. Unquantized weights take torch's product, whose bits depend on the number of rows: with
-    `invariant` they raise ValueError. `rounds_activations`: of fp8 weights, see linear_fp8.py."""
+    `invariant` they raise ValueError. `rounds_activations`: of fp8 weights, see linear.py."""
     if isinstance(weight, Int8Weight):
         return int8_linear(weight, bias, invariant)
     if isinstance(weight, Int4Weight):

@@ -29,7 +29,7 @@ NOWHERE = -1
 class Capacity:
     """Sizes of the parts: T tokens of B sequences, W blocks of a table, X slots of a tail, R rows of logits. `max_query_len` and
     `max_context` bound what any sequence has; they decide grids and the size of workspaces, never a number's bits. Sequences with
-    at most `max_split_len` queries have their keys split over many programs (split_bounds.py)."""
+    at most `max_split_len` queries have their keys split over many programs (split_kv.py)."""
 
     num_tokens: int
     num_seqs: int
@@ -76,7 +76,7 @@ class Capacity:
 class StepMetadata:
     """Views of one buffer, all int32. `query_starts[b]` to `query_starts[b + 1]` are sequence b's tokens; its last query is at
     position `context_lens[b] - 1`. A context of 0 is padding: nothing is read, zeros are written. Position p lies in slot
-    `tail_slots[b, p - tail_firsts[b]]` from `tail_firsts[b]` on (engine/batch.py, `Tail`)."""
+    `tail_slots[b, p - tail_firsts[b]]` from `tail_firsts[b]` on (pdmesh/engine/runner/batch.py, `Tail`)."""
 
     buffer: Tensor
     token_ids: Tensor  # [T]

@@ -158,9 +158,10 @@ class TritonModel:
         kv_scales: Tensor | None = None,
         max_rows: int | None = None,
     ) -> None:
-        """`sizes`: of decode steps, which then go in buckets, recorded where there is a recorder; `token_buckets` (pieces.py): of
-        other steps, likewise. None, and no buckets: each step is as wide as its batch. `splits` of attention: part of the numeric
-        mode. `kv_scales` [num_layers, 2] float32 where the pool is fp8. `max_rows` of logits in a step; None: any."""
+        """`sizes`: of decode steps, which then go in buckets, recorded where there is a recorder; `token_buckets`
+        (piecewise_graphs.py): of other steps, likewise. None, and no buckets: each step is as wide as its batch. `splits` of
+        attention: part of the numeric mode. `kv_scales` [num_layers, 2] float32 where the pool is fp8. `max_rows` of logits in a
+        step; None: any."""
         self.config, self.decoder, self.sizes, self.token_buckets = decoder.config, decoder, sizes, tuple(token_buckets)
         self.splits, self.recorder, self.kv_scales, self.max_rows = splits, recorder, kv_scales, max_rows
         self._graphs: DecodeGraphs | None = None
@@ -200,7 +201,7 @@ class TritonModel:
         return sum(map(_num_bytes, maps))
 
     def step_bytes(self, config: EngineConfig) -> int:
-        """Of the device's memory, beside weights and pool: see step_memory.py."""
+        """Of the device's memory, beside weights and pool: see model.py."""
         return self._memory().num_bytes(bounds_of(config, effective_max_context(config, self.config)))
 
     def draft_bytes(self, config: EngineConfig) -> int:
@@ -242,7 +243,7 @@ class TritonModel:
         logger.info("graphs took %.1f s and %.0f MiB", time.monotonic() - started_s, (free - free_memory(kv.device.type)) / MIB)
 
     def is_graph_step(self, batch: StepBatch, kv: Tensor) -> bool:
-        """See engine/ahead.py: whether `forward` takes tokens of this batch that `keep_drawn` was given."""
+        """See pdmesh/engine/runner/overlap.py: whether `forward` takes tokens of this batch that `keep_drawn` was given."""
         graphs = self._graphs_of(kv)
         return graphs is not None and graphs.buffers.why_not(batch) is None
 
@@ -294,7 +295,7 @@ class TritonModel:
 
 
 def _inner(linear: Linear) -> Linear:
-    """What a rank has of a map that ranks share (engine/parallel/layers.py)."""
+    """What a rank has of a map that ranks share (pdmesh/engine/parallel/collectives.py)."""
     return getattr(linear, "inner", linear)
 
 

@@ -25,7 +25,7 @@ Memory. What crosses from graph to graph lies in buffers of the largest bucket; 
 graphs share, as no two run at once. For 8B and 256 tokens 7 buckets are 7 * 33 graphs of 6 to 8 launches each.
 
 Bits. The launches of a bucket are the same whether recorded or not. Those of unquantized products may differ between buckets on a
-GPU, as cuBLAS chooses its kernels by the number of rows; words (linear_words.py) change kernels at powers of two, as buckets do.
+GPU, as cuBLAS chooses its kernels by the number of rows; words (linear.py) change kernels at powers of two, as buckets do.
 """
 
 from __future__ import annotations

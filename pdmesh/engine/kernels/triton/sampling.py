@@ -1,7 +1,8 @@
-"""Drawing tokens on the device: engine/sampling.py's rules, without a word from the host between logits and token ids.
+"""Drawing tokens on the device: pdmesh/engine/sampling/sampler.py's rules, without a word from the host between logits and token
+ids.
 
-`sampling_launches.py` has the launches; `DeviceSampler` is what the runner calls. It keeps what stays from step to step on the
-device (sampling_batch.py, sampling_history.py), and brings back what it returns, log-probabilities included, in one copy.
+`sampling.py` has the launches; `DeviceSampler` is what the runner calls. It keeps what stays from step to step on the
+device (sampling_batch.py, sampling_batch.py), and brings back what it returns, log-probabilities included, in one copy.
 
 Which tokens agree with pdmesh.engine.sampling.sampler.Sampler. All choices are by the same rules, ties included, and the random
 bits are the same. Exponentials, logarithms and sums of exponentials are float32 numbers that two libraries may round

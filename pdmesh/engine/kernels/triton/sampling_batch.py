@@ -1,7 +1,7 @@
 """What a step's draws need, in one message to the device, or in none.
 
     message [words] int32    records of the rows │ masks │ forbidden tokens │ guessed tokens │ places to count
-                             sampling_record.py    ─────────── records say where ──────────    sampling_history.py
+                             sampling_batch.py    ─────────── records say where ──────────    sampling_batch.py
 
 A step whose rows differ from the last one's in their index alone needs no message: it reads the last one's, `ahead` tokens on.
 """
@@ -37,7 +37,7 @@ from pdmesh.engine.sampling.sampler import SampleRow, Unseen
 # Bytes: 4 a row and token of the vocabulary, 0.5 MB a row of 128 k; 64 rows, 33 MB, or as many as an engine has sequences. Beyond
 # that, who was not drawn for the longest time loses its row and is counted anew when its turn comes. A step that needs more rows
 # by itself has them (drafted tokens do, where nobody owns them), in powers of two: a few more each time would be a new piece of
-# memory each time, while the pieces before are too small for anybody. They are not given back: step_memory.py has counted as
+# memory each time, while the pieces before are too small for anybody. They are not given back: model.py has counted as
 # many as a step can need, so that the pool of KV leaves them free, and nobody else would use them.
 
 
@@ -175,7 +175,7 @@ class HistoryCounts:
 # Kernels see a module's constants as constexpr only.
 TEMPERATURE = tl.constexpr(0)  # float32, as the six behind it
 TOP_P = tl.constexpr(1)
-FLOOR = tl.constexpr(2)  # probabilities below it are not in top-p's set, see engine/logits.keep_top_p
+FLOOR = tl.constexpr(2)  # probabilities below it are not in top-p's set, see pdmesh/engine/logits.keep_top_p
 MIN_P = tl.constexpr(3)
 REPETITION = tl.constexpr(4)
 PRESENCE = tl.constexpr(5)
@@ -241,7 +241,7 @@ class SamplingBatch:
     """R rows."""
 
     message: Tensor  # int32, on the device
-    counts: Tensor  # [C, V] int32 (sampling_history.py); anything if no record points into it
+    counts: Tensor  # [C, V] int32 (sampling_batch.py); anything if no record points into it
     vocab_size: int
     num_rows: int
     first_place: int  # in the message: of the places to count

@@ -1,4 +1,4 @@
-"""Six kernels from logits to token ids; sampling.py launches them, `limits` stands in sampling_filters.py.
+"""Six kernels from logits to token ids; sampling.py launches them, `limits` stands in sampling_kernels.py.
 
     greedy  (row, chunk of the vocabulary)   rows that ask for nothing else: the highest logit, and no other launch
     count   (places)                         tokens that came since the last draw, into the counts of their sequences
@@ -75,7 +75,8 @@ def mix(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def random_bits(seed: tl.tensor, choice: tl.tensor, index: tl.tensor, token_ids: tl.tensor) -> tl.tensor:
-    """engine/noise.py's random_bits: seed, choice, index scalars, token_ids int32 -> uint64 in [0, 2^32)."""
+    """pdmesh/engine/sampling/counter_rng.py's random_bits: seed, choice, index scalars, token_ids int32 -> uint64 in [0,
+    2^32)."""
     key = mix(seed.to(tl.uint64))
     key = mix(key + (choice.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15)
     key = mix(key + (index.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15)
@@ -86,8 +87,8 @@ def random_bits(seed: tl.tensor, choice: tl.tensor, index: tl.tensor, token_ids:
 
 @triton.jit
 def gumbel_of(bits: tl.tensor) -> tl.tensor:
-    """engine/noise.py's gumbel of random bits, float32. Both logarithms are taken in float64 and rounded, so that they are right
-    to half a unit; float32's on the GPU are useless near 1, where the largest noise comes from."""
+    """pdmesh/engine/sampling/counter_rng.py's gumbel of random bits, float32. Both logarithms are taken in float64 and rounded,
+    so that they are right to half a unit; float32's on the GPU are useless near 1, where the largest noise comes from."""
     v = ((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10).to(tl.float64)
     rest = 1.0 - v
     # log1p(-v) = log(rest) * -v / (1 - rest): what the subtraction rounded away comes back (Kahan).
@@ -256,8 +257,8 @@ settle_keys(globals())
 # Where top-k and top-p end, by one program a row: the one kernel of sampling_kernels.py's that is not spread over the row.
 #
 # Top-k is a radix selection, 4 passes of 8 bits over the row, from the L2 cache. Top-p first packs what can be in the set (see
-# engine/logits.keep_top_p: probability at least (1 - p) / V; rarely more than a few thousand tokens) and bisects the bits of a
-# probability over the packed ones. No sum depends on an order that varies.
+# pdmesh/engine/logits.keep_top_p: probability at least (1 - p) / V; rarely more than a few thousand tokens) and bisects the bits
+# of a probability over the packed ones. No sum depends on an order that varies.
 
 
 @triton.jit
@@ -317,8 +318,8 @@ def _last_tie(
     top_p: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    """Among equals of the least likely that are in the set, the highest id that still is: as engine/logits counts, the mass up to
-    and with a token, rounded to float32, less its own is below p. -1: none of them."""
+    """Among equals of the least likely that are in the set, the highest id that still is: as pdmesh/engine/logits counts, the
+    mass up to and with a token, rounded to float32, less its own is below p. -1: none of them."""
     last = tl.full([], -1, tl.int32)
     rank = tl.zeros([], tl.int32)
     start = tl.zeros([], tl.int32)

@@ -4,11 +4,11 @@
                   norm(h += output)  ─►  gate and up  ─►  silu · mul  ─►  down  = last
 
 Nine launches a layer (eleven where keys are split). Nothing here asks the device anything or depends on a number that lies there,
-so the same launches serve every batch of a capacity. Roundings are those of engine/model.py; where a kernel's sums have another
-order, its file says by how much they differ.
+so the same launches serve every batch of a capacity. Roundings are those of pdmesh/engine/models/decoder.py; where a kernel's
+sums have another order, its file says by how much they differ.
 
-Between two attentions nothing depends on sequences, only on tokens: `piece` and `end` are what stands there, which pieces.py
-records. They hand on by tensors that the caller holds (`Rows`), so that what is recorded finds them again.
+Between two attentions nothing depends on sequences, only on tokens: `piece` and `end` are what stands there, which
+piecewise_graphs.py records. They hand on by tensors that the caller holds (`Rows`), so that what is recorded finds them again.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ What differs among the steps of one model is little: a product's rows, up to the
 sequences (split, merge) or long ones (walk); with tails or without. Numbers that grow (tokens, sequences, widths of tables) are
 no constants to any kernel. So some ten steps without a sequence have launched all that any step will, and write nothing.
 
-Not here: the draw (sampling.py), a decode step's message (decode_buffers.py), which is of its graph.
+Not here: the draw (sampling.py), a decode step's message (cuda_graphs.py), which is of its graph.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@
     drafted                 on ─► forward ─► the    then one token of each sequence at a time, all sequences in one pass
                                   the ─► forward ─► mat
 
-Each token is drawn as the target draws it: same parameters, penalties, grammar and noise (engine/noise.py). So where the models
-agree about what is likely they draw the same token at any temperature. (Leviathan et al., Fast Inference from Transformers via
-Speculative Decoding, 2023, for the idea; there the draws are independent.) A sequence is drafted for until the chance that all of
-its drafted tokens are drawn falls below what the caller asks for.
+Each token is drawn as the target draws it: same parameters, penalties, grammar and noise
+(pdmesh/engine/sampling/counter_rng.py). So where the models agree about what is likely they draw the same token at any
+temperature. (Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023, for the idea; there the draws
+are independent.) A sequence is drafted for until the chance that all of its drafted tokens are drawn falls below what the caller
+asks for.
 
 Another proposer may guess for this one (staged speculation: Spector and Re, 2023): its tokens are computed with the first pass,
 and as far as they are this model's own draws, their passes are saved.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.engine.kernels.cpu.isa import default_threads, quota_cores
+from pdmesh.engine.kernels.cpu.threads import default_threads, quota_cores
 
 
 @pytest.mark.parametrize(

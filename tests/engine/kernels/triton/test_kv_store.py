@@ -1,4 +1,5 @@
-"""Norm, rotation and storing in one kernel equal engine/layers.py, engine/rope.py and a plain write."""
+"""Norm, rotation and storing in one kernel equal pdmesh/engine/models/layers.py, pdmesh/engine/models/layers.py and a plain
+write."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def indices(values: list[int]) -> Tensor:
 
 
 def expected_heads(qkv: Tensor, heads: int, kv_heads: int, rotary: RotaryTable, norm: Tensor | None) -> Tensor:
-    """[T, all heads, D]: the code of engine/model.py, `_attend`."""
+    """[T, all heads, D]: the code of pdmesh/engine/models/decoder.py, `_attend`."""
     split = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
     rotated = split[:, : heads + kv_heads]
     rotated = rotated if norm is None else rms_norm(rotated, norm, EPS)

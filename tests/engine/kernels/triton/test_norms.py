@@ -1,4 +1,5 @@
-"""Norms and gates equal those of engine/layers: bit for bit where nothing is summed, else within a unit in the last place."""
+"""Norms and gates equal those of pdmesh/engine/layers: bit for bit where nothing is summed, else within a unit in the last
+place."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def no_sums() -> Tensor:
 
 
 def by_hand(words: list[int]) -> int:
-    """As protos/v1/transfer.proto says it."""
+    """As protos/pdmesh/v1/transfer.proto says it."""
     mask, total = 2**64 - 1, 0
     for index, word in enumerate(words):
         x = (word ^ (index + 1) * 0x9E3779B97F4A7C15) & mask
