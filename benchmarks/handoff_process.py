@@ -21,7 +21,7 @@ from kvtransfer.compatibility import PROTOCOL_VERSION
 from kvtransfer.native import library as native_library
 from kvtransfer.receiver.delegate import PushTarget
 from kvtransfer.receiver.receiver import Receiver
-from kvtransfer.schedule import FirstTokensDrawn, complete_feed
+from kvtransfer.schedule import FirstTokensDrawn, complete_readiness
 from kvtransfer.sender.push import PushJob
 from kvtransfer.sender.sender import Sender
 from kvtransfer.transports.grpc import SERVICE, add_push_service
@@ -124,7 +124,7 @@ class SendingEnd:
     async def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         reservation = common_pb2.Reservation.FromString(bytes.fromhex(command["push"]))
         num_blocks = self._pool.num_blocks
-        feed = complete_feed(IDENTITY.num_layers, num_blocks, TOKENS)
+        feed = complete_readiness(IDENTITY.num_layers, num_blocks, TOKENS)
         job = PushJob(reservation, tuple(range(num_blocks)), num_blocks * LAYOUT.block_size, feed)
         started = time.perf_counter()
         result = await self._sender.push(job, timeout_s=PUSH_TIMEOUT_S)

@@ -16,20 +16,20 @@ from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import worker_pb2
 from router.routing.cost_model import Overheads
 from router.routing.cost_policy import PredictPolicy
-from router.routing.filters import Demand, Placement
-from router.routing.fleet_snapshot import Roster
-from router.routing.worker_reports import Described, view_of
-from router.routing.worker_snapshot import WorkerView
+from router.routing.filters import Placement, RoutingRequest
+from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.worker_reports import Described, snapshot_of
+from router.routing.worker_snapshot import WorkerSnapshot
 
 NUM_DECISIONS = 3000
 NUM_HOLDERS = 20
 IDENTITY, LAYOUT, TRANSPORTS = ("m", "hash"), Layout(16, "bfloat16"), frozenset({"tcp", "shm"})
 
 
-def view(number: int, draw: random.Random) -> WorkerView:
+def view(number: int, draw: random.Random) -> WorkerSnapshot:
     """A third prefill, a third decode, a third both; as loaded as chance has it."""
     rows = draw.randrange(40) if number % 3 else 0
-    return WorkerView(
+    return WorkerSnapshot(
         worker_id=f"w{number}",
         address=f"10.0.{number >> 8}.{number & 255}:50051",
         epoch=number,
@@ -55,7 +55,7 @@ def view(number: int, draw: random.Random) -> WorkerView:
     )
 
 
-def report(worker: WorkerView, draw: random.Random) -> worker_pb2.LoadReport:
+def report(worker: WorkerSnapshot, draw: random.Random) -> worker_pb2.LoadReport:
     """What a worker says next: a little has changed."""
     load = worker_pb2.LoadReport(
         epoch=worker.epoch,
@@ -73,7 +73,7 @@ def report(worker: WorkerView, draw: random.Random) -> worker_pb2.LoadReport:
     return load
 
 
-def described(worker: WorkerView) -> Described:
+def described(worker: WorkerSnapshot) -> Described:
     """The lasting part of the view."""
     return Described(
         worker_id=worker.worker_id,
@@ -96,11 +96,13 @@ def main() -> None:
     num_workers = int(sys.argv[1]) if len(sys.argv) > 1 else 3000
     draw = random.Random(0)
     views = [view(number, draw) for number in range(num_workers)]
-    roster, policy = Roster(views), PredictPolicy(Overheads(), local_prefill_tokens=32)
+    roster, policy = FleetSnapshot(views), PredictPolicy(Overheads(), local_prefill_tokens=32)
     decisions, updates, reports = list[float](), list[float](), list[float]()
     for _ in range(NUM_DECISIONS):
         cached = {views[number].key: 512 for number in draw.sample(range(num_workers), min(NUM_HOLDERS, num_workers))}
-        demand = replace(Demand("m", draw.randrange(64, 4000), max_total_tokens=4200), cached_tokens=cached, ttft_goal_s=0.5)
+        demand = replace(
+            RoutingRequest("m", draw.randrange(64, 4000), max_total_tokens=4200), cached_tokens=cached, ttft_goal_s=0.5
+        )
         began = time.thread_time_ns()
         choice = policy.choose(roster, demand, 0.0)
         decisions.append((time.thread_time_ns() - began) / 1e3)
@@ -112,7 +114,7 @@ def main() -> None:
         reporting = draw.choice(views)
         who, load = described(reporting), report(reporting, draw)
         began = time.thread_time_ns()
-        roster.put(who.address, view_of(who, load, decode=reporting.decode))
+        roster.put(who.address, snapshot_of(who, load, decode=reporting.decode))
         reports.append((time.thread_time_ns() - began) / 1e3)
     for name, values in (("decision", decisions), ("update of a view", updates), ("report", reports)):
         cuts = quantiles(values, n=100)

@@ -18,7 +18,7 @@ from pdmesh.runtime.telemetry.propagation import SubmitContext
 from pdmesh.v1 import common_pb2, decode_pb2
 
 if TYPE_CHECKING:
-    from decode_service.token_stream import Outbox
+    from decode_service.token_stream import TokenStream
 
 
 # The tokens drawn for a request, kept until its router has them.
@@ -171,7 +171,7 @@ class Beginning:
 
 
 @dataclass(eq=False)
-class Record:
+class DecodeRequest:
     """One request. `reservation` is the state machine's value; `submission` is the newest attempt that was accepted."""
 
     submission: Submission
@@ -179,9 +179,9 @@ class Record:
     engine_id: str  # unique for each set of blocks, so that late news of a released set reach nobody
     reservation: ReservationState
     token: bytes
-    outbox: Outbox
+    outbox: TokenStream
     stream_generation: int
-    on_finished: Callable[[Record], None]
+    on_finished: Callable[[DecodeRequest], None]
     spans: DecodeSpans
     output: RequestOutput = field(init=False)
     blocks: ReservedBlocks | None = None

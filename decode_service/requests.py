@@ -20,9 +20,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from decode_service.ports import EngineCalls, ReservationSettings, Sinks, in_own_task
-from decode_service.request import Beginning, Handoff, Record, Submission, failed_event, monotonic_ns
+from decode_service.request import Beginning, DecodeRequest, Handoff, Submission, failed_event, monotonic_ns
 from decode_service.spans import DecodeSpans
-from decode_service.token_stream import Outbox, Outboxes
+from decode_service.token_stream import TokenStream, TokenStreams
 from decode_service.validation import OUTPUT_GONE, no_room, refusal_of, released_by_worker
 from kvtransfer.receiver.delegate import new_token
 from kvtransfer.reservation import (
@@ -58,7 +58,7 @@ class Ending:
     until: float
 
 
-class EndedRequests:
+class Tombstones:
     """Remembers endings for a lease. Time is passed in."""
 
     def __init__(self, keep_s: float) -> None:
@@ -142,7 +142,7 @@ class Reservations:
         *,
         engine: EngineCalls,
         sinks: Sinks,
-        outboxes: Outboxes,
+        outboxes: TokenStreams,
         quiesce: Callable[[str], Awaitable[None]],
         check_new_work: Callable[[], None],
         spans: DecodeSpans | None = None,
@@ -155,19 +155,19 @@ class Reservations:
         self._quiesce = quiesce
         self._check_new_work = check_new_work
         self._spans = spans or DecodeSpans()
-        self._by_request: dict[str, Record] = {}
-        self._by_reservation: dict[str, Record] = {}
-        self._active: dict[str, Record] = {}  # those that hold something in the engine
+        self._by_request: dict[str, DecodeRequest] = {}
+        self._by_reservation: dict[str, DecodeRequest] = {}
+        self._active: dict[str, DecodeRequest] = {}  # those that hold something in the engine
         self._idle = asyncio.Event()
         self._idle.set()
-        self._kept: deque[tuple[float, Record]] = deque()  # finished, until their router has surely had everything
-        self._ended = EndedRequests(settings.lease_s)
+        self._kept: deque[tuple[float, DecodeRequest]] = deque()  # finished, until their router has surely had everything
+        self._ended = Tombstones(settings.lease_s)
         self._locks = RequestLocks()
         self._serial = itertools.count(1)
         self.num_handoff_failures = 0
 
     @property
-    def active(self) -> list[Record]:
+    def active(self) -> list[DecodeRequest]:
         """Records that hold something in the engine."""
         return list(self._active.values())
 
@@ -175,10 +175,10 @@ class Reservations:
         """Until no record is active."""
         await self._idle.wait()
 
-    def find(self, reservation_id: str) -> Record | None:
+    def find(self, reservation_id: str) -> DecodeRequest | None:
         return self._by_reservation.get(reservation_id)
 
-    async def submit(self, submission: Submission) -> Record:
+    async def submit(self, submission: Submission) -> DecodeRequest:
         """Grants a reservation, or drives an existing one on. Raises MeshError; without room nothing is kept."""
         return await in_own_task(self._submit(submission))
 
@@ -186,12 +186,12 @@ class Reservations:
         """True if the request was known and has been released."""
         return await in_own_task(self._cancel(request_id, reason))
 
-    async def end(self, record: Record, event: Event, failure: MeshError | None = None) -> bool:
+    async def end(self, record: DecodeRequest, event: Event, failure: MeshError | None = None) -> bool:
         """Releases `record` if `event` still ends it; tells its router if there is a `failure`. True: released now."""
         return await in_own_task(self._end_under_lock(record, event, failure))
 
     async def commit(
-        self, record: Record, attempt: int, beginning: Beginning, handoff: Handoff, accept: Callable[[], None]
+        self, record: DecodeRequest, attempt: int, beginning: Beginning, handoff: Handoff, accept: Callable[[], None]
     ) -> None:
         """The KV is in place: decoding goes on behind the first tokens. `accept` is called once that is sure."""
         await in_own_task(self._commit(record, attempt, beginning, handoff, accept))
@@ -204,13 +204,13 @@ class Reservations:
             if self._by_request.get(record.request_id) is record:
                 self._forget(record, OUTPUT_GONE)
 
-    def repeat_ending(self, request_id: str, outbox: Outbox) -> None:
+    def repeat_ending(self, request_id: str, outbox: TokenStream) -> None:
         """A router came back for a request that ended meanwhile. One that never was here may be on its way: no word of it."""
         ending = self._ended.find(request_id, time.monotonic())
         if ending is not None:
             outbox.post(failed_event(request_id, ending.attempt or 0, ending.failure))
 
-    async def _submit(self, submission: Submission) -> Record:
+    async def _submit(self, submission: Submission) -> DecodeRequest:
         async with self._locks(submission.request_id):
             record = self._by_request.get(submission.request_id)
             if record is not None and not record.is_released:
@@ -221,16 +221,16 @@ class Reservations:
                 self._forget(record, OUTPUT_GONE)
             return await self._reserve_new(submission)
 
-    def _check_not_ended(self, record: Record | None, submission: Submission) -> None:
+    def _check_not_ended(self, record: DecodeRequest | None, submission: Submission) -> None:
         if record is not None and submission.attempt <= record.reservation.attempt:
             raise Aborted(f"request {submission.request_id} attempt {submission.attempt} has finished here")
         self._ended.check(submission.request_id, submission.attempt, time.monotonic())
 
-    async def _reserve_new(self, submission: Submission) -> Record:
+    async def _reserve_new(self, submission: Submission) -> DecodeRequest:
         serial = next(self._serial)
         outbox = self._outboxes.of(submission.router_id)
         outbox.absent_s = 0.0  # whoever submits is there
-        record = Record(
+        record = DecodeRequest(
             submission=submission,
             reservation_id=f"{submission.request_id}.{serial}",
             engine_id=self._engine_id(submission.request_id),
@@ -246,7 +246,7 @@ class Reservations:
         await hit_async("decode.reserved")
         return record
 
-    async def _drive_on(self, record: Record, submission: Submission) -> Record:
+    async def _drive_on(self, record: DecodeRequest, submission: Submission) -> DecodeRequest:
         """An attempt for a request that exists. What the state machine refuses changes nothing."""
         if record.is_at(submission):
             return record
@@ -258,7 +258,7 @@ class Reservations:
         await self._refill(record, submission)
         return record
 
-    async def _refill(self, record: Record, submission: Submission) -> None:
+    async def _refill(self, record: DecodeRequest, submission: Submission) -> None:
         """Fits the blocks to the newer attempt, whose history may be longer."""
         record.restart(submission)
         record.renew_lease(time.monotonic())
@@ -267,7 +267,7 @@ class Reservations:
         else:
             await self._fill_or_drop(record, lambda engine: engine.restate(record.engine_id, record.named_request))
 
-    async def _fill_or_drop(self, record: Record, reserve: Callable[[Engine], ReservedBlocks | None]) -> None:
+    async def _fill_or_drop(self, record: DecodeRequest, reserve: Callable[[Engine], ReservedBlocks | None]) -> None:
         """Reserves on the engine and, for LOCAL, starts there. Without room nothing is kept."""
         is_local = record.submission.mode is Mode.LOCAL
         if is_local and record.reservation.state is State.RESERVED:
@@ -292,7 +292,7 @@ class Reservations:
             raise
 
     async def _commit(
-        self, record: Record, attempt: int, beginning: Beginning, handoff: Handoff, accept: Callable[[], None]
+        self, record: DecodeRequest, attempt: int, beginning: Beginning, handoff: Handoff, accept: Callable[[], None]
     ) -> None:
         async with self._locks(record.request_id):
             record.reservation = transition(record.reservation, Committed(attempt), time.monotonic())
@@ -305,7 +305,7 @@ class Reservations:
                 await self._end(record, Failed(f"it could not start: {error}"), released_by_worker(str(error)))
                 raise
 
-    async def _start(self, record: Record, beginning: Beginning) -> None:
+    async def _start(self, record: DecodeRequest, beginning: Beginning) -> None:
         await hit_async("decode.committed")
         # Before the engine runs it: its tokens may be here sooner than the answer to this call.
         record.reservation = transition(record.reservation, Started(), time.monotonic())
@@ -325,13 +325,13 @@ class Reservations:
                 return False
             return await self._end(record, Cancelled(reason or "cancelled"), None)
 
-    async def _end_under_lock(self, record: Record, event: Event, failure: MeshError | None) -> bool:
+    async def _end_under_lock(self, record: DecodeRequest, event: Event, failure: MeshError | None) -> bool:
         async with self._locks(record.request_id):
             if record.is_released:
                 return False
             return await self._end(record, event, failure)
 
-    async def _end(self, record: Record, event: Event, failure: MeshError | None) -> bool:
+    async def _end(self, record: DecodeRequest, event: Event, failure: MeshError | None) -> bool:
         after = transition(record.reservation, event, time.monotonic())
         if after.state is not State.RELEASED:
             return False  # the lease was renewed meanwhile
@@ -345,20 +345,20 @@ class Reservations:
             record.outbox.post(failed_event(record.request_id, record.submission.attempt, failure))
         return True
 
-    async def _free(self, record: Record, ending: MeshError | None) -> None:
+    async def _free(self, record: DecodeRequest, ending: MeshError | None) -> None:
         self._forget(record, ending)
         await self._quiesce(record.reservation_id)
         await self._engine.call(lambda engine: engine.release(record.engine_id))
         self._settle(record)
 
-    def _settle(self, record: Record) -> None:
+    def _settle(self, record: DecodeRequest) -> None:
         """The record holds nothing in the engine any more."""
         if self._active.get(record.request_id) is record:
             del self._active[record.request_id]
         if not self._active:
             self._idle.set()
 
-    def _on_finished(self, record: Record) -> None:
+    def _on_finished(self, record: DecodeRequest) -> None:
         """The engine has drawn the last token and freed the blocks. The output stays for a router that lost its stream."""
         record.reservation = transition(record.reservation, Finished(), time.monotonic())
         self._spans.end(record)
@@ -366,14 +366,14 @@ class Reservations:
         self._settle(record)
         self._kept.append((time.monotonic() + self._settings.keep_output_s, record))
 
-    def _remember(self, record: Record) -> None:
+    def _remember(self, record: DecodeRequest) -> None:
         self._by_request[record.request_id] = self._active[record.request_id] = record
         self._idle.clear()
         self._by_reservation[record.reservation_id] = record
         record.outbox.records[record.request_id] = record
         self._sinks.add(record.engine_id, record)
 
-    def _forget(self, record: Record, ending: MeshError | None) -> None:
+    def _forget(self, record: DecodeRequest, ending: MeshError | None) -> None:
         """`ending` is remembered for late messages; None: it never was."""
         self._by_request.pop(record.request_id, None)
         self._by_reservation.pop(record.reservation_id, None)

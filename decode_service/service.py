@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from decode_service.ports import DecodeSettings, EngineCalls, Sinks, start
-from decode_service.request import Record, monotonic_ns
+from decode_service.request import DecodeRequest, monotonic_ns
 from decode_service.requests import Reservations
 from decode_service.spans import DecodeSpans
-from decode_service.token_stream import Outbox, Outboxes, Stream
+from decode_service.token_stream import Stream, TokenStream, TokenStreams
 from decode_service.transfer_delegate import PushDelegate
 from decode_service.validation import SubmitValidator, Translate, check_attach, check_id, has_passed, released_by_worker
 from kvtransfer.reservation import Cancelled, Event, Failed, LeaseExpired, Mode
@@ -40,7 +40,7 @@ class DecodeServicer(DecodeServiceServicer):
     def __init__(
         self,
         reservations: Reservations,
-        outboxes: Outboxes,
+        outboxes: TokenStreams,
         validator: SubmitValidator,
         *,
         layout: common_pb2.KVLayout,
@@ -77,7 +77,7 @@ class DecodeServicer(DecodeServiceServicer):
         finally:
             self._spans.submitted(trace, received_ns, attributes, error, ended_ns)
 
-    async def _submit(self, request: decode_pb2.SubmitRequest, received_ns: int, trace: SubmitContext | None) -> Record:
+    async def _submit(self, request: decode_pb2.SubmitRequest, received_ns: int, trace: SubmitContext | None) -> DecodeRequest:
         submission = await self._validator.check(request, now=time.monotonic(), received_ns=received_ns)
         try:
             return await self._reservations.submit(replace(submission, trace=trace))
@@ -123,7 +123,7 @@ class DecodeServicer(DecodeServiceServicer):
         check_attach(first)
         return first
 
-    def _granted(self, record: Record) -> common_pb2.Reservation:
+    def _granted(self, record: DecodeRequest) -> common_pb2.Reservation:
         blocks = record.blocks
         return common_pb2.Reservation(
             reservation_id=record.reservation_id,
@@ -137,14 +137,14 @@ class DecodeServicer(DecodeServiceServicer):
         )
 
 
-def _granted_attributes(record: Record) -> dict[str, Value]:
+def _granted_attributes(record: DecodeRequest) -> dict[str, Value]:
     blocks = record.blocks
     if blocks is None:
         return {}
     return {"pdmesh.cached_tokens": blocks.num_cached_tokens, "pdmesh.kv.blocks": len(blocks.block_ids)}
 
 
-async def _read(requests: AsyncIterator[decode_pb2.AttachRequest], outbox: Outbox, stream: Stream) -> None:
+async def _read(requests: AsyncIterator[decode_pb2.AttachRequest], outbox: TokenStream, stream: Stream) -> None:
     """The router's heartbeats: it is there, and what it follows is not forgotten."""
     async for request in requests:
         if request.router_id != outbox.router_id:
@@ -164,7 +164,7 @@ TICK_S = 0.02
 class LeaseKeeper:
     """Drives the clocks of the decode service."""
 
-    def __init__(self, reservations: Reservations, outboxes: Outboxes) -> None:
+    def __init__(self, reservations: Reservations, outboxes: TokenStreams) -> None:
         self._reservations = reservations
         self._outboxes = outboxes
         self.num_expired = 0  # leases
@@ -185,7 +185,7 @@ class LeaseKeeper:
                 self._end(record, LeaseExpired(), released_by_worker("its lease expired without progress"))
         self._reservations.sweep(now)
 
-    def _end(self, record: Record, event: Event, failure: MeshError | None) -> None:
+    def _end(self, record: DecodeRequest, event: Event, failure: MeshError | None) -> None:
         """Once at a time for each record: ending waits for writers and for the engine, longer than a tick."""
         if not record.is_ending and not record.is_released:
             self.num_expired += isinstance(event, LeaseExpired)
@@ -193,7 +193,7 @@ class LeaseKeeper:
             start(self._reservations.end(record, event, failure)).add_done_callback(lambda _: _ended(record))
 
 
-def _ended(record: Record) -> None:
+def _ended(record: DecodeRequest) -> None:
     record.is_ending = False
 
 
@@ -219,7 +219,9 @@ class DecodeService:
     """Its parts, for the worker to register and run: `servicer`, `delegate` for the receiver, `keeper.run()` as a task."""
 
     def __init__(self, settings: DecodeSettings, around: Surroundings) -> None:
-        self._outboxes = Outboxes(settings.stream, epoch=around.epoch, num_steps=around.num_steps, load_report=around.load_report)
+        self._outboxes = TokenStreams(
+            settings.stream, epoch=around.epoch, num_steps=around.num_steps, load_report=around.load_report
+        )
         self.reservations = Reservations(
             settings.reservation,
             engine=around.engine,

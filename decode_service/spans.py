@@ -21,7 +21,7 @@ from pdmesh.runtime.telemetry.spans import Kind, Span, StepLog, Value, chunk_eve
 from pdmesh.runtime.telemetry.tracing import OFF, Tracing
 
 if TYPE_CHECKING:
-    from decode_service.request import Record
+    from decode_service.request import DecodeRequest
 
 MAX_ENDED = 64
 
@@ -61,7 +61,7 @@ class DecodeSpans:
             span.fail(*problem_of(error))
         span.end(ended_ns)
 
-    def begin(self, record: Record, started_ns: int) -> None:
+    def begin(self, record: DecodeRequest, started_ns: int) -> None:
         """The record's stay begins: it was committed, or prefills here."""
         context = record.submission.trace
         if context is None:
@@ -75,7 +75,7 @@ class DecodeSpans:
         record.span = DecodeSpan(span)
         self._running[record.engine_id] = span.context
 
-    def started(self, record: Record, started: RequestStarted, ended_ns: int) -> None:
+    def started(self, record: DecodeRequest, started: RequestStarted, ended_ns: int) -> None:
         """Its first token, or its first step, came with the latest step, which ended at `ended_ns`."""
         if record.span is None:
             return
@@ -87,7 +87,7 @@ class DecodeSpans:
         if record.span.has_finished:
             self.end(record)
 
-    def end(self, record: Record, reason: str = "", failure: MeshError | None = None) -> None:
+    def end(self, record: DecodeRequest, reason: str = "", failure: MeshError | None = None) -> None:
         """Its stay is over; `reason`: why, unless it has finished; `failure`: what its router is told of it."""
         open_span = record.span
         if open_span is None:
@@ -118,7 +118,7 @@ class DecodeSpans:
         first_step_ns = ended_ns if step is None else step.started_ns
         self.tracing.record("decode.queue", span.context, first_step_ns - queue_ns, first_step_ns)
 
-    def _record_prefill(self, record: Record, span: Span, started: RequestStarted, ended_ns: int) -> None:
+    def _record_prefill(self, record: DecodeRequest, span: Span, started: RequestStarted, ended_ns: int) -> None:
         timing = started.timing
         assert timing is not None, "it was prefilled here"
         self.tracing.record("prefill.queue", span.context, timing.opened_ns, timing.opened_ns + timing.queue_ns)
@@ -132,7 +132,7 @@ class DecodeSpans:
         self.tracing.record("prefill.compute", span.context, began_ns, ended_ns, attributes=attributes, events=events)
 
 
-def _outcome(record: Record) -> dict[str, Value]:
+def _outcome(record: DecodeRequest) -> dict[str, Value]:
     choices = record.output.choices.values()
     attributes: dict[str, Value] = {
         "pdmesh.cached_tokens": record.blocks.num_cached_tokens if record.blocks else 0,

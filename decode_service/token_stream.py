@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 
 from decode_service.ports import StreamSettings
-from decode_service.request import Record, monotonic_ns
+from decode_service.request import DecodeRequest, monotonic_ns
 from pdmesh.runtime.errors import Aborted, MeshError, Unavailable
 from pdmesh.v1 import decode_pb2, worker_pb2
 
@@ -60,22 +60,22 @@ class Opening:
     """A stream was attached. `abandoned`: the router no longer follows them. `unknown`: it follows them, but they are not."""
 
     stream: Stream
-    abandoned: list[Record]
+    abandoned: list[DecodeRequest]
     unknown: list[str]
 
 
-class Outbox:
+class TokenStream:
     """One router's requests, their unsent outputs and events, and its stream if it has one."""
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, DecodeRequest] = {}
         self.stream: Stream | None = None
         self.absent_s = 0.0  # how long no stream has been attached
         self.since_report_s = 0.0
         self._generation = 0
-        self._fresh: dict[str, Record] = {}  # records with something unsent, in the order in which it came
-        self._started: dict[str, Record] = {}
+        self._fresh: dict[str, DecodeRequest] = {}  # records with something unsent, in the order in which it came
+        self._started: dict[str, DecodeRequest] = {}
         self._events: list[decode_pb2.RequestEvent] = []
 
     @property
@@ -87,11 +87,11 @@ class Outbox:
     def has_news(self) -> bool:
         return bool(self._fresh or self._started or self._events)
 
-    def mark(self, record: Record) -> None:
+    def mark(self, record: DecodeRequest) -> None:
         self._fresh[record.request_id] = record
         self._wake()
 
-    def mark_started(self, record: Record) -> None:
+    def mark_started(self, record: DecodeRequest) -> None:
         self._started[record.request_id] = record
         self._wake()
 
@@ -99,7 +99,7 @@ class Outbox:
         self._events.append(event)
         self._wake()
 
-    def forget(self, record: Record) -> None:
+    def forget(self, record: DecodeRequest) -> None:
         """Nothing more is said about `record` but what was posted as an event."""
         if self.records.get(record.request_id) is record:
             del self.records[record.request_id]
@@ -172,7 +172,7 @@ class Outbox:
             self.stream.wake()
 
 
-class Outboxes:
+class TokenStreams:
     """The outboxes of all routers."""
 
     def __init__(
@@ -187,17 +187,17 @@ class Outboxes:
         self._epoch = epoch
         self._num_steps = num_steps
         self._load_report = load_report
-        self._by_router: dict[str, Outbox] = {}
+        self._by_router: dict[str, TokenStream] = {}
         self._last_tick: float | None = None
         self._is_closing = False
 
-    def of(self, router_id: str) -> Outbox:
+    def of(self, router_id: str) -> TokenStream:
         """The router's outbox, made at its first word."""
         if router_id not in self._by_router:
-            self._by_router[router_id] = Outbox(router_id)
+            self._by_router[router_id] = TokenStream(router_id)
         return self._by_router[router_id]
 
-    async def frames(self, outbox: Outbox, stream: Stream) -> AsyncIterator[decode_pb2.Frame]:
+    async def frames(self, outbox: TokenStream, stream: Stream) -> AsyncIterator[decode_pb2.Frame]:
         """Frames for one stream until it is closed; the first at once, so that the router knows it is attached."""
         while outbox.stream is stream:
             is_last = stream.closed
@@ -209,11 +209,11 @@ class Outboxes:
         if stream.error is not None:
             raise stream.error
 
-    def tick(self, now: float) -> list[Record]:
+    def tick(self, now: float) -> list[DecodeRequest]:
         """Counts silence and heartbeats up to `now`. Returns the records of routers that are gone for good."""
         elapsed_s = min(now - self._last_tick, MAX_TICK_S) if self._last_tick is not None else 0.0
         self._last_tick = now
-        orphans: list[Record] = []
+        orphans: list[DecodeRequest] = []
         for router_id, outbox in list(self._by_router.items()):
             outbox.tick(elapsed_s, self._settings)
             if outbox.stream is None and outbox.absent_s > self._settings.grace_s:
@@ -233,7 +233,7 @@ class Outboxes:
     def is_closing(self) -> bool:
         return self._is_closing
 
-    def _frame(self, outbox: Outbox) -> decode_pb2.Frame:
+    def _frame(self, outbox: TokenStream) -> decode_pb2.Frame:
         frame = outbox.take_frame(self._epoch, self._num_steps())
         if outbox.since_report_s >= self._settings.report_period_s:
             outbox.since_report_s = 0.0

@@ -7,10 +7,10 @@ import time
 import grpc
 
 from decode_service.ports import start
-from decode_service.request import Beginning, Handoff, Record
+from decode_service.request import Beginning, DecodeRequest, Handoff
 from decode_service.requests import Reservations
 from kvtransfer.errors import TransferRefused
-from kvtransfer.receiver.delegate import PushTarget, check_epoch, check_grant, unknown_reservation
+from kvtransfer.receiver.delegate import PushTarget, check_epoch, check_push_token, unknown_reservation
 from kvtransfer.reservation import AttemptFailed, Finished, InvalidTransition, Progress, PushOpened, StaleAttempt, transition
 from pdmesh.runtime.failpoints import hit
 from pdmesh.v1 import common_pb2, transfer_pb2
@@ -31,8 +31,8 @@ class PushDelegate:
         if record is None or record.blocks is None:
             raise unknown_reservation(hello.reservation_id)
         # A failed attempt raises the state's number, so that its stragglers are refused; the next one must still be submitted.
-        check_grant(hello, epoch=self._epoch, token=record.token, attempt=record.reservation.attempt)
-        check_grant(hello, epoch=self._epoch, token=record.token, attempt=record.submission.attempt)
+        check_push_token(hello, epoch=self._epoch, token=record.token, attempt=record.reservation.attempt)
+        check_push_token(hello, epoch=self._epoch, token=record.token, attempt=record.submission.attempt)
         try:
             after = transition(record.reservation, PushOpened(hello.attempt), time.monotonic())
         except InvalidTransition as error:
@@ -80,7 +80,7 @@ class PushDelegate:
             start(self._reservations.end(record, Finished("finished on prefill")))
 
 
-def _target(record: Record, block_size: int) -> PushTarget:
+def _target(record: DecodeRequest, block_size: int) -> PushTarget:
     blocks = record.blocks
     assert blocks is not None, f"{record.reservation_id} has no blocks"
     return PushTarget(
@@ -92,7 +92,7 @@ def _target(record: Record, block_size: int) -> PushTarget:
     )
 
 
-def _check_commit(record: Record, target: PushTarget, commit: transfer_pb2.TransferCommit) -> Beginning:
+def _check_commit(record: DecodeRequest, target: PushTarget, commit: transfer_pb2.TransferCommit) -> Beginning:
     """Raises TransferRefused unless the commit covers exactly what was asked for."""
     if commit.num_tokens != target.num_tokens:
         raise _invalid(f"num_tokens is {commit.num_tokens}, the reservation is for {target.num_tokens}")
@@ -108,7 +108,7 @@ def _check_commit(record: Record, target: PushTarget, commit: transfer_pb2.Trans
     )
 
 
-def _keep_first_tokens(record: Record, commit: transfer_pb2.TransferCommit) -> None:
+def _keep_first_tokens(record: DecodeRequest, commit: transfer_pb2.TransferCommit) -> None:
     """The tokens that prefill drew are sent with the first frame as well: the router may have lost prefill's stream."""
     wants_logprobs = record.engine_request.sampling.logprobs is not None
     for choice in commit.choices:

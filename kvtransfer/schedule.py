@@ -49,7 +49,7 @@ class NothingToDecode:
 Ending = FirstTokensDrawn | NothingToDecode
 
 
-class KVFeed:
+class KVReadiness:
     """One prefill writes, one push reads, both on the event loop. `group`: layers of which the push wants to hear at once.
     on_ready(ready) is called when more is final, on_end() when the prefill ends."""
 
@@ -90,9 +90,9 @@ class KVFeed:
         return was_set
 
 
-def complete_feed(num_layers: int, num_blocks: int, ending: Ending) -> KVFeed:
+def complete_readiness(num_layers: int, num_blocks: int, ending: Ending) -> KVReadiness:
     """Of a prefill that is over."""
-    feed = KVFeed()
+    feed = KVReadiness()
     feed.advance(Ready(num_blocks, num_blocks, num_layers))
     feed.end(ending)
     return feed

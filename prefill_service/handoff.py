@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from kvtransfer.errors import PushFailed, code_number
-from kvtransfer.schedule import Ending, FirstTokensDrawn, KVFeed, NothingToDecode, Ready
+from kvtransfer.schedule import Ending, FirstTokensDrawn, KVReadiness, NothingToDecode, Ready
 from kvtransfer.sender.push import PushJob, PushResult
 from kvtransfer.sender.sender import Sender
 from pdmesh.engine.engine import Engine
@@ -94,7 +94,7 @@ class Handoff:
         self._assignment = assignment
         self._tools = tools
         self._events: asyncio.Queue[FirstTokens | prefill_pb2.HandoffOutcome | None] = asyncio.Queue()
-        self._feed = KVFeed()
+        self._feed = KVReadiness()
         self._push: asyncio.Task[PushResult] | None = None
         self._cancelled = False
         self.failed = False

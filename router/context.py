@@ -16,19 +16,19 @@ from pdmesh.planning.objectives import ModelObjective
 from pdmesh.runtime.process import new_epoch
 from pdmesh.runtime.telemetry.tracing import OFF, Tracing
 from router.config import RouterConfig
-from router.fleet.circuit_breaker import Judge
+from router.fleet.circuit_breaker import HealthRecorder
 from router.fleet.hedging import HedgeLimits, Hedging
-from router.fleet.migration import Movable
-from router.fleet.registry import Fleet
+from router.fleet.migration import Migratable
+from router.fleet.registry import FleetRegistry
 from router.flow_control.capacity import AdmissionSettings, TenantBook
-from router.flow_control.controller import Admission, Gate
+from router.flow_control.controller import Admission, FlowController
 from router.flow_control.types import Forecaster
 from router.kv_index.index import PrefixIndex
-from router.lifecycle.capacity_queue import RoomLine
+from router.lifecycle.capacity_queue import CapacityQueue
 from router.routing.cost_model import OutputLengths, Overheads
 from router.routing.cost_policy import Policy, PredictPolicy
 from router.routing.decisions import Decisions
-from router.routing.policies.single_signal import PreferencePolicy, preference
+from router.routing.policies.single_signal import SingleSignalPolicy, preference
 from router.telemetry.metrics import RequestMetrics
 from router.telemetry.traffic import Traffic
 from router.tokenization.prepared_request import ServedModel
@@ -113,7 +113,7 @@ async def _tell(worker: Worker, trace_ids: list[int]) -> None:
 
 
 @dataclass(eq=False)
-class Core:
+class RouterContext:
     """The parts of a router process, whose `epoch` tells it from others of its id. `movers` are the requests that have a decode
     worker now. Without a `forecaster` admission goes by count. `num_token_mismatches` counts repeated indexes whose token
     differed: not 0 is a bug."""
@@ -121,8 +121,8 @@ class Core:
     config: RouterConfig
     router_id: str
     models: dict[str, ServedModel]
-    fleet: Fleet
-    gate: Gate
+    fleet: FleetRegistry
+    gate: FlowController
     prefixes: PrefixIndex
     policy: Policy
     overheads: Overheads
@@ -130,13 +130,13 @@ class Core:
     output_lengths: OutputLengths = field(default_factory=OutputLengths)
     decisions: Decisions = field(default_factory=Decisions)
     forecaster: Forecaster | None = None
-    room: RoomLine = field(default_factory=RoomLine)
+    room: CapacityQueue = field(default_factory=CapacityQueue)
     background: Background = field(default_factory=Background)
-    movers: set[Movable] = field(default_factory=set)
+    movers: set[Migratable] = field(default_factory=set)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     tracing: Tracing = OFF
     epoch: int = field(default_factory=new_epoch)
-    judge: Judge = field(init=False)
+    judge: HealthRecorder = field(init=False)
     traffic: Traffic = field(init=False)
     hedging: Hedging = field(init=False)
     trace_keeper: TraceKeeper = field(init=False)
@@ -145,7 +145,7 @@ class Core:
     num_migrations: int = 0
 
     def __post_init__(self) -> None:
-        self.judge = Judge(self.fleet.views)
+        self.judge = HealthRecorder(self.fleet.views)
         self.traffic = Traffic(self.models, time.monotonic())
         self.hedging = Hedging(HedgeLimits(share=self.config.hedge_share))
         self.trace_keeper = TraceKeeper(self.background)
@@ -156,12 +156,12 @@ class Core:
         config: RouterConfig,
         router_id: str,
         models: dict[str, ServedModel],
-        fleet: Fleet,
+        fleet: FleetRegistry,
         objectives: Iterable[ModelObjective] = (),
         tenants: TenantBook | None = None,
-    ) -> Core:
+    ) -> RouterContext:
         """Empty queues and memories from the configuration. Without a book all tenants are equal and unlimited."""
-        gate = Gate(Admission(_settings(config), tenants))
+        gate = FlowController(Admission(_settings(config), tenants))
         prefixes, overheads = PrefixIndex(config.prefix_index_blocks), Overheads()
         goals = {goal.model: goal for goal in objectives}
         return cls(config, router_id, models, fleet, gate, prefixes, _policy(config, overheads), overheads, goals)
@@ -185,7 +185,7 @@ def _settings(config: RouterConfig) -> AdmissionSettings:
 def _policy(config: RouterConfig, overheads: Overheads) -> Policy:
     if config.policy == "predict":
         return PredictPolicy(overheads, local_prefill_tokens=config.local_prefill_tokens)
-    return PreferencePolicy(preference(config.policy), config.local_prefill_tokens)
+    return SingleSignalPolicy(preference(config.policy), config.local_prefill_tokens)
 
 
 def time_left_s(deadline: float | None) -> float | None:

@@ -33,12 +33,12 @@ from router.auth import api_keys
 from router.auth.identity import KeyInterceptor
 from router.auth.tenants import Tenants
 from router.config import RouterConfig
-from router.context import Core
-from router.fleet.decode_stream import LinkSettings
-from router.fleet.migration import Mover, Rebalancer
-from router.fleet.registry import Fleet
+from router.context import RouterContext
+from router.fleet.decode_stream import StreamSettings
+from router.fleet.migration import Migrator, Rebalancer
+from router.fleet.registry import FleetRegistry
 from router.fleet.shared_state import SharedState
-from router.flow_control.ttft_predictor import PolicyForecaster
+from router.flow_control.ttft_predictor import TtftPredictor
 from router.kv_index.subscriber import PrefixFollower
 from router.telemetry.fleet_metrics import StatusReader
 from router.tokenization import prepared_request
@@ -57,15 +57,15 @@ class Router:
         """Raises what loading tokenizers, objectives and certificates raises."""
         self.config = config
         router_id = config.router_id or f"router-{secrets.token_hex(4)}"
-        links = LinkSettings(router_id, config.heartbeat_ms, config.stream_timeout_s, config.reattach_grace_s)
+        links = StreamSettings(router_id, config.heartbeat_ms, config.stream_timeout_s, config.reattach_grace_s)
         tls = open_tls(config.tls)
         self.channels = Channels(tls=tls)
-        fleet = Fleet(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
+        fleet = FleetRegistry(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
         goals = objectives.load(config.objectives)
         self.tenants = Tenants(config.tenants, config.tenants_share)
         models = prepared_request.load(config.model_folders())
-        self.core = Core.build(config, router_id, models, fleet, goals, tenants=self.tenants)
-        self.core.forecaster = PolicyForecaster(self.core)
+        self.core = RouterContext.build(config, router_id, models, fleet, goals, tenants=self.tenants)
+        self.core.forecaster = TtftPredictor(self.core)
         resource = resource_of(router_id, config.mesh, ("router",), self.core.epoch)
         self.metrics = open_metrics(config.telemetry, "pdmesh-router", resource, os.environ, host=config.host)
         self.metrics_url = ""
@@ -184,10 +184,10 @@ def spare_collector() -> None:
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)
 
 
-def _mover(core: Core, goals: tuple[objectives.ModelObjective, ...]) -> Mover:
+def _mover(core: RouterContext, goals: tuple[objectives.ModelObjective, ...]) -> Migrator:
     rebalancer = Rebalancer() if core.config.rebalance == "on" else None
     tpot_s = {goal.model: goal.tpot_ms / 1000 for goal in goals if goal.tpot_ms}
-    return Mover(core.fleet, core.movers, rebalancer=rebalancer, tpot_objectives_s=tpot_s)
+    return Migrator(core.fleet, core.movers, rebalancer=rebalancer, tpot_objectives_s=tpot_s)
 
 
 async def serve(config: RouterConfig, life: process.Lifecycle) -> None:

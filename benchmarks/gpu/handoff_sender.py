@@ -15,7 +15,7 @@ from benchmarks.engine_runs import GREEDY
 from benchmarks.gpu.handoff_ends import BLOCK_SIZE, Ends, fingerprint
 from benchmarks.gpu.steady import prompt_of
 from benchmarks.handoff_process import EPOCH, PUSH_TIMEOUT_S, TOKENS
-from kvtransfer.schedule import KVFeed, Ready, complete_feed
+from kvtransfer.schedule import KVReadiness, Ready, complete_readiness
 from kvtransfer.sender.push import PushJob, PushResult
 from kvtransfer.sender.sender import Sender
 from kvtransfer.transports.nixl.transport import NixlTransport
@@ -92,7 +92,7 @@ class SendingEnd:
         self._measuring: asyncio.Task[Any] | None = None
         self._began = asyncio.Event()
         self._ended = asyncio.Event()
-        self._feed = KVFeed()
+        self._feed = KVReadiness()
         self._block_ids: tuple[int, ...] = ()
         self._steps: list[StepResult] = []
         self._number = 0
@@ -130,7 +130,7 @@ class SendingEnd:
 
     async def push_all(self, reservation: common_pb2.Reservation) -> PushResult:
         """Of a prefill that is over."""
-        return await self._push(reservation, complete_feed(self._ends.num_layers, self._ends.num_blocks, TOKENS))
+        return await self._push(reservation, complete_readiness(self._ends.num_layers, self._ends.num_blocks, TOKENS))
 
     async def release(self) -> None:
         await self._loop.call(lambda engine: engine.release(self._name))
@@ -146,13 +146,13 @@ class SendingEnd:
         self._number += 1
         self._began.clear()
         self._ended.clear()
-        self._feed, self._steps, self._block_ids = KVFeed(), [], ()
+        self._feed, self._steps, self._block_ids = KVReadiness(), [], ()
         prompt = prompt_of(self._engine, self._number, self._ends.num_tokens)
         request = EngineRequest(self._name, prompt, GREEDY.params(2, ignore_eos=True), prefill_only=True)
         if not await self._loop.call(lambda engine: engine.add(request)):
             raise RuntimeError("the engine has no room for a prompt")
 
-    async def _push(self, reservation: common_pb2.Reservation, feed: KVFeed) -> PushResult:
+    async def _push(self, reservation: common_pb2.Reservation, feed: KVReadiness) -> PushResult:
         steps = self._steps
         job = PushJob(reservation, self._block_ids, self._ends.num_tokens, feed, num_steps=lambda: len(steps))
         return await self._sender.push(job, timeout_s=PUSH_TIMEOUT_S)

@@ -16,10 +16,10 @@ from benchmarks.harness import Figure, say
 from benchmarks.spec.runs import Bench, Task, answer, guessed, of_length
 from benchmarks.spec.scripted import Scripted
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.request import SamplingParams
-from pdmesh.engine.runner.model_runner import Draw, ModelRunner
-from pdmesh.engine.scheduler.scheduler import Plan
+from pdmesh.engine.runner.model_runner import ModelRunner, SampledOutput
+from pdmesh.engine.scheduler.scheduler import SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Sequence as EngineSequence
 
 NUM_TOKENS = 241
@@ -35,7 +35,9 @@ class TimedRunner:
         self.runner = runner
         self.seconds: dict[int, list[float]] = {}
 
-    def run(self, plan: Plan, signal: LayerSignal | None = None, *, keep_hidden: bool = True) -> dict[EngineSequence, list[Draw]]:
+    def run(
+        self, plan: SchedulerOutput, signal: LayerReadiness | None = None, *, keep_hidden: bool = True
+    ) -> dict[EngineSequence, list[SampledOutput]]:
         started_s = time.perf_counter()
         draws = self.runner.run(plan, signal, keep_hidden=keep_hidden)
         self.seconds.setdefault(plan.num_tokens, []).append(time.perf_counter() - started_s)

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.spec.train_heads_prompts import requests
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.request import EngineRequest, SamplingParams
 from pdmesh.engine.runner.batch import StepBatch
@@ -90,7 +90,7 @@ class Recorder:
         self._size, self._forward = loaded.config.hidden_size, loaded.model.forward
         loaded.model.forward = self.forward  # type: ignore[method-assign]
 
-    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
         self.hidden = torch.empty((len(batch.logits_rows), self._size)) if hidden is None else hidden
         return self._forward(batch, kv, signal, self.hidden)
 

@@ -69,7 +69,7 @@ def check_epoch(hello: transfer_pb2.TransferHello, epoch: int) -> None:
         raise _refuse(grpc.StatusCode.FAILED_PRECONDITION, "epoch", f"{hello.epoch:#x} is not this worker's: it has restarted")
 
 
-def check_grant(hello: transfer_pb2.TransferHello, *, epoch: int, token: bytes, attempt: int) -> None:
+def check_push_token(hello: transfer_pb2.TransferHello, *, epoch: int, token: bytes, attempt: int) -> None:
     """Raises TransferRefused unless `hello` names this epoch, token and attempt.
 
     FAILED_PRECONDITION: foreign epoch, or an attempt that was never granted; PERMISSION_DENIED: wrong token; ABORTED: an attempt

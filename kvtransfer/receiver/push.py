@@ -23,7 +23,7 @@ from kvtransfer.memory import KVMemory
 from kvtransfer.receiver.delegate import ReceiverDelegate
 from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import Stream, expect
-from kvtransfer.transports.base import Incoming, PullingIncoming
+from kvtransfer.transports.base import DeviceReadTarget, Incoming
 from pdmesh.runtime.errors import MeshError
 from pdmesh.v1 import common_pb2, transfer_pb2
 
@@ -43,7 +43,7 @@ class Host:
     num_corrupt: Counter[str] = field(default_factory=Counter)  # parts whose checksum was wrong, by transport
 
 
-class Session:
+class InboundPush:
     """One push: what it may fill, what has come, and the connections that bring it.
 
     Each rank of a tensor-parallel sender brings its share of the heads, over connections of its own, with a manifest of its own.
@@ -56,7 +56,7 @@ class Session:
         self.target = host.delegate.open_push(hello)
         self.hello = hello
         self.transport = transport
-        self.connections: set[IncomingConnection] = set()
+        self.connections: set[InboundConnection] = set()
         self.ended = False  # the delegate knows how it ended
         self.silence: asyncio.Timeout | None = None  # that ends the first connection, unless any of them makes progress
         self._delegate = host.delegate
@@ -183,12 +183,12 @@ PROGRESS_BYTES = 256 << 10  # within a part: a peer must send so much in a lease
 logger = logging.getLogger(__name__)
 
 
-class IncomingConnection:
+class InboundConnection:
     """One connection of a sender over the transport named `transport`."""
 
     def __init__(self, host: Host, incoming: Incoming, transport: str) -> None:
         self.transport = transport
-        self.session: Session | None = None
+        self.session: InboundPush | None = None
         self._host = host
         self._incoming = incoming
         self._is_first = True
@@ -221,7 +221,7 @@ class IncomingConnection:
             check_protocol(hello.protocol_version)
             check_identity(self._host.identity, hello.identity)
             check_layout(self._host.identity, self._host.layout, hello.layout)
-            if isinstance(self._incoming, PullingIncoming):
+            if isinstance(self._incoming, DeviceReadTarget):
                 check_same_layout(self._host.layout, hello.layout)
             await self._incoming.prepare(hello)
             return hello
@@ -231,7 +231,7 @@ class IncomingConnection:
             self._log_broken(error)
         return None
 
-    def belong(self, session: Session, hello: transfer_pb2.TransferHello) -> None:
+    def belong(self, session: InboundPush, hello: transfer_pb2.TransferHello) -> None:
         """From here on it is one of the session's."""
         self.session, self._is_first = session, hello.connection == 0
         self._layout = Layout.of(hello.layout)
@@ -266,12 +266,12 @@ class IncomingConnection:
         self.stream.close()
 
     @property
-    def _session(self) -> Session:
+    def _session(self) -> InboundPush:
         if self.session is None:
             raise refuse("hello", "it must come first")
         return self.session
 
-    async def _next_message(self, session: Session) -> transfer_pb2.TransferMessage:
+    async def _next_message(self, session: InboundPush) -> transfer_pb2.TransferMessage:
         """A push is never silent for long: TimeoutError on its first connection. Others wait for parts as long as it lives."""
         if not self._is_first:
             return await self.stream.read_message(forever=True)
@@ -302,7 +302,7 @@ class IncomingConnection:
 
     async def _part(self, header: transfer_pb2.PartHeader) -> None:
         manifest = self._session.manifest(self._layout)
-        pulls = isinstance(self._incoming, PullingIncoming)
+        pulls = isinstance(self._incoming, DeviceReadTarget)
         part = manifest.check(header, MAX_PULLED_BYTES if pulls else MAX_PART_BYTES)
         manifest.begin(part)
         try:
@@ -320,12 +320,12 @@ class IncomingConnection:
         reply = transfer_pb2.PartReply(part_id=header.part_id, ok=ok, message=message)
         await self.stream.write_message(transfer_pb2.TransferMessage(part_reply=reply))
 
-    async def _write_part(self, header: transfer_pb2.PartHeader, part: Part, session: Session) -> tuple[int, int]:
+    async def _write_part(self, header: transfer_pb2.PartHeader, part: Part, session: InboundPush) -> tuple[int, int]:
         """Returns the checksums of what arrived and of what was sent."""
         self._check_fence()
         self._writer_out.clear()  # no await between the question and this: quiesce sees us from here on
         try:
-            if isinstance(self._incoming, PullingIncoming):
+            if isinstance(self._incoming, DeviceReadTarget):
                 return await self._pull_part(header, part, session, self._incoming)
             if self._conversion is not None or isinstance(self._host.memory, StagedMemory):
                 return await self._stage_part(header, part, session, self._conversion)
@@ -336,7 +336,7 @@ class IncomingConnection:
             self._writer_out.set()
 
     async def _stage_part(
-        self, header: transfer_pb2.PartHeader, part: Part, session: Session, conversion: Conversion | None
+        self, header: transfer_pb2.PartHeader, part: Part, session: InboundPush, conversion: Conversion | None
     ) -> tuple[int, int]:
         staging = Staging(part, kv_format(self._host.identity, self._layout).num_bytes)
         crc32c = await self._incoming.receive_part(header, staging.part, staging, staging.block_ids, self._count_bytes)
@@ -346,7 +346,7 @@ class IncomingConnection:
         return crc32c, expected
 
     async def _pull_part(
-        self, header: transfer_pb2.PartHeader, part: Part, session: Session, incoming: PullingIncoming
+        self, header: transfer_pb2.PartHeader, part: Part, session: InboundPush, incoming: DeviceReadTarget
     ) -> tuple[int, int]:
         """Until the device is through, this connection writes."""
         block_ids = session.target.block_ids[part.block_start : part.block_end]

@@ -13,7 +13,7 @@ from kvtransfer.grpc_stream import MessageStream, Wire
 from kvtransfer.memory import KVMemory
 from kvtransfer.native.library import prepare
 from kvtransfer.receiver.delegate import PushTarget, ReceiverDelegate, unknown_reservation
-from kvtransfer.receiver.push import Host, IncomingConnection, Session
+from kvtransfer.receiver.push import Host, InboundConnection, InboundPush
 from kvtransfer.transports.base import Incoming, SocketTransport
 from kvtransfer.transports.registry import GRPC, TRANSPORTS, socket_transports
 from pdmesh.runtime.errors import MeshError, ResourceExhausted, Unavailable
@@ -72,8 +72,8 @@ class Receiver:
         self._listeners: list[tuple[SocketTransport, socket.socket]] = []
         self._is_running = False
         self._accepting: list[asyncio.Task[None]] = []
-        self._connections: dict[asyncio.Task[None], IncomingConnection] = {}
-        self._pushes: dict[bytes, Session] = {}  # those that run, by push_id
+        self._connections: dict[asyncio.Task[None], InboundConnection] = {}
+        self._pushes: dict[bytes, InboundPush] = {}  # those that run, by push_id
 
     async def start(self) -> None:
         """Listen. Raises OSError if an address is taken."""
@@ -131,7 +131,7 @@ class Receiver:
         self._connect(GRPC.accept(stream, self._shared.memory), GRPC.name)
         await stream.carry(LAST_WRITE_S)
 
-    def _sessions_of(self, reservation_id: str) -> list[Session]:
+    def _sessions_of(self, reservation_id: str) -> list[InboundPush]:
         return [session for session in self._pushes.values() if session.target.reservation_id == reservation_id]
 
     async def _accept(self, transport: SocketTransport, listener: socket.socket) -> None:
@@ -163,7 +163,7 @@ class Receiver:
         return True
 
     def _connect(self, incoming: Incoming, transport: str) -> None:
-        connection = IncomingConnection(self._shared, incoming, transport)
+        connection = InboundConnection(self._shared, incoming, transport)
         task = asyncio.create_task(self._run(connection))
         self._connections[task] = connection
         task.add_done_callback(self._forget)
@@ -173,7 +173,7 @@ class Receiver:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a connection ended by a bug of ours", exc_info=error)
 
-    async def _run(self, connection: IncomingConnection) -> None:
+    async def _run(self, connection: InboundConnection) -> None:
         try:
             hello = await connection.hello()
             if hello is None:
@@ -193,12 +193,12 @@ class Receiver:
             if session is not None and not session.connections and self._pushes.get(session.hello.push_id) is session:
                 del self._pushes[session.hello.push_id]
 
-    async def _open(self, connection: IncomingConnection, hello: transfer_pb2.TransferHello) -> None:
+    async def _open(self, connection: InboundConnection, hello: transfer_pb2.TransferHello) -> None:
         """A new push. Raises MeshError."""
         if len(hello.push_id) != PUSH_ID_BYTES or hello.push_id in self._pushes:
             raise refuse("push_id", f"give {PUSH_ID_BYTES} random bytes of your own")
         former = self._sessions_of(hello.reservation_id)
-        session = Session(self._shared, hello, connection.transport, self._idle_timeout_s)
+        session = InboundPush(self._shared, hello, connection.transport, self._idle_timeout_s)
         self._pushes[hello.push_id] = session
         connection.belong(session, hello)
         # One writer for each reservation: whoever filled it before is out before the new one hears "go".
@@ -206,7 +206,7 @@ class Receiver:
             each.interrupt()
         await asyncio.gather(*(each.quiesce() for each in former))
 
-    def _join(self, connection: IncomingConnection, hello: transfer_pb2.TransferHello) -> None:
+    def _join(self, connection: InboundConnection, hello: transfer_pb2.TransferHello) -> None:
         """One more connection of a push that runs. Raises MeshError."""
         session = self._pushes.get(hello.push_id)
         if session is None:

@@ -18,11 +18,11 @@ import grpc
 from kvtransfer.errors import FrameError, NoAnswer, PeerClosed, PushFailed, TransportUnavailable, code_of, push_failed
 from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, part_views
-from kvtransfer.schedule import Ending, KVFeed, NothingToDecode, Pipeline, choose_group
-from kvtransfer.sender.send_queue import Departure, Departures, Told
+from kvtransfer.schedule import Ending, KVReadiness, NothingToDecode, Pipeline, choose_group
+from kvtransfer.sender.send_queue import OutboundPart, SendQueue, Told
 from kvtransfer.staging import Lent, StagedMemory
 from kvtransfer.stream import Stream, expect, release, wait_set
-from kvtransfer.transports.base import Outgoing, ShowingOutgoing
+from kvtransfer.transports.base import DeviceReadSource, Outgoing
 from kvtransfer.waiting import LAST_WORD_S, all_or_first_error, ended
 from pdmesh.runtime import failpoints
 from pdmesh.v1 import common_pb2, transfer_pb2
@@ -68,7 +68,7 @@ class PushJob:
     reservation: common_pb2.Reservation
     source_block_ids: tuple[int, ...]
     num_tokens: int
-    feed: KVFeed
+    feed: KVReadiness
     num_steps: Callable[[], int] = lambda: 0
     on_part: Callable[[PartMoved], None] | None = None
 
@@ -101,7 +101,7 @@ SLOWEST_BYTES_PER_S = 1 << 20  # of a link that is not given up
 T = TypeVar("T")
 
 
-class OutgoingConnection:
+class PushConnection:
     """Speaks the protocol over `outgoing`. PushFailed: the receiver refused. OSError, FrameError: the connection is broken;
     TimeoutError among them: it did nothing for reply_timeout_s."""
 
@@ -114,8 +114,8 @@ class OutgoingConnection:
         self._sent_ns: dict[int, int] = {}  # by part, while somebody hears of it
         self._memory = memory
         self._reply_timeout_s = reply_timeout_s
-        self._unanswered: dict[int, Departure] = {}
-        self._corrupt: deque[Departure] = deque()  # of them, those to be sent again
+        self._unanswered: dict[int, OutboundPart] = {}
+        self._corrupt: deque[OutboundPart] = deque()  # of them, those to be sent again
         self._sent_again: set[int] = set()
         self._all_sent = False
         self._busy_since = self._last_progress = 0.0
@@ -150,7 +150,7 @@ class OutgoingConnection:
             self._reader.cancel()
             await asyncio.wait([self._reader])
 
-    async def pump(self, departures: Departures) -> None:
+    async def pump(self, departures: SendQueue) -> None:
         """Send what comes out of `departures` until None; returns when all is verified."""
         await all_or_first_error(self._send_from(departures), self._send_corrupt_again())
 
@@ -186,7 +186,7 @@ class OutgoingConnection:
         await self._write(transfer_pb2.TransferMessage(abort=abort))
         await self._until(lambda: isinstance(self._error, PeerClosed))
 
-    async def _send_from(self, departures: Departures) -> None:
+    async def _send_from(self, departures: SendQueue) -> None:
         while (departure := await departures.get()) is not None:
             try:
                 await self._depart(departure)
@@ -196,7 +196,7 @@ class OutgoingConnection:
         self._all_sent = True
         self._changed.set()
 
-    async def _depart(self, departure: Departure) -> None:
+    async def _depart(self, departure: OutboundPart) -> None:
         """In its turn."""
         await failpoints.hit_async("push.part")
         await self._until(lambda: len(self._unanswered) < MAX_UNANSWERED)
@@ -213,8 +213,8 @@ class OutgoingConnection:
                 async with self._writing:
                     await self._send(self._corrupt.popleft())
 
-    async def _send(self, departure: Departure) -> None:
-        if isinstance(self.outgoing, ShowingOutgoing):
+    async def _send(self, departure: OutboundPart) -> None:
+        if isinstance(self.outgoing, DeviceReadSource):
             await self.outgoing.settle(departure.part.layers, departure.block_ids, departure.at, self._say_alive)
             await self._send_views(departure, [])
             return
@@ -231,7 +231,7 @@ class OutgoingConnection:
         finally:
             release(views)
 
-    async def _fetched(self, memory: StagedMemory, departure: Departure) -> Lent:
+    async def _fetched(self, memory: StagedMemory, departure: OutboundPart) -> Lent:
         """Says meanwhile that we are alive: a step may be long, and others may have all pieces."""
         fetching = asyncio.create_task(departure.fetched())
         try:
@@ -247,7 +247,7 @@ class OutgoingConnection:
                     memory.give_back(fetching.result())
             raise
 
-    async def _send_views(self, departure: Departure, views: Sequence[memoryview]) -> None:
+    async def _send_views(self, departure: OutboundPart, views: Sequence[memoryview]) -> None:
         part = departure.part
         header = transfer_pb2.PartHeader(
             part_id=part.part_id,
@@ -262,7 +262,7 @@ class OutgoingConnection:
             self._sent_ns.setdefault(part.part_id, time.monotonic_ns())
         self._progress()
         total = await self.outgoing.send_part(header, views, departure.block_ids, lambda _count: self._progress())
-        sums = {"word_sum": total} if isinstance(self.outgoing, ShowingOutgoing) else {"crc32c": total}
+        sums = {"word_sum": total} if isinstance(self.outgoing, DeviceReadSource) else {"crc32c": total}
         end = transfer_pb2.PartEnd(part_id=part.part_id, **sums)
         await self.stream.write_message(transfer_pb2.TransferMessage(part_end=end))
         self._progress()
@@ -368,10 +368,10 @@ ALIVE_S = 1.0  # between two signs of life while nothing is to be sent, at most
 SIGNS_IN_A_LEASE = 5
 
 
-class OutgoingSession:
+class Push:
     """`connections` are open; the first one carries what concerns the whole push. Errors are those of OutgoingConnection."""
 
-    def __init__(self, connections: Sequence[OutgoingConnection], pipeline: Pipeline, memory: KVMemory, lease_s: float) -> None:
+    def __init__(self, connections: Sequence[PushConnection], pipeline: Pipeline, memory: KVMemory, lease_s: float) -> None:
         self.connections = connections
         self._memory = memory
         self._told: Told | None = None
@@ -381,7 +381,7 @@ class OutgoingSession:
         self._num_exposed_bytes = 0
 
     @property
-    def first(self) -> OutgoingConnection:
+    def first(self) -> PushConnection:
         return self.connections[0]
 
     @property
@@ -402,7 +402,7 @@ class OutgoingSession:
     async def send_parts(self, job: PushJob, bytes_per_s: float) -> int:
         """Send all that decode lacks and wait until it is verified; returns the bytes that were left when the prefill ended.
         `bytes_per_s`: what to expect of the connection."""
-        departures = Departures(len(self.connections))
+        departures = SendQueue(len(self.connections))
         try:
             with self._listening(job.feed):
                 pumps = (connection.pump(departures) for connection in self.connections)
@@ -412,7 +412,7 @@ class OutgoingSession:
         return self._num_exposed_bytes
 
     @contextmanager
-    def _listening(self, feed: KVFeed) -> Iterator[None]:
+    def _listening(self, feed: KVReadiness) -> Iterator[None]:
         """Takes note of marks as the prefill tells what is final."""
         if not isinstance(self._memory, StagedMemory):
             yield
@@ -435,7 +435,7 @@ class OutgoingSession:
                 await self.first.keep_alive()
         return job.feed.ending
 
-    async def _feed(self, job: PushJob, departures: Departures, bytes_per_s: float) -> None:
+    async def _feed(self, job: PushJob, departures: SendQueue, bytes_per_s: float) -> None:
         while not self._pipeline.is_complete and not isinstance(job.feed.ending, NothingToDecode):
             feed, is_idle = job.feed, True
             has_ended = feed.ending is not None
@@ -447,12 +447,12 @@ class OutgoingSession:
                 await self.first.keep_alive()
         await departures.end()
 
-    def _departure(self, job: PushJob, part: Part) -> Departure:
+    def _departure(self, job: PushJob, part: Part) -> OutboundPart:
         ids = job.source_block_ids[part.block_start : part.block_end]
         final = None if self._told is None else self._told.final(part)
-        return Departure(part, ids, final, is_shown=isinstance(self.first.outgoing, ShowingOutgoing))
+        return OutboundPart(part, ids, final, is_shown=isinstance(self.first.outgoing, DeviceReadSource))
 
-    def _choose_group(self, feed: KVFeed, bytes_per_s: float, layer_bytes: int) -> int:
+    def _choose_group(self, feed: KVReadiness, bytes_per_s: float, layer_bytes: int) -> int:
         feed.group = choose_group(self._memory.num_layers, bytes_per_s, layer_bytes)
         return feed.group
 

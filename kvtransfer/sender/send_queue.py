@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pdmesh.engine.kv_cache.streams import Mark
 
 
-class Departure:
+class OutboundPart:
     """A part, and the blocks of our pool that it lies in. `final`: where the pool is staged. `is_shown`: the receiver's device
     reads it there, so nothing is fetched."""
 
@@ -83,14 +83,14 @@ class Told:
         return Final(self._memory, next(marks, None) or self._step.behind(part.layer_end))
 
 
-class Departures:
+class SendQueue:
     """Parts that wait for one of a push's connections, at most one for each."""
 
     def __init__(self, num_connections: int) -> None:
         self._num_connections = num_connections
-        self._waiting: asyncio.Queue[Departure | None] = asyncio.Queue(num_connections)
+        self._waiting: asyncio.Queue[OutboundPart | None] = asyncio.Queue(num_connections)
 
-    async def put(self, departure: Departure) -> None:
+    async def put(self, departure: OutboundPart) -> None:
         """Waits for room."""
         await self._waiting.put(departure)
         departure.begin()  # nobody has looked at it yet
@@ -100,7 +100,7 @@ class Departures:
         for _ in range(self._num_connections):
             await self._waiting.put(None)
 
-    async def get(self) -> Departure | None:
+    async def get(self) -> OutboundPart | None:
         """The next one, the caller's to drop; None: there are no more, for this connection."""
         return await self._waiting.get()
 

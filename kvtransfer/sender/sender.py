@@ -17,7 +17,7 @@ from kvtransfer.manifest import MAX_PULLED_BYTES, TARGET_PART_BYTES
 from kvtransfer.memory import KVMemory
 from kvtransfer.native.library import prepare
 from kvtransfer.schedule import Ending, FirstTokensDrawn, NothingToDecode, Pipeline
-from kvtransfer.sender.push import OutgoingConnection, OutgoingSession, PushJob, PushResult
+from kvtransfer.sender.push import Push, PushConnection, PushJob, PushResult
 from kvtransfer.staging import StagedMemory
 from kvtransfer.transports.base import Outgoing, Transport
 from kvtransfer.transports.common import shown_by
@@ -146,7 +146,7 @@ class Sender:
             committed=isinstance(ending, FirstTokensDrawn),
         )
 
-    async def _end(self, session: OutgoingSession, pipeline: Pipeline, job: PushJob, ending: Ending) -> None:
+    async def _end(self, session: Push, pipeline: Pipeline, job: PushJob, ending: Ending) -> None:
         if isinstance(ending, NothingToDecode):
             await session.first.abort(finished=True, reason=ending.reason)
             return
@@ -165,7 +165,7 @@ class Sender:
             finally:
                 job.feed.on_end = None
 
-    def _learn(self, session: OutgoingSession) -> None:
+    def _learn(self, session: Push) -> None:
         """What the transport moves in a second; small pushes tell little about it."""
         if session.num_bytes >= MIN_BYTES_TO_LEARN and session.busy_s > 0:
             before = self._bytes_per_s.get(session.transport)
@@ -198,9 +198,9 @@ class Sender:
         return Pipeline(memory.num_layers, first_block, num_blocks, memory.bytes_per_layer_block)
 
     @asynccontextmanager
-    async def _session(self, job: PushJob, pipeline: Pipeline) -> AsyncIterator[OutgoingSession]:
+    async def _session(self, job: PushJob, pipeline: Pipeline) -> AsyncIterator[Push]:
         """Connections that the receiver accepted, closed on every way out."""
-        opened: list[OutgoingConnection] = []
+        opened: list[PushConnection] = []
         try:
             endpoint = await self._connect(job, opened)
             pipeline.target_bytes = part_bytes_over(endpoint.transport, self._memory, self._part_bytes)
@@ -208,7 +208,7 @@ class Sender:
             for connection in opened:
                 connection.on_part = job.on_part
             try:
-                yield OutgoingSession(opened, pipeline, self._memory, lease_s)
+                yield Push(opened, pipeline, self._memory, lease_s)
             except PushFailed as error:
                 if error.code is grpc.StatusCode.UNIMPLEMENTED:  # so the next attempt takes another transport
                     self._silent.note(endpoint, job.reservation.epoch)
@@ -220,7 +220,7 @@ class Sender:
             finally:
                 await self._close(*(connection.outgoing for connection in opened))
 
-    async def _connect(self, job: PushJob, opened: list[OutgoingConnection]) -> common_pb2.TransferEndpoint:
+    async def _connect(self, job: PushJob, opened: list[PushConnection]) -> common_pb2.TransferEndpoint:
         """Over the best transport that works; to where. Raises PushFailed with what stood in the way of each."""
         reasons = []
         epoch = job.reservation.epoch
@@ -245,7 +245,7 @@ class Sender:
         endpoint: common_pb2.TransferEndpoint,
         hello: transfer_pb2.TransferHello,
         job: PushJob,
-        opened: list[OutgoingConnection],
+        opened: list[PushConnection],
     ) -> None:
         """One connection for each few megabytes, where the transport gains by several."""
         num_blocks = len(job.source_block_ids) - job.reservation.num_cached_tokens // self._layout.block_size
@@ -261,7 +261,7 @@ class Sender:
 
     async def _open(
         self, transport: Transport, endpoint: common_pb2.TransferEndpoint, hello: transfer_pb2.TransferHello
-    ) -> OutgoingConnection:
+    ) -> PushConnection:
         self._check_open()
         self._num_opening += 1
         self._all_closed.clear()
@@ -278,7 +278,7 @@ class Sender:
             self._check_open()  # it may have been closed meanwhile
             if hello.connection == 0:
                 await failpoints.hit_async("push.hello")
-            connection = OutgoingConnection(outgoing, self._memory, transport.name, self._reply_timeout_s)
+            connection = PushConnection(outgoing, self._memory, transport.name, self._reply_timeout_s)
             await connection.hello(hello)
         except BaseException as error:
             if isinstance(error, NoAnswer):

@@ -37,7 +37,7 @@ class Outgoing(Protocol):
 
 
 @runtime_checkable
-class ShowingOutgoing(Outgoing, Protocol):
+class DeviceReadSource(Outgoing, Protocol):
     """One that shows memory of a device as it lies there: parts have no views, and a PartEnd has a word_sum."""
 
     async def settle(
@@ -78,7 +78,7 @@ class Incoming(Protocol):
 
 
 @runtime_checkable
-class PullingIncoming(Incoming, Protocol):
+class DeviceReadTarget(Incoming, Protocol):
     """One that has a device write parts into its pool, in the form in which they lie at the sender."""
 
     async def pull_part(self, header: transfer_pb2.PartHeader, part: Part, block_ids: Sequence[int], after: Mark) -> int:

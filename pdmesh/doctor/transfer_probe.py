@@ -22,9 +22,9 @@ import grpc
 from kvtransfer.compatibility import bytes_per_layer_block
 from kvtransfer.errors import PushFailed
 from kvtransfer.memory import PoolShape
-from kvtransfer.receiver.delegate import PushTarget, check_grant, new_token
+from kvtransfer.receiver.delegate import PushTarget, check_push_token, new_token
 from kvtransfer.receiver.receiver import Receiver
-from kvtransfer.schedule import FirstTokensDrawn, complete_feed
+from kvtransfer.schedule import FirstTokensDrawn, complete_readiness
 from kvtransfer.sender.push import PushJob
 from kvtransfer.sender.sender import Sender
 from kvtransfer.transports.grpc import SERVICE, add_push_service
@@ -87,7 +87,7 @@ async def _push(sender: Sender, reservation: common_pb2.Reservation, transport: 
     offered.reservation_id = f"{transport}-{secrets.token_hex(4)}"
     del offered.endpoints[:]
     offered.endpoints.extend(each for each in reservation.endpoints if each.transport == transport)
-    feed = complete_feed(IDENTITY.num_layers, num_blocks, FirstTokensDrawn(()))
+    feed = complete_readiness(IDENTITY.num_layers, num_blocks, FirstTokensDrawn(()))
     job = PushJob(offered, tuple(range(num_blocks)), num_blocks * LAYOUT.block_size, feed)
     result = await sender.push(job, timeout_s=PUSH_TIMEOUT_S)
     return result.num_bytes / result.elapsed_ns * 1e9
@@ -155,7 +155,7 @@ class ProbeDelegate:
         self._num_blocks = num_blocks
 
     def open_push(self, hello: transfer_pb2.TransferHello) -> PushTarget:
-        check_grant(hello, epoch=self._epoch, token=self._token, attempt=hello.attempt)
+        check_push_token(hello, epoch=self._epoch, token=self._token, attempt=hello.attempt)
         num_tokens = self._num_blocks * LAYOUT.block_size
         return PushTarget(hello.reservation_id, hello.attempt, tuple(range(self._num_blocks)), 0, num_tokens)
 

@@ -18,7 +18,7 @@ from pdmesh.engine.kernels.cpu.model import NativeModel
 from pdmesh.engine.kernels.cpu.threads import default_threads
 from pdmesh.engine.kv_cache.block_manager import BlockAllocator, HashBlock
 from pdmesh.engine.kv_cache.block_pool import BlockChanges, BlockLog, BlockPool, num_blocks_for
-from pdmesh.engine.kv_cache.events import KVExports, LayerSignal
+from pdmesh.engine.kv_cache.events import KVEvents, LayerReadiness
 from pdmesh.engine.kv_cache.pool import KVPool
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.memory import effective_max_context, free_memory, kv_shape
@@ -27,14 +27,14 @@ from pdmesh.engine.parallel.model import ParallelModel
 from pdmesh.engine.parallel.tp_protocol import RankFailed
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.request_validation import Limits
-from pdmesh.engine.runner.model_runner import Draw, ModelRunner
-from pdmesh.engine.runner.overlap import steps_ahead
-from pdmesh.engine.scheduler.postprocess import Progress
+from pdmesh.engine.runner.model_runner import ModelRunner, SampledOutput
+from pdmesh.engine.runner.overlap import overlap_scheduler
+from pdmesh.engine.scheduler.postprocess import OutputProcessor
 from pdmesh.engine.scheduler.requests import RequestTable, Reservations, ReservedBlocks
-from pdmesh.engine.scheduler.scheduler import Pacer, Plan, Scheduler
+from pdmesh.engine.scheduler.scheduler import Scheduler, SchedulerOutput, TpotLimiter
 from pdmesh.engine.scheduler.sequence import Phase, SequenceGroup
 from pdmesh.engine.scheduler.sequence import Sequence as EngineSequence
-from pdmesh.engine.scheduler.stats import Census, Counters
+from pdmesh.engine.scheduler.stats import Counters, EngineStatsCollector
 from pdmesh.engine.speculation.calibration import LONGEST, Circumstances, measure_curve, processor_name
 from pdmesh.engine.speculation.draft import Draft
 from pdmesh.engine.speculation.handover import unpacked
@@ -109,19 +109,21 @@ class Engine:
             arrangement=self.kv_arrangement,
             others=self.ranks_with_pools,
         )
-        self.pacer = Pacer(is_on=config.keep_pace)
+        self.pacer = TpotLimiter(is_on=config.keep_pace)
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer)
         # Guesses are made from tokens that the host has seen: with a proposer no step is ahead of them.
         self._ahead = (
-            None if self.speculator else steps_ahead(self._runner, loaded, sampler, self._scheduler, self._allocator, config)
+            None
+            if self.speculator
+            else overlap_scheduler(self._runner, loaded, sampler, self._scheduler, self._allocator, config)
         )
         self._table = RequestTable(limits, self._allocator, self._scheduler)
         self._reservations = Reservations(limits, self._table, self._allocator, self._scheduler)
         self._counters = counters = Counters()
         tally = self.speculator.tally if self.speculator else None
-        self._census = Census(counters, self._table, self._scheduler, self._allocator, self.pacer, tally)
-        self._progress = Progress(self._table, self._allocator, counters, self._census)
-        self.exports = KVExports(loaded.config.num_layers)
+        self._census = EngineStatsCollector(counters, self._table, self._scheduler, self._allocator, self.pacer, tally)
+        self._progress = OutputProcessor(self._table, self._allocator, counters, self._census)
+        self.exports = KVEvents(loaded.config.num_layers)
 
     def reserve(self, request: EngineRequest) -> ReservedBlocks | None:
         """Holds blocks for prompt and history, cached prefix first and pinned; None: no room now, nothing is held.
@@ -280,7 +282,7 @@ class Engine:
             max_rows=self.config.max_num_batched_tokens,
         )
 
-    def _next_plan(self, now_ns: int) -> Plan:
+    def _next_plan(self, now_ns: int) -> SchedulerOutput:
         """What is under way already, else what the scheduler says."""
         plan = self._ahead.planned() if self._ahead is not None else None
         if plan is None:
@@ -288,7 +290,7 @@ class Engine:
         self.pacer.start([piece.sequence for piece in plan.pieces], now_ns)
         return plan
 
-    def _run(self, plan: Plan, signal: LayerSignal | None) -> dict[EngineSequence, list[Draw]]:
+    def _run(self, plan: SchedulerOutput, signal: LayerReadiness | None) -> dict[EngineSequence, list[SampledOutput]]:
         if self._ahead is not None:
             return self._ahead.run(plan, signal)
         return self._runner.run(plan, signal, keep_hidden=self._wants_hidden(plan))
@@ -300,7 +302,7 @@ class Engine:
         has_prompts = bool(scheduler.waiting) or not all(sequence.is_going_on for sequence in scheduler.running)
         return self.speculator.draft(scheduler.running, has_prompts=has_prompts)
 
-    def _wants_hidden(self, plan: Plan) -> bool:
+    def _wants_hidden(self, plan: SchedulerOutput) -> bool:
         """For who guesses next here, or takes a hand-off."""
         if self.speculator is None:
             return False

@@ -16,7 +16,7 @@ from pdmesh.simulator.arrivals import Arrival
 from pdmesh.simulator.events import EventQueue
 from pdmesh.simulator.request import End, Request
 from pdmesh.simulator.routers.router import Router, goals
-from pdmesh.simulator.routers.routing import Outlook
+from pdmesh.simulator.routers.routing import SimulatedRouting
 from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers.spec import WorkerSpec
 from pdmesh.simulator.workers.stats import Figures, figures_of
@@ -255,7 +255,7 @@ class Mesh:
     # Inside
 
     def _router(self) -> Router:
-        outlook = Outlook(self._settings, self._prefix_tokens)
+        outlook = SimulatedRouting(self._settings, self._prefix_tokens)
         return Router(self.events, self._settings, outlook, self, self._ended)
 
     def _feed(self, source: Iterator[Arrival]) -> None:

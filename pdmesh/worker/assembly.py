@@ -28,15 +28,15 @@ from pdmesh.runtime.telemetry.metrics import Readings
 from pdmesh.runtime.telemetry.tracing import open_tracing
 from pdmesh.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from pdmesh.worker.config import WorkerConfig, bind
-from pdmesh.worker.control import Changes, ControlServicer
+from pdmesh.worker.control import ControlServicer, RoleChanges
 from pdmesh.worker.description import Description, describe
 from pdmesh.worker.kv_memory import receiver_for, staged_memory
 from pdmesh.worker.load import LoadReporter, StepWatch, limits_for, prior_for
 from pdmesh.worker.metrics import Seen, WorkerMetrics, read
 from pdmesh.worker.prefix_publisher import PrefixPublisher, list_blocks
 from pdmesh.worker.roles import Role, RoleGate, roles_of
-from pdmesh.worker.step_dispatcher import Dispatcher, StepSpans
-from pdmesh.worker.token_request import Terms, compiler_for
+from pdmesh.worker.step_dispatcher import StepDispatcher, StepSpans
+from pdmesh.worker.token_request import VocabularyLimits, compiler_for
 from prefill_service.handoff import HandoffTools
 from prefill_service.service import PrefillServicer, PrefillValidator
 
@@ -63,8 +63,8 @@ class Worker:
         Raises ConfigError when the certificates are not good."""
         self.epoch = new_epoch()
         self.gate = RoleGate(roles_of(config.roles))
-        self.changes = Changes()
-        self.dispatcher = Dispatcher()
+        self.changes = RoleChanges()
+        self.dispatcher = StepDispatcher()
         self.engine = engine
         self.description: Description | None = None
         self._config = config
@@ -78,7 +78,7 @@ class Worker:
         self._engine_loop = EngineLoop(engine, self._on_step, on_failure, self.dispatcher.on_ready)
         self._publisher = PrefixPublisher(engine, self._engine_loop, self.epoch, worker_id) if config.redis else None
         self._grammars = compiler_for(engine)
-        terms = Terms.of(engine, config.served_name, self._grammars)
+        terms = VocabularyLimits.of(engine, config.served_name, self._grammars)
         self.watch = StepWatch(engine.pacer)
         self.load = self._load_reporter()
         tls = open_tls(config.tls)
@@ -228,7 +228,7 @@ class Worker:
             num_handoff_failures=lambda: self.prefill.num_handoff_failures + self.decode.reservations.num_handoff_failures,
         )
 
-    def _prefill_servicer(self, terms: Terms) -> PrefillServicer:
+    def _prefill_servicer(self, terms: VocabularyLimits) -> PrefillServicer:
         tools = HandoffTools(
             self._engine_loop,
             self.dispatcher,
@@ -247,7 +247,7 @@ class Worker:
             steps=self._spans.steps,
         )
 
-    def _surroundings(self, terms: Terms) -> Surroundings:
+    def _surroundings(self, terms: VocabularyLimits) -> Surroundings:
         return Surroundings(
             epoch=self.epoch,
             identity=terms.identity,

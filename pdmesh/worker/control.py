@@ -20,7 +20,7 @@ MIN_PERIOD_MS, MAX_PERIOD_MS = 20, 10_000
 MAX_TRACES, TRACE_ID_BYTES = 1024, 16
 
 
-class Changes:
+class RoleChanges:
     """Wakes everyone who waits for the next change; ends when the worker stops."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class ControlServicer(WorkerControlServicer):
         *,
         info: Callable[[], worker_pb2.WorkerInfo],
         report: Callable[[], worker_pb2.LoadReport],
-        changes: Changes,
+        changes: RoleChanges,
         set_roles: Callable[[frozenset[Role], float], Awaitable[None]],
         list_blocks: Callable[[], AsyncIterator[worker_pb2.BlockList]],
         keep_traces: Callable[[Sequence[int]], None],

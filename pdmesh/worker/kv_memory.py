@@ -23,7 +23,7 @@ from pdmesh.engine.parallel.tp_protocol import RankFailed
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.worker.config import WorkerConfig
-from pdmesh.worker.token_request import Terms
+from pdmesh.worker.token_request import VocabularyLimits
 
 logger = logging.getLogger(__name__)
 DEPARTURES = StagingSizes(num_pieces=8)
@@ -95,7 +95,7 @@ def receiver_for(
     engine: Engine,
     staged: StagedMemory | None,
     decode: DecodeService,
-    terms: Terms,
+    terms: VocabularyLimits,
     tls: Tls | None,
 ) -> Receiver:
     """Over those of the configured transports that can write to the pool; cuda_ipc and nixl ask whether a staged one is shown."""

@@ -12,7 +12,7 @@ from pdmesh.engine.engine import Engine
 from pdmesh.engine.hardware import MachineLimits, measure_limits
 from pdmesh.engine.loop import EngineLoop
 from pdmesh.engine.outputs import EngineStats, StepResult
-from pdmesh.engine.scheduler.scheduler import Pacer, StepCost
+from pdmesh.engine.scheduler.scheduler import StepCost, TpotLimiter
 from pdmesh.engine.speculation.stats import ProposerStats, SpeculationStats
 from pdmesh.planning.latency_fit import LatencyFit
 from pdmesh.planning.latency_model import Hardware, LatencyModel, ModelShape, Work, prior_of
@@ -111,7 +111,7 @@ def _sum_s(config: EngineConfig) -> float:
 class StepWatch:
     """Learns from steps. Steps and questions both come on the event loop; the engine thread waits for neither."""
 
-    def __init__(self, pacer: Pacer | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pacer: TpotLimiter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """`pacer` is told what steps cost, so that the engine can size them. `clock`: seconds."""
         self._pacer = pacer
         self._clock = clock

@@ -20,7 +20,7 @@ class Sink(Protocol):
     def on_started(self, started: RequestStarted, ended_ns: int) -> None: ...
 
 
-class Dispatcher:
+class StepDispatcher:
     """Sinks by engine request id. What comes for an id that was removed is dropped: the request was released meanwhile."""
 
     def __init__(self) -> None:

@@ -159,7 +159,7 @@ def _history(request: common_pb2.TokenRequest, num_choices: int) -> tuple[_Emitt
 
 
 @dataclass(frozen=True)
-class Terms:
+class VocabularyLimits:
     """`identity` must be equal on both ends of a hand-off, `layout` convertible; `translate` makes the engine's requests."""
 
     identity: common_pb2.Identity
@@ -167,7 +167,7 @@ class Terms:
     translate: TokenRequestTranslator
 
     @classmethod
-    def of(cls, engine: Engine, model: str, grammars: GrammarCompiler | None) -> Terms:
+    def of(cls, engine: Engine, model: str, grammars: GrammarCompiler | None) -> VocabularyLimits:
         """Of a worker that serves this engine as `model`."""
         identity, layout = identity_of(engine, model), layout_of(engine)
 

@@ -6,27 +6,27 @@ from collections.abc import Mapping
 
 from pdmesh.runtime.errors import InvalidArgument, NotFound
 from pdmesh.v1 import mesh_pb2
-from router.context import Core
+from router.context import RouterContext
 from router.routing.cost_model import Prediction
 from router.routing.decisions import Decision, cached_of
-from router.routing.filters import Candidate, Demand, NoPlacement, Placement
-from router.routing.routing_request import demand_of
+from router.routing.filters import Candidate, NoPlacement, Placement, RoutingRequest
+from router.routing.routing_request import routing_request_of
 from router.routing.worker_snapshot import WorkerKey
 from router.telemetry import timings
-from router.tokenization.prepared_request import Job
+from router.tokenization.prepared_request import PreparedRequest
 
 MAX_LATEST = 100
 MAX_CANDIDATES = 32
 
 
-def latest(core: Core, count: int) -> mesh_pb2.ExplainResponse:
+def latest(core: RouterContext, count: int) -> mesh_pb2.ExplainResponse:
     """The newest `count` decisions. Raises InvalidArgument."""
     if not 1 <= count <= MAX_LATEST:
         raise InvalidArgument("latest", f"latest: must be between 1 and {MAX_LATEST}, not {count}")
     return _response(core.decisions.latest(count))
 
 
-def of_request(core: Core, request_id: str) -> mesh_pb2.ExplainResponse:
+def of_request(core: RouterContext, request_id: str) -> mesh_pb2.ExplainResponse:
     """All decisions about it. Raises NotFound, InvalidArgument."""
     if not request_id:
         raise InvalidArgument("request_id", "request_id: must not be empty")
@@ -39,10 +39,10 @@ def of_request(core: Core, request_id: str) -> mesh_pb2.ExplainResponse:
     return _response(found)
 
 
-def dry_run(core: Core, job: Job) -> mesh_pb2.ExplainResponse:
+def dry_run(core: RouterContext, job: PreparedRequest) -> mesh_pb2.ExplainResponse:
     """Where `job` would go now. Nothing is reserved or counted; of round-robin it is nobody's turn."""
     began_ns = timings.now_ns()
-    demand, roster = demand_of(core, job), core.fleet.roster
+    demand, roster = routing_request_of(core, job), core.fleet.roster
     choice = core.policy.choose(roster, demand, time.monotonic())
     made_ns = timings.now_ns()
     if isinstance(choice, NoPlacement):
@@ -146,7 +146,7 @@ def _predicted_notes(predicted: Prediction) -> list[str]:
     return notes + ([f"{predicted.misses:.1f} objectives missed"] if predicted.misses >= 0.05 else [])
 
 
-def _nothing(core: Core, job: Job, demand: Demand, nothing: NoPlacement) -> mesh_pb2.Decision:
+def _nothing(core: RouterContext, job: PreparedRequest, demand: RoutingRequest, nothing: NoPlacement) -> mesh_pb2.Decision:
     return mesh_pb2.Decision(
         request_id=job.request_id,
         policy=core.policy.name,

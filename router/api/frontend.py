@@ -18,14 +18,14 @@ from pdmesh.runtime.errors import InvalidArgument, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api import explain, status
 from router.api.validation import refuse
-from router.context import Core
+from router.context import RouterContext
 from router.lifecycle.request import Request
 from router.routing.routing_request import goals_ms
 from router.telemetry.request_trace import CHAT, COMPLETION, RequestTrace, open_trace
 from router.telemetry.request_trace import OFF as NO_TRACE
 from router.telemetry.timings import RequestTimings, now_ns
-from router.tokenization.prepared_request import Job
-from router.tokenization.preprocessor import Jobs
+from router.tokenization.prepared_request import PreparedRequest
+from router.tokenization.preprocessor import Preprocessor
 
 LAST_WORDS_S = 2.0
 RequestMetadata = Iterable[tuple[str, str | bytes]]
@@ -35,9 +35,11 @@ RequestMetadata = Iterable[tuple[str, str | bytes]]
 class Frontend:
     """Serves until it is drained. Whoever takes a stream closes it (`aclose`): that is how a client leaves."""
 
-    def __init__(self, core: Core, objectives: tuple[ModelObjective, ...], registry_connected: Callable[[], bool]) -> None:
+    def __init__(
+        self, core: RouterContext, objectives: tuple[ModelObjective, ...], registry_connected: Callable[[], bool]
+    ) -> None:
         self.core = core
-        self._jobs = Jobs(core)
+        self._jobs = Preprocessor(core)
         self._objectives = objectives
         self._registry_connected = registry_connected
         self._requests: set[Request] = set()
@@ -120,7 +122,7 @@ class Frontend:
                     request.fail(Unavailable("this router is going; resume on another one"))
 
     async def _stream(
-        self, making: Coroutine[object, object, Job], received_ns: int, trace: RequestTrace = NO_TRACE
+        self, making: Coroutine[object, object, PreparedRequest], received_ns: int, trace: RequestTrace = NO_TRACE
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         if self._draining:
             making.close()
@@ -138,7 +140,7 @@ class Frontend:
                 self._idle.set()
 
     async def _made(
-        self, making: Coroutine[object, object, Job], received_ns: int, trace: RequestTrace = NO_TRACE
+        self, making: Coroutine[object, object, PreparedRequest], received_ns: int, trace: RequestTrace = NO_TRACE
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         timings = RequestTimings(received_ns, spans=trace.spans)
         timings.routed(received_ns)
@@ -158,7 +160,7 @@ class Frontend:
         finally:
             self._end(request, timings, trace, error)
 
-    def _begin(self, job: Job, timings: RequestTimings) -> Request:
+    def _begin(self, job: PreparedRequest, timings: RequestTimings) -> Request:
         if self._draining:
             raise self._going()
         if self.on_asked is not None:

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 from pdmesh.planning.objectives import ModelObjective
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
-from router.context import Core
+from router.context import RouterContext
 from router.fleet.circuit_breaker import BreakerStatuses
 from router.fleet.worker import Worker
 from router.flow_control.capacity import Tally
 from router.telemetry.traffic import traffic_status
 
 
-def models(core: Core) -> mesh_pb2.ListModelsResponse:
+def models(core: RouterContext) -> mesh_pb2.ListModelsResponse:
     """The models served here, with the workers that take work for them now."""
     views = core.fleet.views()
     infos = [
@@ -27,7 +27,7 @@ def models(core: Core) -> mesh_pb2.ListModelsResponse:
     return mesh_pb2.ListModelsResponse(models=infos)
 
 
-def status(core: Core, objectives: Sequence[ModelObjective], *, registry_connected: bool) -> mesh_pb2.GetStatusResponse:
+def status(core: RouterContext, objectives: Sequence[ModelObjective], *, registry_connected: bool) -> mesh_pb2.GetStatusResponse:
     """Workers with their breakers, admission, objectives, traffic."""
     now = time.monotonic()
     breakers = BreakerStatuses(core.judge, core.fleet.roster, now)

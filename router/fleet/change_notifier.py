@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Changes:
+class ChangeNotifier:
     """Take `next` before looking at the state, then wait for it: a change in between is not lost."""
 
     def __init__(self) -> None:

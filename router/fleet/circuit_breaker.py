@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from pdmesh.v1 import mesh_pb2, worker_pb2
-from router.routing.fleet_snapshot import Roster
-from router.routing.worker_snapshot import WorkerKey, WorkerView
+from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
 
 MAX_BREAKERS = 10_000
 """Of workers that are gone for good nobody tells; beyond this many the one longest untouched is forgotten."""
@@ -86,7 +86,7 @@ class Breaker:
 
 
 @dataclass(eq=False)
-class Health:
+class CircuitBreaker:
     """All breakers of a router. `jitter` gives a number in [0, 1); `on_change` hears (worker, role, state, reason)."""
 
     limits: HealthLimits = field(default_factory=HealthLimits)
@@ -213,17 +213,17 @@ PEERS_FOR_S = 2.0
 logger = logging.getLogger(__name__)
 
 
-class Judge:
+class HealthRecorder:
     """One for each router. Everybody reports here; the placer asks whom to leave out."""
 
-    def __init__(self, views: Callable[[], Iterable[WorkerView]]) -> None:
+    def __init__(self, views: Callable[[], Iterable[WorkerSnapshot]]) -> None:
         """`views`: the workers as they are now."""
-        self.health = Health(jitter=random.random, on_change=_log)
+        self.health = CircuitBreaker(jitter=random.random, on_change=_log)
         self._views = views
         self._peers: dict[tuple[WorkerKey, Role], Iterable[WorkerKey]] = {}
         self._peers_until = 0.0
 
-    def ejected(self, roster: Roster, role: Role) -> frozenset[WorkerKey]:
+    def ejected(self, roster: FleetSnapshot, role: Role) -> frozenset[WorkerKey]:
         """Whom of `roster` to leave out for now, in this role: of each kind at most a share, and never the last."""
         if not self.health.suspects:
             return frozenset()
@@ -233,7 +233,7 @@ class Judge:
         groups = [self._with_peers(suspects, roster, role) for suspects in _groups(views, role)]
         return frozenset[WorkerKey]().union(*(self.health.ejected(role, group, now) for group in groups))
 
-    def _with_peers(self, suspects: dict[WorkerKey, WorkerView], roster: Roster, role: Role) -> list[WorkerKey]:
+    def _with_peers(self, suspects: dict[WorkerKey, WorkerSnapshot], roster: FleetSnapshot, role: Role) -> list[WorkerKey]:
         """With so many others of their kind that more would change nothing: there may be thousands, and every request asks."""
         share = self.health.limits.max_share
         enough = math.ceil(len(suspects) / share) + 1 if share else None
@@ -265,9 +265,9 @@ class Judge:
         return self._peers.get((worker, role), ())
 
 
-def _groups(views: Iterable[WorkerView], role: Role) -> list[dict[WorkerKey, WorkerView]]:
+def _groups(views: Iterable[WorkerSnapshot], role: Role) -> list[dict[WorkerKey, WorkerSnapshot]]:
     """Workers that can stand in for each other."""
-    groups: dict[tuple[object, ...], dict[WorkerKey, WorkerView]] = defaultdict(dict)
+    groups: dict[tuple[object, ...], dict[WorkerKey, WorkerSnapshot]] = defaultdict(dict)
     for view in views:
         if view.decode if role is Role.DECODE else view.prefill:
             groups[view.kind][view.key] = view
@@ -298,7 +298,7 @@ _STATES = {
 class BreakerStatuses:
     """As of one moment: whom requests leave out is asked once for all workers."""
 
-    def __init__(self, judge: Judge, roster: Roster, now: float) -> None:
+    def __init__(self, judge: HealthRecorder, roster: FleetSnapshot, now: float) -> None:
         """`now` is monotonic seconds."""
         self._judge = judge
         self._left_out: Mapping[Role, frozenset[WorkerKey]] = {role: judge.ejected(roster, role) for role in Role}

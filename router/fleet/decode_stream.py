@@ -42,7 +42,7 @@ class Follower(Protocol):
 
 
 @dataclass(frozen=True)
-class LinkSettings:
+class StreamSettings:
     """Seconds, but `heartbeat_ms`."""
 
     router_id: str
@@ -51,14 +51,14 @@ class LinkSettings:
     grace_s: float = 2.0
 
 
-class DecodeLink:
+class DecodeStream:
     """Lives from `start` to `stop`, over any number of streams."""
 
     def __init__(
         self,
         address: str,
         stub: "decode_pb2_grpc.DecodeServiceAsyncStub",
-        settings: LinkSettings,
+        settings: StreamSettings,
         *,
         on_change: Callable[[], None],
         on_load: Callable[[worker_pb2.LoadReport], None],

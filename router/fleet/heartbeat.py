@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class SilenceClock:
+class HeartbeatClock:
     """Counts silence in ticks: a tick that comes late, because this process was stalled, counts as one tick only.
 
     Otherwise a router that was stopped for a second would believe that all of its workers had died.
@@ -39,7 +39,7 @@ class Watchdog:
 
     def __init__(self, timeout_s: float, on_silence: Callable[[], object]) -> None:
         self._tick_s = min(0.1, timeout_s / 5)
-        self._clock = SilenceClock(timeout_s, self._tick_s)
+        self._clock = HeartbeatClock(timeout_s, self._tick_s)
         self._on_silence = on_silence
         self._handle: asyncio.TimerHandle | None = None
         self.heard = self._clock.heard

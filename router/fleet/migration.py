@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pdmesh.v1 import worker_pb2
-from router.fleet.registry import Fleet
+from router.fleet.registry import FleetRegistry
 from router.fleet.worker import Worker
-from router.routing.worker_snapshot import WorkerKey, WorkerView
+from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
 
 # Whether one running sequence should move to another decode worker. Pure: a snapshot and a clock in, a move with its reason out.
 #
@@ -63,7 +63,7 @@ class Rebalancer:
     _moved_at: dict[WorkerKey, float] = field(default_factory=dict)
     _last_move_at: float | None = None
 
-    def decide(self, workers: Iterable[WorkerView], paces: Mapping[WorkerKey, Pace], now: float) -> Move | None:
+    def decide(self, workers: Iterable[WorkerSnapshot], paces: Mapping[WorkerKey, Pace], now: float) -> Move | None:
         """To be called with every change or a few times a second. A move that is returned counts as made."""
         decodes = [worker for worker in workers if worker.decode]
         emptiest = _emptiest_by_kind(decodes)
@@ -83,7 +83,7 @@ class Rebalancer:
         waited = now - self._needy_since[source] >= self.limits.patience_s
         return waited and source not in self._moved_at and target not in self._moved_at
 
-    def _need(self, worker: WorkerView, emptiest: list[WorkerView], paces: Mapping[WorkerKey, Pace]) -> Move | None:
+    def _need(self, worker: WorkerSnapshot, emptiest: list[WorkerSnapshot], paces: Mapping[WorkerKey, Pace]) -> Move | None:
         target = next((other for other in emptiest if other.key != worker.key), None)
         if target is None or worker.num_seqs < 2:  # a lone sequence is nowhere better off
             return None
@@ -92,7 +92,7 @@ class Rebalancer:
             return Move(worker.key, target.key, f"{worker.worker_id} is {used:.0%} full, {target.worker_id} {free:.0%}")
         return self._slow(worker, target, paces) if used > free else None
 
-    def _slow(self, worker: WorkerView, target: WorkerView, paces: Mapping[WorkerKey, Pace]) -> Move | None:
+    def _slow(self, worker: WorkerSnapshot, target: WorkerSnapshot, paces: Mapping[WorkerKey, Pace]) -> Move | None:
         pace, other = paces.get(worker.key), paces.get(target.key)
         if pace is None or pace.objective_s is None or pace.tpot_s <= pace.objective_s:
             return None
@@ -103,15 +103,15 @@ class Rebalancer:
         return Move(worker.key, target.key, f"{worker.worker_id} gives {slow}; {target.worker_id} is faster")
 
 
-def _emptiest_by_kind(workers: Iterable[WorkerView]) -> dict[tuple[object, ...], list[WorkerView]]:
+def _emptiest_by_kind(workers: Iterable[WorkerSnapshot]) -> dict[tuple[object, ...], list[WorkerSnapshot]]:
     """The two least loaded of each kind: one of them is not the worker that looks for another."""
-    kinds: dict[tuple[object, ...], list[WorkerView]] = {}
+    kinds: dict[tuple[object, ...], list[WorkerSnapshot]] = {}
     for worker in workers:
         kinds.setdefault(worker.kind, []).append(worker)
     return {kind: heapq.nsmallest(2, those, key=lambda each: (load_share(each), each.address)) for kind, those in kinds.items()}
 
 
-def load_share(worker: WorkerView) -> float:
+def load_share(worker: WorkerSnapshot) -> float:
     """How full it is, in blocks or in places, with what was sent there since its report."""
     blocks = 1 - (worker.num_free_blocks - worker.dispatched_blocks) / worker.num_total_blocks
     places = (worker.num_seqs + worker.dispatched_seqs) / worker.max_num_seqs
@@ -130,7 +130,7 @@ MIN_TOKENS_LEFT = 32
 logger = logging.getLogger(__name__)
 
 
-class Movable(Protocol):
+class Migratable(Protocol):
     """A request on a decode worker."""
 
     @property
@@ -161,22 +161,27 @@ class _Asked:
     at: float
 
 
-class Mover:
+class Migrator:
     """Looks a few times a second, from `start` to `stop`.
 
     `requests` are those of this router; they come and go by themselves.
     """
 
     def __init__(
-        self, fleet: Fleet, requests: Iterable[Movable], *, rebalancer: Rebalancer | None, tpot_objectives_s: Mapping[str, float]
+        self,
+        fleet: FleetRegistry,
+        requests: Iterable[Migratable],
+        *,
+        rebalancer: Rebalancer | None,
+        tpot_objectives_s: Mapping[str, float],
     ) -> None:
         """Without a `rebalancer` only workers that drain are left. `tpot_objectives_s` by model."""
         self._fleet = fleet
         self._requests = requests
         self.rebalancer = rebalancer
         self._objectives = tpot_objectives_s
-        self._asked: weakref.WeakKeyDictionary[Movable, _Asked] = weakref.WeakKeyDictionary()
-        self._counted: weakref.WeakKeyDictionary[Movable, tuple[float, int]] = weakref.WeakKeyDictionary()
+        self._asked: weakref.WeakKeyDictionary[Migratable, _Asked] = weakref.WeakKeyDictionary()
+        self._counted: weakref.WeakKeyDictionary[Migratable, tuple[float, int]] = weakref.WeakKeyDictionary()
         self._balanced_at = 0.0
         self._task: asyncio.Task[None] | None = None
 
@@ -210,7 +215,7 @@ class Mover:
 
     def _leave(self, leaving: set[WorkerKey], now: float) -> None:
         on_their_way: dict[WorkerKey, int] = defaultdict(int)
-        here: list[tuple[Movable, WorkerKey]] = []
+        here: list[tuple[Migratable, WorkerKey]] = []
         for request in self._requests:
             holder, asked = request.holder, self._asked.get(request)
             if holder is None and asked is not None:
@@ -230,7 +235,7 @@ class Mover:
         if ready:
             self._ask(max(ready, key=lambda request: request.num_left), move.source, move.reason, now)
 
-    def _ask(self, request: Movable, source: WorkerKey, reason: str, now: float) -> None:
+    def _ask(self, request: Migratable, source: WorkerKey, reason: str, now: float) -> None:
         self._asked[request] = _Asked(source, now)
         request.ask_to_move(reason)
 
@@ -249,7 +254,7 @@ class Mover:
                     times[holder].append(tpot_s)
         return {holder: Pace(sum(values) / len(values), goals[holder]) for holder, values in times.items()}
 
-    def _tpot_s(self, request: Movable, now: float) -> float | None:
+    def _tpot_s(self, request: Migratable, now: float) -> float | None:
         """Since it was last counted, up to a second ago; None when nothing has come since."""
         num_tokens = request.num_tokens
         at, before = self._counted.setdefault(request, (now, num_tokens))

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterable, Mapping
 
 from pdmesh.runtime.rpc.channel import Channels
 from pdmesh.v1 import worker_pb2
-from router.fleet.change_notifier import Changes
-from router.fleet.decode_stream import LinkSettings
+from router.fleet.change_notifier import ChangeNotifier
+from router.fleet.decode_stream import StreamSettings
 from router.fleet.worker import Incarnation, Worker
-from router.routing.fleet_snapshot import Roster
-from router.routing.worker_snapshot import WorkerView
+from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.worker_snapshot import WorkerSnapshot
 
 # The largest context of any worker of a model, without a look at every worker: each request asks. Pure.
 
 
-class Contexts:
+class ContextLimits:
     """What workers can hold at most, by address. Few of thousands differ: the sizes are counted."""
 
     def __init__(self) -> None:
@@ -57,21 +57,21 @@ SWEEP_PERIOD_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-class Fleet:
+class FleetRegistry:
     """Watches workers by address."""
 
-    def __init__(self, settings: LinkSettings, channels: Channels, *, report_period_ms: int, forget_s: float) -> None:
-        self.changes = Changes()  # of workers: they come, go and report
-        self.openings = Changes()  # there may be room now: the same, and whenever a request has ended
+    def __init__(self, settings: StreamSettings, channels: Channels, *, report_period_ms: int, forget_s: float) -> None:
+        self.changes = ChangeNotifier()  # of workers: they come, go and report
+        self.openings = ChangeNotifier()  # there may be room now: the same, and whenever a request has ended
         self.on_dispatch: Callable[[], None] | None = None  # called whenever something was sent to a worker
         self._settings = settings
         self._channels = channels
         self._report_period_ms = report_period_ms
         self._forget_s = forget_s
         self._workers: dict[str, Worker] = {}
-        self._roster = Roster()
+        self._roster = FleetSnapshot()
         self._outdated: set[str] = set()
-        self._contexts = Contexts()
+        self._contexts = ContextLimits()
         self._sweeper: asyncio.Task[None] | None = None
 
     def start(self, static: Iterable[str]) -> None:
@@ -88,7 +88,7 @@ class Fleet:
         await asyncio.gather(*(worker.stop() for worker in self._workers.values()))
         self._outdated |= self._workers.keys()
         self._workers.clear()
-        self._contexts = Contexts()
+        self._contexts = ContextLimits()
 
     def on_registry(self, registered: Iterable[worker_pb2.WorkerInfo]) -> None:
         """What the registry holds now."""
@@ -104,7 +104,7 @@ class Fleet:
         return self._workers
 
     @property
-    def roster(self) -> Roster:
+    def roster(self) -> FleetSnapshot:
         """Those that are alive and take work, ranked. What changed since the last look is brought up to date now: a worker may
         report often between two decisions."""
         while self._outdated:
@@ -113,7 +113,7 @@ class Fleet:
             self._roster.put(address, None if worker is None else worker.view)
         return self._roster
 
-    def views(self) -> list[WorkerView]:
+    def views(self) -> list[WorkerSnapshot]:
         """Those that are alive and take work."""
         return list(self.roster.views())
 

@@ -20,7 +20,7 @@ from pdmesh.runtime.registry import records
 from pdmesh.runtime.registry.redis_link import MAX_BACKOFF_S, RedisLink, open_redis
 from router.fleet import peers
 from router.fleet.peers import PeerMessage, Peers, UnreadableMessage
-from router.fleet.registry import Fleet
+from router.fleet.registry import FleetRegistry
 
 PERIOD_S = 0.1
 BURST_S = 0.02
@@ -34,7 +34,7 @@ Demand = Callable[[float], Mapping[str, float]]
 class SharedState:
     """One router's side, from `start` to `stop`."""
 
-    def __init__(self, url: str, mesh: str, router_id: str, fleet: Fleet, demand: Demand) -> None:
+    def __init__(self, url: str, mesh: str, router_id: str, fleet: FleetRegistry, demand: Demand) -> None:
         """`demand`: tokens per second by tenant, at monotonic seconds. Raises ConfigError for a malformed URL."""
         self._channel = f"pdmesh:{records.check_id('mesh', mesh)}:routers"
         self._url = url

@@ -10,10 +10,10 @@ import grpc.aio
 
 from pdmesh.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router.fleet.change_notifier import Signal
-from router.fleet.decode_stream import DecodeLink, LinkSettings
+from router.fleet.decode_stream import DecodeStream, StreamSettings
 from router.fleet.heartbeat import Watchdog, being_cancelled
 from router.routing import worker_reports
-from router.routing.worker_snapshot import WorkerView
+from router.routing.worker_snapshot import WorkerSnapshot
 
 MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 0.25
@@ -87,7 +87,7 @@ class Worker:
         self,
         address: str,
         channel: grpc.aio.Channel,
-        settings: LinkSettings,
+        settings: StreamSettings,
         *,
         report_period_ms: int,
         static: bool,
@@ -103,7 +103,7 @@ class Worker:
         self.last: Incarnation | None = None
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(channel)
-        self.link = DecodeLink(address, self.decode, settings, on_change=on_change, on_load=self._report)
+        self.link = DecodeStream(address, self.decode, settings, on_change=on_change, on_load=self._report)
         self._control = worker_pb2_grpc.WorkerControlStub(channel)
         self._settings = settings
         self._report_period_ms = report_period_ms
@@ -114,7 +114,7 @@ class Worker:
         self._dispatched: list[Dispatched] = []
         self._told: list[Dispatched] = []
         self._foreign: list[Dispatched] = []
-        self._view: WorkerView | None = None
+        self._view: WorkerSnapshot | None = None
         self._link_started = False
         self._task: asyncio.Task[None] | None = None
         self.lost_at: float = time.monotonic()
@@ -136,14 +136,14 @@ class Worker:
             await self.link.stop("the router stopped watching it")
 
     @property
-    def view(self) -> WorkerView | None:
+    def view(self) -> WorkerSnapshot | None:
         """What the policy sees; None while the worker is not alive or takes no new work."""
         current = self.current
         if current is None or current.load.draining:
             return None
         if self._view is None:
             attached = self.link.attached and self.link.epoch == current.info.epoch
-            self._view = worker_reports.view_of(
+            self._view = worker_reports.snapshot_of(
                 current.described, current.load, decode=attached, reported_at=current.reported_at, sent=self._counted()
             )
         return self._view

@@ -5,7 +5,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from router.flow_control.types import Applicant, Ticket, TicketState
+from router.flow_control.types import FlowItem, Ticket, TicketState
 
 # What a tenant may take, and who knows it.
 
@@ -205,7 +205,7 @@ class AdmissionSettings:
     aging_s: float = 5.0
 
 
-class Places:
+class InflightLimiter:
     """At most `max_inflight`, of one tenant at most what its limits say; keeps tokens and tallies of all tickets that live."""
 
     def __init__(self, max_inflight: int, book: TenantBook) -> None:
@@ -273,7 +273,7 @@ class Places:
         self._tallies.pop(ticket.number).num_queued -= 1
         self.rates.take(ticket.applicant.tenant, -ticket.charged)
 
-    def _count(self, applicant: Applicant, sign: int) -> None:
+    def _count(self, applicant: FlowItem, sign: int) -> None:
         self.num_inflight += sign
         tenant, lane = applicant.tenant, (applicant.lane, applicant.rank)
         self._by_lane[lane] = self._by_lane.get(lane, 0) + sign

@@ -12,11 +12,19 @@ import asyncio
 import itertools
 
 from pdmesh.runtime.errors import MeshError, ResourceExhausted
-from router.flow_control.capacity import AdmissionSettings, Places, SameForAll, Tally, TenantBook, TenantLimits, retry_delay_s
-from router.flow_control.dispatch_order import Turns
-from router.flow_control.queue import Lane, WaitingRoom
-from router.flow_control.slo_admission import Way, alone_s, expected_ttft_s
-from router.flow_control.types import Applicant, Forecast, Refusal, Ticket, TicketState
+from router.flow_control.capacity import (
+    AdmissionSettings,
+    InflightLimiter,
+    SameForAll,
+    Tally,
+    TenantBook,
+    TenantLimits,
+    retry_delay_s,
+)
+from router.flow_control.dispatch_order import DispatchOrder
+from router.flow_control.queue import Lane, RequestQueue
+from router.flow_control.slo_admission import Verdict, alone_s, expected_ttft_s
+from router.flow_control.types import FlowItem, Forecast, Refusal, Ticket, TicketState
 
 
 class Admission:
@@ -25,9 +33,9 @@ class Admission:
 
     def __init__(self, settings: AdmissionSettings, book: TenantBook | None = None) -> None:
         self.settings = settings
-        self.places = Places(settings.max_inflight, book or SameForAll())
-        self._room = WaitingRoom(settings.max_queued, settings.max_queued_bytes)
-        self._turns = Turns(settings, self._room, self.places)
+        self.places = InflightLimiter(settings.max_inflight, book or SameForAll())
+        self._room = RequestQueue(settings.max_queued, settings.max_queued_bytes)
+        self._turns = DispatchOrder(settings, self._room, self.places)
         self._numbers = itertools.count()
 
     @property
@@ -55,7 +63,7 @@ class Admission:
         """What they hold."""
         return self._room.num_bytes
 
-    def ask(self, applicant: Applicant, now: float) -> Ticket | Refusal:
+    def ask(self, applicant: FlowItem, now: float) -> Ticket | Refusal:
         """A ticket (look at its state), or a refusal. `now`: monotonic seconds, as in all calls."""
         limits = self.places.book.limits_of(applicant.tenant)
         tally = self.places.counts.of(applicant.tenant, applicant.priority)
@@ -110,7 +118,7 @@ class Admission:
         lane.shares.settle(applicant.tenant, used_tokens - applicant.cost)
         self.places.release(ticket, used_tokens)
 
-    def _rate_refusal(self, applicant: Applicant, limits: TenantLimits, now: float) -> Refusal | None:
+    def _rate_refusal(self, applicant: FlowItem, limits: TenantLimits, now: float) -> Refusal | None:
         delay_s = self.places.rates.delay_s(applicant.tenant, limits, applicant.cost, now)
         if not delay_s:
             return None
@@ -120,7 +128,7 @@ class Admission:
         )
         return Refusal("rate", message, delay_s)
 
-    def _place_or_queue(self, applicant: Applicant, limits: TenantLimits, tally: Tally, now: float) -> Ticket | Refusal:
+    def _place_or_queue(self, applicant: FlowItem, limits: TenantLimits, tally: Tally, now: float) -> Ticket | Refusal:
         lane, forecast = self._room.lane(applicant.lane, now), None
         lane.tick(now, is_full=self.places.is_full)
         if self._may_be_first(lane, applicant):
@@ -128,20 +136,20 @@ class Admission:
             refusal = self._turns.too_late(lane, applicant, forecast, None, now)
             if refusal is not None:
                 return refusal
-            if self._turns.way(lane, applicant, forecast, now) is Way.OPEN or not self.max_queued:
+            if self._turns.way(lane, applicant, forecast, now) is Verdict.OPEN or not self.max_queued:
                 return self._admit(lane, applicant, limits, forecast, tally, now)
         refusal = self._hopeless(lane, applicant, limits, now)
         if refusal is not None:
             return refusal
         return self._queue(lane, applicant, limits, forecast or applicant.foresee(), tally, now)
 
-    def _may_be_first(self, lane: Lane, applicant: Applicant) -> bool:
+    def _may_be_first(self, lane: Lane, applicant: FlowItem) -> bool:
         if self.places.is_full or not lane.shares.is_first(applicant):
             return False
         return self.places.within_limit(applicant.tenant)
 
     def _admit(
-        self, lane: Lane, applicant: Applicant, limits: TenantLimits, forecast: Forecast | None, tally: Tally, now: float
+        self, lane: Lane, applicant: FlowItem, limits: TenantLimits, forecast: Forecast | None, tally: Tally, now: float
     ) -> Ticket:
         ticket = Ticket(applicant, next(self._numbers), now)
         _note_expected(ticket, forecast, None)
@@ -153,7 +161,7 @@ class Admission:
         lane.tick(now, is_full=self.places.is_full)
         return ticket
 
-    def _hopeless(self, lane: Lane, applicant: Applicant, limits: TenantLimits, now: float) -> Refusal | None:
+    def _hopeless(self, lane: Lane, applicant: FlowItem, limits: TenantLimits, now: float) -> Refusal | None:
         """Reasons to refuse that cost no forecast: a flood is answered by them."""
         if not self._room.fits(applicant) and self._room.victim(applicant, limits.weight) is None:
             return self._full(lane)
@@ -161,7 +169,7 @@ class Admission:
         return lane.outlook(applicant).unless_waiting_alone(applicant, wait_s)
 
     def _queue(
-        self, lane: Lane, applicant: Applicant, limits: TenantLimits, forecast: Forecast | None, tally: Tally, now: float
+        self, lane: Lane, applicant: FlowItem, limits: TenantLimits, forecast: Forecast | None, tally: Tally, now: float
     ) -> Ticket | Refusal:
         wait_s = lane.wait_s(lane.shares.cost_ahead(applicant, limits.weight))
         refusal = self._turns.too_late(lane, applicant, forecast, wait_s or 0.0, now)
@@ -178,7 +186,7 @@ class Admission:
         lane.tick(now, is_full=self.places.is_full)
         return ticket
 
-    def _make_room(self, applicant: Applicant, limits: TenantLimits) -> bool:
+    def _make_room(self, applicant: FlowItem, limits: TenantLimits) -> bool:
         """Whoever makes way for it does; False: nobody has to."""
         if self._room.fits(applicant):
             return True
@@ -218,7 +226,7 @@ LOOK_PERIOD_S = 0.02
 """While somebody waits, the mesh is looked at so often: reports, first tokens and time itself open the gate, too."""
 
 
-class Gate:
+class FlowController:
     """One admission and those who wait at it."""
 
     def __init__(self, admission: Admission) -> None:
@@ -226,7 +234,7 @@ class Gate:
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._next_look: asyncio.TimerHandle | None = None
 
-    async def enter(self, applicant: Applicant) -> Ticket:
+    async def enter(self, applicant: FlowItem) -> Ticket:
         """A ticket that holds a place; to be given back with `leave`. Raises ResourceExhausted with a retry delay."""
         ticket = self.admission.ask(applicant, asyncio.get_running_loop().time())
         self._wake(self.admission.decided())

@@ -7,11 +7,11 @@ one that waits because the mesh is saturated is not, or large prompts would star
 import heapq
 from collections import deque
 
-from router.flow_control.capacity import AdmissionSettings, Places, retry_delay_s
+from router.flow_control.capacity import AdmissionSettings, InflightLimiter, retry_delay_s
 from router.flow_control.fairness import FairQueue
-from router.flow_control.queue import Lane, WaitingRoom
-from router.flow_control.slo_admission import Way, alone_s, deadline_refusal, expired, never_fast_enough, too_slow, way
-from router.flow_control.types import BATCH, INTERACTIVE, RANKS, STANDARD, Applicant, Forecast, Refusal, Ticket, TicketState
+from router.flow_control.queue import Lane, RequestQueue
+from router.flow_control.slo_admission import Verdict, alone_s, deadline_refusal, expired, never_fast_enough, too_slow, verdict
+from router.flow_control.types import BATCH, INTERACTIVE, RANKS, STANDARD, FlowItem, Forecast, Refusal, Ticket, TicketState
 
 AGED_TURN = 4
 """Of so many places one is for standard requests that have waited for too long beside interactive ones."""
@@ -24,10 +24,10 @@ MAX_WAIT_S = 3600.0
 """Nobody waits for longer, whatever it waits for."""
 
 
-class Turns:
+class DispatchOrder:
     """Admits and refuses those who wait. `decided` collects them; `refuse` ends the wait of one."""
 
-    def __init__(self, settings: AdmissionSettings, room: WaitingRoom, places: Places) -> None:
+    def __init__(self, settings: AdmissionSettings, room: RequestQueue, places: InflightLimiter) -> None:
         self.decided: list[Ticket] = []
         self._settings = settings
         self._room = room
@@ -54,15 +54,15 @@ class Turns:
         self._places.refuse(ticket, refusal.reason)
         self.decided.append(ticket)
 
-    def way(self, lane: Lane, applicant: Applicant, forecast: Forecast | None, now: float) -> Way:
+    def way(self, lane: Lane, applicant: FlowItem, forecast: Forecast | None, now: float) -> Verdict:
         """Who would be alone is let in."""
         if not self._places.num_in_lane(applicant.lane, BATCH + 1):
-            return Way.OPEN
+            return Verdict.OPEN
         others_above = self._places.num_in_lane(applicant.lane, BATCH) > 0
-        return way(applicant, forecast, others_above=others_above, transit_s=lane.transit.seconds(now))
+        return verdict(applicant, forecast, others_above=others_above, transit_s=lane.transit.seconds(now))
 
     def too_late(
-        self, lane: Lane, applicant: Applicant, forecast: Forecast | None, wait_s: float | None, now: float, waited_s: float = 0.0
+        self, lane: Lane, applicant: FlowItem, forecast: Forecast | None, wait_s: float | None, now: float, waited_s: float = 0.0
     ) -> Refusal | None:
         """Its deadline counts always, its objective unless it would be alone. `wait_s`: from now on; None: it is placed now."""
         refusal = deadline_refusal(applicant, forecast, wait_s, now)
@@ -72,7 +72,7 @@ class Turns:
             applicant, forecast, wait_s, waited_s, self._margin(lane, applicant, wait_s, now)
         )
 
-    def _margin(self, lane: Lane, applicant: Applicant, wait_s: float | None, now: float) -> float:
+    def _margin(self, lane: Lane, applicant: FlowItem, wait_s: float | None, now: float) -> float:
         """For whom there is a place while nobody waits, and for whom its tenant is below its share, what is expected counts, not
         what is feared: in the first case nobody else would take the place, in the second the fear comes of others."""
         is_contended = wait_s is not None or lane.num_waiting > 0
@@ -123,10 +123,10 @@ class Turns:
                 self.refuse(ticket, refusal)
                 continue
             its_way = self.way(lane, ticket.applicant, forecast, now)
-            if its_way is Way.OPEN or lane.patience.is_over(now, self._settings.hold_timeout_s):
+            if its_way is Verdict.OPEN or lane.patience.is_over(now, self._settings.hold_timeout_s):
                 lane.transit.enter(ticket.number, 0.0 if forecast is None else alone_s(forecast), now)
                 return ticket
-            if its_way is Way.SATURATED:
+            if its_way is Verdict.SATURATED:
                 return None
             self._pass(queue, ticket, forecast, waited_s)
             num_passed[rank] += 1

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from router.flow_control.slo_admission import Outlook
-from router.flow_control.types import BATCH, INTERACTIVE, RANKS, STANDARD, Applicant, Ticket, TicketState
+from router.flow_control.slo_admission import SloEstimate
+from router.flow_control.types import BATCH, INTERACTIVE, RANKS, STANDARD, FlowItem, Ticket, TicketState
 
 # Who holds most of a room: a heap whose old entries are void. Pure.
 
@@ -32,7 +32,7 @@ class Holder(Protocol):
 Item = TypeVar("Item", bound=Holder)
 
 
-class Heaviest(Generic[Item]):
+class IndexedHeap(Generic[Item]):
     """Items by load; whoever changes an item's load says so with `weigh`."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Share:
     num_waiting: int = 0
     num_bytes: int = 0
     load: float = 0.0  # what it holds of the room, for its weight
-    outlooks: dict[int, Outlook] = field(default_factory=dict)
+    outlooks: dict[int, SloEstimate] = field(default_factory=dict)
     recent: Use = field(default_factory=Use)
 
 
@@ -183,7 +183,7 @@ class FairQueue:
         self._load = load
         self.num_waiting = 0
         self.cost = 0.0
-        self._heaviest: Heaviest[Flow] = Heaviest()
+        self._heaviest: IndexedHeap[Flow] = IndexedHeap()
         self._flows: dict[str, Flow] = {}
         self._heap: list[tuple[float, int, Flow]] = []
         self._entries = 0
@@ -287,7 +287,7 @@ BATCH_YIELDS = 8192.0
 """Tokens, for a weight of 1: batch lets others have so much more than its own tenant was given before its turn comes."""
 
 
-class Shares:
+class FairShare:
     """One lane's tenants. `per_request` and `per_byte`: what one takes of the room, whose whole is 1."""
 
     def __init__(self, per_request: float, per_byte: float) -> None:
@@ -298,7 +298,7 @@ class Shares:
         self._weight = 0.0  # of all who wait
         self._virtual = 0.0
         self._shares: dict[str, Share] = {}
-        self._heaviest: Heaviest[Share] = Heaviest()
+        self._heaviest: IndexedHeap[Share] = IndexedHeap()
         self._recent = RecentUse()
 
     def load(self, num: int, num_bytes: int, weight: float) -> float:
@@ -320,10 +320,10 @@ class Shares:
         share.weight = weight
         return share
 
-    def outlook(self, tenant: str, rank: int) -> Outlook:
+    def outlook(self, tenant: str, rank: int) -> SloEstimate:
         """Whether the tenant is being refused at present; of one that is not known, not."""
         share = self._shares.get(tenant)
-        return Outlook() if share is None else share.outlooks.setdefault(rank, Outlook())
+        return SloEstimate() if share is None else share.outlooks.setdefault(rank, SloEstimate())
 
     def push(self, ticket: Ticket, weight: float) -> None:
         """Wait behind the tenant's own of that rank."""
@@ -344,7 +344,7 @@ class Shares:
         """It waits no more; the caller changes its state. What the tenant was charged stays as it is."""
         self._remove(ticket, served=False)
 
-    def charge(self, applicant: Applicant, weight: float) -> None:
+    def charge(self, applicant: FlowItem, weight: float) -> None:
         """Its tenant was given what it costs, also past the queue."""
         share = self.share(applicant.tenant, weight)
         begin = self._begin(share)
@@ -373,7 +373,7 @@ class Shares:
                 best, best_start = self.queues[rank], start
         return best
 
-    def is_first(self, applicant: Applicant) -> bool:
+    def is_first(self, applicant: FlowItem) -> bool:
         """It would be before everybody who waits for a turn."""
         if not self.num_waiting:
             return True
@@ -394,7 +394,7 @@ class Shares:
         share = self._shares.get(tenant)
         return bool(self._shares) if share is None else self._recent.is_below(share.recent, share.weight)
 
-    def cost_ahead(self, applicant: Applicant, weight: float) -> float:
+    def cost_ahead(self, applicant: FlowItem, weight: float) -> float:
         """Tokens that are served before a newcomer's: of its tenant's, what is not of lower rank; and what others are given
         meanwhile, before batch all that is not batch."""
         share = self.share(applicant.tenant, weight)
@@ -434,7 +434,7 @@ class Shares:
         if not share.num_waiting:
             self._weight = self._weight - share.weight if self.num_waiting else 0.0  # rounding errors are not carried along
 
-    def _count(self, share: Share, applicant: Applicant, sign: int) -> None:
+    def _count(self, share: Share, applicant: FlowItem, sign: int) -> None:
         self.num_waiting += sign
         share.num_waiting += sign
         share.num_bytes += sign * applicant.num_bytes

@@ -8,9 +8,9 @@ lower ranks make way for higher ones. The newest request goes, of the lowest ran
 from collections.abc import Hashable
 
 from router.flow_control.capacity import BusyClock, DrainRate
-from router.flow_control.fairness import FairQueue, Shares
-from router.flow_control.slo_admission import Outlook, Trust
-from router.flow_control.types import BATCH, INTERACTIVE, RANKS, STANDARD, Applicant, Ticket
+from router.flow_control.fairness import FairQueue, FairShare
+from router.flow_control.slo_admission import PredictorAccuracy, SloEstimate
+from router.flow_control.types import BATCH, INTERACTIVE, RANKS, STANDARD, FlowItem, Ticket
 
 MAX_LANES = 64
 MAX_TRANSIT_S = 0.5
@@ -74,10 +74,10 @@ class Lane:
     """Those who wait for the same workers, by tenant and rank; and what is known of them."""
 
     def __init__(self, now: float, max_queued: int, max_bytes: int) -> None:
-        self.shares = Shares(1 / max(1, max_queued), 1 / max_bytes)
+        self.shares = FairShare(1 / max(1, max_queued), 1 / max_bytes)
         self.drain = DrainRate()
         self.turns = DrainRate()
-        self.trust = Trust()
+        self.trust = PredictorAccuracy()
         self.clock = BusyClock()
         self.transit = Transit()
         self.patience = Patience(now)
@@ -114,12 +114,12 @@ class Lane:
         """Seconds in which somebody of this lane needed a place."""
         return self.clock.advance(now, busy=is_full or self.num_waiting > 0)
 
-    def outlook(self, applicant: Applicant) -> Outlook:
+    def outlook(self, applicant: FlowItem) -> SloEstimate:
         """Of its tenant: who floods does not close the gate to others."""
         return self.shares.outlook(applicant.tenant, applicant.rank)
 
 
-class WaitingRoom:
+class RequestQueue:
     """All lanes of one router."""
 
     def __init__(self, max_queued: int, max_bytes: int) -> None:
@@ -137,20 +137,20 @@ class WaitingRoom:
             self.lanes[key] = Lane(now, self.max_queued, self.max_bytes)
         return self.lanes[key]
 
-    def fits(self, applicant: Applicant) -> bool:
+    def fits(self, applicant: FlowItem) -> bool:
         """There is room without anybody making way."""
         return self._is_open(applicant, OPEN_EIGHTHS[applicant.rank])
 
-    def holds(self, applicant: Applicant) -> bool:
+    def holds(self, applicant: FlowItem) -> bool:
         """There is room in the whole of it: enough for somebody for whom others have made way."""
         return self._is_open(applicant, 8)
 
-    def _is_open(self, applicant: Applicant, open_eighths: int) -> bool:
+    def _is_open(self, applicant: FlowItem, open_eighths: int) -> bool:
         num_open = self.max_queued - self.max_queued * (8 - open_eighths) // 8
         bytes_open = self.max_bytes - self.max_bytes * (8 - open_eighths) // 8
         return self.num_queued < num_open and self.num_bytes + applicant.num_bytes <= bytes_open
 
-    def victim(self, applicant: Applicant, weight: float) -> Ticket | None:
+    def victim(self, applicant: FlowItem, weight: float) -> Ticket | None:
         """Who makes way for the newcomer; None: nobody, it is refused."""
         if applicant.num_bytes > self.max_bytes or not self.max_queued:
             return None
@@ -174,14 +174,14 @@ class WaitingRoom:
         self._shares_of(ticket).remove(ticket)
         self._count(ticket, -1)
 
-    def _shares_of(self, ticket: Ticket) -> Shares:
+    def _shares_of(self, ticket: Ticket) -> FairShare:
         return self.lanes[ticket.applicant.lane].shares
 
     def _count(self, ticket: Ticket, sign: int) -> None:
         self.num_queued += sign
         self.num_bytes += sign * ticket.applicant.num_bytes
 
-    def _load_with(self, applicant: Applicant, weight: float) -> float:
+    def _load_with(self, applicant: FlowItem, weight: float) -> float:
         """What its tenant would hold of the room."""
         lane = self.lanes.get(applicant.lane)
         if lane is None:
@@ -189,7 +189,7 @@ class WaitingRoom:
         share = lane.shares.share(applicant.tenant, weight)
         return lane.shares.load(share.num_waiting + 1, share.num_bytes + applicant.num_bytes, weight)
 
-    def _of_heaviest(self, applicant: Applicant, weight: float) -> Ticket | None:
+    def _of_heaviest(self, applicant: FlowItem, weight: float) -> Ticket | None:
         """Of another tenant, that holds more for its weight than the newcomer's would."""
         tops = [(top.load, lane, top) for lane in self.lanes.values() if (top := lane.shares.heaviest()) is not None]
         if not tops:
@@ -200,7 +200,7 @@ class WaitingRoom:
         ranks = (BATCH,) if applicant.rank == BATCH else (BATCH, STANDARD, INTERACTIVE)
         return next((ticket for rank in ranks if (ticket := lane.queues[rank].newest(top.tenant)) is not None), None)
 
-    def _of_lower_rank(self, applicant: Applicant, weight: float) -> Ticket | None:
+    def _of_lower_rank(self, applicant: FlowItem, weight: float) -> Ticket | None:
         """Of a tenant that holds at least as much as the newcomer's would."""
         mine = self._load_with(applicant, weight)
         for rank in range(BATCH, applicant.rank, -1):
@@ -210,7 +210,7 @@ class WaitingRoom:
                     return flow.newest()
         return None
 
-    def _own(self, applicant: Applicant) -> Ticket | None:
+    def _own(self, applicant: FlowItem) -> Ticket | None:
         """Of its own tenant, of a lower rank."""
         lane = self.lanes.get(applicant.lane)
         ranks = range(BATCH, applicant.rank, -1) if lane is not None else ()

@@ -8,7 +8,7 @@ import enum
 from dataclasses import dataclass
 
 from router.flow_control.capacity import MAX_RETRY_DELAY_S, retry_delay_s
-from router.flow_control.types import BATCH, Applicant, Forecast, Refusal
+from router.flow_control.types import BATCH, FlowItem, Forecast, Refusal
 from router.routing.cost_model import MAX_AHEAD_S, is_saturated
 
 # How far forecasts of the time to the first token are to be trusted: by what came of those who were let in on them. Pure.
@@ -28,7 +28,7 @@ CLOSE = 0.4
 """Of the objective: from there on an error is of interest. That of a short time is large beside it, and harmless."""
 
 
-class Trust:
+class PredictorAccuracy:
     """In the forecasts for one lane. Times are seconds, `now` is monotonic."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ MAX_WAIT_S = 3600.0
 """Nobody waits for longer, whatever for."""
 
 
-class Way(enum.Enum):
+class Verdict(enum.Enum):
     """OPEN: place it now. SATURATED: nobody can be placed well now. OWN: it waits because of its own objective or rank."""
 
     OPEN = "open"
@@ -70,21 +70,21 @@ class Way(enum.Enum):
     OWN = "own"
 
 
-def way(applicant: Applicant, forecast: Forecast | None, *, others_above: bool, transit_s: float = 0.0) -> Way:
+def verdict(applicant: FlowItem, forecast: Forecast | None, *, others_above: bool, transit_s: float = 0.0) -> Verdict:
     """May it be placed now? `others_above`: somebody of a higher rank runs, whom batch must not disturb. `transit_s`: the prompts
     of those who were let in and are on their way: the forecast cannot know of them."""
     if forecast is None:
-        return Way.OPEN
+        return Verdict.OPEN
     if not forecast.has_room or is_saturated(forecast.ttft_s, forecast.ahead_s, transit_s):
-        return Way.SATURATED
+        return Verdict.SATURATED
     if applicant.tpot_s is not None and forecast.tpot_s > applicant.tpot_s:
-        return Way.OWN
+        return Verdict.OWN
     if applicant.rank == BATCH and others_above and _disturbs(applicant, forecast):
-        return Way.OWN
-    return Way.OPEN
+        return Verdict.OWN
+    return Verdict.OPEN
 
 
-def _disturbs(applicant: Applicant, forecast: Forecast) -> bool:
+def _disturbs(applicant: FlowItem, forecast: Forecast) -> bool:
     ttft_s, tpot_s = applicant.guard_ttft_s, applicant.guard_tpot_s
     if ttft_s is not None and forecast.ttft_s > BATCH_ROOM * ttft_s:
         return True
@@ -97,14 +97,14 @@ def alone_s(forecast: Forecast) -> float:
 
 
 @dataclass
-class Outlook:
+class SloEstimate:
     """One tenant's, in one lane and rank: whether it is refused for its objective at present."""
 
     refusing: bool = False
 
     def refusal(
         self,
-        applicant: Applicant,
+        applicant: FlowItem,
         forecast: Forecast | None,
         wait_s: float | None,
         waited_s: float = 0.0,
@@ -125,7 +125,7 @@ class Outlook:
         return Refusal("objective", _objective_words(applicant.ttft_s, expected_s, forecast, wait_s, waited_s),
                        retry_delay_s(expected_s - REOPEN * applicant.ttft_s))  # fmt: skip
 
-    def unless_waiting_alone(self, applicant: Applicant, wait_s: float | None) -> Refusal | None:
+    def unless_waiting_alone(self, applicant: FlowItem, wait_s: float | None) -> Refusal | None:
         """The queue alone takes too long, whatever the mesh would forecast: the cheap way to say no."""
         if applicant.ttft_s is None or wait_s is None or wait_s <= applicant.ttft_s:
             return None
@@ -134,7 +134,7 @@ class Outlook:
         return Refusal("objective", words, retry_delay_s(wait_s - REOPEN * applicant.ttft_s))
 
 
-def deadline_refusal(applicant: Applicant, forecast: Forecast | None, wait_s: float | None, now: float) -> Refusal | None:
+def deadline_refusal(applicant: FlowItem, forecast: Forecast | None, wait_s: float | None, now: float) -> Refusal | None:
     """Its first token would come after its deadline."""
     if forecast is None or applicant.deadline is None:
         return None
@@ -145,7 +145,7 @@ def deadline_refusal(applicant: Applicant, forecast: Forecast | None, wait_s: fl
     return Refusal("deadline", words, retry_delay_s(expected_s - left_s))
 
 
-def expired(applicant: Applicant, waited_s: float, now: float, delay_s: float) -> Refusal:
+def expired(applicant: FlowItem, waited_s: float, now: float, delay_s: float) -> Refusal:
     """It has waited until it was too late."""
     if waited_s >= MAX_WAIT_S:
         return Refusal("deadline", f"it has waited {_ms(waited_s)}, the longest that anybody waits", delay_s)
@@ -157,7 +157,7 @@ def expired(applicant: Applicant, waited_s: float, now: float, delay_s: float) -
     return Refusal("deadline", f"it has waited {_ms(waited_s)} and cannot meet its deadline any more", delay_s)
 
 
-def too_slow(applicant: Applicant, forecast: Forecast | None) -> Refusal | None:
+def too_slow(applicant: FlowItem, forecast: Forecast | None) -> Refusal | None:
     """Its outputs' pace would miss its objective at the present load."""
     if forecast is None or applicant.tpot_s is None or forecast.tpot_s <= applicant.tpot_s:
         return None
@@ -166,7 +166,7 @@ def too_slow(applicant: Applicant, forecast: Forecast | None) -> Refusal | None:
     return Refusal("objective", words, retry_delay_s(None))
 
 
-def never_fast_enough(applicant: Applicant, forecast: Forecast | None) -> Refusal | None:
+def never_fast_enough(applicant: FlowItem, forecast: Forecast | None) -> Refusal | None:
     """No worker would meet its objective for the pace of its output, not even an idle one: to wait is of no use."""
     if forecast is None or applicant.tpot_s is None or forecast.idle_tpot_s is None or forecast.idle_tpot_s <= applicant.tpot_s:
         return None

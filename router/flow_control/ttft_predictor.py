@@ -4,29 +4,29 @@ import time
 
 from pdmesh.planning.objectives import Bounds
 from pdmesh.v1 import common_pb2
-from router.context import Core
+from router.context import RouterContext
 from router.fleet.circuit_breaker import Role
-from router.flow_control.types import Applicant, Forecast, nothing_known
-from router.routing.filters import Demand, NoPlacement
-from router.routing.routing_request import demand_of
-from router.tokenization.prepared_request import Job
+from router.flow_control.types import FlowItem, Forecast, nothing_known
+from router.routing.filters import NoPlacement, RoutingRequest
+from router.routing.routing_request import routing_request_of
+from router.tokenization.prepared_request import PreparedRequest
 
 IDLE_FOR_S, MAX_IDLE, CONTEXT_STEP = 1.0, 256, 256
 
 
-class PolicyForecaster:
+class TtftPredictor:
     """`Forecaster` on the router's own policy and fleet; looks, and changes nothing."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: RouterContext) -> None:
         self._core = core
         self._idle: dict[tuple[object, ...], float | None] = {}
         self._idle_until = 0.0
 
-    def forecast(self, job: Job) -> Forecast | None:
+    def forecast(self, job: PreparedRequest) -> Forecast | None:
         """None while nothing is known: no worker that could take it, none of them says how fast it is, or a policy that predicts
         nothing."""
         roster, judge = self._core.fleet.roster, self._core.judge
-        demand = demand_of(
+        demand = routing_request_of(
             self._core,
             job,
             job.emitted,
@@ -45,7 +45,7 @@ class PolicyForecaster:
         idle_tpot_s = self._idle_tpot_s(demand) if slow else None
         return Forecast(predicted.ttft_s, predicted.tpot_s, best.has_room, predicted.ahead_s, idle_tpot_s)
 
-    def _idle_tpot_s(self, demand: Demand) -> float | None:
+    def _idle_tpot_s(self, demand: RoutingRequest) -> float | None:
         """Of the fastest worker; None as long as one of them does not say how fast it is. Remembered for IDLE_FOR_S: it takes a
         look at all of them."""
         now, context = time.monotonic(), round(demand.num_choices * demand.num_tokens)
@@ -56,7 +56,7 @@ class PolicyForecaster:
             self._idle[key] = self._look_for_idle(demand, context)
         return self._idle[key]
 
-    def _look_for_idle(self, demand: Demand, context: int) -> float | None:
+    def _look_for_idle(self, demand: RoutingRequest, context: int) -> float | None:
         groups = self._core.fleet.roster.groups(demand.model, demand.kind)
         views = [engine.view for group in groups for engine in group.engines.values() if engine.view.decode]
         speeds = [view.idle_tpot_s(demand.num_choices, context) for view in views]
@@ -71,13 +71,13 @@ HELD_BYTES_PER_TOKEN = 44
 """A token of a prompt that waits: a number, its place in the prompt, and its text in the client's message."""
 
 
-def applicant_of(core: Core, job: Job) -> Applicant:
+def flow_item_of(core: RouterContext, job: PreparedRequest) -> FlowItem:
     """What a request is at the gate. Its own objectives win over those of its model and priority."""
     promised, guarded = _bounds(core, job, job.priority), _bounds(core, job, common_pb2.PRIORITY_STANDARD)
     emitted = num_emitted(job)
     max_tokens = max(1, job.sampling.max_tokens - emitted // job.num_choices)
     forecaster = core.forecaster
-    return Applicant(
+    return FlowItem(
         tenant=job.tenant,
         priority=job.priority,
         started=emitted > 0,
@@ -94,12 +94,12 @@ def applicant_of(core: Core, job: Job) -> Applicant:
     )
 
 
-def num_emitted(job: Job) -> int:
+def num_emitted(job: PreparedRequest) -> int:
     """Tokens of all choices that a client has already: the mesh computes them as if they were prompt."""
     return sum(len(choice.token_ids) for choice in job.emitted)
 
 
-def _bounds(core: Core, job: Job, priority: int) -> Bounds:
+def _bounds(core: RouterContext, job: PreparedRequest, priority: int) -> Bounds:
     objective = core.objectives.get(job.model.name)
     return Bounds(None, None) if objective is None else objective.bounds(priority)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from router.tokenization.prepared_request import Job
+from router.tokenization.prepared_request import PreparedRequest
 
 # What the policy expects for a request, as admission asks for it: the mesh's answer to "would it meet its objective?".
 
@@ -27,7 +27,7 @@ class Forecast:
 class Forecaster(Protocol):
     """Looks at the fleet as it is now."""
 
-    def forecast(self, job: Job) -> Forecast | None:
+    def forecast(self, job: PreparedRequest) -> Forecast | None:
         """None while nothing is known: no worker, or none that says how fast it is."""
 
 
@@ -41,7 +41,7 @@ def nothing_known() -> Forecast | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Applicant:
+class FlowItem:
     """One request at the gate.
 
     `priority` is that of common.proto. `started`: a stream that was lost elsewhere, of which the client has tokens. `lane`:
@@ -98,7 +98,7 @@ class Refusal:
 class Ticket:
     """A request's place or its turn in the queue. `number` counts arrivals; `refusal`: why it was refused while it waited."""
 
-    applicant: Applicant
+    applicant: FlowItem
     number: int
     arrived: float
     state: TicketState = TicketState.WAITING

@@ -15,7 +15,7 @@ from pdmesh.v1 import common_pb2, worker_pb2
 from router.fleet.worker import Incarnation
 from router.routing.worker_reports import kind_of
 from router.routing.worker_snapshot import WorkerKey
-from router.tokenization.prepared_request import Job
+from router.tokenization.prepared_request import PreparedRequest
 
 # Which worker holds which prompt blocks: bounded, and quick to ask however many workers there are.
 #
@@ -327,10 +327,10 @@ class PrefixIndex:
         self._alive: set[WorkerKey] = set()
         self._followed: set[WorkerKey] = set()
         self._version = 0
-        self._looked_up: weakref.WeakKeyDictionary[Job, _LookedUp] = weakref.WeakKeyDictionary()
+        self._looked_up: weakref.WeakKeyDictionary[PreparedRequest, _LookedUp] = weakref.WeakKeyDictionary()
         self._kinds: dict[tuple[object, ...], worker_pb2.WorkerInfo] = {}
 
-    def cached_tokens(self, job: Job) -> Mapping[WorkerKey, int]:
+    def cached_tokens(self, job: PreparedRequest) -> Mapping[WorkerKey, int]:
         """Tokens of the prompt that each worker is thought to hold; workers with none are absent. To be used at once."""
         now = self._clock()
         known = self._looked_up.get(job)
@@ -342,7 +342,7 @@ class PrefixIndex:
         self._looked_up[job] = _LookedUp(cached, self._version, now)
         return cached
 
-    def remember(self, job: Job, incarnations: Iterable[Incarnation]) -> None:
+    def remember(self, job: PreparedRequest, incarnations: Iterable[Incarnation]) -> None:
         """The prompt's blocks are, or will soon be, on these workers. What is said of one that is gone is ignored: nobody would
         have it forgotten again."""
         now = self._clock()
@@ -401,11 +401,11 @@ class PrefixIndex:
         self._version += 1
 
 
-def _parts(job: Job, info: worker_pb2.WorkerInfo, maps: Iterable[BlockMap]) -> Iterator[Part]:
+def _parts(job: PreparedRequest, info: worker_pb2.WorkerInfo, maps: Iterable[BlockMap]) -> Iterator[Part]:
     names, block_size = _names(job, info), info.layout.block_size
     return (Part(blocks, levels, block_size) for blocks in maps if (levels := blocks.levels(names)))
 
 
-def _names(job: Job, info: worker_pb2.WorkerInfo) -> list[int]:
+def _names(job: PreparedRequest, info: worker_pb2.WorkerInfo) -> list[int]:
     identity: common_pb2.Identity = info.identity
     return job.block_names(identity, info.layout.kv_dtype, info.layout.block_size)

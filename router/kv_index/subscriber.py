@@ -18,7 +18,7 @@ import grpc.aio
 from pdmesh.runtime.registry.block_stream import BlockStream, Entry, Source
 from pdmesh.v1 import worker_pb2
 from router.fleet.heartbeat import being_cancelled
-from router.fleet.registry import Fleet
+from router.fleet.registry import FleetRegistry
 from router.fleet.worker import Worker
 from router.kv_index.index import PrefixIndex
 from router.routing.worker_snapshot import WorkerKey
@@ -63,7 +63,7 @@ class Followed:
 class PrefixFollower:
     """Follows all workers of a fleet. On one event loop, from `start` to `stop`."""
 
-    def __init__(self, fleet: Fleet, index: PrefixIndex, stream: BlockStream | None) -> None:
+    def __init__(self, fleet: FleetRegistry, index: PrefixIndex, stream: BlockStream | None) -> None:
         """`stream` None: there is no Redis. It is closed by `stop`."""
         self._fleet = fleet
         self._index = index

@@ -17,7 +17,7 @@ MAX_TRYING = 64
 
 
 @dataclass(order=True)
-class Turn:
+class Waiter:
     """A request in the line. `may_try` is set when it is among the first of them, as many as may try at once."""
 
     priority: int
@@ -29,11 +29,11 @@ class Turn:
 
 @dataclass
 class _Line:
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[Waiter] = field(default_factory=list)
     num_trying: int = 1
 
 
-class RoomLine:
+class CapacityQueue:
     """One line for each key: requests that different workers can serve must not wait for each other."""
 
     def __init__(self) -> None:
@@ -44,9 +44,9 @@ class RoomLine:
         """Nobody waits."""
         return key not in self._lines
 
-    def enter(self, key: Hashable, priority: int, tenant: str = "", *, interrupted: bool = False) -> Turn:
+    def enter(self, key: Hashable, priority: int, tenant: str = "", *, interrupted: bool = False) -> Waiter:
         """Stand in line; leave with `leave`. `interrupted`: this router has placed it before, and its output is under way."""
-        turn = Turn(priority, next(self._arrivals), tenant, interrupted)
+        turn = Waiter(priority, next(self._arrivals), tenant, interrupted)
         line = self._lines.setdefault(key, _Line())
         if interrupted:
             line.turns.insert(sum(other.interrupted for other in line.turns), turn)
@@ -62,7 +62,7 @@ class RoomLine:
         line.num_trying = 1
         _call(line)
 
-    def leave(self, key: Hashable, turn: Turn, *, placed: bool = False) -> None:
+    def leave(self, key: Hashable, turn: Waiter, *, placed: bool = False) -> None:
         """Step out, placed or not."""
         line = self._lines[key]
         if placed and line.turns[0] is turn:
@@ -83,7 +83,7 @@ def _call(line: _Line) -> None:
             turn.may_try.clear()
 
 
-def _order_own(line: list[Turn], tenant: str) -> None:
+def _order_own(line: list[Waiter], tenant: str) -> None:
     """The tenant's requests change places among themselves, by priority, then arrival."""
     places = [place for place, turn in enumerate(line) if turn.tenant == tenant and not turn.interrupted]
     for place, turn in zip(places, sorted(line[place] for place in places), strict=True):

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from pdmesh.runtime.errors import MeshError, ResourceExhausted
-from router.lifecycle.output import Span
+from router.lifecycle.output import TokenChunk
 
 M = TypeVar("M")
 
 
-class Outbox(Generic[M]):
+class ClientStream(Generic[M]):
     """Accepted output of one request on its way to the client. One producer side, one consumer, one event loop.
 
     A client that waits gets its message rendered in the producer's turn: the reader of a frame then does so for all of its
@@ -18,12 +18,12 @@ class Outbox(Generic[M]):
     that is slow are merged before they are rendered, so it costs fewer messages, not more.
     """
 
-    def __init__(self, max_tokens: int, render: Callable[[Span], M | None]) -> None:
+    def __init__(self, max_tokens: int, render: Callable[[TokenChunk], M | None]) -> None:
         """`render`: a span's message, or None if the client needs none."""
         self._max_tokens = max_tokens
         self._render = render
         self._num_tokens = 0
-        self._spans: list[Span] = []
+        self._spans: list[TokenChunk] = []
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[M | None] | None = None  # who waits here takes all of it in its next turn
 
@@ -32,7 +32,7 @@ class Outbox(Generic[M]):
         """An error waits behind the spans, or was given out already."""
         return self._error is not None
 
-    def put(self, span: Span) -> None:
+    def put(self, span: TokenChunk) -> None:
         """Queue `span`, or hand its message to who waits. When the client is too far behind, everything is dropped and the stream
         fails. What counts is what lay here before: a grammar may force thousands of tokens at once."""
         if self._error is not None:
@@ -72,13 +72,13 @@ class Outbox(Generic[M]):
                 return [message, *self._rendered()] if self._spans else [message]
         return self._rendered()
 
-    def _pile_up(self, span: Span) -> None:
+    def _pile_up(self, span: TokenChunk) -> None:
         if self._num_tokens >= self._max_tokens:
             self._overflow()
         else:
             self._queue(span)
 
-    def _queue(self, span: Span) -> None:
+    def _queue(self, span: TokenChunk) -> None:
         self._num_tokens += len(span.token_ids)
         if not self._merge(span):
             self._spans.append(span)
@@ -87,7 +87,7 @@ class Outbox(Generic[M]):
         spans, self._spans, self._num_tokens = self._spans, [], 0
         return [message for span in spans if (message := self._render(span)) is not None]
 
-    def _merge(self, span: Span) -> bool:
+    def _merge(self, span: TokenChunk) -> bool:
         if not self._spans:
             return False
         last = self._spans[-1]

@@ -13,14 +13,14 @@ import grpc.aio
 from pdmesh.runtime.errors import DeadlineExceeded, MeshError, Unavailable, error_from_rpc
 from pdmesh.runtime.telemetry.spans import Attributes
 from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2
-from router.context import Core, time_left_ms, time_left_s
+from router.context import RouterContext, time_left_ms, time_left_s
 from router.fleet.change_notifier import unless
 from router.fleet.worker import Incarnation, Worker
-from router.lifecycle.output import BookError, Span
+from router.lifecycle.output import OutputError, TokenChunk
 from router.routing.routing_request import tpot_goal_ms
 from router.routing.worker_snapshot import Mode, WorkerKey
 from router.telemetry.timings import RequestTimings
-from router.tokenization.prepared_request import Job
+from router.tokenization.prepared_request import PreparedRequest
 
 # What workers guessed for one request, over all of its stays on decode workers. Pure.
 
@@ -58,7 +58,7 @@ WIRE_MODES = {Mode.LOCAL: mesh_pb2.PREFILL_MODE_LOCAL, Mode.REMOTE: mesh_pb2.PRE
 logger = logging.getLogger(__name__)
 
 
-class LegLost(Exception):
+class WorkerLost(Exception):
     """The request's stay on this decode worker is over before its output is; it has to go on elsewhere."""
 
 
@@ -67,14 +67,14 @@ class Sink(Protocol):
 
     drafts: DraftTotals
 
-    def accept(self, span: Span) -> bool:
+    def accept(self, span: TokenChunk) -> bool:
         """New or repeated output; True when no more is needed. Must return at once. Raises BookError."""
 
     def next_indexes(self) -> Sequence[tuple[int, int]]:
         """(choice, output index needed next) of each choice that goes on."""
 
 
-class DecodeLeg:
+class DecodeStage:
     """A Follower of the worker's link.
 
     The id on the wire is the client's with a random tail: a client's id need not be unique, and a request that comes back to a
@@ -84,7 +84,13 @@ class DecodeLeg:
     """
 
     def __init__(
-        self, core: Core, worker: Worker, incarnation: Incarnation, job: Job, sink: Sink, timings: RequestTimings
+        self,
+        core: RouterContext,
+        worker: Worker,
+        incarnation: Incarnation,
+        job: PreparedRequest,
+        sink: Sink,
+        timings: RequestTimings,
     ) -> None:
         self.worker = worker
         self.info = incarnation.info
@@ -94,7 +100,7 @@ class DecodeLeg:
         self.started = False
         self.delivered = False
         self.flowing = asyncio.Event()
-        self.ended: asyncio.Future[LegLost | MeshError | None] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[WorkerLost | MeshError | None] = asyncio.get_running_loop().create_future()
         self._core = core
         self._job = job
         self._sink = sink
@@ -102,9 +108,9 @@ class DecodeLeg:
         self._wants_logprobs = job.sampling.HasField("logprobs")
         self._waits_for_first = False
         self._got_first = False
-        self._held: list[Span] = []
+        self._held: list[TokenChunk] = []
         self._submitting = False
-        self._failed_meanwhile: LegLost | MeshError | None = None
+        self._failed_meanwhile: WorkerLost | MeshError | None = None
         self._submitted = False
         self._unfinished = set(range(job.num_choices))
 
@@ -158,7 +164,7 @@ class DecodeLeg:
         """Prefill has told decode that every choice ended with its first token: nothing is left to cancel."""
         self._unfinished.clear()
 
-    def deliver_first(self, spans: Sequence[Span]) -> None:
+    def deliver_first(self, spans: Sequence[TokenChunk]) -> None:
         """The first tokens, from the prefill worker that fills the reservation. What decode sent before them follows."""
         self._waits_for_first = False
         self._got_first = True
@@ -166,7 +172,7 @@ class DecodeLeg:
         for span in (*spans, *held):
             self.deliver(span)
 
-    def deliver(self, span: Span) -> None:
+    def deliver(self, span: TokenChunk) -> None:
         """Output of this stay, in the order in which it counts."""
         if not self.delivered:
             self.delivered = True
@@ -174,18 +180,18 @@ class DecodeLeg:
         try:
             if self._sink.accept(span):
                 self.end(None)
-        except BookError as error:
-            self.end(LegLost(f"{self.info.worker_id}: {error}"))
+        except OutputError as error:
+            self.end(WorkerLost(f"{self.info.worker_id}: {error}"))
 
-    def _hold_back(self, span: Span) -> None:
+    def _hold_back(self, span: TokenChunk) -> None:
         """Decode repeats the committed first tokens, without log-probabilities; those of prefill, with its timings, come first.
 
         The two streams may overtake each other, by little."""
         self._held.append(span)
         if len(self._held) > MAX_HELD_SPANS:
-            self.end(LegLost(f"tokens come from {self.info.worker_id}, but no first tokens from the prefill worker"))
+            self.end(WorkerLost(f"tokens come from {self.info.worker_id}, but no first tokens from the prefill worker"))
 
-    def end(self, result: LegLost | MeshError | None) -> None:
+    def end(self, result: WorkerLost | MeshError | None) -> None:
         """Resolve `ended`; the first result stays."""
         if not self.ended.done():
             self.ended.set_result(result)
@@ -205,7 +211,7 @@ class DecodeLeg:
             self._sink.drafts.note(self.wire_id, output.choice, output.num_drafted, output.num_accepted)
         self.started = True
         logprobs = output.logprobs if self._wants_logprobs else ()
-        span = Span(output.choice, output.first_index, output.token_ids[:], logprobs, output.finish_reason)
+        span = TokenChunk(output.choice, output.first_index, output.token_ids[:], logprobs, output.finish_reason)
         if self._waits_for_first:
             self._hold_back(span)
         else:
@@ -222,7 +228,7 @@ class DecodeLeg:
 
     def on_lost(self, reason: str) -> None:
         """The worker is gone, or out of reach for too long."""
-        self.end(LegLost(reason))
+        self.end(WorkerLost(reason))
 
     def next_indexes(self) -> Sequence[tuple[int, int]]:
         """What a re-attached stream has to start from."""
@@ -240,10 +246,10 @@ class DecodeLeg:
         if event.HasField("local_prefill"):
             self._timings.prefilled(event.local_prefill)
 
-    def _failure(self, event: decode_pb2.RequestEvent) -> LegLost | MeshError:
+    def _failure(self, event: decode_pb2.RequestEvent) -> WorkerLost | MeshError:
         if event.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]:
             return DeadlineExceeded(event.message or "the deadline passed on the decode worker")
-        return LegLost(f"decode worker {self.info.worker_id} gave the request up (code {event.code}): {event.message}")
+        return WorkerLost(f"decode worker {self.info.worker_id} gave the request up (code {event.code}): {event.message}")
 
     async def _call_submit(self, request: decode_pb2.SubmitRequest) -> decode_pb2.SubmitResponse:
         """Raises MeshError, also when the worker falls silent meanwhile."""

@@ -13,33 +13,35 @@ from collections.abc import Callable, Sequence
 from pdmesh.runtime import log
 from pdmesh.runtime.errors import DeadlineExceeded, MeshError, Unavailable
 from pdmesh.v1 import mesh_pb2
-from router.context import Core
+from router.context import RouterContext
 from router.fleet.circuit_breaker import Role
-from router.lifecycle.client_stream import Outbox
-from router.lifecycle.decode_stage import DecodeLeg, DraftTotals, LegLost
-from router.lifecycle.output import Book, Span
-from router.lifecycle.placement import Need, Placed, Placer
-from router.lifecycle.prefill_stage import Filling
+from router.lifecycle.client_stream import ClientStream
+from router.lifecycle.decode_stage import DecodeStage, DraftTotals, WorkerLost
+from router.lifecycle.output import OutputTracker, TokenChunk
+from router.lifecycle.placement import Assignment, PlacementRequest, Placer
+from router.lifecycle.prefill_stage import PrefillStage
 from router.routing.worker_reports import kind_of
 from router.routing.worker_snapshot import WorkerKey
 from router.telemetry.timings import RequestTimings, Spans, now_ns
-from router.tokenization.prepared_request import Job
+from router.tokenization.prepared_request import PreparedRequest
 
 MIN_PACE_STEPS = 8
 """Fewer steps of a stay say nothing about how fast they come."""
 
-Render = Callable[[Span], mesh_pb2.GenerateResponse | None]
+Render = Callable[[TokenChunk], mesh_pb2.GenerateResponse | None]
 logger = logging.getLogger(__name__)
 
 
-class Course:
+class RequestDispatcher:
     """Acts for one request; its tokens come out of `outbox`, in order, each index once, or an error does.
 
     `is_winding_up`: workers have finished every choice; what is left to do ends by itself, soon. `drafts`: of all its stays.
     """
 
-    def __init__(self, core: Core, job: Job, book: Book, timings: RequestTimings, render: Render) -> None:
-        self.outbox = Outbox(core.config.max_buffered_tokens, render)
+    def __init__(
+        self, core: RouterContext, job: PreparedRequest, book: OutputTracker, timings: RequestTimings, render: Render
+    ) -> None:
+        self.outbox = ClientStream(core.config.max_buffered_tokens, render)
         self.is_winding_up = False
         self.drafts = DraftTotals()
         self._core = core
@@ -49,7 +51,7 @@ class Course:
         self._placer = Placer(core)
         self._avoid: frozenset[WorkerKey] = frozenset()
         self._kind: tuple[object, ...] | None = None
-        self._leg: DecodeLeg | None = None
+        self._leg: DecodeStage | None = None
         self._asked: asyncio.Future[str] | None = None  # while it can move
 
     async def run(self) -> None:
@@ -67,7 +69,7 @@ class Course:
         except Exception as error:  # noqa: BLE001 - the client gets INTERNAL instead of a stream that hangs
             self.outbox.fail(error)
 
-    def accept(self, span: Span) -> bool:
+    def accept(self, span: TokenChunk) -> bool:
         """Tokens from whichever worker; True when no more are needed. Raises BookError. Per-token path."""
         spans = self._book.accept(span)
         if spans:
@@ -120,18 +122,18 @@ class Course:
             await self._fill(placed, need)
             (await self._follow(placed)).finished()
             self._check_outbox()
-        except LegLost as loss:
+        except WorkerLost as loss:
             self._note_loss(self._leg or leg, loss)
         finally:
             (self._leg or leg).leave("the request has ended")
             self._leg = None
 
-    async def _fill(self, placed: Placed, need: Need) -> None:
+    async def _fill(self, placed: Assignment, need: PlacementRequest) -> None:
         """Raises LegLost, MeshError."""
-        await Filling(self._core, self._job, self._book, self, placed, need).run()
+        await PrefillStage(self._core, self._job, self._book, self, placed, need).run()
         need.timings.spans.filled()
 
-    async def _follow(self, placed: Placed) -> Placed:
+    async def _follow(self, placed: Assignment) -> Assignment:
         """Until the stay ends, wherever it is by then; returns that one. Raises LegLost, MeshError."""
         self._core.movers.add(self)
         try:
@@ -149,7 +151,7 @@ class Course:
             self._core.movers.discard(self)
             self._asked = None
 
-    async def _move(self, placed: Placed, reason: str) -> Placed:
+    async def _move(self, placed: Assignment, reason: str) -> Assignment:
         """`_try_move`, as a span."""
         spans = self._timings.spans.moving(now_ns(), placed.leg.info.worker_id, reason)
         now_at = placed
@@ -159,14 +161,14 @@ class Course:
         finally:
             spans.moved(None if now_at is placed else now_at.leg.info.worker_id)
 
-    async def _try_move(self, placed: Placed, reason: str, spans: Spans) -> Placed:
+    async def _try_move(self, placed: Assignment, reason: str, spans: Spans) -> Assignment:
         """To another worker while the present stay goes on; when that one ends meanwhile, the next is needed only if it was lost.
         Returns where the request is now."""
         old = placed.leg
         arriving = asyncio.create_task(self._arrive(old, spans), name=f"move {old.wire_id}")
         try:
             new = await _arrival(arriving, old)
-        except (LegLost, MeshError) as error:
+        except (WorkerLost, MeshError) as error:
             logger.info("%s stays on %s: %s", old.wire_id, old.info.worker_id, error)
             return placed
         except Exception:  # the present stay is well: a bug in a move must not end it
@@ -183,7 +185,7 @@ class Course:
         old.leave(f"it goes on elsewhere: {reason}")
         return new
 
-    async def _arrive(self, old: DecodeLeg, spans: Spans) -> Placed | None:
+    async def _arrive(self, old: DecodeStage, spans: Spans) -> Assignment | None:
         """The next stay, when its tokens come; None without room elsewhere. Its timings are nobody's: the client has a first
         token. Raises LegLost, MeshError."""
         self._kind = kind_of(old.info)
@@ -202,7 +204,7 @@ class Course:
             raise
         return placed
 
-    def _note_loss(self, leg: DecodeLeg, loss: LegLost) -> None:
+    def _note_loss(self, leg: DecodeStage, loss: WorkerLost) -> None:
         parts = self._timings.parts
         logger.warning("%s: %s; %d tokens are out, it goes on elsewhere", leg.wire_id, loss, self._book.num_tokens)
         self._core.judge.failed(leg.key, Role.DECODE, str(loss))
@@ -217,11 +219,11 @@ class Course:
                 f"lost {parts.num_resubmissions} times (max_resubmissions), the last time because {loss}; resume it"
             )
 
-    def _num_steps(self, leg: DecodeLeg) -> int:
+    def _num_steps(self, leg: DecodeStage) -> int:
         """Tokens so far, less those that took no step of their own on `leg`, as they were guessed."""
         return self.num_tokens - self.drafts.accepted_in(leg.wire_id) // self._job.num_choices
 
-    def _note_pace(self, leg: DecodeLeg, since_ns: int, since_steps: int) -> None:
+    def _note_pace(self, leg: DecodeStage, since_ns: int, since_steps: int) -> None:
         """How fast it stepped on `leg`. Not how fast tokens came: a worker whose outputs cannot be guessed is not slow."""
         num_steps = self._num_steps(leg) - since_steps
         since_ns = max(since_ns, self._timings.first_received_ns or 0)  # before it, decode may have computed the prompt
@@ -236,8 +238,8 @@ class Course:
         if self.outbox.failed:
             raise Unavailable("the client's stream has failed")
 
-    def _need(self, timings: RequestTimings) -> Need:
-        return Need(
+    def _need(self, timings: RequestTimings) -> PlacementRequest:
+        return PlacementRequest(
             job=self._job,
             emitted=self._book.history(),
             sink=self,
@@ -247,12 +249,12 @@ class Course:
         )
 
 
-def _raise(result: LegLost | MeshError | None) -> None:
+def _raise(result: WorkerLost | MeshError | None) -> None:
     if result is not None:
         raise result
 
 
-async def _first(event: asyncio.Event, future: asyncio.Future[LegLost | MeshError | None]) -> None:
+async def _first(event: asyncio.Event, future: asyncio.Future[WorkerLost | MeshError | None]) -> None:
     """Until one of them has come."""
     waiting = asyncio.create_task(event.wait())
     try:
@@ -261,13 +263,13 @@ async def _first(event: asyncio.Event, future: asyncio.Future[LegLost | MeshErro
         waiting.cancel()
 
 
-async def _arrival(arriving: asyncio.Task[Placed | None], old: DecodeLeg) -> Placed | None:
+async def _arrival(arriving: asyncio.Task[Assignment | None], old: DecodeStage) -> Assignment | None:
     """The next stay; None when there is none, or `old` has brought everything meanwhile. Whatever else happens, what had been
     begun elsewhere is left. Raises LegLost, MeshError."""
-    taken: Placed | None = None
+    taken: Assignment | None = None
     try:
         await asyncio.wait((arriving, old.ended), return_when=asyncio.FIRST_COMPLETED)
-        if old.ended.done() and not isinstance(old.ended.result(), LegLost):
+        if old.ended.done() and not isinstance(old.ended.result(), WorkerLost):
             return None
         await asyncio.wait((arriving,))
         taken = arriving.result()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.text.stop import ChoiceText
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.tokenization.prepared_request import Job
+from router.tokenization.prepared_request import PreparedRequest
 
 # The book of one request's output: each index once and in order, whatever arrives, how often and from where.
 #
@@ -20,7 +20,7 @@ UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
 
 
 @dataclass(slots=True)
-class Span:
+class TokenChunk:
     """New output of one choice: consecutive tokens from `first_index` on; `logprobs` is empty or one for each token."""
 
     choice: int
@@ -34,14 +34,14 @@ class Span:
 class _ChoicePages:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: common_pb2.FinishReason.ValueType = UNFINISHED
-    early: list[Span] = field(default_factory=list)
+    early: list[TokenChunk] = field(default_factory=list)
 
 
-class BookError(Exception):
+class OutputError(Exception):
     """A worker sent what no worker may send."""
 
 
-class Book:
+class OutputTracker:
     """Output of `num_choices` choices, starting from what was emitted before (resume)."""
 
     def __init__(self, num_choices: int, emitted: Sequence[common_pb2.EmittedChoice] = ()) -> None:
@@ -92,10 +92,10 @@ class Book:
             for index, pages in enumerate(self._choices)
         ]
 
-    def accept(self, span: Span) -> list[Span]:
+    def accept(self, span: TokenChunk) -> list[TokenChunk]:
         """What of `span`, and of spans held back before it, is new now, in order. Raises BookError."""
         if not 0 <= span.choice < len(self._choices):
-            raise BookError(f"choice {span.choice} does not exist: the request has {len(self._choices)}")
+            raise OutputError(f"choice {span.choice} does not exist: the request has {len(self._choices)}")
         pages = self._choices[span.choice]
         if pages.finish_reason:
             self._compare(pages, span)
@@ -118,32 +118,32 @@ class Book:
         for pages in self._choices:
             pages.early.clear()
 
-    def _append(self, pages: _ChoicePages, span: Span) -> list[Span]:
+    def _append(self, pages: _ChoicePages, span: TokenChunk) -> list[TokenChunk]:
         num_known = len(pages.token_ids) - span.first_index
         if num_known > 0:
             self._compare(pages, span)
             if num_known > len(span.token_ids):
                 return []
             logprobs = span.logprobs[num_known:]
-            span = Span(span.choice, len(pages.token_ids), span.token_ids[num_known:], logprobs, span.finish_reason)
+            span = TokenChunk(span.choice, len(pages.token_ids), span.token_ids[num_known:], logprobs, span.finish_reason)
         if not span.token_ids and not span.finish_reason:
             return []
         pages.token_ids += span.token_ids
         pages.finish_reason = span.finish_reason
         return [span]
 
-    def _compare(self, pages: _ChoicePages, span: Span) -> None:
+    def _compare(self, pages: _ChoicePages, span: TokenChunk) -> None:
         known = pages.token_ids[span.first_index : span.first_index + len(span.token_ids)]
         self.num_mismatches += sum(ours != theirs for ours, theirs in zip(known, span.token_ids, strict=False))
 
-    def _hold_back(self, pages: _ChoicePages, span: Span) -> None:
+    def _hold_back(self, pages: _ChoicePages, span: TokenChunk) -> None:
         if sum(len(early.token_ids) for early in pages.early) + len(span.token_ids) > MAX_EARLY_TOKENS:
-            raise BookError(f"index {len(pages.token_ids)} of choice {span.choice} is missing, later ones keep coming")
+            raise OutputError(f"index {len(pages.token_ids)} of choice {span.choice} is missing, later ones keep coming")
         pages.early.append(span)
         pages.early.sort(key=lambda early: early.first_index)
 
-    def _release_early(self, pages: _ChoicePages) -> list[Span]:
-        released: list[Span] = []
+    def _release_early(self, pages: _ChoicePages) -> list[TokenChunk]:
+        released: list[TokenChunk] = []
         while pages.early and not pages.finish_reason and pages.early[0].first_index <= len(pages.token_ids):
             released += self._append(pages, pages.early.pop(0))
         if pages.finish_reason:
@@ -162,7 +162,7 @@ class ResumeMismatch(Exception):
 class Output:
     """Output of one request towards its client. Ends choices at stop strings, which it tells the book."""
 
-    def __init__(self, job: Job, book: Book) -> None:
+    def __init__(self, job: PreparedRequest, book: OutputTracker) -> None:
         self._job = job
         self._book = book
         self._tokenizer = job.model.tokenizer
@@ -190,7 +190,7 @@ class Output:
         deltas = [self._replay_choice(choice) for choice in emitted]
         return [mesh_pb2.GenerateResponse(delta=delta) for delta in deltas if delta is not None]
 
-    def render(self, span: Span) -> mesh_pb2.GenerateResponse | None:
+    def render(self, span: TokenChunk) -> mesh_pb2.GenerateResponse | None:
         """The message with the delta of `span`; None when its choice has ended already (per-token path)."""
         choice = span.choice
         if self._finished[choice]:
@@ -279,7 +279,7 @@ class Output:
         if not reason:
             return None
         self._end(delta, reason, tokens[-1] if tokens else None)
-        self._book.accept(Span(choice, len(tokens), [], (), reason))
+        self._book.accept(TokenChunk(choice, len(tokens), [], (), reason))
         return delta
 
     def _ends(self, token_id: int, number: int) -> bool:

@@ -8,37 +8,37 @@ from dataclasses import dataclass
 
 from pdmesh.runtime.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, MeshError, ResourceExhausted, Unavailable
 from pdmesh.v1 import common_pb2
-from router.context import Core
+from router.context import RouterContext
 from router.fleet.change_notifier import wait_at_most
 from router.fleet.circuit_breaker import Role
 from router.fleet.worker import Dispatched, Incarnation, Worker
 from router.flow_control.ttft_predictor import num_emitted
-from router.lifecycle.capacity_queue import Turn
-from router.lifecycle.decode_stage import DecodeLeg, Sink
+from router.lifecycle.capacity_queue import Waiter
+from router.lifecycle.decode_stage import DecodeStage, Sink
 from router.lifecycle.prefill_call import PrefillTarget
 from router.routing import worker_reports
 from router.routing.decisions import Decision, cached_of
-from router.routing.filters import Demand, NoPlacement, Placement, blocks_for, compatible, has_room
-from router.routing.fleet_snapshot import Roster
-from router.routing.routing_request import NOBODY, demand_of
-from router.routing.worker_snapshot import Mode, WorkerKey, WorkerView
+from router.routing.filters import NoPlacement, Placement, RoutingRequest, blocks_for, compatible, has_room
+from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.routing_request import NOBODY, routing_request_of
+from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 from router.telemetry import timings
 from router.telemetry.timings import RequestTimings
-from router.tokenization.prepared_request import Job
+from router.tokenization.prepared_request import PreparedRequest
 
 RETRY_PERIOD_S = 0.25
 MIN_RETRY_GAP_S = 0.02
 ROOM_RETRY_DELAY_S = 1.0
 
 logger = logging.getLogger(__name__)
-Ejected = Callable[[Roster, Role], frozenset[WorkerKey]]
+Ejected = Callable[[FleetSnapshot, Role], frozenset[WorkerKey]]
 
 
 @dataclass(frozen=True)
-class Placed:
+class Assignment:
     """A reservation on a decode worker, and who is to fill it: None if decode itself does. `sent` counts as decode's load."""
 
-    leg: DecodeLeg
+    leg: DecodeStage
     reservation: common_pb2.Reservation
     prefill: PrefillTarget | None
     sent: Dispatched
@@ -49,10 +49,10 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Need:
+class PlacementRequest:
     """What one placement is for. `avoid`: workers to leave out at first, as the request was just lost there."""
 
-    job: Job
+    job: PreparedRequest
     emitted: list[common_pb2.EmittedChoice]
     sink: Sink
     timings: RequestTimings
@@ -78,25 +78,25 @@ class Need:
 class Placer:
     """Places requests of one router."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: RouterContext) -> None:
         self._core = core
 
-    async def place(self, need: Need) -> Placed:
+    async def place(self, need: PlacementRequest) -> Assignment:
         """Waits for room or for a worker within the configured limits. Raises MeshError."""
         line, key = self._core.room, need.line_key
         if line.is_empty(key):
             placed = await self._try_all(need, need.avoid)
-            if isinstance(placed, Placed):
+            if isinstance(placed, Assignment):
                 return placed
         turn = line.enter(key, need.job.priority, need.job.tenant, interrupted=need.interrupted)
-        found: Placed | None = None
+        found: Assignment | None = None
         try:
             found = await self._wait_for_place(need, turn)
             return found
         finally:
             line.leave(key, turn, placed=found is not None)
 
-    def next_prefill(self, leg: DecodeLeg, need: Need, tried: frozenset[WorkerKey]) -> PrefillTarget | None:
+    def next_prefill(self, leg: DecodeStage, need: PlacementRequest, tried: frozenset[WorkerKey]) -> PrefillTarget | None:
         """Another prefill worker for a reservation that stands; None if there is none that was not tried."""
         roster = self._core.fleet.roster
         engine = roster.get(leg.worker.address)
@@ -107,7 +107,7 @@ class Placer:
         prefill = self._core.policy.choose_prefill(roster, engine.view, demand, time.monotonic())
         return self._prefill_target(prefill, demand)
 
-    async def place_elsewhere(self, need: Need, leaving: DecodeLeg) -> Placed | None:
+    async def place_elsewhere(self, need: PlacementRequest, leaving: DecodeStage) -> Assignment | None:
         """One try, for a request that runs and may as well stay: None without room. Where it can, the worker that it leaves hands
         the KV over: its cache holds nearly all of it. Raises MeshError."""
         roster, ejected = self._core.fleet.roster, self._core.judge.ejected
@@ -115,17 +115,17 @@ class Placer:
         choice = self._core.policy.choose(roster, demand, time.monotonic())
         if isinstance(choice, NoPlacement) or not has_room(choice.decode, demand):
             return None
-        source = worker_reports.view_of(leaving.incarnation.described, leaving.incarnation.load, decode=False)
+        source = worker_reports.snapshot_of(leaving.incarnation.described, leaving.incarnation.load, decode=False)
         if demand.mode is not Mode.LOCAL and compatible(source, choice.decode):
             choice = Placement(choice.decode, source, f"it leaves {source.worker_id}, which holds its KV")
         placed = await self._submit(need, choice, demand)
-        return placed if isinstance(placed, Placed) else None
+        return placed if isinstance(placed, Assignment) else None
 
-    def remember(self, job: Job, incarnations: Iterable[Incarnation]) -> None:
+    def remember(self, job: PreparedRequest, incarnations: Iterable[Incarnation]) -> None:
         """The prompt's blocks are on these workers now."""
         self._core.prefixes.remember(job, incarnations)
 
-    async def _wait_for_place(self, need: Need, turn: Turn) -> Placed:
+    async def _wait_for_place(self, need: PlacementRequest, turn: Waiter) -> Assignment:
         """Among the first of the line: try at every change, until the limit for what is missing has passed."""
         loop = asyncio.get_running_loop()
         began, waiting_ns = loop.time(), timings.now_ns()
@@ -134,7 +134,7 @@ class Placer:
             if await wait_at_most(turn.may_try, RETRY_PERIOD_S):
                 need.timings.queued(waiting_ns)  # what the tries take is route, reserve or retry time
                 placed = await self._try_all(need, frozenset())
-                if isinstance(placed, Placed):
+                if isinstance(placed, Assignment):
                     return placed
                 self._core.room.failed(need.line_key)
                 waiting_ns = timings.now_ns()
@@ -146,7 +146,7 @@ class Placer:
                     "the line for room on decode workers did not move; retry later", retry_delay_s=ROOM_RETRY_DELAY_S
                 )
 
-    def _check_limit(self, nothing: NoPlacement, need: Need, waited_s: float) -> None:
+    def _check_limit(self, nothing: NoPlacement, need: PlacementRequest, waited_s: float) -> None:
         config = self._core.config
         if nothing.never:
             raise ResourceExhausted(f"{nothing.reason}; send a shorter prompt or start larger workers")
@@ -156,14 +156,14 @@ class Placer:
         if not nothing.full and waited_s > limit_s:
             raise Unavailable(f"{nothing.reason}; waited {waited_s:.0f} s, see `pdmesh status`", retry_delay_s=ROOM_RETRY_DELAY_S)
 
-    async def _try_all(self, need: Need, avoid: frozenset[WorkerKey]) -> Placed | NoPlacement:
+    async def _try_all(self, need: PlacementRequest, avoid: frozenset[WorkerKey]) -> Assignment | NoPlacement:
         """One round without the workers that do badly; when nobody else takes it, one with them."""
         placed = await self._try_round(need, avoid, self._core.judge.ejected)
         if isinstance(placed, NoPlacement) and self._core.judge.health.suspects:
             return await self._try_round(need, avoid, _nobody)
         return placed
 
-    async def _try_round(self, need: Need, avoid: frozenset[WorkerKey], ejected: Ejected) -> Placed | NoPlacement:
+    async def _try_round(self, need: PlacementRequest, avoid: frozenset[WorkerKey], ejected: Ejected) -> Assignment | NoPlacement:
         """The best worker first, on a refusal the next best."""
         refused, errors = avoid, list[MeshError]()
         while True:
@@ -173,12 +173,12 @@ class Placer:
             if isinstance(choice, NoPlacement):
                 return _with_answers(choice, errors)
             placed = await self._submit(need, choice, demand)
-            if isinstance(placed, Placed):
+            if isinstance(placed, Assignment):
                 return placed
             errors.append(placed)
             refused |= {choice.decode.key}
 
-    def _choose(self, need: Need, demand: Demand) -> Placement | NoPlacement:
+    def _choose(self, need: PlacementRequest, demand: RoutingRequest) -> Placement | NoPlacement:
         """The policy's answer, kept for whoever asks why."""
         began_ns = timings.now_ns()
         roster, policy = self._core.fleet.roster, self._core.policy
@@ -201,13 +201,13 @@ class Placer:
             self._core.decisions.record(need.timings.decision)
         return choice
 
-    async def _submit(self, need: Need, choice: Placement, demand: Demand) -> Placed | MeshError:
+    async def _submit(self, need: PlacementRequest, choice: Placement, demand: RoutingRequest) -> Assignment | MeshError:
         """Submit where the policy said; the error when the worker refuses. What only the caller can mend is raised."""
         decode, prefill = self._incarnation(choice.decode), self._prefill_target(choice.prefill, demand, predicted_s(choice))
         if decode is None or (prefill is None and choice.prefill is not None):
             _give_up(prefill)
             return Unavailable("the worker has just been lost")
-        leg = DecodeLeg(self._core, *decode, need.job, need.sink, need.timings)
+        leg = DecodeStage(self._core, *decode, need.job, need.sink, need.timings)
         local_tokens = 0 if prefill else demand.uncached(choice.decode)
         sent = Dispatched(
             demand.num_choices,
@@ -235,9 +235,9 @@ class Placer:
         if prefill is None:
             self.remember(need.job, (decode[1],))
         logger.debug("%s attempt %d: %s", leg.wire_id, leg.attempt, choice.reason or choice.mode.name)
-        return Placed(leg, reservation, prefill, sent)
+        return Assignment(leg, reservation, prefill, sent)
 
-    def _note_refusal(self, leg: DecodeLeg, error: MeshError) -> None:
+    def _note_refusal(self, leg: DecodeStage, error: MeshError) -> None:
         """Leave the leg; raises the error if it is the caller's to mend."""
         if isinstance(error, (ResourceExhausted, InvalidArgument)):
             leg.refused()
@@ -249,7 +249,9 @@ class Placer:
         if isinstance(error, InvalidArgument):
             raise error
 
-    def _prefill_target(self, view: WorkerView | None, demand: Demand, predicted_s: float | None = None) -> PrefillTarget | None:
+    def _prefill_target(
+        self, view: WorkerSnapshot | None, demand: RoutingRequest, predicted_s: float | None = None
+    ) -> PrefillTarget | None:
         """The process behind a view, with this prompt counted as its load; None if it has gone since."""
         found = self._incarnation(view)
         if view is None or found is None:
@@ -259,11 +261,13 @@ class Placer:
         self._core.judge.chosen(view.key, Role.PREFILL)
         return PrefillTarget(*found, sent, predicted_s)
 
-    def _demand(self, need: Need, *, prefill: frozenset[WorkerKey], decode: frozenset[WorkerKey] = NOBODY) -> Demand:
+    def _demand(
+        self, need: PlacementRequest, *, prefill: frozenset[WorkerKey], decode: frozenset[WorkerKey] = NOBODY
+    ) -> RoutingRequest:
         """Without these workers, by role."""
-        return demand_of(self._core, need.job, need.emitted, need.kind, excluded_decode=decode, excluded_prefill=prefill)
+        return routing_request_of(self._core, need.job, need.emitted, need.kind, excluded_decode=decode, excluded_prefill=prefill)
 
-    def _incarnation(self, view: WorkerView | None) -> tuple[Worker, Incarnation] | None:
+    def _incarnation(self, view: WorkerSnapshot | None) -> tuple[Worker, Incarnation] | None:
         """The living process behind a view; None if it has gone since."""
         worker = self._core.fleet.workers.get(view.address) if view is not None else None
         if view is None or worker is None or worker.current is None or worker.current.info.epoch != view.epoch:
@@ -271,7 +275,7 @@ class Placer:
         return worker, worker.current
 
 
-def _nobody(roster: Roster, role: Role) -> frozenset[WorkerKey]:
+def _nobody(roster: FleetSnapshot, role: Role) -> frozenset[WorkerKey]:
     """Is left out."""
     return frozenset()
 

@@ -12,9 +12,9 @@ from pdmesh.v1 import common_pb2, prefill_pb2
 from router.context import time_left_ms, time_left_s
 from router.fleet.change_notifier import unless
 from router.fleet.worker import Dispatched, Incarnation, Worker
-from router.lifecycle.decode_stage import DecodeLeg
+from router.lifecycle.decode_stage import DecodeStage
 from router.routing.worker_snapshot import WorkerKey
-from router.tokenization.prepared_request import Job
+from router.tokenization.prepared_request import PreparedRequest
 
 _INNOCENT = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.FAILED_PRECONDITION)
 
@@ -65,8 +65,8 @@ class PrefillCall:
 
     async def run(
         self,
-        leg: DecodeLeg,
-        job: Job,
+        leg: DecodeStage,
+        job: PreparedRequest,
         reservation: common_pb2.Reservation,
         request: common_pb2.TokenRequest,
         metadata: Metadata | None = None,

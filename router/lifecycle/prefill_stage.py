@@ -18,15 +18,15 @@ from pdmesh.runtime.errors import FailedPrecondition, MeshError
 from pdmesh.runtime.telemetry.spans import Attributes
 from pdmesh.v1 import common_pb2, prefill_pb2
 from router.config import RouterConfig
-from router.context import Core
+from router.context import RouterContext
 from router.fleet.circuit_breaker import Role
-from router.fleet.heartbeat import SilenceClock
-from router.lifecycle.decode_stage import LegLost
-from router.lifecycle.output import Book, Span
-from router.lifecycle.placement import Need, Placed, Placer
+from router.fleet.heartbeat import HeartbeatClock
+from router.lifecycle.decode_stage import WorkerLost
+from router.lifecycle.output import OutputTracker, TokenChunk
+from router.lifecycle.placement import Assignment, PlacementRequest, Placer
 from router.lifecycle.prefill_call import PrefillCall, PrefillEnd, PrefillTarget
 from router.routing.worker_snapshot import Mode, WorkerKey
-from router.tokenization.prepared_request import Job
+from router.tokenization.prepared_request import PreparedRequest
 
 OUTCOME_GRACE_S = 1.0
 """How long a Prefill call may still report its hand-off when every choice has ended already."""
@@ -37,7 +37,7 @@ STALLED_SHARE = 0.6
 logger = logging.getLogger(__name__)
 
 
-class Whole(Protocol):
+class RequestState(Protocol):
     """The request that is being filled for."""
 
     @property
@@ -54,10 +54,18 @@ class Attempt:
     emitted: list[common_pb2.EmittedChoice]
 
 
-class Filling:
+class PrefillStage:
     """`run` to its end once for each stay. Cancelling it cancels the Prefill call under way."""
 
-    def __init__(self, core: Core, job: Job, book: Book, whole: Whole, placed: Placed, need: Need) -> None:
+    def __init__(
+        self,
+        core: RouterContext,
+        job: PreparedRequest,
+        book: OutputTracker,
+        whole: RequestState,
+        placed: Assignment,
+        need: PlacementRequest,
+    ) -> None:
         self._core = core
         self._job = job
         self._book = book
@@ -110,7 +118,7 @@ class Filling:
         hedging, loop = self._core.hedging, asyncio.get_running_loop()
         hedging.budget.earn()
         bound_s = hedging.bound_s(prefill.sent.tokens, prefill.predicted_s)
-        silence = SilenceClock(_stalled_s(self._core.config), WATCH_PERIOD_S)
+        silence = HeartbeatClock(_stalled_s(self._core.config), WATCH_PERIOD_S)
         heard_at = prefill.incarnation.reported_at
         may_hedge = True
         while not running.done() and not self._leg.ended.done():
@@ -172,19 +180,19 @@ class Filling:
             if isinstance(error, FailedPrecondition) and leg.delivered:
                 return None
             said = "was refused" if isinstance(error, FailedPrecondition) else "failed"
-            raise LegLost(f"attempt {leg.attempt} on {leg.info.worker_id} {said}: {error.message}") from error
+            raise WorkerLost(f"attempt {leg.attempt} on {leg.info.worker_id} {said}: {error.message}") from error
 
     def _is_committed(self, prefill: PrefillTarget, call: PrefillCall, end: PrefillEnd) -> bool:
         """Does decode go on by itself? Raises LegLost when it does but the first tokens, which only prefill had, did not come."""
         if end.problem is None:
             if not call.got_first_tokens:
-                raise LegLost(f"prefill worker {call.worker_id} reported a hand-off without first tokens")
+                raise WorkerLost(f"prefill worker {call.worker_id} reported a hand-off without first tokens")
             self._note_handoff(prefill, end)
             return True
         if self._leg.ended.done():
             return True
         if self._leg.started and not call.got_first_tokens:
-            raise LegLost(f"{end.problem}; the hand-off was done, its first tokens are lost")
+            raise WorkerLost(f"{end.problem}; the hand-off was done, its first tokens are lost")
         return self._leg.started
 
     def _next_prefill(self) -> PrefillTarget | None:
@@ -201,7 +209,9 @@ class Filling:
         self._timings.prefilled(first.timings)
         wants_logprobs = self._job.sampling.HasField("logprobs")
         spans = [
-            Span(token.choice, token.index, [token.token_id], (token.logprobs,) if wants_logprobs else (), token.finish_reason)
+            TokenChunk(
+                token.choice, token.index, [token.token_id], (token.logprobs,) if wants_logprobs else (), token.finish_reason
+            )
             for token in first.tokens
         ]
         self._leg.deliver_first(spans)

@@ -7,22 +7,24 @@ from collections.abc import AsyncGenerator
 from pdmesh.runtime import failpoints
 from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, MeshError, ResourceExhausted
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.context import Core
-from router.flow_control.ttft_predictor import applicant_of, num_emitted
+from router.context import RouterContext
+from router.flow_control.ttft_predictor import flow_item_of, num_emitted
 from router.flow_control.types import Ticket
-from router.lifecycle.dispatcher import Course
-from router.lifecycle.output import Book, Output, ResumeMismatch
+from router.lifecycle.dispatcher import RequestDispatcher
+from router.lifecycle.output import Output, OutputTracker, ResumeMismatch
 from router.routing.cost_model import Overhead, Prediction
 from router.routing.decisions import Decision
 from router.telemetry.request_trace import Yield
 from router.telemetry.timings import RequestTimings, now_ns
 from router.telemetry.traffic import ModelTraffic, Visit
-from router.tokenization.prepared_request import Job
+from router.tokenization.prepared_request import PreparedRequest
 
 # What a request that has ended teaches the policy: how far predictions were off, what hand-offs cost, how long outputs get.
 
 
-def learn(core: Core, job: Job, decision: Decision | None, timings: mesh_pb2.Timings, num_tokens: int) -> None:
+def learn(
+    core: RouterContext, job: PreparedRequest, decision: Decision | None, timings: mesh_pb2.Timings, num_tokens: int
+) -> None:
     """`num_tokens` of all choices. A request that was tried again or lost teaches nothing about a smooth one."""
     core.output_lengths.observe(job.model.name, job.tenant, num_tokens // job.num_choices)
     if decision is None or timings.num_retries or timings.num_resubmissions or job.emitted:
@@ -63,13 +65,13 @@ SETTLE_S = 0.1
 class Request:
     """Owns a place in admission and a course; `close` gives both up, as often as one likes."""
 
-    def __init__(self, core: Core, job: Job, timings: RequestTimings) -> None:
+    def __init__(self, core: RouterContext, job: PreparedRequest, timings: RequestTimings) -> None:
         self.job = job
         self._core = core
         self._timings = timings
-        self._book = Book(job.num_choices, job.emitted)
+        self._book = OutputTracker(job.num_choices, job.emitted)
         self._output = Output(job, self._book)
-        self._course = Course(core, job, self._book, timings, self._output.render)
+        self._course = RequestDispatcher(core, job, self._book, timings, self._output.render)
         self._ticket: Ticket | None = None
         self._visit: Visit | None = None
         self._task: asyncio.Task[None] | None = None
@@ -158,7 +160,7 @@ class Request:
     async def _admit(self) -> None:
         began_ns = now_ns()
         try:
-            ticket = self._ticket = await self._core.gate.enter(applicant_of(self._core, self.job))
+            ticket = self._ticket = await self._core.gate.enter(flow_item_of(self._core, self.job))
             await failpoints.hit_async("router.admission")
         finally:
             self._timings.queued(began_ns)

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from pdmesh.planning.latency_model import MAX_SHARE, PACE_TARGET, LatencyModel, prefill_context
-from router.routing.worker_snapshot import WorkerView
+from router.routing.worker_snapshot import WorkerSnapshot
 
 DEFAULT_CHUNK = 512
 """Tokens of a step where the worker does not say."""
@@ -102,7 +102,7 @@ class OutputSide(NamedTuple):
     is_paced: bool = False
 
 
-class Engine:
+class WorkerEstimate:
     """A worker with the model of its speed: numbers that every prediction about it needs, computed once for each view.
 
     `queued_s` is the work of all prompts here. `share`: of the pace that sequences here were promised, what steps without prompts
@@ -121,7 +121,7 @@ class Engine:
         "slack_s", "step_s", "tokens", "view",
     )  # fmt: skip
 
-    def __init__(self, view: WorkerView, model: LatencyModel) -> None:
+    def __init__(self, view: WorkerSnapshot, model: LatencyModel) -> None:
         self.view, self.model, self.key = view, model, (view.address, view.epoch)
         # What ended since the report counts below zero, and is no longer in a step.
         decodes, sent_context = view.dispatched_decodes, view.dispatched_context
@@ -317,7 +317,7 @@ class Overheads:
         self._stretches: OrderedDict[str, float] = OrderedDict()
         self._answers: dict[str, dict[str | None, Overhead]] = {}  # by decode's host, then prefill's
 
-    def between(self, prefill: WorkerView | None, decode: WorkerView) -> Overhead:
+    def between(self, prefill: WorkerSnapshot | None, decode: WorkerSnapshot) -> Overhead:
         """Of this pair; `prefill` None: LOCAL."""
         host, other = decode.host_id, None if prefill is None else prefill.host_id
         answers = self._answers.get(host)
@@ -328,7 +328,7 @@ class Overheads:
             answer = answers[other] = self._look_up(other, host)
         return answer
 
-    def observe_tpot(self, decode: WorkerView, steps_tpot_s: float, seen_tpot_s: float) -> None:
+    def observe_tpot(self, decode: WorkerSnapshot, steps_tpot_s: float, seen_tpot_s: float) -> None:
         """A request on this worker got its tokens this far apart, where the steps alone would have taken `steps_tpot_s`."""
         if steps_tpot_s <= 0:
             return
@@ -341,7 +341,7 @@ class Overheads:
             host, _ = self._stretches.popitem(last=False)
             self._answers.pop(host, None)
 
-    def observe(self, prefill: WorkerView | None, decode: WorkerView, seen: Overhead) -> None:
+    def observe(self, prefill: WorkerSnapshot | None, decode: WorkerSnapshot, seen: Overhead) -> None:
         """One request went this way."""
         key = _key(prefill, decode)
         known, count = self._pairs.get(key, (_unknown(key[0]), 0))
@@ -376,7 +376,7 @@ def _unknown(prefill: str | None) -> Overhead:
     return UNKNOWN_LOCAL if prefill is None else UNKNOWN_REMOTE
 
 
-def _key(prefill: WorkerView | None, decode: WorkerView) -> _Key:
+def _key(prefill: WorkerSnapshot | None, decode: WorkerSnapshot) -> _Key:
     return (None if prefill is None else prefill.host_id, decode.host_id)
 
 

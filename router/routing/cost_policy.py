@@ -17,30 +17,30 @@ from typing import NamedTuple, Protocol
 from pdmesh.planning.latency_model import PACE_TARGET
 from router.routing.cost_model import (
     SPARED,
-    Engine,
     Goals,
     OutputSide,
     Overhead,
     Overheads,
     Prediction,
     PromptSide,
+    WorkerEstimate,
     is_saturated,
     miss,
 )
 from router.routing.filters import (
     Candidate,
-    Demand,
     NoPlacement,
     Placement,
-    can_fill,
+    RoutingRequest,
+    can_prefill,
     compatible,
+    explain_no_candidate,
     first,
     has_room_now,
     no_partner,
-    nobody,
 )
-from router.routing.fleet_snapshot import Group, Ranking, Roster
-from router.routing.worker_snapshot import Mode, WorkerView
+from router.routing.fleet_snapshot import FleetSnapshot, Pool, Ranking
+from router.routing.worker_snapshot import Mode, WorkerSnapshot
 
 # What a candidate would do, from what each of its two sides means alone: bit for bit the numbers of `local` and `remote` in
 # `router/routing/cost_model.py`. Dozens of candidates are compared for a request, and each worker is part of several. Pure.
@@ -148,13 +148,15 @@ class Policy(Protocol):
 
     name: str
 
-    def choose(self, roster: Roster, demand: Demand, now: float) -> Placement | NoPlacement:
+    def choose(self, roster: FleetSnapshot, demand: RoutingRequest, now: float) -> Placement | NoPlacement:
         """The placement of one request."""
 
-    def choose_prefill(self, roster: Roster, decode: WorkerView, demand: Demand, now: float) -> WorkerView | None:
+    def choose_prefill(
+        self, roster: FleetSnapshot, decode: WorkerSnapshot, demand: RoutingRequest, now: float
+    ) -> WorkerSnapshot | None:
         """Another prefill worker for a request that `decode` has reserved already; None without one."""
 
-    def placed(self, decode: WorkerView, prefill: WorkerView | None) -> None:
+    def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
         """What it chose is being done."""
 
 
@@ -168,22 +170,24 @@ class PredictPolicy:
         self._local_prefill_tokens = local_prefill_tokens
         self._shortlist = shortlist
 
-    def choose(self, roster: Roster, demand: Demand, now: float) -> Placement | NoPlacement:
+    def choose(self, roster: FleetSnapshot, demand: RoutingRequest, now: float) -> Placement | NoPlacement:
         """As `Policy` says; equal snapshots get equal answers."""
         candidates: list[Candidate] = []
-        owners: list[Engine] = []
+        owners: list[WorkerEstimate] = []
         for group in roster.groups(demand.model, demand.kind):
             could, found = self._look(group, demand, now)
             owners += could
             candidates += found
         if not owners:
-            return nobody(roster.views(), demand)
+            return explain_no_candidate(roster.views(), demand)
         if not candidates:
             return self._look_everywhere(roster, demand, now) or no_partner(owner.view for owner in owners)
         best = _least(candidates)
         return Placement(best.decode, best.prefill, "", candidates)
 
-    def choose_prefill(self, roster: Roster, decode: WorkerView, demand: Demand, now: float) -> WorkerView | None:
+    def choose_prefill(
+        self, roster: FleetSnapshot, decode: WorkerSnapshot, demand: RoutingRequest, now: float
+    ) -> WorkerSnapshot | None:
         """The cheapest pair with this decode worker."""
         group = roster.group_of(decode)
         owner = group.engines[decode.address]
@@ -192,17 +196,17 @@ class PredictPolicy:
         candidates = look.remote([owner], look.fillers([owner]))
         return _least(candidates).prefill if candidates else None
 
-    def placed(self, decode: WorkerView, prefill: WorkerView | None) -> None:
+    def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
         """It remembers nothing: the views do."""
 
-    def _look_everywhere(self, roster: Roster, demand: Demand, now: float) -> Placement | NoPlacement | None:
+    def _look_everywhere(self, roster: FleetSnapshot, demand: RoutingRequest, now: float) -> Placement | NoPlacement | None:
         """REMOTE was asked for, and nobody on the shortlists reaches anybody: None if everybody was on them."""
         if self._shortlist is not None or len(roster) <= SHORTLIST:
             return None
         thorough = PredictPolicy(self._overheads, shortlist=min(len(roster), THOROUGH))
         return thorough.choose(roster, demand, now)
 
-    def _look(self, group: Group, demand: Demand, now: float) -> tuple[list[Engine], list[Candidate]]:
+    def _look(self, group: Pool, demand: RoutingRequest, now: float) -> tuple[list[WorkerEstimate], list[Candidate]]:
         """The workers that could own the request, and the candidates among them."""
         count = self._count(group)
         look = _Look(group, demand, now, self._overheads, count)
@@ -217,7 +221,7 @@ class PredictPolicy:
             candidates += look.remote(long, look.fillers(long))
         return wholes, candidates
 
-    def _count(self, group: Group) -> int:
+    def _count(self, group: Pool) -> int:
         """How many of each ranking are worth a look."""
         if self._shortlist is not None:
             return self._shortlist
@@ -232,16 +236,16 @@ class _Look:
         "_prompts",
     )  # fmt: skip
 
-    def __init__(self, group: Group, demand: Demand, now: float, overheads: Overheads, count: int) -> None:
+    def __init__(self, group: Pool, demand: RoutingRequest, now: float, overheads: Overheads, count: int) -> None:
         self._group, self._demand, self._now, self._overheads, self._count = group, demand, now, overheads, count
         self._pressure, self._expected = group.pressure, demand.expected_tokens
         self._gaps = max(1.0, self._expected - 1)
         self._goals = Goals(demand.ttft_goal_s, demand.tpot_goal_s, demand.running_tpot_goal_s)
-        self._prompts: dict[Engine, PromptPart] = {}
-        self._outputs: dict[Engine, OutputPart] = {}
-        self._holders: list[Engine] | None = None
+        self._prompts: dict[WorkerEstimate, PromptPart] = {}
+        self._outputs: dict[WorkerEstimate, OutputPart] = {}
+        self._holders: list[WorkerEstimate] | None = None
 
-    def holders(self, ranking: Ranking) -> list[Engine]:
+    def holders(self, ranking: Ranking) -> list[WorkerEstimate]:
         """Workers with the most of the prompt; where there are very many of them, of those that `ranking` puts first."""
         cached, engines = self._demand.cached_tokens, self._group.engines
         if not cached:
@@ -254,19 +258,19 @@ class _Look:
             self._holders = self._most([(tokens, key[0]) for tokens, engine, key in known if engine and engine.key == key])
         return self._holders
 
-    def fillers(self, decodes: Sequence[Engine]) -> list[Engine]:
+    def fillers(self, decodes: Sequence[WorkerEstimate]) -> list[WorkerEstimate]:
         """The best to compute the prompt for any of `decodes`, and those of the holders that can."""
         group, demand = self._group, self._demand
 
-        def fits(engine: Engine) -> bool:
+        def fits(engine: WorkerEstimate) -> bool:
             view = engine.view
-            return can_fill(view, demand) and _reaches(view, decodes)
+            return can_prefill(view, demand) and _reaches(view, decodes)
 
         # One more than asked for: with both roles, the best of them may be the best decode worker itself.
         best = islice(filter(fits, _engines(group, group.fillers)), self._count + 1)
         return _together(best, filter(fits, self.holders(group.fillers)))
 
-    def local(self, decodes: Iterable[Engine]) -> list[Candidate]:
+    def local(self, decodes: Iterable[WorkerEstimate]) -> list[Candidate]:
         """Each of them by itself."""
         found, goals, gaps = list[Candidate](), self._goals, self._gaps
         for engine in decodes:
@@ -277,7 +281,7 @@ class _Look:
             found.append(_new(Candidate, (view, None, cost, has_room_now(engine, self._demand), predicted)))
         return found
 
-    def remote(self, decodes: Iterable[Engine], prefills: Iterable[Engine]) -> list[Candidate]:
+    def remote(self, decodes: Iterable[WorkerEstimate], prefills: Iterable[WorkerEstimate]) -> list[Candidate]:
         """Pairs of the best by what each side costs alone: together they cost little more than the sum.
 
         KV of another element type gives other tokens than decode's own: only where there is nobody else."""
@@ -293,8 +297,8 @@ class _Look:
                 found.append(_new(Candidate, (view, other, cost, has_room, predicted)))
         return found
 
-    def _partners(self, prompts: Sequence[Engine], decode: WorkerView) -> list[Engine]:
-        same, others = list[Engine](), list[Engine]()
+    def _partners(self, prompts: Sequence[WorkerEstimate], decode: WorkerSnapshot) -> list[WorkerEstimate]:
+        same, others = list[WorkerEstimate](), list[WorkerEstimate]()
         kv_dtype, count = decode.layout.kv_dtype, self._count
         for engine in prompts:
             if compatible(engine.view, decode):
@@ -303,21 +307,21 @@ class _Look:
                     break
         return same or others[:count]
 
-    def _most(self, holders: list[tuple[int, str]]) -> list[Engine]:
+    def _most(self, holders: list[tuple[int, str]]) -> list[WorkerEstimate]:
         """The first few of (tokens, address)."""
         holders.sort(reverse=True)
         engines = self._group.engines
         return [engines[address] for _, address in holders[: self._count]]
 
-    def _prompt_order(self, engine: Engine) -> tuple[float, str]:
+    def _prompt_order(self, engine: WorkerEstimate) -> tuple[float, str]:
         alone_s = _prompt_alone(self._prompt_part(engine), self._goals)
         return alone_s + engine.view.penalty_s, engine.view.address
 
-    def _output_order(self, engine: Engine) -> tuple[bool, float, str]:
+    def _output_order(self, engine: WorkerEstimate) -> tuple[bool, float, str]:
         alone_s = _alone(self._output_part(engine), self._expected)
         return not has_room_now(engine, self._demand), alone_s + engine.view.penalty_s, engine.view.address
 
-    def _prompt_part(self, engine: Engine) -> PromptPart:
+    def _prompt_part(self, engine: WorkerEstimate) -> PromptPart:
         known = self._prompts.get(engine)
         if known is None:
             demand = self._demand
@@ -325,7 +329,7 @@ class _Look:
             known = self._prompts[engine] = prompt_part(side, self._expected, self._goals)
         return known
 
-    def _output_part(self, engine: Engine) -> OutputPart:
+    def _output_part(self, engine: WorkerEstimate) -> OutputPart:
         known = self._outputs.get(engine)
         if known is None:
             demand = self._demand
@@ -377,17 +381,17 @@ def _first(candidates: list[Candidate]) -> Candidate:
     return equals[0] if len(equals) == 1 else min(equals, key=lambda candidate: candidate.order)
 
 
-def _reaches(prefill: WorkerView, decodes: Iterable[Engine]) -> bool:
+def _reaches(prefill: WorkerSnapshot, decodes: Iterable[WorkerEstimate]) -> bool:
     for decode in decodes:  # noqa: SIM110 - it is asked for every worker that is looked at, and a generator takes twice as long
         if compatible(prefill, decode.view):
             return True
     return False
 
 
-def _engines(group: Group, ranking: Ranking) -> Iterator[Engine]:
+def _engines(group: Pool, ranking: Ranking) -> Iterator[WorkerEstimate]:
     return map(group.engines.__getitem__, ranking.names)
 
 
-def _together(some: Iterable[Engine], more: Iterable[Engine]) -> list[Engine]:
+def _together(some: Iterable[WorkerEstimate], more: Iterable[WorkerEstimate]) -> list[WorkerEstimate]:
     """Each once."""
     return list(dict.fromkeys([*some, *more]))

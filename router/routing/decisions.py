@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from pdmesh.v1 import mesh_pb2
-from router.routing.filters import Demand, Placement
+from router.routing.filters import Placement, RoutingRequest
 from router.routing.worker_snapshot import Mode, WorkerKey
 from router.telemetry.timings import RequestTimings
 
@@ -93,7 +93,7 @@ class Decisions:
         )
 
 
-def cached_of(placement: Placement, demand: Demand) -> dict[WorkerKey, int]:
+def cached_of(placement: Placement, demand: RoutingRequest) -> dict[WorkerKey, int]:
     """What of `demand.cached_tokens` is about the candidates: it may name thousands of workers."""
     cached = demand.cached_tokens
     if not cached:

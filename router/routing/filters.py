@@ -10,14 +10,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from kvtransfer.layout import Layout
-from router.routing.cost_model import Engine, Prediction
-from router.routing.worker_snapshot import Mode, WorkerKey, WorkerView
+from router.routing.cost_model import Prediction, WorkerEstimate
+from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 
 _REACH_EVERYWHERE = frozenset({"nixl", "tcp", "grpc"})
 
 
 @dataclass(slots=True)
-class Demand:
+class RoutingRequest:
     """What a request needs. `cached_tokens` by worker; `kind` pins the kind of worker that the request started on.
 
     Nobody changes one: it is not frozen because that takes three times as long to make, and each decision makes one.
@@ -40,7 +40,7 @@ class Demand:
     tpot_goal_s: float | None = None
     running_tpot_goal_s: float | None = None
 
-    def uncached(self, worker: WorkerView) -> int:
+    def uncached(self, worker: WorkerSnapshot) -> int:
         """Tokens that `worker` would have to compute or receive: at least one, as a whole prompt is never served from cache."""
         return max(1, self.num_tokens - self.cached_tokens.get(worker.key, 0))
 
@@ -48,8 +48,8 @@ class Demand:
 class Candidate(NamedTuple):
     """A pair that was looked at; LOCAL without `prefill`. `prediction` is None under policies that predict nothing."""
 
-    decode: WorkerView
-    prefill: WorkerView | None
+    decode: WorkerSnapshot
+    prefill: WorkerSnapshot | None
     cost: float
     has_room: bool
     prediction: Prediction | None = None
@@ -71,8 +71,8 @@ class Candidate(NamedTuple):
 class Placement:
     """Decode worker, and prefill worker unless LOCAL, with the reason in words and what it was compared with."""
 
-    decode: WorkerView
-    prefill: WorkerView | None
+    decode: WorkerSnapshot
+    prefill: WorkerSnapshot | None
     reason: str
     candidates: Sequence[Candidate] = ()
 
@@ -100,22 +100,22 @@ class NoPlacement:
     never: bool = False
 
 
-def same_kind(worker: WorkerView, demand: Demand) -> bool:
+def same_kind(worker: WorkerSnapshot, demand: RoutingRequest) -> bool:
     """The model, and the kind of worker that the request started on, if it has."""
     return worker.model == demand.model and demand.kind in (None, worker.kind)
 
 
-def can_own(worker: WorkerView, demand: Demand) -> bool:
+def can_decode(worker: WorkerSnapshot, demand: RoutingRequest) -> bool:
     """May `worker` be the request's decode worker, room aside?"""
     return worker.decode and worker.key not in demand.excluded_decode and can_ever_hold(worker, demand)
 
 
-def can_fill(worker: WorkerView, demand: Demand) -> bool:
+def can_prefill(worker: WorkerSnapshot, demand: RoutingRequest) -> bool:
     """May `worker` compute the prompt for another one, if it reaches it?"""
     return worker.prefill and worker.key not in demand.excluded_prefill
 
 
-def can_ever_hold(worker: WorkerView, demand: Demand) -> bool:
+def can_ever_hold(worker: WorkerSnapshot, demand: RoutingRequest) -> bool:
     """Is the worker large enough, were it empty?"""
     fits_context = max(demand.num_tokens, demand.max_total_tokens) <= worker.max_context
     return (
@@ -125,19 +125,19 @@ def can_ever_hold(worker: WorkerView, demand: Demand) -> bool:
     )
 
 
-def has_room(worker: WorkerView, demand: Demand) -> bool:
+def has_room(worker: WorkerSnapshot, demand: RoutingRequest) -> bool:
     """Does the last report, with what was dispatched since, leave room? The worker's own answer is the truth."""
     free = worker.num_free_blocks - worker.dispatched_blocks
     seqs = worker.num_seqs + worker.dispatched_seqs
     return blocks_for(demand.num_tokens, worker) <= free and seqs + demand.num_choices <= worker.max_num_seqs
 
 
-def blocks_for(num_tokens: int, worker: WorkerView) -> int:
+def blocks_for(num_tokens: int, worker: WorkerSnapshot) -> int:
     """Blocks that hold `num_tokens`."""
     return -(-num_tokens // worker.block_size)
 
 
-def compatible(prefill: WorkerView, decode: WorkerView) -> bool:
+def compatible(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> bool:
     """May these two hand over KV? Equal identity, a layout that converts, and a transport that reaches."""
     if prefill.identity != decode.identity or (prefill.address == decode.address and prefill.epoch == decode.epoch):
         return False
@@ -156,7 +156,7 @@ def _hands_over(prefill: Layout, decode: Layout, ours: frozenset[str], theirs: f
     return bool(_REACH_EVERYWHERE & common) or (same_host and bool(here & common))
 
 
-def nobody(workers: Iterable[WorkerView], demand: Demand) -> NoPlacement:
+def explain_no_candidate(workers: Iterable[WorkerSnapshot], demand: RoutingRequest) -> NoPlacement:
     """Why no worker can own the request; to be asked only when that is so."""
     decodes = [worker for worker in workers if worker.decode and same_kind(worker, demand)]
     if not decodes:
@@ -167,16 +167,16 @@ def nobody(workers: Iterable[WorkerView], demand: Demand) -> NoPlacement:
     return NoPlacement(f"all {len(large_enough)} decode workers of model {demand.model!r} refused or were lost")
 
 
-def no_partner(decode: Iterable[WorkerView]) -> NoPlacement:
+def no_partner(decode: Iterable[WorkerSnapshot]) -> NoPlacement:
     """REMOTE was asked for, and nobody can do it."""
     names = ", ".join(worker.worker_id for worker in decode)
     return NoPlacement(f"REMOTE was asked for and no prefill worker fits {names}")
 
 
-def first(engines: Iterable[Engine], demand: Demand, count: int) -> list[Engine]:
+def first(engines: Iterable[WorkerEstimate], demand: RoutingRequest, count: int) -> list[WorkerEstimate]:
     """The first `count` of `engines` that can own the request and have room; if none has, those without."""
-    roomy: list[Engine] = []
-    full: list[Engine] = []
+    roomy: list[WorkerEstimate] = []
+    full: list[WorkerEstimate] = []
     for engine in engines:
         if not _fits(engine, demand):
             continue
@@ -189,12 +189,12 @@ def first(engines: Iterable[Engine], demand: Demand, count: int) -> list[Engine]
     return roomy or full
 
 
-def has_room_now(engine: Engine, demand: Demand) -> bool:
+def has_room_now(engine: WorkerEstimate, demand: RoutingRequest) -> bool:
     """As `has_room`, from what has been computed already."""
     return demand.num_tokens <= engine.free_tokens and demand.num_choices <= engine.free_seqs
 
 
-def _fits(engine: Engine, demand: Demand) -> bool:
+def _fits(engine: WorkerEstimate, demand: RoutingRequest) -> bool:
     """As `can_own` and `same_kind` within a group."""
     view = engine.view
     if demand.max_total_tokens > view.max_context or demand.num_tokens > engine.largest:  # that is at most max_context

@@ -11,8 +11,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 from pdmesh.planning.latency_model import LatencyModel
-from router.routing.cost_model import NEUTRAL, Engine
-from router.routing.worker_snapshot import WorkerView
+from router.routing.cost_model import NEUTRAL, WorkerEstimate
+from router.routing.worker_snapshot import WorkerSnapshot
 
 TYPICAL_PROMPT = 512
 TYPICAL_OUTPUT = 128.0
@@ -95,12 +95,12 @@ class Speeds:
         return LatencyModel(fixed_s, token_s, prefix_s, row_s, context_s)
 
 
-class Group:
+class Pool:
     """Workers of one model and identity, by address."""
 
     def __init__(self, model: str, identity: tuple[object, ...]) -> None:
         self.model, self.identity = model, identity
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, WorkerEstimate] = {}
         self.owners = Ranking()
         self.wholes = Ranking()
         self.fillers = Ranking()
@@ -112,13 +112,13 @@ class Group:
         """The share of the workers that have something to do: what a second of a worker's time is worth to others."""
         return self._num_busy / len(self.engines) if self.engines else 0.0
 
-    def put(self, view: WorkerView) -> None:
+    def put(self, view: WorkerSnapshot) -> None:
         """Insert, or replace."""
         before, speed = self.engines.get(view.address), view.latency
         if before is not None:
             self._discount(before)
         self._speeds.count(speed, 1)
-        engine = self.engines[view.address] = Engine(view, self._speeds.believed(speed))
+        engine = self.engines[view.address] = WorkerEstimate(view, self._speeds.believed(speed))
         self._num_busy += engine.busy
         self._rank(engine)
 
@@ -130,11 +130,11 @@ class Group:
         for ranking in (self.owners, self.wholes, self.fillers):
             ranking.drop(address)
 
-    def _discount(self, engine: Engine) -> None:
+    def _discount(self, engine: WorkerEstimate) -> None:
         self._num_busy -= engine.busy
         self._speeds.count(engine.view.latency, -1)
 
-    def _rank(self, engine: Engine) -> None:
+    def _rank(self, engine: WorkerEstimate) -> None:
         view, name = engine.view, engine.view.address
         prompt = engine.prompt_side(TYPICAL_PROMPT, 0, view.figures_at)
         fill_s = view.penalty_s + prompt.compute_s + prompt.rows * prompt.own_s
@@ -153,19 +153,19 @@ class Group:
             self.wholes.drop(name)
 
 
-class Roster:
+class FleetSnapshot:
     """All groups. Pure; `Fleet` keeps it up to date."""
 
-    def __init__(self, views: Iterable[WorkerView] = ()) -> None:
-        self._groups: dict[tuple[str, tuple[object, ...]], Group] = {}
-        self._group_of: dict[str, Group] = {}
+    def __init__(self, views: Iterable[WorkerSnapshot] = ()) -> None:
+        self._groups: dict[tuple[str, tuple[object, ...]], Pool] = {}
+        self._group_of: dict[str, Pool] = {}
         for view in views:
             self.put(view.address, view)
 
     def __len__(self) -> int:
         return len(self._group_of)
 
-    def put(self, address: str, view: WorkerView | None) -> None:
+    def put(self, address: str, view: WorkerSnapshot | None) -> None:
         """The view of the worker at `address` is this now; None: it takes no work."""
         before = self._group_of.get(address)
         group = None if view is None else self._group_for(view, before)
@@ -180,24 +180,24 @@ class Roster:
         """Is there anybody who owns requests?"""
         return any(group.owners.names for group in self._groups.values())
 
-    def views(self) -> Iterator[WorkerView]:
+    def views(self) -> Iterator[WorkerSnapshot]:
         """Everybody."""
         return (engine.view for group in self._groups.values() for engine in group.engines.values())
 
-    def groups(self, model: str, kind: tuple[object, ...] | None = None) -> list[Group]:
+    def groups(self, model: str, kind: tuple[object, ...] | None = None) -> list[Pool]:
         """Those that serve `model`; with a kind, those of its identity."""
         return [group for group in self._groups.values() if group.model == model and (kind is None or group.identity == kind[0])]
 
-    def get(self, address: str) -> Engine | None:
+    def get(self, address: str) -> WorkerEstimate | None:
         """The worker there; None if it takes no work."""
         group = self._group_of.get(address)
         return None if group is None else group.engines[address]
 
-    def group_of(self, view: WorkerView) -> Group:
+    def group_of(self, view: WorkerSnapshot) -> Pool:
         """The group of a worker of this roster."""
         return self._groups[(view.model, view.identity)]
 
-    def peers(self, view: WorkerView, *, prefill: bool) -> Iterator[WorkerView]:
+    def peers(self, view: WorkerSnapshot, *, prefill: bool) -> Iterator[WorkerSnapshot]:
         """All of the kind of this worker of the roster that prefill, else that decode; itself included."""
         group = self.group_of(view)
         for address in (group.fillers if prefill else group.owners).names:
@@ -205,12 +205,12 @@ class Roster:
             if other.layout.kv_dtype == view.layout.kv_dtype:
                 yield other
 
-    def _group_for(self, view: WorkerView, before: Group | None) -> Group:
+    def _group_for(self, view: WorkerSnapshot, before: Pool | None) -> Pool:
         if before is not None and before.identity is view.identity and before.model == view.model:
             return before  # nearly always, and there are thousands of reports in a second
-        return self._groups.setdefault((view.model, view.identity), Group(view.model, view.identity))
+        return self._groups.setdefault((view.model, view.identity), Pool(view.model, view.identity))
 
-    def _forget(self, group: Group, address: str) -> None:
+    def _forget(self, group: Pool, address: str) -> None:
         del self._group_of[address]
         group.drop(address)
         if not group.engines:

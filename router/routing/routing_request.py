@@ -4,30 +4,30 @@ from collections.abc import Sequence
 
 from pdmesh.planning.objectives import Bounds
 from pdmesh.v1 import common_pb2
-from router.context import Core
-from router.routing.filters import Demand
+from router.context import RouterContext
+from router.routing.filters import RoutingRequest
 from router.routing.worker_snapshot import Mode, WorkerKey
-from router.tokenization.prepared_request import Job
+from router.tokenization.prepared_request import PreparedRequest
 
 NOBODY: frozenset[WorkerKey] = frozenset()
 
 
-def demand_of(
-    core: Core,
-    job: Job,
+def routing_request_of(
+    core: RouterContext,
+    job: PreparedRequest,
     emitted: Sequence[common_pb2.EmittedChoice] = (),
     kind: tuple[object, ...] | None = None,
     *,
     excluded_decode: frozenset[WorkerKey] = NOBODY,
     excluded_prefill: frozenset[WorkerKey] = NOBODY,
-) -> Demand:
+) -> RoutingRequest:
     """`emitted` tokens are out already, from workers of `kind`."""
     several_under_way = job.num_choices > 1 and bool(emitted)
     objective = core.objectives.get(job.model.name)
     num_emitted = max((len(choice.token_ids) for choice in emitted), default=0)
     promised = Bounds(None, None) if objective is None else objective.bounds(job.priority)
     running_tpot_ms = objective.tpot_ms if objective is not None else 0
-    return Demand(
+    return RoutingRequest(
         model=job.model.name,
         num_tokens=len(job.prompt) + num_emitted,
         num_choices=job.num_choices,
@@ -44,19 +44,19 @@ def demand_of(
     )
 
 
-def goals_ms(core: Core, job: Job) -> tuple[int, int]:
+def goals_ms(core: RouterContext, job: PreparedRequest) -> tuple[int, int]:
     """TTFT and TPOT that the request is to have: its own objectives, or its model's for requests of its priority; 0: none."""
     objective = core.objectives.get(job.model.name)
     promised = Bounds(None, None) if objective is None else objective.bounds(job.priority)
     return job.slo_ttft_ms or promised.ttft_ms or 0, job.slo_tpot_ms or promised.tpot_ms or 0
 
 
-def tpot_goal_ms(core: Core, job: Job) -> int:
+def tpot_goal_ms(core: RouterContext, job: PreparedRequest) -> int:
     """The request's own objective, or what its model promises requests of its priority; 0: none."""
     return goals_ms(core, job)[1]
 
 
-def _expected(core: Core, job: Job, num_emitted: int) -> float:
+def _expected(core: RouterContext, job: PreparedRequest, num_emitted: int) -> float:
     expected = core.output_lengths.expected(job.model.name, job.tenant, job.sampling.max_tokens)
     return max(1.0, expected - num_emitted)
 

@@ -7,7 +7,7 @@ from kvtransfer.layout import Layout
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import common_pb2, worker_pb2
 from router.routing.fleet_snapshot import is_usable
-from router.routing.worker_snapshot import WorkerView
+from router.routing.worker_snapshot import WorkerSnapshot
 
 MAX_PACE_S, MAX_SLACK_S = 1e4, 3600.0
 """What a worker can truly say of the pace of its sequences; more counts as nothing said."""
@@ -73,14 +73,14 @@ def describe(info: worker_pb2.WorkerInfo) -> Described:
     )
 
 
-def view_of(
+def snapshot_of(
     who: Described, load: worker_pb2.LoadReport, *, decode: bool, reported_at: float = 0.0, sent: Counted = NOTHING
-) -> WorkerView:
+) -> WorkerSnapshot:
     """`decode`: its Attach stream is open, so it may own requests, if it has the role. `reported_at`: monotonic seconds of the
     report's arrival; `sent`: beside what is in it."""
     latency, roles, num_running, num_prefilling = latency_of(load), load.roles, load.num_running, load.num_prefilling
     per_row = _per_row(load.speculation) if load.HasField("speculation") else (1.0, 1.0)
-    return WorkerView(
+    return WorkerSnapshot(
         worker_id=who.worker_id,
         address=who.address,
         epoch=who.epoch,

@@ -18,7 +18,7 @@ class Mode(enum.Enum):
 
 
 @dataclass(slots=True)
-class WorkerView:
+class WorkerSnapshot:
     """One worker that lives and takes work. `identity` is compared for equality only.
 
     Nobody changes one. It is not frozen because thousands are made in a second, and freezing takes three times as long.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pdmesh.planning.objectives import PRIORITIES
 from pdmesh.runtime.telemetry.metrics import Instrument, Readings
 from pdmesh.v1 import mesh_pb2, worker_pb2
-from router.context import Core
+from router.context import RouterContext
 from router.fleet.circuit_breaker import BreakerStatuses
 from router.fleet.worker import Worker
 from router.flow_control.capacity import MAX_TENANTS, OTHERS, Tally
@@ -23,7 +23,7 @@ _ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
 class StatusReader:
     """Reads one router on its event loop."""
 
-    def __init__(self, core: Core, registry_connected: Callable[[], bool]) -> None:
+    def __init__(self, core: RouterContext, registry_connected: Callable[[], bool]) -> None:
         self._core = core
         self._registry_connected = registry_connected
         self._admission = AdmissionTotals()

@@ -13,7 +13,7 @@ from pdmesh.v1 import mesh_pb2
 from router.flow_control.capacity import OTHERS
 from router.routing.decisions import Decision
 from router.telemetry.timings import RequestTimings
-from router.tokenization.prepared_request import Job
+from router.tokenization.prepared_request import PreparedRequest
 
 # What a router counts and measures: the catalogue. Names and buckets of `gen_ai.*` are OpenTelemetry's conventions.
 #
@@ -191,7 +191,7 @@ class RequestMetrics:
 
     def ended(
         self,
-        job: Job | None,
+        job: PreparedRequest | None,
         goals: Goals,
         num_output_tokens: int,
         timings: RequestTimings,
@@ -209,7 +209,7 @@ class RequestMetrics:
 
     def _note(
         self,
-        job: Job | None,
+        job: PreparedRequest | None,
         goals: Goals,
         num_output_tokens: int,
         timings: RequestTimings,
@@ -230,7 +230,7 @@ class RequestMetrics:
         if problem is None and timings.decision is not None:
             self._predicted(job, parts, timings.decision)
 
-    def _measured(self, job: Job, parts: mesh_pb2.Timings, error_type: str, trace: str) -> None:
+    def _measured(self, job: PreparedRequest, parts: mesh_pb2.Timings, error_type: str, trace: str) -> None:
         observe = self.metrics.observe
         who = (_operation(job), PROVIDER_NAME, *_class_of(job), _MODES.get(parts.mode, ""))
         observe(DURATION, parts.total_ns / 1e9, *who, error_type, trace=trace)
@@ -246,7 +246,7 @@ class RequestMetrics:
             for part in _HANDOFF_PARTS:
                 observe(HANDOFF_PART, getattr(parts, f"{part}_ns") / 1e9, model, part)
 
-    def _counted(self, job: Job, parts: mesh_pb2.Timings, num_output_tokens: int) -> None:
+    def _counted(self, job: PreparedRequest, parts: mesh_pb2.Timings, num_output_tokens: int) -> None:
         model, num_input = job.model.name, len(job.prompt)
         for kind, number in (("input", num_input), ("output", num_output_tokens)):
             self.metrics.observe(TOKEN_USAGE, number, _operation(job), PROVIDER_NAME, model, kind)
@@ -256,7 +256,7 @@ class RequestMetrics:
         self.metrics.add(RETRIES, parts.num_retries, model)
         self.metrics.add(RESUBMISSIONS, parts.num_resubmissions, model)
 
-    def _predicted(self, job: Job, parts: mesh_pb2.Timings, decision: Decision) -> None:
+    def _predicted(self, job: PreparedRequest, parts: mesh_pb2.Timings, decision: Decision) -> None:
         """How far the policy was off; of a request that was tried again or lost, it was not asked about what came."""
         self.metrics.observe(DECISION_TIME, decision.decision_ns / 1e9, decision.policy)
         chosen = decision.placement.chosen
@@ -280,11 +280,11 @@ def tenant_name(tenant: str) -> str:
     return OTHER if tenant == OTHERS else tenant or NO_TENANT
 
 
-def _class_of(job: Job) -> tuple[str, str, str]:
+def _class_of(job: PreparedRequest) -> tuple[str, str, str]:
     return job.model.name, tenant_name(job.tenant), priority_name(job.priority)
 
 
-def _operation(job: Job) -> str:
+def _operation(job: PreparedRequest) -> str:
     return "chat" if job.is_chat else "text_completion"
 
 

@@ -18,10 +18,10 @@ from pdmesh.v1 import common_pb2, mesh_pb2
 from router.routing.routing_request import goals_ms
 from router.telemetry.metrics import mesh_error_of, verdict
 from router.telemetry.timings import NO_SPANS, LiveSpans, RequestTimings, Spans
-from router.tokenization.prepared_request import Job
+from router.tokenization.prepared_request import PreparedRequest
 
 if TYPE_CHECKING:
-    from router.context import Core
+    from router.context import RouterContext
     from router.fleet.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class RequestTrace:
 
     spans: Spans = NO_SPANS
 
-    def admitted(self, job: Job) -> None:
+    def admitted(self, job: PreparedRequest) -> None:
         """The request was found valid."""
 
     def ended(self, timings: RequestTimings, brought: Yield | None, error: BaseException | None) -> None:
@@ -65,7 +65,7 @@ class RequestTrace:
 OFF = RequestTrace()
 
 
-def open_trace(core: Core, operation: str, caller: SpanContext | None, received_ns: int) -> RequestTrace:
+def open_trace(core: RouterContext, operation: str, caller: SpanContext | None, received_ns: int) -> RequestTrace:
     """Of a request that came at `received_ns`; `caller` is its context, if it has one."""
     return LiveTrace(core, operation, caller, received_ns) if core.tracing.is_on else OFF
 
@@ -73,7 +73,7 @@ def open_trace(core: Core, operation: str, caller: SpanContext | None, received_
 class LiveTrace(RequestTrace):
     """Between the request's arrival and its end."""
 
-    def __init__(self, core: Core, operation: str, caller: SpanContext | None, received_ns: int) -> None:
+    def __init__(self, core: RouterContext, operation: str, caller: SpanContext | None, received_ns: int) -> None:
         self._core = core
         self._tracing: Tracing = core.tracing
         self._received_ns = received_ns
@@ -94,7 +94,7 @@ class LiveTrace(RequestTrace):
         context = self._root.context
         return context.trace_name if context.is_sampled or self._is_kept else ""
 
-    def admitted(self, job: Job) -> None:
+    def admitted(self, job: PreparedRequest) -> None:
         self._goals = goals_ms(self._core, job)
         self._root.name = f"generate {job.model.name}"
         self._root.set({**_request_attributes(job), **_goal_attributes(self._goals)})
@@ -131,7 +131,7 @@ class LiveTrace(RequestTrace):
             self._core.trace_keeper.keep(context.trace_id, self._workers)
 
 
-def _request_attributes(job: Job) -> dict[str, Value]:
+def _request_attributes(job: PreparedRequest) -> dict[str, Value]:
     sampling = job.sampling
     return {
         "gen_ai.request.model": job.model.name,

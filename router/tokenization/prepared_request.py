@@ -54,7 +54,7 @@ def _read(folder: str) -> tuple[Tokenizer, GrammarCompiler]:
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class PreparedRequest:
     """One request, ready to be placed.
 
     `sampling` is what workers get: seed, max_tokens and n are set; stop strings are the router's and stand in `stop` instead.

@@ -17,9 +17,9 @@ from router.api import validation
 from router.api import validation as constraint
 from router.api import validation as sampling
 from router.auth import identity
-from router.context import Core
-from router.tokenization.prepared_request import Job, ServedModel, scoped_salt
-from router.tokenization.queue import Tokenizing
+from router.context import RouterContext
+from router.tokenization.prepared_request import PreparedRequest, ServedModel, scoped_salt
+from router.tokenization.queue import TokenizationPool
 
 # Text and conversations as tokens: short ones at once, long ones in the line of `Tokenizing`.
 
@@ -39,9 +39,9 @@ class Asker:
 class Prompts:
     """Makes prompts for one router."""
 
-    def __init__(self, core: Core, tokenizing: Tokenizing | None = None) -> None:
+    def __init__(self, core: RouterContext, tokenizing: TokenizationPool | None = None) -> None:
         self._core = core
-        self._tokenizing = tokenizing or Tokenizing()
+        self._tokenizing = tokenizing or TokenizationPool()
         for model in core.models.values():
             model.tokenizer.fewest_tokens("")  # reads the vocabulary: now, not when the first long text comes
 
@@ -110,14 +110,14 @@ class _Rest:
     is_chat: bool
 
 
-class Jobs:
+class Preprocessor:
     """Makes jobs for one router."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: RouterContext) -> None:
         self._core = core
         self._prompts = Prompts(core)
 
-    async def from_generate(self, request: mesh_pb2.GenerateRequest, time_left_s: float | None) -> Job:
+    async def from_generate(self, request: mesh_pb2.GenerateRequest, time_left_s: float | None) -> PreparedRequest:
         """Raises InvalidArgument naming the field, NotFound, DeadlineExceeded."""
         deadline = deadline_of(time_left_s)
         model = self._model(request.model)
@@ -126,7 +126,7 @@ class Jobs:
         prompt = await self._generate_prompt(model, request, Asker(request.options.tenant, deadline))
         return await self._checked_job(model, prompt, await _rest(model, request, deadline))
 
-    async def from_chat(self, request: mesh_pb2.ChatRequest, time_left_s: float | None) -> Job:
+    async def from_chat(self, request: mesh_pb2.ChatRequest, time_left_s: float | None) -> PreparedRequest:
         """Raises as `from_generate`."""
         deadline = deadline_of(time_left_s)
         model = self._model(request.model)
@@ -168,7 +168,7 @@ class Jobs:
         validation.check_tokens("tokens.ids", request.tokens.ids, model.tokenizer.vocab_size)
         return list(request.tokens.ids)
 
-    async def _checked_job(self, model: ServedModel, prompt: list[int], rest: _Rest) -> Job:
+    async def _checked_job(self, model: ServedModel, prompt: list[int], rest: _Rest) -> PreparedRequest:
         job = self._job(model, prompt, rest)
         if self._core.config.log_requests:
             logger.info(
@@ -178,7 +178,7 @@ class Jobs:
             await constraint.check_history(rest.grammar, rest.resume.emitted)
         return job
 
-    def _job(self, model: ServedModel, prompt: list[int], rest: _Rest) -> Job:
+    def _job(self, model: ServedModel, prompt: list[int], rest: _Rest) -> PreparedRequest:
         max_context = self._core.max_context(model)
         validation.check_prompt_length(len(prompt), max_context)
         limits = sampling.Limits(model.tokenizer.vocab_size, model.eos_token_ids, max_context - len(prompt))
@@ -190,7 +190,7 @@ class Jobs:
         if not params.HasField("seed"):
             params.seed = secrets.randbits(64)
         options = rest.options
-        return Job(
+        return PreparedRequest(
             request_id=options.request_id or secrets.token_hex(8),
             model=model,
             prompt=tuple(prompt),

@@ -58,7 +58,7 @@ class _Held:
 
 
 @dataclass
-class TextLine(Generic[P]):
+class TokenizationQueue(Generic[P]):
     """The pieces that wait."""
 
     limits: LineLimits = field(default_factory=LineLimits)
@@ -139,11 +139,11 @@ class _Order:
     result: asyncio.Future[list[int]]
 
 
-class Tokenizing:
+class TokenizationPool:
     """`num_threads` threads, of which long texts leave one to the shorter ones. Used from one event loop."""
 
     def __init__(self, limits: LineLimits | None = None, *, num_threads: int = 2) -> None:
-        self._line: TextLine[_Order] = TextLine(limits or LineLimits())
+        self._line: TokenizationQueue[_Order] = TokenizationQueue(limits or LineLimits())
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
         self._num_threads = num_threads
         self._under_way: set[Piece[_Order]] = set()

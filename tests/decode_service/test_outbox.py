@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from decode_service.ports import StreamSettings
-from decode_service.token_stream import MAX_TICK_S, Outboxes
+from decode_service.token_stream import MAX_TICK_S, TokenStreams
 from pdmesh.runtime.errors import Aborted, Unavailable
 from pdmesh.v1 import decode_pb2, worker_pb2
 
@@ -17,18 +17,18 @@ FIRST = decode_pb2.AttachRequest(router_id="a")
 
 
 @pytest.fixture
-def outboxes() -> Outboxes:
-    return Outboxes(SETTINGS, epoch=7, num_steps=lambda: 3, load_report=lambda: worker_pb2.LoadReport(worker_id="w"))
+def outboxes() -> TokenStreams:
+    return TokenStreams(SETTINGS, epoch=7, num_steps=lambda: 3, load_report=lambda: worker_pb2.LoadReport(worker_id="w"))
 
 
-def tick_until(outboxes: Outboxes, start: float, end: float, step: float = 0.02) -> None:
+def tick_until(outboxes: TokenStreams, start: float, end: float, step: float = 0.02) -> None:
     now = start
     while now < end:
         outboxes.tick(now)
         now += step
 
 
-async def test_silence_closes_a_stream(outboxes: Outboxes) -> None:
+async def test_silence_closes_a_stream(outboxes: TokenStreams) -> None:
     outbox = outboxes.of("a")
     stream = outbox.open(FIRST).stream
     tick_until(outboxes, 0.0, 0.25)
@@ -42,7 +42,7 @@ async def test_silence_closes_a_stream(outboxes: Outboxes) -> None:
     assert outbox.stream is None
 
 
-async def test_own_stall_is_not_the_routers_silence(outboxes: Outboxes) -> None:
+async def test_own_stall_is_not_the_routers_silence(outboxes: TokenStreams) -> None:
     stream = outboxes.of("a").open(FIRST).stream
     outboxes.tick(0.0)
     outboxes.tick(100.0)
@@ -50,7 +50,7 @@ async def test_own_stall_is_not_the_routers_silence(outboxes: Outboxes) -> None:
     assert not stream.closed
 
 
-async def test_an_absent_router_is_forgotten_after_the_grace_period(outboxes: Outboxes) -> None:
+async def test_an_absent_router_is_forgotten_after_the_grace_period(outboxes: TokenStreams) -> None:
     outbox = outboxes.of("a")
     tick_until(outboxes, 0.0, 0.4)
     assert outboxes.of("a") is outbox
@@ -58,7 +58,7 @@ async def test_an_absent_router_is_forgotten_after_the_grace_period(outboxes: Ou
     assert outboxes.of("a") is not outbox
 
 
-async def test_heartbeats_while_nothing_happens(outboxes: Outboxes) -> None:
+async def test_heartbeats_while_nothing_happens(outboxes: TokenStreams) -> None:
     outbox = outboxes.of("a")
     stream = outbox.open(FIRST).stream
     frames = outboxes.frames(outbox, stream)
@@ -79,7 +79,7 @@ async def test_heartbeats_while_nothing_happens(outboxes: Outboxes) -> None:
     assert (await waiting).load.worker_id == "w"
 
 
-async def test_taken_over_and_closed(outboxes: Outboxes) -> None:
+async def test_taken_over_and_closed(outboxes: TokenStreams) -> None:
     outbox = outboxes.of("a")
     former = outbox.open(FIRST).stream
     frames = outboxes.frames(outbox, former)

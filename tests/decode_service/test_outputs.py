@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_service.request import RequestOutput
-from decode_service.requests import EndedRequests
+from decode_service.requests import Tombstones
 from decode_service.validation import deadline_of, has_passed
 from pdmesh.engine.outputs import FinishReason, SequenceUpdate, TokenLogprobs
 from pdmesh.runtime.errors import Aborted, Cancelled, Unavailable
@@ -93,7 +93,7 @@ def test_every_index_arrives_in_order(steps: list[tuple[int, bool, int]]) -> Non
 
 
 def test_endings_are_remembered_for_a_while() -> None:
-    ended = EndedRequests(keep_s=5.0)
+    ended = Tombstones(keep_s=5.0)
     ended.note("lapsed", 2, Unavailable("lease"), now=10.0)
     ended.note("cancelled", 2, Cancelled("by its router"), now=11.0)
     ended.note_early_cancel("early", now=12.0)

@@ -11,7 +11,7 @@ import torch
 
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.kv_cache.events import SIGNALS_PER_STEP, LayerSignal
+from pdmesh.engine.kv_cache.events import SIGNALS_PER_STEP, LayerReadiness
 from pdmesh.engine.loop import EngineLoop
 from pdmesh.engine.outputs import KVReady, StepResult
 from pdmesh.engine.request import EngineRequest, SamplingParams
@@ -145,7 +145,7 @@ def test_who_is_read_is_not_preempted() -> None:
 
 
 def test_signals_are_few_and_the_last_layer_is_one() -> None:
-    signal = LayerSignal(30)
+    signal = LayerReadiness(30)
     assert -(-30 // signal.every) == SIGNALS_PER_STEP
     signal.tell_every(0)
     assert signal.every == 1

@@ -7,7 +7,7 @@ import pytest
 from pdmesh.engine.kv_cache.block_manager import BlockAllocator
 from pdmesh.engine.kv_cache.block_pool import BlockPool
 from pdmesh.engine.request import EngineRequest, SamplingParams
-from pdmesh.engine.scheduler.scheduler import FORGIVEN, LEAST_TOKENS, MAX_SHARE, SPREAD, TARGET, Pacer, Scheduler, StepCost
+from pdmesh.engine.scheduler.scheduler import FORGIVEN, LEAST_TOKENS, MAX_SHARE, SPREAD, TARGET, Scheduler, StepCost, TpotLimiter
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 from pdmesh.engine.speculation.draft import Draft
 from pdmesh.planning import latency_model
@@ -24,7 +24,7 @@ class Machine:
     """A scheduler whose steps take exactly what `COST` says, on a clock of its own."""
 
     def __init__(self, cost: StepCost | None = COST, budget: int = 512) -> None:
-        self.pacer = Pacer()
+        self.pacer = TpotLimiter()
         self.pacer.cost = cost
         allocator = BlockAllocator(BlockPool(512), 16, hash_block, prefix_caching=False)
         self.scheduler = Scheduler(allocator, budget, self.pacer)
@@ -188,7 +188,7 @@ def test_what_is_told_of_it() -> None:
 
 def test_off_means_that_nobody_is_promised_anything() -> None:
     machine, sequence = running()
-    machine.scheduler._pacer = pacer = Pacer(is_on=False)
+    machine.scheduler._pacer = pacer = TpotLimiter(is_on=False)
     pacer.cost, sequence.paced_from_ns = COST, 0
     machine.add(1000)
     assert machine.step() == 511 and pacer.promised_s([sequence], []) == 0

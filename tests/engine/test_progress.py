@@ -6,7 +6,7 @@ import pytest
 
 from pdmesh.engine.outputs import StepWork
 from pdmesh.engine.scheduler.postprocess import work_of
-from pdmesh.engine.scheduler.scheduler import Piece
+from pdmesh.engine.scheduler.scheduler import ScheduledSequence
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.draft import NOTHING, Draft
 from tests.engine.speculation.copying import decoding
@@ -36,4 +36,4 @@ def sequence(num_output: int, num_missing: int) -> Sequence:
     ids=["prompt", "decoding", "guessed", "forced", "guessed behind forced", "a tree behind forced"],
 )
 def test_each_token_that_is_computed_is_work(num_output: int, num_missing: int, draft: Draft, work: StepWork) -> None:
-    assert work_of([Piece(sequence(num_output, num_missing), num_missing, draft=draft)]) == work
+    assert work_of([ScheduledSequence(sequence(num_output, num_missing), num_missing, draft=draft)]) == work

@@ -9,7 +9,7 @@ import pytest
 from pdmesh.engine.kv_cache.block_manager import BlockAllocator, BlockCopy
 from pdmesh.engine.kv_cache.block_pool import BlockPool
 from pdmesh.engine.request import EngineRequest, SamplingParams
-from pdmesh.engine.scheduler.scheduler import Plan, Scheduler
+from pdmesh.engine.scheduler.scheduler import Scheduler, SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 from pdmesh.engine.speculation.draft import Draft
 from tests.support.mock_engine import hash_block
@@ -65,7 +65,7 @@ class Bench:
         return branches
 
 
-def tokens_of(plan: Plan) -> dict[Sequence, int]:
+def tokens_of(plan: SchedulerOutput) -> dict[Sequence, int]:
     return {piece.sequence: piece.num_tokens for piece in plan.pieces}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from router.flow_control.types import Applicant, Refusal, Ticket
+from router.flow_control.types import FlowItem, Refusal, Ticket
 from tests.examples.programs import ROOT, TIMEOUT_S, example, output_of, started
 from tests.router import stub_model
 from tests.router.mesh import Mesh, running_mesh
@@ -93,7 +93,7 @@ async def test_retry_waits_while_the_mesh_is_full(model_folder: Path, monkeypatc
         admission, answers = mesh.router.core.gate.admission, list[Ticket | Refusal]()
         ask = admission.ask
 
-        def recorded(applicant: Applicant, now: float) -> Ticket | Refusal:
+        def recorded(applicant: FlowItem, now: float) -> Ticket | Refusal:
             answers.append(ask(applicant, now))
             return answers[-1]
 

@@ -17,7 +17,7 @@ from kvtransfer.conversion import FP8Scales
 from kvtransfer.errors import TransferRefused
 from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory, part_views
-from kvtransfer.receiver.delegate import PushTarget, check_grant, new_token, unknown_reservation
+from kvtransfer.receiver.delegate import PushTarget, check_push_token, new_token, unknown_reservation
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.reservation import (
     AttemptFailed,
@@ -30,11 +30,11 @@ from kvtransfer.reservation import (
     reserved,
     transition,
 )
-from kvtransfer.schedule import FirstTokensDrawn, KVFeed, complete_feed
+from kvtransfer.schedule import FirstTokensDrawn, KVReadiness, complete_readiness
 from kvtransfer.sender.sender import PushJob, Sender
 from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import expect
-from kvtransfer.transports.base import Outgoing, ShowingOutgoing
+from kvtransfer.transports.base import DeviceReadSource, Outgoing
 from kvtransfer.transports.grpc import SERVICE, PushService, add_push_service
 from kvtransfer.transports.registry import transports_with
 from pdmesh.runtime.rpc.server import GrpcServer
@@ -73,7 +73,7 @@ class FakeDelegate:
         held = self.held.get(hello.reservation_id)
         if held is None:
             raise unknown_reservation(hello.reservation_id)
-        check_grant(hello, epoch=EPOCH, token=held.token, attempt=held.state.attempt)
+        check_push_token(hello, epoch=EPOCH, token=held.token, attempt=held.state.attempt)
         try:
             held.state = transition(held.state, PushOpened(hello.attempt), time.monotonic())
         except InvalidTransition as error:
@@ -192,7 +192,7 @@ class World:
         first_block: int = 0,
         start: int = 0,
         spread: bool = False,
-        feed: KVFeed | None = None,
+        feed: KVReadiness | None = None,
     ) -> PushJob:
         """A reservation of `num_blocks` blocks on the receiver, and the push that fills it. The last block is filled in part."""
         num_tokens = num_blocks * self.layout.block_size - 3
@@ -201,7 +201,7 @@ class World:
         ids = range(start, start - (-num_tokens // self.source_layout.block_size))
         held = Held(reserved(1, Mode.REMOTE, time.monotonic(), 5.0), new_token(), target_ids, first_block, num_tokens)
         self.delegate.held[name] = held
-        feed = feed or complete_feed(self.source.num_layers, len(ids), FirstTokensDrawn(CHOICES))
+        feed = feed or complete_readiness(self.source.num_layers, len(ids), FirstTokensDrawn(CHOICES))
         return PushJob(self.reservation(name), tuple(ids), num_tokens, feed)
 
     def reservation(self, name: str) -> common_pb2.Reservation:
@@ -293,7 +293,7 @@ class RawPeer:
         for name, value in changes.items():
             setattr(end if name == "crc32c" else header, name, value)
         views = part_views(self._source, part.layers, source_ids)
-        if isinstance(self.outgoing, ShowingOutgoing):
+        if isinstance(self.outgoing, DeviceReadSource):
             assert isinstance(self._seen, StagedMemory), "of a device"
             await self.outgoing.settle(part.layers, source_ids, self._seen.marks.behind(part.layer_end), self.send_nothing)
         total = await self.outgoing.send_part(header, views, source_ids, lambda _count: None)

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvtransfer.errors import PushFailed
 from kvtransfer.receiver.delegate import new_token
 from kvtransfer.reservation import Cancelled, Mode, NewAttempt, State, reserved, transition
-from kvtransfer.schedule import FirstTokensDrawn, KVFeed, Ready
+from kvtransfer.schedule import FirstTokensDrawn, KVReadiness, Ready
 from kvtransfer.sender import push as outgoing_session
 from kvtransfer.sender import sender
 from kvtransfer.sender.push import PushJob, PushResult
@@ -101,7 +101,7 @@ class Adversary(RuleBasedStateMachine):
         first = data.draw(st.integers(0, BLOCKS - len(held.block_ids)))
         reservation = self.world.reservation(name)
         reservation.endpoints[0].address = self.address
-        ids, feed, steps = tuple(range(first, first + len(held.block_ids))), KVFeed(), iter(range(1 << 30))
+        ids, feed, steps = tuple(range(first, first + len(held.block_ids))), KVReadiness(), iter(range(1 << 30))
         job = PushJob(reservation, ids, held.num_tokens, feed, lambda: next(steps))
         self.network.plan(harms)
         feed.advance(Ready(0, len(ids), 1))

@@ -9,7 +9,7 @@ from kvtransfer.compatibility import PROTOCOL_VERSION, bytes_per_layer_block, ch
 from kvtransfer.errors import Incompatible, TransferRefused, code_number, code_of
 from kvtransfer.framing import checksum
 from kvtransfer.memory import part_views, runs
-from kvtransfer.receiver.delegate import check_grant, new_token
+from kvtransfer.receiver.delegate import check_push_token, new_token
 from kvtransfer.stream import Cursor
 from kvtransfer.transports.tcp import split_address
 from pdmesh.v1 import common_pb2, transfer_pb2
@@ -67,11 +67,11 @@ TOKEN = new_token()
 )
 def test_grant(changes: dict[str, int | bytes], code: grpc.StatusCode, field: str) -> None:
     right = transfer_pb2.TransferHello(epoch=7, token=TOKEN, attempt=2)
-    check_grant(right, epoch=7, token=TOKEN, attempt=2)
+    check_push_token(right, epoch=7, token=TOKEN, attempt=2)
     for name, value in changes.items():
         setattr(right, name, value)
     with pytest.raises(TransferRefused) as raised:
-        check_grant(right, epoch=7, token=TOKEN, attempt=2)
+        check_push_token(right, epoch=7, token=TOKEN, attempt=2)
     assert (raised.value.code, raised.value.field) == (code, field)
     assert TOKEN.hex() not in str(raised.value)
 

@@ -15,7 +15,7 @@ from kvtransfer.conversion import kv_format
 from kvtransfer.errors import PushFailed, TransferRefused
 from kvtransfer.layout import Layout
 from kvtransfer.manifest import Part
-from kvtransfer.schedule import FirstTokensDrawn, KVFeed, Ready
+from kvtransfer.schedule import FirstTokensDrawn, KVReadiness, Ready
 from pdmesh.engine.kv_cache.format import FP8, Numbers
 from pdmesh.v1 import common_pb2, transfer_pb2
 from tests.kvtransfer.conftest import CONVERTING
@@ -213,7 +213,7 @@ async def test_fencing_holds_while_parts_are_converted(transport: str) -> None:
     source, target = PAIRS["larger blocks"]
     with nothing_left():
         async with running(make_world(transport, source, target)) as world:
-            job = world.job(num_blocks=5, feed=KVFeed())
+            job = world.job(num_blocks=5, feed=KVReadiness())
             push = asyncio.create_task(world.sender.push(job, timeout_s=10))
             job.feed.advance(Ready(2, 2, 0))
             await until(lambda: bytes(world.target.memory()) != world.before, "a part is written")

@@ -20,7 +20,7 @@ from kvtransfer.errors import PushFailed
 from kvtransfer.manifest import Part
 from kvtransfer.memory import KVMemory
 from kvtransfer.receiver.receiver import Receiver
-from kvtransfer.schedule import FirstTokensDrawn, KVFeed, Ready
+from kvtransfer.schedule import FirstTokensDrawn, KVReadiness, Ready
 from kvtransfer.sender.sender import Sender
 from kvtransfer.staging import StagedMemory
 from kvtransfer.transports import common, peer_pool_cache
@@ -261,7 +261,7 @@ async def test_what_is_told_as_it_is_launched_is_read_as_it_is_computed(seed: in
         source, marks = pool_of(world.source, world.layout.block_size), _staged(world.seen_source).marks
         final = source.clone()
         source.zero_()
-        job = world.job(feed=KVFeed())
+        job = world.job(feed=KVReadiness())
         with at_work(streams, seed):
             push = asyncio.create_task(world.sender.push(job, timeout_s=10))
             for first, end in ((0, 7), (7, 14), (14, BLOCKS)):

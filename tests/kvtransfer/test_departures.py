@@ -15,7 +15,7 @@ import pytest
 from kvtransfer.errors import PushFailed, TransferRefused
 from kvtransfer.manifest import Part
 from kvtransfer.receiver.delegate import PushTarget
-from kvtransfer.schedule import FirstTokensDrawn, KVFeed, Ready
+from kvtransfer.schedule import FirstTokensDrawn, KVReadiness, Ready
 from kvtransfer.sender import push as outgoing
 from kvtransfer.sender import sender
 from kvtransfer.sender.push import PushJob, PushResult
@@ -160,9 +160,9 @@ def _launch_step(both: StagedWorld, streams: ReorderingStreams) -> None:
     marks.reach(LAYERS)
 
 
-def _told_layers() -> KVFeed:
+def _told_layers() -> KVReadiness:
     """By the step that runs."""
-    feed = KVFeed()
+    feed = KVReadiness()
     feed.advance(Ready(0, BLOCKS, LAYERS))
     feed.end(FirstTokensDrawn(CHOICES))
     return feed

@@ -14,7 +14,7 @@ from kvtransfer.manifest import Part
 from kvtransfer.memory import part_views
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.reservation import Cancelled, transition
-from kvtransfer.schedule import FirstTokensDrawn, KVFeed, Ready
+from kvtransfer.schedule import FirstTokensDrawn, KVReadiness, Ready
 from kvtransfer.sender import sender as sender_module
 from kvtransfer.sender.push import PushJob
 from tests.kvtransfer.endpoints import CHOICES, World, nothing_left, running, until
@@ -91,7 +91,7 @@ async def test_signs_of_life_come_well_within_the_lease(num_connections: int, mo
     monkeypatch.setattr(sender_module, "BYTES_FOR_A_CONNECTION", 1 << 10)
     async with running(World("tcp", idle_timeout_s=0.6)) as world:
         sender = world.make_sender(num_connections=num_connections)
-        job = counted(world.job(feed=KVFeed()))
+        job = counted(world.job(feed=KVReadiness()))
         job.reservation.lease_ms = 600
         job.feed.advance(Ready(4, 12, 0))
         push = asyncio.create_task(sender.push(job, timeout_s=10))
@@ -106,7 +106,7 @@ async def test_signs_of_life_come_well_within_the_lease(num_connections: int, mo
 async def test_the_time_of_a_push_is_bounded_from_the_end_of_its_prefill_on() -> None:
     world = World("tcp", num_layers=40, num_blocks=300, part_bytes=1 << 18)
     async with running(world), slow_link(port_of(world), 2e6) as address:
-        job = world.job(num_blocks=300, feed=KVFeed())
+        job = world.job(num_blocks=300, feed=KVReadiness())
         job.reservation.endpoints[0].address = address
         job.feed.advance(Ready(0, 300, 1))
         push = asyncio.create_task(world.sender.push(job, timeout_s=0.5))
@@ -123,7 +123,7 @@ async def test_the_time_of_a_push_is_bounded_from_the_end_of_its_prefill_on() ->
 @pytest.mark.parametrize("num_layers", [0, LAYERS], ids=["between parts", "before the commit"])
 async def test_a_refusal_is_heard_while_nothing_is_to_be_sent(num_layers: int) -> None:
     async with running(World("tcp", idle_timeout_s=0.5)) as world:
-        job = counted(world.job(feed=KVFeed()))
+        job = counted(world.job(feed=KVReadiness()))
         job.reservation.lease_ms = 500
         job.feed.advance(Ready(20 if num_layers else 4, 20, num_layers))
         push = asyncio.create_task(world.sender.push(job, timeout_s=10))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.manifest import Part
-from kvtransfer.schedule import GROUP_COST_S, KVFeed, Pipeline, Ready, choose_group
+from kvtransfer.schedule import GROUP_COST_S, KVReadiness, Pipeline, Ready, choose_group
 
 SIZE = 512
 
@@ -70,7 +70,7 @@ def test_groups_cost_as_much_as_is_exposed(transfer_s: float, num_groups: int) -
 
 
 async def test_a_feed_keeps_the_furthest_and_tells_of_news() -> None:
-    feed = KVFeed()
+    feed = KVReadiness()
     assert not await feed.changed(0.01)
     feed.advance(Ready(0, 4, 3))
     assert await feed.changed(1)

@@ -8,7 +8,7 @@ import pytest
 
 from kvtransfer.errors import PushFailed
 from kvtransfer.manifest import Part
-from kvtransfer.schedule import FirstTokensDrawn, KVFeed, NothingToDecode, Ready
+from kvtransfer.schedule import FirstTokensDrawn, KVReadiness, NothingToDecode, Ready
 from kvtransfer.sender import push as outgoing_session
 from kvtransfer.sender import sender
 from kvtransfer.sender.push import PushJob
@@ -38,7 +38,7 @@ def arrived(world: World, job: PushJob, layer: int, blocks: range) -> bool:
 
 
 async def test_layers_travel_before_the_prefill_ends(world: World) -> None:
-    job = world.job(feed=KVFeed())
+    job = world.job(feed=KVReadiness())
     push = asyncio.create_task(world.sender.push(job, timeout_s=10))
     job.feed.advance(Ready(4, 12, 0))  # a cached prefix; a step begins
     await until(lambda: arrived(world, job, 2, range(4)), "the prefix arrives")
@@ -59,7 +59,7 @@ async def test_layers_travel_before_the_prefill_ends(world: World) -> None:
 
 
 async def test_nothing_to_decode_stops_a_push_half_way(world: World) -> None:
-    job = world.job(feed=KVFeed())
+    job = world.job(feed=KVReadiness())
     push = asyncio.create_task(world.sender.push(job, timeout_s=10))
     job.feed.advance(Ready(4, 12, 0))
     await until(lambda: arrived(world, job, 2, range(4)), "the prefix arrives")
@@ -73,7 +73,7 @@ async def test_a_sender_at_work_keeps_its_lease(transport: str, monkeypatch: pyt
     with nothing_left():
         async with running(World(transport, idle_timeout_s=0.6)) as world:
             ticks = iter(range(1000))
-            job = world.job(feed=KVFeed())
+            job = world.job(feed=KVReadiness())
             job = PushJob(job.reservation, job.source_block_ids, job.num_tokens, job.feed, lambda: next(ticks))
             push = asyncio.create_task(world.sender.push(job, timeout_s=10))
             job.feed.advance(Ready(4, 12, 0))
@@ -90,7 +90,7 @@ async def test_a_sender_that_stands_still_loses_it(transport: str, monkeypatch: 
     monkeypatch.setattr(outgoing_session, "ALIVE_S", 0.05)
     with nothing_left():
         async with running(World(transport, idle_timeout_s=0.3)) as world:
-            job = world.job(feed=KVFeed())
+            job = world.job(feed=KVReadiness())
             push = asyncio.create_task(world.sender.push(job, timeout_s=10))
             job.feed.advance(Ready(4, 12, 0))
             await until(lambda: world.delegate.kinds() == ["open", "failed"], "the receiver gives up")
@@ -100,7 +100,7 @@ async def test_a_sender_that_stands_still_loses_it(transport: str, monkeypatch: 
 
 
 async def test_cancelled_while_it_waits_for_the_prefill(world: World) -> None:
-    job = world.job(feed=KVFeed())
+    job = world.job(feed=KVReadiness())
     push = asyncio.create_task(world.sender.push(job, timeout_s=10))
     job.feed.advance(Ready(4, 12, 0))
     await until(lambda: arrived(world, job, 2, range(4)), "the prefix arrives")
@@ -121,7 +121,7 @@ async def test_several_connections_share_the_parts(several: World) -> None:
 
 
 async def test_a_connection_that_breaks_ends_the_push(several: World) -> None:
-    job = several.job(feed=KVFeed())
+    job = several.job(feed=KVReadiness())
     push = asyncio.create_task(several.sender.push(job, timeout_s=10))
     job.feed.advance(Ready(4, 12, 0))
     await until(lambda: several.receiver.num_connections == 3, "three connections")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvtransfer.errors import PushFailed
 from kvtransfer.manifest import Part
-from kvtransfer.schedule import FirstTokensDrawn, KVFeed, Ready
+from kvtransfer.schedule import FirstTokensDrawn, KVReadiness, Ready
 from kvtransfer.sender import push as outgoing
 from kvtransfer.sender.push import PushJob
 from pdmesh.engine.kv_cache.streams import InOrder
@@ -64,7 +64,7 @@ async def test_what_is_told_as_it_is_launched_is_sent_as_it_is_computed(seed: in
     async with staged("tcp", streams) as both:
         final = both.source.pool.clone()
         both.source.pool.zero_()
-        job = both.world.job(feed=KVFeed())
+        job = both.world.job(feed=KVReadiness())
         with at_work(streams, seed):
             push = asyncio.create_task(both.world.sender.push(job, timeout_s=10))
             for first, end in ((0, 7), (7, 14), (14, BLOCKS)):

@@ -10,7 +10,7 @@ import pytest
 
 from kvtransfer.errors import PushFailed, TransferRefused
 from kvtransfer.manifest import Part
-from kvtransfer.schedule import NothingToDecode, complete_feed
+from kvtransfer.schedule import NothingToDecode, complete_readiness
 from kvtransfer.transports.base import Outgoing
 from pdmesh.runtime import failpoints
 from pdmesh.v1 import common_pb2, transfer_pb2
@@ -207,7 +207,7 @@ async def test_what_the_delegate_refuses_at_commit(world: World) -> None:
 
 
 async def test_nothing_to_decode_releases(world: World) -> None:
-    feed = complete_feed(3, 20, NothingToDecode("every choice ended"))
+    feed = complete_readiness(3, 20, NothingToDecode("every choice ended"))
     result = await world.sender.push(world.job(feed=feed), timeout_s=10)
     assert (result.committed, result.num_bytes) == (False, 0)
     assert world.delegate.kinds() == ["open", "finished"]
@@ -222,7 +222,7 @@ async def test_an_abort_fails_the_attempt(world: World) -> None:
 
 
 async def test_a_release_that_reaches_nobody_says_so(world: World) -> None:
-    job = world.job(feed=complete_feed(3, 20, NothingToDecode("")))
+    job = world.job(feed=complete_readiness(3, 20, NothingToDecode("")))
     await world.receiver.stop()
     with pytest.raises(PushFailed) as raised:
         await world.sender.push(job, timeout_s=10)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from kvtransfer.layout import Layout
 from pdmesh.planning.latency_model import LatencyModel
-from router.routing.worker_snapshot import WorkerView
+from router.routing.worker_snapshot import WorkerSnapshot
 
 SPEED = LatencyModel(
     fixed_s=4e-3,
@@ -15,7 +15,7 @@ SPEED = LatencyModel(
     num_steps=99,
 )
 
-BASE = WorkerView(
+BASE = WorkerSnapshot(
     worker_id="",
     address="",
     epoch=1,
@@ -38,12 +38,12 @@ BASE = WorkerView(
 )
 
 
-def worker(name: str, **fields: object) -> WorkerView:
+def worker(name: str, **fields: object) -> WorkerSnapshot:
     """The roles stand in the name: p, d, or pd for both."""
     return replace(BASE, worker_id=name, address=name, prefill="p" in name, decode="d" in name, **fields)  # type: ignore[arg-type]
 
 
-def running(name: str, num_seqs: int, context: int = 300, **fields: object) -> WorkerView:
+def running(name: str, num_seqs: int, context: int = 300, **fields: object) -> WorkerSnapshot:
     """One that decodes `num_seqs` sequences of `context` tokens."""
     blocks = 1000 - num_seqs * -(-context // 16)
     numbers: dict[str, object] = {"num_seqs": num_seqs, "num_decoding": num_seqs, "decode_context": num_seqs * context}

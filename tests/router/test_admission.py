@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from router.flow_control.capacity import OTHERS, AdmissionSettings, SameForAll, TenantLimits
 from router.flow_control.controller import Admission
-from router.flow_control.types import BATCH, INTERACTIVE, STANDARD, Applicant, Forecast, Refusal, Ticket, TicketState
+from router.flow_control.types import BATCH, INTERACTIVE, STANDARD, FlowItem, Forecast, Refusal, Ticket, TicketState
 
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 3.0}
 
@@ -33,13 +33,13 @@ def admission_of(max_inflight: int, max_queued: int, **more: int) -> Admission:
 
 
 def ask(admission: Admission, priority: int = STANDARD, now: float = 0.0, **fields: object) -> Ticket:
-    ticket = admission.ask(replace(Applicant(priority=priority), **fields), now)  # type: ignore[arg-type]
+    ticket = admission.ask(replace(FlowItem(priority=priority), **fields), now)  # type: ignore[arg-type]
     assert isinstance(ticket, Ticket)
     return ticket
 
 
 def refusal(admission: Admission, priority: int = STANDARD, now: float = 0.0, **fields: object) -> Refusal:
-    answer = admission.ask(replace(Applicant(priority=priority), **fields), now)  # type: ignore[arg-type]
+    answer = admission.ask(replace(FlowItem(priority=priority), **fields), now)  # type: ignore[arg-type]
     assert isinstance(answer, Refusal)
     return answer
 
@@ -114,9 +114,9 @@ def test_lower_ranks_leave_a_share_of_the_queue() -> None:
     admission = admission_of(1, 16)
     ask(admission)
     tenants = [f"t{number}" for number in range(16)]
-    batch = [admission.ask(Applicant(priority=BATCH, tenant=tenant), 0.0) for tenant in tenants]
+    batch = [admission.ask(FlowItem(priority=BATCH, tenant=tenant), 0.0) for tenant in tenants]
     assert sum(isinstance(answer, Ticket) for answer in batch) == 12
-    standard = [admission.ask(Applicant(tenant=tenant), 0.0) for tenant in tenants]
+    standard = [admission.ask(FlowItem(tenant=tenant), 0.0) for tenant in tenants]
     assert sum(isinstance(answer, Ticket) for answer in standard) == 14  # two places and all of batch's
 
 
@@ -254,7 +254,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from("abc"), priority=st.integers(1, 3), size=st.integers(1, 20), started=st.booleans())
     def ask(self, tenant: str, priority: int, size: int, started: bool) -> None:
         self.num_asked += 1
-        applicant = Applicant(tenant=tenant, priority=priority, started=started, prompt_tokens=size, num_bytes=size)
+        applicant = FlowItem(tenant=tenant, priority=priority, started=started, prompt_tokens=size, num_bytes=size)
         answer = self.admission.ask(applicant, self.now)
         if isinstance(answer, Refusal):
             self.num_refused += 1

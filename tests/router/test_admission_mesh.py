@@ -14,7 +14,7 @@ from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.frontend import Frontend
 from router.flow_control.capacity import SameForAll, TenantLimits
 from router.flow_control.types import Forecast
-from router.tokenization.prepared_request import Job
+from router.tokenization.prepared_request import PreparedRequest
 from tests.router.kserve import calls as kserve
 from tests.router.mesh import Mesh, expected, request, running_mesh
 from tests.router.vllm_engine import test_generate as engine
@@ -26,9 +26,9 @@ class Sky:
     """A forecaster that says what the test wants, and remembers for whom."""
 
     answer: Forecast | None
-    job: Job | None = None
+    job: PreparedRequest | None = None
 
-    def forecast(self, job: Job) -> Forecast | None:
+    def forecast(self, job: PreparedRequest) -> Forecast | None:
         self.job = job
         return self.answer
 
@@ -162,7 +162,7 @@ async def test_a_flooding_tenant_does_not_keep_another_out(model_folder: Path) -
 SAID = {"slo_ttft_ms": "600", "slo_tpot_ms": "60", "tenant": "acme", "priority": "batch"}
 
 
-def check_said(job: Job | None) -> None:
+def check_said(job: PreparedRequest | None) -> None:
     assert job is not None and (job.slo_ttft_ms, job.slo_tpot_ms, job.tenant) == (600, 60, "acme")
     assert job.priority == common_pb2.PRIORITY_BATCH
 
@@ -211,7 +211,7 @@ async def test_draining_waits_for_requests_that_are_being_made_and_admits_none_o
         frontend = Frontend(mesh.router.core, (), lambda: True)
         made = asyncio.Event()
 
-        async def making() -> Job:
+        async def making() -> PreparedRequest:
             await made.wait()
             return Sky(GOOD).job  # type: ignore[return-value]  # nobody looks at it
 

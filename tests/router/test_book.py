@@ -5,19 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.v1 import common_pb2
-from router.lifecycle.output import MAX_EARLY_TOKENS, UNFINISHED, Book, BookError, Span
+from router.lifecycle.output import MAX_EARLY_TOKENS, UNFINISHED, OutputError, OutputTracker, TokenChunk
 
 LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
 TRUTH = [list(range(100, 140)), list(range(200, 230))]
 
 
-def _span(choice: int, start: int, end: int) -> Span:
+def _span(choice: int, start: int, end: int) -> TokenChunk:
     """The truth's tokens [start, end), finished with the last."""
     tokens = TRUTH[choice][start:end]
-    return Span(choice, start, tokens, finish_reason=LENGTH if end >= len(TRUTH[choice]) else UNFINISHED)
+    return TokenChunk(choice, start, tokens, finish_reason=LENGTH if end >= len(TRUTH[choice]) else UNFINISHED)
 
 
-def _check_in_order(spans: list[Span]) -> None:
+def _check_in_order(spans: list[TokenChunk]) -> None:
     following = [0, 0]
     for span in spans:
         assert span.first_index == following[span.choice]
@@ -27,8 +27,8 @@ def _check_in_order(spans: list[Span]) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 40), st.integers(0, 12)), max_size=60))
 def test_any_order_and_repetition(arrivals: list[tuple[int, int, int]]) -> None:
-    book = Book(2)
-    spans: list[Span] = []
+    book = OutputTracker(2)
+    spans: list[TokenChunk] = []
     for choice, start, length in arrivals:
         spans += book.accept(_span(choice, start, start + length)) if start < len(TRUTH[choice]) else []
         _check_in_order(spans)
@@ -43,9 +43,9 @@ def test_any_order_and_repetition(arrivals: list[tuple[int, int, int]]) -> None:
 
 @given(st.sets(st.integers(0, 9)))
 def test_mismatches_are_counted_and_history_stays(wrong: set[int]) -> None:
-    book = Book(1)
-    book.accept(Span(0, 0, TRUTH[0][:10]))
-    assert book.accept(Span(0, 0, [7 if index in wrong else TRUTH[0][index] for index in range(10)])) == []
+    book = OutputTracker(1)
+    book.accept(TokenChunk(0, 0, TRUTH[0][:10]))
+    assert book.accept(TokenChunk(0, 0, [7 if index in wrong else TRUTH[0][index] for index in range(10)])) == []
     assert book.num_mismatches == len(wrong)
     assert list(book.history()[0].token_ids) == TRUTH[0][:10]
 
@@ -55,18 +55,18 @@ def test_history_of_a_resumed_stream() -> None:
         common_pb2.EmittedChoice(index=0, token_ids=[1, 2]),
         common_pb2.EmittedChoice(index=1, token_ids=[3], finish_reason=STOP),
     ]
-    book = Book(2, emitted)
+    book = OutputTracker(2, emitted)
     assert book.history() == emitted
     assert (book.next_index(0), book.is_finished(0), book.is_finished(1)) == (2, False, True)
-    assert book.accept(Span(0, 2, [5]))[0].first_index == 2
+    assert book.accept(TokenChunk(0, 2, [5]))[0].first_index == 2
 
 
 def test_nothing_emitted_is_no_history() -> None:
-    assert Book(3, [common_pb2.EmittedChoice(index=index) for index in range(3)]).history() == []
+    assert OutputTracker(3, [common_pb2.EmittedChoice(index=index) for index in range(3)]).history() == []
 
 
 def test_stop_string_truncates_and_drops_what_follows() -> None:
-    book = Book(2)
+    book = OutputTracker(2)
     book.accept(_span(0, 0, 10))
     book.accept(_span(0, 12, 14))
     book.stop(0, 6)
@@ -75,30 +75,30 @@ def test_stop_string_truncates_and_drops_what_follows() -> None:
 
 
 def test_finish_reason_may_follow_alone() -> None:
-    book = Book(1)
-    book.accept(Span(0, 0, [1]))
-    (span,) = book.accept(Span(0, 1, [], finish_reason=LENGTH))
+    book = OutputTracker(1)
+    book.accept(TokenChunk(0, 0, [1]))
+    (span,) = book.accept(TokenChunk(0, 1, [], finish_reason=LENGTH))
     assert (span.token_ids, span.finish_reason) == ([], LENGTH)
 
 
 def test_early_tokens_are_bounded_and_dropped_on_demand() -> None:
-    book = Book(1)
-    book.accept(Span(0, 1, [0] * MAX_EARLY_TOKENS))
+    book = OutputTracker(1)
+    book.accept(TokenChunk(0, 1, [0] * MAX_EARLY_TOKENS))
     assert book.has_gap
-    with pytest.raises(BookError, match="index 0 of choice 0 is missing"):
-        book.accept(Span(0, MAX_EARLY_TOKENS + 1, [0]))
+    with pytest.raises(OutputError, match="index 0 of choice 0 is missing"):
+        book.accept(TokenChunk(0, MAX_EARLY_TOKENS + 1, [0]))
     book.drop_early()
     assert not book.has_gap
 
 
 def test_unknown_choice_is_a_peer_gone_wrong() -> None:
-    with pytest.raises(BookError, match="choice 1 does not exist"):
-        Book(1).accept(Span(1, 0, [1]))
+    with pytest.raises(OutputError, match="choice 1 does not exist"):
+        OutputTracker(1).accept(TokenChunk(1, 0, [1]))
 
 
 def test_logprobs_stay_with_their_tokens() -> None:
     logprobs = [common_pb2.Logprobs(chosen=common_pb2.TokenLogprob(token_id=token)) for token in (1, 2, 3)]
-    book = Book(1)
-    book.accept(Span(0, 0, [1]))
-    (span,) = book.accept(Span(0, 0, [1, 2, 3], logprobs))
+    book = OutputTracker(1)
+    book.accept(TokenChunk(0, 0, [1]))
+    (span,) = book.accept(TokenChunk(0, 0, [1, 2, 3], logprobs))
     assert [entry.chosen.token_id for entry in span.logprobs] == span.token_ids == [2, 3]

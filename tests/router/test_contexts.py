@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.registry import Contexts
+from router.fleet.registry import ContextLimits
 
 moves = st.tuples(st.sampled_from("abcd"), st.sampled_from(["m", "n"]), st.none() | st.sampled_from([1024, 2048, 8192]))
 
 
 @given(st.lists(moves, max_size=30))
 def test_the_largest_of_those_that_are_known(changes: list[tuple[str, str, int | None]]) -> None:
-    contexts, known = Contexts(), dict[str, tuple[str, int]]()
+    contexts, known = ContextLimits(), dict[str, tuple[str, int]]()
     for address, model, max_context in changes:
         if max_context is None:
             contexts.drop(address)

@@ -9,7 +9,7 @@ import pytest
 
 from pdmesh.v1 import mesh_pb2, worker_pb2
 from router.api.explain import reason_of
-from router.flow_control.ttft_predictor import PolicyForecaster
+from router.flow_control.ttft_predictor import TtftPredictor
 from router.routing.cost_model import OutputLengths, Overhead, Overheads
 from router.routing.decisions import Decision, Decisions
 from router.telemetry.timings import RequestTimings
@@ -119,7 +119,7 @@ async def test_forecast_is_what_the_policy_would_do(model_folder: Path) -> None:
     async with running_mesh(model_folder, policy="predict") as mesh:
         core = mesh.router.core
         job = await mesh.router.frontend._jobs.from_generate(request(), None)
-        forecaster = PolicyForecaster(core)
+        forecaster = TtftPredictor(core)
         assert forecaster.forecast(job) is None  # nobody says how fast it is
         await mesh_that_tells(mesh)
         forecast = forecaster.forecast(job)

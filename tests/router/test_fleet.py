@@ -13,20 +13,20 @@ from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.v1 import worker_pb2
 from router.fleet import registry as fleets
-from router.fleet.decode_stream import LinkSettings, is_refused
-from router.fleet.registry import Fleet
+from router.fleet.decode_stream import StreamSettings, is_refused
+from router.fleet.registry import FleetRegistry
 from router.fleet.worker import Dispatched
 from tests.router.stub_workers import DECODE, PREFILL, StubWorker
 from tests.support.certificates import copied, new_authority
 from tests.support.waiting import eventually
 
-SETTINGS = LinkSettings("r", heartbeat_ms=50, stream_timeout_s=0.5, grace_s=0.5)
+SETTINGS = StreamSettings("r", heartbeat_ms=50, stream_timeout_s=0.5, grace_s=0.5)
 
 
 @asynccontextmanager
-async def running_fleet(*static: str, forget_s: float = 60.0) -> AsyncIterator[Fleet]:
+async def running_fleet(*static: str, forget_s: float = 60.0) -> AsyncIterator[FleetRegistry]:
     channels = Channels()
-    fleet = Fleet(SETTINGS, channels, report_period_ms=50, forget_s=forget_s)
+    fleet = FleetRegistry(SETTINGS, channels, report_period_ms=50, forget_s=forget_s)
     fleet.start(static)
     yield fleet
     await fleet.stop()
@@ -223,7 +223,7 @@ async def test_a_worker_that_refuses_our_former_certificate_is_asked_with_the_ne
     worker.server = GrpcServer("127.0.0.1", 0, tls=Tls(after.config()))
     await worker.start()
     channels = Channels(tls=Tls(files))
-    fleet = Fleet(SETTINGS, channels, report_period_ms=50, forget_s=60.0)
+    fleet = FleetRegistry(SETTINGS, channels, report_period_ms=50, forget_s=60.0)
     fleet.start([worker.address])
     await asyncio.sleep(0.2)
     copied(after.config(), tmp_path)

@@ -7,12 +7,12 @@ import pytest
 
 from router.flow_control.capacity import MAX_RETRY_DELAY_S, AdmissionSettings
 from router.flow_control.controller import Admission
-from router.flow_control.slo_admission import MAX_WAIT_S, Outlook, Way, way
-from router.flow_control.types import BATCH, INTERACTIVE, STANDARD, Applicant, Forecast, Refusal, Ticket, TicketState
+from router.flow_control.slo_admission import MAX_WAIT_S, SloEstimate, Verdict, verdict
+from router.flow_control.types import BATCH, INTERACTIVE, STANDARD, FlowItem, Forecast, Refusal, Ticket, TicketState
 from router.routing.cost_model import MAX_AHEAD_S
 
 GOOD = Forecast(ttft_s=0.1, tpot_s=0.02, has_room=True)
-PROMISED = Applicant(ttft_s=0.5, tpot_s=0.04)
+PROMISED = FlowItem(ttft_s=0.5, tpot_s=0.04)
 ADMITTED, WAITING, REFUSED = TicketState.ADMITTED, TicketState.WAITING, TicketState.REFUSED
 
 
@@ -28,11 +28,11 @@ class Sky:
         return self.forecast
 
 
-def applicant(sky: Sky, priority: int = STANDARD, **fields: object) -> Applicant:
+def applicant(sky: Sky, priority: int = STANDARD, **fields: object) -> FlowItem:
     return replace(PROMISED, priority=priority, foresee=sky.look, **fields)  # type: ignore[arg-type]
 
 
-def admitted(admission: Admission, asking: Applicant, now: float = 0.0) -> Ticket:
+def admitted(admission: Admission, asking: FlowItem, now: float = 0.0) -> Ticket:
     """Let in, and on a worker at once."""
     ticket = admission.ask(asking, now)
     assert isinstance(ticket, Ticket) and ticket.state is ADMITTED, ticket
@@ -40,13 +40,13 @@ def admitted(admission: Admission, asking: Applicant, now: float = 0.0) -> Ticke
     return ticket
 
 
-def waiting(admission: Admission, asking: Applicant, now: float = 0.0) -> Ticket:
+def waiting(admission: Admission, asking: FlowItem, now: float = 0.0) -> Ticket:
     ticket = admission.ask(asking, now)
     assert isinstance(ticket, Ticket) and ticket.state is WAITING, ticket
     return ticket
 
 
-def refused(admission: Admission, asking: Applicant, now: float = 0.0) -> Refusal:
+def refused(admission: Admission, asking: FlowItem, now: float = 0.0) -> Refusal:
     answer = admission.ask(asking, now)
     assert isinstance(answer, Refusal), answer
     return answer
@@ -55,34 +55,34 @@ def refused(admission: Admission, asking: Applicant, now: float = 0.0) -> Refusa
 def busy_mesh(sky: Sky, max_inflight: int = 10, max_queued: int = 10) -> Admission:
     """Somebody runs: nobody who comes is alone."""
     admission = Admission(AdmissionSettings(max_inflight, max_queued))
-    admitted(admission, Applicant(foresee=sky.look))
+    admitted(admission, FlowItem(foresee=sky.look))
     return admission
 
 
 @pytest.mark.parametrize(
     ("forecast", "asking", "expected"),
     [
-        (None, PROMISED, Way.OPEN),
-        (GOOD, PROMISED, Way.OPEN),
-        (replace(GOOD, has_room=False), PROMISED, Way.SATURATED),
-        (replace(GOOD, ahead_s=MAX_AHEAD_S * 1.01), PROMISED, Way.SATURATED),
-        (Forecast(2.2, 0.02, has_room=True, ahead_s=0.2), PROMISED, Way.SATURATED),
-        (Forecast(2.05, 0.02, has_room=True, ahead_s=0.05), PROMISED, Way.OPEN),  # a long prompt, and little to do before it
-        (replace(GOOD, tpot_s=0.041), PROMISED, Way.OWN),
-        (replace(GOOD, tpot_s=0.041), Applicant(), Way.OPEN),
-        (replace(GOOD, tpot_s=0.033), Applicant(priority=BATCH, guard_tpot_s=0.04), Way.OWN),
-        (replace(GOOD, tpot_s=0.031), Applicant(priority=BATCH, guard_tpot_s=0.04), Way.OPEN),
-        (replace(GOOD, ttft_s=0.41), Applicant(priority=BATCH, guard_ttft_s=0.5), Way.OWN),
-        (replace(GOOD, tpot_s=0.033), Applicant(priority=STANDARD, guard_tpot_s=0.04), Way.OPEN),
+        (None, PROMISED, Verdict.OPEN),
+        (GOOD, PROMISED, Verdict.OPEN),
+        (replace(GOOD, has_room=False), PROMISED, Verdict.SATURATED),
+        (replace(GOOD, ahead_s=MAX_AHEAD_S * 1.01), PROMISED, Verdict.SATURATED),
+        (Forecast(2.2, 0.02, has_room=True, ahead_s=0.2), PROMISED, Verdict.SATURATED),
+        (Forecast(2.05, 0.02, has_room=True, ahead_s=0.05), PROMISED, Verdict.OPEN),  # a long prompt, and little to do before it
+        (replace(GOOD, tpot_s=0.041), PROMISED, Verdict.OWN),
+        (replace(GOOD, tpot_s=0.041), FlowItem(), Verdict.OPEN),
+        (replace(GOOD, tpot_s=0.033), FlowItem(priority=BATCH, guard_tpot_s=0.04), Verdict.OWN),
+        (replace(GOOD, tpot_s=0.031), FlowItem(priority=BATCH, guard_tpot_s=0.04), Verdict.OPEN),
+        (replace(GOOD, ttft_s=0.41), FlowItem(priority=BATCH, guard_ttft_s=0.5), Verdict.OWN),
+        (replace(GOOD, tpot_s=0.033), FlowItem(priority=STANDARD, guard_tpot_s=0.04), Verdict.OPEN),
     ],
 )
-def test_the_way(forecast: Forecast | None, asking: Applicant, expected: Way) -> None:
-    assert way(asking, forecast, others_above=True) is expected
+def test_the_way(forecast: Forecast | None, asking: FlowItem, expected: Verdict) -> None:
+    assert verdict(asking, forecast, others_above=True) is expected
 
 
 def test_batch_goes_where_nobody_is_disturbed() -> None:
-    asking = Applicant(priority=BATCH, guard_ttft_s=0.5, guard_tpot_s=0.04)
-    assert way(asking, replace(GOOD, ttft_s=3.0, tpot_s=0.1), others_above=False) is Way.OPEN
+    asking = FlowItem(priority=BATCH, guard_ttft_s=0.5, guard_tpot_s=0.04)
+    assert verdict(asking, replace(GOOD, ttft_s=3.0, tpot_s=0.1), others_above=False) is Verdict.OPEN
 
 
 def test_too_late_is_refused_at_once_with_the_numbers() -> None:
@@ -191,7 +191,7 @@ def test_who_has_waited_and_would_be_late_now_is_refused_when_its_turn_comes() -
 def test_a_mesh_that_hangs_holds_nobody_for_ever() -> None:
     sky = Sky()
     admission = Admission(AdmissionSettings(20, 20, hold_timeout_s=5.0))
-    holder = admitted(admission, Applicant(foresee=sky.look))
+    holder = admitted(admission, FlowItem(foresee=sky.look))
     sky.forecast = replace(GOOD, has_room=False)
     crowd = [waiting(admission, applicant(sky, ttft_s=None), now=1.0) for _ in range(15)]
     assert admission.look(5.9) == []
@@ -239,7 +239,7 @@ def test_a_quiet_hour_says_nothing_about_how_fast_the_mesh_is() -> None:
 
 
 def test_refusing_needs_more_to_stop_than_to_start() -> None:
-    outlook = Outlook()
+    outlook = SloEstimate()
     decide: Callable[[float], bool] = lambda ttft_s: (  # noqa: E731
         outlook.refusal(PROMISED, Forecast(ttft_s, 0.02, has_room=True, ahead_s=ttft_s - 0.1), None) is not None
     )

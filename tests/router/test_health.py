@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.circuit_breaker import Health, HealthLimits, Role, State
+from router.fleet.circuit_breaker import CircuitBreaker, HealthLimits, Role, State
 from router.routing.worker_snapshot import WorkerKey
 
 WORKERS: list[WorkerKey] = [(f"w{number}:1", 1) for number in range(6)]
@@ -14,11 +14,11 @@ A, B = WORKERS[:2]
 P, D = Role.PREFILL, Role.DECODE
 
 
-def health(**limits: float) -> Health:
-    return Health(HealthLimits(jitter=0.0, **limits), jitter=lambda: 0.0)
+def health(**limits: float) -> CircuitBreaker:
+    return CircuitBreaker(HealthLimits(jitter=0.0, **limits), jitter=lambda: 0.0)
 
 
-def fail(sick: Health, worker: WorkerKey, now: float, times: int = 3) -> None:
+def fail(sick: CircuitBreaker, worker: WorkerKey, now: float, times: int = 3) -> None:
     for _ in range(times):
         sick.failed(worker, P, now, "broken")
 

@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.layout import Layout
-from router.fleet.circuit_breaker import Judge, Role
-from router.routing.fleet_snapshot import Roster
-from router.routing.worker_snapshot import WorkerKey, WorkerView
+from router.fleet.circuit_breaker import HealthRecorder, Role
+from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
 from tests.router.fleets import worker
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> list[WorkerView]:
+def fleets(draw: st.DrawFn) -> list[WorkerSnapshot]:
     views = []
     for number in range(draw(st.integers(1, 16))):
         view = worker(draw(st.sampled_from(["p", "d", "pd"])) + str(number), identity=("m", draw(st.sampled_from("ab"))))
@@ -22,7 +22,7 @@ def fleets(draw: st.DrawFn) -> list[WorkerView]:
     return views
 
 
-def by_kind(views: list[WorkerView], role: Role) -> list[list[WorkerKey]]:
+def by_kind(views: list[WorkerSnapshot], role: Role) -> list[list[WorkerKey]]:
     groups = defaultdict(list)
     for view in views:
         if view.decode if role is Role.DECODE else view.prefill:
@@ -37,9 +37,9 @@ bad_ones = st.lists(st.tuples(st.integers(0, 15), st.sampled_from(Role)), max_si
 @given(
     fleets(), st.lists(st.tuples(st.integers(0, 15), st.sampled_from(Role)), max_size=12), st.sampled_from([0.0, 0.3, 0.5, 1.0])
 )
-async def test_a_few_peers_are_enough_to_know(views: list[WorkerView], bad: list[tuple[int, Role]], share: float) -> None:
-    roster = Roster(views)
-    judge = Judge(roster.views)
+async def test_a_few_peers_are_enough_to_know(views: list[WorkerSnapshot], bad: list[tuple[int, Role]], share: float) -> None:
+    roster = FleetSnapshot(views)
+    judge = HealthRecorder(roster.views)
     judge.health.limits = replace(judge.health.limits, max_share=share)
     for number, role in bad:
         for _ in range(3):

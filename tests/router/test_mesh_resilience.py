@@ -11,8 +11,8 @@ from router.fleet.circuit_breaker import HealthLimits, Role, State
 from router.fleet.hedging import HedgeLimits
 from router.fleet.migration import RebalanceLimits
 from router.fleet.worker import Dispatched
-from router.lifecycle.decode_stage import DecodeLeg
-from router.lifecycle.placement import Need, Placed, Placer
+from router.lifecycle.decode_stage import DecodeStage
+from router.lifecycle.placement import Assignment, PlacementRequest, Placer
 from tests.router.mesh import Answer, Mesh, expected, request, running_mesh
 from tests.router.stub_workers import DECODE, PREFILL, StubWorker
 from tests.support.waiting import eventually
@@ -192,9 +192,9 @@ async def test_hand_over_that_fails_costs_nothing(model_folder: Path, what: str)
 
 
 async def test_move_that_meets_a_bug_ends_no_stream(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tries = list[Need]()
+    tries = list[PlacementRequest]()
 
-    async def fail(placer: Placer, need: Need, leaving: DecodeLeg) -> Placed | None:
+    async def fail(placer: Placer, need: PlacementRequest, leaving: DecodeStage) -> Assignment | None:
         tries.append(need)
         raise RuntimeError("broken")
 
@@ -214,11 +214,11 @@ async def test_client_that_leaves_before_its_submit_is_answered_is_no_load(
 ) -> None:
     submitting = asyncio.Event()
 
-    async def never(leg: DecodeLeg, *_: object) -> None:
+    async def never(leg: DecodeStage, *_: object) -> None:
         submitting.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(DecodeLeg, "submit", never)
+    monkeypatch.setattr(DecodeStage, "submit", never)
     async with running_mesh(model_folder, prefill=0) as mesh:
         worker = mesh.router.core.fleet.workers[mesh["d0"].address]
         done = list[Dispatched]()

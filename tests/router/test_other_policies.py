@@ -5,35 +5,35 @@ from dataclasses import replace
 import pytest
 
 from kvtransfer.layout import Layout
-from router.routing.filters import Demand, NoPlacement, Placement, compatible
-from router.routing.fleet_snapshot import Roster
-from router.routing.policies.single_signal import PreferencePolicy, preference
-from router.routing.worker_snapshot import Mode, WorkerView
+from router.routing.filters import NoPlacement, Placement, RoutingRequest, compatible
+from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.policies.single_signal import SingleSignalPolicy, preference
+from router.routing.worker_snapshot import Mode, WorkerSnapshot
 from tests.router import fleets
 
 SMALL = {"max_context": 2048, "max_num_seqs": 8, "num_total_blocks": 100, "latency": None, "max_num_batched_tokens": 0}
 
 
-def worker(name: str, **fields: object) -> WorkerView:
+def worker(name: str, **fields: object) -> WorkerSnapshot:
     """One of little room that says nothing of its speed."""
     return fleets.worker(name, **{**SMALL, "num_free_blocks": 100, **fields})
 
 
-def device_pair(**prefill: object) -> list[WorkerView]:
+def device_pair(**prefill: object) -> list[WorkerSnapshot]:
     """Two on GPUs of one host that have no other transport in common."""
     only = {"transports": frozenset({"cuda_ipc"})}
     return [worker("p0", **only, **prefill), worker("d0", **only)]
 
 
-DEMAND = Demand(model="m", num_tokens=160, max_total_tokens=200)
+DEMAND = RoutingRequest(model="m", num_tokens=160, max_total_tokens=200)
 P0, P1, D0, D1, BOTH = worker("p0"), worker("p1"), worker("d0"), worker("d1"), worker("pd")
 
 
-LEAST_LOADED = PreferencePolicy(preference("least-loaded"), local_prefill_tokens=32)
+LEAST_LOADED = SingleSignalPolicy(preference("least-loaded"), local_prefill_tokens=32)
 
 
-def place(workers: list[WorkerView], **demand: object) -> tuple[str, str | None] | NoPlacement:
-    choice = LEAST_LOADED.choose(Roster(workers), replace(DEMAND, **demand), 0.0)  # type: ignore[arg-type]
+def place(workers: list[WorkerSnapshot], **demand: object) -> tuple[str, str | None] | NoPlacement:
+    choice = LEAST_LOADED.choose(FleetSnapshot(workers), replace(DEMAND, **demand), 0.0)  # type: ignore[arg-type]
     if isinstance(choice, NoPlacement):
         return choice
     assert choice.reason
@@ -86,7 +86,7 @@ def place(workers: list[WorkerView], **demand: object) -> tuple[str, str | None]
         ),
     ],
 )
-def test_placement(workers: list[WorkerView], demand: dict[str, object], expected: tuple[str, str | None]) -> None:
+def test_placement(workers: list[WorkerSnapshot], demand: dict[str, object], expected: tuple[str, str | None]) -> None:
     assert place(workers, **demand) == expected
     assert place(workers[::-1], **demand) == expected
 
@@ -104,7 +104,7 @@ def test_placement(workers: list[WorkerView], demand: dict[str, object], expecte
         ([P0, D0], {"kind": ("gone",)}, "no decode worker", False),
     ],
 )
-def test_no_placement(workers: list[WorkerView], demand: dict[str, object], words: str, never: bool) -> None:
+def test_no_placement(workers: list[WorkerSnapshot], demand: dict[str, object], words: str, never: bool) -> None:
     nothing = place(workers, **demand)
     assert isinstance(nothing, NoPlacement)
     assert words in nothing.reason
@@ -115,7 +115,7 @@ def test_a_burst_spreads_when_dispatches_are_counted() -> None:
     workers = {name: worker(name) for name in ("p0", "p1", "d0", "d1")}
     placed: list[tuple[str, str]] = []
     for _ in range(8):
-        choice = LEAST_LOADED.choose(Roster(workers.values()), DEMAND, 0.0)
+        choice = LEAST_LOADED.choose(FleetSnapshot(workers.values()), DEMAND, 0.0)
         assert isinstance(choice, Placement) and choice.prefill is not None
         for view, tokens in ((choice.decode, 0), (choice.prefill, 160)):
             workers[view.address] = replace(
@@ -129,5 +129,5 @@ def test_a_burst_spreads_when_dispatches_are_counted() -> None:
 def test_retry_takes_only_what_fits_the_reservation() -> None:
     foreign = worker("p1", identity=("m", "old"))
     demand = replace(DEMAND, excluded_prefill=frozenset({P0.key}))
-    assert LEAST_LOADED.choose_prefill(Roster([P0, foreign, D0]), D0, demand, 0.0) is None
+    assert LEAST_LOADED.choose_prefill(FleetSnapshot([P0, foreign, D0]), D0, demand, 0.0) is None
     assert not compatible(foreign, D0)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.lifecycle.output import UNFINISHED, Book, Output, ResumeMismatch, Span
-from router.tokenization.prepared_request import Job, ServedModel, load
+from router.lifecycle.output import UNFINISHED, Output, OutputTracker, ResumeMismatch, TokenChunk
+from router.tokenization.prepared_request import PreparedRequest, ServedModel, load
 
 LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
 EOS = 258
@@ -19,20 +19,20 @@ def model(model_folder: Path) -> ServedModel:
     return load({"tiny": str(model_folder)})["tiny"]
 
 
-def _job(model: ServedModel, stop: tuple[str, ...] = (), **sampling: object) -> Job:
+def _job(model: ServedModel, stop: tuple[str, ...] = (), **sampling: object) -> PreparedRequest:
     params = common_pb2.SamplingParams(**{"n": 1, "max_tokens": 100, "seed": 1, **sampling})  # type: ignore[arg-type]
-    return Job("id", model, (1, 2), params, stop)
+    return PreparedRequest("id", model, (1, 2), params, stop)
 
 
 class Client:
     """Book and output of one request, and what its client has received."""
 
-    def __init__(self, job: Job, emitted: list[common_pb2.EmittedChoice] | None = None) -> None:
-        self.book = Book(job.num_choices, emitted or [])
+    def __init__(self, job: PreparedRequest, emitted: list[common_pb2.EmittedChoice] | None = None) -> None:
+        self.book = OutputTracker(job.num_choices, emitted or [])
         self.output = Output(job, self.book)
         self.deltas = [message.delta for message in self.output.replay(emitted or [])]
 
-    def feed(self, span: Span) -> None:
+    def feed(self, span: TokenChunk) -> None:
         for new in self.book.accept(span):
             message = self.output.render(new)
             if message is not None:
@@ -47,12 +47,12 @@ class Client:
         return [token for delta in self.deltas for token in delta.token_ids]
 
 
-def _spans(tokens: list[int], cuts: list[int]) -> list[Span]:
+def _spans(tokens: list[int], cuts: list[int]) -> list[TokenChunk]:
     """`tokens` in pieces that end at `cuts`; the last one finishes with LENGTH."""
     ends = [*sorted({cut % len(tokens) for cut in cuts} - {0}), len(tokens)]
     starts = [0, *ends[:-1]]
     return [
-        Span(0, start, tokens[start:end], finish_reason=LENGTH if end == len(tokens) else UNFINISHED)
+        TokenChunk(0, start, tokens[start:end], finish_reason=LENGTH if end == len(tokens) else UNFINISHED)
         for start, end in zip(starts, ends, strict=True)
     ]
 
@@ -103,7 +103,7 @@ def test_resume_anywhere_gives_the_same_text(model: ServedModel, text: str, stop
     )
     after = Client(job, [emitted])
     if not after.output.done:
-        after.feed(Span(0, len(before.tokens), tokens[len(before.tokens) :], finish_reason=LENGTH))
+        after.feed(TokenChunk(0, len(before.tokens), tokens[len(before.tokens) :], finish_reason=LENGTH))
     uninterrupted = Client(job)
     uninterrupted.feed(_spans(tokens, [])[0])
     assert before.text + after.text == uninterrupted.text
@@ -113,15 +113,15 @@ def test_resume_anywhere_gives_the_same_text(model: ServedModel, text: str, stop
 
 def test_stop_token_is_named_and_has_no_text(model: ServedModel) -> None:
     client = Client(_job(model))
-    client.feed(Span(0, 0, [*model.tokenizer.encode("hi"), EOS], finish_reason=STOP))
+    client.feed(TokenChunk(0, 0, [*model.tokenizer.encode("hi"), EOS], finish_reason=STOP))
     assert (client.text, client.tokens[-1], client.deltas[-1].stop_reason) == ("hi", EOS, "<|im_end|>")
 
 
 def test_held_back_text_comes_with_the_end(model: ServedModel) -> None:
     client = Client(_job(model, ("stop!",)))
-    client.feed(Span(0, 0, model.tokenizer.encode("do sto")))
+    client.feed(TokenChunk(0, 0, model.tokenizer.encode("do sto")))
     assert client.text == "do "
-    client.feed(Span(0, 6, model.tokenizer.encode("p"), finish_reason=LENGTH))
+    client.feed(TokenChunk(0, 6, model.tokenizer.encode("p"), finish_reason=LENGTH))
     assert client.text == "do stop"
     assert client.deltas[-1].finish_reason == LENGTH
 
@@ -156,9 +156,9 @@ def test_history_that_is_complete(
 
 def test_a_finished_choice_says_nothing_more(model: ServedModel) -> None:
     client = Client(_job(model, ("b",), n=2))
-    client.feed(Span(0, 0, model.tokenizer.encode("abc")))
-    client.feed(Span(1, 0, model.tokenizer.encode("x"), finish_reason=LENGTH))
-    client.feed(Span(0, 3, model.tokenizer.encode("d"), finish_reason=LENGTH))
+    client.feed(TokenChunk(0, 0, model.tokenizer.encode("abc")))
+    client.feed(TokenChunk(1, 0, model.tokenizer.encode("x"), finish_reason=LENGTH))
+    client.feed(TokenChunk(0, 3, model.tokenizer.encode("d"), finish_reason=LENGTH))
     assert [(delta.choice, delta.text) for delta in client.deltas] == [(0, "a"), (1, "x")]
     assert client.output.done and client.output.num_tokens == 3
     assert isinstance(client.deltas[0], mesh_pb2.Delta)

@@ -10,7 +10,7 @@ import pytest
 
 from router.flow_control.capacity import MAX_RETRY_DELAY_S, AdmissionSettings
 from router.flow_control.controller import Admission
-from router.flow_control.types import Applicant, Forecast, Refusal, Ticket, TicketState
+from router.flow_control.types import FlowItem, Forecast, Refusal, Ticket, TicketState
 
 PROMPT_S, OUTPUT_S, OBJECTIVE_S, SECONDS = 0.1, 2.0, 0.5, 60.0
 CAPACITY = SECONDS / PROMPT_S
@@ -61,7 +61,7 @@ class World:
     def _ask(self, tenant: str) -> None:
         self.asked[tenant] += 1
         answer = self.admission.ask(
-            Applicant(tenant=tenant, ttft_s=self.objective_s, prompt_tokens=100, foresee=self._forecast), self.now
+            FlowItem(tenant=tenant, ttft_s=self.objective_s, prompt_tokens=100, foresee=self._forecast), self.now
         )
         assert not isinstance(answer, Refusal) or 0 < answer.retry_delay_s <= MAX_RETRY_DELAY_S
         self._start(self.admission.decided())

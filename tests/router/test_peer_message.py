@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pdmesh.v1 import worker_pb2
 from router.fleet import peers
-from router.fleet.decode_stream import LinkSettings
+from router.fleet.decode_stream import StreamSettings
 from router.fleet.peers import (
     AGES_MS,
     MAX_COUNT,
@@ -110,7 +110,7 @@ async def test_what_a_worker_was_given_and_gave_back_reaches_another_router() ->
 
 def _worker(channel: grpc.aio.Channel) -> Worker:
     nothing = lambda: None  # noqa: E731
-    links = LinkSettings("r")
+    links = StreamSettings("r")
     worker = Worker(W[0], channel, links, report_period_ms=200, static=True, on_change=nothing, on_view=nothing)
     load = worker_pb2.LoadReport(epoch=7)
     worker._up(Incarnation(worker_pb2.WorkerInfo(epoch=7), load, time.monotonic() - 1.0))

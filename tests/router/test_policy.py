@@ -9,18 +9,20 @@ from hypothesis import strategies as st
 from pdmesh.planning.latency_model import LatencyModel
 from router.routing.cost_model import NEUTRAL, Overhead, Overheads
 from router.routing.cost_policy import PredictPolicy
-from router.routing.filters import Candidate, Demand, NoPlacement, Placement, compatible, has_room
-from router.routing.fleet_snapshot import Roster
-from router.routing.worker_snapshot import Mode, WorkerView
+from router.routing.filters import Candidate, NoPlacement, Placement, RoutingRequest, compatible, has_room
+from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.worker_snapshot import Mode, WorkerSnapshot
 from tests.router.fleets import SPEED, running, worker
 
-DEMAND = Demand(model="m", num_tokens=400, max_total_tokens=500, expected_tokens=64)
+DEMAND = RoutingRequest(model="m", num_tokens=400, max_total_tokens=500, expected_tokens=64)
 POLICY = PredictPolicy(Overheads(), local_prefill_tokens=32)
 BRUTE_FORCE = PredictPolicy(Overheads(), local_prefill_tokens=32, shortlist=10**6)
 
 
-def choose(workers: list[WorkerView], demand: Demand = DEMAND, policy: PredictPolicy = POLICY, now: float = 0.0) -> Placement:
-    choice = policy.choose(Roster(workers), demand, now)
+def choose(
+    workers: list[WorkerSnapshot], demand: RoutingRequest = DEMAND, policy: PredictPolicy = POLICY, now: float = 0.0
+) -> Placement:
+    choice = policy.choose(FleetSnapshot(workers), demand, now)
     assert isinstance(choice, Placement)
     return choice
 
@@ -76,7 +78,7 @@ BUSY = running("d0", 12)
         ([P0, D0], {"num_choices": 2, "mode": Mode.LOCAL}, ("d0", None)),
     ],
 )
-def test_placement(workers: list[WorkerView], demand: dict[str, object], expected: tuple[str, str | None]) -> None:
+def test_placement(workers: list[WorkerSnapshot], demand: dict[str, object], expected: tuple[str, str | None]) -> None:
     wanted = replace(DEMAND, **demand)  # type: ignore[arg-type]
     assert names(choose(workers, wanted)) == expected
     assert names(choose(workers[::-1], wanted)) == expected
@@ -96,8 +98,8 @@ def test_placement(workers: list[WorkerView], demand: dict[str, object], expecte
         ([P0, D0], {"kind": ("gone", "float32")}, "no decode worker", False),
     ],
 )
-def test_no_placement(workers: list[WorkerView], demand: dict[str, object], words: str, never: bool) -> None:
-    nothing = POLICY.choose(Roster(workers), replace(DEMAND, **demand), 0.0)  # type: ignore[arg-type]
+def test_no_placement(workers: list[WorkerSnapshot], demand: dict[str, object], words: str, never: bool) -> None:
+    nothing = POLICY.choose(FleetSnapshot(workers), replace(DEMAND, **demand), 0.0)  # type: ignore[arg-type]
     assert isinstance(nothing, NoPlacement)
     assert words in nothing.reason
     assert nothing.never is never
@@ -166,7 +168,7 @@ def test_learned_hand_offs_decide() -> None:
 
 def test_a_retry_takes_what_fits_the_reservation() -> None:
     foreign, far = worker("p1", identity=("m", "old")), worker("p2", num_waiting_tokens=9000)
-    roster = Roster([P0, foreign, far, BUSY])
+    roster = FleetSnapshot([P0, foreign, far, BUSY])
     assert POLICY.choose_prefill(roster, BUSY, DEMAND, 0.0) == P0
     assert POLICY.choose_prefill(roster, BUSY, replace(DEMAND, excluded_prefill=frozenset({P0.key})), 0.0) == far
     assert POLICY.choose_prefill(roster, BUSY, replace(DEMAND, excluded_prefill=frozenset({P0.key, far.key})), 0.0) is None
@@ -193,7 +195,7 @@ speeds = st.builds(
 
 
 @st.composite
-def fleets(draw: st.DrawFn, max_size: int = 12) -> list[WorkerView]:
+def fleets(draw: st.DrawFn, max_size: int = 12) -> list[WorkerSnapshot]:
     found = []
     for number in range(draw(st.integers(1, max_size))):
         name = draw(st.sampled_from(["p", "d", "pd"])) + str(number)
@@ -203,7 +205,7 @@ def fleets(draw: st.DrawFn, max_size: int = 12) -> list[WorkerView]:
 
 
 demands = st.builds(
-    Demand,
+    RoutingRequest,
     model=st.just("m"),
     num_tokens=st.integers(1, 4000),
     expected_tokens=st.floats(1, 500),
@@ -217,13 +219,13 @@ demands = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(fleets(), demands, st.data())
 def test_nobody_unfit_is_chosen_and_equal_questions_get_equal_answers(
-    workers: list[WorkerView], demand: Demand, data: st.DataObject
+    workers: list[WorkerSnapshot], demand: RoutingRequest, data: st.DataObject
 ) -> None:
     keys = [view.key for view in workers]
     some = st.frozensets(st.sampled_from(keys))
     demand = replace(demand, excluded_decode=data.draw(some), excluded_prefill=data.draw(some))
-    choice = POLICY.choose(Roster(workers), demand, 0.0)
-    again = POLICY.choose(Roster(data.draw(st.permutations(workers))), demand, 0.0)
+    choice = POLICY.choose(FleetSnapshot(workers), demand, 0.0)
+    again = POLICY.choose(FleetSnapshot(data.draw(st.permutations(workers))), demand, 0.0)
     if isinstance(choice, NoPlacement):
         assert choice == again
         return
@@ -242,12 +244,14 @@ def test_nobody_unfit_is_chosen_and_equal_questions_get_equal_answers(
 
 @settings(max_examples=150, deadline=None)
 @given(fleets(), demands, st.data())
-def test_more_load_makes_nobody_more_attractive(workers: list[WorkerView], demand: Demand, data: st.DataObject) -> None:
+def test_more_load_makes_nobody_more_attractive(
+    workers: list[WorkerSnapshot], demand: RoutingRequest, data: st.DataObject
+) -> None:
     """The loaded worker was busy before: the pressure of the fleet stays what it was."""
     view = data.draw(st.sampled_from(workers))
     view = replace(view, num_waiting_tokens=view.num_waiting_tokens + 1)
     others = [other for other in workers if other.address != view.address]
-    before = BRUTE_FORCE.choose(Roster([*others, view]), demand, 0.0)
+    before = BRUTE_FORCE.choose(FleetSnapshot([*others, view]), demand, 0.0)
     heavier = replace(
         view,
         num_waiting_tokens=view.num_waiting_tokens + data.draw(st.integers(0, 2000)),
@@ -256,7 +260,7 @@ def test_more_load_makes_nobody_more_attractive(workers: list[WorkerView], deman
         num_starting=view.num_starting + data.draw(st.integers(0, 8)),
         dispatched_blocks=data.draw(st.integers(0, 100)),
     )
-    after = BRUTE_FORCE.choose(Roster([*others, heavier]), demand, 0.0)
+    after = BRUTE_FORCE.choose(FleetSnapshot([*others, heavier]), demand, 0.0)
     if isinstance(before, NoPlacement) or isinstance(after, NoPlacement):
         assert isinstance(before, NoPlacement) and isinstance(after, NoPlacement)
     elif view.worker_id not in names(before):
@@ -265,12 +269,12 @@ def test_more_load_makes_nobody_more_attractive(workers: list[WorkerView], deman
 
 @settings(max_examples=150, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(fleets(max_size=24), demands)
-def test_a_shortlist_costs_little(workers: list[WorkerView], demand: Demand) -> None:
+def test_a_shortlist_costs_little(workers: list[WorkerSnapshot], demand: RoutingRequest) -> None:
     """Workers up to twice as fast as others, requests up to eight times as long as those that they are ranked for. Objectives
     make a cliff of the cost: without them, it is at most 1.6 times that of the best of all, and in 99 of 100 random fleets the
     same."""
     demand = replace(demand, ttft_goal_s=None, tpot_goal_s=None, running_tpot_goal_s=None)
-    short, thorough = (policy.choose(Roster(workers), demand, 0.0) for policy in (POLICY, BRUTE_FORCE))
+    short, thorough = (policy.choose(FleetSnapshot(workers), demand, 0.0) for policy in (POLICY, BRUTE_FORCE))
     if isinstance(thorough, NoPlacement):
         assert short == thorough
         return
@@ -286,9 +290,9 @@ changes = st.tuples(fleets(max_size=6), st.integers(0, 5), st.sampled_from([("m"
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(changes, min_size=1, max_size=6))
-def test_a_roster_ranks_as_if_it_had_seen_nothing_before(rounds: list[tuple[list[WorkerView], int, tuple[str, str]]]) -> None:
+def test_a_roster_ranks_as_if_it_had_seen_nothing_before(rounds: list[tuple[list[WorkerSnapshot], int, tuple[str, str]]]) -> None:
     """Workers report again and again, change identity and roles, and go."""
-    roster, known = Roster(), dict[str, WorkerView]()
+    roster, known = FleetSnapshot(), dict[str, WorkerSnapshot]()
     for views, leaves, identity in rounds:
         for number, view in enumerate(views):
             address = f"a{number}"
@@ -296,7 +300,7 @@ def test_a_roster_ranks_as_if_it_had_seen_nothing_before(rounds: list[tuple[list
             roster.put(address, known[address])
         known.pop(f"a{leaves}", None)
         roster.put(f"a{leaves}", None)
-        fresh = Roster(known.values())
+        fresh = FleetSnapshot(known.values())
         assert len(roster) == len(fresh) and sorted(v.address for v in roster.views()) == sorted(known)
         groups = {group.identity: group for group in roster.groups("m")}
         for group in fresh.groups("m"):
@@ -318,7 +322,7 @@ def test_holders_of_the_prompt_are_looked_at_behind_better_ranked_ones(num_holde
 
 
 def test_who_does_not_say_is_as_fast_as_the_others() -> None:
-    roster = Roster([worker("d0", latency=None), D1])
+    roster = FleetSnapshot([worker("d0", latency=None), D1])
     told = roster.get("d0")
     assert told is not None and told.model == NEUTRAL  # nobody had said anything yet
     roster.put("d0", worker("d0", latency=None))
@@ -328,7 +332,7 @@ def test_who_does_not_say_is_as_fast_as_the_others() -> None:
 
 def test_a_worker_whose_start_was_disturbed_is_believed_to_be_like_the_others() -> None:
     disturbed = replace(SPEED, fixed_s=1.0, num_steps=3)
-    engine = Roster([worker("d0"), worker("d1", latency=disturbed)]).get("d1")
+    engine = FleetSnapshot([worker("d0"), worker("d1", latency=disturbed)]).get("d1")
     assert engine is not None and engine.model.fixed_s == pytest.approx(SPEED.fixed_s)
-    alone = Roster([worker("d1", latency=disturbed)]).get("d1")
+    alone = FleetSnapshot([worker("d1", latency=disturbed)]).get("d1")
     assert alone is not None and alone.model is disturbed

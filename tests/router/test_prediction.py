@@ -7,13 +7,23 @@ import pytest
 
 from pdmesh.planning.latency_model import MAX_SHARE, PACE_TARGET, LatencyModel
 from pdmesh.v1 import worker_pb2
-from router.flow_control.slo_admission import HALF_LIFE_S, MAX_MARGIN, MIN_MARGIN, STEP, Trust
-from router.routing.cost_model import LARGEST_SHARE, MAX_STRETCH, SPARED, Engine, Goals, Overhead, Overheads, local, remote
+from router.flow_control.slo_admission import HALF_LIFE_S, MAX_MARGIN, MIN_MARGIN, STEP, PredictorAccuracy
+from router.routing.cost_model import (
+    LARGEST_SHARE,
+    MAX_STRETCH,
+    SPARED,
+    Goals,
+    Overhead,
+    Overheads,
+    WorkerEstimate,
+    local,
+    remote,
+)
 from router.routing.cost_policy import PredictPolicy, output_part, paired, prompt_part, whole_prediction
-from router.routing.filters import Demand, Placement
-from router.routing.fleet_snapshot import Roster
-from router.routing.worker_reports import Described, view_of
-from router.routing.worker_snapshot import WorkerView
+from router.routing.filters import Placement, RoutingRequest
+from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.worker_reports import Described, snapshot_of
+from router.routing.worker_snapshot import WorkerSnapshot
 from tests.router.fleets import BASE, running, worker
 
 DESCRIBED = Described(
@@ -23,15 +33,15 @@ SPEED = LatencyModel(0.008, 0.001, 0.0, 0.002, 0.0, num_steps=1000)
 ROWS, PACE_S = 1, 0.02
 
 
-def engine(view: WorkerView) -> Engine:
-    return Engine(view, SPEED)
+def engine(view: WorkerSnapshot) -> WorkerEstimate:
+    return WorkerEstimate(view, SPEED)
 
 
-def prefill_s(view: WorkerView, num_tokens: int = 400) -> float:
+def prefill_s(view: WorkerSnapshot, num_tokens: int = 400) -> float:
     return engine(view).prompt_side(num_tokens, 0, view.figures_at).compute_s
 
 
-def paced(**fields: object) -> WorkerView:
+def paced(**fields: object) -> WorkerSnapshot:
     return replace(running("pd0", ROWS, max_num_batched_tokens=512), pace_s=PACE_S, **fields)  # type: ignore[arg-type]
 
 
@@ -68,7 +78,7 @@ def test_steps_that_nearly_fill_the_objective_leave_what_it_leaves() -> None:
 def test_who_keeps_a_pace_loses_what_it_can_spare() -> None:
     over, goals = Overhead(0.0, 0.0), Goals(1.0, 0.05, 0.05)
 
-    def lost_s(view: WorkerView) -> float:
+    def lost_s(view: WorkerSnapshot) -> float:
         at = engine(view)
         prompt, output = at.prompt_side(400, 0, 0.0), at.output_side(400, 0, 1, 64.0, 0.0)
         predicted = local(prompt, output, over, 64.0, goals)
@@ -106,7 +116,7 @@ def test_the_stretch_follows_the_middle_by_host() -> None:
 
 
 def test_trust_covers_all_but_a_few() -> None:
-    trust = Trust()
+    trust = PredictorAccuracy()
     exceeded = 0
     for number in range(4000):
         now, ratio = number / 10, 0.8 + 0.6 * (number * 37 % 100) / 100  # even, up to 1.4
@@ -117,7 +127,7 @@ def test_trust_covers_all_but_a_few() -> None:
 
 
 def test_trust_is_bounded_fades_and_looks_only_at_close_calls() -> None:
-    trust = Trust()
+    trust = PredictorAccuracy()
     for now in range(100):
         trust.observe(0.1, 5.0, 10.0, float(now))  # far from its objective
     assert trust.margin(100.0) == MIN_MARGIN
@@ -131,7 +141,7 @@ def test_trust_is_bounded_fades_and_looks_only_at_close_calls() -> None:
 
 
 def test_a_stall_is_one_thing_to_learn_from() -> None:
-    trust = Trust()
+    trust = PredictorAccuracy()
     for number in range(20):
         trust.observe(1.0, 3.0, 1.0, 100.0 + number / 1000)
     assert trust.margin(100.0) < MIN_MARGIN + 2 * STEP
@@ -150,9 +160,9 @@ def test_absurd_numbers_of_one_worker_harm_nobody(slack_s: float, fixed_s: float
         slack_s=slack_s,
         latency_model=worker_pb2.LatencyModel(fixed_s=fixed_s, per_prefill_token_s=0.001, per_sequence_s=0.002, num_steps=999),
     )
-    absurd = view_of(DESCRIBED, said, decode=True, reported_at=1.0)
-    roster = Roster([absurd, *(running(f"pd{number}", number, latency=SPEED) for number in range(3))])
-    demand = Demand("m", 400, max_total_tokens=500)
+    absurd = snapshot_of(DESCRIBED, said, decode=True, reported_at=1.0)
+    roster = FleetSnapshot([absurd, *(running(f"pd{number}", number, latency=SPEED) for number in range(3))])
+    demand = RoutingRequest("m", 400, max_total_tokens=500)
     placed = PredictPolicy(Overheads()).choose(roster, demand, 1.0)
     assert isinstance(placed, Placement)
     for group in roster.groups("m"):
@@ -181,7 +191,7 @@ def test_pairs_are_predicted_bit_for_bit_as_one_by_one() -> None:
 def test_what_is_remembered_of_overheads_is_what_was_observed() -> None:
     """Asked before and after each observation, of many hosts: as one that was never asked before."""
     draw, views = random.Random(1), [worker(f"d{number}", host_id=f"h{number}") for number in range(5)]
-    asked, steps = Overheads(), list[tuple[WorkerView | None, WorkerView, float]]()
+    asked, steps = Overheads(), list[tuple[WorkerSnapshot | None, WorkerSnapshot, float]]()
     for _ in range(200):
         steps.append((draw.choice([None, *views]), draw.choice(views), draw.random() / 20))
         _observe(asked, *steps[-1])
@@ -192,7 +202,7 @@ def test_what_is_remembered_of_overheads_is_what_was_observed() -> None:
             assert [asked.between(prefill, decode) for decode in views] == [fresh.between(prefill, decode) for decode in views]
 
 
-def _observe(overheads: Overheads, prefill: WorkerView | None, decode: WorkerView, seconds: float) -> None:
+def _observe(overheads: Overheads, prefill: WorkerSnapshot | None, decode: WorkerSnapshot, seconds: float) -> None:
     if seconds < 0.02:
         overheads.observe_tpot(decode, 0.01, seconds)
     else:

@@ -8,12 +8,12 @@ import pytest
 
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import worker_pb2
-from router.routing.cost_model import Engine, Goals, Overhead, Overheads, local, remote
+from router.routing.cost_model import Goals, Overhead, Overheads, WorkerEstimate, local, remote
 from router.routing.cost_policy import PredictPolicy, output_part, paired, prompt_part, whole_prediction
-from router.routing.filters import Demand, Placement
-from router.routing.fleet_snapshot import Roster
-from router.routing.worker_reports import MAX_PER_ROW, Described, view_of
-from router.routing.worker_snapshot import WorkerView
+from router.routing.filters import Placement, RoutingRequest
+from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.worker_reports import MAX_PER_ROW, Described, snapshot_of
+from router.routing.worker_snapshot import WorkerSnapshot
 from tests.router.fleets import BASE, running
 
 SPEED = LatencyModel(0.008, 0.001, 0.0, 0.002, 1e-6, num_steps=1000)
@@ -23,12 +23,12 @@ DESCRIBED = Described(
 )
 
 
-def guessing(rows: int, tokens: float, computed: float, pace_s: float = 0.0) -> Engine:
+def guessing(rows: int, tokens: float, computed: float, pace_s: float = 0.0) -> WorkerEstimate:
     view = running("pd0", rows, tokens_per_row=tokens, computed_per_row=computed, max_num_batched_tokens=512, pace_s=pace_s)
-    return Engine(view, SPEED)
+    return WorkerEstimate(view, SPEED)
 
 
-def tpot_s(engine: Engine, expected: float = 100.0) -> float:
+def tpot_s(engine: WorkerEstimate, expected: float = 100.0) -> float:
     prompt, output = engine.prompt_side(400, 0, 0.0), engine.output_side(400, 0, 1, expected, 0.0)
     return local(prompt, output, OVER, expected, Goals()).tpot_s
 
@@ -41,7 +41,10 @@ def test_a_token_takes_a_step_divided_by_what_the_step_gives() -> None:
 
 
 def test_who_guesses_nothing_is_predicted_as_ever() -> None:
-    plain, told = Engine(running("pd0", 3), SPEED), Engine(running("pd0", 3, tokens_per_row=1.0, computed_per_row=1.0), SPEED)
+    plain, told = (
+        WorkerEstimate(running("pd0", 3), SPEED),
+        WorkerEstimate(running("pd0", 3, tokens_per_row=1.0, computed_per_row=1.0), SPEED),
+    )
     for engine in (plain, told):
         assert engine.output_side(400, 7, 2, 50.0, 0.1) == plain.output_side(400, 7, 2, 50.0, 0.1)
         assert engine.prompt_side(400, 7, 0.1) == plain.prompt_side(400, 7, 0.1)
@@ -69,10 +72,10 @@ def test_a_pace_is_kept_by_steps_that_last_longer() -> None:
     view = replace(
         running("pd0", 1, context=0, max_num_batched_tokens=512), pace_s=0.011, tokens_per_row=2.0, computed_per_row=1.5
     )
-    engine = Engine(view, SPEED)
+    engine = WorkerEstimate(view, SPEED)
     assert engine.step_s == pytest.approx(0.008 + row_s)
     assert engine.share == pytest.approx(0.5)
-    assert Engine(replace(view, tokens_per_row=1.0), SPEED).share > 0.7
+    assert WorkerEstimate(replace(view, tokens_per_row=1.0), SPEED).share > 0.7
 
 
 def test_both_ways_to_predict_agree_bit_for_bit() -> None:
@@ -87,11 +90,11 @@ def test_both_ways_to_predict_agree_bit_for_bit() -> None:
 def test_the_one_that_guesses_well_is_preferred_and_meets_what_the_other_cannot() -> None:
     slow, fast = (running(name, 2, latency=SPEED) for name in ("pd0", "pd1"))
     fast = replace(fast, tokens_per_row=2.5, computed_per_row=3.0)
-    demand = Demand("m", 400, max_total_tokens=500, tpot_goal_s=0.012)
-    placed = PredictPolicy(Overheads()).choose(Roster([slow, fast]), demand, 0.0)
+    demand = RoutingRequest("m", 400, max_total_tokens=500, tpot_goal_s=0.012)
+    placed = PredictPolicy(Overheads()).choose(FleetSnapshot([slow, fast]), demand, 0.0)
     assert isinstance(placed, Placement) and placed.decode is fast
     assert placed.chosen is not None and placed.chosen.prediction is not None
-    assert placed.chosen.prediction.tpot_s < 0.012 < tpot_s(Engine(slow, SPEED))
+    assert placed.chosen.prediction.tpot_s < 0.012 < tpot_s(WorkerEstimate(slow, SPEED))
 
 
 def test_an_idle_worker_gives_a_token_as_fast_as_it_guesses() -> None:
@@ -116,9 +119,9 @@ def test_what_a_worker_says_of_its_guesses(tokens: float, computed: float, belie
     said = worker_pb2.LoadReport(
         num_decoding=3, speculation=worker_pb2.SpeculationReport(tokens_per_row=tokens, computed_per_row=computed)
     )
-    assert _per_row(view_of(DESCRIBED, said, decode=True)) == believed
-    assert _per_row(view_of(DESCRIBED, worker_pb2.LoadReport(num_decoding=3), decode=True)) == (1.0, 1.0)
+    assert _per_row(snapshot_of(DESCRIBED, said, decode=True)) == believed
+    assert _per_row(snapshot_of(DESCRIBED, worker_pb2.LoadReport(num_decoding=3), decode=True)) == (1.0, 1.0)
 
 
-def _per_row(view: WorkerView) -> tuple[float, float]:
+def _per_row(view: WorkerSnapshot) -> tuple[float, float]:
     return view.tokens_per_row, view.computed_per_row

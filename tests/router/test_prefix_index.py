@@ -14,7 +14,7 @@ from pdmesh.v1 import common_pb2, worker_pb2
 from router.fleet.worker import Incarnation
 from router.kv_index import index as prefix_index
 from router.kv_index.index import FRESH_S, IN_FLIGHT_S, PrefixIndex
-from router.tokenization.prepared_request import Job, ServedModel, load, scoped_salt
+from router.tokenization.prepared_request import PreparedRequest, ServedModel, load, scoped_salt
 
 PROMPT = tuple(range(50, 120))  # four blocks of 16 and a rest
 A, B = ("a:1", 1), ("b:1", 2)
@@ -25,8 +25,10 @@ def model(model_folder: Path) -> ServedModel:
     return load({"tiny": str(model_folder)})["tiny"]
 
 
-def job_of(model: ServedModel, prompt: tuple[int, ...] = PROMPT, tenant: str = "", salt: str = "") -> Job:
-    return Job("id", model, prompt, common_pb2.SamplingParams(n=1), (), tenant=tenant, cache_salt=scoped_salt(tenant, salt))
+def job_of(model: ServedModel, prompt: tuple[int, ...] = PROMPT, tenant: str = "", salt: str = "") -> PreparedRequest:
+    return PreparedRequest(
+        "id", model, prompt, common_pb2.SamplingParams(n=1), (), tenant=tenant, cache_salt=scoped_salt(tenant, salt)
+    )
 
 
 def info_of(key: tuple[str, int], *, block_size: int = 16, kv_dtype: str = "float32") -> worker_pb2.WorkerInfo:
@@ -39,7 +41,7 @@ def incarnation(info: worker_pb2.WorkerInfo) -> Incarnation:
     return Incarnation(info, worker_pb2.LoadReport(), 0.0)
 
 
-def names_on_wire(job: Job, info: worker_pb2.WorkerInfo) -> list[int]:
+def names_on_wire(job: PreparedRequest, info: worker_pb2.WorkerInfo) -> list[int]:
     """As the worker computes them from what the router sends it."""
     request = job.token_request([])
     root = cache_root_of(info.identity, info.layout.kv_dtype, tenant=request.tenant, cache_salt=request.cache_salt)

@@ -7,19 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.migration import Move, Pace, RebalanceLimits, Rebalancer, load_share
-from router.routing.worker_snapshot import WorkerView
+from router.routing.worker_snapshot import WorkerSnapshot
 from tests.router.fleets import worker
 
 LIMITS = RebalanceLimits(patience_s=2.0, period_s=1.0, cooldown_s=5.0)
 
 
-def decode(name: str, used: float, num_seqs: int = 10) -> WorkerView:
+def decode(name: str, used: float, num_seqs: int = 10) -> WorkerSnapshot:
     return replace(
         worker(name), num_total_blocks=1000, num_free_blocks=round(1000 * (1 - used)), num_seqs=num_seqs, max_num_seqs=100
     )
 
 
-def decide(workers: list[WorkerView], paces: dict[str, Pace] | None = None, seconds: int = 3) -> list[Move]:
+def decide(workers: list[WorkerSnapshot], paces: dict[str, Pace] | None = None, seconds: int = 3) -> list[Move]:
     """The moves of some seconds in which nothing changes."""
     rebalancer = Rebalancer(LIMITS)
     by_key = {view.key: paces[view.worker_id] for view in workers if paces and view.worker_id in paces}
@@ -39,7 +39,7 @@ def decide(workers: list[WorkerView], paces: dict[str, Pace] | None = None, seco
         ([decode("d0", 0.95), replace(decode("d1", 0.2), decode=False)], False),
     ],
 )
-def test_who_is_nearly_full_gives_one_away(workers: list[WorkerView], moves: bool) -> None:
+def test_who_is_nearly_full_gives_one_away(workers: list[WorkerSnapshot], moves: bool) -> None:
     made = decide(workers)
     assert bool(made) is moves
     if made:

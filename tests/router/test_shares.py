@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from router.flow_control.capacity import AdmissionSettings
 from router.flow_control.controller import Admission
-from router.flow_control.fairness import BATCH_YIELDS, SAVED, Shares
-from router.flow_control.types import BATCH, INTERACTIVE, STANDARD, Applicant, Forecast, Ticket, TicketState
+from router.flow_control.fairness import BATCH_YIELDS, SAVED, FairShare
+from router.flow_control.types import BATCH, INTERACTIVE, STANDARD, FlowItem, Forecast, Ticket, TicketState
 from tests.router.test_admission import ask, order_of
 
 STEP_S, SERVICE_S = 0.02, 1.0
@@ -22,7 +22,7 @@ class World:
     """Every request takes a second of its place; `offers`: who asks every so many steps. Counts who was served."""
 
     admission: Admission
-    offers: list[tuple[int, Applicant]]
+    offers: list[tuple[int, FlowItem]]
     served: Counter[str] = field(default_factory=Counter)
     now: float = 0.0
 
@@ -46,11 +46,11 @@ class World:
         return self
 
 
-def applicant(tenant: str, priority: int = STANDARD, ttft_s: float | None = None, **fields: object) -> Applicant:
-    return Applicant(tenant, priority, prompt_tokens=100, output_tokens=50, ttft_s=ttft_s, foresee=lambda: GOOD, **fields)  # type: ignore[arg-type]
+def applicant(tenant: str, priority: int = STANDARD, ttft_s: float | None = None, **fields: object) -> FlowItem:
+    return FlowItem(tenant, priority, prompt_tokens=100, output_tokens=50, ttft_s=ttft_s, foresee=lambda: GOOD, **fields)  # type: ignore[arg-type]
 
 
-def of_calm(flood: Applicant) -> int:
+def of_calm(flood: FlowItem) -> int:
     """Eight places; one tenant asks five times a second, the other fifty times."""
     admission = Admission(AdmissionSettings(max_inflight=8, max_queued=64))
     world = World(admission, [(1, flood), (10, applicant("calm", ttft_s=2.0))]).run(60)
@@ -67,7 +67,7 @@ def of_calm(flood: Applicant) -> int:
         applicant("flood", BATCH, started=True),
     ],
 )
-def test_a_declared_rank_or_resume_takes_nothing_from_another_tenants_share(flood: Applicant) -> None:
+def test_a_declared_rank_or_resume_takes_nothing_from_another_tenants_share(flood: FlowItem) -> None:
     assert of_calm(flood) >= 0.9 * of_calm(applicant("flood", STANDARD, 2.0))
 
 
@@ -98,7 +98,7 @@ def test_a_full_queue_is_not_emptied_of_who_holds_little_by_who_calls_itself_imp
     ask(admission)
     calm = [ask(admission, tenant="calm") for _ in range(2)]
     for _ in range(20):
-        admission.ask(Applicant("flood", INTERACTIVE), 0.0)
+        admission.ask(FlowItem("flood", INTERACTIVE), 0.0)
     assert [ticket.state for ticket in calm] == [TicketState.WAITING] * 2
     assert ask(admission, tenant="calm").state is TicketState.WAITING
     (pushed,) = admission.decided()
@@ -144,9 +144,9 @@ def test_who_waits_for_its_own_pace_is_refused_after_the_hold_timeout_or_let_in(
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([1, 2]), st.integers(1, 50)), min_size=1, max_size=80))
 def test_with_a_backlog_nobody_is_given_more_than_a_request_beyond_its_share(asks: list[tuple[str, int, int]]) -> None:
-    shares = Shares(0.01, 1.0)
+    shares = FairShare(0.01, 1.0)
     for number, (tenant, rank, cost) in enumerate(asks):
-        shares.push(Ticket(Applicant(tenant, rank, prompt_tokens=cost), number, 0.0), {"a": 1.0, "b": 2.0}[tenant])
+        shares.push(Ticket(FlowItem(tenant, rank, prompt_tokens=cost), number, 0.0), {"a": 1.0, "b": 2.0}[tenant])
     given_tokens = {"a": 0.0, "b": 0.0}
     while (queue := shares.first([1, 2, 3])) is not None and (ticket := queue.head()) is not None:
         if all(any(queue.flow(tenant) for queue in shares.queues.values()) for tenant in "ab"):

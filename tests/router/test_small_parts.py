@@ -12,11 +12,11 @@ from pdmesh.runtime.config import ConfigError, parse
 from pdmesh.runtime.errors import ResourceExhausted, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.config import RouterConfig
-from router.fleet.change_notifier import Changes, Signal, unless, wait_at_most
-from router.fleet.heartbeat import SilenceClock
-from router.lifecycle.capacity_queue import RoomLine
-from router.lifecycle.client_stream import Outbox
-from router.lifecycle.output import Span
+from router.fleet.change_notifier import ChangeNotifier, Signal, unless, wait_at_most
+from router.fleet.heartbeat import HeartbeatClock
+from router.lifecycle.capacity_queue import CapacityQueue
+from router.lifecycle.client_stream import ClientStream
+from router.lifecycle.output import TokenChunk
 from router.telemetry.timings import RequestTimings, now_ns
 from router.tokenization.prepared_request import scoped_salt
 
@@ -24,31 +24,37 @@ LENGTH = common_pb2.FINISH_REASON_LENGTH
 A, B = ("a:1", 1), ("b:1", 2)
 
 
-def itself(span: Span) -> Span:
+def itself(span: TokenChunk) -> TokenChunk:
     """Renders nothing."""
     return span
 
 
 async def test_outbox_merges_what_piles_up() -> None:
-    outbox = Outbox(100, itself)
-    for span in (Span(0, 0, [1]), Span(0, 1, [2]), Span(1, 0, [9]), Span(0, 2, [3]), Span(0, 3, [4], finish_reason=LENGTH)):
+    outbox = ClientStream(100, itself)
+    for span in (
+        TokenChunk(0, 0, [1]),
+        TokenChunk(0, 1, [2]),
+        TokenChunk(1, 0, [9]),
+        TokenChunk(0, 2, [3]),
+        TokenChunk(0, 3, [4], finish_reason=LENGTH),
+    ):
         outbox.put(span)
     taken = [(span.choice, span.first_index, span.token_ids, span.finish_reason) for span in await outbox.take()]
     assert taken == [(0, 0, [1, 2], 0), (1, 0, [9], 0), (0, 2, [3, 4], 2)]
 
 
 async def test_outbox_overflow_drops_everything_and_says_why() -> None:
-    outbox = Outbox(3, itself)
-    outbox.put(Span(0, 0, [1, 2, 3]))
+    outbox = ClientStream(3, itself)
+    outbox.put(TokenChunk(0, 0, [1, 2, 3]))
     assert not outbox.failed
-    outbox.put(Span(0, 3, [4]))
+    outbox.put(TokenChunk(0, 3, [4]))
     with pytest.raises(ResourceExhausted, match="too slowly"):
         await outbox.take()
 
 
 async def test_outbox_gives_what_it_has_before_the_error() -> None:
-    outbox = Outbox(3, itself)
-    outbox.put(Span(0, 0, [1]))
+    outbox = ClientStream(3, itself)
+    outbox.put(TokenChunk(0, 0, [1]))
     outbox.fail(Unavailable("going"))
     outbox.fail(ResourceExhausted("later"))
     assert (await outbox.take())[0].token_ids == [1]
@@ -57,7 +63,7 @@ async def test_outbox_gives_what_it_has_before_the_error() -> None:
 
 
 def test_silence_does_not_count_own_stalls() -> None:
-    clock = SilenceClock(timeout_s=1.0, tick_s=0.1)
+    clock = HeartbeatClock(timeout_s=1.0, tick_s=0.1)
     assert not clock.tick(0.0)
     assert not clock.tick(60.0)  # this process was stopped for a minute
     assert not any(clock.tick(60.0 + number / 10) for number in range(1, 8))
@@ -65,14 +71,14 @@ def test_silence_does_not_count_own_stalls() -> None:
 
 
 def test_silence_ends_with_every_word() -> None:
-    clock = SilenceClock(timeout_s=1.0, tick_s=0.1)
+    clock = HeartbeatClock(timeout_s=1.0, tick_s=0.1)
     for number in range(100):
         assert not clock.tick(number / 10)
         clock.heard()
 
 
 def test_room_line_serves_by_priority_then_arrival() -> None:
-    line = RoomLine()
+    line = CapacityQueue()
     assert line.is_empty("m")
     first, second, urgent = line.enter("m", 2), line.enter("m", 2), line.enter("m", 1)
     assert [turn.may_try.is_set() for turn in (first, second, urgent)] == [False, False, True]
@@ -85,7 +91,7 @@ def test_room_line_serves_by_priority_then_arrival() -> None:
 
 
 def test_in_the_room_line_a_priority_passes_its_own_tenant_only_and_who_was_interrupted_everybody() -> None:
-    line = RoomLine()
+    line = CapacityQueue()
     own, other, urgent = line.enter("m", 2, "a"), line.enter("m", 2, "b"), line.enter("m", 1, "a")
     lost = line.enter("m", 3, "c", interrupted=True)
     order = []
@@ -97,7 +103,7 @@ def test_in_the_room_line_a_priority_passes_its_own_tenant_only_and_who_was_inte
 
 
 def test_in_the_room_line_more_may_try_with_each_success_of_the_first_and_one_after_a_failure() -> None:
-    line = RoomLine()
+    line = CapacityQueue()
     turns = [line.enter("m", 2, "a") for _ in range(9)]
     allowed = []
     for place, turn in enumerate(turns[:3], 1):
@@ -115,7 +121,7 @@ def test_in_the_room_line_more_may_try_with_each_success_of_the_first_and_one_af
 
 
 async def test_changes_are_not_missed() -> None:
-    changes = Changes()
+    changes = ChangeNotifier()
     change = changes.next
     changes.fire()
     assert await wait_at_most(change, 1.0)
@@ -305,37 +311,37 @@ def test_tpot_is_that_of_the_slowest_choice() -> None:
 
 async def test_outbox_takes_what_comes_at_once_however_much() -> None:
     """A grammar forces it; the client has had no chance to read it."""
-    outbox = Outbox(3, itself)
+    outbox = ClientStream(3, itself)
     taking = asyncio.create_task(outbox.take())
     await asyncio.sleep(0)
     for choice in range(5):
-        outbox.put(Span(choice, 0, [1, 2, 3, 4]))
+        outbox.put(TokenChunk(choice, 0, [1, 2, 3, 4]))
     assert [span.choice for span in await taking] == [0, 1, 2, 3, 4]
-    outbox.put(Span(0, 4, [5] * 50))  # nobody waits, and nothing lay there
+    outbox.put(TokenChunk(0, 4, [5] * 50))  # nobody waits, and nothing lay there
     assert not outbox.failed
-    outbox.put(Span(0, 54, [6]))
+    outbox.put(TokenChunk(0, 54, [6]))
     assert outbox.failed
 
 
 async def test_outbox_hands_an_error_of_rendering_to_its_own_client() -> None:
-    def broken(span: Span) -> Span:
+    def broken(span: TokenChunk) -> TokenChunk:
         raise RuntimeError("as planned")
 
-    outbox = Outbox(3, broken)
+    outbox = ClientStream(3, broken)
     taking = asyncio.create_task(outbox.take())
     await asyncio.sleep(0)
-    outbox.put(Span(0, 0, [1]))
+    outbox.put(TokenChunk(0, 0, [1]))
     with pytest.raises(RuntimeError, match="as planned"):
         await taking
 
 
 async def test_outbox_goes_on_waiting_when_a_span_needs_no_message() -> None:
-    outbox = Outbox(3, lambda span: None if span.first_index == 0 else span)
+    outbox = ClientStream(3, lambda span: None if span.first_index == 0 else span)
     taking = asyncio.create_task(outbox.take())
     await asyncio.sleep(0)
-    outbox.put(Span(0, 0, [1]))
+    outbox.put(TokenChunk(0, 0, [1]))
     await asyncio.sleep(0)
     assert not taking.done()
-    outbox.put(Span(0, 1, [2]))
-    outbox.put(Span(0, 2, [3]))
+    outbox.put(TokenChunk(0, 1, [2]))
+    outbox.put(TokenChunk(0, 2, [3]))
     assert [span.first_index for span in await taking] == [1, 2]

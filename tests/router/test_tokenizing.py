@@ -13,23 +13,31 @@ import pytest
 from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from pdmesh.v1 import mesh_pb2
 from router.config import RouterConfig
-from router.context import Core
+from router.context import RouterContext
 from router.tokenization.prepared_request import ServedModel
-from router.tokenization.preprocessor import LARGE_TEXT_CHARS, Asker, Jobs, Prompts
-from router.tokenization.queue import LONG_TEXT_BYTES, RETRY_DELAY_S, SHORT_IN_A_ROW, LineLimits, Piece, TextLine, Tokenizing
+from router.tokenization.preprocessor import LARGE_TEXT_CHARS, Asker, Preprocessor, Prompts
+from router.tokenization.queue import (
+    LONG_TEXT_BYTES,
+    RETRY_DELAY_S,
+    SHORT_IN_A_ROW,
+    LineLimits,
+    Piece,
+    TokenizationPool,
+    TokenizationQueue,
+)
 from tests.text.samples import make_tokenizer
 
 LONG, SHORT = LONG_TEXT_BYTES + 1, 1000
 
 
-def _line(*pieces: tuple[str, int, str], limits: LineLimits | None = None) -> TextLine[str]:
-    line: TextLine[str] = TextLine(limits or LineLimits())
+def _line(*pieces: tuple[str, int, str], limits: LineLimits | None = None) -> TokenizationQueue[str]:
+    line: TokenizationQueue[str] = TokenizationQueue(limits or LineLimits())
     for piece in pieces:
         line.push(Piece(*piece))
     return line
 
 
-def _order(line: TextLine[str], *, long_too: bool = True) -> list[str]:
+def _order(line: TokenizationQueue[str], *, long_too: bool = True) -> list[str]:
     order = []
     while (piece := line.pop(long_too=long_too)) is not None:
         order.append(piece.payload)
@@ -96,7 +104,7 @@ def test_who_leaves_takes_no_turn_and_no_room() -> None:
 class _Held:
     """Work that says who did it, behind one piece that takes until `let_go`."""
 
-    def __init__(self, tokenizing: Tokenizing) -> None:
+    def __init__(self, tokenizing: TokenizationPool) -> None:
         self.tokenizing = tokenizing
         self.done: list[str] = []
         self._gate = threading.Event()
@@ -129,14 +137,14 @@ async def test_results_and_errors_come_back() -> None:
     def fail() -> list[int]:
         raise InvalidArgument("prompt", "prompt: no")
 
-    held = _Held(Tokenizing())
+    held = _Held(TokenizationPool())
     assert await held.start("abc", SHORT) == [3]
     with pytest.raises(InvalidArgument, match="no"):
         await held.start("abc", SHORT, fail)
 
 
 async def test_a_short_text_passes_while_a_long_one_is_under_way() -> None:
-    held = _Held(Tokenizing(num_threads=2))
+    held = _Held(TokenizationPool(num_threads=2))
     blocker = await held.block()
     long = held.start("long", LONG)
     assert await held.start("short", SHORT) == [5]
@@ -146,7 +154,7 @@ async def test_a_short_text_passes_while_a_long_one_is_under_way() -> None:
 
 
 async def test_one_thread_serves_in_the_line_s_order() -> None:
-    held = _Held(Tokenizing(num_threads=1))
+    held = _Held(TokenizationPool(num_threads=1))
     tasks = [await held.block(), *(held.start(name, size) for name, size in (("l1", LONG), ("l2", LONG), ("s", SHORT)))]
     await asyncio.sleep(0)
     held.let_go()
@@ -155,7 +163,7 @@ async def test_one_thread_serves_in_the_line_s_order() -> None:
 
 
 async def test_a_passed_deadline_and_a_client_that_leaves_drop_their_work() -> None:
-    held = _Held(Tokenizing(num_threads=1))
+    held = _Held(TokenizationPool(num_threads=1))
     blocker = await held.block()
     leaves = held.start("leaves", SHORT)
     await asyncio.sleep(0)
@@ -173,7 +181,7 @@ async def test_a_passed_deadline_and_a_client_that_leaves_drop_their_work() -> N
 
 
 async def test_a_deadline_ends_the_wait_for_work_under_way_and_the_thread_serves_again() -> None:
-    held = _Held(Tokenizing(num_threads=1))
+    held = _Held(TokenizationPool(num_threads=1))
     blocker = await held.block()
     blocker.cancel()
     await asyncio.gather(blocker, return_exceptions=True)
@@ -202,7 +210,7 @@ def _prompts(monkeypatch: pytest.MonkeyPatch, max_context: int) -> tuple[Prompts
     model = ServedModel("m", tokenizer, None)  # type: ignore[arg-type]
     config = SimpleNamespace(max_prompt_bytes=1 << 21)
     core = SimpleNamespace(models={"m": model}, config=config, max_context=lambda _: max_context)
-    return Prompts(cast(Core, core)), model, encoded
+    return Prompts(cast(RouterContext, core)), model, encoded
 
 
 async def test_a_text_that_cannot_fit_is_refused_without_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +250,7 @@ class _Asked(Exception):
     """Ends a request once it is known for whom it asked."""
 
 
-async def _asker(monkeypatch: pytest.MonkeyPatch, call: Callable[[Jobs], Awaitable[object]]) -> tuple[Asker, bool]:
+async def _asker(monkeypatch: pytest.MonkeyPatch, call: Callable[[Preprocessor], Awaitable[object]]) -> tuple[Asker, bool]:
     """For whom `call` has a text tokenized, and whether that must fit."""
     core = SimpleNamespace(models={"m": ServedModel("m", make_tokenizer("byte_level"), None)}, config=RouterConfig())  # type: ignore[arg-type]
     seen: list[tuple[Asker, bool]] = []
@@ -254,7 +262,7 @@ async def _asker(monkeypatch: pytest.MonkeyPatch, call: Callable[[Jobs], Awaitab
     monkeypatch.setattr(Prompts, "of_text", note)
     monkeypatch.setattr(Prompts, "of_chat", note)
     with pytest.raises(_Asked):
-        await call(Jobs(cast(Core, core)))
+        await call(Preprocessor(cast(RouterContext, core)))
     return seen[0]
 
 
@@ -272,7 +280,7 @@ TURNS = [mesh_pb2.ChatMessage(role="user", content="x")]
     ],
 )
 async def test_each_call_waits_as_its_tenant_and_until_its_deadline(
-    monkeypatch: pytest.MonkeyPatch, call: Callable[[Jobs], Awaitable[object]], tenant: str, must_fit: bool
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[Preprocessor], Awaitable[object]], tenant: str, must_fit: bool
 ) -> None:
     asker, fits = await _asker(monkeypatch, call)
     assert (asker.tenant, fits) == (tenant, must_fit)

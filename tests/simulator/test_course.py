@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from pdmesh.simulator.workers.batch import Course, StepTimes
+from pdmesh.simulator.workers.batch import StepsUnderWay, StepTimes
 
 STEP_S, LASTS_S = 0.01, 0.2
 
@@ -14,7 +14,7 @@ STEP_S, LASTS_S = 0.01, 0.2
 def factors(num_steps: int, *, noise: float = 0.3, seed: str = "0/w", num: int = 4000) -> list[float]:
     times, listed = StepTimes(0.0, noise, LASTS_S, seed), []
     for _ in range(num):
-        course = Course(0.0, num_steps, STEP_S)
+        course = StepsUnderWay(0.0, num_steps, STEP_S)
         times.apply(course)
         listed.append(course.first_s / STEP_S)
     return listed
@@ -43,7 +43,7 @@ def test_equal_seeds_are_equal_and_others_are_not() -> None:
 
 
 def test_all_steps_of_a_course_take_more_and_what_is_between_them_does_not_vary() -> None:
-    course = Course(0.0, 8, STEP_S, more_s=1e-4)
+    course = StepsUnderWay(0.0, 8, STEP_S, more_s=1e-4)
     StepTimes(2e-3, 0.0, LASTS_S, "").apply(course)
     assert course.lasts_s(8) == pytest.approx(8 * (STEP_S + 2e-3) + 28e-4)
     assert course.steps_by(course.lasts_s(5) + 1e-6) == 5

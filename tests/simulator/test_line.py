@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdmesh.simulator.arrivals import Arrival
 from pdmesh.simulator.events import EventQueue
 from pdmesh.simulator.request import Request
-from pdmesh.simulator.routers.admission import Line
+from pdmesh.simulator.routers.admission import SimulatedQueue
 
 ANSWER_S = 0.05
 """Until a worker answers, between two of its steps."""
@@ -26,7 +26,7 @@ def test_a_line_that_finds_room_is_gone_in_a_few_answers() -> None:
         placed.append((events.now, request.number))
         line.left(request)
 
-    line = Line(events, attempt)
+    line = SimulatedQueue(events, attempt)
     for request in requests(100):
         line.join(request)
     events.run(10.0)
@@ -43,7 +43,7 @@ def test_without_room_only_the_first_asks() -> None:
         asked.append(request.number)
         events.after(ANSWER_S, line.failed, request)
 
-    line = Line(events, attempt)
+    line = SimulatedQueue(events, attempt)
     for request in requests(10):
         line.join(request)
     events.run(5.0)
@@ -67,7 +67,7 @@ def test_after_a_failure_those_behind_wait_again() -> None:
         else:
             line.failed(request)
 
-    line = Line(events, attempt)
+    line = SimulatedQueue(events, attempt)
     for request in requests(30):
         line.join(request)
     events.run(5.0)

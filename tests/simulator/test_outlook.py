@@ -5,7 +5,7 @@ import pytest
 from pdmesh.engine.scheduler import scheduler as engine_scheduler
 from pdmesh.simulator.arrivals import Arrival
 from pdmesh.simulator.request import Request
-from pdmesh.simulator.routers.routing import Ledger, Outlook
+from pdmesh.simulator.routers.routing import Ledger, SimulatedRouting
 from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers import worker
 from pdmesh.simulator.workers.stats import Figures
@@ -59,7 +59,7 @@ def test_who_drains_is_not_seen() -> None:
 
 
 def test_an_answer_is_given_once_for_each_moment() -> None:
-    outlook = Outlook(MeshSettings(), 512)
+    outlook = SimulatedRouting(MeshSettings(), 512)
     outlook.meet("w", LARGE)
     outlook.report("w", IDLE)
     request = Request(0, Arrival(0.0, 100, 10), 100, 10)
@@ -73,7 +73,7 @@ def test_an_answer_is_given_once_for_each_moment() -> None:
 
 
 def test_a_forecast_is_of_the_best_placement() -> None:
-    outlook = Outlook(MeshSettings(), 512)
+    outlook = SimulatedRouting(MeshSettings(), 512)
     request = Request(0, Arrival(0.0, 100, 10), 100, 10)
     assert outlook.forecast(request, 0.0) is None
     outlook.meet("w", LARGE)

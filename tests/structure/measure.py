@@ -25,11 +25,11 @@ from types import FrameType
 
 # Everything of the repository that the measurement runs: modules that move are renamed here alone.
 from pdmesh.v1 import common_pb2
-from router.context import Core
-from router.flow_control.ttft_predictor import applicant_of
-from router.flow_control.types import Applicant
+from router.context import RouterContext
+from router.flow_control.ttft_predictor import flow_item_of
+from router.flow_control.types import FlowItem
 from router.main import Router
-from router.tokenization.prepared_request import Job
+from router.tokenization.prepared_request import PreparedRequest
 from tests.kvtransfer.endpoints import World, running
 from tests.router.mesh import Mesh, config_for, request, running_router
 from tests.support.tiny_models import make_tiny_model
@@ -269,9 +269,9 @@ async def remote_request(mesh: Mesh, number: int) -> None:
     assert answer.timings.prefill_worker == "p" and answer.timings.decode_worker == "d", answer.timings
 
 
-async def admission(core: Core, asked: Job | Applicant) -> None:
+async def admission(core: RouterContext, asked: PreparedRequest | FlowItem) -> None:
     """The decision on one request, which starts and keeps its place; of a job, what admission knows of it is gathered first."""
-    await core.gate.enter(applicant_of(core, asked) if isinstance(asked, Job) else asked)
+    await core.gate.enter(flow_item_of(core, asked) if isinstance(asked, PreparedRequest) else asked)
 
 
 async def tcp_push(world: World, number: int) -> None:
@@ -297,9 +297,9 @@ def _prompt(number: int) -> list[int]:
     return [64 + number, *range(64, 64 + NUM_PROMPT_TOKENS)]
 
 
-def _job(router: Router) -> Job:
+def _job(router: Router) -> PreparedRequest:
     params = common_pb2.SamplingParams(n=1, seed=5, max_tokens=NUM_OUTPUT_TOKENS)
-    return Job("job", router.core.models[MODEL], tuple(_prompt(0)), params, ())
+    return PreparedRequest("job", router.core.models[MODEL], tuple(_prompt(0)), params, ())
 
 
 async def paths(recorder: Recorder) -> dict[str, Entered]:
@@ -312,7 +312,7 @@ async def paths(recorder: Recorder) -> dict[str, Entered]:
             found["admission_of_job_by_forecast"] = await recorder.path_of(lambda _: admission(core, job), idle_s=IDLE_S)
             core.forecaster = None
             found["admission_of_job"] = await recorder.path_of(lambda _: admission(core, job), idle_s=IDLE_S)
-            applicant = applicant_of(core, job)
+            applicant = flow_item_of(core, job)
             found["admission"] = await recorder.path_of(lambda _: admission(core, applicant), idle_s=IDLE_S)
     async with running(World("tcp")) as world:
         found["tcp_push"] = await recorder.path_of(lambda number: tcp_push(world, number))

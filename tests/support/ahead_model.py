@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.sampling.sampler import SampledToken, Sampler, SampleRow, Unseen
 from tests.support.mock_engine import MockModel
@@ -43,7 +43,7 @@ class AheadMock(MockModel):
         self.num_unseen = 0  # steps of tokens that the host had not seen
         self._drawn = torch.zeros(0, dtype=torch.int32)
 
-    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
         tokens = batch.token_ids.tolist()
         if any(token < 0 for token in tokens):
             assert self.is_graph_step(batch, kv)

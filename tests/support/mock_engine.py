@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.outputs import FinishReason, StepResult
@@ -53,7 +53,7 @@ class MockModel:
 
     num_forwards = 0
 
-    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
         """Logits [R, vocab] float32 of the batch's logits rows; their hidden states hold the tokens' positions."""
         if hidden is not None:
             hidden.copy_(batch.positions[batch.logits_rows][:, None].expand(hidden.shape))

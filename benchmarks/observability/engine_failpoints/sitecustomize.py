@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.outputs import StepResult
-from pdmesh.engine.runner.model_runner import Draw, ModelRunner
-from pdmesh.engine.scheduler.scheduler import Plan
+from pdmesh.engine.runner.model_runner import ModelRunner, SampledOutput
+from pdmesh.engine.scheduler.scheduler import SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.runtime import failpoints
 
@@ -21,8 +21,8 @@ def step(self: Engine) -> StepResult | None:
 
 
 def run(
-    self: ModelRunner, plan: Plan, signal: LayerSignal | None = None, *, keep_hidden: bool = True
-) -> dict[Sequence, list[Draw]]:
+    self: ModelRunner, plan: SchedulerOutput, signal: LayerReadiness | None = None, *, keep_hidden: bool = True
+) -> dict[Sequence, list[SampledOutput]]:
     if any(piece.num_tokens > 1 for piece in plan.pieces):
         failpoints.hit("engine.compute")
     return _run(self, plan, signal, keep_hidden=keep_hidden)

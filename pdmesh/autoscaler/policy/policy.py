@@ -18,7 +18,7 @@ from functools import cache
 
 from pdmesh.autoscaler.forecasting.forecast import Expected, Forecaster, State
 from pdmesh.autoscaler.forecasting.registry import forecaster_of
-from pdmesh.autoscaler.policy.pool_plan import Plan, PoolMemory, flip, plan
+from pdmesh.autoscaler.policy.pool_plan import Plan, PoolMemory, plan, switch_roles
 from pdmesh.autoscaler.policy.sizing import (
     Correction,
     Demand,
@@ -119,7 +119,7 @@ class Policy:
             return self._keep(snapshot, stale)
         self._learn(snapshot)
         plans = {view.name: self._plan(_without_old_hold(view, snapshot.now_s), snapshot) for view in snapshot.pools}
-        plans, flips = flip(plans, self._memories, self._settings, snapshot.now_s)
+        plans, flips = switch_roles(plans, self._memories, self._settings, snapshot.now_s)
         plans = self._within_budget(plans, flips, snapshot.now_s)
         for name, planned in plans.items():
             self._memories[name].changed(snapshot.now_s, planned.num_added)

@@ -212,7 +212,7 @@ SPARE_SHARE = 0.5
 """Of a cool-down, for which a pool has to have had workers to spare before it lends them."""
 
 
-def flip(
+def switch_roles(
     plans: dict[PoolName, Plan], memories: dict[PoolName, PoolMemory], settings: AutoscalerSettings, now_s: float
 ) -> tuple[dict[PoolName, Plan], tuple[Flip, ...]]:
     """The plans with the workers that change sides. Only one direction at a time: the other pool has none to give."""

@@ -17,7 +17,7 @@ from array import array
 from typing import Protocol
 
 from pdmesh.engine.outputs import KVReady
-from pdmesh.engine.scheduler.scheduler import Plan
+from pdmesh.engine.scheduler.scheduler import SchedulerOutput
 
 SIGNALS_PER_STEP = 3  # until whoever listens asks for more or fewer
 
@@ -29,7 +29,7 @@ class StepMarks(Protocol):
     def reach(self, num_layers: int) -> None: ...
 
 
-class LayerSignal:
+class LayerReadiness:
     """Counts the layers of the running step whose KV is in the pool. The model calls, or writes to `address`, from its thread."""
 
     def __init__(self, num_layers: int) -> None:
@@ -65,14 +65,14 @@ class LayerSignal:
                 os.write(self.fd, b"\0")
 
 
-class KVExports:
+class KVEvents:
     """The engine's side of it. `begin`, `end` on the engine thread; `ready` on any."""
 
     def __init__(self, num_layers: int) -> None:
-        self.signal = LayerSignal(num_layers)
+        self.signal = LayerReadiness(num_layers)
         self._running: tuple[KVReady, ...] = ()
 
-    def begin(self, plan: Plan) -> LayerSignal | None:
+    def begin(self, plan: SchedulerOutput) -> LayerReadiness | None:
         """A step starts; the signal for its model, or None when nobody waits for its layers."""
         running = tuple(
             KVReady(

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdmesh.engine.attention.base import AttentionBackend, AttentionPlan, make_attention
-from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.layers import GatedMLP, Linear, RotaryTable, pad_rows, rms_norm, rotate
 from pdmesh.engine.runner.batch import StepBatch
@@ -74,7 +74,7 @@ class DecoderModel:
         return self.embedding.dtype
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
         """One step: writes the step's keys and values to `kv` (`KVPool.tensor`), returns logits [R, vocab_size] float32.
         `signal` hears of each layer whose keys and values are there. `hidden` [R, hidden_size] float32 is filled with the last
         states of the rows that logits are of, before the final norm.

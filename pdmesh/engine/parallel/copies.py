@@ -27,7 +27,7 @@ from pdmesh.engine.kv_cache.copies import PieceCopies
 from pdmesh.engine.parallel import tp_protocol
 from pdmesh.engine.parallel.events import Launched, Place
 from pdmesh.engine.parallel.shared_pieces import SharedPieces
-from pdmesh.engine.parallel.tp_group import Ranks
+from pdmesh.engine.parallel.tp_group import TensorParallelGroup
 from pdmesh.engine.parallel.tp_protocol import Kind, RankFailed
 
 # What rank 0 tells the others of a copy between their pools and a shared piece, and what they answer: on sockets beside that of
@@ -100,7 +100,7 @@ class _UnderWay:
 class CopyChannel:
     """One direction. `run` and `close` are for one thread."""
 
-    def __init__(self, ranks: Ranks, socks: Sequence[socket.socket], timeout_s: float) -> None:
+    def __init__(self, ranks: TensorParallelGroup, socks: Sequence[socket.socket], timeout_s: float) -> None:
         """`socks`: to ranks 1, 2, ...; closed here."""
         self._ranks, self._timeout_s = ranks, timeout_s
         self._socks = dict(enumerate(socks, start=1))

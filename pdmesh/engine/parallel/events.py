@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PlacedMark(Mark):
+class GroupEvent(Mark):
     own: Mark  # of rank 0's compute stream
     place: Place
 
@@ -45,23 +45,23 @@ class Commands:
         return Place(self.num_told, num_layers) if num_layers else Place(self.num_told + 1, 0)
 
 
-class RanksMarks(Marks):
+class GroupEvents(Marks):
     """Rank 0's."""
 
     def __init__(self, streams: Streams, commands: Commands) -> None:
         self._commands = commands
         super().__init__(streams)
 
-    def now(self) -> PlacedMark:
-        return PlacedMark(super().now(), self._commands.place())
+    def now(self) -> GroupEvent:
+        return GroupEvent(super().now(), self._commands.place())
 
     def reached(self, mark: Mark) -> Future[None]:
         """By rank 0; another rank's copy waits for its own mark."""
-        assert isinstance(mark, PlacedMark), "a mark of other streams"
+        assert isinstance(mark, GroupEvent), "a mark of other streams"
         return super().reached(mark.own)
 
-    def _within(self, num_layers: int) -> PlacedMark:
-        return PlacedMark(super()._within(num_layers), self._commands.place(num_layers))
+    def _within(self, num_layers: int) -> GroupEvent:
+        return GroupEvent(super()._within(num_layers), self._commands.place(num_layers))
 
 
 class Launched:

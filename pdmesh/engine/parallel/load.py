@@ -27,7 +27,7 @@ from pdmesh.engine.parallel.collectives import GatheredHead, Group, SummedLinear
 from pdmesh.engine.parallel.model import ParallelModel
 from pdmesh.engine.parallel.share import Share, SharedPoolAttention
 from pdmesh.engine.parallel.split import Shard, ShardSource
-from pdmesh.engine.parallel.tp_group import Ranks
+from pdmesh.engine.parallel.tp_group import TensorParallelGroup
 from pdmesh.engine.parallel.tp_protocol import ExchangeFailed, Kind, RankFailed
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def load_with_ranks(
     torch.set_num_threads(_threads_each(config))
     shard = Shard(0, config.tensor_parallel)
     shares_pool = ranks_share_pool(config)
-    ranks = Ranks(shard.size, config.tensor_parallel_timeout_s)
+    ranks = TensorParallelGroup(shard.size, config.tensor_parallel_timeout_s)
     try:
         engine = asdict(replace(config, num_threads=_threads_each(config)))
         ranks.tell_settings({"size": shard.size, "shares_pool": shares_pool, "engine": engine})

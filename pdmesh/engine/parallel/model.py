@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.config import EngineConfig
-from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.kv_cache.pool import KVPool, KVShape
 from pdmesh.engine.parallel import tp_protocol
 from pdmesh.engine.parallel.collectives import Group
@@ -26,7 +26,7 @@ from pdmesh.engine.parallel.events import Commands
 from pdmesh.engine.parallel.share import Share
 from pdmesh.engine.parallel.shared_pieces import PiecesShape
 from pdmesh.engine.parallel.split import Shard
-from pdmesh.engine.parallel.tp_group import Ranks
+from pdmesh.engine.parallel.tp_group import TensorParallelGroup
 from pdmesh.engine.parallel.tp_protocol import ExchangeFailed, Kind, RankFailed
 from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.runner.model_runner import TokenSampler
@@ -36,7 +36,7 @@ from pdmesh.engine.sampling.sampler import Sampler
 class ParallelModel:
     """Rank 0's share, whose `config` it has, and the hold on the other ranks. For one engine and its pool."""
 
-    def __init__(self, share: Share, ranks: Ranks, group: Group, *, shares_pool: bool) -> None:
+    def __init__(self, share: Share, ranks: TensorParallelGroup, group: Group, *, shares_pool: bool) -> None:
         """`shares_pool`: what rank 0 writes to the pool every rank sees; else each rank has a pool of its own, of its heads."""
         self.config = share.model.config
         self.backend: str = getattr(share.model, "backend", "torch")
@@ -48,7 +48,7 @@ class ParallelModel:
         weakref.finalize(self, ranks.close)  # an engine that is dropped, or whose making failed, leaves no process either
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
         """See DecoderModel.forward; on a device its work is done, not only launched. Raises RankFailed: no later step can
         succeed."""
         is_marked = signal is not None and signal.marks is not None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.attention.base import ReferenceAttention, ReferencePlan
-from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel
 from pdmesh.engine.runner.batch import StepBatch
@@ -38,7 +38,7 @@ class Share:
     def num_layers(self) -> int:
         return self.model.config.num_layers
 
-    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
         """See DecoderModel.forward; `kv` as `tp_worker.py` and the engine open it. Of no use on ranks other than 0."""
         return self.model.forward(batch, self.pool_of(kv), signal, hidden)
 

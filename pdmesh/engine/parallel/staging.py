@@ -18,7 +18,7 @@ from pdmesh.engine.kv_cache.pool import sealed_memory
 from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
 from pdmesh.engine.kv_cache.streams import Mark, Streams
 from pdmesh.engine.parallel.copies import Copy, CopyChannel
-from pdmesh.engine.parallel.events import PlacedMark, RanksMarks
+from pdmesh.engine.parallel.events import GroupEvent, GroupEvents
 from pdmesh.engine.parallel.model import ParallelModel
 from pdmesh.engine.parallel.shared_pieces import PiecesShape, SharedPieces
 
@@ -26,7 +26,7 @@ from pdmesh.engine.parallel.shared_pieces import PiecesShape, SharedPieces
 class RanksCopies:
     """Of one direction. Satisfies pdmesh.engine.kv_cache.copies.Copies; marks are RanksMarks'."""
 
-    def __init__(self, own: PieceCopies, pieces: SharedPieces, channel: CopyChannel, marks: RanksMarks) -> None:
+    def __init__(self, own: PieceCopies, pieces: SharedPieces, channel: CopyChannel, marks: GroupEvents) -> None:
         self._own, self._pieces, self._channel, self._marks = own, pieces, channel, marks
 
     @property
@@ -40,12 +40,12 @@ class RanksCopies:
         return self._pieces.piece(index)
 
     def fetch(self, piece: Piece, layers: range, num_blocks: int, after: Mark) -> Future[None]:
-        assert isinstance(after, PlacedMark), "a mark of other streams"
+        assert isinstance(after, GroupEvent), "a mark of other streams"
         own = partial(self._own.fetch, piece, layers, num_blocks, after.own)
         return self._channel.run(Copy(False, piece.index, layers, num_blocks, after.place), own)
 
     def store(self, piece: Piece, layers: range, num_blocks: int, after: Mark) -> Future[None]:
-        assert isinstance(after, PlacedMark), "a mark of other streams"
+        assert isinstance(after, GroupEvent), "a mark of other streams"
         own = partial(self._own.store, piece, layers, num_blocks, after.own)
         return self._channel.run(Copy(True, piece.index, layers, num_blocks, after.place), own)
 
@@ -61,7 +61,7 @@ def stage_ranks(
     """A Staging for each of `sizes`. pool: rank 0's; streams: of its device. Before the first step, and for one thread.
 
     Raises ValueError for pieces too small for a block of a layer, RankFailed."""
-    marks = RanksMarks(streams, model.commands)
+    marks = GroupEvents(streams, model.commands)
     columns = Columns.of(pool, model.shard.rank, model.shard.size)
     stagings = []
     for each in sizes:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 OnFailure = Callable[[RankFailed], None]
 
 
-class Ranks:
+class TensorParallelGroup:
     """Ranks 1 to size - 1. Methods are for one thread, but `watch`, `failure`, `fail`, `blame` and `name`."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
@@ -42,7 +42,7 @@ class Ranks:
         self._closing = False
         self._lock = threading.Lock()
         self._on_failure: OnFailure = lambda _: None
-        self._ranks = [_Rank(number, self._note_end) for number in range(1, size)]
+        self._ranks = [_TensorParallelRank(number, self._note_end) for number in range(1, size)]
         try:
             for rank in self._ranks:
                 rank.wait_started()
@@ -135,7 +135,7 @@ class Ranks:
         for rank in self._ranks:
             rank.end(deadline)
 
-    def _bounded(self, rank: _Rank, act: Callable[[socket.socket], T], timeout_s: float | None = None) -> T:
+    def _bounded(self, rank: _TensorParallelRank, act: Callable[[socket.socket], T], timeout_s: float | None = None) -> T:
         rank.sock.settimeout(self._timeout_s if timeout_s is None else timeout_s)
         try:
             return act(rank.sock)
@@ -144,16 +144,16 @@ class Ranks:
         except (OSError, EOFError) as error:
             raise self.blame(error) from error
 
-    def _note_end(self, rank: _Rank, code: int) -> None:
+    def _note_end(self, rank: _TensorParallelRank, code: int) -> None:
         """On the rank's thread."""
         how = f"signal {-code}" if code < 0 else f"code {code}"
         self.fail(RankFailed(f"tensor_parallel: {rank.name} ended with {how}"))
 
 
-class _Rank:
+class _TensorParallelRank:
     """One process and our end of its socket."""
 
-    def __init__(self, number: int, on_end: Callable[[_Rank, int], None]) -> None:
+    def __init__(self, number: int, on_end: Callable[[_TensorParallelRank, int], None]) -> None:
         self.number = number
         self.sock, self._theirs = socket.socketpair()
         self._on_end = on_end

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kv_cache.copies import Columns, PieceCopies
-from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.kv_cache.moves import copy_blocks, move_slots
 from pdmesh.engine.kv_cache.pool import KVPool, KVShape
 from pdmesh.engine.kv_cache.streams import streams_of
@@ -50,7 +50,7 @@ class _Follower:
         self._sock, self._share, self._kv, self._shard = sock, share, kv, shard
         self._streams = streams_of(kv.device)
         self._launched = Launched(self._streams)
-        self._signal = LayerSignal(share.num_layers)
+        self._signal = LayerReadiness(share.num_layers)
         self._signal.marks = self._launched
         self._signal.tell_every(1)
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.kv_cache.block_pool import num_blocks_for
-from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.kv_cache.moves import copy_blocks, indices_for, move_slots
 from pdmesh.engine.runner.batch import StepBatch, Tail
 from pdmesh.engine.sampling.grammar import Bits
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
-from pdmesh.engine.scheduler.scheduler import Piece, Plan
+from pdmesh.engine.scheduler.scheduler import ScheduledSequence, SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.draft import ROOT, Verified
 from pdmesh.engine.speculation.guarded_proposer import allowed_on_tree
@@ -33,7 +33,7 @@ _HOST = torch.device("cpu")
 class ForwardModel(Protocol):
     """What the runner needs of a model."""
 
-    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
         """Writes the KV of the batch's T tokens into `kv`, telling `signal` of each layer; logits [R, vocab] float32.
 
         `hidden` [R, hidden_size] float32 is filled with the hidden states, before the final norm, that the logits come from.
@@ -55,7 +55,7 @@ class OtherPools(Protocol):
 
 
 @dataclass(frozen=True)
-class Draw:
+class SampledOutput:
     """New tokens of one choice: one, or one more than were kept of its draft."""
 
     choice: int
@@ -89,7 +89,9 @@ class ModelRunner:
         self._eos_token_ids = frozenset(eos_token_ids)
 
     @torch.inference_mode()
-    def run(self, plan: Plan, signal: LayerSignal | None = None, *, keep_hidden: bool = True) -> dict[Sequence, list[Draw]]:
+    def run(
+        self, plan: SchedulerOutput, signal: LayerReadiness | None = None, *, keep_hidden: bool = True
+    ) -> dict[Sequence, list[SampledOutput]]:
         """Computes the plan's pieces; the draws of the sequences that reach their end. `keep_hidden`: somebody wants hidden
         states of this step, if anybody ever does."""
         pieces = plan.pieces
@@ -104,11 +106,11 @@ class ModelRunner:
     def kv(self) -> Tensor:
         return self._kv
 
-    def batch_of(self, pieces: list[Piece]) -> StepBatch:
+    def batch_of(self, pieces: list[ScheduledSequence]) -> StepBatch:
         """In host memory: a model packs it, so that one copy goes to its device and nothing waits for it."""
         return build_batch(pieces, self._kv.shape[3], _HOST)
 
-    def copy_blocks(self, pieces: list[Piece]) -> None:
+    def copy_blocks(self, pieces: list[ScheduledSequence]) -> None:
         """What is due before the pieces write."""
         copies = [copy for piece in pieces for copy in piece.copies]
         if copies:
@@ -118,7 +120,9 @@ class ModelRunner:
             if self._others is not None:
                 self._others.copy_blocks(sources, targets)
 
-    def _draw(self, pieces: list[Piece], logits: Tensor, hidden: Tensor | None) -> dict[Sequence, list[Draw]]:
+    def _draw(
+        self, pieces: list[ScheduledSequence], logits: Tensor, hidden: Tensor | None
+    ) -> dict[Sequence, list[SampledOutput]]:
         """`logits` [R, vocab], `hidden` [R, hidden_size]: for each piece that draws a row behind its last known token, then one
         behind each token of its draft; the choices of a trunk draw from the same row."""
         drawing = [piece for piece in pieces if _draws(piece)]
@@ -129,24 +133,24 @@ class ModelRunner:
             logits = logits[indices_for(logits, [owner.row for owner in owners])]
         tokens = self._sampler.sample(logits, [self._sample_row(owner) for owner in owners])
         states = None if hidden is None else hidden.unbind()
-        draws: dict[Sequence, list[Draw]] = {}
+        draws: dict[Sequence, list[SampledOutput]] = {}
         for owner, first in ((owner, index) for index, owner in enumerate(owners) if owner.node == ROOT):
             drawn = tokens[first : first + 1 + len(owner.piece.draft)]
             draws.setdefault(owner.piece.sequence, []).append(self._draw_of(owner, drawn, states))
         return draws
 
-    def _draw_of(self, owner: _Owner, drawn: list[SampledToken], states: Sequence_[Tensor] | None) -> Draw:
+    def _draw_of(self, owner: _Owner, drawn: list[SampledToken], states: Sequence_[Tensor] | None) -> SampledOutput:
         """`drawn`: from all rows of the owner's piece; `states`: the rows of `hidden`. Moves what is kept to where the
         block table says."""
         piece = owner.piece
         if len(piece.sequence.choices) > 1:
-            return Draw(owner.choice, (drawn[0],))
+            return SampledOutput(owner.choice, (drawn[0],))
         verified = Verified(piece.draft, tuple([token.token_id for token in drawn]))
         self._move_kept(piece, verified)
         last = None if states is None else states[owner.row + verified.rows[-1]]
-        return Draw(owner.choice, tuple([drawn[row] for row in verified.rows]), verified, last)
+        return SampledOutput(owner.choice, tuple([drawn[row] for row in verified.rows]), verified, last)
 
-    def _move_kept(self, piece: Piece, verified: Verified) -> None:
+    def _move_kept(self, piece: ScheduledSequence, verified: Verified) -> None:
         """A token's KV lies where it stands in the draft; on the first branch that is its place in the sequence."""
         moves = [(node, place) for place, node in enumerate(verified.kept) if node != place]
         if moves:
@@ -178,13 +182,13 @@ class _Owner(NamedTuple):
     """Who draws from a row of logits: a choice, behind its last known token (`node` ROOT) or behind one of its draft's."""
 
     row: int
-    piece: Piece
+    piece: ScheduledSequence
     choice: int
     node: int
     allowed: Bits | None
 
 
-def _owners(drawing: list[Piece]) -> Iterator[_Owner]:
+def _owners(drawing: list[ScheduledSequence]) -> Iterator[_Owner]:
     """A choice's owners stand together, the root first. What a grammar allows is found here: on an accelerator the forward pass,
     which was only launched, still runs meanwhile."""
     row = 0
@@ -196,7 +200,7 @@ def _owners(drawing: list[Piece]) -> Iterator[_Owner]:
         row += 1 + len(piece.draft)
 
 
-def build_batch(pieces: list[Piece], block_size: int, device: torch.device) -> StepBatch:
+def build_batch(pieces: list[ScheduledSequence], block_size: int, device: torch.device) -> StepBatch:
     """The flat batch of a plan's pieces, in their order. A draft's first branch goes on behind the known tokens; each other
     branch is a sequence of its own, whose last keys lie where its tokens stand in the draft."""
     parts = [part for piece in pieces for part in _parts(piece, block_size)]
@@ -228,7 +232,7 @@ class _Part(NamedTuple):
     tail: Tail | None = None
 
 
-def _parts(piece: Piece, block_size: int) -> Iterator[_Part]:
+def _parts(piece: ScheduledSequence, block_size: int) -> Iterator[_Part]:
     sequence, draft, start = piece.sequence, piece.draft, piece.sequence.num_computed
     end = start + piece.num_tokens
     slot = partial(_slot, sequence.block_ids, block_size)
@@ -263,5 +267,5 @@ def _logits_rows(parts: list[_Part], query_starts: list[int]) -> list[int]:
     return [row for part, end in zip(parts, query_starts[1:], strict=True) for row in range(end - part.num_draws, end)]
 
 
-def _draws(piece: Piece) -> bool:
+def _draws(piece: ScheduledSequence) -> bool:
     return piece.reaches_end and bool(piece.sequence.choices_to_draw)

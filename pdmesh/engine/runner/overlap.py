@@ -31,14 +31,14 @@ from torch import Tensor
 
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kv_cache.block_manager import BlockAllocator
-from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.memory import effective_max_context
 from pdmesh.engine.request import finish_reason
 from pdmesh.engine.runner.batch import StepBatch
-from pdmesh.engine.runner.model_runner import Draw, ForwardModel, ModelRunner, TokenSampler
+from pdmesh.engine.runner.model_runner import ForwardModel, ModelRunner, SampledOutput, TokenSampler
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow, Unseen
-from pdmesh.engine.scheduler.scheduler import Piece, Plan, Scheduler
+from pdmesh.engine.scheduler.scheduler import ScheduledSequence, Scheduler, SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.draft import NOTHING, Verified
 
@@ -53,7 +53,7 @@ class Drawing(Protocol):
         ...
 
 
-class AheadModel(ForwardModel, Protocol):
+class OverlapModel(ForwardModel, Protocol):
     """A model whose decode steps take tokens that the host has not seen: token -1 - r is what row r of the last draws drew."""
 
     def is_graph_step(self, batch: StepBatch, kv: Tensor) -> bool:
@@ -65,7 +65,7 @@ class AheadModel(ForwardModel, Protocol):
         ...
 
 
-class AheadSampler(Protocol):
+class OverlapSampler(Protocol):
     def start(self, logits: Tensor, rows: list[SampleRow], unseen: Unseen | None = None) -> Drawing:
         """`unseen`: one token of each row beyond its `output`."""
         ...
@@ -80,28 +80,28 @@ class _Refused(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _InFlightStep:
     """A step that was launched: `sequences[r]` draws row r."""
 
     sequences: list[Sequence]
     drawing: Drawing
 
-    def draws(self) -> dict[Sequence, list[Draw]]:
+    def draws(self) -> dict[Sequence, list[SampledOutput]]:
         tokens = self.drawing.finish()
         return {
-            sequence: [Draw(sequence.choices[0], (token,), Verified(NOTHING, (token.token_id,)))]
+            sequence: [SampledOutput(sequence.choices[0], (token,), Verified(NOTHING, (token.token_id,)))]
             for sequence, token in zip(self.sequences, tokens, strict=True)
         }
 
 
-class StepsAhead:
+class OverlapScheduler:
     """Runs plans as a ModelRunner does. For one engine, on its thread."""
 
     def __init__(
         self,
         runner: ModelRunner,
-        model: AheadModel,
-        sampler: AheadSampler,
+        model: OverlapModel,
+        sampler: OverlapSampler,
         scheduler: Scheduler,
         allocator: BlockAllocator,
         *,
@@ -112,12 +112,12 @@ class StepsAhead:
         self._runner, self._model, self._sampler, self._kv = runner, model, sampler, runner.kv
         self._scheduler, self._allocator = scheduler, allocator
         self._budget, self._max_context, self._eos_token_ids = max_num_batched_tokens, max_context, eos_token_ids
-        self._flight: _Flight | None = None
-        self._plan: Plan | None = None  # of the flight
+        self._flight: _InFlightStep | None = None
+        self._plan: SchedulerOutput | None = None  # of the flight
         self._refused: _Refused | None = None
         self.num_ahead = 0  # steps that were launched before the tokens that they continue were seen
 
-    def planned(self) -> Plan | None:
+    def planned(self) -> SchedulerOutput | None:
         """The step that is under way, for those of its sequences that still run; None: there is none, ask the scheduler."""
         if self._flight is None:
             return None
@@ -126,13 +126,13 @@ class StepsAhead:
         if not left:
             self._flight = None
             return None
-        self._plan = Plan(self._budget)
+        self._plan = SchedulerOutput(self._budget)
         for sequence in left:
-            self._plan.add(Piece(sequence, 1))
+            self._plan.add(ScheduledSequence(sequence, 1))
         return self._plan
 
     @torch.inference_mode()
-    def run(self, plan: Plan, signal: LayerSignal | None = None) -> dict[Sequence, list[Draw]]:
+    def run(self, plan: SchedulerOutput, signal: LayerReadiness | None = None) -> dict[Sequence, list[SampledOutput]]:
         """As ModelRunner.run. Launches the plan unless it is under way, then the step behind it; then waits."""
         if plan is self._plan:
             flight = self._flight
@@ -146,7 +146,7 @@ class StepsAhead:
         draws = flight.draws()
         return {piece.sequence: draws[piece.sequence] for piece in plan.pieces}
 
-    def _refusal(self, plan: Plan) -> _Refused | None:
+    def _refusal(self, plan: SchedulerOutput) -> _Refused | None:
         """Of a plan of the scheduler's: None unless it tried to take somebody, and had no blocks for him."""
         if not self._scheduler.waiting or plan.budget <= 0 or plan.preempted:
             return None
@@ -156,7 +156,7 @@ class StepsAhead:
         scheduler = self._scheduler
         return _Refused(scheduler.waiting[0], frozenset(scheduler.running), self._allocator.pool.num_free)
 
-    def _launched(self, plan: Plan) -> _Flight | None:
+    def _launched(self, plan: SchedulerOutput) -> _InFlightStep | None:
         """None: not a step that another could follow unseen."""
         pieces = plan.pieces
         if not all(piece.reaches_end and not piece.draft and _is_simple(piece) for piece in pieces):
@@ -166,7 +166,7 @@ class StepsAhead:
         sequences = [piece.sequence for piece in pieces]
         return self._fly(batch, sequences, [len(sequence.output) for sequence in sequences])
 
-    def _next(self, flight: _Flight, plan: Plan) -> _Flight | None:
+    def _next(self, flight: _InFlightStep, plan: SchedulerOutput) -> _InFlightStep | None:
         """The step behind a flight whose tokens nobody has seen, if everybody who could be in it is, and has room."""
         staying = [piece for piece in plan.pieces if not self._is_last(piece.sequence)]
         if not staying or not set(self._scheduler.running) <= {piece.sequence for piece in plan.pieces}:
@@ -190,12 +190,14 @@ class StepsAhead:
         now, refused = self._circumstances(), self._refused
         return refused is not None and now[:2] == refused[:2] and now.num_free <= refused.num_free
 
-    def _fly(self, batch: StepBatch, sequences: list[Sequence], indices: list[int], unseen: Unseen | None = None) -> _Flight:
+    def _fly(
+        self, batch: StepBatch, sequences: list[Sequence], indices: list[int], unseen: Unseen | None = None
+    ) -> _InFlightStep:
         logits = self._model.forward(batch, self._kv)
         rows = [self._sample_row(sequence, index) for sequence, index in zip(sequences, indices, strict=True)]
         drawing = self._sampler.start(logits, rows, unseen)
         self._model.keep_drawn(drawing.tokens)
-        return _Flight(sequences, drawing)
+        return _InFlightStep(sequences, drawing)
 
     def _is_last(self, sequence: Sequence) -> bool:
         """Whether the choice ends with the token that is drawn now, whatever it is."""
@@ -210,14 +212,14 @@ class StepsAhead:
         )
         return reason is not None
 
-    def _extended(self, pieces: list[Piece]) -> list[Piece] | None:
+    def _extended(self, pieces: list[ScheduledSequence]) -> list[ScheduledSequence] | None:
         """Blocks for one token behind those that are computed now, so that nobody lacks one for it; None: there is no room."""
         num_missing = sum(self._allocator.num_missing(piece.sequence, piece.num_tokens + 1) for piece in pieces)
         if num_missing + len(pieces) > self._allocator.pool.num_free:
             return None
         return [replace(piece, copies=self._allocator.extend(piece.sequence, piece.num_tokens + 1)) for piece in pieces]
 
-    def _batch(self, pieces: list[Piece], rows: dict[Sequence, int]) -> StepBatch:
+    def _batch(self, pieces: list[ScheduledSequence], rows: dict[Sequence, int]) -> StepBatch:
         """Each sequence's token behind those of its piece, which row `rows[sequence]` draws."""
         block_size, sequences = self._kv.shape[3], [piece.sequence for piece in pieces]
         positions = [piece.sequence.num_computed + piece.num_tokens for piece in pieces]
@@ -246,7 +248,7 @@ class StepsAhead:
         )
 
 
-def _is_simple(piece: Piece) -> bool:
+def _is_simple(piece: ScheduledSequence) -> bool:
     """Whether the next token asks nothing of the host: no grammar, nobody who reads the blocks, one choice."""
     sequence, request = piece.sequence, piece.sequence.group.request
     return len(sequence.choices) == 1 and request.grammar is None and not request.prefill_only and _is_penalized_alike(sequence)
@@ -258,21 +260,21 @@ def _is_penalized_alike(sequence: Sequence) -> bool:
     return bool(sequence.output) or not (params.presence_penalty or params.frequency_penalty)
 
 
-def steps_ahead(
+def overlap_scheduler(
     runner: ModelRunner,
     loaded: LoadedModel,
     sampler: TokenSampler,
     scheduler: Scheduler,
     allocator: BlockAllocator,
     config: EngineConfig,
-) -> StepsAhead | None:
+) -> OverlapScheduler | None:
     """None: nobody wants it, or the model is none whose device could go on by itself."""
     if not config.steps_ahead or not loaded.runs_ahead:
         return None
-    return StepsAhead(
+    return OverlapScheduler(
         runner,
-        cast(AheadModel, loaded.model),
-        cast(AheadSampler, sampler),
+        cast(OverlapModel, loaded.model),
+        cast(OverlapSampler, sampler),
         scheduler,
         allocator,
         max_num_batched_tokens=config.max_num_batched_tokens,

@@ -6,25 +6,25 @@ import time
 
 from pdmesh.engine.kv_cache.block_manager import BlockAllocator
 from pdmesh.engine.outputs import KVReady, RequestStarted, SequenceUpdate, StepResult, StepWork, TokenLogprobs
-from pdmesh.engine.runner.model_runner import Draw
+from pdmesh.engine.runner.model_runner import SampledOutput
 from pdmesh.engine.scheduler.requests import Gain, RequestTable
-from pdmesh.engine.scheduler.scheduler import Piece, Plan
+from pdmesh.engine.scheduler.scheduler import ScheduledSequence, SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Sequence, SequenceGroup
-from pdmesh.engine.scheduler.stats import Census, Counters
+from pdmesh.engine.scheduler.stats import Counters, EngineStatsCollector
 from pdmesh.engine.speculation.handover import packed
 
 
-class Progress:
+class OutputProcessor:
     """Applies a step's outcome and counts."""
 
-    def __init__(self, table: RequestTable, allocator: BlockAllocator, counters: Counters, census: Census) -> None:
+    def __init__(self, table: RequestTable, allocator: BlockAllocator, counters: Counters, census: EngineStatsCollector) -> None:
         self._table = table
         self._allocator = allocator
         self._counters = counters
         self._census = census
 
     def postprocess(
-        self, plan: Plan, draws: dict[Sequence, list[Draw]], started_ns: int, ready: tuple[KVReady, ...] = ()
+        self, plan: SchedulerOutput, draws: dict[Sequence, list[SampledOutput]], started_ns: int, ready: tuple[KVReady, ...] = ()
     ) -> StepResult:
         """All of the plan's pieces are computed."""
         pieces = plan.pieces
@@ -46,7 +46,7 @@ class Progress:
             stats=self._census.take_if_due(ended_ns),
         )
 
-    def _advance(self, piece: Piece, draws: list[Draw]) -> list[SequenceUpdate]:
+    def _advance(self, piece: ScheduledSequence, draws: list[SampledOutput]) -> list[SequenceUpdate]:
         sequence, index = piece.sequence, len(piece.sequence.output) - piece.sequence.num_unreported
         sequence.num_computed += piece.num_tokens
         self._allocator.publish(sequence)
@@ -57,7 +57,7 @@ class Progress:
         return [_update(piece, index, draw, gains[draw.choice]) for draw in draws]
 
 
-def _update(piece: Piece, index: int, draw: Draw, gain: Gain) -> SequenceUpdate:
+def _update(piece: ScheduledSequence, index: int, draw: SampledOutput, gain: Gain) -> SequenceUpdate:
     """`index`: of the first token that the choice's caller does not have."""
     return SequenceUpdate(
         request_id=piece.sequence.group.request.request_id,
@@ -72,16 +72,16 @@ def _update(piece: Piece, index: int, draw: Draw, gain: Gain) -> SequenceUpdate:
     )
 
 
-def _draft_state(sequence: Sequence, draw: Draw) -> bytes:
+def _draft_state(sequence: Sequence, draw: SampledOutput) -> bytes:
     return packed(draw.hidden) if sequence.group.request.prefill_only and draw.hidden is not None else b""
 
 
-def _logprobs(draw: Draw, num_tokens: int) -> tuple[TokenLogprobs, ...]:
+def _logprobs(draw: SampledOutput, num_tokens: int) -> tuple[TokenLogprobs, ...]:
     """Of as many tokens as the choice took: it may have ended before the last that was drawn."""
     return tuple([token.logprobs for token in draw.tokens[:num_tokens] if token.logprobs is not None])
 
 
-def work_of(pieces: list[Piece]) -> StepWork:
+def work_of(pieces: list[ScheduledSequence]) -> StepWork:
     """Before the pieces' tokens count as computed."""
     prefill_tokens = prefill_context = num_decoding = decode_context = 0
     for piece in pieces:
@@ -97,15 +97,17 @@ def work_of(pieces: list[Piece]) -> StepWork:
     return StepWork(prefill_tokens, prefill_context, num_decoding, decode_context)
 
 
-def _num_to_prefill(pieces: list[Piece]) -> int:
+def _num_to_prefill(pieces: list[ScheduledSequence]) -> int:
     """Tokens of the pieces that are no new output."""
     missing = [(piece.num_tokens, piece.sequence.num_to_restore - piece.sequence.num_computed) for piece in pieces]
     return sum([min(num_tokens, to_prefill) for num_tokens, to_prefill in missing if to_prefill > 0])
 
 
-def _started(plan: Plan, draws: dict[Sequence, list[Draw]], started_ns: int, ended_ns: int) -> list[RequestStarted]:
+def _started(
+    plan: SchedulerOutput, draws: dict[Sequence, list[SampledOutput]], started_ns: int, ended_ns: int
+) -> list[RequestStarted]:
     """Requests that started with this step. A request's clock sees the step once, whatever number of its sequences took part."""
-    pieces_of: dict[SequenceGroup, list[Piece]] = {}
+    pieces_of: dict[SequenceGroup, list[ScheduledSequence]] = {}
     for piece in plan.pieces:
         pieces_of.setdefault(piece.sequence.group, []).append(piece)
     started = []

@@ -74,7 +74,7 @@ class Pace(NamedTuple):
         return self.pace_s + self.slack_s / SPREAD
 
 
-class Pacer:
+class TpotLimiter:
     """`cost` is told by whoever watches the steps; while it is None, or nobody was promised anything, steps are full."""
 
     def __init__(self, *, is_on: bool = True) -> None:
@@ -161,7 +161,7 @@ PROMPTS_PER_DRAFT = 8
 
 
 @dataclass(frozen=True)
-class Piece:
+class ScheduledSequence:
     """The next `num_tokens` tokens of a sequence, to be computed in this step, and those that are guessed to follow its last."""
 
     sequence: Sequence
@@ -180,30 +180,30 @@ class Piece:
         return self.sequence.num_remaining == self.num_tokens
 
 
-class Plan:
+class SchedulerOutput:
     """One step's work, in the order in which it was planned."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.preempted: set[Sequence] = set()
-        self._pieces: dict[Sequence, Piece] = {}
+        self._pieces: dict[Sequence, ScheduledSequence] = {}
 
     @property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ScheduledSequence]:
         return list(self._pieces.values())
 
     @property
     def num_tokens(self) -> int:
         return sum(piece.num_rows for piece in self._pieces.values())
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: ScheduledSequence) -> None:
         self._pieces[piece.sequence] = piece
         self.budget -= piece.num_rows
 
-    def piece_of(self, sequence: Sequence) -> Piece | None:
+    def piece_of(self, sequence: Sequence) -> ScheduledSequence | None:
         return self._pieces.get(sequence)
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: ScheduledSequence) -> None:
         """In place of the piece of the same sequence."""
         self.budget += self._pieces[piece.sequence].num_rows - piece.num_rows
         self._pieces[piece.sequence] = piece
@@ -218,12 +218,12 @@ class Plan:
 class Scheduler:
     """Two lists in order of arrival: running sequences have blocks, waiting ones have none."""
 
-    def __init__(self, allocator: BlockAllocator, max_num_batched_tokens: int, pacer: Pacer | None = None) -> None:
+    def __init__(self, allocator: BlockAllocator, max_num_batched_tokens: int, pacer: TpotLimiter | None = None) -> None:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_preemptions = 0
         self._allocator = allocator
-        self._pacer = pacer or Pacer()
+        self._pacer = pacer or TpotLimiter()
         self._max_num_batched_tokens = max_num_batched_tokens
 
     def run(self, sequence: Sequence) -> None:
@@ -240,12 +240,12 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
 
-    def schedule(self, now_ns: int = 0, drafts: Mapping[Sequence, Draft] | None = None) -> Plan:
+    def schedule(self, now_ns: int = 0, drafts: Mapping[Sequence, Draft] | None = None) -> SchedulerOutput:
         """Decode rows first, then chunks of running sequences, then whoever waits, each in order of arrival.
 
         `drafts`: of running sequences. A plan without pieces means that nothing can be done until somebody releases blocks.
         """
-        plan = Plan(self._max_num_batched_tokens)
+        plan = SchedulerOutput(self._max_num_batched_tokens)
         decoding = [sequence for sequence in self.running if sequence.is_going_on]
         prompts = [sequence for sequence in self.running if not sequence.is_going_on]
         self._plan_all(decoding, plan)
@@ -261,7 +261,7 @@ class Scheduler:
         spare = max(1, self._allocator.pool.num_total // BLOCKS_PER_SPARE)
         return min(len(self.running) + num_reserved, spare)
 
-    def trim(self, plan: Plan | None = None) -> bool:
+    def trim(self, plan: SchedulerOutput | None = None) -> bool:
         """Takes back the blocks that running sequences got for guesses and need no more, now that somebody lacks one; False:
         there were none. In the next step the same blocks would serve again, so nobody takes them back before."""
         is_trimmed = False
@@ -276,12 +276,12 @@ class Scheduler:
         """Blocks that preempted sequences need to go on: they come before new reservations."""
         return sum(self._allocator.num_blocks_for(s.num_tokens) for s in self.waiting if s.was_preempted)
 
-    def _plan_all(self, sequences: list[Sequence], plan: Plan) -> None:
+    def _plan_all(self, sequences: list[Sequence], plan: SchedulerOutput) -> None:
         for sequence in sequences:
             if sequence not in plan.preempted:
                 self._plan_running(sequence, plan)
 
-    def _leave_pace(self, plan: Plan, decoding: list[Sequence], prompts: list[Sequence], now_ns: int) -> None:
+    def _leave_pace(self, plan: SchedulerOutput, decoding: list[Sequence], prompts: list[Sequence], now_ns: int) -> None:
         """Prompts get no more of the step than those that decode can spare."""
         self._pacer.start(decoding, now_ns)
         if prompts:
@@ -289,12 +289,12 @@ class Scheduler:
             most = self._pacer.prompt_tokens(decoding, prompts[0], now_ns, num_guessed)
             plan.budget = plan.budget if most is None else min(plan.budget, most)
 
-    def _plan_running(self, sequence: Sequence, plan: Plan) -> None:
+    def _plan_running(self, sequence: Sequence, plan: SchedulerOutput) -> None:
         num_tokens = min(sequence.num_remaining, plan.budget)
         if num_tokens and self._make_room(sequence, num_tokens, plan):
-            plan.add(Piece(sequence, num_tokens, self._allocator.extend(sequence, num_tokens)))
+            plan.add(ScheduledSequence(sequence, num_tokens, self._allocator.extend(sequence, num_tokens)))
 
-    def _plan_drafts(self, drafts: Mapping[Sequence, Draft], plan: Plan, *, beside_prompts: bool) -> None:
+    def _plan_drafts(self, drafts: Mapping[Sequence, Draft], plan: SchedulerOutput, *, beside_prompts: bool) -> None:
         """After all known tokens of those that decode, so that a guess takes neither budget nor a block from any of them; each
         of them may need a block in the next step. Prompts leave guesses a small part of the step."""
         most = self._max_num_batched_tokens // PROMPTS_PER_DRAFT if beside_prompts else plan.budget
@@ -308,7 +308,7 @@ class Scheduler:
                 most -= num_rows - piece.num_tokens
                 plan.put(replace(piece, copies=piece.copies + copies, draft=draft.first(num_rows - piece.num_tokens)))
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> bool:
+    def _make_room(self, sequence: Sequence, num_tokens: int, plan: SchedulerOutput) -> bool:
         """Trims, then preempts the latest arrived until there is room; False if that was the sequence itself."""
         # Counted anew each time: a victim that shared a block leaves it to this sequence alone, without a copy.
         while self._allocator.num_missing(sequence, num_tokens) > self._allocator.pool.num_free:
@@ -321,7 +321,7 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, victim: Sequence, plan: Plan) -> None:
+    def _preempt(self, victim: Sequence, plan: SchedulerOutput) -> None:
         self.running.remove(victim)
         victim.num_to_restore = max(victim.num_to_restore, victim.num_computed)
         self._allocator.release(victim)
@@ -331,18 +331,18 @@ class Scheduler:
         plan.withdraw(victim)
         self.num_preemptions += 1
 
-    def _plan_waiting(self, plan: Plan) -> None:
+    def _plan_waiting(self, plan: SchedulerOutput) -> None:
         for sequence in self._admit_waiting(plan):
-            plan.add(Piece(sequence, min(sequence.num_remaining, plan.budget)))
+            plan.add(ScheduledSequence(sequence, min(sequence.num_remaining, plan.budget)))
 
-    def _admit_waiting(self, plan: Plan) -> Iterator[Sequence]:
+    def _admit_waiting(self, plan: SchedulerOutput) -> Iterator[Sequence]:
         # Strictly in order: a large request is not overtaken for ever by small ones.
         while self.waiting and plan.budget and self._admit(self.waiting[0], plan):
             sequence = self.waiting.pop(0)
             self.run(sequence)
             yield sequence
 
-    def _admit(self, sequence: Sequence, plan: Plan) -> bool:
+    def _admit(self, sequence: Sequence, plan: SchedulerOutput) -> bool:
         admit = partial(self._allocator.admit, sequence, keep_free=self.num_spare_blocks(0))
         return admit() or (self.trim(plan) and admit())
 

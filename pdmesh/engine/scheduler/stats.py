@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pdmesh.engine.kv_cache.block_manager import BlockAllocator
 from pdmesh.engine.outputs import EngineStats
 from pdmesh.engine.scheduler.requests import RequestTable
-from pdmesh.engine.scheduler.scheduler import Pacer, Scheduler
+from pdmesh.engine.scheduler.scheduler import Scheduler, TpotLimiter
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 from pdmesh.engine.speculation.stats import Tally
 
@@ -24,7 +24,7 @@ class Counters:
     num_prefilled_tokens: int = 0
 
 
-class Census:
+class EngineStatsCollector:
     """Looks at everything that the engine holds; a microsecond for each sequence."""
 
     def __init__(
@@ -33,7 +33,7 @@ class Census:
         table: RequestTable,
         scheduler: Scheduler,
         allocator: BlockAllocator,
-        pacer: Pacer,
+        pacer: TpotLimiter,
         tally: Tally | None = None,
     ) -> None:
         self._counters = counters

@@ -80,7 +80,7 @@ class Bent:
         return odds / (1.0 - chance + odds)
 
 
-class Trust:
+class CalibratedRate:
     """How far a proposer's chances can be believed: what was kept of its verified guesses, by what it had promised of them.
 
     Guesses that are not verified teach nothing, so one that is not believed is forgiven little by little: of wrong guesses that

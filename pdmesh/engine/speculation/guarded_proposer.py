@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pdmesh.engine.sampling.grammar import Bits
 from pdmesh.engine.scheduler.sequence import Sequence
-from pdmesh.engine.speculation.acceptance_rate import Trust
+from pdmesh.engine.speculation.acceptance_rate import CalibratedRate
 from pdmesh.engine.speculation.draft import NOTHING, ROOT, Draft, Verified
 from pdmesh.engine.speculation.handover import TakesOver
 from pdmesh.engine.speculation.proposer import Ask, Proposer
@@ -60,7 +60,7 @@ Lesson = tuple[Sequence, Verified, Tensor | None]
 """See Proposer.learn."""
 
 
-class Door:
+class GuardedProposer:
     """A Proposer that never raises."""
 
     def __init__(self, proposer: Proposer, vocab_size: int | None, on_fault: Callable[[str], None]) -> None:
@@ -69,7 +69,7 @@ class Door:
         self.learns = proposer.learns
         self.is_open = True
         self._proposer, self._vocab_size, self._on_fault = proposer, vocab_size, on_fault
-        self._trust, self._factor = Trust(), 1.0
+        self._trust, self._factor = CalibratedRate(), 1.0
 
     def propose(self, asks: Sequence_[Ask]) -> list[Draft]:
         """Cut to what grammars allow, before anybody counts on it."""

@@ -14,12 +14,12 @@ from collections.abc import Sequence as Sequence_
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
-from pdmesh.engine.runner.model_runner import Draw
+from pdmesh.engine.runner.model_runner import SampledOutput
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.acceptance_rate import Bent, Calibration
 from pdmesh.engine.speculation.cost_curve import CostCurve
 from pdmesh.engine.speculation.draft import ROOT, Draft
-from pdmesh.engine.speculation.guarded_proposer import Door
+from pdmesh.engine.speculation.guarded_proposer import GuardedProposer
 from pdmesh.engine.speculation.policy import MARGIN, Load
 from pdmesh.engine.speculation.proposer import Ask, promise
 
@@ -86,7 +86,7 @@ class Price:
             self.token_s += PRICE_LEARNING * (token_s - self.token_s) if self.token_s else token_s
 
 
-class Habit:
+class ProposerRecord:
     """Of sequences of one kind."""
 
     def __init__(self) -> None:
@@ -139,14 +139,14 @@ class Habit:
         self.num_rows = max(1.0, self.num_rows + (rows - self.num_rows) / self._weight)
 
 
-class Asking:
+class ProposerGate:
     """One proposer that is not free. What it calls a chance is a probability by its own model: what became of guesses as
     probable as that is what it is taken for."""
 
-    def __init__(self, proposer: Door, clock_ns: Callable[[], int]) -> None:
+    def __init__(self, proposer: GuardedProposer, clock_ns: Callable[[], int]) -> None:
         self.proposer = proposer
         self._clock_ns = clock_ns
-        self._habits = {is_greedy: Habit() for is_greedy in (True, False)}
+        self._habits = {is_greedy: ProposerRecord() for is_greedy in (True, False)}
         self._prices: dict[tuple[int, int], Price] = {}  # of a call, by how many sequences of each kind: powers of two
         self._bent: WeakKeyDictionary[Sequence, Bent] = WeakKeyDictionary()
         self._hopes: WeakKeyDictionary[Sequence, Hope] = WeakKeyDictionary()
@@ -197,7 +197,7 @@ class Asking:
         """Whether it may be asked in the next step: if not, it need not know what becomes of this one."""
         return any(habit.is_next for habit in self._habits.values())
 
-    def learn(self, draws: Mapping[Sequence, list[Draw]]) -> None:
+    def learn(self, draws: Mapping[Sequence, list[SampledOutput]]) -> None:
         """What became of the drafts that it was asked for."""
         for sequence, proposed in self._proposed.items():
             for draw in draws.get(sequence, ()):
@@ -223,7 +223,7 @@ class Asking:
         return better
 
     def _worth(
-        self, habit: Habit, hopeful: list[int], asks: Sequence_[Ask], drafts: list[Draft], load: Load, curve: CostCurve
+        self, habit: ProposerRecord, hopeful: list[int], asks: Sequence_[Ask], drafts: list[Draft], load: Load, curve: CostCurve
     ) -> tuple[float, float]:
         """Tokens per second with asking for these, by those without; and what asking takes, in steps."""
         found, num_drafted = [promise(draft) for draft in drafts], sum(map(len, drafts))

@@ -18,15 +18,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pdmesh.engine.runner.model_runner import Draw
-from pdmesh.engine.scheduler.scheduler import Plan
+from pdmesh.engine.runner.model_runner import SampledOutput
+from pdmesh.engine.scheduler.scheduler import SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.cost_curve import CostCurve
 from pdmesh.engine.speculation.draft import NOTHING, Draft, Verified
-from pdmesh.engine.speculation.guarded_proposer import Door
+from pdmesh.engine.speculation.guarded_proposer import GuardedProposer
 from pdmesh.engine.speculation.policy import Choice, Load, Probing, Step, choose, fixed, may_pay
 from pdmesh.engine.speculation.proposer import Ask, Proposer, promise
-from pdmesh.engine.speculation.proposer_gating import Asking
+from pdmesh.engine.speculation.proposer_gating import ProposerGate
 from pdmesh.engine.speculation.stats import Tally
 
 SURE = 0.97
@@ -105,10 +105,10 @@ class Speculator:
         self.tally = Tally()
         self.curve = curve
         self._bounds, self._device, self._clock_ns = bounds, device, clock_ns
-        self._proposers = [Door(proposer, bounds.vocab_size, self.tally.fault) for proposer in proposers]
+        self._proposers = [GuardedProposer(proposer, bounds.vocab_size, self.tally.fault) for proposer in proposers]
         self._free = [door for door in self._proposers if door.is_free]
         self._makers = {door.name: door for door in self._free}
-        self._dear = [Asking(door, clock_ns) for door in self._proposers if not door.is_free]
+        self._dear = [ProposerGate(door, clock_ns) for door in self._proposers if not door.is_free]
         self._probing = Probing()
         self._threshold = 0.0
         self._num_prompt_tokens = 0  # of the step before: the next one's is planned after the drafts
@@ -146,7 +146,9 @@ class Speculator:
         self.tally.drafted(took_ns)
         return chosen.drafts
 
-    def learn(self, plan: Plan, draws: Mapping[Sequence, list[Draw]], step_ns: int, num_prompt_tokens: int) -> None:
+    def learn(
+        self, plan: SchedulerOutput, draws: Mapping[Sequence, list[SampledOutput]], step_ns: int, num_prompt_tokens: int
+    ) -> None:
         """After the sequences have taken their tokens. `step_ns`: what the plan's computation took; `num_prompt_tokens`: of it,
         those that were no new output."""
         self._num_prompt_tokens = num_prompt_tokens
@@ -170,7 +172,7 @@ class Speculator:
             door.forgive()
         self._correct_curve(plan, step_ns / 1e9)
 
-    def _may_ask_next(self, asking: Asking) -> bool:
+    def _may_ask_next(self, asking: ProposerGate) -> bool:
         if self._bounds.fixed_length:
             return True
         return not self._rest.goes_on and (asking.may_be_next or self._probing.wants_draft)
@@ -260,7 +262,7 @@ class Speculator:
             drafts, [ask.sequence.num_tokens for ask in asks], load, self.curve, max(0, self._bounds.max_tokens - num_known)
         )
 
-    def _correct_curve(self, plan: Plan, step_s: float) -> None:
+    def _correct_curve(self, plan: SchedulerOutput, step_s: float) -> None:
         """By steps without prompts: those compute more than the curve speaks of. By a part of them: there are thousands, and each
         takes as long as a guess."""
         if not plan.pieces or self._num_prompt_tokens:
@@ -274,7 +276,7 @@ class Speculator:
         num_alike, self._num_plain = max(1, self._num_plain), 0
         self._look_at(plan, step_s, num_drafted, num_alike)
 
-    def _look_at(self, plan: Plan, step_s: float, num_drafted: int, num_alike: int) -> None:
+    def _look_at(self, plan: SchedulerOutput, step_s: float, num_drafted: int, num_alike: int) -> None:
         curve, num_rows = self.curve, plan.num_tokens
         context = sum([piece.sequence.num_tokens for piece in plan.pieces])
         known = sum([(piece.num_tokens - 1) * piece.sequence.num_tokens for piece in plan.pieces if piece.num_tokens > 1])

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pdmesh.simulator.events import EventQueue
 from pdmesh.simulator.request import Request
 from router.flow_control.controller import LOOK_PERIOD_S, Admission
-from router.flow_control.types import Applicant, Refusal, Ticket, TicketState
+from router.flow_control.types import FlowItem, Refusal, Ticket, TicketState
 from router.lifecycle.capacity_queue import MAX_TRYING
 from router.lifecycle.placement import MIN_RETRY_GAP_S, RETRY_PERIOD_S
 
 
-class Gate:
+class SimulatedAdmission:
     """`admitted` and `refused` are called with each request exactly once, of those that `ask`. Without an admission all go in."""
 
     def __init__(
@@ -29,7 +29,7 @@ class Gate:
         """Requests that it holds."""
         return len(self._waiting)
 
-    def ask(self, request: Request, applicant: Callable[[], Applicant]) -> None:
+    def ask(self, request: Request, applicant: Callable[[], FlowItem]) -> None:
         """May it go in?"""
         if self._admission is None:
             self._admitted(request)
@@ -97,7 +97,7 @@ class Gate:
 # the placer.
 
 
-class Line:
+class SimulatedQueue:
     """`attempt` is called with the first ones whenever there may be room; it answers with `left` or `failed`."""
 
     def __init__(self, events: EventQueue, attempt: Callable[[Request], None]) -> None:

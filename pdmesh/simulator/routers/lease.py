@@ -5,7 +5,7 @@ from typing import Protocol
 
 from pdmesh.simulator.events import EventQueue
 from pdmesh.simulator.request import Stay, Trail
-from pdmesh.simulator.routers.routing import EPOCH, Outlook
+from pdmesh.simulator.routers.routing import EPOCH, SimulatedRouting
 from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers.kv_room import Sequence
 from pdmesh.simulator.workers.worker import ModelledWorker
@@ -40,10 +40,10 @@ class Owner(Protocol):
         """Its last token is here."""
 
 
-class Staying:
+class SimulatedLease:
     """The stays of one router's requests."""
 
-    def __init__(self, events: EventQueue, settings: MeshSettings, outlook: Outlook, floor: Floor, owner: Owner) -> None:
+    def __init__(self, events: EventQueue, settings: MeshSettings, outlook: SimulatedRouting, floor: Floor, owner: Owner) -> None:
         self._events, self._settings, self._outlook, self._floor, self._owner = events, settings, outlook, floor, owner
         self._token_s = settings.call_s if settings.token_s is None else settings.token_s
         self._stays: dict[Stay, None] = {}

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from pdmesh.planning.objectives import PRIORITIES, Bounds
 from pdmesh.simulator.events import EventQueue
 from pdmesh.simulator.request import End, Request, Stay
-from pdmesh.simulator.routers.admission import Gate, Line
-from pdmesh.simulator.routers.lease import Floor, Staying
-from pdmesh.simulator.routers.routing import MODEL, Decided, Outlook
+from pdmesh.simulator.routers.admission import SimulatedAdmission, SimulatedQueue
+from pdmesh.simulator.routers.lease import Floor, SimulatedLease
+from pdmesh.simulator.routers.routing import MODEL, Decided, SimulatedRouting
 from pdmesh.simulator.settings import MeshSettings
 from router.fleet.worker import Dispatched
 from router.flow_control.controller import Admission
 from router.flow_control.ttft_predictor import HELD_BYTES_PER_TOKEN
-from router.flow_control.types import Applicant
+from router.flow_control.types import FlowItem
 from router.routing.cost_model import Overhead
 from router.routing.filters import NoPlacement, blocks_for
 from router.routing.worker_snapshot import WorkerKey
@@ -25,7 +25,7 @@ from router.routing.worker_snapshot import WorkerKey
 # What a request that has ended teaches its router: as `router/lifecycle/request.py`.
 
 
-def learn(outlook: Outlook, stay: Stay) -> None:
+def learn(outlook: SimulatedRouting, stay: Stay) -> None:
     """A request that was tried again or lost teaches nothing about a smooth one."""
     request, placement = stay.request, stay.placement
     outlook.output_lengths.observe(MODEL, request.arrival.tenant, request.num_output)
@@ -46,13 +46,15 @@ OnEnd = Callable[[Request, End], None]
 class Router:
     """`floor` finds workers by name; `on_end` hears of every request that came, once."""
 
-    def __init__(self, events: EventQueue, settings: MeshSettings, outlook: Outlook, floor: Floor, on_end: OnEnd) -> None:
+    def __init__(
+        self, events: EventQueue, settings: MeshSettings, outlook: SimulatedRouting, floor: Floor, on_end: OnEnd
+    ) -> None:
         self.outlook = outlook
         self._events, self._settings, self._on_end = events, settings, on_end
         admission = None if settings.admission is None else Admission(settings.admission)
-        self._gate = Gate(events, admission, self._place, self._refuse)
-        self._line = Line(events, self._try)
-        self._staying = Staying(events, settings, outlook, floor, self)
+        self._gate = SimulatedAdmission(events, admission, self._place, self._refuse)
+        self._line = SimulatedQueue(events, self._try)
+        self._staying = SimulatedLease(events, settings, outlook, floor, self)
 
     @property
     def num_waiting(self) -> int:
@@ -108,12 +110,12 @@ class Router:
 
     # How it gets there
 
-    def _applicant(self, request: Request) -> Applicant:
+    def _applicant(self, request: Request) -> FlowItem:
         """As router/flow_control/ttft_predictor.py."""
         arrival = request.arrival
         guarded = _bounds(self._settings, PRIORITIES["standard"])
         expected = self.outlook.output_lengths.expected(MODEL, arrival.tenant, self.outlook.max_tokens(request))
-        return Applicant(
+        return FlowItem(
             tenant=arrival.tenant,
             priority=arrival.priority,
             prompt_tokens=request.num_input,

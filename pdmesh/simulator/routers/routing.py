@@ -14,11 +14,11 @@ from router.flow_control.types import Forecast
 from router.kv_index.index import IN_FLIGHT_S, BlockMap, Part, PrefixMemory, together
 from router.routing.cost_model import OutputLengths, Overheads
 from router.routing.cost_policy import Policy, PredictPolicy
-from router.routing.filters import Demand, NoPlacement, Placement
-from router.routing.fleet_snapshot import Roster
-from router.routing.policies.single_signal import PreferencePolicy, preference
+from router.routing.filters import NoPlacement, Placement, RoutingRequest
+from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.policies.single_signal import SingleSignalPolicy, preference
 from router.routing.worker_reports import NOTHING
-from router.routing.worker_snapshot import WorkerKey, WorkerView
+from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
 
 # Which worker holds which prefix, as one router knows it: what workers tell, and what was just sent. On the real maps.
 
@@ -105,13 +105,13 @@ class Ledger:
         """Nothing was sent that the report does not contain."""
         return not self._dispatched
 
-    def view(self) -> WorkerView | None:
+    def view(self) -> WorkerSnapshot | None:
         """What the policy sees; None while it takes no work."""
         figures, spec = self.figures, self.spec
         if figures is None or figures.draining:
             return None
         sent = counted(self._dispatched) if self._dispatched else NOTHING
-        return WorkerView(
+        return WorkerSnapshot(
             worker_id=self.name,
             address=self.name,
             epoch=EPOCH,
@@ -160,11 +160,11 @@ NOBODY: frozenset[WorkerKey] = frozenset()
 class Decided(NamedTuple):
     """What the policy was asked, and its answer."""
 
-    demand: Demand
+    demand: RoutingRequest
     choice: Placement | NoPlacement
 
 
-class Outlook:
+class SimulatedRouting:
     """Ledgers by worker, and what follows from them."""
 
     def __init__(self, settings: MeshSettings, prefix_tokens: int) -> None:
@@ -174,7 +174,7 @@ class Outlook:
         self.max_context = 0
         self._settings = settings
         self._ledgers: dict[str, Ledger] = {}
-        self._roster = Roster()
+        self._roster = FleetSnapshot()
         self._outdated: dict[str, None] = {}
         self._latest: tuple[Request, float, Decided] | None = None
         self._idle: dict[tuple[int, int], float | None] = {}
@@ -243,7 +243,7 @@ class Outlook:
         return ledger is None or ledger.is_settled
 
     @property
-    def roster(self) -> Roster:
+    def roster(self) -> FleetSnapshot:
         """Brought up to date when somebody looks."""
         if self._outdated:
             for name in self._outdated:
@@ -263,7 +263,7 @@ class Outlook:
         self._latest = None if refused else (request, now, decided)
         return decided
 
-    def choose_prefill(self, request: Request, decode: str, tried: frozenset[WorkerKey], now: float) -> WorkerView | None:
+    def choose_prefill(self, request: Request, decode: str, tried: frozenset[WorkerKey], now: float) -> WorkerSnapshot | None:
         """Another worker to compute the prompt of a request that `decode` has reserved; None without one."""
         engine = self.roster.get(decode)
         if engine is None:
@@ -277,11 +277,11 @@ class Outlook:
         *,
         excluded_decode: frozenset[WorkerKey] = NOBODY,
         excluded_prefill: frozenset[WorkerKey] = NOBODY,
-    ) -> Demand:
+    ) -> RoutingRequest:
         """What the policy is asked: as router/routing/routing_request.py."""
         max_tokens, objective = self.max_tokens(request), self._settings.objective
         expected = self.output_lengths.expected(MODEL, request.arrival.tenant, max_tokens)
-        return Demand(
+        return RoutingRequest(
             model=MODEL,
             num_tokens=request.num_tokens,
             max_total_tokens=request.num_input + max_tokens,
@@ -333,4 +333,4 @@ class Outlook:
 def _policy(settings: MeshSettings, overheads: Overheads) -> Policy:
     if settings.policy == "predict":
         return PredictPolicy(overheads, local_prefill_tokens=settings.local_prefill_tokens)
-    return PreferencePolicy(preference(settings.policy), settings.local_prefill_tokens)
+    return SingleSignalPolicy(preference(settings.policy), settings.local_prefill_tokens)

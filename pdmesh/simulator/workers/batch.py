@@ -14,7 +14,7 @@ SHORT = 1e-3
 
 
 @dataclass(slots=True)
-class Course:
+class StepsUnderWay:
     """Since `began_s`: one step with `pieces` of prompts (sequence, tokens), or `num_steps` of rows alone. The first takes
     `first_s`, each next one `more_s` more."""
 
@@ -53,7 +53,7 @@ class StepTimes:
         self._between_s, self._noise, self._lasts_s = between_s, noise, lasts_s
         self._rng = random.Random(seed)
 
-    def apply(self, course: Course) -> None:
+    def apply(self, course: StepsUnderWay) -> None:
         """To all of its steps alike."""
         if self._noise:
             factor = self._factor(course.lasts_s(course.num_steps) / self._lasts_s)

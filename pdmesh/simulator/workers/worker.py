@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from pdmesh.simulator.events import EventQueue
-from pdmesh.simulator.workers.batch import Course, Paces, Rows, StepTimes, prompts_s
+from pdmesh.simulator.workers.batch import Paces, Rows, StepsUnderWay, StepTimes, prompts_s
 from pdmesh.simulator.workers.kv_room import KvRoom, Sequence
 from pdmesh.simulator.workers.spec import WorkerSpec
 from pdmesh.simulator.workers.stats import Census, Counters, census_of
@@ -43,7 +43,7 @@ class ModelledWorker:
         self.held: dict[Sequence, None] = {}
         self.num_to_prefill = 0
         self.goals: dict[float, int] = {}
-        self.course: Course | None = None
+        self.course: StepsUnderWay | None = None
         self.before: Census | None = None  # what it held when it was last asked for something, before its present steps
         self._times = StepTimes(spec.between_s, spec.noise, spec.noise_lasts_s, f"{seed}/{name}")
         self._events = events
@@ -165,7 +165,7 @@ class ModelledWorker:
             sequence.watcher.on_end(sequence, now)
         self._begin(now)
 
-    def _count(self, course: Course) -> None:
+    def _count(self, course: StepsUnderWay) -> None:
         num_prefilled = sum([num_tokens for _, num_tokens in course.pieces])
         self.num_to_prefill -= num_prefilled
         self.counters.num_steps += course.num_steps
@@ -207,7 +207,7 @@ class ModelledWorker:
         self.rows.enter(sequence)
         self.paces.enter(sequence, self.rows.step, self._events.now)
 
-    def _plan(self, now: float) -> Course | None:
+    def _plan(self, now: float) -> StepsUnderWay | None:
         """None: nothing can be done until somebody gives blocks back."""
         rows, speed = self.rows, self.spec.speed
         has_preempted = self._make_room()
@@ -215,12 +215,12 @@ class ModelledWorker:
         decode_s = speed.fixed_s + speed.per_sequence_s * num_rows + speed.per_context_token_s * rows.context
         pieces = self._plan_prompts(decode_s, now, admit=not (has_preempted and (num_rows or self.prompts)))
         if pieces:
-            return Course(now, 1, decode_s + prompts_s(speed, pieces), pieces=pieces)
+            return StepsUnderWay(now, 1, decode_s + prompts_s(speed, pieces), pieces=pieces)
         if not num_rows:
             return None
         free = self.room.num_free + rows.next_growth  # what the first of them takes is taken
         num_steps = 1 if has_preempted and self.waiting else rows.steps_within(free, rows.steps_to_end())
-        return Course(now, num_steps, decode_s, speed.per_context_token_s * num_rows)
+        return StepsUnderWay(now, num_steps, decode_s, speed.per_context_token_s * num_rows)
 
     def _make_room(self) -> bool:
         """Blocks for the next token of every row, taken from those that arrived last if need be; had anybody to go?"""

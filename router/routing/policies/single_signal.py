@@ -12,67 +12,71 @@ from typing import Protocol
 
 from router.routing.filters import (
     Candidate,
-    Demand,
     NoPlacement,
     Placement,
+    RoutingRequest,
     blocks_for,
-    can_fill,
-    can_own,
+    can_decode,
+    can_prefill,
     compatible,
+    explain_no_candidate,
     has_room,
     no_partner,
-    nobody,
     same_kind,
 )
-from router.routing.fleet_snapshot import Roster
-from router.routing.worker_snapshot import Mode, WorkerView
+from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.worker_snapshot import Mode, WorkerSnapshot
 
 PREFIX_CREDIT = 0.25
 """A worker that holds the whole prompt may be this share of its capacity fuller and still win."""
 
 
-class Preference(Protocol):
+class Signal(Protocol):
     """What one of these policies looks at; the least number wins."""
 
     name: str
 
-    def decode_cost(self, worker: WorkerView, demand: Demand) -> float:
+    def decode_cost(self, worker: WorkerSnapshot, demand: RoutingRequest) -> float:
         """Of owning the request."""
 
-    def prefill_cost(self, worker: WorkerView, demand: Demand) -> float:
+    def prefill_cost(self, worker: WorkerSnapshot, demand: RoutingRequest) -> float:
         """Of computing its prompt."""
 
-    def placed(self, decode: WorkerView, prefill: WorkerView | None) -> None:
+    def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
         """So it was decided."""
 
 
-class PreferencePolicy:
+class SingleSignalPolicy:
     """Decode first, then prefill for it; LOCAL below `local_prefill_tokens` uncached tokens."""
 
-    def __init__(self, preference: Preference, local_prefill_tokens: int) -> None:
+    def __init__(self, preference: Signal, local_prefill_tokens: int) -> None:
         self.name = preference.name
         self._preference = preference
         self._local_prefill_tokens = local_prefill_tokens
 
-    def choose(self, roster: Roster, demand: Demand, now: float) -> Placement | NoPlacement:
+    def choose(self, roster: FleetSnapshot, demand: RoutingRequest, now: float) -> Placement | NoPlacement:
         """As `Policy` says. `now` plays no part."""
         kind = [worker for worker in roster.views() if same_kind(worker, demand)]
-        owners = [worker for worker in kind if can_own(worker, demand)]
+        owners = [worker for worker in kind if can_decode(worker, demand)]
         if not owners:
-            return nobody(kind, demand)
+            return explain_no_candidate(kind, demand)
         candidates = [Candidate(w, None, self._preference.decode_cost(w, demand), has_room(w, demand)) for w in owners]
         decode = min(candidates, key=lambda candidate: candidate.order).decode
         return self._with_prefill(decode, kind, demand)
 
-    def choose_prefill(self, roster: Roster, decode: WorkerView, demand: Demand, now: float) -> WorkerView | None:
+    def choose_prefill(
+        self, roster: FleetSnapshot, decode: WorkerSnapshot, demand: RoutingRequest, now: float
+    ) -> WorkerSnapshot | None:
         """The one that fits `decode` and is preferred."""
         return self._prefill(decode, list(roster.views()), demand)
 
-    def placed(self, decode: WorkerView, prefill: WorkerView | None) -> None:
+    def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
         """What it chose is being done."""
         self._preference.placed(decode, prefill)
 
-    def _with_prefill(self, decode: WorkerView, kind: Sequence[WorkerView], demand: Demand) -> Placement | NoPlacement:
+    def _with_prefill(
+        self, decode: WorkerSnapshot, kind: Sequence[WorkerSnapshot], demand: RoutingRequest
+    ) -> Placement | NoPlacement:
         if demand.mode is Mode.LOCAL:
             return Placement(decode, None, "LOCAL as asked for")
         uncached = demand.uncached(decode)
@@ -88,10 +92,12 @@ class PreferencePolicy:
             return no_partner([decode])
         return Placement(decode, None, f"LOCAL: no prefill worker fits {decode.worker_id}")
 
-    def _prefill(self, decode: WorkerView, workers: Sequence[WorkerView], demand: Demand) -> WorkerView | None:
-        candidates = [worker for worker in workers if can_fill(worker, demand) and compatible(worker, decode)]
+    def _prefill(
+        self, decode: WorkerSnapshot, workers: Sequence[WorkerSnapshot], demand: RoutingRequest
+    ) -> WorkerSnapshot | None:
+        candidates = [worker for worker in workers if can_prefill(worker, demand) and compatible(worker, decode)]
 
-        def cost(worker: WorkerView) -> tuple[bool, float, str]:
+        def cost(worker: WorkerSnapshot) -> tuple[bool, float, str]:
             # KV of another element type gives other tokens than decode's own: only where there is nobody else.
             return (worker.kind != decode.kind, self._preference.prefill_cost(worker, demand), worker.address)
 
@@ -103,7 +109,7 @@ class LeastLoaded:
 
     name = "least-loaded"
 
-    def decode_cost(self, worker: WorkerView, demand: Demand) -> float:
+    def decode_cost(self, worker: WorkerSnapshot, demand: RoutingRequest) -> float:
         """The fuller of its two shares, less the credit."""
         seq_share = (worker.num_seqs + worker.dispatched_seqs + demand.num_choices) / worker.max_num_seqs
         own = blocks_for(demand.uncached(worker), worker)
@@ -111,11 +117,11 @@ class LeastLoaded:
         cached_share = 1 - demand.uncached(worker) / demand.num_tokens
         return max(seq_share, used_blocks / worker.num_total_blocks) - PREFIX_CREDIT * cached_share
 
-    def prefill_cost(self, worker: WorkerView, demand: Demand) -> float:
+    def prefill_cost(self, worker: WorkerSnapshot, demand: RoutingRequest) -> float:
         """Tokens until this prompt is done."""
         return worker.tokens_ahead + demand.uncached(worker)
 
-    def placed(self, decode: WorkerView, prefill: WorkerView | None) -> None:
+    def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
         """It remembers nothing: the views do."""
 
 
@@ -124,15 +130,15 @@ class Prefix:
 
     name = "prefix"
 
-    def decode_cost(self, worker: WorkerView, demand: Demand) -> float:
+    def decode_cost(self, worker: WorkerSnapshot, demand: RoutingRequest) -> float:
         """Uncached tokens."""
         return demand.uncached(worker)
 
-    def prefill_cost(self, worker: WorkerView, demand: Demand) -> float:
+    def prefill_cost(self, worker: WorkerSnapshot, demand: RoutingRequest) -> float:
         """Uncached tokens."""
         return demand.uncached(worker)
 
-    def placed(self, decode: WorkerView, prefill: WorkerView | None) -> None:
+    def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
         """It remembers nothing."""
 
 
@@ -146,15 +152,15 @@ class RoundRobin:
         self._turns: dict[tuple[str, str], int] = {}
         self._num_turns = 0
 
-    def decode_cost(self, worker: WorkerView, demand: Demand) -> float:
+    def decode_cost(self, worker: WorkerSnapshot, demand: RoutingRequest) -> float:
         """The number of its latest turn."""
         return self._turns.get(("decode", worker.address), -1)
 
-    def prefill_cost(self, worker: WorkerView, demand: Demand) -> float:
+    def prefill_cost(self, worker: WorkerSnapshot, demand: RoutingRequest) -> float:
         """The number of its latest turn."""
         return self._turns.get(("prefill", worker.address), -1)
 
-    def placed(self, decode: WorkerView, prefill: WorkerView | None) -> None:
+    def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
         """Their turn was now."""
         if len(self._turns) > self.MAX_REMEMBERED:
             self._turns.clear()
@@ -164,7 +170,7 @@ class RoundRobin:
             self._turns["prefill", prefill.address] = self._num_turns
 
 
-def preference(name: str) -> Preference:
+def preference(name: str) -> Signal:
     """By its flag; raises KeyError."""
-    known: dict[str, Callable[[], Preference]] = {"least-loaded": LeastLoaded, "prefix": Prefix, "round-robin": RoundRobin}
+    known: dict[str, Callable[[], Signal]] = {"least-loaded": LeastLoaded, "prefix": Prefix, "round-robin": RoundRobin}
     return known[name]()

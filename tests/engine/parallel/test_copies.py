@@ -25,7 +25,7 @@ from pdmesh.engine.kv_cache.pool import sealed_memory
 from pdmesh.engine.kv_cache.staging import Staging, StagingSizes
 from pdmesh.engine.kv_cache.streams import InOrder
 from pdmesh.engine.parallel.copies import Answer, Copy, CopyChannel, CopyService, Order
-from pdmesh.engine.parallel.events import Commands, Launched, Place, RanksMarks
+from pdmesh.engine.parallel.events import Commands, GroupEvents, Launched, Place
 from pdmesh.engine.parallel.shared_pieces import PiecesShape, SharedPieces
 from pdmesh.engine.parallel.staging import RanksCopies
 from pdmesh.engine.parallel.tp_protocol import RankFailed
@@ -63,7 +63,7 @@ class World:
         self.commands, self.watched = Commands(), Watched()
         self.launched = [Launched(streams) for streams in self.streams[1:]]
         self.num_launched = [0] * RANKS  # layers, of all commands
-        self.marks = RanksMarks(self.streams[0], self.commands)
+        self.marks = GroupEvents(self.streams[0], self.commands)
         shape = PiecesShape(SIZES.num_pieces, SIZES.piece_bytes, BLOCK_BYTES)
         memory, self.fd = sealed_memory("pdmesh-test", shape.num_bytes)
         self.pieces = SharedPieces(shape, memory, CPU)

@@ -8,9 +8,9 @@ from collections.abc import Sequence as Sequence_
 
 from torch import Tensor
 
-from pdmesh.engine.runner.model_runner import Draw
+from pdmesh.engine.runner.model_runner import SampledOutput
 from pdmesh.engine.sampling.sampler import SampledToken
-from pdmesh.engine.scheduler.scheduler import Piece, Plan
+from pdmesh.engine.scheduler.scheduler import ScheduledSequence, SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.cost_curve import CostCurve
 from pdmesh.engine.speculation.draft import NOTHING, Draft, Verified
@@ -107,9 +107,9 @@ class Machine:
 
     def step(self) -> None:
         drafts = self.speculator.draft(self.running, has_prompts=False)
-        plan = Plan(_BUDGET)
+        plan = SchedulerOutput(_BUDGET)
         for sequence in self.running:
-            plan.add(Piece(sequence, 1, (), drafts.get(sequence, NOTHING)))
+            plan.add(ScheduledSequence(sequence, 1, (), drafts.get(sequence, NOTHING)))
         draws = {piece.sequence: [_draw(piece)] for piece in plan.pieces}
         for sequence, [draw] in draws.items():
             sequence.output += [token.token_id for token in draw.tokens]
@@ -135,7 +135,7 @@ def token_at(place: int) -> int:
     return place * 7 % VOCAB_SIZE
 
 
-def _draw(piece: Piece) -> Draw:
+def _draw(piece: ScheduledSequence) -> SampledOutput:
     at = len(piece.sequence.output)
     verified = Verified(piece.draft, (token_at(at), *(token_at(at + depth) for depth in piece.draft.depths)))
-    return Draw(0, tuple([SampledToken(token_id, None) for token_id in verified.new_tokens]), verified)
+    return SampledOutput(0, tuple([SampledToken(token_id, None) for token_id in verified.new_tokens]), verified)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Sequence_
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.speculation.draft import Draft
 from pdmesh.engine.speculation.proposer import Ask
-from pdmesh.engine.speculation.proposer_gating import FIRST_PAUSE, LONGEST_PAUSE, PROBE, Habit
+from pdmesh.engine.speculation.proposer_gating import FIRST_PAUSE, LONGEST_PAUSE, PROBE, ProposerRecord
 from tests.support.engine_requests import assert_whole, request
 from tests.support.guesser import Guesser
 from tests.support.mock_engine import make_engine
@@ -67,7 +67,7 @@ def test_a_free_guess_that_promises_as_much_saves_the_question() -> None:
 
 def test_pauses_go_on_while_nobody_is_asked() -> None:
     """Steps in which looking itself does not pay count as well: else a pause of 256 became one of 2300."""
-    habit = Habit()
+    habit = ProposerRecord()
     habit.decide(gain=0.0, price=0.0)
     for _ in range(FIRST_PAUSE):
         assert not habit.is_next

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.draft import Draft, Verified
-from pdmesh.engine.speculation.guarded_proposer import Door
+from pdmesh.engine.speculation.guarded_proposer import GuardedProposer
 from pdmesh.engine.speculation.handover import packed
 from pdmesh.engine.speculation.ngrams.prompt_lookup import PromptLookup
 from pdmesh.engine.speculation.proposer import Ask
@@ -149,7 +149,7 @@ def test_too_few_drafts() -> None:
 
 def test_a_chance_that_was_rounded_up_is_no_fault() -> None:
     faults: list[str] = []
-    door = Door(Making(lambda ask: chain(1, chance=1.0 + 1e-9)), VOCAB_SIZE, faults.append)
+    door = GuardedProposer(Making(lambda ask: chain(1, chance=1.0 + 1e-9)), VOCAB_SIZE, faults.append)
     for _ in range(FAULTY_CALL):
         drafts = door.propose([Ask(decoding([1], [2]), 4, 4)])
     assert drafts[0].chances == (1.0,) and not faults
@@ -163,7 +163,7 @@ NUMBERS = st.one_of(st.integers(-3, VOCAB_SIZE + 3), st.floats(-1, 2), st.none()
 def test_what_passes_the_door_is_a_tree_of_tokens(token_ids: list[Any], parents: list[Any], chances: list[Any]) -> None:
     making = Making(lambda ask: of(token_ids, parents, chances))
     making.num_calls = FAULTY_CALL
-    door = Door(making, VOCAB_SIZE, lambda name: None)
+    door = GuardedProposer(making, VOCAB_SIZE, lambda name: None)
     [draft] = door.propose([Ask(decoding([1], [2]), 3, 5)])
     assert len(draft) <= 5 and max(draft.depths, default=0) <= 3
     assert all(isinstance(token_id, int) and 0 <= token_id < VOCAB_SIZE for token_id in draft.token_ids)

@@ -14,7 +14,7 @@ from torch import Tensor
 from pdmesh.engine.kernels.cpu import library as abi
 from pdmesh.engine.kernels.cpu.library import gather
 from pdmesh.engine.kernels.cpu.sampling import NativeSampler
-from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import shortened
 from pdmesh.engine.runner.batch import StepBatch, Tail
@@ -163,7 +163,7 @@ class NativeModel:
         weights = replace(self.weights, layers=self.weights.layers[:num_layers])
         return NativeModel(self._library, config, weights, kv_dtype=self._kv_dtype, **sizes, beside=self)
 
-    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
         """See DecoderModel.forward. `batch.logits_rows` ascend. Raises ValueError for a pool of another kind."""
         if kv.dtype != self._kv_dtype or kv.shape[3] != self._block_size:
             raise ValueError(f"KV pool: {kv.dtype}, blocks of {kv.shape[3]}; this model has {self._kv_dtype}, {self._block_size}")

@@ -22,7 +22,7 @@ from pdmesh.engine.kernels.triton.split_kv import SPLITS, SplitBounds, Splits
 from pdmesh.engine.kernels.triton.step import StepOutput, TritonStep, tell
 from pdmesh.engine.kernels.triton.warmup import warm
 from pdmesh.engine.kernels.triton.weight_words import WeightWords
-from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.memory import MIB, effective_max_context, free_memory
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel
@@ -253,7 +253,7 @@ class TritonModel:
             self._graphs.buffers.drawn[: len(tokens)].copy_(tokens)
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
         """See DecoderModel.forward. Logits hold until the next call. On a GPU the work is queued: nothing here waits for it,
         unless `signal` is to be told and has no marks."""
         graphs = self._graphs_of(kv)
@@ -283,7 +283,7 @@ class TritonModel:
             self._pieces = PieceGraphs(self._step, kv, self.token_buckets, self.recorder)
         return self._pieces
 
-    def _other(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None) -> StepOutput:
+    def _other(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None) -> StepOutput:
         """A step that is none of the decode graphs'."""
         pieces = self._pieces_of(kv)
         bucket = None if pieces is None else pieces.bucket_of(batch.num_tokens)

@@ -39,7 +39,7 @@ from torch import Tensor
 from pdmesh.engine.kernels.triton.cuda_graphs import Recorder, Recording, Work, is_same_memory
 from pdmesh.engine.kernels.triton.metadata import NOWHERE, StepMetadata
 from pdmesh.engine.kernels.triton.step import Rows, StepOutput, TritonStep, tell
-from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.models.layers import ROW_MULTIPLE
 
 LAUNCH_S = 10e-6
@@ -89,7 +89,7 @@ class PieceGraphs:
         """None: more tokens than any holds."""
         return next((bucket for bucket in self._buckets if bucket >= num_tokens), None)
 
-    def run(self, meta: StepMetadata, signal: LayerSignal | None = None) -> StepOutput:
+    def run(self, meta: StepMetadata, signal: LayerReadiness | None = None) -> StepOutput:
         """As TritonStep.run; the metadata has as many tokens as a bucket. Outputs are new tensors, which stay."""
         works, rows = self._pieces(meta.num_tokens), self._rows_of(meta.num_tokens)
         plan = self._step.attention.plan_of(meta)

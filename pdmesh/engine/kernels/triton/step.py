@@ -23,7 +23,7 @@ from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.kv import rope_and_store
 from pdmesh.engine.kernels.triton.metadata import StepMetadata
 from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm, silu_mul
-from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel
 
 
@@ -67,7 +67,7 @@ class TritonStep:
     def __init__(self, decoder: DecoderModel, attention: TritonAttention) -> None:
         self.decoder, self.attention = decoder, attention
 
-    def run(self, meta: StepMetadata, kv: Tensor, signal: LayerSignal | None = None) -> StepOutput:
+    def run(self, meta: StepMetadata, kv: Tensor, signal: LayerReadiness | None = None) -> StepOutput:
         """Writes keys and values of the tokens that have a slot; outputs of `meta.logits_rows`. kv: the pool (`KVPool.tensor`).
 
         T and R of the metadata are multiples of 4 (pdmesh.engine.models.layers.Linear). What stands in rows of padding is not
@@ -134,7 +134,7 @@ class TritonStep:
         return self.decoder.config.rms_norm_eps
 
 
-def tell(signal: LayerSignal | None, index: int, device: torch.device) -> None:
+def tell(signal: LayerReadiness | None, index: int, device: torch.device) -> None:
     """On a GPU a layer's kernels are only queued: a mark says behind what they are. Without marks it is waited for them. Either
     only where somebody is to be woken."""
     if signal is None:

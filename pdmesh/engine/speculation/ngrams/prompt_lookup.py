@@ -7,7 +7,7 @@ are entered as they come, a long prompt in portions, and a sequence that copies 
 from __future__ import annotations
 
 from pdmesh.engine.scheduler.sequence import Sequence
-from pdmesh.engine.speculation.ngrams.token_history import NgramIndex, Reading, Rungs, Trail
+from pdmesh.engine.speculation.ngrams.token_history import NgramIndex, Reading, Rungs, TokenTrail
 
 NAME = "prompt_lookup"
 
@@ -30,7 +30,7 @@ class _Reader:
         self._behind_prompt = len(prompt)
         self._index = NgramIndex(prompt)
         self._index.tokens += sequence.output
-        self.trail = Trail(rungs, own=self._index.tokens)
+        self.trail = TokenTrail(rungs, own=self._index.tokens)
 
     def read(self, output: list[int], most: int) -> int:
         """Takes the new tokens and looks where the trail leads now; returns how many missing pairs were entered."""

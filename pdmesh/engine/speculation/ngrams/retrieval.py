@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
 
 from pdmesh.engine.scheduler.sequence import Sequence
-from pdmesh.engine.speculation.ngrams.token_history import LONGEST, NO_MATCH, Match, Reading, Rungs, Trail, match_length
+from pdmesh.engine.speculation.ngrams.token_history import LONGEST, NO_MATCH, Match, Reading, Rungs, TokenTrail, match_length
 
 NAME = "retrieval"
 _SHORTEST = 3  # tokens of a match
@@ -118,7 +118,7 @@ class _Reader:
         self._before_output = len(begin)
         self._store = store
         self._document = store.open(request.cache_root, (*begin, *sequence.output))
-        self.trail = Trail(rungs, own=self._document.tokens)
+        self.trail = TokenTrail(rungs, own=self._document.tokens)
 
     def read(self, output: list[int], most: int) -> int:
         """Takes the new tokens and looks where the trail leads now; returns how many n-grams were entered."""

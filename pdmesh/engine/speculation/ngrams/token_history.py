@@ -124,7 +124,7 @@ class Rungs:
         self.other = Calibration([_OTHER_PRIOR] * len(_RUNG_PRIORS))
 
 
-class Trail:
+class TokenTrail:
     """`source[place]` is the next token if the trail holds; rung 0: there is none. The other match is a second guess beside it.
 
     A trail ends where its source does, unless the source is the sequence's own tokens (`own`): there it goes round, as what is
@@ -271,7 +271,7 @@ PORTION = 2048
 class Reader(Protocol):
     """What is known of one sequence."""
 
-    trail: Trail
+    trail: TokenTrail
 
     def read(self, output: list[int], most: int) -> int:
         """Takes the new tokens and looks where the trail leads now; returns how many were entered, at most `most`."""

@@ -14,7 +14,7 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.triton.cuda_graphs import DecodeSizes
 from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.kernels.triton.split_kv import Splits
-from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.models.decoder import DecoderModel
 from pdmesh.engine.request import EngineRequest, SamplingParams
@@ -162,7 +162,7 @@ class Watched(TritonModel):
 
     num_unseen = 0
 
-    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerSignal | None = None, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
         self.num_unseen += int(bool((batch.token_ids < 0).any()))
         return super().forward(batch, kv, signal, hidden)
 

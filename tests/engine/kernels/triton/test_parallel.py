@@ -18,7 +18,7 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.kernels.triton.sampling import DeviceSampler
-from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.kv_cache.pool import KVShape
 from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.parallel import tp_protocol
@@ -73,7 +73,7 @@ def test_logits_and_the_pool_are_those_of_one_rank(folder: Path, degree: int, qu
     assert (several.numeric_mode, parallel.backend) == (single.numeric_mode, "triton")
     spare = 0.01 if quantization == "none" else 0.5  # words come in whole tiles, of which small shares leave more empty
     assert parallel.bytes_per_step == pytest.approx(single.model.bytes_per_step, rel=spare)  # type: ignore[union-attr]
-    signal = LayerSignal(model.num_layers)  # of steps that hand off: what others compute must not depend on it
+    signal = LayerReadiness(model.num_layers)  # of steps that hand off: what others compute must not depend on it
     shape = KVShape(model.num_layers, 8, 16, model.num_kv_heads, model.head_dim, torch.float32)
     pool, alone = parallel.open_pool(shape), torch.zeros(shape.tensor_shape)
     try:

@@ -17,7 +17,7 @@ from pdmesh.engine.kernels.triton.cuda_graphs import DecodeSizes
 from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.kernels.triton.piecewise_graphs import hidden_at, token_buckets
 from pdmesh.engine.kernels.triton.split_kv import Splits
-from pdmesh.engine.kv_cache.events import LayerSignal
+from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.models.decoder import DecoderModel
 from pdmesh.engine.request import EngineRequest, SamplingParams
@@ -110,7 +110,7 @@ def test_wider_steps_are_launched_as_they_are(loaded: LoadedModel) -> None:
     assert torch.equal(found, expected)
 
 
-class Told(LayerSignal):
+class Told(LayerReadiness):
     """Keeps, for each layer that it is told of, whether that layer's keys are in the pool and the next one's are not."""
 
     def __init__(self, pool: Tensor, slots: Tensor) -> None:
