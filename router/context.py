@@ -122,7 +122,7 @@ class RouterContext:
     router_id: str
     models: dict[str, ServedModel]
     fleet: FleetRegistry
-    gate: FlowController
+    flow_control: FlowController
     prefixes: PrefixIndex
     policy: Policy
     overheads: Overheads
@@ -136,7 +136,7 @@ class RouterContext:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     tracing: Tracing = OFF
     epoch: int = field(default_factory=new_epoch)
-    judge: HealthRecorder = field(init=False)
+    health_recorder: HealthRecorder = field(init=False)
     traffic: Traffic = field(init=False)
     hedging: Hedging = field(init=False)
     trace_keeper: TraceKeeper = field(init=False)
@@ -145,7 +145,7 @@ class RouterContext:
     num_migrations: int = 0
 
     def __post_init__(self) -> None:
-        self.judge = HealthRecorder(self.fleet.views)
+        self.health_recorder = HealthRecorder(self.fleet.views)
         self.traffic = Traffic(self.models, time.monotonic())
         self.hedging = Hedging(HedgeLimits(share=self.config.hedge_share))
         self.trace_keeper = TraceKeeper(self.background)
@@ -161,10 +161,10 @@ class RouterContext:
         tenants: TenantBook | None = None,
     ) -> RouterContext:
         """Empty queues and memories from the configuration. Without a book all tenants are equal and unlimited."""
-        gate = FlowController(Admission(_settings(config), tenants))
+        flow_control = FlowController(Admission(_settings(config), tenants))
         prefixes, overheads = PrefixIndex(config.prefix_index_blocks), Overheads()
         goals = {goal.model: goal for goal in objectives}
-        return cls(config, router_id, models, fleet, gate, prefixes, _policy(config, overheads), overheads, goals)
+        return cls(config, router_id, models, fleet, flow_control, prefixes, _policy(config, overheads), overheads, goals)
 
     def max_context(self, model: ServedModel) -> int:
         """Tokens that a request to `model` may have: the model's, or what the largest worker known has been given."""

@@ -75,7 +75,7 @@ class Router:
         self.registry = Registry(config.redis, config.mesh) if config.redis else None
         self.shared: SharedState | None = None
         if config.redis:
-            self.shared = SharedState(config.redis, config.mesh, router_id, fleet, self.tenants.demand.rates)
+            self.shared = SharedState(config.redis, config.mesh, router_id, fleet, self.tenants.routing_request.rates)
             self.tenants.share = self.shared.share
         stream = BlockStream(config.redis, config.mesh) if config.redis else None
         self.follower = PrefixFollower(fleet, self.core.prefixes, stream)

@@ -39,17 +39,24 @@ def of_request(core: RouterContext, request_id: str) -> mesh_pb2.ExplainResponse
     return _response(found)
 
 
-def dry_run(core: RouterContext, job: PreparedRequest) -> mesh_pb2.ExplainResponse:
+def dry_run(core: RouterContext, prepared: PreparedRequest) -> mesh_pb2.ExplainResponse:
     """Where `job` would go now. Nothing is reserved or counted; of round-robin it is nobody's turn."""
     began_ns = timings.now_ns()
-    demand, roster = routing_request_of(core, job), core.fleet.roster
-    choice = core.policy.choose(roster, demand, time.monotonic())
+    routing_request, fleet_snapshot = routing_request_of(core, prepared), core.fleet.fleet_snapshot
+    choice = core.policy.choose(fleet_snapshot, routing_request, time.monotonic())
     made_ns = timings.now_ns()
     if isinstance(choice, NoPlacement):
-        return mesh_pb2.ExplainResponse(decisions=[_nothing(core, job, demand, choice)])
-    cached = cached_of(choice, demand)
+        return mesh_pb2.ExplainResponse(decisions=[_nothing(core, prepared, routing_request, choice)])
+    cached = cached_of(choice, routing_request)
     decision = Decision(
-        job.request_id, core.policy.name, made_ns, made_ns - began_ns, demand.num_tokens, len(roster), choice, cached
+        prepared.request_id,
+        core.policy.name,
+        made_ns,
+        made_ns - began_ns,
+        routing_request.num_tokens,
+        len(fleet_snapshot),
+        choice,
+        cached,
     )
     return _response([decision])
 
@@ -146,13 +153,15 @@ def _predicted_notes(predicted: Prediction) -> list[str]:
     return notes + ([f"{predicted.misses:.1f} objectives missed"] if predicted.misses >= 0.05 else [])
 
 
-def _nothing(core: RouterContext, job: PreparedRequest, demand: RoutingRequest, nothing: NoPlacement) -> mesh_pb2.Decision:
+def _nothing(
+    core: RouterContext, prepared: PreparedRequest, routing_request: RoutingRequest, nothing: NoPlacement
+) -> mesh_pb2.Decision:
     return mesh_pb2.Decision(
-        request_id=job.request_id,
+        request_id=prepared.request_id,
         policy=core.policy.name,
-        num_tokens=demand.num_tokens,
+        num_tokens=routing_request.num_tokens,
         reason=f"nowhere: {nothing.reason}",
-        num_workers=len(core.fleet.roster),
+        num_workers=len(core.fleet.fleet_snapshot),
     )
 
 

@@ -39,7 +39,7 @@ class Frontend:
         self, core: RouterContext, objectives: tuple[ModelObjective, ...], registry_connected: Callable[[], bool]
     ) -> None:
         self.core = core
-        self._jobs = Preprocessor(core)
+        self._preprocessor = Preprocessor(core)
         self._objectives = objectives
         self._registry_connected = registry_connected
         self._requests: set[Request] = set()
@@ -60,7 +60,7 @@ class Frontend:
         name the caller's trace. Raises MeshError."""
         received_ns = received_ns or now_ns()
         trace = self._trace(COMPLETION, received_ns, metadata)
-        return self._stream(self._jobs.from_generate(request, time_left_s), received_ns, trace)
+        return self._stream(self._preprocessor.from_generate(request, time_left_s), received_ns, trace)
 
     def chat(
         self,
@@ -72,7 +72,7 @@ class Frontend:
         """As `generate`."""
         received_ns = received_ns or now_ns()
         trace = self._trace(CHAT, received_ns, metadata)
-        return self._stream(self._jobs.from_chat(request, time_left_s), received_ns, trace)
+        return self._stream(self._preprocessor.from_chat(request, time_left_s), received_ns, trace)
 
     def refused(self, operation: str, error: BaseException, received_ns: int, metadata: RequestMetadata | None = None) -> None:
         """A request ended before it could be made one of ours: it leaves a trace, and is counted, as those that are found invalid
@@ -81,7 +81,7 @@ class Frontend:
 
     async def tokenize(self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None = None) -> mesh_pb2.TokenizeResponse:
         """Raises MeshError."""
-        return await self._jobs.tokenize(request, time_left_s)
+        return await self._preprocessor.tokenize(request, time_left_s)
 
     def models(self) -> mesh_pb2.ListModelsResponse:
         """Served here, with their workers that are ready."""
@@ -99,9 +99,9 @@ class Frontend:
         if what == "latest":
             return explain.latest(self.core, request.latest)
         if what == "generate":
-            return explain.dry_run(self.core, await self._jobs.from_generate(request.generate, None))
+            return explain.dry_run(self.core, await self._preprocessor.from_generate(request.generate, None))
         if what == "chat":
-            return explain.dry_run(self.core, await self._jobs.from_chat(request.chat, None))
+            return explain.dry_run(self.core, await self._preprocessor.from_chat(request.chat, None))
         raise InvalidArgument("what", "what: name one of request_id, generate, chat, latest")
 
     @property
@@ -112,7 +112,7 @@ class Frontend:
     async def drain(self, grace_s: float) -> None:
         """Admit nobody; let streams finish for `grace_s` seconds, then end them so that their clients resume elsewhere."""
         self._draining = True
-        self.core.gate.close(self._going())
+        self.core.flow_control.close(self._going())
         for timeout_s in (grace_s, LAST_WORDS_S):
             try:
                 await asyncio.wait_for(self._idle.wait(), timeout_s)
@@ -147,10 +147,10 @@ class Frontend:
         request: Request | None = None
         error: BaseException | None = None
         try:
-            job = await making
+            prepared = await making
             await failpoints.hit_async("router.route")
-            request = self._begin(job, timings)
-            trace.admitted(request.job)
+            request = self._begin(prepared, timings)
+            trace.admitted(request.prepared)
             async with aclosing(request.messages()) as messages:
                 async for message in messages:
                     yield message
@@ -160,12 +160,12 @@ class Frontend:
         finally:
             self._end(request, timings, trace, error)
 
-    def _begin(self, job: PreparedRequest, timings: RequestTimings) -> Request:
+    def _begin(self, prepared: PreparedRequest, timings: RequestTimings) -> Request:
         if self._draining:
             raise self._going()
         if self.on_asked is not None:
-            self.on_asked(job.tenant, len(job.prompt) + job.num_choices * job.sampling.max_tokens)
-        request = Request(self.core, job, timings)
+            self.on_asked(prepared.tenant, len(prepared.prompt) + prepared.num_choices * prepared.sampling.max_tokens)
+        request = Request(self.core, prepared, timings)
         self._requests.add(request)
         return request
 
@@ -181,9 +181,11 @@ class Frontend:
             self.core.metrics.ended(None, (0, 0), 0, timings, error)
             return
         self._requests.discard(request)
-        error, job = None if request.is_complete else error, request.job
+        error, prepared = None if request.is_complete else error, request.prepared
         trace.ended(timings, request.brought, error)
-        self.core.metrics.ended(job, goals_ms(self.core, job), request.num_generated, timings, error, trace=trace.sent_as)
+        self.core.metrics.ended(
+            prepared, goals_ms(self.core, prepared), request.num_generated, timings, error, trace=trace.sent_as
+        )
 
     def _trace(self, operation: str, received_ns: int, metadata: RequestMetadata | None) -> RequestTrace:
         return open_trace(self.core, operation, self.core.tracing.extract(metadata), received_ns)

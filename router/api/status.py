@@ -30,8 +30,8 @@ def models(core: RouterContext) -> mesh_pb2.ListModelsResponse:
 def status(core: RouterContext, objectives: Sequence[ModelObjective], *, registry_connected: bool) -> mesh_pb2.GetStatusResponse:
     """Workers with their breakers, admission, objectives, traffic."""
     now = time.monotonic()
-    breakers = BreakerStatuses(core.judge, core.fleet.roster, now)
-    admission = core.gate.admission
+    breakers = BreakerStatuses(core.health_recorder, core.fleet.fleet_snapshot, now)
+    admission = core.flow_control.admission
     return mesh_pb2.GetStatusResponse(
         router_id=core.router_id,
         workers=[_worker(worker, breakers, now) for worker in core.fleet.workers.values()],
@@ -44,7 +44,7 @@ def status(core: RouterContext, objectives: Sequence[ModelObjective], *, registr
             mesh_pb2.Objective(model=goal.model, ttft_ms=goal.ttft_ms, tpot_ms=goal.tpot_ms, quantile=goal.quantile)
             for goal in objectives
         ],
-        admission=[_tally(*key, tally) for key, tally in sorted(admission.places.counts.tallies.items())],
+        admission=[_tally(*key, tally) for key, tally in sorted(admission.limiter.counts.tallies.items())],
         num_token_mismatches=core.num_token_mismatches,
         prediction=core.decisions.status(),
         traffic=traffic_status(core.traffic, now),

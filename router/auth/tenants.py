@@ -108,7 +108,7 @@ class Tenants:
     def __init__(self, path: str = "", fixed_share: float = 1.0) -> None:
         """`fixed_share` holds until `share` is set. Raises ConfigError for a file that cannot be used."""
         self.share: Share = lambda tenant: fixed_share
-        self.demand = DemandMeter()
+        self.routing_request = DemandMeter()
         self._path = Path(path) if path else None
         self._table = TenantTable()
         self._stamp: Stamp | None = None
@@ -127,7 +127,7 @@ class Tenants:
 
     def asked(self, tenant: str, tokens: int) -> None:
         """A request of the tenant has come, for so many tokens of prompt and output."""
-        self.demand.asked(tenant, float(tokens), time.monotonic())
+        self.routing_request.asked(tenant, float(tokens), time.monotonic())
 
     def start(self) -> None:
         """Follow the file."""

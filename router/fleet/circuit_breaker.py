@@ -223,21 +223,23 @@ class HealthRecorder:
         self._peers: dict[tuple[WorkerKey, Role], Iterable[WorkerKey]] = {}
         self._peers_until = 0.0
 
-    def ejected(self, roster: FleetSnapshot, role: Role) -> frozenset[WorkerKey]:
+    def ejected(self, fleet_snapshot: FleetSnapshot, role: Role) -> frozenset[WorkerKey]:
         """Whom of `roster` to leave out for now, in this role: of each kind at most a share, and never the last."""
         if not self.health.suspects:
             return frozenset()
         now = _now()
-        engines = (roster.get(address) for address, _ in self.health.suspects_of(role))
+        engines = (fleet_snapshot.get(address) for address, _ in self.health.suspects_of(role))
         views = [engine.view for engine in engines if engine is not None]
-        groups = [self._with_peers(suspects, roster, role) for suspects in _groups(views, role)]
+        groups = [self._with_peers(suspects, fleet_snapshot, role) for suspects in _groups(views, role)]
         return frozenset[WorkerKey]().union(*(self.health.ejected(role, group, now) for group in groups))
 
-    def _with_peers(self, suspects: dict[WorkerKey, WorkerSnapshot], roster: FleetSnapshot, role: Role) -> list[WorkerKey]:
+    def _with_peers(
+        self, suspects: dict[WorkerKey, WorkerSnapshot], fleet_snapshot: FleetSnapshot, role: Role
+    ) -> list[WorkerKey]:
         """With so many others of their kind that more would change nothing: there may be thousands, and every request asks."""
         share = self.health.limits.max_share
         enough = math.ceil(len(suspects) / share) + 1 if share else None
-        peers = roster.peers(next(iter(suspects.values())), prefill=role is Role.PREFILL)
+        peers = fleet_snapshot.peers(next(iter(suspects.values())), prefill=role is Role.PREFILL)
         return list(suspects | {peer.key: peer for peer in islice(peers, enough)})
 
     def chosen(self, worker: WorkerKey, role: Role) -> None:
@@ -298,15 +300,17 @@ _STATES = {
 class BreakerStatuses:
     """As of one moment: whom requests leave out is asked once for all workers."""
 
-    def __init__(self, judge: HealthRecorder, roster: FleetSnapshot, now: float) -> None:
+    def __init__(self, health_recorder: HealthRecorder, fleet_snapshot: FleetSnapshot, now: float) -> None:
         """`now` is monotonic seconds."""
-        self._judge = judge
-        self._left_out: Mapping[Role, frozenset[WorkerKey]] = {role: judge.ejected(roster, role) for role in Role}
+        self._health_recorder = health_recorder
+        self._left_out: Mapping[Role, frozenset[WorkerKey]] = {
+            role: health_recorder.ejected(fleet_snapshot, role) for role in Role
+        }
         self._now = now
 
     def of(self, worker: WorkerKey) -> list[mesh_pb2.BreakerStatus]:
         """Of the roles in which it was ever left out."""
-        breakers = ((role, self._judge.health.breaker(worker, role)) for role in Role)
+        breakers = ((role, self._health_recorder.health.breaker(worker, role)) for role in Role)
         return [self._status(worker, role, each) for role, each in breakers if each is not None and each.num_ejections]
 
     def _status(self, worker: WorkerKey, role: Role, breaker: Breaker) -> mesh_pb2.BreakerStatus:

@@ -114,8 +114,8 @@ def _emptiest_by_kind(workers: Iterable[WorkerSnapshot]) -> dict[tuple[object, .
 def load_share(worker: WorkerSnapshot) -> float:
     """How full it is, in blocks or in places, with what was sent there since its report."""
     blocks = 1 - (worker.num_free_blocks - worker.dispatched_blocks) / worker.num_total_blocks
-    places = (worker.num_seqs + worker.dispatched_seqs) / worker.max_num_seqs
-    return max(blocks, places)
+    limiter = (worker.num_seqs + worker.dispatched_seqs) / worker.max_num_seqs
+    return max(blocks, limiter)
 
 
 PERIOD_S = 0.1

@@ -52,15 +52,15 @@ class PeerMessage:
     router_id: str
     run: int
     sent: Mapping[WorkerKey, tuple[Dispatched, ...]] = field(default_factory=dict)
-    demand: Mapping[str, float] = field(default_factory=dict)
+    routing_request: Mapping[str, float] = field(default_factory=dict)
 
 
 def encode(message: PeerMessage, now: float) -> bytes:
     """`now`: monotonic seconds. What has not arrived yet for sure is as young as the message. At most MAX_BYTES: with too many
     workers ages grow coarse, then those with least are left out."""
-    greatest = sorted(message.demand.items(), key=lambda item: -item[1])[:MAX_TENANTS]
-    demand = {named(tenant): round(min(rate, MAX_AMOUNT / 2), 3) for tenant, rate in greatest}
-    head = {"router": message.router_id, "run": f"{message.run:016x}", "demand": demand}
+    greatest = sorted(message.routing_request.items(), key=lambda item: -item[1])[:MAX_TENANTS]
+    routing_request = {named(tenant): round(min(rate, MAX_AMOUNT / 2), 3) for tenant, rate in greatest}
+    head = {"router": message.router_id, "run": f"{message.run:016x}", "demand": routing_request}
     start = json.dumps(head, separators=(",", ":"))[:-1]
     workers = _workers(message.sent, now, MAX_BYTES - len(start) - len(',"workers":[]}'))
     return f'{start},"workers":[{",".join(workers)}]}}'.encode()
@@ -117,8 +117,10 @@ def decode(data: bytes, now: float) -> PeerMessage:
             (_text(address), _number(epoch)): tuple(_dispatched(entry, now) for entry in entries[:MAX_PER_WORKER])
             for address, epoch, entries in content["workers"][:MAX_WORKERS]
         }
-        demand = {_text(tenant): _amount(rate, 0, MAX_AMOUNT) for tenant, rate in list(content["demand"].items())[:MAX_TENANTS]}
-        return PeerMessage(_text(content["router"]), _number(content["run"]), sent, demand)
+        routing_request = {
+            _text(tenant): _amount(rate, 0, MAX_AMOUNT) for tenant, rate in list(content["demand"].items())[:MAX_TENANTS]
+        }
+        return PeerMessage(_text(content["router"]), _number(content["run"]), sent, routing_request)
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         raise UnreadableMessage(str(error) or type(error).__name__) from error
 
@@ -240,7 +242,9 @@ class Peers:
 
     def _part(self, own: PeerMessage, tenant: str) -> float:
         name = named(tenant)
-        return part(own.demand.get(name, 0.0), [message.demand.get(name, 0.0) for message in self._messages.values()])
+        return part(
+            own.routing_request.get(name, 0.0), [message.routing_request.get(name, 0.0) for message in self._messages.values()]
+        )
 
 
 def part(own: float, demands: list[float]) -> float:

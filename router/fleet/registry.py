@@ -69,7 +69,7 @@ class FleetRegistry:
         self._report_period_ms = report_period_ms
         self._forget_s = forget_s
         self._workers: dict[str, Worker] = {}
-        self._roster = FleetSnapshot()
+        self._fleet_snapshot = FleetSnapshot()
         self._outdated: set[str] = set()
         self._contexts = ContextLimits()
         self._sweeper: asyncio.Task[None] | None = None
@@ -104,22 +104,22 @@ class FleetRegistry:
         return self._workers
 
     @property
-    def roster(self) -> FleetSnapshot:
+    def fleet_snapshot(self) -> FleetSnapshot:
         """Those that are alive and take work, ranked. What changed since the last look is brought up to date now: a worker may
         report often between two decisions."""
         while self._outdated:
             address = self._outdated.pop()
             worker = self._workers.get(address)
-            self._roster.put(address, None if worker is None else worker.view)
-        return self._roster
+            self._fleet_snapshot.put(address, None if worker is None else worker.view)
+        return self._fleet_snapshot
 
     def views(self) -> list[WorkerSnapshot]:
         """Those that are alive and take work."""
-        return list(self.roster.views())
+        return list(self.fleet_snapshot.views())
 
     def ready(self) -> bool:
         """Is there a worker that can own a request? It can always prefill by itself, so a pair needs no more than that."""
-        return self.roster.owned  # asked at every report and request, so nobody goes through all workers
+        return self.fleet_snapshot.owned  # asked at every report and request, so nobody goes through all workers
 
     def max_context(self, model: str) -> int | None:
         """The largest context of any worker of `model` that is known; None without one."""

@@ -34,7 +34,7 @@ Demand = Callable[[float], Mapping[str, float]]
 class SharedState:
     """One router's side, from `start` to `stop`."""
 
-    def __init__(self, url: str, mesh: str, router_id: str, fleet: FleetRegistry, demand: Demand) -> None:
+    def __init__(self, url: str, mesh: str, router_id: str, fleet: FleetRegistry, routing_request: Demand) -> None:
         """`demand`: tokens per second by tenant, at monotonic seconds. Raises ConfigError for a malformed URL."""
         self._channel = f"pdmesh:{records.check_id('mesh', mesh)}:routers"
         self._url = url
@@ -42,7 +42,7 @@ class SharedState:
         self._router_id = router_id
         self._run = secrets.randbits(63)
         self._fleet = fleet
-        self._demand = demand
+        self._routing_request = routing_request
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._has_foreign = False
@@ -124,7 +124,7 @@ class SharedState:
             for worker in self._fleet.workers.values()
             if worker.current is not None
         }
-        data = peers.encode(PeerMessage(self._router_id, self._run, sent, self._demand(now)), now)
+        data = peers.encode(PeerMessage(self._router_id, self._run, sent, self._routing_request(now)), now)
 
         async def publish(redis: Redis) -> int:
             return int(await redis.publish(self._channel, data))

@@ -208,9 +208,9 @@ class AdmissionSettings:
 class InflightLimiter:
     """At most `max_inflight`, of one tenant at most what its limits say; keeps tokens and tallies of all tickets that live."""
 
-    def __init__(self, max_inflight: int, book: TenantBook) -> None:
+    def __init__(self, max_inflight: int, tracker: TenantBook) -> None:
         self.max_inflight = max_inflight
-        self.book = book
+        self.tracker = tracker
         self.num_inflight = 0
         self.counts = AdmissionCounts()
         self.rates = TokenRates()
@@ -225,7 +225,7 @@ class InflightLimiter:
 
     def within_limit(self, tenant: str) -> bool:
         """The tenant itself may have one more."""
-        bound = self.book.limits_of(tenant).max_inflight
+        bound = self.tracker.limits_of(tenant).max_inflight
         return bound is None or self._by_tenant.get(tenant, 0) < bound
 
     def num_in_lane(self, lane: Hashable, below: int) -> int:
@@ -239,13 +239,13 @@ class InflightLimiter:
         """A new ticket, that waits: its tenant is charged what it is expected to take."""
         self._tallies[ticket.number] = tally
         tally.num_queued += 1
-        ticket.charged = ticket.applicant.cost
-        self.rates.take(ticket.applicant.tenant, ticket.charged)
+        ticket.charged = ticket.item.cost
+        self.rates.take(ticket.item.tenant, ticket.charged)
 
     def admit(self, ticket: Ticket) -> None:
         """It waits no more."""
         ticket.state = TicketState.ADMITTED
-        self._count(ticket.applicant, 1)
+        self._count(ticket.item, 1)
         tally = self._tallies[ticket.number]
         tally.num_queued -= 1
         tally.num_inflight += 1
@@ -265,17 +265,17 @@ class InflightLimiter:
     def release(self, ticket: Ticket, used_tokens: float) -> None:
         """It gives its place back; its tenant has paid what was used."""
         ticket.state = TicketState.RELEASED
-        self._count(ticket.applicant, -1)
+        self._count(ticket.item, -1)
         self._tallies.pop(ticket.number).num_inflight -= 1
-        self.rates.take(ticket.applicant.tenant, used_tokens - ticket.charged)
+        self.rates.take(ticket.item.tenant, used_tokens - ticket.charged)
 
     def _forget(self, ticket: Ticket) -> None:
         self._tallies.pop(ticket.number).num_queued -= 1
-        self.rates.take(ticket.applicant.tenant, -ticket.charged)
+        self.rates.take(ticket.item.tenant, -ticket.charged)
 
-    def _count(self, applicant: FlowItem, sign: int) -> None:
+    def _count(self, item: FlowItem, sign: int) -> None:
         self.num_inflight += sign
-        tenant, lane = applicant.tenant, (applicant.lane, applicant.rank)
+        tenant, lane = item.tenant, (item.lane, item.rank)
         self._by_lane[lane] = self._by_lane.get(lane, 0) + sign
         self._by_tenant[tenant] = self._by_tenant.get(tenant, 0) + sign
         if not self._by_tenant[tenant]:

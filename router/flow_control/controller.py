@@ -31,11 +31,11 @@ class Admission:
     """One router's. Every ticket is given back with `release`. Who was decided on while waiting is in what `release` and `look`
     return; after `ask`, in `decided`."""
 
-    def __init__(self, settings: AdmissionSettings, book: TenantBook | None = None) -> None:
+    def __init__(self, settings: AdmissionSettings, tracker: TenantBook | None = None) -> None:
         self.settings = settings
-        self.places = InflightLimiter(settings.max_inflight, book or SameForAll())
+        self.limiter = InflightLimiter(settings.max_inflight, tracker or SameForAll())
         self._room = RequestQueue(settings.max_queued, settings.max_queued_bytes)
-        self._turns = DispatchOrder(settings, self._room, self.places)
+        self._dispatch_order = DispatchOrder(settings, self._room, self.limiter)
         self._numbers = itertools.count()
 
     @property
@@ -51,7 +51,7 @@ class Admission:
     @property
     def num_inflight(self) -> int:
         """Tickets that hold a place."""
-        return self.places.num_inflight
+        return self.limiter.num_inflight
 
     @property
     def num_queued(self) -> int:
@@ -63,11 +63,11 @@ class Admission:
         """What they hold."""
         return self._room.num_bytes
 
-    def ask(self, applicant: FlowItem, now: float) -> Ticket | Refusal:
+    def ask(self, item: FlowItem, now: float) -> Ticket | Refusal:
         """A ticket (look at its state), or a refusal. `now`: monotonic seconds, as in all calls."""
-        limits = self.places.book.limits_of(applicant.tenant)
-        tally = self.places.counts.of(applicant.tenant, applicant.priority)
-        answer = self._rate_refusal(applicant, limits, now) or self._place_or_queue(applicant, limits, tally, now)
+        limits = self.limiter.tracker.limits_of(item.tenant)
+        tally = self.limiter.counts.of(item.tenant, item.priority)
+        answer = self._rate_refusal(item, limits, now) or self._place_or_queue(item, limits, tally, now)
         if isinstance(answer, Refusal):
             tally.refused[answer.reason] += 1
         return answer
@@ -79,127 +79,127 @@ class Admission:
         """
         if ticket.state is TicketState.WAITING:
             self._room.remove(ticket)
-            self.places.leave(ticket)
+            self.limiter.leave(ticket)
         elif ticket.state is TicketState.ADMITTED:
-            self._release(ticket, now, ticket.applicant.cost if used_tokens is None else float(used_tokens))
+            self._release(ticket, now, ticket.item.cost if used_tokens is None else float(used_tokens))
             return self.look(now)
         return self.decided()
 
     def answered(self, ticket: Ticket, now: float) -> None:
         """Its first token is there: says how far forecasts can be trusted."""
-        applicant, expected_s = ticket.applicant, ticket.expected_s
-        if expected_s is not None and applicant.ttft_s is not None:
-            trust = self._room.lane(applicant.lane, now).trust
-            trust.observe(expected_s, now - ticket.arrived, applicant.ttft_s, now)
+        item, expected_s = ticket.item, ticket.expected_s
+        if expected_s is not None and item.ttft_s is not None:
+            accuracy = self._room.lane(item.lane, now).accuracy
+            accuracy.observe(expected_s, now - ticket.arrived, item.ttft_s, now)
 
     def placed(self, ticket: Ticket, now: float) -> list[Ticket]:
         """Its prompt is on its way to a worker: forecasts contain it from now on; returns as `look`."""
-        self._room.lane(ticket.applicant.lane, now).transit.leave(ticket.number)
+        self._room.lane(ticket.item.lane, now).transit.leave(ticket.number)
         return self.look(now) if self.num_queued else []
 
     def look(self, now: float) -> list[Ticket]:
         """Look at the mesh again: admit those who may go, refuse those who are too late; returns both."""
-        self._turns.take(now)
+        self._dispatch_order.take(now)
         for lane in self._room.lanes.values():
-            lane.tick(now, is_full=self.places.is_full)
+            lane.tick(now, is_full=self.limiter.is_full)
         return self.decided()
 
     def decided(self) -> list[Ticket]:
         """Tickets that waited and wait no more, since this was last asked."""
-        decided, self._turns.decided = self._turns.decided, []
+        decided, self._dispatch_order.decided = self._dispatch_order.decided, []
         return decided
 
     def _release(self, ticket: Ticket, now: float, used_tokens: float) -> None:
-        applicant = ticket.applicant
-        lane = self._room.lane(applicant.lane, now)
-        lane.drain.record(lane.tick(now, is_full=self.places.is_full), applicant.cost)
+        item = ticket.item
+        lane = self._room.lane(item.lane, now)
+        lane.drain.record(lane.tick(now, is_full=self.limiter.is_full), item.cost)
         lane.patience.moved(now)
         lane.transit.leave(ticket.number)
-        lane.shares.settle(applicant.tenant, used_tokens - applicant.cost)
-        self.places.release(ticket, used_tokens)
+        lane.shares.settle(item.tenant, used_tokens - item.cost)
+        self.limiter.release(ticket, used_tokens)
 
-    def _rate_refusal(self, applicant: FlowItem, limits: TenantLimits, now: float) -> Refusal | None:
-        delay_s = self.places.rates.delay_s(applicant.tenant, limits, applicant.cost, now)
+    def _rate_refusal(self, item: FlowItem, limits: TenantLimits, now: float) -> Refusal | None:
+        delay_s = self.limiter.rates.delay_s(item.tenant, limits, item.cost, now)
         if not delay_s:
             return None
         message = (
             f"the tenant's rate of {limits.tokens_per_s:g} tokens/s (prompt and output, up to {limits.burst:g} at once) is used "
-            f"up: this request takes about {applicant.cost:.0f}; retry in {delay_s:.1f} s"
+            f"up: this request takes about {item.cost:.0f}; retry in {delay_s:.1f} s"
         )
         return Refusal("rate", message, delay_s)
 
-    def _place_or_queue(self, applicant: FlowItem, limits: TenantLimits, tally: Tally, now: float) -> Ticket | Refusal:
-        lane, forecast = self._room.lane(applicant.lane, now), None
-        lane.tick(now, is_full=self.places.is_full)
-        if self._may_be_first(lane, applicant):
-            forecast = applicant.foresee()
-            refusal = self._turns.too_late(lane, applicant, forecast, None, now)
+    def _place_or_queue(self, item: FlowItem, limits: TenantLimits, tally: Tally, now: float) -> Ticket | Refusal:
+        lane, forecast = self._room.lane(item.lane, now), None
+        lane.tick(now, is_full=self.limiter.is_full)
+        if self._may_be_first(lane, item):
+            forecast = item.foresee()
+            refusal = self._dispatch_order.too_late(lane, item, forecast, None, now)
             if refusal is not None:
                 return refusal
-            if self._turns.way(lane, applicant, forecast, now) is Verdict.OPEN or not self.max_queued:
-                return self._admit(lane, applicant, limits, forecast, tally, now)
-        refusal = self._hopeless(lane, applicant, limits, now)
+            if self._dispatch_order.way(lane, item, forecast, now) is Verdict.OPEN or not self.max_queued:
+                return self._admit(lane, item, limits, forecast, tally, now)
+        refusal = self._hopeless(lane, item, limits, now)
         if refusal is not None:
             return refusal
-        return self._queue(lane, applicant, limits, forecast or applicant.foresee(), tally, now)
+        return self._queue(lane, item, limits, forecast or item.foresee(), tally, now)
 
-    def _may_be_first(self, lane: Lane, applicant: FlowItem) -> bool:
-        if self.places.is_full or not lane.shares.is_first(applicant):
+    def _may_be_first(self, lane: Lane, item: FlowItem) -> bool:
+        if self.limiter.is_full or not lane.shares.is_first(item):
             return False
-        return self.places.within_limit(applicant.tenant)
+        return self.limiter.within_limit(item.tenant)
 
     def _admit(
-        self, lane: Lane, applicant: FlowItem, limits: TenantLimits, forecast: Forecast | None, tally: Tally, now: float
+        self, lane: Lane, item: FlowItem, limits: TenantLimits, forecast: Forecast | None, tally: Tally, now: float
     ) -> Ticket:
-        ticket = Ticket(applicant, next(self._numbers), now)
+        ticket = Ticket(item, next(self._numbers), now)
         _note_expected(ticket, forecast, None)
         lane.transit.enter(ticket.number, 0.0 if forecast is None else alone_s(forecast), now)
-        lane.shares.charge(applicant, limits.weight)
+        lane.shares.charge(item, limits.weight)
         lane.patience.progress(now)
-        self.places.open(ticket, tally)
-        self.places.admit(ticket)
-        lane.tick(now, is_full=self.places.is_full)
+        self.limiter.open(ticket, tally)
+        self.limiter.admit(ticket)
+        lane.tick(now, is_full=self.limiter.is_full)
         return ticket
 
-    def _hopeless(self, lane: Lane, applicant: FlowItem, limits: TenantLimits, now: float) -> Refusal | None:
+    def _hopeless(self, lane: Lane, item: FlowItem, limits: TenantLimits, now: float) -> Refusal | None:
         """Reasons to refuse that cost no forecast: a flood is answered by them."""
-        if not self._room.fits(applicant) and self._room.victim(applicant, limits.weight) is None:
+        if not self._room.fits(item) and self._room.victim(item, limits.weight) is None:
             return self._full(lane)
-        wait_s = lane.wait_s(lane.shares.cost_ahead(applicant, limits.weight))
-        return lane.outlook(applicant).unless_waiting_alone(applicant, wait_s)
+        wait_s = lane.wait_s(lane.shares.cost_ahead(item, limits.weight))
+        return lane.outlook(item).unless_waiting_alone(item, wait_s)
 
     def _queue(
-        self, lane: Lane, applicant: FlowItem, limits: TenantLimits, forecast: Forecast | None, tally: Tally, now: float
+        self, lane: Lane, item: FlowItem, limits: TenantLimits, forecast: Forecast | None, tally: Tally, now: float
     ) -> Ticket | Refusal:
-        wait_s = lane.wait_s(lane.shares.cost_ahead(applicant, limits.weight))
-        refusal = self._turns.too_late(lane, applicant, forecast, wait_s or 0.0, now)
+        wait_s = lane.wait_s(lane.shares.cost_ahead(item, limits.weight))
+        refusal = self._dispatch_order.too_late(lane, item, forecast, wait_s or 0.0, now)
         if refusal is not None:
             return refusal
-        if not self._make_room(applicant, limits):
+        if not self._make_room(item, limits):
             return self._full(lane)
-        ticket = Ticket(applicant, next(self._numbers), now)
+        ticket = Ticket(item, next(self._numbers), now)
         _note_expected(ticket, forecast, wait_s or 0.0)
         self._room.push(ticket, limits.weight, now)
         tally.num_waited += 1
-        self.places.open(ticket, tally)
-        self._turns.note_latest_start(ticket, forecast)
-        lane.tick(now, is_full=self.places.is_full)
+        self.limiter.open(ticket, tally)
+        self._dispatch_order.note_latest_start(ticket, forecast)
+        lane.tick(now, is_full=self.limiter.is_full)
         return ticket
 
-    def _make_room(self, applicant: FlowItem, limits: TenantLimits) -> bool:
+    def _make_room(self, item: FlowItem, limits: TenantLimits) -> bool:
         """Whoever makes way for it does; False: nobody has to."""
-        if self._room.fits(applicant):
+        if self._room.fits(item):
             return True
         while True:
-            victim = self._room.victim(applicant, limits.weight)
+            victim = self._room.victim(item, limits.weight)
             if victim is None:
                 return False
-            for_rank = victim.applicant.rank > applicant.rank
+            for_rank = victim.item.rank > item.rank
             whom = "requests of higher priority" if for_rank else "tenants that hold less of it"
             message = f"the queue is full, and this request makes way for {whom}; retry later"
-            delay_s = self._full_delay_s(self._room.lanes[victim.applicant.lane])
-            self._turns.refuse(victim, Refusal("priority" if for_rank else "share", message, delay_s))
-            if self._room.holds(applicant):
+            delay_s = self._full_delay_s(self._room.lanes[victim.item.lane])
+            self._dispatch_order.refuse(victim, Refusal("priority" if for_rank else "share", message, delay_s))
+            if self._room.holds(item):
                 return True
 
     def _full(self, lane: Lane) -> Refusal:
@@ -234,9 +234,9 @@ class FlowController:
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._next_look: asyncio.TimerHandle | None = None
 
-    async def enter(self, applicant: FlowItem) -> Ticket:
+    async def enter(self, item: FlowItem) -> Ticket:
         """A ticket that holds a place; to be given back with `leave`. Raises ResourceExhausted with a retry delay."""
-        ticket = self.admission.ask(applicant, asyncio.get_running_loop().time())
+        ticket = self.admission.ask(item, asyncio.get_running_loop().time())
         self._wake(self.admission.decided())
         if isinstance(ticket, Refusal):
             raise _error(ticket)

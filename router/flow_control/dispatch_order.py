@@ -27,11 +27,11 @@ MAX_WAIT_S = 3600.0
 class DispatchOrder:
     """Admits and refuses those who wait. `decided` collects them; `refuse` ends the wait of one."""
 
-    def __init__(self, settings: AdmissionSettings, room: RequestQueue, places: InflightLimiter) -> None:
+    def __init__(self, settings: AdmissionSettings, room: RequestQueue, limiter: InflightLimiter) -> None:
         self.decided: list[Ticket] = []
         self._settings = settings
         self._room = room
-        self._places = places
+        self._limiter = limiter
         self._num_served = 0
         self._parked: list[tuple[FairQueue, str]] = []
         self._aside: deque[tuple[FairQueue, Ticket]] = deque()
@@ -41,7 +41,7 @@ class DispatchOrder:
         """Everybody who may go now, and those who are too late."""
         self._expire(now)
         self._bring_back()
-        while self._room.num_queued and not self._places.is_full:
+        while self._room.num_queued and not self._limiter.is_full:
             ticket = self._first(now)
             if ticket is None:
                 return
@@ -51,51 +51,51 @@ class DispatchOrder:
         """It has waited in vain."""
         ticket.refusal = refusal
         self._room.remove(ticket)
-        self._places.refuse(ticket, refusal.reason)
+        self._limiter.refuse(ticket, refusal.reason)
         self.decided.append(ticket)
 
-    def way(self, lane: Lane, applicant: FlowItem, forecast: Forecast | None, now: float) -> Verdict:
+    def way(self, lane: Lane, item: FlowItem, forecast: Forecast | None, now: float) -> Verdict:
         """Who would be alone is let in."""
-        if not self._places.num_in_lane(applicant.lane, BATCH + 1):
+        if not self._limiter.num_in_lane(item.lane, BATCH + 1):
             return Verdict.OPEN
-        others_above = self._places.num_in_lane(applicant.lane, BATCH) > 0
-        return verdict(applicant, forecast, others_above=others_above, transit_s=lane.transit.seconds(now))
+        others_above = self._limiter.num_in_lane(item.lane, BATCH) > 0
+        return verdict(item, forecast, others_above=others_above, transit_s=lane.transit.seconds(now))
 
     def too_late(
-        self, lane: Lane, applicant: FlowItem, forecast: Forecast | None, wait_s: float | None, now: float, waited_s: float = 0.0
+        self, lane: Lane, item: FlowItem, forecast: Forecast | None, wait_s: float | None, now: float, waited_s: float = 0.0
     ) -> Refusal | None:
         """Its deadline counts always, its objective unless it would be alone. `wait_s`: from now on; None: it is placed now."""
-        refusal = deadline_refusal(applicant, forecast, wait_s, now)
-        if refusal is not None or not self._places.num_in_lane(applicant.lane, BATCH + 1):
+        refusal = deadline_refusal(item, forecast, wait_s, now)
+        if refusal is not None or not self._limiter.num_in_lane(item.lane, BATCH + 1):
             return refusal
-        return never_fast_enough(applicant, forecast) or lane.outlook(applicant).refusal(
-            applicant, forecast, wait_s, waited_s, self._margin(lane, applicant, wait_s, now)
+        return never_fast_enough(item, forecast) or lane.outlook(item).refusal(
+            item, forecast, wait_s, waited_s, self._margin(lane, item, wait_s, now)
         )
 
-    def _margin(self, lane: Lane, applicant: FlowItem, wait_s: float | None, now: float) -> float:
+    def _margin(self, lane: Lane, item: FlowItem, wait_s: float | None, now: float) -> float:
         """For whom there is a place while nobody waits, and for whom its tenant is below its share, what is expected counts, not
         what is feared: in the first case nobody else would take the place, in the second the fear comes of others."""
         is_contended = wait_s is not None or lane.num_waiting > 0
-        return lane.trust.margin(now) if is_contended and not lane.shares.is_owed(applicant.tenant) else 1.0
+        return lane.accuracy.margin(now) if is_contended and not lane.shares.is_owed(item.tenant) else 1.0
 
     def note_latest_start(self, ticket: Ticket, forecast: Forecast | None) -> None:
         """When it will be too late for it, at the latest when it has waited for MAX_WAIT_S. Without a forecast nobody is taken to
         miss an objective, but a deadline is a deadline."""
-        applicant, ends = ticket.applicant, [ticket.arrived + MAX_WAIT_S]
+        item, ends = ticket.item, [ticket.arrived + MAX_WAIT_S]
         needed_s = 0.0 if forecast is None else alone_s(forecast)
-        if applicant.ttft_s is not None and forecast is not None:
-            ends.append(ticket.arrived + applicant.ttft_s - needed_s)
-        if applicant.deadline is not None:
-            ends.append(applicant.deadline - needed_s)
+        if item.ttft_s is not None and forecast is not None:
+            ends.append(ticket.arrived + item.ttft_s - needed_s)
+        if item.deadline is not None:
+            ends.append(item.deadline - needed_s)
         heapq.heappush(self._expiries, (min(ends), ticket.number, ticket))
 
     def _expire(self, now: float) -> None:
         while self._expiries and (self._expiries[0][0] < now or self._expiries[0][2].state is not TicketState.WAITING):
             ticket = heapq.heappop(self._expiries)[2]
             if ticket.state is TicketState.WAITING:
-                lane = self._room.lanes[ticket.applicant.lane]
+                lane = self._room.lanes[ticket.item.lane]
                 delay_s = retry_delay_s(lane.drain.seconds_for(lane.cost, lane.clock.now))
-                self.refuse(ticket, expired(ticket.applicant, now - ticket.arrived, now, delay_s))
+                self.refuse(ticket, expired(ticket.item, now - ticket.arrived, now, delay_s))
         if len(self._expiries) > 2 * self._room.num_queued + 64:
             self._expiries = [entry for entry in self._expiries if entry[2].state is TicketState.WAITING]
             heapq.heapify(self._expiries)
@@ -113,16 +113,16 @@ class DispatchOrder:
         """Who of this lane may go. In each queue not many are asked in vain; at the next look it goes on after them."""
         ranks, num_passed = self._in_order(lane, now), dict.fromkeys(RANKS, 0)
         while (queue := lane.shares.first(ranks)) is not None and (ticket := queue.head()) is not None:
-            rank = ticket.applicant.rank
-            if not self._places.within_limit(ticket.applicant.tenant):
+            rank = ticket.item.rank
+            if not self._limiter.within_limit(ticket.item.tenant):
                 self._park(queue, ticket)
                 continue
-            forecast, waited_s = ticket.applicant.foresee(), now - ticket.arrived
-            refusal = self.too_late(lane, ticket.applicant, forecast, None, now, waited_s)
+            forecast, waited_s = ticket.item.foresee(), now - ticket.arrived
+            refusal = self.too_late(lane, ticket.item, forecast, None, now, waited_s)
             if refusal is not None:
                 self.refuse(ticket, refusal)
                 continue
-            its_way = self.way(lane, ticket.applicant, forecast, now)
+            its_way = self.way(lane, ticket.item, forecast, now)
             if its_way is Verdict.OPEN or lane.patience.is_over(now, self._settings.hold_timeout_s):
                 lane.transit.enter(ticket.number, 0.0 if forecast is None else alone_s(forecast), now)
                 return ticket
@@ -136,7 +136,7 @@ class DispatchOrder:
 
     def _pass(self, queue: FairQueue, ticket: Ticket, forecast: Forecast | None, waited_s: float) -> None:
         """It waits for something of its own: for its objective only so long, and beside its tenant's others."""
-        refusal = too_slow(ticket.applicant, forecast)
+        refusal = too_slow(ticket.item, forecast)
         if refusal is None:
             self._park(queue, ticket)
         elif waited_s >= self._settings.hold_timeout_s:
@@ -146,8 +146,8 @@ class DispatchOrder:
             self._aside.append((queue, ticket))
 
     def _park(self, queue: FairQueue, ticket: Ticket) -> None:
-        queue.park(ticket.applicant.tenant)
-        self._parked.append((queue, ticket.applicant.tenant))
+        queue.park(ticket.item.tenant)
+        self._parked.append((queue, ticket.item.tenant))
 
     def _bring_back(self) -> None:
         """Whole tenants, and some of those set aside, so that others are asked, too."""
@@ -168,7 +168,7 @@ class DispatchOrder:
         return [INTERACTIVE, STANDARD, BATCH]
 
     def _admit(self, ticket: Ticket, now: float) -> None:
-        lane, rank = self._room.lanes[ticket.applicant.lane], ticket.applicant.rank
+        lane, rank = self._room.lanes[ticket.item.lane], ticket.item.rank
         if rank == STANDARD:
             lane.num_before_aged = 0
         elif rank == INTERACTIVE and lane.queues[STANDARD].num_waiting:
@@ -176,7 +176,7 @@ class DispatchOrder:
         self._num_served += 1
         lane.served_at = self._num_served
         lane.patience.progress(now)
-        lane.turns.record(lane.tick(now, is_full=self._places.is_full), ticket.applicant.cost)
+        lane.dispatch_order.record(lane.tick(now, is_full=self._limiter.is_full), ticket.item.cost)
         self._room.serve(ticket)
-        self._places.admit(ticket)
+        self._limiter.admit(ticket)
         self.decided.append(ticket)

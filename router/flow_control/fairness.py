@@ -33,17 +33,17 @@ Item = TypeVar("Item", bound=Holder)
 
 
 class IndexedHeap(Generic[Item]):
-    """Items by load; whoever changes an item's load says so with `weigh`."""
+    """Items by load; whoever changes an entry's load says so with `weigh`."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Item]] = []
         self._entries = 0
         self._bound = 64
 
-    def weigh(self, item: Item) -> None:
+    def weigh(self, entry: Item) -> None:
         """It holds more than before; who holds less is found out by `top`."""
         self._entries += 1
-        heapq.heappush(self._heap, (-item.load, self._entries, item))
+        heapq.heappush(self._heap, (-entry.load, self._entries, entry))
         if len(self._heap) > self._bound:
             waiting = {id(other): other for _, _, other in self._heap if other.num_waiting}
             self._heap = [(-other.load, number, other) for number, other in enumerate(waiting.values())]
@@ -53,12 +53,12 @@ class IndexedHeap(Generic[Item]):
     def top(self) -> Item | None:
         """None when nobody waits."""
         while self._heap:
-            load, _, item = self._heap[0]
-            if item.num_waiting and -load == item.load:
-                return item
+            load, _, entry = self._heap[0]
+            if entry.num_waiting and -load == entry.load:
+                return entry
             heapq.heappop(self._heap)
-            if item.num_waiting:
-                self.weigh(item)  # it was heavier once
+            if entry.num_waiting:
+                self.weigh(entry)  # it was heavier once
         return None
 
 
@@ -162,7 +162,7 @@ class Flow:
 
     def line_of(self, ticket: Ticket) -> deque[Ticket]:
         """Where it waits for its turn."""
-        return self.resumed if ticket.applicant.started else self.tickets
+        return self.resumed if ticket.item.started else self.tickets
 
     def tidy(self, gone: Ticket) -> None:
         """Not many who wait no more are kept; `gone` is about to be one of them."""
@@ -224,13 +224,13 @@ class FairQueue:
 
     def remove(self, ticket: Ticket, *, served: bool = False) -> None:
         """It waits no more; the caller changes its state. `served`: it was its turn."""
-        flow = self._flows[ticket.applicant.tenant]
+        flow = self._flows[ticket.item.tenant]
         self._count(flow, ticket, -1)
         if served:
-            flow.resumed_is_next = not ticket.applicant.started
+            flow.resumed_is_next = not ticket.item.started
         flow.tidy(ticket)
         if not flow.num_waiting:
-            del self._flows[ticket.applicant.tenant]
+            del self._flows[ticket.item.tenant]
 
     def moved(self, tenant: str) -> None:
         """Its share starts elsewhere: its old entry in the heap is void."""
@@ -240,13 +240,13 @@ class FairQueue:
 
     def set_aside(self, ticket: Ticket) -> None:
         """The head waits for something of its own: the tenant's others go on."""
-        flow = self._flows[ticket.applicant.tenant]
+        flow = self._flows[ticket.item.tenant]
         flow.line_of(ticket).popleft()
         flow.aside.append(ticket)
 
     def bring_back(self, ticket: Ticket) -> None:
         """Somebody set aside, who still waits, is the first of its tenant."""
-        flow = self._flows[ticket.applicant.tenant]
+        flow = self._flows[ticket.item.tenant]
         flow.aside.remove(ticket)
         flow.line_of(ticket).appendleft(ticket)
         self._enter(flow)
@@ -265,8 +265,8 @@ class FairQueue:
     def _count(self, flow: Flow, ticket: Ticket, sign: int) -> None:
         for counted in (self, flow):
             counted.num_waiting += sign
-            counted.cost += sign * ticket.applicant.cost
-        flow.num_bytes += sign * ticket.applicant.num_bytes
+            counted.cost += sign * ticket.item.cost
+        flow.num_bytes += sign * ticket.item.num_bytes
         flow.load = self._load(flow.num_waiting, flow.num_bytes, flow.share.weight)
 
     def _enter(self, flow: Flow) -> None:
@@ -327,32 +327,32 @@ class FairShare:
 
     def push(self, ticket: Ticket, weight: float) -> None:
         """Wait behind the tenant's own of that rank."""
-        applicant, share = ticket.applicant, self.share(ticket.applicant.tenant, weight)
+        item, share = ticket.item, self.share(ticket.item.tenant, weight)
         if not share.num_waiting:
             self._weight += weight
             self._move(share, self._begin(share))
-        self._count(share, applicant, 1)
+        self._count(share, item, 1)
         self._heaviest.weigh(share)
-        self.queues[applicant.rank].push(ticket, share)
+        self.queues[item.rank].push(ticket, share)
 
     def serve(self, ticket: Ticket) -> None:
         """It was its turn and it goes: its tenant is charged."""
-        self.charge(ticket.applicant, self._shares[ticket.applicant.tenant].weight)
+        self.charge(ticket.item, self._shares[ticket.item.tenant].weight)
         self._remove(ticket, served=True)
 
     def remove(self, ticket: Ticket) -> None:
         """It waits no more; the caller changes its state. What the tenant was charged stays as it is."""
         self._remove(ticket, served=False)
 
-    def charge(self, applicant: FlowItem, weight: float) -> None:
+    def charge(self, item: FlowItem, weight: float) -> None:
         """Its tenant was given what it costs, also past the queue."""
-        share = self.share(applicant.tenant, weight)
+        share = self.share(item.tenant, weight)
         begin = self._begin(share)
-        flow = self.queues[applicant.rank].flow(applicant.tenant)
+        flow = self.queues[item.rank].flow(item.tenant)
         if flow is None or not flow.parked:
             self._virtual = self._first_start(begin)
-        self._move(share, begin + applicant.cost / weight)
-        self._recent.charge(share.recent, applicant.cost, weight)
+        self._move(share, begin + item.cost / weight)
+        self._recent.charge(share.recent, item.cost, weight)
 
     def settle(self, tenant: str, extra: float) -> None:
         """It took `extra` tokens more (negative: fewer) than it was charged."""
@@ -368,22 +368,22 @@ class FairShare:
             head = self.queues[rank].head() if self.queues[rank].num_waiting else None
             if head is None:
                 continue
-            start = self._turn(self._shares[head.applicant.tenant].start, rank)
+            start = self._turn(self._shares[head.item.tenant].start, rank)
             if best is None or start < best_start:
                 best, best_start = self.queues[rank], start
         return best
 
-    def is_first(self, applicant: FlowItem) -> bool:
+    def is_first(self, item: FlowItem) -> bool:
         """It would be before everybody who waits for a turn."""
         if not self.num_waiting:
             return True
-        share = self._shares.get(applicant.tenant)
+        share = self._shares.get(item.tenant)
         start = self._virtual if share is None else self._begin(share)
-        mine = self._turn(start, applicant.rank), applicant.rank, start
+        mine = self._turn(start, item.rank), item.rank, start
         for rank, queue in self.queues.items():
             head = queue.head() if queue.num_waiting else None
             if head is not None:
-                theirs = self._shares[head.applicant.tenant].start
+                theirs = self._shares[head.item.tenant].start
                 if (self._turn(theirs, rank), rank, theirs) <= mine:
                     return False
         return True
@@ -394,17 +394,17 @@ class FairShare:
         share = self._shares.get(tenant)
         return bool(self._shares) if share is None else self._recent.is_below(share.recent, share.weight)
 
-    def cost_ahead(self, applicant: FlowItem, weight: float) -> float:
+    def cost_ahead(self, item: FlowItem, weight: float) -> float:
         """Tokens that are served before a newcomer's: of its tenant's, what is not of lower rank; and what others are given
         meanwhile, before batch all that is not batch."""
-        share = self.share(applicant.tenant, weight)
+        share = self.share(item.tenant, weight)
         others_weight = self._weight - (share.weight if share.num_waiting else 0.0)
         above = self.queues[INTERACTIVE].cost + self.queues[STANDARD].cost
-        if applicant.rank == BATCH:
-            flow_cost = self._flow_cost(applicant.tenant, BATCH)
+        if item.rank == BATCH:
+            flow_cost = self._flow_cost(item.tenant, BATCH)
             return above + min(self.queues[BATCH].cost, flow_cost * (others_weight + weight) / weight)
-        costs = {rank: self._flow_cost(applicant.tenant, rank) for rank in (INTERACTIVE, STANDARD)}
-        own = sum(cost for rank, cost in costs.items() if rank <= applicant.rank)
+        costs = {rank: self._flow_cost(item.tenant, rank) for rank in (INTERACTIVE, STANDARD)}
+        own = sum(cost for rank, cost in costs.items() if rank <= item.rank)
         saved = max(0.0, self._virtual - self._begin(share))
         return own + min(above - sum(costs.values()), max(0.0, own / weight - saved) * others_weight)
 
@@ -423,21 +423,21 @@ class FairShare:
     def _first_start(self, begin: float) -> float:
         """Virtual time is the start of what is in service: it never goes back, nor beyond the earliest who waits."""
         heads = (queue.head() for queue in self.queues.values() if queue.num_waiting)
-        starts = [self._shares[head.applicant.tenant].start for head in heads if head is not None]
+        starts = [self._shares[head.item.tenant].start for head in heads if head is not None]
         return max(self._virtual, min((begin, *starts)))
 
     def _remove(self, ticket: Ticket, *, served: bool) -> None:
-        applicant = ticket.applicant
-        share = self._shares[applicant.tenant]
-        self.queues[applicant.rank].remove(ticket, served=served)
-        self._count(share, applicant, -1)
+        item = ticket.item
+        share = self._shares[item.tenant]
+        self.queues[item.rank].remove(ticket, served=served)
+        self._count(share, item, -1)
         if not share.num_waiting:
             self._weight = self._weight - share.weight if self.num_waiting else 0.0  # rounding errors are not carried along
 
-    def _count(self, share: Share, applicant: FlowItem, sign: int) -> None:
+    def _count(self, share: Share, item: FlowItem, sign: int) -> None:
         self.num_waiting += sign
         share.num_waiting += sign
-        share.num_bytes += sign * applicant.num_bytes
+        share.num_bytes += sign * item.num_bytes
         share.load = self.load(share.num_waiting, share.num_bytes, share.weight)
 
     def _move(self, share: Share, start: float) -> None:

@@ -76,8 +76,8 @@ class Lane:
     def __init__(self, now: float, max_queued: int, max_bytes: int) -> None:
         self.shares = FairShare(1 / max(1, max_queued), 1 / max_bytes)
         self.drain = DrainRate()
-        self.turns = DrainRate()
-        self.trust = PredictorAccuracy()
+        self.dispatch_order = DrainRate()
+        self.accuracy = PredictorAccuracy()
         self.clock = BusyClock()
         self.transit = Transit()
         self.patience = Patience(now)
@@ -107,16 +107,16 @@ class Lane:
     def wait_s(self, cost: float) -> float | None:
         """Until so many tokens have had their turn; None while nothing is known. Turns tell it sooner than places that come free:
         who is let in leaves only when its answer is whole."""
-        waits_s = self.turns.seconds_for(cost, self.clock.now)
+        waits_s = self.dispatch_order.seconds_for(cost, self.clock.now)
         return self.drain.seconds_for(cost, self.clock.now) if waits_s is None else waits_s
 
     def tick(self, now: float, *, is_full: bool) -> float:
         """Seconds in which somebody of this lane needed a place."""
         return self.clock.advance(now, busy=is_full or self.num_waiting > 0)
 
-    def outlook(self, applicant: FlowItem) -> SloEstimate:
+    def outlook(self, item: FlowItem) -> SloEstimate:
         """Of its tenant: who floods does not close the gate to others."""
-        return self.shares.outlook(applicant.tenant, applicant.rank)
+        return self.shares.outlook(item.tenant, item.rank)
 
 
 class RequestQueue:
@@ -137,28 +137,28 @@ class RequestQueue:
             self.lanes[key] = Lane(now, self.max_queued, self.max_bytes)
         return self.lanes[key]
 
-    def fits(self, applicant: FlowItem) -> bool:
+    def fits(self, item: FlowItem) -> bool:
         """There is room without anybody making way."""
-        return self._is_open(applicant, OPEN_EIGHTHS[applicant.rank])
+        return self._is_open(item, OPEN_EIGHTHS[item.rank])
 
-    def holds(self, applicant: FlowItem) -> bool:
+    def holds(self, item: FlowItem) -> bool:
         """There is room in the whole of it: enough for somebody for whom others have made way."""
-        return self._is_open(applicant, 8)
+        return self._is_open(item, 8)
 
-    def _is_open(self, applicant: FlowItem, open_eighths: int) -> bool:
+    def _is_open(self, item: FlowItem, open_eighths: int) -> bool:
         num_open = self.max_queued - self.max_queued * (8 - open_eighths) // 8
         bytes_open = self.max_bytes - self.max_bytes * (8 - open_eighths) // 8
-        return self.num_queued < num_open and self.num_bytes + applicant.num_bytes <= bytes_open
+        return self.num_queued < num_open and self.num_bytes + item.num_bytes <= bytes_open
 
-    def victim(self, applicant: FlowItem, weight: float) -> Ticket | None:
+    def victim(self, item: FlowItem, weight: float) -> Ticket | None:
         """Who makes way for the newcomer; None: nobody, it is refused."""
-        if applicant.num_bytes > self.max_bytes or not self.max_queued:
+        if item.num_bytes > self.max_bytes or not self.max_queued:
             return None
-        return self._of_heaviest(applicant, weight) or self._of_lower_rank(applicant, weight) or self._own(applicant)
+        return self._of_heaviest(item, weight) or self._of_lower_rank(item, weight) or self._own(item)
 
     def push(self, ticket: Ticket, weight: float, now: float) -> None:
         """The caller has seen to it that it fits."""
-        lane = self.lane(ticket.applicant.lane, now)
+        lane = self.lane(ticket.item.lane, now)
         if not lane.num_waiting:
             lane.patience.progress(now)
         lane.shares.push(ticket, weight)
@@ -175,44 +175,44 @@ class RequestQueue:
         self._count(ticket, -1)
 
     def _shares_of(self, ticket: Ticket) -> FairShare:
-        return self.lanes[ticket.applicant.lane].shares
+        return self.lanes[ticket.item.lane].shares
 
     def _count(self, ticket: Ticket, sign: int) -> None:
         self.num_queued += sign
-        self.num_bytes += sign * ticket.applicant.num_bytes
+        self.num_bytes += sign * ticket.item.num_bytes
 
-    def _load_with(self, applicant: FlowItem, weight: float) -> float:
+    def _load_with(self, item: FlowItem, weight: float) -> float:
         """What its tenant would hold of the room."""
-        lane = self.lanes.get(applicant.lane)
+        lane = self.lanes.get(item.lane)
         if lane is None:
-            return max(1 / max(1, self.max_queued), applicant.num_bytes / self.max_bytes) / weight
-        share = lane.shares.share(applicant.tenant, weight)
-        return lane.shares.load(share.num_waiting + 1, share.num_bytes + applicant.num_bytes, weight)
+            return max(1 / max(1, self.max_queued), item.num_bytes / self.max_bytes) / weight
+        share = lane.shares.share(item.tenant, weight)
+        return lane.shares.load(share.num_waiting + 1, share.num_bytes + item.num_bytes, weight)
 
-    def _of_heaviest(self, applicant: FlowItem, weight: float) -> Ticket | None:
+    def _of_heaviest(self, item: FlowItem, weight: float) -> Ticket | None:
         """Of another tenant, that holds more for its weight than the newcomer's would."""
         tops = [(top.load, lane, top) for lane in self.lanes.values() if (top := lane.shares.heaviest()) is not None]
         if not tops:
             return None
         load, lane, top = max(tops, key=lambda found: found[0])
-        if top.tenant == applicant.tenant or load <= self._load_with(applicant, weight):
+        if top.tenant == item.tenant or load <= self._load_with(item, weight):
             return None
-        ranks = (BATCH,) if applicant.rank == BATCH else (BATCH, STANDARD, INTERACTIVE)
+        ranks = (BATCH,) if item.rank == BATCH else (BATCH, STANDARD, INTERACTIVE)
         return next((ticket for rank in ranks if (ticket := lane.queues[rank].newest(top.tenant)) is not None), None)
 
-    def _of_lower_rank(self, applicant: FlowItem, weight: float) -> Ticket | None:
+    def _of_lower_rank(self, item: FlowItem, weight: float) -> Ticket | None:
         """Of a tenant that holds at least as much as the newcomer's would."""
-        mine = self._load_with(applicant, weight)
-        for rank in range(BATCH, applicant.rank, -1):
+        mine = self._load_with(item, weight)
+        for rank in range(BATCH, item.rank, -1):
             for lane in self.lanes.values():
                 flow = lane.queues[rank].heaviest()
                 if flow is not None and flow.share.load >= mine:
                     return flow.newest()
         return None
 
-    def _own(self, applicant: FlowItem) -> Ticket | None:
+    def _own(self, item: FlowItem) -> Ticket | None:
         """Of its own tenant, of a lower rank."""
-        lane = self.lanes.get(applicant.lane)
-        ranks = range(BATCH, applicant.rank, -1) if lane is not None else ()
-        found = (lane.queues[rank].newest(applicant.tenant) for rank in ranks if lane is not None)
+        lane = self.lanes.get(item.lane)
+        ranks = range(BATCH, item.rank, -1) if lane is not None else ()
+        found = (lane.queues[rank].newest(item.tenant) for rank in ranks if lane is not None)
         return next((ticket for ticket in found if ticket is not None), None)

@@ -70,22 +70,22 @@ class Verdict(enum.Enum):
     OWN = "own"
 
 
-def verdict(applicant: FlowItem, forecast: Forecast | None, *, others_above: bool, transit_s: float = 0.0) -> Verdict:
+def verdict(item: FlowItem, forecast: Forecast | None, *, others_above: bool, transit_s: float = 0.0) -> Verdict:
     """May it be placed now? `others_above`: somebody of a higher rank runs, whom batch must not disturb. `transit_s`: the prompts
     of those who were let in and are on their way: the forecast cannot know of them."""
     if forecast is None:
         return Verdict.OPEN
     if not forecast.has_room or is_saturated(forecast.ttft_s, forecast.ahead_s, transit_s):
         return Verdict.SATURATED
-    if applicant.tpot_s is not None and forecast.tpot_s > applicant.tpot_s:
+    if item.tpot_s is not None and forecast.tpot_s > item.tpot_s:
         return Verdict.OWN
-    if applicant.rank == BATCH and others_above and _disturbs(applicant, forecast):
+    if item.rank == BATCH and others_above and _disturbs(item, forecast):
         return Verdict.OWN
     return Verdict.OPEN
 
 
-def _disturbs(applicant: FlowItem, forecast: Forecast) -> bool:
-    ttft_s, tpot_s = applicant.guard_ttft_s, applicant.guard_tpot_s
+def _disturbs(item: FlowItem, forecast: Forecast) -> bool:
+    ttft_s, tpot_s = item.guard_ttft_s, item.guard_tpot_s
     if ttft_s is not None and forecast.ttft_s > BATCH_ROOM * ttft_s:
         return True
     return tpot_s is not None and forecast.tpot_s > BATCH_ROOM * tpot_s
@@ -104,7 +104,7 @@ class SloEstimate:
 
     def refusal(
         self,
-        applicant: FlowItem,
+        item: FlowItem,
         forecast: Forecast | None,
         wait_s: float | None,
         waited_s: float = 0.0,
@@ -113,65 +113,63 @@ class SloEstimate:
         """`wait_s`: expected in the queue, None: it would be placed now, `waited_s` it has already. None: it will be in time.
 
         Who comes is taken only with `margin` times what is expected; who has waited goes unless it is hopeless."""
-        if forecast is None or applicant.ttft_s is None:
+        if forecast is None or item.ttft_s is None:
             return None
         expected_s = waited_s + expected_ttft_s(forecast, wait_s)
-        ratio = expected_s / applicant.ttft_s if waited_s else margin * expected_s / applicant.ttft_s
+        ratio = expected_s / item.ttft_s if waited_s else margin * expected_s / item.ttft_s
         late = ratio > (REOPEN if self.refusing and not waited_s else 1.0)
-        if alone_s(forecast) <= REOPEN * applicant.ttft_s and not waited_s:
+        if alone_s(forecast) <= REOPEN * item.ttft_s and not waited_s:
             self.refusing = late  # a prompt too long for its objective says nothing about the load
         if not late:
             return None
-        return Refusal("objective", _objective_words(applicant.ttft_s, expected_s, forecast, wait_s, waited_s),
-                       retry_delay_s(expected_s - REOPEN * applicant.ttft_s))  # fmt: skip
+        return Refusal("objective", _objective_words(item.ttft_s, expected_s, forecast, wait_s, waited_s),
+                       retry_delay_s(expected_s - REOPEN * item.ttft_s))  # fmt: skip
 
-    def unless_waiting_alone(self, applicant: FlowItem, wait_s: float | None) -> Refusal | None:
+    def unless_waiting_alone(self, item: FlowItem, wait_s: float | None) -> Refusal | None:
         """The queue alone takes too long, whatever the mesh would forecast: the cheap way to say no."""
-        if applicant.ttft_s is None or wait_s is None or wait_s <= applicant.ttft_s:
+        if item.ttft_s is None or wait_s is None or wait_s <= item.ttft_s:
             return None
         self.refusing = True
-        words = f"the queue alone is predicted to take {_ms(wait_s)}, the objective (slo_ttft_ms) is {_ms(applicant.ttft_s)}"
-        return Refusal("objective", words, retry_delay_s(wait_s - REOPEN * applicant.ttft_s))
+        words = f"the queue alone is predicted to take {_ms(wait_s)}, the objective (slo_ttft_ms) is {_ms(item.ttft_s)}"
+        return Refusal("objective", words, retry_delay_s(wait_s - REOPEN * item.ttft_s))
 
 
-def deadline_refusal(applicant: FlowItem, forecast: Forecast | None, wait_s: float | None, now: float) -> Refusal | None:
+def deadline_refusal(item: FlowItem, forecast: Forecast | None, wait_s: float | None, now: float) -> Refusal | None:
     """Its first token would come after its deadline."""
-    if forecast is None or applicant.deadline is None:
+    if forecast is None or item.deadline is None:
         return None
-    left_s, expected_s = applicant.deadline - now, expected_ttft_s(forecast, wait_s)
+    left_s, expected_s = item.deadline - now, expected_ttft_s(forecast, wait_s)
     if expected_s <= left_s:
         return None
     words = f"the first token is predicted in {_ms(expected_s)}, the deadline is in {_ms(left_s)}"
     return Refusal("deadline", words, retry_delay_s(expected_s - left_s))
 
 
-def expired(applicant: FlowItem, waited_s: float, now: float, delay_s: float) -> Refusal:
+def expired(item: FlowItem, waited_s: float, now: float, delay_s: float) -> Refusal:
     """It has waited until it was too late."""
     if waited_s >= MAX_WAIT_S:
         return Refusal("deadline", f"it has waited {_ms(waited_s)}, the longest that anybody waits", delay_s)
-    if applicant.ttft_s is not None and (
-        applicant.deadline is None or max(now, now - waited_s + applicant.ttft_s) < applicant.deadline
-    ):
-        words = f"it has waited {_ms(waited_s)} and cannot meet its objective (slo_ttft_ms) of {_ms(applicant.ttft_s)} any more"
+    if item.ttft_s is not None and (item.deadline is None or max(now, now - waited_s + item.ttft_s) < item.deadline):
+        words = f"it has waited {_ms(waited_s)} and cannot meet its objective (slo_ttft_ms) of {_ms(item.ttft_s)} any more"
         return Refusal("objective", words, delay_s)
     return Refusal("deadline", f"it has waited {_ms(waited_s)} and cannot meet its deadline any more", delay_s)
 
 
-def too_slow(applicant: FlowItem, forecast: Forecast | None) -> Refusal | None:
+def too_slow(item: FlowItem, forecast: Forecast | None) -> Refusal | None:
     """Its outputs' pace would miss its objective at the present load."""
-    if forecast is None or applicant.tpot_s is None or forecast.tpot_s <= applicant.tpot_s:
+    if forecast is None or item.tpot_s is None or forecast.tpot_s <= item.tpot_s:
         return None
     pace = f"an output token is predicted every {forecast.tpot_s * 1000:.1f} ms"
-    words = f"{pace}, the objective (slo_tpot_ms) is {applicant.tpot_s * 1000:.1f} ms"
+    words = f"{pace}, the objective (slo_tpot_ms) is {item.tpot_s * 1000:.1f} ms"
     return Refusal("objective", words, retry_delay_s(None))
 
 
-def never_fast_enough(applicant: FlowItem, forecast: Forecast | None) -> Refusal | None:
+def never_fast_enough(item: FlowItem, forecast: Forecast | None) -> Refusal | None:
     """No worker would meet its objective for the pace of its output, not even an idle one: to wait is of no use."""
-    if forecast is None or applicant.tpot_s is None or forecast.idle_tpot_s is None or forecast.idle_tpot_s <= applicant.tpot_s:
+    if forecast is None or item.tpot_s is None or forecast.idle_tpot_s is None or forecast.idle_tpot_s <= item.tpot_s:
         return None
     pace = f"the fastest worker takes {forecast.idle_tpot_s * 1000:.1f} ms for an output token with nothing else to do"
-    words = f"{pace}, the objective (slo_tpot_ms) is {applicant.tpot_s * 1000:.1f} ms"
+    words = f"{pace}, the objective (slo_tpot_ms) is {item.tpot_s * 1000:.1f} ms"
     return Refusal("objective", words, MAX_RETRY_DELAY_S)
 
 

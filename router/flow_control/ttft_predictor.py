@@ -22,18 +22,18 @@ class TtftPredictor:
         self._idle: dict[tuple[object, ...], float | None] = {}
         self._idle_until = 0.0
 
-    def forecast(self, job: PreparedRequest) -> Forecast | None:
+    def forecast(self, prepared: PreparedRequest) -> Forecast | None:
         """None while nothing is known: no worker that could take it, none of them says how fast it is, or a policy that predicts
         nothing."""
-        roster, judge = self._core.fleet.roster, self._core.judge
-        demand = routing_request_of(
+        fleet_snapshot, health_recorder = self._core.fleet.fleet_snapshot, self._core.health_recorder
+        routing_request = routing_request_of(
             self._core,
-            job,
-            job.emitted,
-            excluded_decode=judge.ejected(roster, Role.DECODE),
-            excluded_prefill=judge.ejected(roster, Role.PREFILL),
+            prepared,
+            prepared.emitted,
+            excluded_decode=health_recorder.ejected(fleet_snapshot, Role.DECODE),
+            excluded_prefill=health_recorder.ejected(fleet_snapshot, Role.PREFILL),
         )
-        choice = self._core.policy.choose(roster, demand, time.monotonic())
+        choice = self._core.policy.choose(fleet_snapshot, routing_request, time.monotonic())
         best = None if isinstance(choice, NoPlacement) else choice.chosen
         if best is None or best.prediction is None:
             return None
@@ -41,25 +41,25 @@ class TtftPredictor:
         if computing.latency is None and best.decode.latency is None:
             return None
         predicted = best.prediction
-        slow = demand.tpot_goal_s is not None and predicted.tpot_s > demand.tpot_goal_s
-        idle_tpot_s = self._idle_tpot_s(demand) if slow else None
+        slow = routing_request.tpot_goal_s is not None and predicted.tpot_s > routing_request.tpot_goal_s
+        idle_tpot_s = self._idle_tpot_s(routing_request) if slow else None
         return Forecast(predicted.ttft_s, predicted.tpot_s, best.has_room, predicted.ahead_s, idle_tpot_s)
 
-    def _idle_tpot_s(self, demand: RoutingRequest) -> float | None:
+    def _idle_tpot_s(self, routing_request: RoutingRequest) -> float | None:
         """Of the fastest worker; None as long as one of them does not say how fast it is. Remembered for IDLE_FOR_S: it takes a
         look at all of them."""
-        now, context = time.monotonic(), round(demand.num_choices * demand.num_tokens)
+        now, context = time.monotonic(), round(routing_request.num_choices * routing_request.num_tokens)
         if now >= self._idle_until or len(self._idle) > MAX_IDLE:
             self._idle, self._idle_until = {}, now + IDLE_FOR_S
-        key = (demand.model, demand.kind, demand.num_choices, context // CONTEXT_STEP)
+        key = (routing_request.model, routing_request.kind, routing_request.num_choices, context // CONTEXT_STEP)
         if key not in self._idle:
-            self._idle[key] = self._look_for_idle(demand, context)
+            self._idle[key] = self._look_for_idle(routing_request, context)
         return self._idle[key]
 
-    def _look_for_idle(self, demand: RoutingRequest, context: int) -> float | None:
-        groups = self._core.fleet.roster.groups(demand.model, demand.kind)
+    def _look_for_idle(self, routing_request: RoutingRequest, context: int) -> float | None:
+        groups = self._core.fleet.fleet_snapshot.groups(routing_request.model, routing_request.kind)
         views = [engine.view for group in groups for engine in group.engines.values() if engine.view.decode]
-        speeds = [view.idle_tpot_s(demand.num_choices, context) for view in views]
+        speeds = [view.idle_tpot_s(routing_request.num_choices, context) for view in views]
         told = [tpot_s for tpot_s in speeds if tpot_s is not None]
         return min(told) if told and len(told) == len(views) else None
 
@@ -71,36 +71,38 @@ HELD_BYTES_PER_TOKEN = 44
 """A token of a prompt that waits: a number, its place in the prompt, and its text in the client's message."""
 
 
-def flow_item_of(core: RouterContext, job: PreparedRequest) -> FlowItem:
+def flow_item_of(core: RouterContext, prepared: PreparedRequest) -> FlowItem:
     """What a request is at the gate. Its own objectives win over those of its model and priority."""
-    promised, guarded = _bounds(core, job, job.priority), _bounds(core, job, common_pb2.PRIORITY_STANDARD)
-    emitted = num_emitted(job)
-    max_tokens = max(1, job.sampling.max_tokens - emitted // job.num_choices)
+    promised, guarded = _bounds(core, prepared, prepared.priority), _bounds(core, prepared, common_pb2.PRIORITY_STANDARD)
+    emitted = num_emitted(prepared)
+    max_tokens = max(1, prepared.sampling.max_tokens - emitted // prepared.num_choices)
     forecaster = core.forecaster
     return FlowItem(
-        tenant=job.tenant,
-        priority=job.priority,
+        tenant=prepared.tenant,
+        priority=prepared.priority,
         started=emitted > 0,
-        prompt_tokens=len(job.prompt) + emitted,
-        output_tokens=round(job.num_choices * core.output_lengths.expected(job.model.name, job.tenant, max_tokens)),
-        num_bytes=HELD_BYTES_PER_TOKEN * (len(job.prompt) + emitted) + job.sampling.ByteSize(),
-        lane=job.model.name,
-        ttft_s=None if emitted else _seconds(job.slo_ttft_ms or promised.ttft_ms),  # its first token is out already
-        tpot_s=_seconds(job.slo_tpot_ms or promised.tpot_ms),
+        prompt_tokens=len(prepared.prompt) + emitted,
+        output_tokens=round(
+            prepared.num_choices * core.output_lengths.expected(prepared.model.name, prepared.tenant, max_tokens)
+        ),
+        num_bytes=HELD_BYTES_PER_TOKEN * (len(prepared.prompt) + emitted) + prepared.sampling.ByteSize(),
+        lane=prepared.model.name,
+        ttft_s=None if emitted else _seconds(prepared.slo_ttft_ms or promised.ttft_ms),  # its first token is out already
+        tpot_s=_seconds(prepared.slo_tpot_ms or promised.tpot_ms),
         guard_ttft_s=_seconds(guarded.ttft_ms),
         guard_tpot_s=_seconds(guarded.tpot_ms),
-        deadline=job.deadline,
-        foresee=nothing_known if forecaster is None else lambda: forecaster.forecast(job),
+        deadline=prepared.deadline,
+        foresee=nothing_known if forecaster is None else lambda: forecaster.forecast(prepared),
     )
 
 
-def num_emitted(job: PreparedRequest) -> int:
+def num_emitted(prepared: PreparedRequest) -> int:
     """Tokens of all choices that a client has already: the mesh computes them as if they were prompt."""
-    return sum(len(choice.token_ids) for choice in job.emitted)
+    return sum(len(choice.token_ids) for choice in prepared.emitted)
 
 
-def _bounds(core: RouterContext, job: PreparedRequest, priority: int) -> Bounds:
-    objective = core.objectives.get(job.model.name)
+def _bounds(core: RouterContext, prepared: PreparedRequest, priority: int) -> Bounds:
+    objective = core.objectives.get(prepared.model.name)
     return Bounds(None, None) if objective is None else objective.bounds(priority)
 
 

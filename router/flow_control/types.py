@@ -27,7 +27,7 @@ class Forecast:
 class Forecaster(Protocol):
     """Looks at the fleet as it is now."""
 
-    def forecast(self, job: PreparedRequest) -> Forecast | None:
+    def forecast(self, prepared: PreparedRequest) -> Forecast | None:
         """None while nothing is known: no worker, or none that says how fast it is."""
 
 
@@ -98,7 +98,7 @@ class Refusal:
 class Ticket:
     """A request's place or its turn in the queue. `number` counts arrivals; `refusal`: why it was refused while it waited."""
 
-    applicant: FlowItem
+    item: FlowItem
     number: int
     arrived: float
     state: TicketState = TicketState.WAITING

@@ -330,26 +330,26 @@ class PrefixIndex:
         self._looked_up: weakref.WeakKeyDictionary[PreparedRequest, _LookedUp] = weakref.WeakKeyDictionary()
         self._kinds: dict[tuple[object, ...], worker_pb2.WorkerInfo] = {}
 
-    def cached_tokens(self, job: PreparedRequest) -> Mapping[WorkerKey, int]:
+    def cached_tokens(self, prepared: PreparedRequest) -> Mapping[WorkerKey, int]:
         """Tokens of the prompt that each worker is thought to hold; workers with none are absent. To be used at once."""
         now = self._clock()
-        known = self._looked_up.get(job)
+        known = self._looked_up.get(prepared)
         if known is not None and known.version == self._version and now - known.at < FRESH_S:
             return known.cached
         maps = (self.told, *self._sent.maps(now))
-        parts = [part for info in self._kinds.values() for part in _parts(job, info, maps)]
+        parts = [part for info in self._kinds.values() for part in _parts(prepared, info, maps)]
         cached = together(parts)
-        self._looked_up[job] = _LookedUp(cached, self._version, now)
+        self._looked_up[prepared] = _LookedUp(cached, self._version, now)
         return cached
 
-    def remember(self, job: PreparedRequest, incarnations: Iterable[Incarnation]) -> None:
+    def remember(self, prepared: PreparedRequest, incarnations: Iterable[Incarnation]) -> None:
         """The prompt's blocks are, or will soon be, on these workers. What is said of one that is gone is ignored: nobody would
         have it forgotten again."""
         now = self._clock()
-        self._looked_up.pop(job, None)
+        self._looked_up.pop(prepared, None)
         for incarnation in incarnations:
             info = incarnation.info
-            worker, names = (info.address, info.epoch), _names(job, info)
+            worker, names = (info.address, info.epoch), _names(prepared, info)
             if worker in self._alive:
                 self._sent.record(worker, names, now, keep=worker not in self._followed)
                 if self.told.is_crowded:
@@ -401,11 +401,11 @@ class PrefixIndex:
         self._version += 1
 
 
-def _parts(job: PreparedRequest, info: worker_pb2.WorkerInfo, maps: Iterable[BlockMap]) -> Iterator[Part]:
-    names, block_size = _names(job, info), info.layout.block_size
+def _parts(prepared: PreparedRequest, info: worker_pb2.WorkerInfo, maps: Iterable[BlockMap]) -> Iterator[Part]:
+    names, block_size = _names(prepared, info), info.layout.block_size
     return (Part(blocks, levels, block_size) for blocks in maps if (levels := blocks.levels(names)))
 
 
-def _names(job: PreparedRequest, info: worker_pb2.WorkerInfo) -> list[int]:
+def _names(prepared: PreparedRequest, info: worker_pb2.WorkerInfo) -> list[int]:
     identity: common_pb2.Identity = info.identity
-    return job.block_names(identity, info.layout.kv_dtype, info.layout.block_size)
+    return prepared.block_names(identity, info.layout.kv_dtype, info.layout.block_size)

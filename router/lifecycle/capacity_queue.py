@@ -29,7 +29,7 @@ class Waiter:
 
 @dataclass
 class _Line:
-    turns: list[Waiter] = field(default_factory=list)
+    dispatch_order: list[Waiter] = field(default_factory=list)
     num_trying: int = 1
 
 
@@ -49,10 +49,10 @@ class CapacityQueue:
         turn = Waiter(priority, next(self._arrivals), tenant, interrupted)
         line = self._lines.setdefault(key, _Line())
         if interrupted:
-            line.turns.insert(sum(other.interrupted for other in line.turns), turn)
+            line.dispatch_order.insert(sum(other.interrupted for other in line.dispatch_order), turn)
         else:
-            line.turns.append(turn)
-            _order_own(line.turns, tenant)
+            line.dispatch_order.append(turn)
+            _order_own(line.dispatch_order, tenant)
         _call(line)
         return turn
 
@@ -65,10 +65,10 @@ class CapacityQueue:
     def leave(self, key: Hashable, turn: Waiter, *, placed: bool = False) -> None:
         """Step out, placed or not."""
         line = self._lines[key]
-        if placed and line.turns[0] is turn:
+        if placed and line.dispatch_order[0] is turn:
             line.num_trying = min(MAX_TRYING, 2 * line.num_trying)
-        line.turns.remove(turn)
-        if line.turns:
+        line.dispatch_order.remove(turn)
+        if line.dispatch_order:
             _call(line)
         else:
             del self._lines[key]
@@ -76,7 +76,7 @@ class CapacityQueue:
 
 def _call(line: _Line) -> None:
     """The first; the others wait, also those that somebody stepped before."""
-    for place, turn in enumerate(line.turns):
+    for place, turn in enumerate(line.dispatch_order):
         if place < line.num_trying:
             turn.may_try.set()
         else:
@@ -85,6 +85,6 @@ def _call(line: _Line) -> None:
 
 def _order_own(line: list[Waiter], tenant: str) -> None:
     """The tenant's requests change places among themselves, by priority, then arrival."""
-    places = [place for place, turn in enumerate(line) if turn.tenant == tenant and not turn.interrupted]
-    for place, turn in zip(places, sorted(line[place] for place in places), strict=True):
+    limiter = [place for place, turn in enumerate(line) if turn.tenant == tenant and not turn.interrupted]
+    for place, turn in zip(limiter, sorted(line[place] for place in limiter), strict=True):
         line[place] = turn

@@ -88,31 +88,31 @@ class DecodeStage:
         core: RouterContext,
         worker: Worker,
         incarnation: Incarnation,
-        job: PreparedRequest,
+        prepared: PreparedRequest,
         sink: Sink,
         timings: RequestTimings,
     ) -> None:
         self.worker = worker
         self.info = incarnation.info
         self._incarnation = incarnation
-        self.wire_id = f"{job.request_id[:51]}-{random.getrandbits(48):012x}"
+        self.wire_id = f"{prepared.request_id[:51]}-{random.getrandbits(48):012x}"
         self.attempt = 0
         self.started = False
         self.delivered = False
         self.flowing = asyncio.Event()
         self.ended: asyncio.Future[WorkerLost | MeshError | None] = asyncio.get_running_loop().create_future()
         self._core = core
-        self._job = job
+        self._prepared = prepared
         self._sink = sink
         self._timings = timings
-        self._wants_logprobs = job.sampling.HasField("logprobs")
+        self._wants_logprobs = prepared.sampling.HasField("logprobs")
         self._waits_for_first = False
         self._got_first = False
         self._held: list[TokenChunk] = []
         self._submitting = False
         self._failed_meanwhile: WorkerLost | MeshError | None = None
         self._submitted = False
-        self._unfinished = set(range(job.num_choices))
+        self._unfinished = set(range(prepared.num_choices))
 
     @property
     def key(self) -> WorkerKey:
@@ -276,15 +276,15 @@ class DecodeStage:
             router_id=self._core.router_id,
             attempt=self.attempt,
             mode=WIRE_MODES[mode],
-            request=self._job.token_request(emitted),
-            time_left_ms=time_left_ms(self._job.deadline),
+            request=self._prepared.token_request(emitted),
+            time_left_ms=time_left_ms(self._prepared.deadline),
             identity=self.info.identity,
             epoch=self.info.epoch,
-            tpot_goal_ms=tpot_goal_ms(self._core, self._job),
+            tpot_goal_ms=tpot_goal_ms(self._core, self._prepared),
         )
 
     def _submit_timeout_s(self) -> float:
-        left_s = time_left_s(self._job.deadline)
+        left_s = time_left_s(self._prepared.deadline)
         limit_s = self._core.config.submit_timeout_s
         return limit_s if left_s is None else min(limit_s, left_s)
 

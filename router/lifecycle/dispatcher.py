@@ -39,73 +39,77 @@ class RequestDispatcher:
     """
 
     def __init__(
-        self, core: RouterContext, job: PreparedRequest, book: OutputTracker, timings: RequestTimings, render: Render
+        self, core: RouterContext, prepared: PreparedRequest, tracker: OutputTracker, timings: RequestTimings, render: Render
     ) -> None:
-        self.outbox = ClientStream(core.config.max_buffered_tokens, render)
+        self.client_stream = ClientStream(core.config.max_buffered_tokens, render)
         self.is_winding_up = False
         self.drafts = DraftTotals()
         self._core = core
-        self._job = job
-        self._book = book
+        self._prepared = prepared
+        self._tracker = tracker
         self._timings = timings
         self._placer = Placer(core)
         self._avoid: frozenset[WorkerKey] = frozenset()
         self._kind: tuple[object, ...] | None = None
-        self._leg: DecodeStage | None = None
+        self._decode_stage: DecodeStage | None = None
         self._asked: asyncio.Future[str] | None = None  # while it can move
 
     async def run(self) -> None:
         """To the end. Errors go to the outbox; on cancellation both legs are told in the background."""
         log.belongs_to(self._timings.spans.trace_name)
-        limit = asyncio.timeout_at(self._job.deadline)
+        limit = asyncio.timeout_at(self._prepared.deadline)
         try:
             async with limit:
-                while not self._book.all_finished:
+                while not self._tracker.all_finished:
                     await self._run_leg()
         except MeshError as error:
-            self.outbox.fail(error)
+            self.client_stream.fail(error)
         except TimeoutError as error:
-            self.outbox.fail(DeadlineExceeded("the deadline of the request has passed") if limit.expired() else error)
+            self.client_stream.fail(DeadlineExceeded("the deadline of the request has passed") if limit.expired() else error)
         except Exception as error:  # noqa: BLE001 - the client gets INTERNAL instead of a stream that hangs
-            self.outbox.fail(error)
+            self.client_stream.fail(error)
 
     def accept(self, span: TokenChunk) -> bool:
         """Tokens from whichever worker; True when no more are needed. Raises BookError. Per-token path."""
-        spans = self._book.accept(span)
+        spans = self._tracker.accept(span)
         if spans:
             self._timings.first_token()
         for new in spans:
-            self.outbox.put(new)
-            if new.finish_reason and self._book.all_finished:
+            self.client_stream.put(new)
+            if new.finish_reason and self._tracker.all_finished:
                 self.is_winding_up = True
-        return self.is_winding_up or self.outbox.failed
+        return self.is_winding_up or self.client_stream.failed
 
     def next_indexes(self) -> Sequence[tuple[int, int]]:
         """For a stream that re-attaches."""
-        choices = range(self._job.num_choices)
-        return [(choice, self._book.next_index(choice)) for choice in choices if not self._book.is_finished(choice)]
+        choices = range(self._prepared.num_choices)
+        return [(choice, self._tracker.next_index(choice)) for choice in choices if not self._tracker.is_finished(choice)]
 
     # What the mover sees (migration.Movable)
 
     @property
     def holder(self) -> WorkerKey | None:
         """The decode worker that it could leave now; None while it has none, or moves already."""
-        return self._leg.key if self._leg is not None and self._asked is not None and not self._asked.done() else None
+        return (
+            self._decode_stage.key
+            if self._decode_stage is not None and self._asked is not None and not self._asked.done()
+            else None
+        )
 
     @property
     def model(self) -> str:
         """What it asks for."""
-        return self._job.model.name
+        return self._prepared.model.name
 
     @property
     def num_tokens(self) -> int:
         """Of the choice that is furthest."""
-        return max(self._book.next_index(choice) for choice in range(self._job.num_choices))
+        return max(self._tracker.next_index(choice) for choice in range(self._prepared.num_choices))
 
     @property
     def num_left(self) -> int:
         """Tokens that may still come."""
-        return self._job.sampling.max_tokens - self.num_tokens
+        return self._prepared.sampling.max_tokens - self.num_tokens
 
     def ask_to_move(self, reason: str) -> None:
         """Prepare a stay elsewhere and go there, if there is room; to be called only while it has a `holder`."""
@@ -117,20 +121,20 @@ class RequestDispatcher:
         goes on."""
         need = self._need(self._timings)
         placed = await self._placer.place(need)
-        leg = self._leg = placed.leg
+        decode_stage = self._decode_stage = placed.decode_stage
         try:
             await self._fill(placed, need)
             (await self._follow(placed)).finished()
             self._check_outbox()
         except WorkerLost as loss:
-            self._note_loss(self._leg or leg, loss)
+            self._note_loss(self._decode_stage or decode_stage, loss)
         finally:
-            (self._leg or leg).leave("the request has ended")
-            self._leg = None
+            (self._decode_stage or decode_stage).leave("the request has ended")
+            self._decode_stage = None
 
     async def _fill(self, placed: Assignment, need: PlacementRequest) -> None:
         """Raises LegLost, MeshError."""
-        await PrefillStage(self._core, self._job, self._book, self, placed, need).run()
+        await PrefillStage(self._core, self._prepared, self._tracker, self, placed, need).run()
         need.timings.spans.filled()
 
     async def _follow(self, placed: Assignment) -> Assignment:
@@ -138,13 +142,13 @@ class RequestDispatcher:
         self._core.movers.add(self)
         try:
             while True:
-                leg = self._leg = placed.leg
-                pace = (now_ns(), self._num_steps(leg))
+                decode_stage = self._decode_stage = placed.decode_stage
+                pace = (now_ns(), self._num_steps(decode_stage))
                 asked = self._asked = asyncio.get_running_loop().create_future()
-                await asyncio.wait((leg.ended, asked), return_when=asyncio.FIRST_COMPLETED)
-                self._note_pace(leg, *pace)
-                if leg.ended.done():
-                    _raise(leg.ended.result())
+                await asyncio.wait((decode_stage.ended, asked), return_when=asyncio.FIRST_COMPLETED)
+                self._note_pace(decode_stage, *pace)
+                if decode_stage.ended.done():
+                    _raise(decode_stage.ended.result())
                     return placed
                 placed = await self._move(placed, asked.result())
         finally:
@@ -153,18 +157,18 @@ class RequestDispatcher:
 
     async def _move(self, placed: Assignment, reason: str) -> Assignment:
         """`_try_move`, as a span."""
-        spans = self._timings.spans.moving(now_ns(), placed.leg.info.worker_id, reason)
+        spans = self._timings.spans.moving(now_ns(), placed.decode_stage.info.worker_id, reason)
         now_at = placed
         try:
             now_at = await self._try_move(placed, reason, spans)
             return now_at
         finally:
-            spans.moved(None if now_at is placed else now_at.leg.info.worker_id)
+            spans.moved(None if now_at is placed else now_at.decode_stage.info.worker_id)
 
     async def _try_move(self, placed: Assignment, reason: str, spans: Spans) -> Assignment:
         """To another worker while the present stay goes on; when that one ends meanwhile, the next is needed only if it was lost.
         Returns where the request is now."""
-        old = placed.leg
+        old = placed.decode_stage
         arriving = asyncio.create_task(self._arrive(old, spans), name=f"move {old.wire_id}")
         try:
             new = await _arrival(arriving, old)
@@ -176,11 +180,11 @@ class RequestDispatcher:
             return placed
         if new is None:
             return placed
-        info = new.leg.info
+        info = new.decode_stage.info
         logger.info("%s goes on at %s: %s", old.wire_id, info.worker_id, reason)
         self._timings.parts.decode_worker = info.worker_id
         self._core.num_migrations += 1
-        self._leg, self._kind = new.leg, kind_of(info)
+        self._decode_stage, self._kind = new.decode_stage, kind_of(info)
         placed.finished()
         old.leave(f"it goes on elsewhere: {reason}")
         return new
@@ -193,55 +197,55 @@ class RequestDispatcher:
         placed = await self._placer.place_elsewhere(need, old)
         if placed is None:
             return None
-        leg = placed.leg
+        decode_stage = placed.decode_stage
         try:
             await self._fill(placed, need)
-            await _first(leg.flowing, leg.ended)
-            if leg.ended.done():
-                _raise(leg.ended.result())
+            await _first(decode_stage.flowing, decode_stage.ended)
+            if decode_stage.ended.done():
+                _raise(decode_stage.ended.result())
         except BaseException:
-            leg.leave("its move came to nothing")
+            decode_stage.leave("its move came to nothing")
             raise
         return placed
 
-    def _note_loss(self, leg: DecodeStage, loss: WorkerLost) -> None:
+    def _note_loss(self, decode_stage: DecodeStage, loss: WorkerLost) -> None:
         parts = self._timings.parts
-        logger.warning("%s: %s; %d tokens are out, it goes on elsewhere", leg.wire_id, loss, self._book.num_tokens)
-        self._core.judge.failed(leg.key, Role.DECODE, str(loss))
+        logger.warning("%s: %s; %d tokens are out, it goes on elsewhere", decode_stage.wire_id, loss, self._tracker.num_tokens)
+        self._core.health_recorder.failed(decode_stage.key, Role.DECODE, str(loss))
         self._timings.failed(str(loss))
-        self._book.drop_early()
-        self._avoid = frozenset({leg.key})
-        if self._book.anything_emitted:
-            self._kind = kind_of(leg.info)
+        self._tracker.drop_early()
+        self._avoid = frozenset({decode_stage.key})
+        if self._tracker.anything_emitted:
+            self._kind = kind_of(decode_stage.info)
         parts.num_resubmissions += 1
         if parts.num_resubmissions > self._core.config.max_resubmissions:
             raise Unavailable(
                 f"lost {parts.num_resubmissions} times (max_resubmissions), the last time because {loss}; resume it"
             )
 
-    def _num_steps(self, leg: DecodeStage) -> int:
+    def _num_steps(self, decode_stage: DecodeStage) -> int:
         """Tokens so far, less those that took no step of their own on `leg`, as they were guessed."""
-        return self.num_tokens - self.drafts.accepted_in(leg.wire_id) // self._job.num_choices
+        return self.num_tokens - self.drafts.accepted_in(decode_stage.wire_id) // self._prepared.num_choices
 
-    def _note_pace(self, leg: DecodeStage, since_ns: int, since_steps: int) -> None:
+    def _note_pace(self, decode_stage: DecodeStage, since_ns: int, since_steps: int) -> None:
         """How fast it stepped on `leg`. Not how fast tokens came: a worker whose outputs cannot be guessed is not slow."""
-        num_steps = self._num_steps(leg) - since_steps
+        num_steps = self._num_steps(decode_stage) - since_steps
         since_ns = max(since_ns, self._timings.first_received_ns or 0)  # before it, decode may have computed the prompt
-        if leg.ended.done() and leg.ended.result() is not None:
+        if decode_stage.ended.done() and decode_stage.ended.result() is not None:
             return
-        self._core.judge.succeeded(leg.key, Role.DECODE)
+        self._core.health_recorder.succeeded(decode_stage.key, Role.DECODE)
         if num_steps >= MIN_PACE_STEPS:
-            self._core.judge.took(leg.key, Role.DECODE, (now_ns() - since_ns) / 1e9 / num_steps)
+            self._core.health_recorder.took(decode_stage.key, Role.DECODE, (now_ns() - since_ns) / 1e9 / num_steps)
 
     def _check_outbox(self) -> None:
         """A client that is too slow has ended the leg: the error waits in the outbox, and the book must not be filled further."""
-        if self.outbox.failed:
+        if self.client_stream.failed:
             raise Unavailable("the client's stream has failed")
 
     def _need(self, timings: RequestTimings) -> PlacementRequest:
         return PlacementRequest(
-            job=self._job,
-            emitted=self._book.history(),
+            prepared=self._prepared,
+            emitted=self._tracker.history(),
             sink=self,
             timings=timings,
             kind=self._kind,
@@ -278,4 +282,4 @@ async def _arrival(arriving: asyncio.Task[Assignment | None], old: DecodeStage) 
         arriving.cancel()
         await asyncio.wait((arriving,))
         if taken is None and not arriving.cancelled() and arriving.exception() is None and (new := arriving.result()) is not None:
-            new.leg.leave("the request has ended meanwhile")
+            new.decode_stage.leave("the request has ended meanwhile")

@@ -162,15 +162,15 @@ class ResumeMismatch(Exception):
 class Output:
     """Output of one request towards its client. Ends choices at stop strings, which it tells the book."""
 
-    def __init__(self, job: PreparedRequest, book: OutputTracker) -> None:
-        self._job = job
-        self._book = book
-        self._tokenizer = job.model.tokenizer
-        self._ending = job.ending_token_ids
-        self._texts = [ChoiceText(self._tokenizer, job.stop, self._ending) for _ in range(job.num_choices)]
-        self._counts = [0] * job.num_choices
-        self._finished = [False] * job.num_choices
-        self._num_unfinished = job.num_choices
+    def __init__(self, prepared: PreparedRequest, tracker: OutputTracker) -> None:
+        self._prepared = prepared
+        self._tracker = tracker
+        self._tokenizer = prepared.model.tokenizer
+        self._ending = prepared.ending_token_ids
+        self._texts = [ChoiceText(self._tokenizer, prepared.stop, self._ending) for _ in range(prepared.num_choices)]
+        self._counts = [0] * prepared.num_choices
+        self._finished = [False] * prepared.num_choices
+        self._num_unfinished = prepared.num_choices
 
     @property
     def done(self) -> bool:
@@ -241,7 +241,7 @@ class Output:
         delta.finish_reason = common_pb2.FINISH_REASON_STOP
         delta.stop_reason = matched
         self._finish(delta.choice)
-        self._book.stop(delta.choice, self._counts[delta.choice])
+        self._tracker.stop(delta.choice, self._counts[delta.choice])
 
     def _finish(self, choice: int) -> None:
         self._num_unfinished -= not self._finished[choice]
@@ -279,12 +279,12 @@ class Output:
         if not reason:
             return None
         self._end(delta, reason, tokens[-1] if tokens else None)
-        self._book.accept(TokenChunk(choice, len(tokens), [], (), reason))
+        self._tracker.accept(TokenChunk(choice, len(tokens), [], (), reason))
         return delta
 
     def _ends(self, token_id: int, number: int) -> bool:
         """Would `token_id`, the `number`-th of an output, have ended it? Before min_tokens no such token can be drawn."""
-        return token_id in self._ending and number > self._job.sampling.min_tokens
+        return token_id in self._ending and number > self._prepared.sampling.min_tokens
 
     def _length_reason(self, num_tokens: int) -> common_pb2.FinishReason.ValueType:
-        return common_pb2.FINISH_REASON_LENGTH if num_tokens >= self._job.sampling.max_tokens else UNFINISHED
+        return common_pb2.FINISH_REASON_LENGTH if num_tokens >= self._prepared.sampling.max_tokens else UNFINISHED

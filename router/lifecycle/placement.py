@@ -38,21 +38,21 @@ Ejected = Callable[[FleetSnapshot, Role], frozenset[WorkerKey]]
 class Assignment:
     """A reservation on a decode worker, and who is to fill it: None if decode itself does. `sent` counts as decode's load."""
 
-    leg: DecodeStage
+    decode_stage: DecodeStage
     reservation: common_pb2.Reservation
     prefill: PrefillTarget | None
     sent: Dispatched
 
     def finished(self) -> None:
         """The worker has generated everything: its next report may not know yet."""
-        self.leg.worker.released(self.sent, time.monotonic())
+        self.decode_stage.worker.released(self.sent, time.monotonic())
 
 
 @dataclass(frozen=True)
 class PlacementRequest:
     """What one placement is for. `avoid`: workers to leave out at first, as the request was just lost there."""
 
-    job: PreparedRequest
+    prepared: PreparedRequest
     emitted: list[common_pb2.EmittedChoice]
     sink: Sink
     timings: RequestTimings
@@ -67,12 +67,12 @@ class PlacementRequest:
     @property
     def line_key(self) -> Hashable:
         """Requests with the same key could run on the same workers."""
-        return (self.job.model.name, self.kind, self.job.mode)
+        return (self.prepared.model.name, self.kind, self.prepared.mode)
 
     @property
     def interrupted(self) -> bool:
         """This router has generated some of it: more than a client says to have from elsewhere."""
-        return sum(len(choice.token_ids) for choice in self.emitted) > num_emitted(self.job)
+        return sum(len(choice.token_ids) for choice in self.emitted) > num_emitted(self.prepared)
 
 
 class Placer:
@@ -88,7 +88,7 @@ class Placer:
             placed = await self._try_all(need, need.avoid)
             if isinstance(placed, Assignment):
                 return placed
-        turn = line.enter(key, need.job.priority, need.job.tenant, interrupted=need.interrupted)
+        turn = line.enter(key, need.prepared.priority, need.prepared.tenant, interrupted=need.interrupted)
         found: Assignment | None = None
         try:
             found = await self._wait_for_place(need, turn)
@@ -96,34 +96,38 @@ class Placer:
         finally:
             line.leave(key, turn, placed=found is not None)
 
-    def next_prefill(self, leg: DecodeStage, need: PlacementRequest, tried: frozenset[WorkerKey]) -> PrefillTarget | None:
+    def next_prefill(
+        self, decode_stage: DecodeStage, need: PlacementRequest, tried: frozenset[WorkerKey]
+    ) -> PrefillTarget | None:
         """Another prefill worker for a reservation that stands; None if there is none that was not tried."""
-        roster = self._core.fleet.roster
-        engine = roster.get(leg.worker.address)
-        if engine is None or engine.view.epoch != leg.info.epoch:
+        fleet_snapshot = self._core.fleet.fleet_snapshot
+        engine = fleet_snapshot.get(decode_stage.worker.address)
+        if engine is None or engine.view.epoch != decode_stage.info.epoch:
             return None
-        excluded = tried | self._core.judge.ejected(roster, Role.PREFILL)
-        demand = self._demand(need, prefill=excluded)
-        prefill = self._core.policy.choose_prefill(roster, engine.view, demand, time.monotonic())
-        return self._prefill_target(prefill, demand)
+        excluded = tried | self._core.health_recorder.ejected(fleet_snapshot, Role.PREFILL)
+        routing_request = self._routing_request(need, prefill=excluded)
+        prefill = self._core.policy.choose_prefill(fleet_snapshot, engine.view, routing_request, time.monotonic())
+        return self._prefill_target(prefill, routing_request)
 
     async def place_elsewhere(self, need: PlacementRequest, leaving: DecodeStage) -> Assignment | None:
         """One try, for a request that runs and may as well stay: None without room. Where it can, the worker that it leaves hands
         the KV over: its cache holds nearly all of it. Raises MeshError."""
-        roster, ejected = self._core.fleet.roster, self._core.judge.ejected
-        demand = self._demand(need, decode=ejected(roster, Role.DECODE) | {leaving.key}, prefill=ejected(roster, Role.PREFILL))
-        choice = self._core.policy.choose(roster, demand, time.monotonic())
-        if isinstance(choice, NoPlacement) or not has_room(choice.decode, demand):
+        fleet_snapshot, ejected = self._core.fleet.fleet_snapshot, self._core.health_recorder.ejected
+        routing_request = self._routing_request(
+            need, decode=ejected(fleet_snapshot, Role.DECODE) | {leaving.key}, prefill=ejected(fleet_snapshot, Role.PREFILL)
+        )
+        choice = self._core.policy.choose(fleet_snapshot, routing_request, time.monotonic())
+        if isinstance(choice, NoPlacement) or not has_room(choice.decode, routing_request):
             return None
         source = worker_reports.snapshot_of(leaving.incarnation.described, leaving.incarnation.load, decode=False)
-        if demand.mode is not Mode.LOCAL and compatible(source, choice.decode):
+        if routing_request.mode is not Mode.LOCAL and compatible(source, choice.decode):
             choice = Placement(choice.decode, source, f"it leaves {source.worker_id}, which holds its KV")
-        placed = await self._submit(need, choice, demand)
+        placed = await self._submit(need, choice, routing_request)
         return placed if isinstance(placed, Assignment) else None
 
-    def remember(self, job: PreparedRequest, incarnations: Iterable[Incarnation]) -> None:
+    def remember(self, prepared: PreparedRequest, incarnations: Iterable[Incarnation]) -> None:
         """The prompt's blocks are on these workers now."""
-        self._core.prefixes.remember(job, incarnations)
+        self._core.prefixes.remember(prepared, incarnations)
 
     async def _wait_for_place(self, need: PlacementRequest, turn: Waiter) -> Assignment:
         """Among the first of the line: try at every change, until the limit for what is missing has passed."""
@@ -158,8 +162,8 @@ class Placer:
 
     async def _try_all(self, need: PlacementRequest, avoid: frozenset[WorkerKey]) -> Assignment | NoPlacement:
         """One round without the workers that do badly; when nobody else takes it, one with them."""
-        placed = await self._try_round(need, avoid, self._core.judge.ejected)
-        if isinstance(placed, NoPlacement) and self._core.judge.health.suspects:
+        placed = await self._try_round(need, avoid, self._core.health_recorder.ejected)
+        if isinstance(placed, NoPlacement) and self._core.health_recorder.health.suspects:
             return await self._try_round(need, avoid, _nobody)
         return placed
 
@@ -167,105 +171,114 @@ class Placer:
         """The best worker first, on a refusal the next best."""
         refused, errors = avoid, list[MeshError]()
         while True:
-            roster = self._core.fleet.roster
-            demand = self._demand(need, decode=refused | ejected(roster, Role.DECODE), prefill=ejected(roster, Role.PREFILL))
-            choice = self._choose(need, demand)
+            fleet_snapshot = self._core.fleet.fleet_snapshot
+            routing_request = self._routing_request(
+                need, decode=refused | ejected(fleet_snapshot, Role.DECODE), prefill=ejected(fleet_snapshot, Role.PREFILL)
+            )
+            choice = self._choose(need, routing_request)
             if isinstance(choice, NoPlacement):
                 return _with_answers(choice, errors)
-            placed = await self._submit(need, choice, demand)
+            placed = await self._submit(need, choice, routing_request)
             if isinstance(placed, Assignment):
                 return placed
             errors.append(placed)
             refused |= {choice.decode.key}
 
-    def _choose(self, need: PlacementRequest, demand: RoutingRequest) -> Placement | NoPlacement:
+    def _choose(self, need: PlacementRequest, routing_request: RoutingRequest) -> Placement | NoPlacement:
         """The policy's answer, kept for whoever asks why."""
         began_ns = timings.now_ns()
-        roster, policy = self._core.fleet.roster, self._core.policy
-        choice = policy.choose(roster, demand, time.monotonic())
+        fleet_snapshot, policy = self._core.fleet.fleet_snapshot, self._core.policy
+        choice = policy.choose(fleet_snapshot, routing_request, time.monotonic())
         need.timings.routed(began_ns)
         if isinstance(choice, Placement):
             policy.placed(choice.decode, choice.prefill)
             made_ns = timings.now_ns()
             need.timings.decision = Decision(
-                request_id=need.job.request_id,
+                request_id=need.prepared.request_id,
                 policy=policy.name,
                 made_ns=made_ns,
                 decision_ns=made_ns - began_ns,
-                num_tokens=demand.num_tokens,
-                num_workers=len(roster),
+                num_tokens=routing_request.num_tokens,
+                num_workers=len(fleet_snapshot),
                 placement=choice,
-                cached_tokens=cached_of(choice, demand),
+                cached_tokens=cached_of(choice, routing_request),
                 timings=need.timings,
             )
             self._core.decisions.record(need.timings.decision)
         return choice
 
-    async def _submit(self, need: PlacementRequest, choice: Placement, demand: RoutingRequest) -> Assignment | MeshError:
+    async def _submit(self, need: PlacementRequest, choice: Placement, routing_request: RoutingRequest) -> Assignment | MeshError:
         """Submit where the policy said; the error when the worker refuses. What only the caller can mend is raised."""
-        decode, prefill = self._incarnation(choice.decode), self._prefill_target(choice.prefill, demand, predicted_s(choice))
+        decode, prefill = (
+            self._incarnation(choice.decode),
+            self._prefill_target(choice.prefill, routing_request, predicted_s(choice)),
+        )
         if decode is None or (prefill is None and choice.prefill is not None):
             _give_up(prefill)
             return Unavailable("the worker has just been lost")
-        leg = DecodeStage(self._core, *decode, need.job, need.sink, need.timings)
-        local_tokens = 0 if prefill else demand.uncached(choice.decode)
+        decode_stage = DecodeStage(self._core, *decode, need.prepared, need.sink, need.timings)
+        local_tokens = 0 if prefill else routing_request.uncached(choice.decode)
         sent = Dispatched(
-            demand.num_choices,
-            blocks_for(demand.num_tokens, choice.decode),
+            routing_request.num_choices,
+            blocks_for(routing_request.num_tokens, choice.decode),
             local_tokens,
-            decodes=demand.num_choices,
-            context=demand.num_choices * demand.num_tokens,
+            decodes=routing_request.num_choices,
+            context=routing_request.num_choices * routing_request.num_tokens,
         )
         decode[0].dispatched(sent)
-        self._core.judge.chosen(choice.decode.key, Role.DECODE)
+        self._core.health_recorder.chosen(choice.decode.key, Role.DECODE)
         try:
-            reservation = await leg.submit(choice.mode, need.emitted)
+            reservation = await decode_stage.submit(choice.mode, need.emitted)
         except MeshError as error:
             need.timings.failed(error.message)
             decode[0].done(sent)
             _give_up(prefill)
-            self._note_refusal(leg, error)
+            self._note_refusal(decode_stage, error)
             return error
         except asyncio.CancelledError:
             decode[0].done(sent)
             _give_up(prefill)
-            leg.leave("the client left")
+            decode_stage.leave("the client left")
             raise
         sent.arrived_at = time.monotonic()
         if prefill is None:
-            self.remember(need.job, (decode[1],))
-        logger.debug("%s attempt %d: %s", leg.wire_id, leg.attempt, choice.reason or choice.mode.name)
-        return Assignment(leg, reservation, prefill, sent)
+            self.remember(need.prepared, (decode[1],))
+        logger.debug("%s attempt %d: %s", decode_stage.wire_id, decode_stage.attempt, choice.reason or choice.mode.name)
+        return Assignment(decode_stage, reservation, prefill, sent)
 
-    def _note_refusal(self, leg: DecodeStage, error: MeshError) -> None:
+    def _note_refusal(self, decode_stage: DecodeStage, error: MeshError) -> None:
         """Leave the leg; raises the error if it is the caller's to mend."""
         if isinstance(error, (ResourceExhausted, InvalidArgument)):
-            leg.refused()
+            decode_stage.refused()
         else:
-            logger.warning("Submit of %s to %s: %s %s", leg.wire_id, leg.info.worker_id, error.code.name, error.message)
+            logger.warning(
+                "Submit of %s to %s: %s %s", decode_stage.wire_id, decode_stage.info.worker_id, error.code.name, error.message
+            )
             if not isinstance(error, (DeadlineExceeded, FailedPrecondition)):
-                self._core.judge.failed(leg.key, Role.DECODE, error.message)
-        leg.leave("its Submit failed")
+                self._core.health_recorder.failed(decode_stage.key, Role.DECODE, error.message)
+        decode_stage.leave("its Submit failed")
         if isinstance(error, InvalidArgument):
             raise error
 
     def _prefill_target(
-        self, view: WorkerSnapshot | None, demand: RoutingRequest, predicted_s: float | None = None
+        self, view: WorkerSnapshot | None, routing_request: RoutingRequest, predicted_s: float | None = None
     ) -> PrefillTarget | None:
         """The process behind a view, with this prompt counted as its load; None if it has gone since."""
         found = self._incarnation(view)
         if view is None or found is None:
             return None
-        sent = Dispatched(1, blocks_for(demand.num_tokens, view), demand.uncached(view))
+        sent = Dispatched(1, blocks_for(routing_request.num_tokens, view), routing_request.uncached(view))
         found[0].dispatched(sent)
-        self._core.judge.chosen(view.key, Role.PREFILL)
+        self._core.health_recorder.chosen(view.key, Role.PREFILL)
         return PrefillTarget(*found, sent, predicted_s)
 
-    def _demand(
+    def _routing_request(
         self, need: PlacementRequest, *, prefill: frozenset[WorkerKey], decode: frozenset[WorkerKey] = NOBODY
     ) -> RoutingRequest:
         """Without these workers, by role."""
-        return routing_request_of(self._core, need.job, need.emitted, need.kind, excluded_decode=decode, excluded_prefill=prefill)
+        return routing_request_of(
+            self._core, need.prepared, need.emitted, need.kind, excluded_decode=decode, excluded_prefill=prefill
+        )
 
     def _incarnation(self, view: WorkerSnapshot | None) -> tuple[Worker, Incarnation] | None:
         """The living process behind a view; None if it has gone since."""
@@ -275,7 +288,7 @@ class Placer:
         return worker, worker.current
 
 
-def _nobody(roster: FleetSnapshot, role: Role) -> frozenset[WorkerKey]:
+def _nobody(fleet_snapshot: FleetSnapshot, role: Role) -> frozenset[WorkerKey]:
     """Is left out."""
     return frozenset()
 

@@ -65,21 +65,21 @@ class PrefillCall:
 
     async def run(
         self,
-        leg: DecodeStage,
-        job: PreparedRequest,
+        decode_stage: DecodeStage,
+        prepared: PreparedRequest,
         reservation: common_pb2.Reservation,
         request: common_pb2.TokenRequest,
         metadata: Metadata | None = None,
     ) -> PrefillEnd:
         """Never raises but when cancelled: whatever goes wrong is a reason to try elsewhere."""
         message = prefill_pb2.PrefillRequest(
-            request_id=leg.wire_id,
+            request_id=decode_stage.wire_id,
             request=request,
             reservation=reservation,
-            identity=leg.info.identity,
-            time_left_ms=time_left_ms(job.deadline),
+            identity=decode_stage.info.identity,
+            time_left_ms=time_left_ms(prepared.deadline),
         )
-        call = self._target.worker.prefill.Prefill(message, timeout=time_left_s(job.deadline), metadata=metadata)
+        call = self._target.worker.prefill.Prefill(message, timeout=time_left_s(prepared.deadline), metadata=metadata)
         try:
             end = await unless(self._target.incarnation.lost, self._read(call))
             return end or PrefillEnd(None, f"prefill worker {self.worker_id} fell silent")

@@ -60,17 +60,17 @@ class PrefillStage:
     def __init__(
         self,
         core: RouterContext,
-        job: PreparedRequest,
-        book: OutputTracker,
-        whole: RequestState,
+        prepared: PreparedRequest,
+        tracker: OutputTracker,
+        state: RequestState,
         placed: Assignment,
         need: PlacementRequest,
     ) -> None:
         self._core = core
-        self._job = job
-        self._book = book
-        self._whole = whole
-        self._leg = placed.leg
+        self._prepared = prepared
+        self._tracker = tracker
+        self._state = state
+        self._decode_stage = placed.decode_stage
         self._need = need
         self._timings = need.timings
         self._placer = Placer(core)
@@ -93,10 +93,10 @@ class PrefillStage:
         spans = self._timings.spans
         self._timings.prefilling(call.worker_id)
         spans.took_part(prefill.worker)
-        request = self._job.token_request(attempt.emitted)
+        request = self._prepared.token_request(attempt.emitted)
         running = asyncio.create_task(
-            call.run(self._leg, self._job, attempt.reservation, request, spans.prefill_metadata),
-            name=f"prefill {self._leg.wire_id}",
+            call.run(self._decode_stage, self._prepared, attempt.reservation, request, spans.prefill_metadata),
+            name=f"prefill {self._decode_stage.wire_id}",
         )
         try:
             hedge = await self._watch(running, call, prefill, began)
@@ -108,7 +108,7 @@ class PrefillStage:
                 return None
             return await self._after_failure(prefill, end)
         finally:
-            spans.prefilled({}, None if self._whole.is_winding_up or self._leg.ended.done() else "it was given up")
+            spans.prefilled({}, None if self._state.is_winding_up or self._decode_stage.ended.done() else "it was given up")
             running.cancel()
 
     async def _watch(
@@ -121,23 +121,31 @@ class PrefillStage:
         silence = HeartbeatClock(_stalled_s(self._core.config), WATCH_PERIOD_S)
         heard_at = prefill.incarnation.reported_at
         may_hedge = True
-        while not running.done() and not self._leg.ended.done():
-            is_due = may_hedge and not call.got_first_tokens and not self._leg.started
+        while not running.done() and not self._decode_stage.ended.done():
+            is_due = may_hedge and not call.got_first_tokens and not self._decode_stage.started
             await asyncio.wait(
-                (running, self._leg.ended), timeout=WATCH_PERIOD_S if is_due else None, return_when=asyncio.FIRST_COMPLETED
+                (running, self._decode_stage.ended),
+                timeout=WATCH_PERIOD_S if is_due else None,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             if prefill.incarnation.reported_at != heard_at:
                 heard_at = prefill.incarnation.reported_at
                 silence.heard()
             is_silent = silence.tick(loop.time())
-            if not is_due or running.done() or self._leg.ended.done() or call.got_first_tokens or self._leg.started:
+            if (
+                not is_due
+                or running.done()
+                or self._decode_stage.ended.done()
+                or call.got_first_tokens
+                or self._decode_stage.started
+            ):
                 continue
             if hedging.may_hedge(loop.time() - began, bound_s, silent=is_silent):
                 hedge = await self._hedge(prefill, loop.time() - began, silent=is_silent)
                 if hedge is not None:
                     return hedge
                 may_hedge = False
-        if self._whole.is_winding_up:
+        if self._state.is_winding_up:
             await asyncio.wait((running,), timeout=OUTCOME_GRACE_S)
         return None
 
@@ -145,17 +153,17 @@ class PrefillStage:
         """The next attempt while the late one still runs; None when decode does not take it: the late one goes on."""
         late = f"no first token from {prefill.incarnation.info.worker_id} within {waited_s:.2f} s"
         if silent:
-            self._core.judge.failed(prefill.key, Role.PREFILL, late)
+            self._core.health_recorder.failed(prefill.key, Role.PREFILL, late)
         else:
-            self._core.judge.took(prefill.key, Role.PREFILL, self._slowness(prefill, waited_s))
+            self._core.health_recorder.took(prefill.key, Role.PREFILL, self._slowness(prefill, waited_s))
         self._tried |= {prefill.key}
-        following, emitted = self._next_prefill(), self._book.history()
+        following, emitted = self._next_prefill(), self._tracker.history()
         try:
-            reservation = await self._leg.submit(_mode(following), emitted, because=f"{late}; it is fenced")
+            reservation = await self._decode_stage.submit(_mode(following), emitted, because=f"{late}; it is fenced")
         except MeshError as error:
             _give_up(following)
             self._timings.withdrawn(error.message)
-            logger.info("%s: %s; it stays there all the same: %s", self._leg.wire_id, late, error.message)
+            logger.info("%s: %s; it stays there all the same: %s", self._decode_stage.wire_id, late, error.message)
             return None
         except asyncio.CancelledError:
             _give_up(following)
@@ -169,18 +177,20 @@ class PrefillStage:
         self._blame(prefill, end)
         self._tried |= {prefill.key}
         self._note_retry(end.problem or "")
-        following, emitted = self._next_prefill() if end.retryable else None, self._book.history()
-        leg = self._leg
+        following, emitted = self._next_prefill() if end.retryable else None, self._tracker.history()
+        decode_stage = self._decode_stage
         try:
-            return Attempt(following, await leg.submit(_mode(following), emitted), emitted)
+            return Attempt(following, await decode_stage.submit(_mode(following), emitted), emitted)
         except BaseException as error:
             _give_up(following)
             if not isinstance(error, MeshError):
                 raise
-            if isinstance(error, FailedPrecondition) and leg.delivered:
+            if isinstance(error, FailedPrecondition) and decode_stage.delivered:
                 return None
             said = "was refused" if isinstance(error, FailedPrecondition) else "failed"
-            raise WorkerLost(f"attempt {leg.attempt} on {leg.info.worker_id} {said}: {error.message}") from error
+            raise WorkerLost(
+                f"attempt {decode_stage.attempt} on {decode_stage.info.worker_id} {said}: {error.message}"
+            ) from error
 
     def _is_committed(self, prefill: PrefillTarget, call: PrefillCall, end: PrefillEnd) -> bool:
         """Does decode go on by itself? Raises LegLost when it does but the first tokens, which only prefill had, did not come."""
@@ -189,32 +199,32 @@ class PrefillStage:
                 raise WorkerLost(f"prefill worker {call.worker_id} reported a hand-off without first tokens")
             self._note_handoff(prefill, end)
             return True
-        if self._leg.ended.done():
+        if self._decode_stage.ended.done():
             return True
-        if self._leg.started and not call.got_first_tokens:
+        if self._decode_stage.started and not call.got_first_tokens:
             raise WorkerLost(f"{end.problem}; the hand-off was done, its first tokens are lost")
-        return self._leg.started
+        return self._decode_stage.started
 
     def _next_prefill(self) -> PrefillTarget | None:
         """Several choices under way can only be continued LOCAL."""
-        if self._job.num_choices > 1 and self._book.anything_emitted:
+        if self._prepared.num_choices > 1 and self._tracker.anything_emitted:
             return None
-        return self._placer.next_prefill(self._leg, self._need, self._tried)
+        return self._placer.next_prefill(self._decode_stage, self._need, self._tried)
 
     def _on_first_tokens(self, prefill: PrefillTarget, began: float, first: prefill_pb2.FirstTokens) -> None:
         seconds = asyncio.get_running_loop().time() - began
-        self._core.judge.took(prefill.key, Role.PREFILL, self._slowness(prefill, seconds))
+        self._core.health_recorder.took(prefill.key, Role.PREFILL, self._slowness(prefill, seconds))
         if not self._need.started:  # what continues is cached, who knows how much of it
             self._core.hedging.times.record(prefill.sent.tokens, seconds)
         self._timings.prefilled(first.timings)
-        wants_logprobs = self._job.sampling.HasField("logprobs")
+        wants_logprobs = self._prepared.sampling.HasField("logprobs")
         spans = [
             TokenChunk(
                 token.choice, token.index, [token.token_id], (token.logprobs,) if wants_logprobs else (), token.finish_reason
             )
             for token in first.tokens
         ]
-        self._leg.deliver_first(spans)
+        self._decode_stage.deliver_first(spans)
 
     def _slowness(self, prefill: PrefillTarget, seconds: float) -> float:
         """Observed ÷ expected. What lies below the least bound of a hedge hurts nobody, and its quotient says nothing."""
@@ -223,20 +233,20 @@ class PrefillStage:
         return max(seconds, least_s) / max(expected_s, least_s)
 
     def _note_handoff(self, prefill: PrefillTarget, end: PrefillEnd) -> None:
-        self._core.judge.succeeded(prefill.key, Role.PREFILL)
+        self._core.health_recorder.succeeded(prefill.key, Role.PREFILL)
         if end.outcome is None:
             return
-        leg = self._leg
+        decode_stage = self._decode_stage
         if end.outcome.status == prefill_pb2.HANDOFF_STATUS_FINISHED:
             if not end.outcome.message:  # else decode could not be told, and holds its blocks until we cancel
-                leg.finished()
+                decode_stage.finished()
             return
         parts = self._timings.parts
         parts.kv_exposed_ns = end.outcome.kv_exposed_ns
         parts.kv_bytes, parts.transport = end.outcome.kv_bytes, end.outcome.transport
-        decode = leg.worker.current
+        decode = decode_stage.worker.current
         holders = (prefill.incarnation,) if decode is None else (prefill.incarnation, decode)
-        self._placer.remember(self._job, holders)
+        self._placer.remember(self._prepared, holders)
 
     def _note_retry(self, problem: str) -> None:
         self._timings.failed(problem)
@@ -244,14 +254,14 @@ class PrefillStage:
 
     def _count_retry(self, problem: str) -> None:
         self._timings.parts.num_retries += 1
-        logger.warning("%s attempt %d: %s", self._leg.wire_id, self._leg.attempt, problem)
+        logger.warning("%s attempt %d: %s", self._decode_stage.wire_id, self._decode_stage.attempt, problem)
 
     def _blame(self, prefill: PrefillTarget, end: PrefillEnd) -> None:
         """A hand-off that failed may be either side's fault: who is part of many is left out."""
         if end.at_fault:
-            self._core.judge.failed(prefill.key, Role.PREFILL, end.problem or "")
+            self._core.health_recorder.failed(prefill.key, Role.PREFILL, end.problem or "")
         if end.outcome is not None:
-            self._core.judge.failed(self._leg.key, Role.DECODE, end.problem or "")
+            self._core.health_recorder.failed(self._decode_stage.key, Role.DECODE, end.problem or "")
 
 
 def _stalled_s(config: RouterConfig) -> float:

@@ -23,16 +23,16 @@ from router.tokenization.prepared_request import PreparedRequest
 
 
 def learn(
-    core: RouterContext, job: PreparedRequest, decision: Decision | None, timings: mesh_pb2.Timings, num_tokens: int
+    core: RouterContext, prepared: PreparedRequest, decision: Decision | None, timings: mesh_pb2.Timings, num_tokens: int
 ) -> None:
     """`num_tokens` of all choices. A request that was tried again or lost teaches nothing about a smooth one."""
-    core.output_lengths.observe(job.model.name, job.tenant, num_tokens // job.num_choices)
-    if decision is None or timings.num_retries or timings.num_resubmissions or job.emitted:
+    core.output_lengths.observe(prepared.model.name, prepared.tenant, num_tokens // prepared.num_choices)
+    if decision is None or timings.num_retries or timings.num_resubmissions or prepared.emitted:
         return
     core.decisions.compare(decision)
     chosen, tpot_s = decision.placement.chosen, decision.observed_tpot_s
     if chosen is not None and chosen.prediction is not None:
-        _count(core.traffic.of(job.model.name), decision, chosen.prediction)
+        _count(core.traffic.of(prepared.model.name), decision, chosen.prediction)
         if tpot_s:
             core.overheads.observe_tpot(chosen.decode, chosen.prediction.steps_tpot_s, tpot_s)
     seen = _overhead(decision, timings)
@@ -65,13 +65,13 @@ SETTLE_S = 0.1
 class Request:
     """Owns a place in admission and a course; `close` gives both up, as often as one likes."""
 
-    def __init__(self, core: RouterContext, job: PreparedRequest, timings: RequestTimings) -> None:
-        self.job = job
+    def __init__(self, core: RouterContext, prepared: PreparedRequest, timings: RequestTimings) -> None:
+        self.prepared = prepared
         self._core = core
         self._timings = timings
-        self._book = OutputTracker(job.num_choices, job.emitted)
-        self._output = Output(job, self._book)
-        self._course = RequestDispatcher(core, job, self._book, timings, self._output.render)
+        self._tracker = OutputTracker(prepared.num_choices, prepared.emitted)
+        self._output = Output(prepared, self._tracker)
+        self._dispatcher = RequestDispatcher(core, prepared, self._tracker, timings, self._output.render)
         self._ticket: Ticket | None = None
         self._visit: Visit | None = None
         self._task: asyncio.Task[None] | None = None
@@ -85,11 +85,11 @@ class Request:
             ended = self._replay()
             self._arrive()
             await self._admit()
-            self._task = self._core.background.spawn(self._course.run(), f"request {self.job.request_id}")
+            self._task = self._core.background.spawn(self._dispatcher.run(), f"request {self.prepared.request_id}")
             yield self._started()
             for message in ended:
                 yield message
-            take, handed = self._course.outbox.take, self._timings.handed
+            take, handed = self._dispatcher.client_stream.take, self._timings.handed
             while not self._output.done:
                 for message in await take():
                     delta = message.delta
@@ -107,60 +107,63 @@ class Request:
 
     async def _settle(self) -> None:
         """A short answer can end before prefill's report of the hand-off has been read: the timings of `completed` need it."""
-        if self._task is not None and self._course.is_winding_up:
+        if self._task is not None and self._dispatcher.is_winding_up:
             await asyncio.wait((self._task,), timeout=SETTLE_S)
 
     @property
     def num_generated(self) -> int:
         """Output tokens, without those that the client had before."""
-        return self._book.num_tokens - num_emitted(self.job)
+        return self._tracker.num_tokens - num_emitted(self.prepared)
 
     @property
     def brought(self) -> Yield:
         """What has come of it so far."""
-        drafts = self._course.drafts
-        return Yield(self._output.num_tokens, self._book.finish_reasons, drafts.num_drafted, drafts.num_accepted)
+        drafts = self._dispatcher.drafts
+        return Yield(self._output.num_tokens, self._tracker.finish_reasons, drafts.num_drafted, drafts.num_accepted)
 
     def fail(self, error: MeshError) -> None:
         """End the stream with `error` after what is queued."""
-        self._course.outbox.fail(error)
+        self._dispatcher.client_stream.fail(error)
 
     def close(self) -> None:
         """Give place and workers back. The workers are told in the background."""
-        if self._task is not None and not self._course.is_winding_up:
+        if self._task is not None and not self._dispatcher.is_winding_up:
             self._task.cancel()
         if self._visit is not None:
             self._visit.ended(self.num_generated, self._timings.parts.prefill_cached_tokens)
         if self._ticket is not None:
-            self._core.gate.leave(self._ticket, self._used_tokens())
+            self._core.flow_control.leave(self._ticket, self._used_tokens())
             self._ticket = None
-            self._core.num_token_mismatches += self._book.num_mismatches
+            self._core.num_token_mismatches += self._tracker.num_mismatches
             self._core.fleet.openings.fire()
 
     def _used_tokens(self) -> int:
         """What its tenant pays for: what was generated, and the prompt once a worker was asked to compute it: leaving before the
         first token gives no work away. Only what the mesh failed to answer at all is free."""
-        generated = self._book.num_tokens
-        for_nothing = self._failed and generated <= num_emitted(self.job)
-        return len(self.job.prompt) + generated if self._submitted and not for_nothing else 0
+        generated = self._tracker.num_tokens
+        for_nothing = self._failed and generated <= num_emitted(self.prepared)
+        return len(self.prepared.prompt) + generated if self._submitted and not for_nothing else 0
 
     def _replay(self) -> list[mesh_pb2.GenerateResponse]:
         try:
-            return self._output.replay(self.job.emitted)
+            return self._output.replay(self.prepared.emitted)
         except ResumeMismatch as error:
             field = f"resume.emitted[{error.choice}].token_ids"
             raise InvalidArgument(field, f"{field}: {error}; send what was received, no more") from error
 
     def _arrive(self) -> None:
-        job = self.job
-        self._visit = self._core.traffic.of(job.model.name).arrive(
-            len(job.prompt), time.monotonic(), is_batch=job.priority == common_pb2.PRIORITY_BATCH, is_new=job.attempt == 0
+        prepared = self.prepared
+        self._visit = self._core.traffic.of(prepared.model.name).arrive(
+            len(prepared.prompt),
+            time.monotonic(),
+            is_batch=prepared.priority == common_pb2.PRIORITY_BATCH,
+            is_new=prepared.attempt == 0,
         )
 
     async def _admit(self) -> None:
         began_ns = now_ns()
         try:
-            ticket = self._ticket = await self._core.gate.enter(flow_item_of(self._core, self.job))
+            ticket = self._ticket = await self._core.flow_control.enter(flow_item_of(self._core, self.prepared))
             await failpoints.hit_async("router.admission")
         finally:
             self._timings.queued(began_ns)
@@ -169,21 +172,21 @@ class Request:
     def _teach(self) -> None:
         """A smooth request says whether admission's forecast was right."""
         first_ns, parts = self._timings.first_received_ns, self._timings.parts
-        if self._ticket is not None and first_ns is not None and not (parts.num_retries or self.job.emitted):
-            self._core.gate.admission.answered(self._ticket, first_ns / 1e9)
+        if self._ticket is not None and first_ns is not None and not (parts.num_retries or self.prepared.emitted):
+            self._core.flow_control.admission.answered(self._ticket, first_ns / 1e9)
 
     def _submitting(self, ticket: Ticket) -> None:
         self._submitted = True
         if self._visit is not None:
             self._visit.placed()
-        self._core.gate.placed(ticket)
+        self._core.flow_control.placed(ticket)
 
     def _started(self) -> mesh_pb2.GenerateResponse:
         started = mesh_pb2.Started(
-            request_id=self.job.request_id,
-            seed=self.job.sampling.seed,
-            model=self.job.model.name,
-            num_prompt_tokens=len(self.job.prompt),
+            request_id=self.prepared.request_id,
+            seed=self.prepared.sampling.seed,
+            model=self.prepared.model.name,
+            num_prompt_tokens=len(self.prepared.prompt),
         )
         return mesh_pb2.GenerateResponse(started=started)
 
@@ -192,11 +195,11 @@ class Request:
         self.is_complete = True
         self._teach()
         usage = mesh_pb2.Usage(
-            prompt_tokens=len(self.job.prompt),
+            prompt_tokens=len(self.prepared.prompt),
             completion_tokens=self._output.num_tokens,
-            cached_tokens=min(timings.prefill_cached_tokens, len(self.job.prompt)),
-            drafted_tokens=self._course.drafts.num_drafted,
-            accepted_tokens=self._course.drafts.num_accepted,
+            cached_tokens=min(timings.prefill_cached_tokens, len(self.prepared.prompt)),
+            drafted_tokens=self._dispatcher.drafts.num_drafted,
+            accepted_tokens=self._dispatcher.drafts.num_accepted,
         )
-        learn(self._core, self.job, self._timings.decision, timings, self._output.num_tokens)
+        learn(self._core, self.prepared, self._timings.decision, timings, self._output.num_tokens)
         return mesh_pb2.GenerateResponse(completed=mesh_pb2.Completed(usage=usage, timings=timings))

@@ -148,11 +148,11 @@ class Policy(Protocol):
 
     name: str
 
-    def choose(self, roster: FleetSnapshot, demand: RoutingRequest, now: float) -> Placement | NoPlacement:
+    def choose(self, fleet_snapshot: FleetSnapshot, routing_request: RoutingRequest, now: float) -> Placement | NoPlacement:
         """The placement of one request."""
 
     def choose_prefill(
-        self, roster: FleetSnapshot, decode: WorkerSnapshot, demand: RoutingRequest, now: float
+        self, fleet_snapshot: FleetSnapshot, decode: WorkerSnapshot, routing_request: RoutingRequest, now: float
     ) -> WorkerSnapshot | None:
         """Another prefill worker for a request that `decode` has reserved already; None without one."""
 
@@ -170,53 +170,59 @@ class PredictPolicy:
         self._local_prefill_tokens = local_prefill_tokens
         self._shortlist = shortlist
 
-    def choose(self, roster: FleetSnapshot, demand: RoutingRequest, now: float) -> Placement | NoPlacement:
+    def choose(self, fleet_snapshot: FleetSnapshot, routing_request: RoutingRequest, now: float) -> Placement | NoPlacement:
         """As `Policy` says; equal snapshots get equal answers."""
         candidates: list[Candidate] = []
         owners: list[WorkerEstimate] = []
-        for group in roster.groups(demand.model, demand.kind):
-            could, found = self._look(group, demand, now)
+        for group in fleet_snapshot.groups(routing_request.model, routing_request.kind):
+            could, found = self._look(group, routing_request, now)
             owners += could
             candidates += found
         if not owners:
-            return explain_no_candidate(roster.views(), demand)
+            return explain_no_candidate(fleet_snapshot.views(), routing_request)
         if not candidates:
-            return self._look_everywhere(roster, demand, now) or no_partner(owner.view for owner in owners)
+            return self._look_everywhere(fleet_snapshot, routing_request, now) or no_partner(owner.view for owner in owners)
         best = _least(candidates)
         return Placement(best.decode, best.prefill, "", candidates)
 
     def choose_prefill(
-        self, roster: FleetSnapshot, decode: WorkerSnapshot, demand: RoutingRequest, now: float
+        self, fleet_snapshot: FleetSnapshot, decode: WorkerSnapshot, routing_request: RoutingRequest, now: float
     ) -> WorkerSnapshot | None:
         """The cheapest pair with this decode worker."""
-        group = roster.group_of(decode)
+        group = fleet_snapshot.group_of(decode)
         owner = group.engines[decode.address]
         count = self._count(group)
-        look = _Look(group, demand, now, self._overheads, count)
+        look = _Look(group, routing_request, now, self._overheads, count)
         candidates = look.remote([owner], look.fillers([owner]))
         return _least(candidates).prefill if candidates else None
 
     def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
         """It remembers nothing: the views do."""
 
-    def _look_everywhere(self, roster: FleetSnapshot, demand: RoutingRequest, now: float) -> Placement | NoPlacement | None:
+    def _look_everywhere(
+        self, fleet_snapshot: FleetSnapshot, routing_request: RoutingRequest, now: float
+    ) -> Placement | NoPlacement | None:
         """REMOTE was asked for, and nobody on the shortlists reaches anybody: None if everybody was on them."""
-        if self._shortlist is not None or len(roster) <= SHORTLIST:
+        if self._shortlist is not None or len(fleet_snapshot) <= SHORTLIST:
             return None
-        thorough = PredictPolicy(self._overheads, shortlist=min(len(roster), THOROUGH))
-        return thorough.choose(roster, demand, now)
+        thorough = PredictPolicy(self._overheads, shortlist=min(len(fleet_snapshot), THOROUGH))
+        return thorough.choose(fleet_snapshot, routing_request, now)
 
-    def _look(self, group: Pool, demand: RoutingRequest, now: float) -> tuple[list[WorkerEstimate], list[Candidate]]:
+    def _look(self, group: Pool, routing_request: RoutingRequest, now: float) -> tuple[list[WorkerEstimate], list[Candidate]]:
         """The workers that could own the request, and the candidates among them."""
         count = self._count(group)
-        look = _Look(group, demand, now, self._overheads, count)
+        look = _Look(group, routing_request, now, self._overheads, count)
         holders = [engine for engine in look.holders(group.owners) if engine.view.decode]
-        owners = _together(first(_engines(group, group.owners), demand, count), first(holders, demand, count))
-        if demand.mode is Mode.REMOTE:
+        owners = _together(first(_engines(group, group.owners), routing_request, count), first(holders, routing_request, count))
+        if routing_request.mode is Mode.REMOTE:
             return owners, look.remote(owners, look.fillers(owners))
-        wholes = _together(first(_engines(group, group.wholes), demand, count), owners)
+        wholes = _together(first(_engines(group, group.wholes), routing_request, count), owners)
         candidates = look.local(wholes)
-        long = [o for o in owners if demand.uncached(o.view) >= self._local_prefill_tokens] if demand.mode is None else []
+        long = (
+            [o for o in owners if routing_request.uncached(o.view) >= self._local_prefill_tokens]
+            if routing_request.mode is None
+            else []
+        )
         if long:
             candidates += look.remote(long, look.fillers(long))
         return wholes, candidates
@@ -232,22 +238,38 @@ class _Look:
     """One request at one group: what computing it and owning it mean, for each worker once; then pairs."""
 
     __slots__ = (
-        "_count", "_demand", "_expected", "_gaps", "_goals", "_group", "_holders", "_now", "_outputs", "_overheads", "_pressure",
+        "_count",
+        "_expected",
+        "_gaps",
+        "_goals",
+        "_group",
+        "_holders",
+        "_now",
+        "_outputs",
+        "_overheads",
+        "_pressure",
         "_prompts",
+        "_routing_request",
     )  # fmt: skip
 
-    def __init__(self, group: Pool, demand: RoutingRequest, now: float, overheads: Overheads, count: int) -> None:
-        self._group, self._demand, self._now, self._overheads, self._count = group, demand, now, overheads, count
-        self._pressure, self._expected = group.pressure, demand.expected_tokens
+    def __init__(self, group: Pool, routing_request: RoutingRequest, now: float, overheads: Overheads, count: int) -> None:
+        self._group, self._routing_request, self._now, self._overheads, self._count = (
+            group,
+            routing_request,
+            now,
+            overheads,
+            count,
+        )
+        self._pressure, self._expected = group.pressure, routing_request.expected_tokens
         self._gaps = max(1.0, self._expected - 1)
-        self._goals = Goals(demand.ttft_goal_s, demand.tpot_goal_s, demand.running_tpot_goal_s)
+        self._goals = Goals(routing_request.ttft_goal_s, routing_request.tpot_goal_s, routing_request.running_tpot_goal_s)
         self._prompts: dict[WorkerEstimate, PromptPart] = {}
         self._outputs: dict[WorkerEstimate, OutputPart] = {}
         self._holders: list[WorkerEstimate] | None = None
 
     def holders(self, ranking: Ranking) -> list[WorkerEstimate]:
         """Workers with the most of the prompt; where there are very many of them, of those that `ranking` puts first."""
-        cached, engines = self._demand.cached_tokens, self._group.engines
+        cached, engines = self._routing_request.cached_tokens, self._group.engines
         if not cached:
             return []
         if len(cached) > MAX_HOLDERS:
@@ -260,11 +282,11 @@ class _Look:
 
     def fillers(self, decodes: Sequence[WorkerEstimate]) -> list[WorkerEstimate]:
         """The best to compute the prompt for any of `decodes`, and those of the holders that can."""
-        group, demand = self._group, self._demand
+        group, routing_request = self._group, self._routing_request
 
         def fits(engine: WorkerEstimate) -> bool:
             view = engine.view
-            return can_prefill(view, demand) and _reaches(view, decodes)
+            return can_prefill(view, routing_request) and _reaches(view, decodes)
 
         # One more than asked for: with both roles, the best of them may be the best decode worker itself.
         best = islice(filter(fits, _engines(group, group.fillers)), self._count + 1)
@@ -278,7 +300,7 @@ class _Look:
             over = self._overheads.between(None, view)
             predicted = whole_prediction(self._prompt_part(engine), self._output_part(engine), over, gaps, goals)
             cost = cost_s(predicted, self._expected, self._pressure) + view.penalty_s
-            found.append(_new(Candidate, (view, None, cost, has_room_now(engine, self._demand), predicted)))
+            found.append(_new(Candidate, (view, None, cost, has_room_now(engine, self._routing_request), predicted)))
         return found
 
     def remote(self, decodes: Iterable[WorkerEstimate], prefills: Iterable[WorkerEstimate]) -> list[Candidate]:
@@ -289,7 +311,7 @@ class _Look:
         found, goals, gaps, parts = list[Candidate](), self._goals, self._gaps, self._prompts
         expected, pressure, between = self._expected, self._pressure, self._overheads.between
         for decode in outputs[: self._count]:
-            has_room, view, output = has_room_now(decode, self._demand), decode.view, self._outputs[decode]
+            has_room, view, output = has_room_now(decode, self._routing_request), decode.view, self._outputs[decode]
             for prefill in self._partners(prompts, view):
                 other = prefill.view
                 predicted = paired(parts[prefill], output, between(other, view), gaps, goals)
@@ -319,22 +341,24 @@ class _Look:
 
     def _output_order(self, engine: WorkerEstimate) -> tuple[bool, float, str]:
         alone_s = _alone(self._output_part(engine), self._expected)
-        return not has_room_now(engine, self._demand), alone_s + engine.view.penalty_s, engine.view.address
+        return not has_room_now(engine, self._routing_request), alone_s + engine.view.penalty_s, engine.view.address
 
     def _prompt_part(self, engine: WorkerEstimate) -> PromptPart:
         known = self._prompts.get(engine)
         if known is None:
-            demand = self._demand
-            side = engine.prompt_side(demand.num_tokens, demand.cached_tokens.get(engine.key, 0), self._now)
+            routing_request = self._routing_request
+            side = engine.prompt_side(routing_request.num_tokens, routing_request.cached_tokens.get(engine.key, 0), self._now)
             known = self._prompts[engine] = prompt_part(side, self._expected, self._goals)
         return known
 
     def _output_part(self, engine: WorkerEstimate) -> OutputPart:
         known = self._outputs.get(engine)
         if known is None:
-            demand = self._demand
-            cached = demand.cached_tokens.get(engine.key, 0)
-            side = engine.output_side(demand.num_tokens, cached, demand.num_choices, demand.expected_tokens, self._now)
+            routing_request = self._routing_request
+            cached = routing_request.cached_tokens.get(engine.key, 0)
+            side = engine.output_side(
+                routing_request.num_tokens, cached, routing_request.num_choices, routing_request.expected_tokens, self._now
+            )
             known = self._outputs[engine] = output_part(side, self._expected, self._goals)
         return known
 

@@ -93,9 +93,9 @@ class Decisions:
         )
 
 
-def cached_of(placement: Placement, demand: RoutingRequest) -> dict[WorkerKey, int]:
+def cached_of(placement: Placement, routing_request: RoutingRequest) -> dict[WorkerKey, int]:
     """What of `demand.cached_tokens` is about the candidates: it may name thousands of workers."""
-    cached = demand.cached_tokens
+    cached = routing_request.cached_tokens
     if not cached:
         return {}
     views = [placement.decode, placement.prefill]

@@ -100,36 +100,36 @@ class NoPlacement:
     never: bool = False
 
 
-def same_kind(worker: WorkerSnapshot, demand: RoutingRequest) -> bool:
+def same_kind(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
     """The model, and the kind of worker that the request started on, if it has."""
-    return worker.model == demand.model and demand.kind in (None, worker.kind)
+    return worker.model == routing_request.model and routing_request.kind in (None, worker.kind)
 
 
-def can_decode(worker: WorkerSnapshot, demand: RoutingRequest) -> bool:
+def can_decode(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
     """May `worker` be the request's decode worker, room aside?"""
-    return worker.decode and worker.key not in demand.excluded_decode and can_ever_hold(worker, demand)
+    return worker.decode and worker.key not in routing_request.excluded_decode and can_ever_hold(worker, routing_request)
 
 
-def can_prefill(worker: WorkerSnapshot, demand: RoutingRequest) -> bool:
+def can_prefill(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
     """May `worker` compute the prompt for another one, if it reaches it?"""
-    return worker.prefill and worker.key not in demand.excluded_prefill
+    return worker.prefill and worker.key not in routing_request.excluded_prefill
 
 
-def can_ever_hold(worker: WorkerSnapshot, demand: RoutingRequest) -> bool:
+def can_ever_hold(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
     """Is the worker large enough, were it empty?"""
-    fits_context = max(demand.num_tokens, demand.max_total_tokens) <= worker.max_context
+    fits_context = max(routing_request.num_tokens, routing_request.max_total_tokens) <= worker.max_context
     return (
         fits_context
-        and blocks_for(demand.num_tokens, worker) <= worker.num_total_blocks
-        and demand.num_choices <= worker.max_num_seqs
+        and blocks_for(routing_request.num_tokens, worker) <= worker.num_total_blocks
+        and routing_request.num_choices <= worker.max_num_seqs
     )
 
 
-def has_room(worker: WorkerSnapshot, demand: RoutingRequest) -> bool:
+def has_room(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
     """Does the last report, with what was dispatched since, leave room? The worker's own answer is the truth."""
     free = worker.num_free_blocks - worker.dispatched_blocks
     seqs = worker.num_seqs + worker.dispatched_seqs
-    return blocks_for(demand.num_tokens, worker) <= free and seqs + demand.num_choices <= worker.max_num_seqs
+    return blocks_for(routing_request.num_tokens, worker) <= free and seqs + routing_request.num_choices <= worker.max_num_seqs
 
 
 def blocks_for(num_tokens: int, worker: WorkerSnapshot) -> int:
@@ -156,15 +156,17 @@ def _hands_over(prefill: Layout, decode: Layout, ours: frozenset[str], theirs: f
     return bool(_REACH_EVERYWHERE & common) or (same_host and bool(here & common))
 
 
-def explain_no_candidate(workers: Iterable[WorkerSnapshot], demand: RoutingRequest) -> NoPlacement:
+def explain_no_candidate(workers: Iterable[WorkerSnapshot], routing_request: RoutingRequest) -> NoPlacement:
     """Why no worker can own the request; to be asked only when that is so."""
-    decodes = [worker for worker in workers if worker.decode and same_kind(worker, demand)]
+    decodes = [worker for worker in workers if worker.decode and same_kind(worker, routing_request)]
     if not decodes:
-        return NoPlacement(f"no decode worker of model {demand.model!r} is reachable")
-    large_enough = [worker for worker in decodes if can_ever_hold(worker, demand)]
+        return NoPlacement(f"no decode worker of model {routing_request.model!r} is reachable")
+    large_enough = [worker for worker in decodes if can_ever_hold(worker, routing_request)]
     if not large_enough:
-        return NoPlacement(f"{demand.num_tokens} tokens exceed the KV pool or context of every decode worker", never=True)
-    return NoPlacement(f"all {len(large_enough)} decode workers of model {demand.model!r} refused or were lost")
+        return NoPlacement(
+            f"{routing_request.num_tokens} tokens exceed the KV pool or context of every decode worker", never=True
+        )
+    return NoPlacement(f"all {len(large_enough)} decode workers of model {routing_request.model!r} refused or were lost")
 
 
 def no_partner(decode: Iterable[WorkerSnapshot]) -> NoPlacement:
@@ -173,14 +175,14 @@ def no_partner(decode: Iterable[WorkerSnapshot]) -> NoPlacement:
     return NoPlacement(f"REMOTE was asked for and no prefill worker fits {names}")
 
 
-def first(engines: Iterable[WorkerEstimate], demand: RoutingRequest, count: int) -> list[WorkerEstimate]:
+def first(engines: Iterable[WorkerEstimate], routing_request: RoutingRequest, count: int) -> list[WorkerEstimate]:
     """The first `count` of `engines` that can own the request and have room; if none has, those without."""
     roomy: list[WorkerEstimate] = []
     full: list[WorkerEstimate] = []
     for engine in engines:
-        if not _fits(engine, demand):
+        if not _fits(engine, routing_request):
             continue
-        if has_room_now(engine, demand):
+        if has_room_now(engine, routing_request):
             roomy.append(engine)
             if len(roomy) == count:
                 break
@@ -189,16 +191,18 @@ def first(engines: Iterable[WorkerEstimate], demand: RoutingRequest, count: int)
     return roomy or full
 
 
-def has_room_now(engine: WorkerEstimate, demand: RoutingRequest) -> bool:
+def has_room_now(engine: WorkerEstimate, routing_request: RoutingRequest) -> bool:
     """As `has_room`, from what has been computed already."""
-    return demand.num_tokens <= engine.free_tokens and demand.num_choices <= engine.free_seqs
+    return routing_request.num_tokens <= engine.free_tokens and routing_request.num_choices <= engine.free_seqs
 
 
-def _fits(engine: WorkerEstimate, demand: RoutingRequest) -> bool:
+def _fits(engine: WorkerEstimate, routing_request: RoutingRequest) -> bool:
     """As `can_own` and `same_kind` within a group."""
     view = engine.view
-    if demand.max_total_tokens > view.max_context or demand.num_tokens > engine.largest:  # that is at most max_context
+    if (
+        routing_request.max_total_tokens > view.max_context or routing_request.num_tokens > engine.largest
+    ):  # that is at most max_context
         return False
-    if demand.kind is not None and view.kind != demand.kind:
+    if routing_request.kind is not None and view.kind != routing_request.kind:
         return False
-    return demand.num_choices <= view.max_num_seqs and engine.key not in demand.excluded_decode
+    return routing_request.num_choices <= view.max_num_seqs and engine.key not in routing_request.excluded_decode

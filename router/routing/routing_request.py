@@ -14,7 +14,7 @@ NOBODY: frozenset[WorkerKey] = frozenset()
 
 def routing_request_of(
     core: RouterContext,
-    job: PreparedRequest,
+    prepared: PreparedRequest,
     emitted: Sequence[common_pb2.EmittedChoice] = (),
     kind: tuple[object, ...] | None = None,
     *,
@@ -22,42 +22,42 @@ def routing_request_of(
     excluded_prefill: frozenset[WorkerKey] = NOBODY,
 ) -> RoutingRequest:
     """`emitted` tokens are out already, from workers of `kind`."""
-    several_under_way = job.num_choices > 1 and bool(emitted)
-    objective = core.objectives.get(job.model.name)
+    several_under_way = prepared.num_choices > 1 and bool(emitted)
+    objective = core.objectives.get(prepared.model.name)
     num_emitted = max((len(choice.token_ids) for choice in emitted), default=0)
-    promised = Bounds(None, None) if objective is None else objective.bounds(job.priority)
+    promised = Bounds(None, None) if objective is None else objective.bounds(prepared.priority)
     running_tpot_ms = objective.tpot_ms if objective is not None else 0
     return RoutingRequest(
-        model=job.model.name,
-        num_tokens=len(job.prompt) + num_emitted,
-        num_choices=job.num_choices,
-        max_total_tokens=len(job.prompt) + job.sampling.max_tokens,
-        cached_tokens=core.prefixes.cached_tokens(job),
-        mode=Mode.LOCAL if several_under_way else job.mode,
+        model=prepared.model.name,
+        num_tokens=len(prepared.prompt) + num_emitted,
+        num_choices=prepared.num_choices,
+        max_total_tokens=len(prepared.prompt) + prepared.sampling.max_tokens,
+        cached_tokens=core.prefixes.cached_tokens(prepared),
+        mode=Mode.LOCAL if several_under_way else prepared.mode,
         kind=kind,
         excluded_decode=excluded_decode,
         excluded_prefill=excluded_prefill,
-        expected_tokens=_expected(core, job, num_emitted),
-        ttft_goal_s=_seconds(job.slo_ttft_ms or promised.ttft_ms),
-        tpot_goal_s=_seconds(job.slo_tpot_ms or promised.tpot_ms),
+        expected_tokens=_expected(core, prepared, num_emitted),
+        ttft_goal_s=_seconds(prepared.slo_ttft_ms or promised.ttft_ms),
+        tpot_goal_s=_seconds(prepared.slo_tpot_ms or promised.tpot_ms),
         running_tpot_goal_s=_seconds(running_tpot_ms),
     )
 
 
-def goals_ms(core: RouterContext, job: PreparedRequest) -> tuple[int, int]:
+def goals_ms(core: RouterContext, prepared: PreparedRequest) -> tuple[int, int]:
     """TTFT and TPOT that the request is to have: its own objectives, or its model's for requests of its priority; 0: none."""
-    objective = core.objectives.get(job.model.name)
-    promised = Bounds(None, None) if objective is None else objective.bounds(job.priority)
-    return job.slo_ttft_ms or promised.ttft_ms or 0, job.slo_tpot_ms or promised.tpot_ms or 0
+    objective = core.objectives.get(prepared.model.name)
+    promised = Bounds(None, None) if objective is None else objective.bounds(prepared.priority)
+    return prepared.slo_ttft_ms or promised.ttft_ms or 0, prepared.slo_tpot_ms or promised.tpot_ms or 0
 
 
-def tpot_goal_ms(core: RouterContext, job: PreparedRequest) -> int:
+def tpot_goal_ms(core: RouterContext, prepared: PreparedRequest) -> int:
     """The request's own objective, or what its model promises requests of its priority; 0: none."""
-    return goals_ms(core, job)[1]
+    return goals_ms(core, prepared)[1]
 
 
-def _expected(core: RouterContext, job: PreparedRequest, num_emitted: int) -> float:
-    expected = core.output_lengths.expected(job.model.name, job.tenant, job.sampling.max_tokens)
+def _expected(core: RouterContext, prepared: PreparedRequest, num_emitted: int) -> float:
+    expected = core.output_lengths.expected(prepared.model.name, prepared.tenant, prepared.sampling.max_tokens)
     return max(1.0, expected - num_emitted)
 
 

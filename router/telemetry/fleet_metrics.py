@@ -47,12 +47,12 @@ class StatusReader:
         readings.put(metrics.REGISTRY, self._registry_connected())
 
     def _read_admission(self, readings: Readings) -> None:
-        admission = self._core.gate.admission
-        self._admission.look(admission.places.counts.tallies)
+        admission = self._core.flow_control.admission
+        self._admission.look(admission.limiter.counts.tallies)
         for instrument, counts in self._admission.counters.items():
             for labels, count in counts.items():
                 readings.put(instrument, count, *labels)
-        for (tenant, priority), tally in admission.places.counts.tallies.items():
+        for (tenant, priority), tally in admission.limiter.counts.tallies.items():
             labels = (tenant_name(tenant), priority_name(priority))
             readings.put(metrics.INFLIGHT, tally.num_inflight, *labels)
             readings.put(metrics.QUEUED, tally.num_queued, *labels)
@@ -77,7 +77,7 @@ class StatusReader:
 
     def _read_workers(self, readings: Readings) -> None:
         now = time.monotonic()
-        breakers = BreakerStatuses(self._core.judge, self._core.fleet.roster, now)
+        breakers = BreakerStatuses(self._core.health_recorder, self._core.fleet.fleet_snapshot, now)
         for worker in self._core.fleet.workers.values():
             if worker.last is None:
                 continue

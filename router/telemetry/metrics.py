@@ -191,7 +191,7 @@ class RequestMetrics:
 
     def ended(
         self,
-        job: PreparedRequest | None,
+        prepared: PreparedRequest | None,
         goals: Goals,
         num_output_tokens: int,
         timings: RequestTimings,
@@ -203,13 +203,13 @@ class RequestMetrics:
         if not self.metrics.is_on:
             return
         try:
-            self._note(job, goals, num_output_tokens, timings, error, trace)
+            self._note(prepared, goals, num_output_tokens, timings, error, trace)
         except Exception:  # a bug in what is counted of a request must not end it
             logger.exception("a request is not in the metrics")
 
     def _note(
         self,
-        job: PreparedRequest | None,
+        prepared: PreparedRequest | None,
         goals: Goals,
         num_output_tokens: int,
         timings: RequestTimings,
@@ -219,48 +219,48 @@ class RequestMetrics:
         parts = timings.parts if timings.parts.total_ns else timings.message()
         problem = None if error is None else mesh_error_of(error)
         error_type = "" if problem is None else problem.code.name
-        if job is None:
+        if prepared is None:
             self.metrics.add(REQUESTS, 1, "", "", "", "", error_type, "none", "none")
             return
-        self._measured(job, parts, error_type, trace)
-        self._counted(job, parts, num_output_tokens)
+        self._measured(prepared, parts, error_type, trace)
+        self._counted(prepared, parts, num_output_tokens)
         met = verdict(parts, goals, problem)
-        who = (*_class_of(job), _MODES.get(parts.mode, ""))
+        who = (*_class_of(prepared), _MODES.get(parts.mode, ""))
         self.metrics.add(REQUESTS, 1, *who, error_type, _word(met.ttft), _word(met.tpot))
         if problem is None and timings.decision is not None:
-            self._predicted(job, parts, timings.decision)
+            self._predicted(prepared, parts, timings.decision)
 
-    def _measured(self, job: PreparedRequest, parts: mesh_pb2.Timings, error_type: str, trace: str) -> None:
+    def _measured(self, prepared: PreparedRequest, parts: mesh_pb2.Timings, error_type: str, trace: str) -> None:
         observe = self.metrics.observe
-        who = (_operation(job), PROVIDER_NAME, *_class_of(job), _MODES.get(parts.mode, ""))
+        who = (_operation(prepared), PROVIDER_NAME, *_class_of(prepared), _MODES.get(parts.mode, ""))
         observe(DURATION, parts.total_ns / 1e9, *who, error_type, trace=trace)
         if parts.tpot_ns:
             observe(TPOT, parts.tpot_ns / 1e9, *who, trace=trace)
         if not parts.ttft_ns:
             return
         observe(TTFT, parts.ttft_ns / 1e9, *who, trace=trace)
-        model, priority = job.model.name, who[4]
+        model, priority = prepared.model.name, who[4]
         for part in _TTFT_PARTS:
             observe(TTFT_PART, getattr(parts, f"{part}_ns") / 1e9, model, priority, part)
         if parts.mode == mesh_pb2.PREFILL_MODE_REMOTE and parts.kv_bytes:
             for part in _HANDOFF_PARTS:
                 observe(HANDOFF_PART, getattr(parts, f"{part}_ns") / 1e9, model, part)
 
-    def _counted(self, job: PreparedRequest, parts: mesh_pb2.Timings, num_output_tokens: int) -> None:
-        model, num_input = job.model.name, len(job.prompt)
+    def _counted(self, prepared: PreparedRequest, parts: mesh_pb2.Timings, num_output_tokens: int) -> None:
+        model, num_input = prepared.model.name, len(prepared.prompt)
         for kind, number in (("input", num_input), ("output", num_output_tokens)):
-            self.metrics.observe(TOKEN_USAGE, number, _operation(job), PROVIDER_NAME, model, kind)
+            self.metrics.observe(TOKEN_USAGE, number, _operation(prepared), PROVIDER_NAME, model, kind)
         cached = min(parts.prefill_cached_tokens, num_input)
         for kind, number in (("input", num_input), ("output", num_output_tokens), ("cached", cached)):
-            self.metrics.add(TOKENS, number, *_class_of(job), kind)
+            self.metrics.add(TOKENS, number, *_class_of(prepared), kind)
         self.metrics.add(RETRIES, parts.num_retries, model)
         self.metrics.add(RESUBMISSIONS, parts.num_resubmissions, model)
 
-    def _predicted(self, job: PreparedRequest, parts: mesh_pb2.Timings, decision: Decision) -> None:
+    def _predicted(self, prepared: PreparedRequest, parts: mesh_pb2.Timings, decision: Decision) -> None:
         """How far the policy was off; of a request that was tried again or lost, it was not asked about what came."""
         self.metrics.observe(DECISION_TIME, decision.decision_ns / 1e9, decision.policy)
         chosen = decision.placement.chosen
-        if chosen is None or chosen.prediction is None or parts.num_retries or parts.num_resubmissions or job.emitted:
+        if chosen is None or chosen.prediction is None or parts.num_retries or parts.num_resubmissions or prepared.emitted:
             return
         predicted = (chosen.prediction.ttft_s, chosen.prediction.tpot_s)
         measured = (decision.observed_ttft_s, decision.observed_tpot_s)
@@ -280,12 +280,12 @@ def tenant_name(tenant: str) -> str:
     return OTHER if tenant == OTHERS else tenant or NO_TENANT
 
 
-def _class_of(job: PreparedRequest) -> tuple[str, str, str]:
-    return job.model.name, tenant_name(job.tenant), priority_name(job.priority)
+def _class_of(prepared: PreparedRequest) -> tuple[str, str, str]:
+    return prepared.model.name, tenant_name(prepared.tenant), priority_name(prepared.priority)
 
 
-def _operation(job: PreparedRequest) -> str:
-    return "chat" if job.is_chat else "text_completion"
+def _operation(prepared: PreparedRequest) -> str:
+    return "chat" if prepared.is_chat else "text_completion"
 
 
 def _word(met: bool | None) -> str:

@@ -50,7 +50,7 @@ class RequestTrace:
 
     spans: Spans = NO_SPANS
 
-    def admitted(self, job: PreparedRequest) -> None:
+    def admitted(self, prepared: PreparedRequest) -> None:
         """The request was found valid."""
 
     def ended(self, timings: RequestTimings, brought: Yield | None, error: BaseException | None) -> None:
@@ -94,10 +94,10 @@ class LiveTrace(RequestTrace):
         context = self._root.context
         return context.trace_name if context.is_sampled or self._is_kept else ""
 
-    def admitted(self, job: PreparedRequest) -> None:
-        self._goals = goals_ms(self._core, job)
-        self._root.name = f"generate {job.model.name}"
-        self._root.set({**_request_attributes(job), **_goal_attributes(self._goals)})
+    def admitted(self, prepared: PreparedRequest) -> None:
+        self._goals = goals_ms(self._core, prepared)
+        self._root.name = f"generate {prepared.model.name}"
+        self._root.set({**_request_attributes(prepared), **_goal_attributes(self._goals)})
 
     def ended(self, timings: RequestTimings, brought: Yield | None, error: BaseException | None) -> None:
         try:
@@ -131,22 +131,22 @@ class LiveTrace(RequestTrace):
             self._core.trace_keeper.keep(context.trace_id, self._workers)
 
 
-def _request_attributes(job: PreparedRequest) -> dict[str, Value]:
-    sampling = job.sampling
+def _request_attributes(prepared: PreparedRequest) -> dict[str, Value]:
+    sampling = prepared.sampling
     return {
-        "gen_ai.request.model": job.model.name,
-        "gen_ai.response.model": job.model.name,
-        "gen_ai.response.id": job.request_id,
+        "gen_ai.request.model": prepared.model.name,
+        "gen_ai.response.model": prepared.model.name,
+        "gen_ai.response.id": prepared.request_id,
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.top_k": sampling.top_k,
         "gen_ai.request.seed": str(sampling.seed),  # 64 bits without a sign: more than OTLP's numbers hold
         "gen_ai.request.choice.count": sampling.n,
-        "gen_ai.usage.input_tokens": len(job.prompt),
-        "pdmesh.tenant": job.tenant,
-        "pdmesh.priority": _PRIORITIES.get(job.priority, ""),
-        "pdmesh.client_attempt": job.attempt,
+        "gen_ai.usage.input_tokens": len(prepared.prompt),
+        "pdmesh.tenant": prepared.tenant,
+        "pdmesh.priority": _PRIORITIES.get(prepared.priority, ""),
+        "pdmesh.client_attempt": prepared.attempt,
     }
 
 

@@ -60,12 +60,12 @@ class Prompts:
     ) -> list[int]:
         """As `of_text`. A template may leave out much of what it is given: what cannot fit is refused once it is rendered."""
         validation.check_messages(messages, self._core.config.max_prompt_bytes)
-        turns = [Message(message.role, message.content) for message in messages]
-        if sum(len(turn.content) for turn in turns) <= LARGE_TEXT_CHARS:
-            return _of_turns(model, turns)
-        num_bytes = sum(len(turn.content.encode()) for turn in turns)
+        dispatch_order = [Message(message.role, message.content) for message in messages]
+        if sum(len(turn.content) for turn in dispatch_order) <= LARGE_TEXT_CHARS:
+            return _of_turns(model, dispatch_order)
+        num_bytes = sum(len(turn.content.encode()) for turn in dispatch_order)
         check = partial(self._check_can_fit, model) if must_fit else None
-        return await self._in_line(lambda: _of_long_turns(model, turns, check), num_bytes, asker)
+        return await self._in_line(lambda: _of_long_turns(model, dispatch_order, check), num_bytes, asker)
 
     async def _in_line(self, work: Callable[[], list[int]], num_bytes: int, asker: Asker) -> list[int]:
         return await self._tokenizing.run(work, tenant=asker.tenant, num_bytes=num_bytes, deadline=asker.deadline)
@@ -74,17 +74,17 @@ class Prompts:
         validation.check_can_fit(model.tokenizer.fewest_tokens(text), self._core.max_context(model))
 
 
-def _of_turns(model: ServedModel, turns: list[Message]) -> list[int]:
+def _of_turns(model: ServedModel, dispatch_order: list[Message]) -> list[int]:
     try:
-        return model.tokenizer.apply_chat_template(turns)
+        return model.tokenizer.apply_chat_template(dispatch_order)
     except ValueError as error:
         raise InvalidArgument("messages", f"messages: {error}") from error
 
 
-def _of_long_turns(model: ServedModel, turns: list[Message], check: Callable[[str], None] | None) -> list[int]:
+def _of_long_turns(model: ServedModel, dispatch_order: list[Message], check: Callable[[str], None] | None) -> list[int]:
     """Rendered, checked, encoded; in a thread."""
     try:
-        text = model.tokenizer.render_chat(turns)
+        text = model.tokenizer.render_chat(dispatch_order)
         if check is not None:
             check(text)
         return model.tokenizer.encode_detached(text, add_special_tokens=False)
@@ -169,16 +169,19 @@ class Preprocessor:
         return list(request.tokens.ids)
 
     async def _checked_job(self, model: ServedModel, prompt: list[int], rest: _Rest) -> PreparedRequest:
-        job = self._job(model, prompt, rest)
+        prepared = self._prepared(model, prompt, rest)
         if self._core.config.log_requests:
             logger.info(
-                "request %s of tenant %r: %s", job.request_id, job.tenant, model.tokenizer.decode(prompt)[:MAX_LOGGED_CHARS]
+                "request %s of tenant %r: %s",
+                prepared.request_id,
+                prepared.tenant,
+                model.tokenizer.decode(prompt)[:MAX_LOGGED_CHARS],
             )
         if rest.grammar is not None and rest.resume is not None:
             await constraint.check_history(rest.grammar, rest.resume.emitted)
-        return job
+        return prepared
 
-    def _job(self, model: ServedModel, prompt: list[int], rest: _Rest) -> PreparedRequest:
+    def _prepared(self, model: ServedModel, prompt: list[int], rest: _Rest) -> PreparedRequest:
         max_context = self._core.max_context(model)
         validation.check_prompt_length(len(prompt), max_context)
         limits = sampling.Limits(model.tokenizer.vocab_size, model.eos_token_ids, max_context - len(prompt))

@@ -90,7 +90,7 @@ async def test_retry_goes_on_at_another_router(model_folder: Path) -> None:
 async def test_retry_waits_while_the_mesh_is_full(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_mesh(model_folder, max_inflight=1, max_queued=0) as mesh:
         mesh["d0"].pause_at = 5
-        admission, answers = mesh.router.core.gate.admission, list[Ticket | Refusal]()
+        admission, answers = mesh.router.core.flow_control.admission, list[Ticket | Refusal]()
         ask = admission.ask
 
         def recorded(applicant: FlowItem, now: float) -> Ticket | Refusal:

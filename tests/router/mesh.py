@@ -85,7 +85,7 @@ class Mesh:
 
     async def until_whole(self) -> None:
         """Nothing is left on any worker, and no place is taken."""
-        admission = self.router.core.gate.admission
+        admission = self.router.core.flow_control.admission
         await eventually(lambda: not any(worker.held for worker in self.workers.values()))
         await eventually(lambda: admission.num_inflight == admission.num_queued == 0)
         await eventually(lambda: len(self.router.core.background) == 0)

@@ -178,7 +178,7 @@ def test_counts_by_tenant_and_priority_and_reason() -> None:
     first = ask(admission, INTERACTIVE, tenant="a")
     ask(admission, INTERACTIVE, tenant="b")
     refusal(admission, INTERACTIVE, tenant="b")
-    tallies = admission.places.counts.tallies
+    tallies = admission.limiter.counts.tallies
     assert (tallies["a", 1].num_inflight, tallies["a", 1].num_admitted) == (1, 1)
     assert (tallies["b", 1].num_queued, dict(tallies["b", 1].refused)) == (1, {"queue_full": 1})
     admission.release(first, 0.0)
@@ -191,7 +191,7 @@ def test_counts_are_bounded_and_their_sum_is_kept() -> None:
         ticket = ask(admission, tenant=f"t{number}")
         if number % 3:
             admission.release(ticket, 0.0)
-    tallies = admission.places.counts.tallies
+    tallies = admission.limiter.counts.tallies
     assert len({tenant for tenant, _ in tallies}) <= 65 and (OTHERS, STANDARD) in tallies
     assert sum(tally.num_admitted for tally in tallies.values()) == 500
     assert sum(tally.num_inflight for tally in tallies.values()) == admission.num_inflight == 167
@@ -206,8 +206,8 @@ def served_tokens(admission: Admission, costs: dict[str, int], num_served: int) 
             ask(admission, tenant=tenant, prompt_tokens=cost)
     for _ in range(num_served):
         (holder,) = admission.release(holder, 0.0)
-        tenant = holder.applicant.tenant
-        served[tenant] += holder.applicant.cost
+        tenant = holder.item.tenant
+        served[tenant] += holder.item.cost
         ask(admission, tenant=tenant, prompt_tokens=costs[tenant])
     return served
 
@@ -254,8 +254,8 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from("abc"), priority=st.integers(1, 3), size=st.integers(1, 20), started=st.booleans())
     def ask(self, tenant: str, priority: int, size: int, started: bool) -> None:
         self.num_asked += 1
-        applicant = FlowItem(tenant=tenant, priority=priority, started=started, prompt_tokens=size, num_bytes=size)
-        answer = self.admission.ask(applicant, self.now)
+        item = FlowItem(tenant=tenant, priority=priority, started=started, prompt_tokens=size, num_bytes=size)
+        answer = self.admission.ask(item, self.now)
         if isinstance(answer, Refusal):
             self.num_refused += 1
             assert answer.retry_delay_s > 0
@@ -268,7 +268,7 @@ class AnyOrder(RuleBasedStateMachine):
     def release(self, number: int, used: int | None) -> None:
         ticket = self.tickets[number % len(self.tickets)]
         if ticket.state is TicketState.ADMITTED:
-            self.used[ticket.number] = int(ticket.applicant.cost) if used is None else used
+            self.used[ticket.number] = int(ticket.item.cost) if used is None else used
         self.check_decided(self.admission.release(ticket, self.now, used))
 
     @rule(seconds=st.floats(0, 1))
@@ -289,12 +289,12 @@ class AnyOrder(RuleBasedStateMachine):
         waiting = self.in_state(TicketState.WAITING)
         assert self.admission.num_inflight == len(self.in_state(TicketState.ADMITTED)) <= 3
         assert self.admission.num_queued == len(waiting) <= 6
-        assert self.admission.num_queued_bytes == sum(ticket.applicant.num_bytes for ticket in waiting) <= 60
+        assert self.admission.num_queued_bytes == sum(ticket.item.num_bytes for ticket in waiting) <= 60
         assert not waiting or self.admission.num_inflight == 3
 
     @invariant()
     def everybody_is_counted(self) -> None:
-        tallies = self.admission.places.counts.tallies.values()
+        tallies = self.admission.limiter.counts.tallies.values()
         assert sum(tally.num_inflight for tally in tallies) == self.admission.num_inflight
         assert sum(tally.num_queued for tally in tallies) == self.admission.num_queued
         assert self.num_asked == len(self.tickets) + self.num_refused
@@ -302,8 +302,8 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def tokens_are_conserved(self) -> None:
         holding = self.in_state(TicketState.WAITING) + self.in_state(TicketState.ADMITTED)
-        expected = sum(ticket.applicant.cost for ticket in holding) + sum(self.used.values())
-        assert sum(self.admission.places.rates.spent.values()) == pytest.approx(expected)
+        expected = sum(ticket.item.cost for ticket in holding) + sum(self.used.values())
+        assert sum(self.admission.limiter.rates.spent.values()) == pytest.approx(expected)
 
     def teardown(self) -> None:
         for ticket in self.tickets:

@@ -26,10 +26,10 @@ class Sky:
     """A forecaster that says what the test wants, and remembers for whom."""
 
     answer: Forecast | None
-    job: PreparedRequest | None = None
+    prepared: PreparedRequest | None = None
 
-    def forecast(self, job: PreparedRequest) -> Forecast | None:
-        self.job = job
+    def forecast(self, prepared: PreparedRequest) -> Forecast | None:
+        self.prepared = prepared
         return self.answer
 
 
@@ -89,7 +89,7 @@ async def test_held_while_the_mesh_is_full_and_let_in_when_it_is_not(model_folde
         running = await busy(mesh)
         sky.answer = FULL
         held = asyncio.create_task(mesh.generate(request(seed=6)))
-        admission = mesh.router.core.gate.admission
+        admission = mesh.router.core.flow_control.admission
         await eventually(lambda: admission.num_queued == 1)
         assert admission.num_inflight == 1 and len(mesh["d0"].submits) == 1
         sky.answer = GOOD  # nothing ends: the gate looks by itself
@@ -121,11 +121,11 @@ async def test_fields_win_over_metadata_and_metadata_over_objectives(model_folde
         message.options.slo_ttft_ms = 700
         metadata = named({"slo_ttft_ms": "600", "slo_tpot_ms": "60", "tenant": "acme", "priority": "Batch"})
         assert await read_all(mesh.stub.Generate(message, metadata=metadata)) == expected(8)
-        assert sky.job is not None
-        assert (sky.job.slo_ttft_ms, sky.job.slo_tpot_ms, sky.job.tenant) == (700, 60, "acme")
-        assert sky.job.priority == common_pb2.PRIORITY_BATCH
+        assert sky.prepared is not None
+        assert (sky.prepared.slo_ttft_ms, sky.prepared.slo_tpot_ms, sky.prepared.tenant) == (700, 60, "acme")
+        assert sky.prepared.priority == common_pb2.PRIORITY_BATCH
         assert (await mesh.generate(request())).tokens() == expected(8)
-        assert (sky.job.slo_ttft_ms, sky.job.tenant, sky.job.priority) == (0, "", common_pb2.PRIORITY_STANDARD)
+        assert (sky.prepared.slo_ttft_ms, sky.prepared.tenant, sky.prepared.priority) == (0, "", common_pb2.PRIORITY_STANDARD)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ async def test_wrong_metadata_names_its_key(model_folder: Path, name: str, value
 async def test_a_flooding_tenant_does_not_keep_another_out(model_folder: Path) -> None:
     async with running_mesh(model_folder, max_inflight=1, max_queued=8) as mesh:
         running = await busy(mesh)
-        admission = mesh.router.core.gate.admission
+        admission = mesh.router.core.flow_control.admission
         flood = [mesh.stub.Generate(request(seed=seed), metadata=named({"tenant": "flood"})) for seed in range(30)]
         outcomes = [asyncio.create_task(read_all(call)) for call in flood]
         await eventually(lambda: sum(task.done() for task in outcomes) == 23 and admission.num_queued == 7)
@@ -162,22 +162,22 @@ async def test_a_flooding_tenant_does_not_keep_another_out(model_folder: Path) -
 SAID = {"slo_ttft_ms": "600", "slo_tpot_ms": "60", "tenant": "acme", "priority": "batch"}
 
 
-def check_said(job: PreparedRequest | None) -> None:
-    assert job is not None and (job.slo_ttft_ms, job.slo_tpot_ms, job.tenant) == (600, 60, "acme")
-    assert job.priority == common_pb2.PRIORITY_BATCH
+def check_said(prepared: PreparedRequest | None) -> None:
+    assert prepared is not None and (prepared.slo_ttft_ms, prepared.slo_tpot_ms, prepared.tenant) == (600, 60, "acme")
+    assert prepared.priority == common_pb2.PRIORITY_BATCH
 
 
 async def test_kserve_reads_metadata_and_parameters(model_folder: Path) -> None:
     async with kserve.serving(model_folder) as (mesh, stub):
         sky = mesh.router.core.forecaster = Sky(GOOD)
         await stub.ModelInfer(kserve.request(), metadata=named(SAID))
-        check_said(sky.job)
-        sky.job = None
+        check_said(sky.prepared)
+        sky.prepared = None
         async for _ in stub.ModelStreamInfer(iter([kserve.request()]), metadata=named(SAID)):
             pass
-        check_said(sky.job)
+        check_said(sky.prepared)
         await stub.ModelInfer(kserve.request(slo_ttft_ms=600, slo_tpot_ms="60", tenant="acme", priority=3), metadata=named({}))
-        check_said(sky.job)
+        check_said(sky.prepared)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.ModelInfer(kserve.request(), metadata=named({"slo_ttft_ms": "soon"}))
         assert error_from_rpc(raised.value).field == "x-pdmesh-slo-ttft-ms"
@@ -188,13 +188,13 @@ async def test_vllms_engine_reads_metadata(model_folder: Path) -> None:
         sky = mesh.router.core.forecaster = Sky(GOOD)
         async for _ in stub.Generate(engine.request(), metadata=named(SAID)):
             pass
-        check_said(sky.job)
+        check_said(sky.prepared)
 
 
 async def test_leaving_before_the_first_token_is_not_free_once_a_worker_was_asked(model_folder: Path) -> None:
     async with running_mesh(model_folder) as mesh:
-        places = mesh.router.core.gate.admission.places
-        places.book = SameForAll(TenantLimits(tokens_per_s=1e-6, burst_tokens=1e6))
+        limiter = mesh.router.core.flow_control.admission.limiter
+        limiter.tracker = SameForAll(TenantLimits(tokens_per_s=1e-6, burst_tokens=1e6))
         mesh["d0"].pause_at = 0
         message = request(mode=mesh_pb2.PREFILL_MODE_LOCAL)
         call = mesh.stub.Generate(message, metadata=named({"tenant": "acme"}))
@@ -203,7 +203,7 @@ async def test_leaving_before_the_first_token_is_not_free_once_a_worker_was_aske
         call.cancel()
         await asyncio.wait([reading])
         await mesh.until_whole()
-        assert places.rates.spent["acme"] == pytest.approx(len(message.tokens.ids), abs=0.1)
+        assert limiter.rates.spent["acme"] == pytest.approx(len(message.tokens.ids), abs=0.1)
 
 
 async def test_draining_waits_for_requests_that_are_being_made_and_admits_none_of_them(model_folder: Path) -> None:
@@ -213,7 +213,7 @@ async def test_draining_waits_for_requests_that_are_being_made_and_admits_none_o
 
         async def making() -> PreparedRequest:
             await made.wait()
-            return Sky(GOOD).job  # type: ignore[return-value]  # nobody looks at it
+            return Sky(GOOD).prepared  # type: ignore[return-value]  # nobody looks at it
 
         stream = frontend._stream(making(), 1)
         reading = asyncio.create_task(anext(stream))

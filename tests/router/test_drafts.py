@@ -104,5 +104,5 @@ async def test_a_worker_is_judged_by_its_steps(model_folder: Path) -> None:
             decode.resume.set()
             await asking
             await mesh.until_whole()
-            measured = sum(breaker.samples for breaker in mesh.router.core.judge.health._breakers.values())
+            measured = sum(breaker.samples for breaker in mesh.router.core.health_recorder.health._breakers.values())
             assert (measured > 0) is is_judged

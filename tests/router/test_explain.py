@@ -118,17 +118,17 @@ async def test_other_policies_are_explained_too(model_folder: Path) -> None:
 async def test_forecast_is_what_the_policy_would_do(model_folder: Path) -> None:
     async with running_mesh(model_folder, policy="predict") as mesh:
         core = mesh.router.core
-        job = await mesh.router.frontend._jobs.from_generate(request(), None)
+        prepared = await mesh.router.frontend._preprocessor.from_generate(request(), None)
         forecaster = TtftPredictor(core)
-        assert forecaster.forecast(job) is None  # nobody says how fast it is
+        assert forecaster.forecast(prepared) is None  # nobody says how fast it is
         await mesh_that_tells(mesh)
-        forecast = forecaster.forecast(job)
+        forecast = forecaster.forecast(prepared)
         assert forecast is not None and forecast.has_room
         assert forecast.ttft_s == pytest.approx(50e-4 + 1e-3 + 2e-3) and forecast.ahead_s == 0
         assert forecast.idle_tpot_s is None  # nobody asks for less
-        hurried = forecaster.forecast(replace(job, slo_tpot_ms=1))
+        hurried = forecaster.forecast(replace(prepared, slo_tpot_ms=1))
         assert hurried is not None and hurried.idle_tpot_s == pytest.approx(1e-3 + 1e-4)
-        no_model = replace(job, model=replace(job.model, name="other"))
+        no_model = replace(prepared, model=replace(prepared.model, name="other"))
         assert forecaster.forecast(no_model) is None
 
 
@@ -138,8 +138,8 @@ def test_reasons_name_the_largest_difference() -> None:
     assert "no other candidate" in reason_of(choose([busy]))
     assert "the first token comes after" in reason_of(choose([worker("p0", num_waiting_tokens=8000), running("d0", 1)]))
     holder = worker("d0", num_free_blocks=1)
-    demand = replace(DEMAND, cached_tokens={holder.key: 384})
-    assert "d0 has no room" in reason_of(choose([holder, running("d1", 9)], demand))
+    routing_request = replace(DEMAND, cached_tokens={holder.key: 384})
+    assert "d0 has no room" in reason_of(choose([holder, running("d1", 9)], routing_request))
 
 
 def test_the_ring_is_bounded_and_keeps_the_newest() -> None:

@@ -184,7 +184,7 @@ async def test_what_has_ended_is_gone_before_the_report_says_so() -> None:
         known.released(Dispatched(1, 10, decodes=1, context=160), time.monotonic() + 100)
         (view,) = fleet.views()
         assert (view.num_decoding, view.dispatched_decodes, view.dispatched_seqs, view.dispatched_blocks) == (1, -1, -1, -10)
-        engine = fleet.roster.get(worker.address)
+        engine = fleet.fleet_snapshot.get(worker.address)
         assert engine is not None and engine.rows == engine.rows_soon == 0
         await eventually(lambda: fleet.views()[0].dispatched_decodes == 0)
         await worker.kill()

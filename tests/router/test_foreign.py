@@ -53,7 +53,7 @@ def test_shortest_is_the_same_float_of_32_bits(value: float) -> None:
 
 
 @given(st.integers(-9999, 9999), st.integers(1, 3))
-def test_decimals_come_back_as_they_were_meant(digits: int, places: int) -> None:
-    meant = digits / 10**places
+def test_decimals_come_back_as_they_were_meant(digits: int, limiter: int) -> None:
+    meant = digits / 10**limiter
     (sent,) = struct.unpack("f", struct.pack("f", meant))
     assert shortest(sent) == meant

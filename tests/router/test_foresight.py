@@ -28,7 +28,7 @@ class Sky:
         return self.forecast
 
 
-def applicant(sky: Sky, priority: int = STANDARD, **fields: object) -> FlowItem:
+def item(sky: Sky, priority: int = STANDARD, **fields: object) -> FlowItem:
     return replace(PROMISED, priority=priority, foresee=sky.look, **fields)  # type: ignore[arg-type]
 
 
@@ -89,49 +89,49 @@ def test_too_late_is_refused_at_once_with_the_numbers() -> None:
     sky = Sky()
     admission = busy_mesh(sky)
     sky.forecast = Forecast(ttft_s=0.9, tpot_s=0.02, has_room=True, ahead_s=0.7)
-    answer = refused(admission, applicant(sky))
+    answer = refused(admission, item(sky))
     assert answer.reason == "objective" and answer.retry_delay_s == pytest.approx(0.425)
     assert "900 ms" in answer.message and "500 ms" in answer.message and "200 ms for the prompt itself" in answer.message
-    assert isinstance(admission.ask(applicant(sky, ttft_s=2.0), 0.0), Ticket)  # its own objective is another
-    assert isinstance(admission.ask(applicant(sky, ttft_s=None), 0.0), Ticket)
+    assert isinstance(admission.ask(item(sky, ttft_s=2.0), 0.0), Ticket)  # its own objective is another
+    assert isinstance(admission.ask(item(sky, ttft_s=None), 0.0), Ticket)
 
 
 def test_a_deadline_counts_always() -> None:
     sky = Sky(Forecast(ttft_s=0.9, tpot_s=0.02, has_room=True))
     admission = Admission(AdmissionSettings(10, 10))
-    answer = refused(admission, applicant(sky, ttft_s=None, deadline=100.5), now=100.0)
+    answer = refused(admission, item(sky, ttft_s=None, deadline=100.5), now=100.0)
     assert answer.reason == "deadline" and "900 ms" in answer.message and "500 ms" in answer.message
-    assert isinstance(admission.ask(applicant(sky, deadline=101.0), 100.0), Ticket)
+    assert isinstance(admission.ask(item(sky, deadline=101.0), 100.0), Ticket)
 
 
 def test_without_a_forecast_nobody_is_refused_or_held() -> None:
     sky = Sky(None)
     admission = busy_mesh(sky, max_inflight=5)
-    assert all(admitted(admission, applicant(sky, deadline=0.001)) for _ in range(4))
+    assert all(admitted(admission, item(sky, deadline=0.001)) for _ in range(4))
 
 
 def test_who_would_be_alone_is_let_in_whatever_the_forecast() -> None:
     sky = Sky(Forecast(ttft_s=9.0, tpot_s=9.0, has_room=False, ahead_s=5.0))
     admission = Admission(AdmissionSettings(10, 10))
-    first = admitted(admission, applicant(sky))
+    first = admitted(admission, item(sky))
     admission.release(first, 10.0)
-    admitted(admission, applicant(sky, BATCH, guard_tpot_s=0.001), now=10.0)
+    admitted(admission, item(sky, BATCH, guard_tpot_s=0.001), now=10.0)
 
 
 def test_without_a_queue_nobody_is_held() -> None:
     sky = Sky()
     admission = busy_mesh(sky, max_inflight=3, max_queued=0)
     sky.forecast = replace(GOOD, has_room=False)
-    admitted(admission, applicant(sky))
-    admitted(admission, applicant(sky))
-    assert refused(admission, applicant(sky)).reason == "queue_full"
+    admitted(admission, item(sky))
+    admitted(admission, item(sky))
+    assert refused(admission, item(sky)).reason == "queue_full"
 
 
 def test_the_gate_opens_when_the_mesh_has_room_again() -> None:
     sky = Sky()
     admission = busy_mesh(sky)
     sky.forecast = replace(GOOD, has_room=False)
-    first, second = waiting(admission, applicant(sky)), waiting(admission, applicant(sky, INTERACTIVE))
+    first, second = waiting(admission, item(sky)), waiting(admission, item(sky, INTERACTIVE))
     assert admission.look(0.1) == []
     sky.forecast = GOOD
     assert admission.look(0.2) == [second, first]
@@ -142,7 +142,7 @@ def test_one_look_does_not_let_everybody_in() -> None:
     sky = Sky()
     admission = busy_mesh(sky)
     sky.forecast = replace(GOOD, has_room=False)
-    crowd = [waiting(admission, applicant(sky, ttft_s=None)) for _ in range(9)]
+    crowd = [waiting(admission, item(sky, ttft_s=None)) for _ in range(9)]
     sky.forecast = GOOD
     assert admission.look(0.1) == crowd[:2]  # 0.1 s each; a third would be more than MAX_AHEAD_S
     assert admission.placed(crowd[0], 0.1) == crowd[2:3]
@@ -152,12 +152,12 @@ def test_one_look_does_not_let_everybody_in() -> None:
 def test_a_saturated_mesh_is_not_passed_but_an_own_objective_is() -> None:
     sky = Sky()
     admission = busy_mesh(sky)
-    strict = waiting(admission, applicant(sky, tenant="strict", tpot_s=0.001))
+    strict = waiting(admission, item(sky, tenant="strict", tpot_s=0.001))
     assert admission.look(0.1) == []
-    admitted(admission, applicant(sky, tenant="other"), now=0.1)
+    admitted(admission, item(sky, tenant="other"), now=0.1)
     sky.forecast = replace(GOOD, has_room=False)
-    large = waiting(admission, applicant(sky, tenant="large", tpot_s=None), now=0.2)
-    small = waiting(admission, applicant(Sky(), tenant="small", tpot_s=None), now=0.2)
+    large = waiting(admission, item(sky, tenant="large", tpot_s=None), now=0.2)
+    small = waiting(admission, item(Sky(), tenant="small", tpot_s=None), now=0.2)
     assert admission.look(0.21) == []
     sky.forecast = GOOD
     assert admission.look(0.22) == [large, small]
@@ -168,8 +168,8 @@ def test_whoever_waits_is_refused_when_it_is_too_late_and_not_at_its_deadline() 
     sky = Sky()
     admission = busy_mesh(sky)
     sky.forecast = replace(GOOD, has_room=False)
-    by_objective = waiting(admission, applicant(sky))
-    by_deadline = waiting(admission, applicant(sky, ttft_s=None, deadline=0.7))
+    by_objective = waiting(admission, item(sky))
+    by_deadline = waiting(admission, item(sky, ttft_s=None, deadline=0.7))
     assert admission.look(0.37) == []
     assert admission.look(0.41) == [by_objective]  # 0.5 s less 0.1 s that its prompt takes
     assert by_objective.refusal is not None and by_objective.refusal.reason == "objective"
@@ -182,7 +182,7 @@ def test_who_has_waited_and_would_be_late_now_is_refused_when_its_turn_comes() -
     sky = Sky()
     admission = busy_mesh(sky)
     sky.forecast = replace(GOOD, has_room=False)
-    late = waiting(admission, applicant(sky))
+    late = waiting(admission, item(sky))
     sky.forecast = Forecast(ttft_s=0.3, tpot_s=0.02, has_room=True, ahead_s=0.2)
     assert admission.look(0.25) == [late] and late.state is REFUSED
     assert late.refusal is not None and "250 ms waited already" in late.refusal.message
@@ -193,7 +193,7 @@ def test_a_mesh_that_hangs_holds_nobody_for_ever() -> None:
     admission = Admission(AdmissionSettings(20, 20, hold_timeout_s=5.0))
     holder = admitted(admission, FlowItem(foresee=sky.look))
     sky.forecast = replace(GOOD, has_room=False)
-    crowd = [waiting(admission, applicant(sky, ttft_s=None), now=1.0) for _ in range(15)]
+    crowd = [waiting(admission, item(sky, ttft_s=None), now=1.0) for _ in range(15)]
     assert admission.look(5.9) == []
     assert admission.look(6.0) == crowd[:1]
     assert admission.look(6.1) == []
@@ -206,10 +206,10 @@ def test_a_mesh_that_hangs_holds_nobody_for_ever() -> None:
 
 def backlog(admission: Admission, sky: Sky, seconds: float, per_s: float) -> tuple[list[Ticket], float]:
     """One place, somebody waits all the time, and it comes free `per_s` times a second."""
-    holder, now = admitted(admission, applicant(sky, ttft_s=None)), 0.0
-    queue = [waiting(admission, applicant(sky, ttft_s=None), now)]
+    holder, now = admitted(admission, item(sky, ttft_s=None)), 0.0
+    queue = [waiting(admission, item(sky, ttft_s=None), now)]
     for _ in range(round(seconds * per_s)):
-        queue.append(waiting(admission, applicant(sky, ttft_s=None), now))
+        queue.append(waiting(admission, item(sky, ttft_s=None), now))
         now += 1 / per_s
         admission.release(holder, now)
         holder = queue.pop(0)
@@ -220,11 +220,11 @@ def test_the_queue_at_its_present_rate_counts() -> None:
     sky = Sky(replace(GOOD, ttft_s=0.05))
     admission = Admission(AdmissionSettings(1, 100))
     _, now = backlog(admission, sky, 4.0, per_s=10.0)  # one waits: 0.1 s for it, 0.1 s for the place
-    assert isinstance(admission.ask(applicant(sky, ttft_s=0.4), now), Ticket)
-    answer = refused(admission, applicant(sky, ttft_s=0.3), now)  # two wait: 0.3 s, and its own 0.05
+    assert isinstance(admission.ask(item(sky, ttft_s=0.4), now), Ticket)
+    answer = refused(admission, item(sky, ttft_s=0.3), now)  # two wait: 0.3 s, and its own 0.05
     assert answer.reason == "objective" and "in the queue" in answer.message
-    assert isinstance(admission.ask(applicant(sky, INTERACTIVE, ttft_s=0.3), now), Ticket)  # it passes them
-    other = refused(admission, applicant(sky, ttft_s=0.09, tenant="other"), now)
+    assert isinstance(admission.ask(item(sky, INTERACTIVE, ttft_s=0.3), now), Ticket)  # it passes them
+    other = refused(admission, item(sky, ttft_s=0.09, tenant="other"), now)
     assert "the queue alone" in other.message
 
 
@@ -232,10 +232,10 @@ def test_a_quiet_hour_says_nothing_about_how_fast_the_mesh_is() -> None:
     sky = Sky()
     admission = Admission(AdmissionSettings(1, 100))
     for hour in range(5):  # one request in an hour
-        admission.release(admitted(admission, applicant(sky), hour * 3600.0), hour * 3600.0 + 0.1)
-    admitted(admission, applicant(sky), 20_000.0)
+        admission.release(admitted(admission, item(sky), hour * 3600.0), hour * 3600.0 + 0.1)
+    admitted(admission, item(sky), 20_000.0)
     for _ in range(3):
-        waiting(admission, applicant(sky), 20_000.0)
+        waiting(admission, item(sky), 20_000.0)
 
 
 def test_refusing_needs_more_to_stop_than_to_start() -> None:
@@ -250,17 +250,17 @@ def test_a_prompt_too_long_for_its_objective_does_not_close_the_gate_to_others()
     sky = Sky()
     admission = busy_mesh(sky)
     sky.forecast = Forecast(ttft_s=90.0, tpot_s=0.02, has_room=True)
-    assert refused(admission, applicant(sky)).retry_delay_s == MAX_RETRY_DELAY_S
+    assert refused(admission, item(sky)).retry_delay_s == MAX_RETRY_DELAY_S
     sky.forecast = replace(GOOD, ttft_s=0.45)
-    admitted(admission, applicant(sky))
+    admitted(admission, item(sky))
 
 
 def test_batch_yields_first() -> None:
     sky = Sky()
     admission = busy_mesh(sky)
     sky.forecast = replace(GOOD, tpot_s=0.035)
-    batch = waiting(admission, applicant(sky, BATCH, ttft_s=None, guard_ttft_s=0.5, guard_tpot_s=0.04))
-    admitted(admission, applicant(sky), 0.1)  # it does not wait for batch
+    batch = waiting(admission, item(sky, BATCH, ttft_s=None, guard_ttft_s=0.5, guard_tpot_s=0.04))
+    admitted(admission, item(sky), 0.1)  # it does not wait for batch
     assert admission.look(0.2) == []
     sky.forecast = replace(GOOD, tpot_s=0.03)
     assert admission.look(0.3) == [batch]
@@ -269,20 +269,20 @@ def test_batch_yields_first() -> None:
 def test_a_flood_costs_no_forecasts() -> None:
     sky = Sky()
     admission = Admission(AdmissionSettings(1, 8))
-    admitted(admission, applicant(sky, ttft_s=None))
+    admitted(admission, item(sky, ttft_s=None))
     for _ in range(7):
-        waiting(admission, applicant(sky, ttft_s=None))
+        waiting(admission, item(sky, ttft_s=None))
     num_looks = sky.num_looks
     for _ in range(100):
-        refused(admission, applicant(sky, ttft_s=None))
+        refused(admission, item(sky, ttft_s=None))
     assert sky.num_looks == num_looks
 
 
 def test_a_deadline_ends_the_wait_also_without_a_forecast() -> None:
     sky = Sky(None)
     admission = busy_mesh(sky, max_inflight=1)
-    late = waiting(admission, applicant(sky, deadline=1.0))
-    patient = waiting(admission, applicant(sky))
+    late = waiting(admission, item(sky, deadline=1.0))
+    patient = waiting(admission, item(sky))
     assert admission.look(0.99) == []
     assert admission.look(1.01) == [late]
     assert late.refusal is not None and late.refusal.reason == "deadline"
@@ -295,17 +295,17 @@ def test_a_pace_that_even_an_idle_worker_misses_is_refused_at_once() -> None:
     sky = Sky()
     admission = busy_mesh(sky)
     sky.forecast = replace(GOOD, tpot_s=0.05, idle_tpot_s=0.041)
-    answer = refused(admission, applicant(sky))
+    answer = refused(admission, item(sky))
     assert answer.reason == "objective" and "41.0 ms" in answer.message and "slo_tpot_ms" in answer.message
     sky.forecast = replace(GOOD, tpot_s=0.05, idle_tpot_s=0.039)
-    waiting(admission, applicant(sky))
+    waiting(admission, item(sky))
 
 
 def test_who_is_below_its_share_is_not_refused_for_fear_of_what_others_sent() -> None:
     sky = Sky()
     admission = busy_mesh(sky)
     for _ in range(3):
-        admitted(admission, applicant(sky, ttft_s=None, tenant="flood"), 1.0)
+        admitted(admission, item(sky, ttft_s=None, tenant="flood"), 1.0)
     sky.forecast = Forecast(ttft_s=0.49, tpot_s=0.02, has_room=True, ahead_s=0.26)
-    assert refused(admission, applicant(sky, tenant="flood"), 1.0).reason == "objective"
-    waiting(admission, applicant(sky, tenant="modest"), 1.0)
+    assert refused(admission, item(sky, tenant="flood"), 1.0).reason == "objective"
+    waiting(admission, item(sky, tenant="modest"), 1.0)

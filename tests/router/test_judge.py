@@ -38,13 +38,13 @@ bad_ones = st.lists(st.tuples(st.integers(0, 15), st.sampled_from(Role)), max_si
     fleets(), st.lists(st.tuples(st.integers(0, 15), st.sampled_from(Role)), max_size=12), st.sampled_from([0.0, 0.3, 0.5, 1.0])
 )
 async def test_a_few_peers_are_enough_to_know(views: list[WorkerSnapshot], bad: list[tuple[int, Role]], share: float) -> None:
-    roster = FleetSnapshot(views)
-    judge = HealthRecorder(roster.views)
-    judge.health.limits = replace(judge.health.limits, max_share=share)
+    fleet_snapshot = FleetSnapshot(views)
+    health_recorder = HealthRecorder(fleet_snapshot.views)
+    health_recorder.health.limits = replace(health_recorder.health.limits, max_share=share)
     for number, role in bad:
         for _ in range(3):
-            judge.failed(views[number % len(views)].key, role, "it broke")
-    judge.failed(("gone:1", 1), Role.PREFILL, "it was lost")
+            health_recorder.failed(views[number % len(views)].key, role, "it broke")
+    health_recorder.failed(("gone:1", 1), Role.PREFILL, "it was lost")
     for role in Role:
-        everybody = (judge.health.ejected(role, group, 0.0) for group in by_kind(views, role))
-        assert judge.ejected(roster, role) == frozenset[WorkerKey]().union(*everybody)
+        everybody = (health_recorder.health.ejected(role, group, 0.0) for group in by_kind(views, role))
+        assert health_recorder.ejected(fleet_snapshot, role) == frozenset[WorkerKey]().union(*everybody)

@@ -64,7 +64,7 @@ async def test_deadline_reaches_both_legs(model_folder: Path, stage: str) -> Non
 async def test_cancel_in_the_queue_frees_the_turn(model_folder: Path) -> None:
     async with running_mesh(model_folder, max_inflight=1, max_queued=1) as mesh:
         mesh["d0"].pause_at = 5
-        admission = mesh.router.core.gate.admission
+        admission = mesh.router.core.flow_control.admission
         running = asyncio.create_task(mesh.generate(request(max_tokens=20)))
         await eventually(lambda: admission.num_inflight == 1)
         waiting = mesh.stub.Generate(request())
@@ -80,7 +80,7 @@ async def test_overload_is_refused_at_once_with_a_retry_delay(model_folder: Path
     async with running_mesh(model_folder, max_inflight=4, max_queued=2) as mesh:
         mesh["d0"].pause_at = 5
         running = [asyncio.create_task(mesh.generate(request(max_tokens=20, seed=seed))) for seed in range(6)]
-        admission = mesh.router.core.gate.admission
+        admission = mesh.router.core.flow_control.admission
         await eventually(lambda: (admission.num_inflight, admission.num_queued) == (4, 2))
         error = error_from_rpc(await _raises(grpc.StatusCode.RESOURCE_EXHAUSTED, mesh.generate(request())))
         assert error.retry_delay_s is not None and error.retry_delay_s > 0
@@ -121,7 +121,7 @@ async def test_drain_lets_streams_finish_then_sends_them_elsewhere(model_folder:
         short = asyncio.create_task(mesh.generate(request(max_tokens=20)))
         await eventually(lambda: len(mesh["d0"].held) == 2)
         queued = asyncio.create_task(mesh.generate(request()))
-        await eventually(lambda: mesh.router.core.gate.admission.num_queued == 1)
+        await eventually(lambda: mesh.router.core.flow_control.admission.num_queued == 1)
         draining = asyncio.create_task(mesh.router.frontend.drain(1.0))
         await _raises(grpc.StatusCode.UNAVAILABLE, queued)
         await _raises(grpc.StatusCode.UNAVAILABLE, mesh.generate(request()))
@@ -163,7 +163,7 @@ async def test_invalid_requests_reach_no_worker(model_folder: Path) -> None:
             error = error_from_rpc(await _raises(code, mesh.generate(wrong)))
             assert error.field == field and field.split("[")[0] in error.message
         assert mesh["d0"].submits == []
-        assert mesh.router.core.gate.admission.num_inflight == 0
+        assert mesh.router.core.flow_control.admission.num_inflight == 0
 
 
 async def test_health_follows_the_workers(model_folder: Path) -> None:

@@ -147,19 +147,19 @@ async def test_a_choice_stopped_by_a_string_does_not_end_the_others(model_folder
 
 async def test_resume_continues_text_and_indexes(model_folder: Path) -> None:
     async with running_mesh(model_folder) as mesh:
-        whole = await mesh.generate(request(max_tokens=12, n=2))
+        state = await mesh.generate(request(max_tokens=12, n=2))
         history = mesh_pb2.Resume(
             seed=5,
             emitted=[
-                common_pb2.EmittedChoice(index=0, token_ids=whole.tokens(0)[:5]),
-                common_pb2.EmittedChoice(index=1, token_ids=whole.tokens(1), finish_reason=common_pb2.FINISH_REASON_LENGTH),
+                common_pb2.EmittedChoice(index=0, token_ids=state.tokens(0)[:5]),
+                common_pb2.EmittedChoice(index=1, token_ids=state.tokens(1), finish_reason=common_pb2.FINISH_REASON_LENGTH),
             ],
         )
         rest = await mesh.generate(request(max_tokens=12, n=2, resume=history))
         assert rest.started.seed == 5
         assert rest.deltas[0].first_index == 5
-        assert whole.tokens(0)[:5] + rest.tokens(0) == whole.tokens(0)
-        assert whole.text(0)[:5] + rest.text(0) == whole.text(0)
+        assert state.tokens(0)[:5] + rest.tokens(0) == state.tokens(0)
+        assert state.text(0)[:5] + rest.text(0) == state.text(0)
         assert rest.tokens(1) == []
         assert rest.completed is not None and rest.completed.usage.completion_tokens == 24
         assert mesh["d0"].submits[-1].mode == LOCAL

@@ -95,7 +95,7 @@ async def breakers_of(mesh: Mesh, name: str) -> list[mesh_pb2.BreakerStatus]:
 
 async def test_prefill_worker_that_fails_is_left_out_until_its_probe_goes_well(model_folder: Path) -> None:
     async with running_mesh(model_folder, prefill=2) as mesh:
-        health = mesh.router.core.judge.health
+        health = mesh.router.core.health_recorder.health
         health.limits = HealthLimits(ejection_s=0.5, jitter=0.0)
         sick, key = mesh["p0"], (mesh["p0"].address, mesh["p0"].epoch)
         sick.prefill_plan = ["break"] * 3
@@ -111,7 +111,9 @@ async def test_prefill_worker_that_fails_is_left_out_until_its_probe_goes_well(m
         prefer(mesh, "p0")
         await mesh.generate(request([77] * 50))
         assert len(sick.prefills) == asked, "it is left out"
-        await eventually(lambda: not mesh.router.core.judge.ejected(mesh.router.core.fleet.roster, Role.PREFILL))
+        await eventually(
+            lambda: not mesh.router.core.health_recorder.ejected(mesh.router.core.fleet.fleet_snapshot, Role.PREFILL)
+        )
         prefer(mesh, "p0")
         await mesh.generate(request([78] * 50))
         assert len(sick.prefills) == asked + 1
@@ -126,10 +128,10 @@ async def test_prefill_worker_that_fails_is_left_out_until_its_probe_goes_well(m
 async def test_when_nobody_else_is_left_an_ejected_worker_serves(model_folder: Path) -> None:
     async with running_mesh(model_folder, decode=2) as mesh:
         core = mesh.router.core
-        core.judge.health.limits = HealthLimits(ejection_s=100.0)
+        core.health_recorder.health.limits = HealthLimits(ejection_s=100.0)
         key = (mesh["d0"].address, mesh["d0"].epoch)
         for _ in range(3):
-            core.judge.failed(key, Role.DECODE, "as the test says")
+            core.health_recorder.failed(key, Role.DECODE, "as the test says")
         await asyncio.gather(*(mesh.generate(request(seed=seed)) for seed in range(4)))
         assert not mesh["d0"].submits
         assert [(each.role, each.left_out) for each in await breakers_of(mesh, "d0")] == [(DECODE, True)]
@@ -214,7 +216,7 @@ async def test_client_that_leaves_before_its_submit_is_answered_is_no_load(
 ) -> None:
     submitting = asyncio.Event()
 
-    async def never(leg: DecodeStage, *_: object) -> None:
+    async def never(decode_stage: DecodeStage, *_: object) -> None:
         submitting.set()
         await asyncio.Event().wait()
 

@@ -62,8 +62,8 @@ async def test_parts_of_ttft_add_up(model_folder: Path) -> None:
         for _ in range(3):
             await mesh.generate(request())
         page = await look(mesh)
-    whole = page.value("gen_ai_server_time_to_first_token_seconds_sum")
-    assert page.value("pdmesh_ttft_part_seconds_sum") == pytest.approx(whole, rel=0.02, abs=3e-3)
+    state = page.value("gen_ai_server_time_to_first_token_seconds_sum")
+    assert page.value("pdmesh_ttft_part_seconds_sum") == pytest.approx(state, rel=0.02, abs=3e-3)
     parts = {sample.labels["part"] for sample in page.samples if sample.name == "pdmesh_ttft_part_seconds_count"}
     assert parts == {"route", "admission_queue", "reserve", "prefill_queue", "prefill_compute", "first_token_return", "retry"}
     assert page.value("pdmesh_handoff_part_seconds_count", part="kv_exposed") == 3

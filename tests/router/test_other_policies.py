@@ -32,8 +32,8 @@ P0, P1, D0, D1, BOTH = worker("p0"), worker("p1"), worker("d0"), worker("d1"), w
 LEAST_LOADED = SingleSignalPolicy(preference("least-loaded"), local_prefill_tokens=32)
 
 
-def place(workers: list[WorkerSnapshot], **demand: object) -> tuple[str, str | None] | NoPlacement:
-    choice = LEAST_LOADED.choose(FleetSnapshot(workers), replace(DEMAND, **demand), 0.0)  # type: ignore[arg-type]
+def place(workers: list[WorkerSnapshot], **routing_request: object) -> tuple[str, str | None] | NoPlacement:
+    choice = LEAST_LOADED.choose(FleetSnapshot(workers), replace(DEMAND, **routing_request), 0.0)  # type: ignore[arg-type]
     if isinstance(choice, NoPlacement):
         return choice
     assert choice.reason
@@ -42,7 +42,7 @@ def place(workers: list[WorkerSnapshot], **demand: object) -> tuple[str, str | N
 
 
 @pytest.mark.parametrize(
-    ("workers", "demand", "expected"),
+    ("workers", "routing_request", "expected"),
     [
         ([P0, D0], {}, ("d0", "p0")),
         ([D0], {}, ("d0", None)),  # nobody to prefill
@@ -86,13 +86,13 @@ def place(workers: list[WorkerSnapshot], **demand: object) -> tuple[str, str | N
         ),
     ],
 )
-def test_placement(workers: list[WorkerSnapshot], demand: dict[str, object], expected: tuple[str, str | None]) -> None:
-    assert place(workers, **demand) == expected
-    assert place(workers[::-1], **demand) == expected
+def test_placement(workers: list[WorkerSnapshot], routing_request: dict[str, object], expected: tuple[str, str | None]) -> None:
+    assert place(workers, **routing_request) == expected
+    assert place(workers[::-1], **routing_request) == expected
 
 
 @pytest.mark.parametrize(
-    ("workers", "demand", "words", "never"),
+    ("workers", "routing_request", "words", "never"),
     [
         ([], {}, "no decode worker", False),
         ([P0], {}, "no decode worker", False),
@@ -104,8 +104,8 @@ def test_placement(workers: list[WorkerSnapshot], demand: dict[str, object], exp
         ([P0, D0], {"kind": ("gone",)}, "no decode worker", False),
     ],
 )
-def test_no_placement(workers: list[WorkerSnapshot], demand: dict[str, object], words: str, never: bool) -> None:
-    nothing = place(workers, **demand)
+def test_no_placement(workers: list[WorkerSnapshot], routing_request: dict[str, object], words: str, never: bool) -> None:
+    nothing = place(workers, **routing_request)
     assert isinstance(nothing, NoPlacement)
     assert words in nothing.reason
     assert nothing.never is never
@@ -128,6 +128,6 @@ def test_a_burst_spreads_when_dispatches_are_counted() -> None:
 
 def test_retry_takes_only_what_fits_the_reservation() -> None:
     foreign = worker("p1", identity=("m", "old"))
-    demand = replace(DEMAND, excluded_prefill=frozenset({P0.key}))
-    assert LEAST_LOADED.choose_prefill(FleetSnapshot([P0, foreign, D0]), D0, demand, 0.0) is None
+    routing_request = replace(DEMAND, excluded_prefill=frozenset({P0.key}))
+    assert LEAST_LOADED.choose_prefill(FleetSnapshot([P0, foreign, D0]), D0, routing_request, 0.0) is None
     assert not compatible(foreign, D0)

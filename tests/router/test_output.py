@@ -19,7 +19,7 @@ def model(model_folder: Path) -> ServedModel:
     return load({"tiny": str(model_folder)})["tiny"]
 
 
-def _job(model: ServedModel, stop: tuple[str, ...] = (), **sampling: object) -> PreparedRequest:
+def _prepared(model: ServedModel, stop: tuple[str, ...] = (), **sampling: object) -> PreparedRequest:
     params = common_pb2.SamplingParams(**{"n": 1, "max_tokens": 100, "seed": 1, **sampling})  # type: ignore[arg-type]
     return PreparedRequest("id", model, (1, 2), params, stop)
 
@@ -27,13 +27,13 @@ def _job(model: ServedModel, stop: tuple[str, ...] = (), **sampling: object) -> 
 class Client:
     """Book and output of one request, and what its client has received."""
 
-    def __init__(self, job: PreparedRequest, emitted: list[common_pb2.EmittedChoice] | None = None) -> None:
-        self.book = OutputTracker(job.num_choices, emitted or [])
-        self.output = Output(job, self.book)
+    def __init__(self, prepared: PreparedRequest, emitted: list[common_pb2.EmittedChoice] | None = None) -> None:
+        self.tracker = OutputTracker(prepared.num_choices, emitted or [])
+        self.output = Output(prepared, self.tracker)
         self.deltas = [message.delta for message in self.output.replay(emitted or [])]
 
     def feed(self, span: TokenChunk) -> None:
-        for new in self.book.accept(span):
+        for new in self.tracker.accept(span):
             message = self.output.render(new)
             if message is not None:
                 self.deltas.append(message.delta)
@@ -65,15 +65,15 @@ def _spans(tokens: list[int], cuts: list[int]) -> list[TokenChunk]:
 )
 def test_grouping_does_not_matter(model: ServedModel, text: str, stop: list[str], cuts: list[int]) -> None:
     tokens = model.tokenizer.encode(text)
-    job = _job(model, tuple(stop))
-    whole, pieces = Client(job), Client(job)
-    whole.feed(_spans(tokens, [])[0])
+    prepared = _prepared(model, tuple(stop))
+    state, pieces = Client(prepared), Client(prepared)
+    state.feed(_spans(tokens, [])[0])
     for span in _spans(tokens, cuts):
         pieces.feed(span)
-    assert (pieces.text, pieces.tokens) == (whole.text, whole.tokens)
-    assert pieces.output.done and whole.output.done
-    assert pieces.output.num_tokens == len(pieces.tokens) == pieces.book.num_tokens
-    _check_stop(whole, text, stop)
+    assert (pieces.text, pieces.tokens) == (state.text, state.tokens)
+    assert pieces.output.done and state.output.done
+    assert pieces.output.num_tokens == len(pieces.tokens) == pieces.tracker.num_tokens
+    _check_stop(state, text, stop)
 
 
 def _check_stop(client: Client, text: str, stop: list[str]) -> None:
@@ -94,17 +94,17 @@ def _check_stop(client: Client, text: str, stop: list[str]) -> None:
 )
 def test_resume_anywhere_gives_the_same_text(model: ServedModel, text: str, stop: list[str], at: int) -> None:
     tokens = model.tokenizer.encode(text)
-    job = _job(model, tuple(stop))
-    before, after = Client(job), None
+    prepared = _prepared(model, tuple(stop))
+    before, after = Client(prepared), None
     for span in _spans(tokens, list(range(len(tokens))))[: at % len(tokens)]:
         before.feed(span)
     emitted = common_pb2.EmittedChoice(
         index=0, token_ids=before.tokens, finish_reason=before.deltas[-1].finish_reason if before.deltas else UNFINISHED
     )
-    after = Client(job, [emitted])
+    after = Client(prepared, [emitted])
     if not after.output.done:
         after.feed(TokenChunk(0, len(before.tokens), tokens[len(before.tokens) :], finish_reason=LENGTH))
-    uninterrupted = Client(job)
+    uninterrupted = Client(prepared)
     uninterrupted.feed(_spans(tokens, [])[0])
     assert before.text + after.text == uninterrupted.text
     assert before.tokens + after.tokens == uninterrupted.tokens
@@ -112,13 +112,13 @@ def test_resume_anywhere_gives_the_same_text(model: ServedModel, text: str, stop
 
 
 def test_stop_token_is_named_and_has_no_text(model: ServedModel) -> None:
-    client = Client(_job(model))
+    client = Client(_prepared(model))
     client.feed(TokenChunk(0, 0, [*model.tokenizer.encode("hi"), EOS], finish_reason=STOP))
     assert (client.text, client.tokens[-1], client.deltas[-1].stop_reason) == ("hi", EOS, "<|im_end|>")
 
 
 def test_held_back_text_comes_with_the_end(model: ServedModel) -> None:
-    client = Client(_job(model, ("stop!",)))
+    client = Client(_prepared(model, ("stop!",)))
     client.feed(TokenChunk(0, 0, model.tokenizer.encode("do sto")))
     assert client.text == "do "
     client.feed(TokenChunk(0, 6, model.tokenizer.encode("p"), finish_reason=LENGTH))
@@ -147,15 +147,15 @@ def test_history_that_is_complete(
     emitted = [common_pb2.EmittedChoice(index=0, token_ids=token_ids)]
     if end is ResumeMismatch:
         with pytest.raises(ResumeMismatch):
-            Client(_job(model, stop, **sampling), emitted)
+            Client(_prepared(model, stop, **sampling), emitted)
         return
-    client = Client(_job(model, stop, **sampling), emitted)
-    assert client.output.done is (end is not None) is client.book.all_finished
+    client = Client(_prepared(model, stop, **sampling), emitted)
+    assert client.output.done is (end is not None) is client.tracker.all_finished
     assert [(delta.finish_reason, delta.stop_reason) for delta in client.deltas] == ([end] if end else [])
 
 
 def test_a_finished_choice_says_nothing_more(model: ServedModel) -> None:
-    client = Client(_job(model, ("b",), n=2))
+    client = Client(_prepared(model, ("b",), n=2))
     client.feed(TokenChunk(0, 0, model.tokenizer.encode("abc")))
     client.feed(TokenChunk(1, 0, model.tokenizer.encode("x"), finish_reason=LENGTH))
     client.feed(TokenChunk(0, 3, model.tokenizer.encode("d"), finish_reason=LENGTH))

@@ -76,8 +76,8 @@ class World:
         for ticket in tickets:
             if ticket.state is TicketState.ADMITTED:
                 self.free_at = max(self.free_at, self.now) + self._random.uniform(0.5, 1.5) * PROMPT_S
-                self.admitted[ticket.applicant.tenant] += 1
-                self.good[ticket.applicant.tenant] += self.free_at - ticket.arrived <= OBJECTIVE_S
+                self.admitted[ticket.item.tenant] += 1
+                self.good[ticket.item.tenant] += self.free_at - ticket.arrived <= OBJECTIVE_S
                 self._add(self.free_at + OUTPUT_S, ticket)
                 self._start(self.admission.placed(ticket, self.now))
 

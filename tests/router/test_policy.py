@@ -20,9 +20,9 @@ BRUTE_FORCE = PredictPolicy(Overheads(), local_prefill_tokens=32, shortlist=10**
 
 
 def choose(
-    workers: list[WorkerSnapshot], demand: RoutingRequest = DEMAND, policy: PredictPolicy = POLICY, now: float = 0.0
+    workers: list[WorkerSnapshot], routing_request: RoutingRequest = DEMAND, policy: PredictPolicy = POLICY, now: float = 0.0
 ) -> Placement:
-    choice = policy.choose(FleetSnapshot(workers), demand, now)
+    choice = policy.choose(FleetSnapshot(workers), routing_request, now)
     assert isinstance(choice, Placement)
     return choice
 
@@ -41,7 +41,7 @@ BUSY = running("d0", 12)
 
 
 @pytest.mark.parametrize(
-    ("workers", "demand", "expected"),
+    ("workers", "routing_request", "expected"),
     [
         ([P0, D0], {}, ("d0", None)),  # nobody is disturbed, and a hand-off takes time
         (
@@ -78,14 +78,14 @@ BUSY = running("d0", 12)
         ([P0, D0], {"num_choices": 2, "mode": Mode.LOCAL}, ("d0", None)),
     ],
 )
-def test_placement(workers: list[WorkerSnapshot], demand: dict[str, object], expected: tuple[str, str | None]) -> None:
-    wanted = replace(DEMAND, **demand)  # type: ignore[arg-type]
+def test_placement(workers: list[WorkerSnapshot], routing_request: dict[str, object], expected: tuple[str, str | None]) -> None:
+    wanted = replace(DEMAND, **routing_request)  # type: ignore[arg-type]
     assert names(choose(workers, wanted)) == expected
     assert names(choose(workers[::-1], wanted)) == expected
 
 
 @pytest.mark.parametrize(
-    ("workers", "demand", "words", "never"),
+    ("workers", "routing_request", "words", "never"),
     [
         ([], {}, "no decode worker", False),
         ([P0], {}, "no decode worker", False),
@@ -98,8 +98,8 @@ def test_placement(workers: list[WorkerSnapshot], demand: dict[str, object], exp
         ([P0, D0], {"kind": ("gone", "float32")}, "no decode worker", False),
     ],
 )
-def test_no_placement(workers: list[WorkerSnapshot], demand: dict[str, object], words: str, never: bool) -> None:
-    nothing = POLICY.choose(FleetSnapshot(workers), replace(DEMAND, **demand), 0.0)  # type: ignore[arg-type]
+def test_no_placement(workers: list[WorkerSnapshot], routing_request: dict[str, object], words: str, never: bool) -> None:
+    nothing = POLICY.choose(FleetSnapshot(workers), replace(DEMAND, **routing_request), 0.0)  # type: ignore[arg-type]
     assert isinstance(nothing, NoPlacement)
     assert words in nothing.reason
     assert nothing.never is never
@@ -168,10 +168,12 @@ def test_learned_hand_offs_decide() -> None:
 
 def test_a_retry_takes_what_fits_the_reservation() -> None:
     foreign, far = worker("p1", identity=("m", "old")), worker("p2", num_waiting_tokens=9000)
-    roster = FleetSnapshot([P0, foreign, far, BUSY])
-    assert POLICY.choose_prefill(roster, BUSY, DEMAND, 0.0) == P0
-    assert POLICY.choose_prefill(roster, BUSY, replace(DEMAND, excluded_prefill=frozenset({P0.key})), 0.0) == far
-    assert POLICY.choose_prefill(roster, BUSY, replace(DEMAND, excluded_prefill=frozenset({P0.key, far.key})), 0.0) is None
+    fleet_snapshot = FleetSnapshot([P0, foreign, far, BUSY])
+    assert POLICY.choose_prefill(fleet_snapshot, BUSY, DEMAND, 0.0) == P0
+    assert POLICY.choose_prefill(fleet_snapshot, BUSY, replace(DEMAND, excluded_prefill=frozenset({P0.key})), 0.0) == far
+    assert (
+        POLICY.choose_prefill(fleet_snapshot, BUSY, replace(DEMAND, excluded_prefill=frozenset({P0.key, far.key})), 0.0) is None
+    )
 
 
 def test_remote_finds_the_only_pair_of_a_large_fleet() -> None:
@@ -219,39 +221,43 @@ demands = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(fleets(), demands, st.data())
 def test_nobody_unfit_is_chosen_and_equal_questions_get_equal_answers(
-    workers: list[WorkerSnapshot], demand: RoutingRequest, data: st.DataObject
+    workers: list[WorkerSnapshot], routing_request: RoutingRequest, data: st.DataObject
 ) -> None:
     keys = [view.key for view in workers]
     some = st.frozensets(st.sampled_from(keys))
-    demand = replace(demand, excluded_decode=data.draw(some), excluded_prefill=data.draw(some))
-    choice = POLICY.choose(FleetSnapshot(workers), demand, 0.0)
-    again = POLICY.choose(FleetSnapshot(data.draw(st.permutations(workers))), demand, 0.0)
+    routing_request = replace(routing_request, excluded_decode=data.draw(some), excluded_prefill=data.draw(some))
+    choice = POLICY.choose(FleetSnapshot(workers), routing_request, 0.0)
+    again = POLICY.choose(FleetSnapshot(data.draw(st.permutations(workers))), routing_request, 0.0)
     if isinstance(choice, NoPlacement):
         assert choice == again
         return
     assert isinstance(again, Placement) and names(choice) == names(again)
-    assert choice.decode.decode and choice.decode.key not in demand.excluded_decode
-    assert demand.num_tokens <= choice.decode.max_context
-    roomy = [w for w in workers if w.decode and w.key not in demand.excluded_decode and has_room(w, demand)]
-    if demand.mode is None:
-        assert has_room(choice.decode, demand) or not roomy
+    assert choice.decode.decode and choice.decode.key not in routing_request.excluded_decode
+    assert routing_request.num_tokens <= choice.decode.max_context
+    roomy = [w for w in workers if w.decode and w.key not in routing_request.excluded_decode and has_room(w, routing_request)]
+    if routing_request.mode is None:
+        assert has_room(choice.decode, routing_request) or not roomy
     if choice.prefill is not None:
-        assert demand.mode is not Mode.LOCAL and choice.prefill.prefill and choice.prefill.key not in demand.excluded_prefill
+        assert (
+            routing_request.mode is not Mode.LOCAL
+            and choice.prefill.prefill
+            and choice.prefill.key not in routing_request.excluded_prefill
+        )
         assert compatible(choice.prefill, choice.decode)
     else:
-        assert demand.mode is not Mode.REMOTE
+        assert routing_request.mode is not Mode.REMOTE
 
 
 @settings(max_examples=150, deadline=None)
 @given(fleets(), demands, st.data())
 def test_more_load_makes_nobody_more_attractive(
-    workers: list[WorkerSnapshot], demand: RoutingRequest, data: st.DataObject
+    workers: list[WorkerSnapshot], routing_request: RoutingRequest, data: st.DataObject
 ) -> None:
     """The loaded worker was busy before: the pressure of the fleet stays what it was."""
     view = data.draw(st.sampled_from(workers))
     view = replace(view, num_waiting_tokens=view.num_waiting_tokens + 1)
     others = [other for other in workers if other.address != view.address]
-    before = BRUTE_FORCE.choose(FleetSnapshot([*others, view]), demand, 0.0)
+    before = BRUTE_FORCE.choose(FleetSnapshot([*others, view]), routing_request, 0.0)
     heavier = replace(
         view,
         num_waiting_tokens=view.num_waiting_tokens + data.draw(st.integers(0, 2000)),
@@ -260,7 +266,7 @@ def test_more_load_makes_nobody_more_attractive(
         num_starting=view.num_starting + data.draw(st.integers(0, 8)),
         dispatched_blocks=data.draw(st.integers(0, 100)),
     )
-    after = BRUTE_FORCE.choose(FleetSnapshot([*others, heavier]), demand, 0.0)
+    after = BRUTE_FORCE.choose(FleetSnapshot([*others, heavier]), routing_request, 0.0)
     if isinstance(before, NoPlacement) or isinstance(after, NoPlacement):
         assert isinstance(before, NoPlacement) and isinstance(after, NoPlacement)
     elif view.worker_id not in names(before):
@@ -269,12 +275,12 @@ def test_more_load_makes_nobody_more_attractive(
 
 @settings(max_examples=150, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(fleets(max_size=24), demands)
-def test_a_shortlist_costs_little(workers: list[WorkerSnapshot], demand: RoutingRequest) -> None:
+def test_a_shortlist_costs_little(workers: list[WorkerSnapshot], routing_request: RoutingRequest) -> None:
     """Workers up to twice as fast as others, requests up to eight times as long as those that they are ranked for. Objectives
     make a cliff of the cost: without them, it is at most 1.6 times that of the best of all, and in 99 of 100 random fleets the
     same."""
-    demand = replace(demand, ttft_goal_s=None, tpot_goal_s=None, running_tpot_goal_s=None)
-    short, thorough = (policy.choose(FleetSnapshot(workers), demand, 0.0) for policy in (POLICY, BRUTE_FORCE))
+    routing_request = replace(routing_request, ttft_goal_s=None, tpot_goal_s=None, running_tpot_goal_s=None)
+    short, thorough = (policy.choose(FleetSnapshot(workers), routing_request, 0.0) for policy in (POLICY, BRUTE_FORCE))
     if isinstance(thorough, NoPlacement):
         assert short == thorough
         return
@@ -292,17 +298,17 @@ changes = st.tuples(fleets(max_size=6), st.integers(0, 5), st.sampled_from([("m"
 @given(st.lists(changes, min_size=1, max_size=6))
 def test_a_roster_ranks_as_if_it_had_seen_nothing_before(rounds: list[tuple[list[WorkerSnapshot], int, tuple[str, str]]]) -> None:
     """Workers report again and again, change identity and roles, and go."""
-    roster, known = FleetSnapshot(), dict[str, WorkerSnapshot]()
+    fleet_snapshot, known = FleetSnapshot(), dict[str, WorkerSnapshot]()
     for views, leaves, identity in rounds:
         for number, view in enumerate(views):
             address = f"a{number}"
             known[address] = replace(view, address=address, identity=identity if number % 2 else view.identity)
-            roster.put(address, known[address])
+            fleet_snapshot.put(address, known[address])
         known.pop(f"a{leaves}", None)
-        roster.put(f"a{leaves}", None)
+        fleet_snapshot.put(f"a{leaves}", None)
         fresh = FleetSnapshot(known.values())
-        assert len(roster) == len(fresh) and sorted(v.address for v in roster.views()) == sorted(known)
-        groups = {group.identity: group for group in roster.groups("m")}
+        assert len(fleet_snapshot) == len(fresh) and sorted(v.address for v in fleet_snapshot.views()) == sorted(known)
+        groups = {group.identity: group for group in fleet_snapshot.groups("m")}
         for group in fresh.groups("m"):
             same = groups.pop(group.identity)
             assert same.pressure == group.pressure
@@ -316,17 +322,17 @@ def test_holders_of_the_prompt_are_looked_at_behind_better_ranked_ones(num_holde
     """However many there are; those that only prefill, too."""
     holders = [worker(f"p{number:03}", num_waiting_tokens=500 + number) for number in range(num_holders)]
     cold = [worker(f"p9{number:02}") for number in range(8)] + [running(f"d{number}", 20) for number in range(4)]
-    demand = replace(DEMAND, num_tokens=4000, max_total_tokens=4100, cached_tokens={h.key: 3900 for h in holders})
-    placement = choose([*holders, *cold], demand)
-    assert placement.prefill is not None and placement.prefill.key in demand.cached_tokens
+    routing_request = replace(DEMAND, num_tokens=4000, max_total_tokens=4100, cached_tokens={h.key: 3900 for h in holders})
+    placement = choose([*holders, *cold], routing_request)
+    assert placement.prefill is not None and placement.prefill.key in routing_request.cached_tokens
 
 
 def test_who_does_not_say_is_as_fast_as_the_others() -> None:
-    roster = FleetSnapshot([worker("d0", latency=None), D1])
-    told = roster.get("d0")
+    fleet_snapshot = FleetSnapshot([worker("d0", latency=None), D1])
+    told = fleet_snapshot.get("d0")
     assert told is not None and told.model == NEUTRAL  # nobody had said anything yet
-    roster.put("d0", worker("d0", latency=None))
-    told = roster.get("d0")
+    fleet_snapshot.put("d0", worker("d0", latency=None))
+    told = fleet_snapshot.get("d0")
     assert told is not None and told.model.per_prefill_token_s == pytest.approx(SPEED.per_prefill_token_s)
 
 

@@ -116,35 +116,35 @@ def test_the_stretch_follows_the_middle_by_host() -> None:
 
 
 def test_trust_covers_all_but_a_few() -> None:
-    trust = PredictorAccuracy()
+    accuracy = PredictorAccuracy()
     exceeded = 0
     for number in range(4000):
         now, ratio = number / 10, 0.8 + 0.6 * (number * 37 % 100) / 100  # even, up to 1.4
         if number >= 1000:
-            exceeded += ratio > trust.margin(now)
-        trust.observe(1.0, ratio, 1.5, now)
+            exceeded += ratio > accuracy.margin(now)
+        accuracy.observe(1.0, ratio, 1.5, now)
     assert exceeded / 3000 < 0.07  # it fades as well
 
 
 def test_trust_is_bounded_fades_and_looks_only_at_close_calls() -> None:
-    trust = PredictorAccuracy()
+    accuracy = PredictorAccuracy()
     for now in range(100):
-        trust.observe(0.1, 5.0, 10.0, float(now))  # far from its objective
-    assert trust.margin(100.0) == MIN_MARGIN
+        accuracy.observe(0.1, 5.0, 10.0, float(now))  # far from its objective
+    assert accuracy.margin(100.0) == MIN_MARGIN
     for now in range(100, 200):
-        trust.observe(1.0, 50.0, 1.0, float(now))
-    assert trust.margin(199.0) == MAX_MARGIN
-    assert trust.margin(199.0 + 10 * HALF_LIFE_S) == pytest.approx(MIN_MARGIN, abs=0.01)
+        accuracy.observe(1.0, 50.0, 1.0, float(now))
+    assert accuracy.margin(199.0) == MAX_MARGIN
+    assert accuracy.margin(199.0 + 10 * HALF_LIFE_S) == pytest.approx(MIN_MARGIN, abs=0.01)
     for _ in range(1000):
-        trust.observe(1.0, 0.5, 1.0, 199.0)
-    assert trust.margin(199.0) == MIN_MARGIN
+        accuracy.observe(1.0, 0.5, 1.0, 199.0)
+    assert accuracy.margin(199.0) == MIN_MARGIN
 
 
 def test_a_stall_is_one_thing_to_learn_from() -> None:
-    trust = PredictorAccuracy()
+    accuracy = PredictorAccuracy()
     for number in range(20):
-        trust.observe(1.0, 3.0, 1.0, 100.0 + number / 1000)
-    assert trust.margin(100.0) < MIN_MARGIN + 2 * STEP
+        accuracy.observe(1.0, 3.0, 1.0, 100.0 + number / 1000)
+    assert accuracy.margin(100.0) < MIN_MARGIN + 2 * STEP
 
 
 @pytest.mark.parametrize(("slack_s", "fixed_s"), [(-1e308, 0.008), (float("nan"), 0.008), (0.0, 1e308), (0.0, float("inf"))])
@@ -161,11 +161,11 @@ def test_absurd_numbers_of_one_worker_harm_nobody(slack_s: float, fixed_s: float
         latency_model=worker_pb2.LatencyModel(fixed_s=fixed_s, per_prefill_token_s=0.001, per_sequence_s=0.002, num_steps=999),
     )
     absurd = snapshot_of(DESCRIBED, said, decode=True, reported_at=1.0)
-    roster = FleetSnapshot([absurd, *(running(f"pd{number}", number, latency=SPEED) for number in range(3))])
-    demand = RoutingRequest("m", 400, max_total_tokens=500)
-    placed = PredictPolicy(Overheads()).choose(roster, demand, 1.0)
+    fleet_snapshot = FleetSnapshot([absurd, *(running(f"pd{number}", number, latency=SPEED) for number in range(3))])
+    routing_request = RoutingRequest("m", 400, max_total_tokens=500)
+    placed = PredictPolicy(Overheads()).choose(fleet_snapshot, routing_request, 1.0)
     assert isinstance(placed, Placement)
-    for group in roster.groups("m"):
+    for group in fleet_snapshot.groups("m"):
         assert all(sorted(ranking.names) == sorted(group.engines) for ranking in (group.owners, group.wholes, group.fillers))
 
 

@@ -90,8 +90,8 @@ def test_both_ways_to_predict_agree_bit_for_bit() -> None:
 def test_the_one_that_guesses_well_is_preferred_and_meets_what_the_other_cannot() -> None:
     slow, fast = (running(name, 2, latency=SPEED) for name in ("pd0", "pd1"))
     fast = replace(fast, tokens_per_row=2.5, computed_per_row=3.0)
-    demand = RoutingRequest("m", 400, max_total_tokens=500, tpot_goal_s=0.012)
-    placed = PredictPolicy(Overheads()).choose(FleetSnapshot([slow, fast]), demand, 0.0)
+    routing_request = RoutingRequest("m", 400, max_total_tokens=500, tpot_goal_s=0.012)
+    placed = PredictPolicy(Overheads()).choose(FleetSnapshot([slow, fast]), routing_request, 0.0)
     assert isinstance(placed, Placement) and placed.decode is fast
     assert placed.chosen is not None and placed.chosen.prediction is not None
     assert placed.chosen.prediction.tpot_s < 0.012 < tpot_s(WorkerEstimate(slow, SPEED))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pdmesh.runtime.registry.block_stream import BlockStream, Entry
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from pdmesh.v1 import worker_pb2
+from router.fleet.registry import FleetRegistry
 from router.fleet.worker import Worker
 from router.kv_index import subscriber
 from router.kv_index.index import PrefixIndex
@@ -25,7 +26,7 @@ from tests.router.stub_workers import DECODE, StubWorker
 from tests.router.test_fleet import running_fleet
 from tests.support.waiting import eventually
 
-NOBODY = cast("FleetRegistry", None)  # where nobody looks
+NOBODY = cast(FleetRegistry, None)  # where nobody looks
 NAMES = [(1 << 63) + number for number in range(10)]
 
 

@@ -41,9 +41,9 @@ def incarnation(info: worker_pb2.WorkerInfo) -> Incarnation:
     return Incarnation(info, worker_pb2.LoadReport(), 0.0)
 
 
-def names_on_wire(job: PreparedRequest, info: worker_pb2.WorkerInfo) -> list[int]:
+def names_on_wire(prepared: PreparedRequest, info: worker_pb2.WorkerInfo) -> list[int]:
     """As the worker computes them from what the router sends it."""
-    request = job.token_request([])
+    request = prepared.token_request([])
     root = cache_root_of(info.identity, info.layout.kv_dtype, tenant=request.tenant, cache_salt=request.cache_salt)
     return [short_name(block) for block in hash_prompt(root, list(request.prompt_token_ids), info.layout.block_size)]
 
@@ -57,85 +57,85 @@ class Clock:
 
 @pytest.mark.parametrize(("tenant", "salt"), [("", ""), ("acme", ""), ("acme", "s"), ("", "s")])
 def test_finds_what_workers_tell_of(model: ServedModel, tenant: str, salt: str) -> None:
-    index, job, info = PrefixIndex(1000), job_of(model, tenant=tenant, salt=salt), info_of(A)
+    index, prepared, info = PrefixIndex(1000), job_of(model, tenant=tenant, salt=salt), info_of(A)
     index.set_workers([info])
-    assert index.cached_tokens(job) == {}
-    index.apply(A, names_on_wire(job, info)[:3], [])
-    assert index.cached_tokens(job) == {A: 48}
+    assert index.cached_tokens(prepared) == {}
+    index.apply(A, names_on_wire(prepared, info)[:3], [])
+    assert index.cached_tokens(prepared) == {A: 48}
     other = job_of(model, tenant=tenant + "x", salt=salt)
     assert index.cached_tokens(other) == {}
 
 
 def test_each_kind_of_worker_has_names_of_its_own(model: ServedModel) -> None:
-    index, job, small, large = PrefixIndex(1000), job_of(model), info_of(A), info_of(B, block_size=32, kv_dtype="int8")
+    index, prepared, small, large = PrefixIndex(1000), job_of(model), info_of(A), info_of(B, block_size=32, kv_dtype="int8")
     index.set_workers([small, large])
-    index.apply(A, names_on_wire(job, small), [])
-    index.apply(B, names_on_wire(job, large), [])
-    assert index.cached_tokens(job) == {A: 64, B: 64}
-    assert not set(names_on_wire(job, small)) & set(names_on_wire(job, large))
+    index.apply(A, names_on_wire(prepared, small), [])
+    index.apply(B, names_on_wire(prepared, large), [])
+    assert index.cached_tokens(prepared) == {A: 64, B: 64}
+    assert not set(names_on_wire(prepared, small)) & set(names_on_wire(prepared, large))
 
 
 def test_what_was_sent_counts_at_once_and_lapses_where_workers_tell(model: ServedModel) -> None:
     clock = Clock()
-    index, job = PrefixIndex(1000, clock), job_of(model)
+    index, prepared = PrefixIndex(1000, clock), job_of(model)
     index.set_workers([info_of(A), info_of(B)])
     index.set_followed([A])
-    index.remember(job, [incarnation(info_of(A)), incarnation(info_of(B))])
-    assert index.cached_tokens(job) == {A: 64, B: 64}
+    index.remember(prepared, [incarnation(info_of(A)), incarnation(info_of(B))])
+    assert index.cached_tokens(prepared) == {A: 64, B: 64}
     clock.now += IN_FLIGHT_S - 1
-    assert index.cached_tokens(job) == {A: 64, B: 64}
+    assert index.cached_tokens(prepared) == {A: 64, B: 64}
     clock.now += IN_FLIGHT_S + 1
-    assert index.cached_tokens(job) == {B: 64}
+    assert index.cached_tokens(prepared) == {B: 64}
 
 
 def test_a_worker_that_begins_to_tell_is_believed(model: ServedModel) -> None:
     clock = Clock()
-    index, job = PrefixIndex(1000, clock), job_of(model)
+    index, prepared = PrefixIndex(1000, clock), job_of(model)
     index.set_workers([info_of(A)])
-    index.remember(job, [incarnation(info_of(A))])
-    assert index.cached_tokens(job) == {A: 64}
+    index.remember(prepared, [incarnation(info_of(A))])
+    assert index.cached_tokens(prepared) == {A: 64}
     index.set_followed([A])
-    assert index.cached_tokens(job) == {}
-    index.remember(job, [incarnation(info_of(A))])
-    assert index.cached_tokens(job) == {A: 64}, "it may be on its way"
+    assert index.cached_tokens(prepared) == {}
+    index.remember(prepared, [incarnation(info_of(A))])
+    assert index.cached_tokens(prepared) == {A: 64}, "it may be on its way"
     clock.now += 2 * IN_FLIGHT_S
-    assert index.cached_tokens(job) == {}
+    assert index.cached_tokens(prepared) == {}
 
 
 def test_nothing_of_workers_that_are_gone_is_kept(model: ServedModel) -> None:
-    index, job = PrefixIndex(1000), job_of(model)
+    index, prepared = PrefixIndex(1000), job_of(model)
     for epoch in range(1, 50):
         worker = ("a:1", epoch)
         index.set_workers([info_of(worker)])
-        index.remember(job, [incarnation(info_of(worker)), incarnation(info_of(("a:1", epoch - 1)))])
-        assert index.cached_tokens(job) == {worker: 64}
+        index.remember(prepared, [incarnation(info_of(worker)), incarnation(info_of(("a:1", epoch - 1)))])
+        assert index.cached_tokens(prepared) == {worker: 64}
         asyncio.run(index.forget(worker))
     assert [len(blocks) for blocks in index._sent.maps(0.0)] == []
 
 
 def test_a_request_is_looked_up_again_only_after_a_change(model: ServedModel) -> None:
     clock = Clock()
-    index, job, info = PrefixIndex(1000, clock), job_of(model), info_of(A)
+    index, prepared, info = PrefixIndex(1000, clock), job_of(model), info_of(A)
     index.set_workers([info])
-    index.apply(A, names_on_wire(job, info), [])
-    first = index.cached_tokens(job)
-    assert index.cached_tokens(job) is first
+    index.apply(A, names_on_wire(prepared, info), [])
+    first = index.cached_tokens(prepared)
+    assert index.cached_tokens(prepared) is first
     clock.now += 2 * FRESH_S
-    assert index.cached_tokens(job) is not first
-    index.apply(A, [], names_on_wire(job, info)[2:])
-    assert index.cached_tokens(job) == {A: 32}
+    assert index.cached_tokens(prepared) is not first
+    index.apply(A, [], names_on_wire(prepared, info)[2:])
+    assert index.cached_tokens(prepared) == {A: 32}
 
 
 async def test_the_longer_of_told_and_sent_counts(model: ServedModel) -> None:
-    index, job, info = PrefixIndex(1000), job_of(model), info_of(A)
+    index, prepared, info = PrefixIndex(1000), job_of(model), info_of(A)
     index.set_workers([info])
-    index.remember(replace(job, prompt=PROMPT[:33], _names={}), [incarnation(info)])
-    index.apply(A, names_on_wire(job, info)[:1], [])
-    assert index.cached_tokens(job) == {A: 32}
-    await index.replace(A, names_on_wire(job, info))
-    assert index.cached_tokens(job) == {A: 64}
+    index.remember(replace(prepared, prompt=PROMPT[:33], _names={}), [incarnation(info)])
+    index.apply(A, names_on_wire(prepared, info)[:1], [])
+    assert index.cached_tokens(prepared) == {A: 32}
+    await index.replace(A, names_on_wire(prepared, info))
+    assert index.cached_tokens(prepared) == {A: 64}
     await index.forget(A)
-    assert index.cached_tokens(job) == {}
+    assert index.cached_tokens(prepared) == {}
 
 
 async def test_replacing_and_forgetting_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,10 +33,10 @@ class World:
             decided: list[Ticket] = []
             for end, ticket in [entry for entry in ends if entry[0] <= self.now]:
                 ends.remove((end, ticket))
-                self.served[ticket.applicant.tenant] += 1
+                self.served[ticket.item.tenant] += 1
                 decided += self.admission.release(ticket, self.now)
-            for period, applicant in self.offers:
-                answer = self.admission.ask(applicant, self.now) if step % period == 0 else None
+            for period, item in self.offers:
+                answer = self.admission.ask(item, self.now) if step % period == 0 else None
                 decided += [answer] if isinstance(answer, Ticket) else []
                 decided += self.admission.decided()
             decided += self.admission.look(self.now)
@@ -46,14 +46,14 @@ class World:
         return self
 
 
-def applicant(tenant: str, priority: int = STANDARD, ttft_s: float | None = None, **fields: object) -> FlowItem:
+def item(tenant: str, priority: int = STANDARD, ttft_s: float | None = None, **fields: object) -> FlowItem:
     return FlowItem(tenant, priority, prompt_tokens=100, output_tokens=50, ttft_s=ttft_s, foresee=lambda: GOOD, **fields)  # type: ignore[arg-type]
 
 
 def of_calm(flood: FlowItem) -> int:
     """Eight places; one tenant asks five times a second, the other fifty times."""
     admission = Admission(AdmissionSettings(max_inflight=8, max_queued=64))
-    world = World(admission, [(1, flood), (10, applicant("calm", ttft_s=2.0))]).run(60)
+    world = World(admission, [(1, flood), (10, item("calm", ttft_s=2.0))]).run(60)
     assert world.served.total() >= 0.9 * 8 * 60 / (SERVICE_S + STEP_S)
     return world.served["calm"]
 
@@ -61,14 +61,14 @@ def of_calm(flood: FlowItem) -> int:
 @pytest.mark.parametrize(
     "flood",
     [
-        applicant("flood", INTERACTIVE, 2.0),
-        applicant("flood", INTERACTIVE),
-        applicant("flood", INTERACTIVE, started=True),
-        applicant("flood", BATCH, started=True),
+        item("flood", INTERACTIVE, 2.0),
+        item("flood", INTERACTIVE),
+        item("flood", INTERACTIVE, started=True),
+        item("flood", BATCH, started=True),
     ],
 )
 def test_a_declared_rank_or_resume_takes_nothing_from_another_tenants_share(flood: FlowItem) -> None:
-    assert of_calm(flood) >= 0.9 * of_calm(applicant("flood", STANDARD, 2.0))
+    assert of_calm(flood) >= 0.9 * of_calm(item("flood", STANDARD, 2.0))
 
 
 def test_interactive_goes_before_the_batch_of_others_who_were_given_as_much() -> None:
@@ -89,7 +89,7 @@ def test_batch_has_its_share_in_the_end() -> None:
     while batch.state is TicketState.WAITING:
         ask(admission, INTERACTIVE, tenant="a", prompt_tokens=1000)
         (holder,) = admission.release(holder, 0.0)
-        tokens += holder.applicant.cost
+        tokens += holder.item.cost
         assert tokens <= BATCH_YIELDS + 2000
 
 
@@ -102,7 +102,7 @@ def test_a_full_queue_is_not_emptied_of_who_holds_little_by_who_calls_itself_imp
     assert [ticket.state for ticket in calm] == [TicketState.WAITING] * 2
     assert ask(admission, tenant="calm").state is TicketState.WAITING
     (pushed,) = admission.decided()
-    assert pushed.applicant.tenant == "flood" and pushed.refusal is not None and pushed.refusal.reason == "share"
+    assert pushed.item.tenant == "flood" and pushed.refusal is not None and pushed.refusal.reason == "share"
 
 
 def test_within_a_tenant_who_continues_and_who_is_new_take_turns() -> None:
@@ -119,8 +119,8 @@ IMPOSSIBLE_S = 0.001
 @pytest.mark.parametrize("tenant", ["p{}", "calm"])
 def test_an_objective_that_cannot_be_met_blocks_nobody(priority: int, tenant: str) -> None:
     """Also not those of the same tenant: without names all clients are one."""
-    calm = applicant("calm")
-    poison = [(5, applicant(tenant.format(number), priority, tpot_s=IMPOSSIBLE_S)) for number in range(4)]
+    calm = item("calm")
+    poison = [(5, item(tenant.format(number), priority, tpot_s=IMPOSSIBLE_S)) for number in range(4)]
     alone = World(Admission(AdmissionSettings(8, 400)), [(10, calm)]).run(30)
     world = World(Admission(AdmissionSettings(8, 400)), [(10, calm), *poison]).run(30)
     assert world.served["calm"] >= 0.9 * alone.served["calm"]
@@ -151,7 +151,7 @@ def test_with_a_backlog_nobody_is_given_more_than_a_request_beyond_its_share(ask
     while (queue := shares.first([1, 2, 3])) is not None and (ticket := queue.head()) is not None:
         if all(any(queue.flow(tenant) for queue in shares.queues.values()) for tenant in "ab"):
             assert abs(given_tokens["a"] - given_tokens["b"] / 2) <= 50 + 25
-        given_tokens[ticket.applicant.tenant] += ticket.applicant.cost
+        given_tokens[ticket.item.tenant] += ticket.item.cost
         shares.serve(ticket)
         ticket.state = TicketState.ADMITTED
     assert shares.num_waiting == 0 and sum(given_tokens.values()) == sum(cost for _, _, cost in asks)
@@ -170,7 +170,7 @@ def test_a_modest_tenant_that_sends_some_at_once_is_served_first_and_no_more_tha
     served = []
     for _ in range(13):
         (holder,) = admission.release(holder, 0.0)
-        served.append(holder.applicant.tenant)
+        served.append(holder.item.tenant)
     num_first = served.index("flood")
     assert SAVED / 500 <= num_first <= SAVED / 500 + 2
     assert served[num_first : num_first + 6].count("flood") == 3

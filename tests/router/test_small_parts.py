@@ -30,7 +30,7 @@ def itself(span: TokenChunk) -> TokenChunk:
 
 
 async def test_outbox_merges_what_piles_up() -> None:
-    outbox = ClientStream(100, itself)
+    client_stream = ClientStream(100, itself)
     for span in (
         TokenChunk(0, 0, [1]),
         TokenChunk(0, 1, [2]),
@@ -38,28 +38,28 @@ async def test_outbox_merges_what_piles_up() -> None:
         TokenChunk(0, 2, [3]),
         TokenChunk(0, 3, [4], finish_reason=LENGTH),
     ):
-        outbox.put(span)
-    taken = [(span.choice, span.first_index, span.token_ids, span.finish_reason) for span in await outbox.take()]
+        client_stream.put(span)
+    taken = [(span.choice, span.first_index, span.token_ids, span.finish_reason) for span in await client_stream.take()]
     assert taken == [(0, 0, [1, 2], 0), (1, 0, [9], 0), (0, 2, [3, 4], 2)]
 
 
 async def test_outbox_overflow_drops_everything_and_says_why() -> None:
-    outbox = ClientStream(3, itself)
-    outbox.put(TokenChunk(0, 0, [1, 2, 3]))
-    assert not outbox.failed
-    outbox.put(TokenChunk(0, 3, [4]))
+    client_stream = ClientStream(3, itself)
+    client_stream.put(TokenChunk(0, 0, [1, 2, 3]))
+    assert not client_stream.failed
+    client_stream.put(TokenChunk(0, 3, [4]))
     with pytest.raises(ResourceExhausted, match="too slowly"):
-        await outbox.take()
+        await client_stream.take()
 
 
 async def test_outbox_gives_what_it_has_before_the_error() -> None:
-    outbox = ClientStream(3, itself)
-    outbox.put(TokenChunk(0, 0, [1]))
-    outbox.fail(Unavailable("going"))
-    outbox.fail(ResourceExhausted("later"))
-    assert (await outbox.take())[0].token_ids == [1]
+    client_stream = ClientStream(3, itself)
+    client_stream.put(TokenChunk(0, 0, [1]))
+    client_stream.fail(Unavailable("going"))
+    client_stream.fail(ResourceExhausted("later"))
+    assert (await client_stream.take())[0].token_ids == [1]
     with pytest.raises(Unavailable):
-        await outbox.take()
+        await client_stream.take()
 
 
 def test_silence_does_not_count_own_stalls() -> None:
@@ -104,20 +104,20 @@ def test_in_the_room_line_a_priority_passes_its_own_tenant_only_and_who_was_inte
 
 def test_in_the_room_line_more_may_try_with_each_success_of_the_first_and_one_after_a_failure() -> None:
     line = CapacityQueue()
-    turns = [line.enter("m", 2, "a") for _ in range(9)]
+    dispatch_order = [line.enter("m", 2, "a") for _ in range(9)]
     allowed = []
-    for place, turn in enumerate(turns[:3], 1):
+    for place, turn in enumerate(dispatch_order[:3], 1):
         line.leave("m", turn, placed=True)
-        allowed.append(sum(other.may_try.is_set() for other in turns[place:]))
+        allowed.append(sum(other.may_try.is_set() for other in dispatch_order[place:]))
     assert allowed == [2, 4, 6]  # there are no more than six left
     late = line.enter("m", 2, "b")
     assert late.may_try.is_set()  # the eighth of eight that may
     line.failed("m")
-    assert [turn.may_try.is_set() for turn in (*turns[3:], late)] == [True] + 6 * [False]
-    line.leave("m", turns[5], placed=True)  # its try was under way; the first has still found nothing
-    assert [turn.may_try.is_set() for turn in (turns[3], turns[4])] == [True, False]
-    line.leave("m", turns[3], placed=False)  # its client has left
-    assert [turn.may_try.is_set() for turn in (turns[4], turns[6])] == [True, False]
+    assert [turn.may_try.is_set() for turn in (*dispatch_order[3:], late)] == [True] + 6 * [False]
+    line.leave("m", dispatch_order[5], placed=True)  # its try was under way; the first has still found nothing
+    assert [turn.may_try.is_set() for turn in (dispatch_order[3], dispatch_order[4])] == [True, False]
+    line.leave("m", dispatch_order[3], placed=False)  # its client has left
+    assert [turn.may_try.is_set() for turn in (dispatch_order[4], dispatch_order[6])] == [True, False]
 
 
 async def test_changes_are_not_missed() -> None:
@@ -311,37 +311,37 @@ def test_tpot_is_that_of_the_slowest_choice() -> None:
 
 async def test_outbox_takes_what_comes_at_once_however_much() -> None:
     """A grammar forces it; the client has had no chance to read it."""
-    outbox = ClientStream(3, itself)
-    taking = asyncio.create_task(outbox.take())
+    client_stream = ClientStream(3, itself)
+    taking = asyncio.create_task(client_stream.take())
     await asyncio.sleep(0)
     for choice in range(5):
-        outbox.put(TokenChunk(choice, 0, [1, 2, 3, 4]))
+        client_stream.put(TokenChunk(choice, 0, [1, 2, 3, 4]))
     assert [span.choice for span in await taking] == [0, 1, 2, 3, 4]
-    outbox.put(TokenChunk(0, 4, [5] * 50))  # nobody waits, and nothing lay there
-    assert not outbox.failed
-    outbox.put(TokenChunk(0, 54, [6]))
-    assert outbox.failed
+    client_stream.put(TokenChunk(0, 4, [5] * 50))  # nobody waits, and nothing lay there
+    assert not client_stream.failed
+    client_stream.put(TokenChunk(0, 54, [6]))
+    assert client_stream.failed
 
 
 async def test_outbox_hands_an_error_of_rendering_to_its_own_client() -> None:
     def broken(span: TokenChunk) -> TokenChunk:
         raise RuntimeError("as planned")
 
-    outbox = ClientStream(3, broken)
-    taking = asyncio.create_task(outbox.take())
+    client_stream = ClientStream(3, broken)
+    taking = asyncio.create_task(client_stream.take())
     await asyncio.sleep(0)
-    outbox.put(TokenChunk(0, 0, [1]))
+    client_stream.put(TokenChunk(0, 0, [1]))
     with pytest.raises(RuntimeError, match="as planned"):
         await taking
 
 
 async def test_outbox_goes_on_waiting_when_a_span_needs_no_message() -> None:
-    outbox = ClientStream(3, lambda span: None if span.first_index == 0 else span)
-    taking = asyncio.create_task(outbox.take())
+    client_stream = ClientStream(3, lambda span: None if span.first_index == 0 else span)
+    taking = asyncio.create_task(client_stream.take())
     await asyncio.sleep(0)
-    outbox.put(TokenChunk(0, 0, [1]))
+    client_stream.put(TokenChunk(0, 0, [1]))
     await asyncio.sleep(0)
     assert not taking.done()
-    outbox.put(TokenChunk(0, 1, [2]))
-    outbox.put(TokenChunk(0, 2, [3]))
+    client_stream.put(TokenChunk(0, 1, [2]))
+    client_stream.put(TokenChunk(0, 2, [3]))
     assert [span.first_index for span in await taking] == [1, 2]

@@ -32,7 +32,7 @@ class Traced:
     """A mesh whose router's spans are collected."""
 
     mesh: Mesh
-    outbox: Collected
+    client_stream: Collected
 
     async def ask(self, message: mesh_pb2.GenerateRequest, metadata: Metadata = ()) -> mesh_pb2.Timings:
         timings = mesh_pb2.Timings()
@@ -44,11 +44,11 @@ class Traced:
 
     async def root(self, count: int = 1) -> Span:
         """The latest `generate`, when there are so many."""
-        await eventually(lambda: sum(span.name.startswith("generate") for span in self.outbox.spans) >= count)
-        return [span for span in self.outbox.spans if span.name.startswith("generate")][-1]
+        await eventually(lambda: sum(span.name.startswith("generate") for span in self.client_stream.spans) >= count)
+        return [span for span in self.client_stream.spans if span.name.startswith("generate")][-1]
 
     def all(self, name: str) -> list[Span]:
-        return sorted((span for span in self.outbox.spans if span.name == name), key=lambda span: span.start_ns)
+        return sorted((span for span in self.client_stream.spans if span.name == name), key=lambda span: span.start_ns)
 
     def one(self, name: str) -> Span:
         (span,) = self.all(name)
@@ -56,7 +56,7 @@ class Traced:
 
     def parent(self, span: Span) -> str:
         """Its parent's name."""
-        (name,) = [each.name for each in self.outbox.spans if each.context.span_id == span.parent_id]
+        (name,) = [each.name for each in self.client_stream.spans if each.context.span_id == span.parent_id]
         return name
 
 
@@ -65,9 +65,9 @@ async def traced(
     folder: Path, *, share: float = 1.0, prefill: int = 1, decode: int = 1, **settings: object
 ) -> AsyncIterator[Traced]:
     async with running_mesh(folder, prefill=prefill, decode=decode, **settings) as mesh:
-        outbox = Collected()
-        mesh.router.core.tracing = Tracing(outbox, share=share)
-        yield Traced(mesh, outbox)
+        client_stream = Collected()
+        mesh.router.core.tracing = Tracing(client_stream, share=share)
+        yield Traced(mesh, client_stream)
         await mesh.until_whole()
 
 
@@ -99,7 +99,7 @@ async def test_spans_of_a_separated_request_last_as_long_as_its_timings_say(mode
         }  # fmt: skip
         assert (seen.one("reserve").kind, seen.one("prefill").kind) == (Kind.CLIENT, Kind.CLIENT)
         assert seen.one("prefill").attributes["pdmesh.kv.bytes"] == 4096
-        assert not any(span.is_failed or span.is_open for span in seen.outbox.spans)
+        assert not any(span.is_failed or span.is_open for span in seen.client_stream.spans)
         (context,) = seen.mesh["d0"].contexts
         assert context is not None
         assert (context.call, context.attempt) == (seen.one("reserve").context, attempt.context)
@@ -242,7 +242,7 @@ async def test_a_move_is_a_span_with_the_next_stay_in_it(model_folder: Path) -> 
 async def test_a_client_that_leaves_has_made_no_error(model_folder: Path) -> None:
     async with traced(model_folder, share=0.0) as seen:
         seen.mesh["d0"].pause_at = 3
-        seen.mesh.router.core.tracing = Tracing(seen.outbox, share=1.0)
+        seen.mesh.router.core.tracing = Tracing(seen.client_stream, share=1.0)
         call = seen.mesh.stub.Generate(request(max_tokens=20))
         async for message in call:
             if message.delta.token_ids:
@@ -252,7 +252,7 @@ async def test_a_client_that_leaves_has_made_no_error(model_folder: Path) -> Non
         assert (root.attributes["error.type"], root.is_failed) == ("CANCELLED", False)
         assert root.attributes["gen_ai.response.finish_reasons"] == ["unfinished"]
         assert root.attributes["pdmesh.ttft_ms"]
-        assert all(not span.is_open for span in seen.outbox.spans)
+        assert all(not span.is_open for span in seen.client_stream.spans)
 
 
 @pytest.mark.parametrize(
@@ -298,14 +298,14 @@ async def test_a_trace_that_is_not_sampled_is_kept_when_its_request_misses_an_ob
         fine, bad = request(mode=REMOTE), request(mode=REMOTE, seed=6)
         async for _ in seen.mesh.stub.Generate(fine, timeout=30):
             pass
-        assert seen.outbox.spans == []
+        assert seen.client_stream.spans == []
         bad.options.slo_ttft_ms = 1
         seen.mesh["p0"].prefill_plan = ["break"]  # takes longer than a millisecond
         await seen.ask(bad)
         root = await seen.root()
         assert root.attributes["pdmesh.slo.met"] is False
-        assert {span.context.trace_id for span in seen.outbox.spans} == {root.context.trace_id}
-        assert {"route", "admission", "attempt", "reserve", "prefill"} <= set(seen.outbox.names)
+        assert {span.context.trace_id for span in seen.client_stream.spans} == {root.context.trace_id}
+        assert {"route", "admission", "attempt", "reserve", "prefill"} <= set(seen.client_stream.names)
         trace_id = root.context.trace_id.to_bytes(16, "big")
         await eventually(lambda: seen.mesh["p0"].kept == seen.mesh["d0"].kept == [trace_id])
 
@@ -324,19 +324,19 @@ async def test_off_sends_no_metadata_and_gives_the_same_tokens(model_folder: Pat
 
 
 def test_very_many_parts_are_counted_only() -> None:
-    outbox = Collected()
-    tracing = Tracing(outbox)
+    client_stream = Collected()
+    tracing = Tracing(client_stream)
     root = tracing.begin("generate", None, start_ns=0)
     timings = RequestTimings(0, spans=LiveSpans(tracing, root, set()))
     for number in range(MAX_PARTS + 5):
         timings.queued(number)
-    assert len(outbox.spans) == MAX_PARTS and root.attributes["pdmesh.dropped_parts"] == 5
+    assert len(client_stream.spans) == MAX_PARTS and root.attributes["pdmesh.dropped_parts"] == 5
 
 
 @pytest.mark.parametrize("is_accepted", [True, False])
 def test_a_token_that_comes_while_a_hedge_is_asked_for_is_the_late_attempts(is_accepted: bool) -> None:
-    outbox = Collected()
-    tracing = Tracing(outbox)
+    client_stream = Collected()
+    tracing = Tracing(client_stream)
     timings = RequestTimings(0, spans=LiveSpans(tracing, tracing.begin("generate", None, start_ns=0), set()))
     timings.submitting({"pdmesh.attempt": 1})
     timings.submitted(REMOTE, "d", 0)
@@ -350,8 +350,8 @@ def test_a_token_that_comes_while_a_hedge_is_asked_for_is_the_late_attempts(is_a
         timings.withdrawn("it has just committed")
     timings.spans.filled()
     assert (timings.submit_ns, timings.call_ns, timings.parts.retry_ns) == before
-    assert "retry" not in outbox.names
-    first = next(span for span in outbox.spans if span.name == "attempt" and span.attributes["pdmesh.attempt"] == 1)
+    assert "retry" not in client_stream.names
+    first = next(span for span in client_stream.spans if span.name == "attempt" and span.attributes["pdmesh.attempt"] == 1)
     assert not first.is_failed and first.end_ns == timings.first_received_ns
 
 

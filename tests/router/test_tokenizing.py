@@ -107,13 +107,13 @@ class _Held:
     def __init__(self, tokenizing: TokenizationPool) -> None:
         self.tokenizing = tokenizing
         self.done: list[str] = []
-        self._gate = threading.Event()
+        self._flow_control = threading.Event()
         self._begun = threading.Event()
 
     async def block(self) -> asyncio.Task[list[int]]:
         def work() -> list[int]:
             self._begun.set()
-            self._gate.wait(30)
+            self._flow_control.wait(30)
             return []
 
         task = self.start("blocker", LONG, work)
@@ -130,7 +130,7 @@ class _Held:
         return asyncio.create_task(self.tokenizing.run(work or note, tenant=name, num_bytes=num_bytes, deadline=deadline))
 
     def let_go(self) -> None:
-        self._gate.set()
+        self._flow_control.set()
 
 
 async def test_results_and_errors_come_back() -> None:
@@ -273,10 +273,10 @@ TURNS = [mesh_pb2.ChatMessage(role="user", content="x")]
 @pytest.mark.parametrize(
     ("call", "tenant", "must_fit"),
     [
-        (lambda jobs: jobs.from_generate(mesh_pb2.GenerateRequest(text="x", options=OPTIONS), 1000.0), "t", True),
-        (lambda jobs: jobs.from_chat(mesh_pb2.ChatRequest(messages=TURNS, options=OPTIONS), 1000.0), "t", True),
-        (lambda jobs: jobs.tokenize(mesh_pb2.TokenizeRequest(text="x"), 1000.0), "", False),
-        (lambda jobs: jobs.tokenize(mesh_pb2.TokenizeRequest(messages=TURNS), 1000.0), "", False),
+        (lambda preprocessor: preprocessor.from_generate(mesh_pb2.GenerateRequest(text="x", options=OPTIONS), 1000.0), "t", True),
+        (lambda preprocessor: preprocessor.from_chat(mesh_pb2.ChatRequest(messages=TURNS, options=OPTIONS), 1000.0), "t", True),
+        (lambda preprocessor: preprocessor.tokenize(mesh_pb2.TokenizeRequest(text="x"), 1000.0), "", False),
+        (lambda preprocessor: preprocessor.tokenize(mesh_pb2.TokenizeRequest(messages=TURNS), 1000.0), "", False),
     ],
 )
 async def test_each_call_waits_as_its_tenant_and_until_its_deadline(

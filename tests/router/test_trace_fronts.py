@@ -64,12 +64,12 @@ async def _vllm(mesh: Mesh) -> None:
 @pytest.mark.parametrize("ask", [_chat, _stream, _infer, _infer_stream, _vllm])
 async def test_a_trace_goes_on(model_folder: Path, ask: Callable[[Mesh], Awaitable[None]]) -> None:
     async with running(model_folder, http_port=0) as mesh:
-        outbox = Collected()
-        mesh.router.core.tracing = Tracing(outbox, share=0.0)
+        client_stream = Collected()
+        mesh.router.core.tracing = Tracing(client_stream, share=0.0)
         await ask(mesh)
 
         def roots() -> list[Span]:
-            return [span for span in outbox.spans if span.name == "generate tiny"]
+            return [span for span in client_stream.spans if span.name == "generate tiny"]
 
         await eventually(roots)
         (root,) = roots()
@@ -82,14 +82,14 @@ async def test_a_trace_goes_on(model_folder: Path, ask: Callable[[Mesh], Awaitab
 
 async def test_what_a_draining_router_refuses_leaves_a_trace(model_folder: Path) -> None:
     async with running(model_folder) as mesh:
-        outbox = Collected()
-        mesh.router.core.tracing = Tracing(outbox, share=0.0)
+        client_stream = Collected()
+        mesh.router.core.tracing = Tracing(client_stream, share=0.0)
         await mesh.router.frontend.drain(0.05)
         with pytest.raises(AioRpcError) as refused:
             async for _ in mesh.stub.Generate(request(), metadata=METADATA):
                 pass
         assert refused.value.code() is StatusCode.UNAVAILABLE
-        (root,) = (span for span in outbox.spans if span.name == "generate")
+        (root,) = (span for span in client_stream.spans if span.name == "generate")
         assert (root.context.trace_id, root.parent_id) == (0xABC, 0xDEF)
         assert (root.is_failed, root.attributes["error.type"]) == (True, "UNAVAILABLE")
 
@@ -108,14 +108,14 @@ async def test_what_cannot_be_read_over_http_leaves_a_trace_without_its_text(
     model_folder: Path, body: bytes, headers: dict[str, str], problem: str
 ) -> None:
     async with running(model_folder, http_port=0) as mesh:
-        outbox = Collected()
-        mesh.router.core.tracing = Tracing(outbox, share=0.0)
+        client_stream = Collected()
+        mesh.router.core.tracing = Tracing(client_stream, share=0.0)
         async with httpx.AsyncClient(trust_env=False) as http:
             sent = {"Content-Type": "application/json", **HEADERS, **headers}
             answer = await http.post(url(mesh, "/v1/completions"), content=body, headers=sent)
         assert answer.status_code in (400, 415)
-        root = next(span for span in outbox.spans if span.name == "generate")
+        root = next(span for span in client_stream.spans if span.name == "generate")
         assert (root.context.trace_id, root.parent_id) == (0xABC, 0xDEF)
         assert (root.is_failed, root.attributes["error.type"], root.problem) == (True, "INVALID_ARGUMENT", problem)
         assert "secret" not in f"{root.attributes} {root.name} {root.problem}"
-        assert all(not span.is_open for span in outbox.spans)
+        assert all(not span.is_open for span in client_stream.spans)

@@ -110,9 +110,9 @@ async def test_those_who_wait_and_those_who_are_refused(model_folder: Path) -> N
     async with running_mesh(model_folder, max_inflight=1, max_queued=1) as mesh:
         mesh["d0"].pause_at = 2
         running = asyncio.create_task(mesh.generate(request(max_tokens=20)))
-        await eventually(lambda: mesh.router.core.gate.admission.num_inflight == 1)
+        await eventually(lambda: mesh.router.core.flow_control.admission.num_inflight == 1)
         waiting = asyncio.create_task(mesh.generate(request(max_tokens=1)))
-        await eventually(lambda: mesh.router.core.gate.admission.num_queued == 1)
+        await eventually(lambda: mesh.router.core.flow_control.admission.num_queued == 1)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await mesh.generate(request())
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -131,9 +131,9 @@ async def test_what_a_client_tries_again_arrives_once(model_folder: Path) -> Non
     async with running_mesh(model_folder, max_inflight=1, max_queued=1) as mesh:
         mesh["d0"].pause_at = 2
         running = asyncio.create_task(mesh.generate(request(max_tokens=20)))
-        await eventually(lambda: mesh.router.core.gate.admission.num_inflight == 1)
+        await eventually(lambda: mesh.router.core.flow_control.admission.num_inflight == 1)
         waiting = asyncio.create_task(mesh.generate(request(max_tokens=1)))
-        await eventually(lambda: mesh.router.core.gate.admission.num_queued == 1)
+        await eventually(lambda: mesh.router.core.flow_control.admission.num_queued == 1)
         address = mesh.router.server.address
         async with AsyncClient([address], retry_overload=True) as ours:
             first = asyncio.create_task(ours.generate(list(range(64, 80)), max_tokens=1))
@@ -170,11 +170,11 @@ async def test_batch_is_counted_and_its_wait_is_not(model_folder: Path) -> None:
     async with running_mesh(model_folder, max_inflight=1, max_queued=8) as mesh:
         mesh["d0"].pause_at = 2
         running = asyncio.create_task(mesh.generate(request(max_tokens=20)))
-        await eventually(lambda: mesh.router.core.gate.admission.num_inflight == 1)
+        await eventually(lambda: mesh.router.core.flow_control.admission.num_inflight == 1)
         batch = request(max_tokens=1)
         batch.options.priority = common_pb2.PRIORITY_BATCH
         waiting = asyncio.create_task(mesh.generate(batch))
-        await eventually(lambda: mesh.router.core.gate.admission.num_queued == 1)
+        await eventually(lambda: mesh.router.core.flow_control.admission.num_queued == 1)
         told = await counted(mesh)
         assert told.num_queued == 1 and told.queue_wait_ms == 0
         mesh["d0"].pause_at = None

@@ -271,7 +271,7 @@ async def remote_request(mesh: Mesh, number: int) -> None:
 
 async def admission(core: RouterContext, asked: PreparedRequest | FlowItem) -> None:
     """The decision on one request, which starts and keeps its place; of a job, what admission knows of it is gathered first."""
-    await core.gate.enter(flow_item_of(core, asked) if isinstance(asked, PreparedRequest) else asked)
+    await core.flow_control.enter(flow_item_of(core, asked) if isinstance(asked, PreparedRequest) else asked)
 
 
 async def tcp_push(world: World, number: int) -> None:
@@ -297,7 +297,7 @@ def _prompt(number: int) -> list[int]:
     return [64 + number, *range(64, 64 + NUM_PROMPT_TOKENS)]
 
 
-def _job(router: Router) -> PreparedRequest:
+def _prepared(router: Router) -> PreparedRequest:
     params = common_pb2.SamplingParams(n=1, seed=5, max_tokens=NUM_OUTPUT_TOKENS)
     return PreparedRequest("job", router.core.models[MODEL], tuple(_prompt(0)), params, ())
 
@@ -307,13 +307,13 @@ async def paths(recorder: Recorder) -> dict[str, Entered]:
     found: dict[str, Entered] = {}
     with tempfile.TemporaryDirectory() as folder:
         async with real_mesh(Path(folder)) as mesh:
-            core, job = mesh.router.core, _job(mesh.router)
+            core, prepared = mesh.router.core, _prepared(mesh.router)
             found["remote"] = await recorder.path_of(lambda number: remote_request(mesh, number), idle_s=IDLE_S)
-            found["admission_of_job_by_forecast"] = await recorder.path_of(lambda _: admission(core, job), idle_s=IDLE_S)
+            found["admission_of_job_by_forecast"] = await recorder.path_of(lambda _: admission(core, prepared), idle_s=IDLE_S)
             core.forecaster = None
-            found["admission_of_job"] = await recorder.path_of(lambda _: admission(core, job), idle_s=IDLE_S)
-            applicant = flow_item_of(core, job)
-            found["admission"] = await recorder.path_of(lambda _: admission(core, applicant), idle_s=IDLE_S)
+            found["admission_of_job"] = await recorder.path_of(lambda _: admission(core, prepared), idle_s=IDLE_S)
+            item = flow_item_of(core, prepared)
+            found["admission"] = await recorder.path_of(lambda _: admission(core, item), idle_s=IDLE_S)
     async with running(World("tcp")) as world:
         found["tcp_push"] = await recorder.path_of(lambda number: tcp_push(world, number))
     return found

@@ -247,14 +247,14 @@ def _messages(text: str) -> list[mesh_pb2.ChatMessage]:
     """[{"role": …, "content": …}, …] and nothing else."""
     where = input_name("messages")
     try:
-        turns = json.loads(text)
+        dialogue = json.loads(text)
     except (ValueError, RecursionError) as error:
         refuse(where, f"is no JSON: {error}")
-    if not isinstance(turns, list):
+    if not isinstance(dialogue, list):
         refuse(where, "is no list of messages")
-    if len(turns) > MAX_MESSAGES:
-        refuse(where, f"there are {len(turns)} messages, {MAX_MESSAGES} are allowed")
-    return [_turn(f"{where}[{position}]", turn) for position, turn in enumerate(turns)]
+    if len(dialogue) > MAX_MESSAGES:
+        refuse(where, f"there are {len(dialogue)} messages, {MAX_MESSAGES} are allowed")
+    return [_turn(f"{where}[{position}]", turn) for position, turn in enumerate(dialogue)]
 
 
 def _turn(where: str, turn: object) -> mesh_pb2.ChatMessage:

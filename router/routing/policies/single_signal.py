@@ -36,10 +36,10 @@ class Signal(Protocol):
 
     name: str
 
-    def decode_cost(self, worker: WorkerSnapshot, demand: RoutingRequest) -> float:
+    def decode_cost(self, worker: WorkerSnapshot, routing_request: RoutingRequest) -> float:
         """Of owning the request."""
 
-    def prefill_cost(self, worker: WorkerSnapshot, demand: RoutingRequest) -> float:
+    def prefill_cost(self, worker: WorkerSnapshot, routing_request: RoutingRequest) -> float:
         """Of computing its prompt."""
 
     def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
@@ -54,52 +54,54 @@ class SingleSignalPolicy:
         self._preference = preference
         self._local_prefill_tokens = local_prefill_tokens
 
-    def choose(self, roster: FleetSnapshot, demand: RoutingRequest, now: float) -> Placement | NoPlacement:
+    def choose(self, fleet_snapshot: FleetSnapshot, routing_request: RoutingRequest, now: float) -> Placement | NoPlacement:
         """As `Policy` says. `now` plays no part."""
-        kind = [worker for worker in roster.views() if same_kind(worker, demand)]
-        owners = [worker for worker in kind if can_decode(worker, demand)]
+        kind = [worker for worker in fleet_snapshot.views() if same_kind(worker, routing_request)]
+        owners = [worker for worker in kind if can_decode(worker, routing_request)]
         if not owners:
-            return explain_no_candidate(kind, demand)
-        candidates = [Candidate(w, None, self._preference.decode_cost(w, demand), has_room(w, demand)) for w in owners]
+            return explain_no_candidate(kind, routing_request)
+        candidates = [
+            Candidate(w, None, self._preference.decode_cost(w, routing_request), has_room(w, routing_request)) for w in owners
+        ]
         decode = min(candidates, key=lambda candidate: candidate.order).decode
-        return self._with_prefill(decode, kind, demand)
+        return self._with_prefill(decode, kind, routing_request)
 
     def choose_prefill(
-        self, roster: FleetSnapshot, decode: WorkerSnapshot, demand: RoutingRequest, now: float
+        self, fleet_snapshot: FleetSnapshot, decode: WorkerSnapshot, routing_request: RoutingRequest, now: float
     ) -> WorkerSnapshot | None:
         """The one that fits `decode` and is preferred."""
-        return self._prefill(decode, list(roster.views()), demand)
+        return self._prefill(decode, list(fleet_snapshot.views()), routing_request)
 
     def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
         """What it chose is being done."""
         self._preference.placed(decode, prefill)
 
     def _with_prefill(
-        self, decode: WorkerSnapshot, kind: Sequence[WorkerSnapshot], demand: RoutingRequest
+        self, decode: WorkerSnapshot, kind: Sequence[WorkerSnapshot], routing_request: RoutingRequest
     ) -> Placement | NoPlacement:
-        if demand.mode is Mode.LOCAL:
+        if routing_request.mode is Mode.LOCAL:
             return Placement(decode, None, "LOCAL as asked for")
-        uncached = demand.uncached(decode)
-        if demand.mode is None and uncached < self._local_prefill_tokens:
+        uncached = routing_request.uncached(decode)
+        if routing_request.mode is None and uncached < self._local_prefill_tokens:
             few = f"LOCAL: {uncached} uncached tokens on {decode.worker_id} are fewer than {self._local_prefill_tokens}"
             return Placement(decode, None, few)
-        prefill = self._prefill(decode, kind, demand)
+        prefill = self._prefill(decode, kind, routing_request)
         if prefill is not None:
             ahead = prefill.tokens_ahead
             reason = f"REMOTE: {uncached} tokens for {decode.worker_id}, {ahead} ahead on {prefill.worker_id}"
             return Placement(decode, prefill, reason)
-        if demand.mode is Mode.REMOTE:
+        if routing_request.mode is Mode.REMOTE:
             return no_partner([decode])
         return Placement(decode, None, f"LOCAL: no prefill worker fits {decode.worker_id}")
 
     def _prefill(
-        self, decode: WorkerSnapshot, workers: Sequence[WorkerSnapshot], demand: RoutingRequest
+        self, decode: WorkerSnapshot, workers: Sequence[WorkerSnapshot], routing_request: RoutingRequest
     ) -> WorkerSnapshot | None:
-        candidates = [worker for worker in workers if can_prefill(worker, demand) and compatible(worker, decode)]
+        candidates = [worker for worker in workers if can_prefill(worker, routing_request) and compatible(worker, decode)]
 
         def cost(worker: WorkerSnapshot) -> tuple[bool, float, str]:
             # KV of another element type gives other tokens than decode's own: only where there is nobody else.
-            return (worker.kind != decode.kind, self._preference.prefill_cost(worker, demand), worker.address)
+            return (worker.kind != decode.kind, self._preference.prefill_cost(worker, routing_request), worker.address)
 
         return min(candidates, key=cost, default=None)
 
@@ -109,17 +111,17 @@ class LeastLoaded:
 
     name = "least-loaded"
 
-    def decode_cost(self, worker: WorkerSnapshot, demand: RoutingRequest) -> float:
+    def decode_cost(self, worker: WorkerSnapshot, routing_request: RoutingRequest) -> float:
         """The fuller of its two shares, less the credit."""
-        seq_share = (worker.num_seqs + worker.dispatched_seqs + demand.num_choices) / worker.max_num_seqs
-        own = blocks_for(demand.uncached(worker), worker)
+        seq_share = (worker.num_seqs + worker.dispatched_seqs + routing_request.num_choices) / worker.max_num_seqs
+        own = blocks_for(routing_request.uncached(worker), worker)
         used_blocks = worker.num_total_blocks - worker.num_free_blocks + worker.dispatched_blocks + own
-        cached_share = 1 - demand.uncached(worker) / demand.num_tokens
+        cached_share = 1 - routing_request.uncached(worker) / routing_request.num_tokens
         return max(seq_share, used_blocks / worker.num_total_blocks) - PREFIX_CREDIT * cached_share
 
-    def prefill_cost(self, worker: WorkerSnapshot, demand: RoutingRequest) -> float:
+    def prefill_cost(self, worker: WorkerSnapshot, routing_request: RoutingRequest) -> float:
         """Tokens until this prompt is done."""
-        return worker.tokens_ahead + demand.uncached(worker)
+        return worker.tokens_ahead + routing_request.uncached(worker)
 
     def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
         """It remembers nothing: the views do."""
@@ -130,13 +132,13 @@ class Prefix:
 
     name = "prefix"
 
-    def decode_cost(self, worker: WorkerSnapshot, demand: RoutingRequest) -> float:
+    def decode_cost(self, worker: WorkerSnapshot, routing_request: RoutingRequest) -> float:
         """Uncached tokens."""
-        return demand.uncached(worker)
+        return routing_request.uncached(worker)
 
-    def prefill_cost(self, worker: WorkerSnapshot, demand: RoutingRequest) -> float:
+    def prefill_cost(self, worker: WorkerSnapshot, routing_request: RoutingRequest) -> float:
         """Uncached tokens."""
-        return demand.uncached(worker)
+        return routing_request.uncached(worker)
 
     def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
         """It remembers nothing."""
@@ -149,25 +151,25 @@ class RoundRobin:
     MAX_REMEMBERED = 65536
 
     def __init__(self) -> None:
-        self._turns: dict[tuple[str, str], int] = {}
+        self._dispatch_order: dict[tuple[str, str], int] = {}
         self._num_turns = 0
 
-    def decode_cost(self, worker: WorkerSnapshot, demand: RoutingRequest) -> float:
+    def decode_cost(self, worker: WorkerSnapshot, routing_request: RoutingRequest) -> float:
         """The number of its latest turn."""
-        return self._turns.get(("decode", worker.address), -1)
+        return self._dispatch_order.get(("decode", worker.address), -1)
 
-    def prefill_cost(self, worker: WorkerSnapshot, demand: RoutingRequest) -> float:
+    def prefill_cost(self, worker: WorkerSnapshot, routing_request: RoutingRequest) -> float:
         """The number of its latest turn."""
-        return self._turns.get(("prefill", worker.address), -1)
+        return self._dispatch_order.get(("prefill", worker.address), -1)
 
     def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
         """Their turn was now."""
-        if len(self._turns) > self.MAX_REMEMBERED:
-            self._turns.clear()
+        if len(self._dispatch_order) > self.MAX_REMEMBERED:
+            self._dispatch_order.clear()
         self._num_turns += 1
-        self._turns["decode", decode.address] = self._num_turns
+        self._dispatch_order["decode", decode.address] = self._num_turns
         if prefill is not None:
-            self._turns["prefill", prefill.address] = self._num_turns
+            self._dispatch_order["prefill", prefill.address] = self._num_turns
 
 
 def preference(name: str) -> Signal:

@@ -120,7 +120,7 @@ async def test_every_refusal_names_what_is_wrong(model_folder: Path) -> None:
             error = error_from_rpc(raised.value)
             assert error.code is INVALID, (field, error)
             assert (error.field or "").startswith(field) and field in error.message, (field, error)
-        assert mesh["d0"].submits == [] and mesh.router.core.gate.admission.num_inflight == 0
+        assert mesh["d0"].submits == [] and mesh.router.core.flow_control.admission.num_inflight == 0
 
 
 async def test_a_parameter_twice(model_folder: Path) -> None:

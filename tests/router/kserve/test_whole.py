@@ -35,10 +35,10 @@ async def test_tokens_in_tokens_and_text_out(model_folder: Path, raw: bool) -> N
 
 
 async def test_text_and_messages_are_those_of_the_mesh(model_folder: Path) -> None:
-    turns = [{"role": "user", "content": "Hé"}]
+    dispatch_order = [{"role": "user", "content": "Hé"}]
     async with serving(model_folder) as (mesh, stub):
         await stub.ModelInfer(request(text("text_input", "Hallo")))
-        await stub.ModelInfer(request(text("messages", json.dumps(turns))))
+        await stub.ModelInfer(request(text("messages", json.dumps(dispatch_order))))
         as_text = await mesh.stub.Tokenize(mesh_pb2.TokenizeRequest(text="Hallo"))
         as_chat = await mesh.stub.Tokenize(mesh_pb2.TokenizeRequest(messages=[mesh_pb2.ChatMessage(role="user", content="Hé")]))
         sent = [list(submit.request.prompt_token_ids) for submit in mesh["d0"].submits]

@@ -81,13 +81,13 @@ async def test_usage_in_every_chunk(client: Any) -> None:
 async def test_the_synchronous_client(served: Mesh) -> None:
     def ask() -> tuple[str, str, list[str]]:
         with openai.OpenAI(base_url=url(served, "/v1"), api_key="none", max_retries=0) as client:
-            whole = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, seed=5).choices[0].text
+            state = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, seed=5).choices[0].text
             stream = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, seed=5, stream=True)
             streamed = "".join(chunk.choices[0].text for chunk in stream)
-            return whole, streamed, [model.id for model in client.models.list()]
+            return state, streamed, [model.id for model in client.models.list()]
 
-    whole, streamed, models = await asyncio.to_thread(ask)
-    assert whole == streamed == text(12)
+    state, streamed, models = await asyncio.to_thread(ask)
+    assert state == streamed == text(12)
     assert models == ["tiny"]
 
 
@@ -127,8 +127,8 @@ async def test_choices_and_prompts_stream_together(client: Any) -> None:
     texts: dict[int, str] = {}
     async for chunk in stream:
         texts[chunk.choices[0].index] = texts.get(chunk.choices[0].index, "") + chunk.choices[0].text
-    whole = await client.completions.create(model="tiny", prompt=prompts, n=2, max_tokens=30, seed=7)
-    assert texts == {choice.index: choice.text for choice in whole.choices}
+    state = await client.completions.create(model="tiny", prompt=prompts, n=2, max_tokens=30, seed=7)
+    assert texts == {choice.index: choice.text for choice in state.choices}
 
 
 async def test_chat_choices(served: Mesh, client: Any) -> None:
@@ -139,14 +139,14 @@ async def test_chat_choices(served: Mesh, client: Any) -> None:
 
 @pytest.mark.parametrize("stop", ["string", "list"])
 async def test_stop_strings(client: Any, stop: str) -> None:
-    whole = text(40)
-    end = whole[10:13]
+    state = text(40)
+    end = state[10:13]
     answer = await client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=40, seed=5, stop=end if stop == "string" else ["§", end]
     )
-    assert answer.choices[0].text == whole[: whole.index(end)] and answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].text == state[: state.index(end)] and answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].model_extra["stop_reason"] == end
-    assert answer.usage.completion_tokens == whole.index(end) + 3
+    assert answer.usage.completion_tokens == state.index(end) + 3
 
 
 async def test_a_seed_is_drawn_and_told(client: Any) -> None:

@@ -144,7 +144,7 @@ async def test_drain_lets_streams_finish_and_refuses_new_ones(model_folder: Path
     async with running_mesh(model_folder, http_port=0) as mesh, client_of(mesh) as client:
         mesh["d0"].pause_at = 5
         stream = await client.completions.create(**BODY, stream=True)
-        whole = asyncio.create_task(client.completions.create(**BODY))
+        state = asyncio.create_task(client.completions.create(**BODY))
         await eventually(lambda: len(mesh["d0"].held) == 2)
         draining = asyncio.create_task(mesh.router.frontend.drain(5.0))
         await asyncio.sleep(0)
@@ -156,7 +156,7 @@ async def test_drain_lets_streams_finish_and_refuses_new_ones(model_folder: Path
             assert (await http.get(url(mesh, "/health"))).status_code == 503
         mesh["d0"].resume.set()
         assert "".join([chunk.choices[0].text async for chunk in stream]) == stub_model.text_of(expected(20))
-        assert (await whole).choices[0].text == stub_model.text_of(expected(20))
+        assert (await state).choices[0].text == stub_model.text_of(expected(20))
         await draining
         await mesh.until_whole()
 
@@ -245,7 +245,7 @@ async def test_https(model_folder: Path, tmp_path: Path, clients: str) -> None:
             with pytest.raises(openai.APIConnectionError):
                 await _models(address, ours, show=False)
             with pytest.raises(openai.APIConnectionError):
-                await _models(address, other, trust=ours.tls_ca)
+                await _models(address, other, accuracy=ours.tls_ca)
         with pytest.raises(openai.APIConnectionError):
             await _models(address.replace("https", "http"), ours)
         copied(other, tmp_path / "files")
@@ -264,8 +264,8 @@ async def _running(config: RouterConfig) -> AsyncIterator[str]:
         await router.stop()
 
 
-async def _models(address: str, tls: TlsConfig, *, show: bool = True, trust: str = "") -> list[str]:
-    context = ssl.create_default_context(cafile=trust or tls.tls_ca)
+async def _models(address: str, tls: TlsConfig, *, show: bool = True, accuracy: str = "") -> list[str]:
+    context = ssl.create_default_context(cafile=accuracy or tls.tls_ca)
     if show:
         context.load_cert_chain(tls.tls_cert, tls.tls_key)
     http = httpx2.AsyncClient(verify=context)
@@ -302,5 +302,5 @@ async def _answer(reader: asyncio.StreamReader) -> dict[str, Any]:
     head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).decode().lower()
     assert head.startswith("http/1.1 200")
     length = int(head.split("content-length: ")[1].split("\r\n")[0])
-    whole: dict[str, Any] = json.loads(await reader.readexactly(length))
-    return whole
+    state: dict[str, Any] = json.loads(await reader.readexactly(length))
+    return state

@@ -163,7 +163,7 @@ async def test_abort_while_decoding_frees_the_request(model_folder: Path) -> Non
 async def test_abort_in_the_queue(model_folder: Path) -> None:
     async with serving(model_folder, max_inflight=1, max_queued=1) as (mesh, stub):
         mesh["d0"].pause_at = 4
-        admission = mesh.router.core.gate.admission
+        admission = mesh.router.core.flow_control.admission
         running = asyncio.create_task(Answer().read(stub.Generate(request("running"))))
         await eventually(lambda: admission.num_inflight == 1)
         queued = asyncio.create_task(Answer().read(stub.Generate(request("queued"))))
@@ -180,7 +180,7 @@ async def test_abort_of_a_client_that_does_not_read(model_folder: Path) -> None:
     """The handler is sending when Abort comes; the call has to end with a status all the same."""
     async with serving(model_folder, max_buffered_tokens=50_000) as (mesh, stub):
         call = stub.Generate(request("slow", max_tokens=1900, n=16, logprobs=20))
-        admission = mesh.router.core.gate.admission
+        admission = mesh.router.core.flow_control.admission
         await eventually(lambda: admission.num_inflight == 1)
         await eventually(lambda: not mesh["d0"].held, timeout_s=30)  # all is generated; the client has read nothing
         await stub.Abort(pb.AbortRequest(request_ids=["slow"]))
