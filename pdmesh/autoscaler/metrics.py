@@ -26,7 +26,7 @@ EVENTS = counter("pdmesh.autoscaler.events", "What was done: scale, flip, hold, 
 FLIPPED = counter("pdmesh.autoscaler.flips", "Workers that were to take another role", ("giver", "taker"))
 FAILED_STARTS = gauge("pdmesh.autoscaler.failed_starts", "Starts that have been awaited for too long", ("pool",))
 FORECAST = gauge("pdmesh.autoscaler.forecast", "Requests a second that are expected: mean and spread", ("what",))
-DECISION_AGE = gauge("pdmesh.autoscaler.views.age", "Since the latest decision", unit="s")
+DECISION_AGE = gauge("pdmesh.autoscaler.decision.age", "Since the latest decision", unit="s")
 ROUND_AGE = gauge("pdmesh.autoscaler.round.age", "Since the latest round that came to its end", unit="s")
 LEADER = gauge("pdmesh.autoscaler.leader", "1: this one decides")
 

@@ -36,7 +36,7 @@ async def test_a_process_sends_metrics_and_decisions_to_the_collector(tmp_path: 
     (root, *_) = spans
     assert root.name == NAME and root.parent_id == "" and root.attributes["pdmesh.autoscale.decode.reason"]
     assert {event.name for event in root.events} == {"decided", "scale"}
-    assert {"pdmesh.autoscaler.wanted", "pdmesh.autoscaler.views.age", "pdmesh.info"} <= shown.keys()
+    assert {"pdmesh.autoscaler.wanted", "pdmesh.autoscaler.decision.age", "pdmesh.info"} <= shown.keys()
     services = {root.resource["service.name"], *(each["service.name"] for each in metrics.resources)}
     assert services == {"pdmesh-autoscaler"} and root.process == metrics.resources[0]["service.instance.id"] != ""
 

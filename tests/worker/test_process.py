@@ -133,7 +133,7 @@ def test_wrong_settings_end_with_one_line(model: Model, more: list[str], named: 
 
 async def test_without_a_compiler_torch_serves_with_a_warning(model: Model, tmp_path: Path) -> None:
     env = {"CXX": "no-such-compiler", "PDMESH_CACHE": str(tmp_path), "PDMESH_KERNELS_DIR": ""}
-    async with process("worker", *flags(model.folder), env=env) as child:
+    async with process("pdmesh.worker", *flags(model.folder), env=env) as child:
         message = await ready(child)
         channel = connect(str(message["address"]))
         control: worker_pb2_grpc.WorkerControlAsyncStub = worker_pb2_grpc.WorkerControlStub(channel)
@@ -147,7 +147,7 @@ async def test_without_a_compiler_torch_serves_with_a_warning(model: Model, tmp_
 
 
 async def test_a_variable_at_fault_is_named(model: Model) -> None:
-    async with process("worker", *flags(model.folder), env={"PDMESH_CPU_ISA": "quantum"}) as child:
+    async with process("pdmesh.worker", *flags(model.folder), env={"PDMESH_CPU_ISA": "quantum"}) as child:
         _, stderr = await asyncio.wait_for(child.communicate(), 60)
         assert child.returncode == 2, stderr.decode()
         assert "PDMESH_CPU_ISA: " in stderr.decode().splitlines()[-1], stderr.decode()
@@ -159,7 +159,7 @@ async def test_a_taken_port_is_named(model: Model) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         for flag in ("--port", "--transfer-port"):
-            async with process("worker", *flags(model.folder, flag, port)) as child:
+            async with process("pdmesh.worker", *flags(model.folder, flag, port)) as child:
                 _, stderr = await asyncio.wait_for(child.communicate(), 60)
                 assert child.returncode == 2, stderr.decode()
                 assert port in stderr.decode().splitlines()[-1], stderr.decode()
@@ -168,7 +168,7 @@ async def test_a_taken_port_is_named(model: Model) -> None:
 async def test_a_dead_engine_ends_the_process(model: Model) -> None:
     """Code 1, at once, with the reason."""
     path = f"{Path(__file__).parent / 'broken_engine'}{os.pathsep}{ROOT}"
-    async with process("worker", *flags(model.folder), env={"PYTHONPATH": path}) as child:
+    async with process("pdmesh.worker", *flags(model.folder), env={"PYTHONPATH": path}) as child:
         message = await ready(child)
         channel = connect(str(message["address"]))
         stub: decode_pb2_grpc.DecodeServiceAsyncStub = decode_pb2_grpc.DecodeServiceStub(channel)
@@ -191,7 +191,7 @@ async def until_registered(registry: Registry) -> list[worker_pb2.WorkerInfo]:
 
 async def test_registers_and_withdraws(model: Model) -> None:
     settings = flags(model.folder, "--worker-id", "w1")
-    async with EmbeddedRedis() as redis, process("worker", *settings, env={"PDMESH_REDIS": redis.url}) as child:
+    async with EmbeddedRedis() as redis, process("pdmesh.worker", *settings, env={"PDMESH_REDIS": redis.url}) as child:
         await ready(child)
         registry = Registry(redis.url)
         workers = await until_registered(registry)

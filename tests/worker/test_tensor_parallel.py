@@ -39,7 +39,7 @@ class Running:
 @asynccontextmanager
 async def in_the_middle(model: Model) -> AsyncIterator[Running]:
     args = flags(model.folder, "--tensor-parallel", "2", "--backend", "torch", "--max-num-batched-tokens", "16")
-    async with process("worker", *args) as child:
+    async with process("pdmesh.worker", *args) as child:
         channel = connect(str((await ready(child))["address"]))
         control: worker_pb2_grpc.WorkerControlAsyncStub = worker_pb2_grpc.WorkerControlStub(channel)
         stub: decode_pb2_grpc.DecodeServiceAsyncStub = decode_pb2_grpc.DecodeServiceStub(channel)

@@ -31,7 +31,7 @@ from pdmesh.engine.parallel.tp_group import TensorParallelGroup
 from pdmesh.engine.parallel.tp_protocol import ExchangeFailed, Kind, RankFailed
 
 if TYPE_CHECKING:
-    from pdmesh.engine.parallel.split import SharedMaps
+    from pdmesh.engine.parallel.quantized import SharedMaps
 
 
 Join = Callable[[Group], Share]
@@ -133,7 +133,7 @@ def _joined(layer: DecoderLayer, group: Group) -> DecoderLayer:
 
 
 def _shared_maps(source: WeightSource, config: EngineConfig, numerics: Numerics, shard: Shard) -> SharedMaps:
-    from pdmesh.engine.parallel.split import SharedMaps
+    from pdmesh.engine.parallel.quantized import SharedMaps
 
     return SharedMaps(source, numerics, config.device, shard)
 

@@ -12,7 +12,8 @@ from benchmarks.gpu.drawn import RandomSource
 from pdmesh.engine.backend_selection import Numerics
 from pdmesh.engine.loader.triton import QuantizedMaps, Weight
 from pdmesh.engine.models.config import ModelConfig
-from pdmesh.engine.parallel.split import Shard, SharedMaps, cut_quantized
+from pdmesh.engine.parallel.quantized import SharedMaps
+from pdmesh.engine.parallel.split import Shard, cut_quantized
 from tests.engine.kernels.triton.paged import DEVICE
 
 SIZES = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1, "head_dim": 32}
