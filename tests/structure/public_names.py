@@ -21,10 +21,9 @@ from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
 
 from kvtransfer.transports.registry import TRANSPORTS
-from pdmesh import errors
+from pdmesh import client, errors
 from pdmesh.autoscaler.config import AutoscalerConfig
 from pdmesh.autoscaler.metrics import ALL as AUTOSCALER_INSTRUMENTS
-from pdmesh.client import client
 from pdmesh.client import types as client_types
 from pdmesh.client.stream import AsyncStream, Stream
 from pdmesh.commands.chat import Options as Chat
@@ -251,7 +250,7 @@ def _build_names() -> Names:
         "docker stages and arguments": _bare(re.findall(r"^(?:FROM .* AS|ARG) (\w[\w-]*)", docker, re.MULTILINE)),
         "k8s folders": _bare(str(path.parent.relative_to(ROOT)) for path in (ROOT / "k8s").rglob("kustomization.yaml")),
         # `python -m worker` may become `python -m pdmesh.worker`.
-        "programs of python -m": _bare(name.removeprefix("pdmesh.") for name in programs),
+        "programs of python -m": _bare(name.removeprefix("pdmesh.").removeprefix("tools.") for name in programs),
     }
 
 

@@ -94,7 +94,7 @@ def test_signals_that_ask_to_stop_are_for_rank_0(engine: Engine) -> None:
 def test_a_rank_that_cannot_load_says_why(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process alone finds no model: the folder is named relative to where rank 0 was."""
     before = processes()
-    monkeypatch.setattr("pdmesh.engine.parallel.tp_group.Ranks.tell_settings", _elsewhere)
+    monkeypatch.setattr("pdmesh.engine.parallel.tp_group.TensorParallelGroup.tell_settings", _elsewhere)
     with pytest.raises(ValueError, match=r"tensor_parallel: rank 1: ValueError: model: .*nowhere does not exist"):
         load_model(config_of(tiny, 2))
     assert processes() == before

@@ -150,7 +150,7 @@ def test_an_engine_measures_once(
     sizes = {"num_blocks": 64, "num_threads": 1, "max_num_batched_tokens": 32, "max_context": 256}
     config = EngineConfig(str(folder), speculation="prompt_lookup", **sizes)  # type: ignore[arg-type]
     loaded = load_model(config)
-    with caplog.at_level(logging.INFO, logger="engine"):
+    with caplog.at_level(logging.INFO, logger="pdmesh.engine"):
         first, second = open_engine(config, loaded), open_engine(config, loaded)
         other = open_engine(replace(config, max_num_batched_tokens=16), loaded)
     said = [record.getMessage() for record in caplog.records if "ms of a step" in record.getMessage()]

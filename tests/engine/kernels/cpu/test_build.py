@@ -297,5 +297,5 @@ def test_the_command_builds_ahead(sources: Path, tmp_path: Path, capsys: pytest.
 
 def test_the_command_ends_with_the_error(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(SystemExit, match=r"python -m engine\.kernels\.cpu\.build: CXX: there is no program"):
+    with pytest.raises(SystemExit, match=r"python -m pdmesh\.engine\.kernels\.cpu\.build: CXX: there is no program"):
         build.main(["--isa", "portable"], project=Project(sources))
