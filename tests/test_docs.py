@@ -92,7 +92,7 @@ def test_blocks_of_python_compile() -> None:
 
 def test_flags_of_the_load_test_exist() -> None:
     sections = (ROOT / "docs/loadtest.md").read_text(encoding="utf-8").split("\n## ")
-    page = "".join(section for section in sections if not section.startswith("With other people's tools"))
+    page = "".join(section for section in sections if not section.startswith("Third-party load generators"))
     command = [sys.executable, "-m", "pdmesh", "loadtest"]
     helps = [[*command, "--help"], [*command, "compare", "--help"], [*command, "report", "--help"]]
     known = "".join(subprocess.run(each, cwd=ROOT, capture_output=True, text=True, check=True).stdout for each in helps)

@@ -5,7 +5,7 @@
 
 Split i holds keys i * split_len to (i + 1) * split_len. 64 splits of 8 key/value heads are four programs for each of the 132
 multiprocessors of an H100 or H200, so one long sequence occupies the chip: from 4 k to 8 k on; at 2 k it has 64 programs
-(docs/gpu.md, "What limits a step", says why that is left so). 256 keys are the least that repays reading a program's
+(docs/gpu.md, "Limits of a step", says why that is left so). 256 keys are the least that repays reading a program's
 queries and writing its part of the result (3 % of the bytes of the keys and values of 4 query heads).
 """
 
