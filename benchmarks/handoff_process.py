@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from kvtransfer.compatibility import PROTOCOL_VERSION
+from kvtransfer.manifest import PROTOCOL_VERSION
 from kvtransfer.native import library as native_library
-from kvtransfer.receiver.delegate import PushTarget
+from kvtransfer.receiver.push import PushTarget
 from kvtransfer.receiver.receiver import Receiver
-from kvtransfer.schedule import FirstTokensDrawn, complete_readiness
 from kvtransfer.sender.push import PushJob
+from kvtransfer.sender.send_queue import FirstTokensDrawn, complete_readiness
 from kvtransfer.sender.sender import Sender
 from kvtransfer.transports.grpc import SERVICE, add_push_service
 from kvtransfer.transports.registry import installed

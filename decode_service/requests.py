@@ -20,11 +20,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from decode_service.ports import EngineCalls, ReservationSettings, Sinks, in_own_task
-from decode_service.request import Beginning, DecodeRequest, Handoff, Submission, failed_event, monotonic_ns
-from decode_service.spans import DecodeSpans
+from decode_service.request import Beginning, DecodeRequest, DecodeSpans, Handoff, Submission, failed_event, monotonic_ns
 from decode_service.token_stream import TokenStream, TokenStreams
 from decode_service.validation import OUTPUT_GONE, no_room, refusal_of, released_by_worker
-from kvtransfer.receiver.delegate import new_token
+from kvtransfer.receiver.push import new_token
 from kvtransfer.reservation import (
     Cancelled,
     Committed,

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from decode_service.ports import DecodeSettings, EngineCalls, Sinks, start
-from decode_service.request import DecodeRequest, monotonic_ns
+from decode_service.request import DecodeRequest, DecodeSpans, monotonic_ns
 from decode_service.requests import Reservations
-from decode_service.spans import DecodeSpans
 from decode_service.token_stream import Stream, TokenStream, TokenStreams
 from decode_service.transfer_delegate import PushDelegate
 from decode_service.validation import SubmitValidator, Translate, check_attach, check_id, has_passed, released_by_worker

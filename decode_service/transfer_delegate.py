@@ -10,14 +10,14 @@ from decode_service.ports import start
 from decode_service.request import Beginning, DecodeRequest, Handoff
 from decode_service.requests import Reservations
 from kvtransfer.errors import TransferRefused
-from kvtransfer.receiver.delegate import PushTarget, check_epoch, check_push_token, unknown_reservation
+from kvtransfer.receiver.push import PushTarget, check_epoch, check_push_token, unknown_reservation
 from kvtransfer.reservation import AttemptFailed, Finished, InvalidTransition, Progress, PushOpened, StaleAttempt, transition
 from pdmesh.runtime.failpoints import hit
 from pdmesh.v1 import common_pb2, transfer_pb2
 
 
 class PushDelegate:
-    """Implements `kvtransfer.receiver.delegate.ReceiverDelegate` on the table of reservations."""
+    """Implements `kvtransfer.receiver.push.ReceiverDelegate` on the table of reservations."""
 
     def __init__(self, reservations: Reservations, *, epoch: int, block_size: int) -> None:
         self._reservations = reservations

@@ -5,7 +5,7 @@ from typing import Protocol
 
 CONVERTIBLE_DTYPES = frozenset({"float32", "bfloat16", "float16", "int8", "float8_e4m3fn"})
 MAX_BLOCK_SIZE = 1 << 16
-PANEL = 16  # pdmesh/engine/kv_cache/format.py's GROUP
+PANEL = 16  # kvtransfer/conversion.py's GROUP
 
 
 class WireLayout(Protocol):

@@ -8,14 +8,194 @@ A part is a rectangle: a group of layers × a range of blocks. Its bytes are, pe
           2 │        │ part 1                       │
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
 
 import grpc
+import numpy as np
+from google.protobuf.message import Message
+from numpy.typing import NDArray
 
-from kvtransfer.compatibility import refuse
-from kvtransfer.errors import TransferRefused
-from pdmesh.v1 import transfer_pb2
+from kvtransfer.errors import Incompatible, TransferRefused
+from kvtransfer.layout import Layout
+from kvtransfer.native.library import Runs
+from pdmesh.v1 import common_pb2, transfer_pb2
+
+# The KV memory that a transfer reads or writes. The engine's KVPool satisfies it structurally.
+#
+# Where a block lies:
+#
+#     byte offset = ((layer * 2 + kv) * num_blocks + block_id) * bytes_per_layer_block        kv: 0 keys, 1 values
+
+
+class KVMemory(Protocol):
+    """One pool of KV blocks in CPU memory: [num_layers, 2, num_blocks, bytes_per_layer_block] bytes, contiguous."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def bytes_per_layer_block(self) -> int:
+        """Bytes of one block's keys (or values) in one layer."""
+
+    @property
+    def fd(self) -> int | None:
+        """The memfd behind the pool, or None where it cannot be shared."""
+
+    def memory(self) -> memoryview:
+        """The whole pool, writable, as bytes."""
+
+    def block_view(self, layer: int, kv: int, block_id: int) -> memoryview:
+        """Writable bytes of one block's keys (kv=0) or values (kv=1)."""
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """The shape of a pool; enough to find a block in a peer's mapped memory."""
+
+    num_layers: int
+    num_blocks: int
+    bytes_per_layer_block: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_layers * 2 * self.num_blocks * self.bytes_per_layer_block
+
+    def offset(self, layer: int, kv: int, block_id: int) -> int:
+        return ((layer * 2 + kv) * self.num_blocks + block_id) * self.bytes_per_layer_block
+
+
+def shape_of(memory: KVMemory) -> PoolShape:
+    """The shape of `memory`."""
+    return PoolShape(memory.num_layers, memory.num_blocks, memory.bytes_per_layer_block)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Blocks that lie side by side: `num_blocks` of them, from index `first` of a list of ids."""
+
+    first: int
+    num_blocks: int
+
+
+def runs(*tables: Sequence[int]) -> Iterator[Run]:
+    """Cut block tables of one length into the longest runs in which the ids of every table are consecutive."""
+    ids = np.array(tables, np.int64)
+    cuts = np.flatnonzero((np.diff(ids) != 1).any(axis=0)) + 1
+    for start, end in pairwise([0, *cuts.tolist(), ids.shape[1]] if ids.size else []):
+        yield Run(start, end - start)
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Blocks of a range of layers of a pool."""
+
+    shape: PoolShape
+    layers: range
+    block_ids: Sequence[int]
+
+    def offsets(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """Of the keys of block_ids[i] for i in `indices`, then of their values, layer by layer."""
+        planes = np.arange(2 * self.layers.start, 2 * self.layers.stop, dtype=np.int64)[:, None]
+        blocks = np.array([self.block_ids[index] for index in indices], np.int64)
+        return ((planes * self.shape.num_blocks + blocks) * self.shape.bytes_per_layer_block).reshape(-1)
+
+
+def copies(target: Rectangle, source: Rectangle) -> Runs:
+    """What to copy from one pool to another, in the order of the wire: [n, 3] of offset in target, offset in source, bytes."""
+    pieces = list(runs(target.block_ids, source.block_ids))
+    firsts = [run.first for run in pieces]
+    sizes = np.array([run.num_blocks for run in pieces], np.int64) * target.shape.bytes_per_layer_block
+    return np.stack([target.offsets(firsts), source.offsets(firsts), np.tile(sizes, 2 * len(target.layers))], axis=1)
+
+
+def part_views(memory: KVMemory, layers: range, block_ids: Sequence[int]) -> list[memoryview]:
+    """The bytes of a part in the order of the wire (per layer: keys of all blocks, then values), neighbours joined."""
+    whole, shape = memory.memory(), shape_of(memory)
+    size = shape.bytes_per_layer_block
+    pieces = list(runs(block_ids))
+    return [
+        whole[start : start + run.num_blocks * size]
+        for layer in layers
+        for kv in (0, 1)
+        for run in pieces
+        for start in (shape.offset(layer, kv, block_ids[run.first]),)
+    ]
+
+
+# Whether two workers may exchange KV: identity must be equal, layout convertible (design.md, section 5).
+
+
+PROTOCOL_VERSION = 3
+INT8_SCALE_BYTES = 4  # of a token and head
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+
+
+def check_identity(ours: common_pb2.Identity, theirs: common_pb2.Identity) -> None:
+    """Raises Incompatible naming the first field of Identity that differs."""
+    _check_equal("identity", ours, theirs)
+
+
+def check_layout(identity: common_pb2.Identity, ours: common_pb2.KVLayout, theirs: common_pb2.KVLayout) -> None:
+    """Raises Incompatible naming the field of KVLayout that cannot be converted, or that no worker can have."""
+    mine, other = Layout.of(ours), Layout.of(theirs)
+    problem = other.problem(identity.num_kv_heads, identity.head_dim)
+    if problem is not None:
+        raise TransferRefused(grpc.StatusCode.FAILED_PRECONDITION, problem[1], field=f"layout.{problem[0]}")
+    field = other.difference(mine)
+    if field is not None:
+        raise Incompatible(f"layout.{field}", getattr(mine, field), getattr(other, field))
+
+
+def check_same_layout(ours: common_pb2.KVLayout, theirs: common_pb2.KVLayout) -> None:
+    """For what converts nothing. Raises TransferRefused UNIMPLEMENTED, so that the sender takes another transport."""
+    for field in ours.DESCRIPTOR.fields:
+        mine, other = getattr(ours, field.name), getattr(theirs, field.name)
+        if mine != other:
+            message = f"ours is {mine!r}, theirs is {other!r}, and this transport converts nothing"
+            raise TransferRefused(grpc.StatusCode.UNIMPLEMENTED, message, field=f"layout.{field.name}")
+
+
+def check_protocol(theirs: int) -> None:
+    """Raises Incompatible if the peer's hello is of another version of this protocol."""
+    if theirs != PROTOCOL_VERSION:
+        raise Incompatible("protocol_version", PROTOCOL_VERSION, theirs)
+
+
+def bytes_per_layer_block(identity: common_pb2.Identity, layout: common_pb2.KVLayout) -> int:
+    """Bytes of one block's keys (or values) in one layer, on one tensor-parallel shard."""
+    dtype_bytes = DTYPE_BYTES.get(layout.kv_dtype)
+    if dtype_bytes is None:
+        raise ValueError(f"layout.kv_dtype must be one of {', '.join(DTYPE_BYTES)}, got {layout.kv_dtype!r}")
+    num_kv_heads = identity.num_kv_heads // max(1, layout.tensor_parallel_size)
+    scale_bytes = INT8_SCALE_BYTES if layout.kv_dtype == "int8" else 0
+    return layout.block_size * num_kv_heads * (identity.head_dim * dtype_bytes + scale_bytes)
+
+
+def check_memory(memory: KVMemory, identity: common_pb2.Identity, layout: common_pb2.KVLayout) -> None:
+    """Raises ValueError if our own pool does not have the shape that identity and layout promise to peers."""
+    expected = (identity.num_layers, bytes_per_layer_block(identity, layout))
+    actual = (memory.num_layers, memory.bytes_per_layer_block)
+    if actual != expected:
+        raise ValueError(f"the pool has (layers, bytes per block and layer) {actual}, identity and layout say {expected}")
+
+
+def refuse(field: str, message: str) -> TransferRefused:
+    """INVALID_ARGUMENT for a field that no state of the receiver could accept."""
+    return TransferRefused(grpc.StatusCode.INVALID_ARGUMENT, message, field=field)
+
+
+def _check_equal(name: str, ours: Message, theirs: Message) -> None:
+    for field in ours.DESCRIPTOR.fields:
+        mine, other = getattr(ours, field.name), getattr(theirs, field.name)
+        if mine != other:
+            raise Incompatible(f"{name}.{field.name}", mine, other)
+
 
 TARGET_PART_BYTES = 64 << 20  # copied in 3 ms; of Python a part costs each end a quarter of one
 MAX_PART_BYTES = 64 << 20

@@ -21,13 +21,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from kvtransfer.conversion import Conversion
+from kvtransfer.conversion import Bytes, Conversion
 from kvtransfer.conversion import Staging as HostStaging
-from kvtransfer.manifest import Part, cut
-from kvtransfer.memory import KVMemory, PoolShape
-from kvtransfer.stream import Stream
-from kvtransfer.waiting import all_settled, settled
-from pdmesh.engine.kv_cache.format import Bytes
+from kvtransfer.manifest import KVMemory, Part, PoolShape, cut
+from kvtransfer.stream import Stream, all_settled, settled
 
 if TYPE_CHECKING:
     from pdmesh.engine.kv_cache.copies import Piece

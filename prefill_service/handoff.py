@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from kvtransfer.errors import PushFailed, code_number
-from kvtransfer.schedule import Ending, FirstTokensDrawn, KVReadiness, NothingToDecode, Ready
 from kvtransfer.sender.push import PushJob, PushResult
+from kvtransfer.sender.send_queue import Ending, FirstTokensDrawn, KVReadiness, NothingToDecode, Ready
 from kvtransfer.sender.sender import Sender
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.outputs import KVReady, RequestStarted, SequenceUpdate
@@ -23,8 +23,7 @@ from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime.errors import DeadlineExceeded, ResourceExhausted
 from pdmesh.runtime.failpoints import hit_async
 from pdmesh.v1 import common_pb2, prefill_pb2
-from prefill_service.first_tokens import FirstTokens, FirstTokensSink
-from prefill_service.spans import NO_SPANS, Spans
+from prefill_service.first_tokens import NO_SPANS, FirstTokens, FirstTokensSink, Spans
 
 # What the prefill service needs of the worker around it.
 

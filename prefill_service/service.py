@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from kvtransfer.compatibility import check_identity, check_layout
+from kvtransfer.manifest import check_identity, check_layout
 from pdmesh.engine.errors import InvalidRequest, RequestTooLarge
 from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime import log
@@ -21,8 +21,8 @@ from pdmesh.runtime.telemetry.spans import StepLog
 from pdmesh.runtime.telemetry.tracing import OFF, Tracing
 from pdmesh.v1 import common_pb2, prefill_pb2
 from pdmesh.v1.prefill_pb2_grpc import PrefillServiceServicer
+from prefill_service.first_tokens import Spans, open_spans
 from prefill_service.handoff import Assignment, Handoff, HandoffTools, named
-from prefill_service.spans import Spans, open_spans
 
 if TYPE_CHECKING:
     from pdmesh.v1.prefill_pb2_grpc import _ServicerContext

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.shapes import Scale
-from kvtransfer.compatibility import PROTOCOL_VERSION
+from kvtransfer.manifest import PROTOCOL_VERSION
 from pdmesh.engine.kernels.triton.support import why_not_here
 from pdmesh.engine.kv_cache.pool import KVPool, KVShape
 from pdmesh.engine.kv_cache.staging import StagingSizes

@@ -6,14 +6,12 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvtransfer.compatibility import check_memory, refuse
 from kvtransfer.conversion import FP8Scales
 from kvtransfer.errors import Incompatible, TransferRefused
 from kvtransfer.grpc_stream import MessageStream, Wire
-from kvtransfer.memory import KVMemory
+from kvtransfer.manifest import KVMemory, check_memory, refuse
 from kvtransfer.native.library import prepare
-from kvtransfer.receiver.delegate import PushTarget, ReceiverDelegate, unknown_reservation
-from kvtransfer.receiver.push import Host, InboundConnection, InboundPush
+from kvtransfer.receiver.push import Host, InboundConnection, InboundPush, PushTarget, ReceiverDelegate, unknown_reservation
 from kvtransfer.transports.base import Incoming, SocketTransport
 from kvtransfer.transports.registry import GRPC, TRANSPORTS, socket_transports
 from pdmesh.runtime.errors import MeshError, ResourceExhausted, Unavailable

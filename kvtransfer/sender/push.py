@@ -16,14 +16,20 @@ from typing import TypeVar
 import grpc
 
 from kvtransfer.errors import FrameError, NoAnswer, PeerClosed, PushFailed, TransportUnavailable, code_of, push_failed
-from kvtransfer.manifest import Part
-from kvtransfer.memory import KVMemory, part_views
-from kvtransfer.schedule import Ending, KVReadiness, NothingToDecode, Pipeline, choose_group
-from kvtransfer.sender.send_queue import OutboundPart, SendQueue, Told
+from kvtransfer.manifest import KVMemory, Part, part_views
+from kvtransfer.sender.send_queue import (
+    Ending,
+    KVReadiness,
+    NothingToDecode,
+    OutboundPart,
+    Pipeline,
+    SendQueue,
+    Told,
+    choose_group,
+)
 from kvtransfer.staging import Lent, StagedMemory
-from kvtransfer.stream import Stream, expect, release, wait_set
+from kvtransfer.stream import LAST_WORD_S, Stream, all_or_first_error, ended, expect, release, wait_set
 from kvtransfer.transports.base import DeviceReadSource, Outgoing
-from kvtransfer.waiting import LAST_WORD_S, all_or_first_error, ended
 from pdmesh.runtime import failpoints
 from pdmesh.v1 import common_pb2, transfer_pb2
 

@@ -11,13 +11,19 @@ from contextlib import asynccontextmanager, contextmanager
 
 import grpc
 
-from kvtransfer.compatibility import PROTOCOL_VERSION, check_layout, check_memory, refuse
 from kvtransfer.errors import FrameError, NoAnswer, PushFailed, TransferRefused, TransportUnavailable, push_failed
-from kvtransfer.manifest import MAX_PULLED_BYTES, TARGET_PART_BYTES
-from kvtransfer.memory import KVMemory
+from kvtransfer.manifest import (
+    MAX_PULLED_BYTES,
+    PROTOCOL_VERSION,
+    TARGET_PART_BYTES,
+    KVMemory,
+    check_layout,
+    check_memory,
+    refuse,
+)
 from kvtransfer.native.library import prepare
-from kvtransfer.schedule import Ending, FirstTokensDrawn, NothingToDecode, Pipeline
 from kvtransfer.sender.push import Push, PushConnection, PushJob, PushResult
+from kvtransfer.sender.send_queue import Ending, FirstTokensDrawn, NothingToDecode, Pipeline
 from kvtransfer.staging import StagedMemory
 from kvtransfer.transports.base import Outgoing, Transport
 from kvtransfer.transports.common import shown_by

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from kvtransfer.manifest import Part
-from kvtransfer.memory import KVMemory
+from kvtransfer.manifest import KVMemory, Part
 from kvtransfer.stream import Stream
 from pdmesh.v1 import common_pb2, transfer_pb2
 

@@ -14,14 +14,11 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvtransfer.compatibility import bytes_per_layer_block, refuse
 from kvtransfer.errors import FrameError, PeerClosed, TransferRefused, TransportUnavailable, push_failed
 from kvtransfer.framing import checksum
-from kvtransfer.manifest import Part
-from kvtransfer.memory import KVMemory, PoolShape, Rectangle, part_views
+from kvtransfer.manifest import KVMemory, Part, PoolShape, Rectangle, bytes_per_layer_block, part_views, refuse
 from kvtransfer.staging import StagedMemory
-from kvtransfer.stream import SocketStream, Stream, expect, release
-from kvtransfer.waiting import all_ended
+from kvtransfer.stream import SocketStream, Stream, all_ended, expect, release
 from pdmesh.runtime.process import host_id
 from pdmesh.v1 import common_pb2, transfer_pb2
 

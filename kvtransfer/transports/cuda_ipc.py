@@ -28,10 +28,8 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
-from kvtransfer.compatibility import refuse
 from kvtransfer.errors import FrameError, TransportUnavailable
-from kvtransfer.manifest import Part
-from kvtransfer.memory import KVMemory, PoolShape
+from kvtransfer.manifest import KVMemory, Part, PoolShape, refuse
 from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import SocketStream, expect
 from kvtransfer.transports.common import (

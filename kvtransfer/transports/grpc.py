@@ -13,7 +13,7 @@ import grpc.aio
 
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.grpc_stream import MessageStream, Wire
-from kvtransfer.memory import KVMemory
+from kvtransfer.manifest import KVMemory
 from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
 from pdmesh.runtime.rpc.channel import connect
 from pdmesh.runtime.rpc.tls import Tls

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import grpc
 
 from kvtransfer.errors import TransferRefused
-from kvtransfer.memory import PoolShape
+from kvtransfer.manifest import PoolShape
 from pdmesh.runtime import failpoints
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ import numpy as np
 from kvtransfer import framing
 from kvtransfer.errors import FrameError, PeerClosed, TransportUnavailable
 from kvtransfer.framing import copy_runs
-from kvtransfer.manifest import Part
-from kvtransfer.memory import KVMemory, Rectangle, copies, shape_of
+from kvtransfer.manifest import KVMemory, Part, Rectangle, copies, shape_of
 from kvtransfer.native.library import Runs
 from kvtransfer.stream import SocketStream
 from kvtransfer.transports.common import UnixSocketTransport, announce, shape_of_sender, source_of

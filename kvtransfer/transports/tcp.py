@@ -9,7 +9,7 @@ import socket
 from concurrent.futures import Executor
 
 from kvtransfer.errors import TransportUnavailable
-from kvtransfer.memory import KVMemory
+from kvtransfer.manifest import KVMemory
 from kvtransfer.stream import SocketStream
 from kvtransfer.tls_stream import TlsStream
 from kvtransfer.transports.common import InlineIncoming, InlineOutgoing

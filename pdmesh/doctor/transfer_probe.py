@@ -19,13 +19,12 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from kvtransfer.compatibility import bytes_per_layer_block
 from kvtransfer.errors import PushFailed
-from kvtransfer.memory import PoolShape
-from kvtransfer.receiver.delegate import PushTarget, check_push_token, new_token
+from kvtransfer.manifest import PoolShape, bytes_per_layer_block
+from kvtransfer.receiver.push import PushTarget, check_push_token, new_token
 from kvtransfer.receiver.receiver import Receiver
-from kvtransfer.schedule import FirstTokensDrawn, complete_readiness
 from kvtransfer.sender.push import PushJob
+from kvtransfer.sender.send_queue import FirstTokensDrawn, complete_readiness
 from kvtransfer.sender.sender import Sender
 from kvtransfer.transports.grpc import SERVICE, add_push_service
 from kvtransfer.transports.registry import installed

@@ -8,8 +8,8 @@ import functools
 import logging
 from collections.abc import Callable, Coroutine
 
+from decode_service.request import DecodeSpans
 from decode_service.service import DecodeService, Surroundings
-from decode_service.spans import DecodeSpans
 from kvtransfer.sender.sender import Sender
 from kvtransfer.staging import StagedMemory
 from kvtransfer.transports.grpc import SERVICE as PUSH_SERVICE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtransfer.compatibility import PROTOCOL_VERSION
+from kvtransfer.manifest import PROTOCOL_VERSION
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.memory import effective_max_context
 from pdmesh.runtime.process import host_id

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decode_service.service import DecodeService
-from kvtransfer.memory import PoolShape
+from kvtransfer.manifest import PoolShape
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.staging import StagedMemory
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport

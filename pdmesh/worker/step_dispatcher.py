@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from decode_service.spans import DecodeSpans
+from decode_service.request import DecodeSpans
 from pdmesh.engine.outputs import KVReady, RequestStarted, SequenceUpdate, StepResult
 from pdmesh.runtime.telemetry.spans import Step
 

@@ -21,8 +21,7 @@ from router.flow_control.capacity import (
     TenantLimits,
     retry_delay_s,
 )
-from router.flow_control.dispatch_order import DispatchOrder
-from router.flow_control.queue import Lane, RequestQueue
+from router.flow_control.queue import DispatchOrder, Lane, RequestQueue
 from router.flow_control.slo_admission import Verdict, alone_s, expected_ttft_s
 from router.flow_control.types import FlowItem, Forecast, Refusal, Ticket, TicketState
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvtransfer.conversion import FP8, KVFormat, Numbers
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.kv_cache.format import FP8, KVFormat, Numbers
 from pdmesh.engine.request import EngineRequest, SamplingParams
 from tests.engine.backends import needs_native
 from tests.support.mock_engine import hash_block

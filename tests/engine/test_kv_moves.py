@@ -1,4 +1,4 @@
-"""Moves of tokens between slots, read back by the other description of how a block lies (pdmesh/engine/kv_cache/format.py)."""
+"""Moves of tokens between slots, read back by the other description of how a block lies (kvtransfer/conversion.py)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvtransfer.conversion import KVFormat
 from pdmesh.engine.kernels.cpu.model import kv_head_size
-from pdmesh.engine.kv_cache.format import KVFormat
 from pdmesh.engine.kv_cache.moves import move_slots
 from pdmesh.engine.kv_cache.pool import KVPool, KVShape
 from tests.engine.backends import needs_native

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from kvtransfer.compatibility import PROTOCOL_VERSION
 from kvtransfer.conversion import FP8Scales
 from kvtransfer.errors import TransferRefused
-from kvtransfer.manifest import Part
-from kvtransfer.memory import KVMemory, part_views
-from kvtransfer.receiver.delegate import PushTarget, check_push_token, new_token, unknown_reservation
+from kvtransfer.manifest import PROTOCOL_VERSION, KVMemory, Part, part_views
+from kvtransfer.receiver.push import PushTarget, check_push_token, new_token, unknown_reservation
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.reservation import (
     AttemptFailed,
@@ -30,7 +28,7 @@ from kvtransfer.reservation import (
     reserved,
     transition,
 )
-from kvtransfer.schedule import FirstTokensDrawn, KVReadiness, complete_readiness
+from kvtransfer.sender.send_queue import FirstTokensDrawn, KVReadiness, complete_readiness
 from kvtransfer.sender.sender import PushJob, Sender
 from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import expect

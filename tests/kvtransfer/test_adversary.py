@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtransfer.errors import PushFailed
-from kvtransfer.receiver.delegate import new_token
+from kvtransfer.receiver.push import new_token
 from kvtransfer.reservation import Cancelled, Mode, NewAttempt, State, reserved, transition
-from kvtransfer.schedule import FirstTokensDrawn, KVReadiness, Ready
 from kvtransfer.sender import push as outgoing_session
 from kvtransfer.sender import sender
 from kvtransfer.sender.push import PushJob, PushResult
+from kvtransfer.sender.send_queue import FirstTokensDrawn, KVReadiness, Ready
 from tests.kvtransfer.endpoints import CHOICES, Held, World, nothing_left, until
 from tests.kvtransfer.hostile_network import Harm, HostileNetwork, Strike
 from tests.support.nixl import NEEDS_NIXL

@@ -5,11 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.compatibility import PROTOCOL_VERSION, bytes_per_layer_block, check_identity, check_memory, check_protocol
 from kvtransfer.errors import Incompatible, TransferRefused, code_number, code_of
 from kvtransfer.framing import checksum
-from kvtransfer.memory import part_views, runs
-from kvtransfer.receiver.delegate import check_push_token, new_token
+from kvtransfer.manifest import (
+    PROTOCOL_VERSION,
+    bytes_per_layer_block,
+    check_identity,
+    check_memory,
+    check_protocol,
+    part_views,
+    runs,
+)
+from kvtransfer.receiver.push import check_push_token, new_token
 from kvtransfer.stream import Cursor
 from kvtransfer.transports.tcp import split_address
 from pdmesh.v1 import common_pb2, transfer_pb2

@@ -10,13 +10,11 @@ import grpc
 import numpy as np
 import pytest
 
-from kvtransfer.compatibility import check_layout
-from kvtransfer.conversion import kv_format
+from kvtransfer.conversion import FP8, Numbers, kv_format
 from kvtransfer.errors import PushFailed, TransferRefused
 from kvtransfer.layout import Layout
-from kvtransfer.manifest import Part
-from kvtransfer.schedule import FirstTokensDrawn, KVReadiness, Ready
-from pdmesh.engine.kv_cache.format import FP8, Numbers
+from kvtransfer.manifest import Part, check_layout
+from kvtransfer.sender.send_queue import FirstTokensDrawn, KVReadiness, Ready
 from pdmesh.v1 import common_pb2, transfer_pb2
 from tests.kvtransfer.conftest import CONVERTING
 from tests.kvtransfer.endpoints import CHOICES, World, nothing_left, running, until

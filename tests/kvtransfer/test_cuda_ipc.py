@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from kvtransfer.errors import PushFailed
-from kvtransfer.manifest import Part
-from kvtransfer.memory import KVMemory
+from kvtransfer.manifest import KVMemory, Part
 from kvtransfer.receiver.receiver import Receiver
-from kvtransfer.schedule import FirstTokensDrawn, KVReadiness, Ready
+from kvtransfer.sender.send_queue import FirstTokensDrawn, KVReadiness, Ready
 from kvtransfer.sender.sender import Sender
 from kvtransfer.staging import StagedMemory
 from kvtransfer.transports import common, peer_pool_cache

@@ -14,12 +14,11 @@ import pytest
 
 from kvtransfer.errors import PushFailed, TransferRefused
 from kvtransfer.manifest import Part
-from kvtransfer.receiver.delegate import PushTarget
-from kvtransfer.schedule import FirstTokensDrawn, KVReadiness, Ready
+from kvtransfer.receiver.push import PushTarget
 from kvtransfer.sender import push as outgoing
 from kvtransfer.sender import sender
 from kvtransfer.sender.push import PushJob, PushResult
-from kvtransfer.sender.send_queue import Told
+from kvtransfer.sender.send_queue import FirstTokensDrawn, KVReadiness, Ready, Told
 from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
 from pdmesh.engine.kv_cache.copies import IndexedBlocks, Move
 from pdmesh.engine.kv_cache.staging import Staging

@@ -18,8 +18,7 @@ from kvtransfer import framing
 from kvtransfer.errors import FrameError, PeerClosed, PushFailed
 from kvtransfer.framing import checksum
 from kvtransfer.grpc_stream import MessageStream, Wire
-from kvtransfer.manifest import Part
-from kvtransfer.memory import KVMemory, part_views
+from kvtransfer.manifest import KVMemory, Part, part_views
 from kvtransfer.receiver import push as incoming_connection
 from kvtransfer.sender.sender import PushJob
 from kvtransfer.transports.base import Incoming

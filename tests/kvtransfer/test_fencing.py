@@ -9,8 +9,7 @@ import pytest
 
 from kvtransfer import framing
 from kvtransfer.errors import PushFailed
-from kvtransfer.manifest import Part
-from kvtransfer.memory import part_views
+from kvtransfer.manifest import Part, part_views
 from kvtransfer.reservation import Mode, NewAttempt, transition
 from kvtransfer.transports import shm
 from tests.kvtransfer.endpoints import World, at_part, nothing_left, running, until

@@ -10,13 +10,12 @@ import grpc
 import pytest
 
 from kvtransfer.errors import PushFailed
-from kvtransfer.manifest import Part
-from kvtransfer.memory import part_views
+from kvtransfer.manifest import Part, part_views
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.reservation import Cancelled, transition
-from kvtransfer.schedule import FirstTokensDrawn, KVReadiness, Ready
 from kvtransfer.sender import sender as sender_module
 from kvtransfer.sender.push import PushJob
+from kvtransfer.sender.send_queue import FirstTokensDrawn, KVReadiness, Ready
 from tests.kvtransfer.endpoints import CHOICES, World, nothing_left, running, until
 from tests.support.kv_memory import make_identity, make_layout
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvtransfer.manifest import Part
-from kvtransfer.memory import Rectangle, copies, shape_of
+from kvtransfer.manifest import Part, Rectangle, copies, shape_of
 from kvtransfer.native.library import address_of
 from kvtransfer.reservation import Mode, NewAttempt, transition
 from kvtransfer.transports.nixl import reader as nixl_reader

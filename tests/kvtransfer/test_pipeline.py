@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.manifest import Part
-from kvtransfer.schedule import GROUP_COST_S, KVReadiness, Pipeline, Ready, choose_group
+from kvtransfer.sender.send_queue import GROUP_COST_S, KVReadiness, Pipeline, Ready, choose_group
 
 SIZE = 512
 

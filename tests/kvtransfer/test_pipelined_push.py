@@ -8,10 +8,10 @@ import pytest
 
 from kvtransfer.errors import PushFailed
 from kvtransfer.manifest import Part
-from kvtransfer.schedule import FirstTokensDrawn, KVReadiness, NothingToDecode, Ready
 from kvtransfer.sender import push as outgoing_session
 from kvtransfer.sender import sender
 from kvtransfer.sender.push import PushJob
+from kvtransfer.sender.send_queue import FirstTokensDrawn, KVReadiness, NothingToDecode, Ready
 from tests.kvtransfer.endpoints import CHOICES, World, nothing_left, running, until
 
 LAYERS, BLOCKS = 3, 20

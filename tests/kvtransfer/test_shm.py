@@ -11,7 +11,7 @@ import pytest
 
 from kvtransfer import framing
 from kvtransfer.errors import PushFailed
-from kvtransfer.memory import shape_of
+from kvtransfer.manifest import shape_of
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.sender.sender import PushJob, Sender
 from kvtransfer.transports import peer_pool_cache

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kvtransfer.errors import PushFailed
 from kvtransfer.manifest import Part
-from kvtransfer.schedule import FirstTokensDrawn, KVReadiness, Ready
 from kvtransfer.sender import push as outgoing
 from kvtransfer.sender.push import PushJob
+from kvtransfer.sender.send_queue import FirstTokensDrawn, KVReadiness, Ready
 from pdmesh.engine.kv_cache.streams import InOrder
 from tests.kvtransfer.endpoints import CHOICES, running, until
 from tests.kvtransfer.staged_world import BLOCKS, LAYERS, Device, StagedWorld, at_work, do_all, staged

@@ -10,7 +10,7 @@ import pytest
 
 from kvtransfer.errors import PushFailed, TransferRefused
 from kvtransfer.manifest import Part
-from kvtransfer.schedule import NothingToDecode, complete_readiness
+from kvtransfer.sender.send_queue import NothingToDecode, complete_readiness
 from kvtransfer.transports.base import Outgoing
 from pdmesh.runtime import failpoints
 from pdmesh.v1 import common_pb2, transfer_pb2

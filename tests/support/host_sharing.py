@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtransfer.memory import shape_of
+from kvtransfer.manifest import shape_of
 from kvtransfer.native.library import address_of
 from kvtransfer.staging import StagedMemory
 from pdmesh.engine.kv_cache.copies import IndexedBlocks

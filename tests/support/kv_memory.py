@@ -5,7 +5,7 @@ import mmap
 import os
 import random
 
-from kvtransfer.compatibility import bytes_per_layer_block
+from kvtransfer.manifest import bytes_per_layer_block
 from pdmesh.v1 import common_pb2
 
 F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; the fcntl module has no name for it
@@ -13,7 +13,7 @@ SEALS = F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class FakeKVMemory:
-    """Satisfies kvtransfer.memory.KVMemory. `seals` 0 leaves the memfd unsealed; `shared` False gives no descriptor."""
+    """Satisfies kvtransfer.manifest.KVMemory. `seals` 0 leaves the memfd unsealed; `shared` False gives no descriptor."""
 
     def __init__(
         self, num_layers: int, num_blocks: int, bytes_per_layer_block: int, *, seals: int = SEALS, shared: bool = True

@@ -8,7 +8,7 @@ import time
 import grpc
 import pytest
 
-from kvtransfer.compatibility import PROTOCOL_VERSION
+from kvtransfer.manifest import PROTOCOL_VERSION
 from pdmesh.runtime import failpoints
 from pdmesh.runtime.errors import error_from_rpc
 from pdmesh.v1 import common_pb2, decode_pb2, prefill_pb2, worker_pb2

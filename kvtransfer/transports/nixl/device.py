@@ -20,10 +20,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from kvtransfer.compatibility import refuse
 from kvtransfer.errors import FrameError
-from kvtransfer.manifest import Part
-from kvtransfer.memory import KVMemory, PoolShape, Rectangle, copies
+from kvtransfer.manifest import KVMemory, Part, PoolShape, Rectangle, copies, refuse
 from kvtransfer.stream import SocketStream
 from kvtransfer.transports.common import (
     InlineIncoming,

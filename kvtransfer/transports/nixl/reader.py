@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import grpc
 import numpy as np
 
-from kvtransfer.compatibility import refuse
 from kvtransfer.errors import TransferRefused
 from kvtransfer.framing import copy_runs
-from kvtransfer.memory import KVMemory, PoolShape, Rectangle, copies
+from kvtransfer.manifest import KVMemory, PoolShape, Rectangle, copies, refuse
 from kvtransfer.native.library import Runs, address_of
 from kvtransfer.stream import TURN_MS
 from kvtransfer.transports.nixl.agent import HOST, Agent, NixlFailed, OutsideMemory, Place

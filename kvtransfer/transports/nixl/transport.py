@@ -25,8 +25,7 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING, TypeVar
 
 from kvtransfer.errors import FrameError, TransportUnavailable
-from kvtransfer.manifest import Part
-from kvtransfer.memory import KVMemory, PoolShape, Rectangle, shape_of
+from kvtransfer.manifest import KVMemory, Part, PoolShape, Rectangle, shape_of
 from kvtransfer.native.library import address_of
 from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import SocketStream

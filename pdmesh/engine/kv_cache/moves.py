@@ -34,7 +34,7 @@ def move_slots(kv: Tensor, sources: Sequence[int], targets: Sequence[int], arran
     """In all layers what lies at `sources[i]` goes to `targets[i]`, as if all were read before any is written.
 
     kv [num_layers, 2, num_blocks, block_size, num_kv_heads, head] (`KVPool.tensor`); `arrangement`: plain or panels, see
-    pdmesh/engine/kv_cache/format.py. Raises ValueError for slots outside the pool, or where two have one target.
+    kvtransfer/conversion.py. Raises ValueError for slots outside the pool, or where two have one target.
     """
     _check(kv, sources, targets)
     if not sources:

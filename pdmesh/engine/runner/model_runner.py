@@ -79,7 +79,7 @@ class ModelRunner:
         others: OtherPools | None = None,
     ) -> None:
         """`hidden_size`: of the hidden states that each draw is to bring along; None: nobody wants them. `arrangement`: of the
-        pool, see pdmesh/engine/kv_cache/format.py. `others`: pools that have to follow this one."""
+        pool, see kvtransfer/conversion.py. `others`: pools that have to follow this one."""
         self._others = others
         self._arrangement = arrangement
         self._hidden_size = hidden_size
