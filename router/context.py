@@ -22,7 +22,7 @@ from router.fleet.migration import Migratable
 from router.fleet.registry import FleetRegistry
 from router.flow_control.capacity import AdmissionSettings, TenantBook
 from router.flow_control.controller import Admission, FlowController
-from router.flow_control.types import Forecaster
+from router.flow_control.slo_admission import Forecaster
 from router.kv_index.index import PrefixIndex
 from router.lifecycle.capacity_queue import CapacityQueue
 from router.routing.cost_model import OutputLengths, Overheads

@@ -16,7 +16,7 @@ from benchmarks.gpu.shapes import Heads
 from benchmarks.gpu.weights import launched_model, make_decoder
 from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
 from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm, silu_mul
-from pdmesh.engine.kernels.triton.sampling import DeviceSampler
+from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.models import layers
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.layers import RotaryTable, rotate

@@ -11,7 +11,7 @@ from benchmarks.gpu.checks import Check, random
 from benchmarks.gpu.compare import UNIT, over_bound
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.drawn import random_fp8, random_int4, random_int8
-from pdmesh.engine.kernels.triton.linear import make_triton_linear
+from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight, dequantize_fp8, dequantize_int4, dequantize_int8
 
 ENCODINGS = ("int8", "int4", "fp8")

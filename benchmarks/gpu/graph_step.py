@@ -10,7 +10,7 @@ from benchmarks.gpu.timing import device_s, replayed_s
 from benchmarks.gpu.weights import Subject
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.cuda_graphs import DecodeGraphs, DecodeSizes, Recording, Work, make_recorder
-from pdmesh.engine.kernels.triton.sampling import GreedyScratch, greedy
+from pdmesh.engine.kernels.triton.sampling.sampler import GreedyScratch, greedy
 from pdmesh.engine.kernels.triton.step import TritonStep
 
 

@@ -14,7 +14,7 @@ from pdmesh.engine.backend_selection import Numerics
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kernels.triton.cuda_graphs import DecodeSizes, make_recorder
-from pdmesh.engine.kernels.triton.linear import make_triton_linear
+from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear
 from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.kernels.triton.piecewise_graphs import token_buckets
 from pdmesh.engine.loader.loader import LoadedModel, TorchBuilder

@@ -21,7 +21,7 @@ _WIDTHS = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 
 class Numerics:
     """`weights`: float32, bfloat16, float16, int8, int4 or fp8. `dtype`: of what is not quantized. `why_torch`: why the kernels
     that would be the default do not serve, for a warning; empty when they do, or when torch was asked for. `rounds_activations`:
-    products of many rows are of fp8 with fp8 (pdmesh/engine/kernels/triton/linear.py)."""
+    products of many rows are of fp8 with fp8 (pdmesh/engine/kernels/triton/linear/linear.py)."""
 
     backend: str  # "native", "triton" or "torch"
     weights: str

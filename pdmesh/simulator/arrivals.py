@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from router.flow_control.types import STANDARD
+from router.flow_control.slo_admission import STANDARD
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BLOCK_TOKENS = 512

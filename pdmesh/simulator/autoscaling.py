@@ -26,7 +26,7 @@ from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers.spec import WorkerSpec
 from pdmesh.simulator.workers.stats import Figures
 from pdmesh.v1 import mesh_pb2
-from router.flow_control.types import BATCH
+from router.flow_control.slo_admission import BATCH
 from router.telemetry.traffic import ModelTraffic, Visit, traffic_status
 from router.telemetry.traffic import Traffic as RouterTraffic
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pdmesh.simulator.arrivals import Arrival
 from pdmesh.simulator.workers.kv_room import Sequence
 from router.fleet.worker import Dispatched
-from router.flow_control.types import Ticket
+from router.flow_control.slo_admission import Ticket
 from router.routing.cost_model import Prediction
 from router.routing.filters import Placement
 from router.routing.worker_snapshot import WorkerKey

@@ -12,18 +12,19 @@ import asyncio
 import itertools
 
 from pdmesh.runtime.errors import MeshError, ResourceExhausted
-from router.flow_control.capacity import (
-    AdmissionSettings,
-    InflightLimiter,
-    SameForAll,
-    Tally,
-    TenantBook,
-    TenantLimits,
+from router.flow_control.capacity import AdmissionSettings, InflightLimiter, SameForAll, Tally, TenantBook, TenantLimits
+from router.flow_control.queue import DispatchOrder, Lane, RequestQueue
+from router.flow_control.slo_admission import (
+    FlowItem,
+    Forecast,
+    Refusal,
+    Ticket,
+    TicketState,
+    Verdict,
+    alone_s,
+    expected_ttft_s,
     retry_delay_s,
 )
-from router.flow_control.queue import DispatchOrder, Lane, RequestQueue
-from router.flow_control.slo_admission import Verdict, alone_s, expected_ttft_s
-from router.flow_control.types import FlowItem, Forecast, Refusal, Ticket, TicketState
 
 
 class Admission:

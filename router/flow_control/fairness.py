@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from router.flow_control.slo_admission import SloEstimate
-from router.flow_control.types import BATCH, INTERACTIVE, RANKS, STANDARD, FlowItem, Ticket, TicketState
+from router.flow_control.slo_admission import BATCH, INTERACTIVE, RANKS, STANDARD, FlowItem, SloEstimate, Ticket, TicketState
 
 # Who holds most of a room: a heap whose old entries are void. Pure.
 

@@ -9,20 +9,31 @@ import heapq
 from collections import deque
 from collections.abc import Hashable
 
-from router.flow_control.capacity import AdmissionSettings, BusyClock, DrainRate, InflightLimiter, retry_delay_s
+from router.flow_control.capacity import AdmissionSettings, InflightLimiter
 from router.flow_control.fairness import FairQueue, FairShare
 from router.flow_control.slo_admission import (
+    BATCH,
+    INTERACTIVE,
+    RANKS,
+    STANDARD,
+    BusyClock,
+    DrainRate,
+    FlowItem,
+    Forecast,
     PredictorAccuracy,
+    Refusal,
     SloEstimate,
+    Ticket,
+    TicketState,
     Verdict,
     alone_s,
     deadline_refusal,
     expired,
     never_fast_enough,
+    retry_delay_s,
     too_slow,
     verdict,
 )
-from router.flow_control.types import BATCH, INTERACTIVE, RANKS, STANDARD, FlowItem, Forecast, Refusal, Ticket, TicketState
 
 MAX_LANES = 64
 MAX_TRANSIT_S = 0.5

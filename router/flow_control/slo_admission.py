@@ -5,11 +5,173 @@ So it is refused at once, as long as the mesh has other work; one that would be 
 """
 
 import enum
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from router.flow_control.capacity import MAX_RETRY_DELAY_S, retry_delay_s
-from router.flow_control.types import BATCH, FlowItem, Forecast, Refusal
 from router.routing.cost_model import MAX_AHEAD_S, is_saturated
+from router.tokenization.prepared_request import PreparedRequest
+
+# What admission knows of a request, the ticket that it gets, and how it is told no.
+
+
+# What the policy expects for a request, as admission asks for it: the mesh's answer to "would it meet its objective?".
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """`ttft_s` from the moment at which it is placed, `tpot_s` of its own tokens: of the best placement there is.
+
+    `has_room`: some worker could hold it now. `ahead_s`: the part of `ttft_s` that other requests' prompts take.
+    `idle_tpot_s`: what the fastest worker would give it with nothing else to do; None: it was not looked at, or is not known."""
+
+    ttft_s: float
+    tpot_s: float
+    has_room: bool
+    ahead_s: float = 0.0
+    idle_tpot_s: float | None = None
+
+
+class Forecaster(Protocol):
+    """Looks at the fleet as it is now."""
+
+    def forecast(self, prepared: PreparedRequest) -> Forecast | None:
+        """None while nothing is known: no worker, or none that says how fast it is."""
+
+
+INTERACTIVE, STANDARD, BATCH = RANKS = (1, 2, 3)
+"""Who comes first; numbered as the priorities of common.proto."""
+
+
+def nothing_known() -> Forecast | None:
+    """The forecast of a mesh that says nothing."""
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class FlowItem:
+    """One request at the gate.
+
+    `priority` is that of common.proto. `started`: a stream that was lost elsewhere, of which the client has tokens. `lane`:
+    requests of different lanes run on different workers, and do not wait for each other. `ttft_s` and `tpot_s` are its
+    objectives, `guard_ttft_s` and `guard_tpot_s` those of others that it must not spoil (batch); None: there is none. `deadline`
+    is on the clock that admission is given. `num_bytes` is what it holds while it waits. `foresee` looks at the mesh as it is.
+    """
+
+    tenant: str = ""
+    priority: int = STANDARD
+    started: bool = False
+    prompt_tokens: int = 1
+    output_tokens: int = 0
+    num_bytes: int = 0
+    lane: Hashable = ""
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    guard_ttft_s: float | None = None
+    guard_tpot_s: float | None = None
+    deadline: float | None = None
+    foresee: Callable[[], Forecast | None] = nothing_known
+
+    @property
+    def rank(self) -> int:
+        """Its priority. A stream that was lost elsewhere has no other: anybody can claim to continue."""
+        return self.priority
+
+    @property
+    def cost(self) -> float:
+        """Tokens that it is expected to take: prompt and output."""
+        return float(self.prompt_tokens + self.output_tokens)
+
+
+class TicketState(enum.Enum):
+    """WAITING in the queue, ADMITTED (holds a place), REFUSED while it waited, or RELEASED. The last two hold nothing."""
+
+    WAITING = "waiting"
+    ADMITTED = "admitted"
+    REFUSED = "refused"
+    RELEASED = "released"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """`reason` is a word for programs (`queue_full`, `share`, `priority`, `rate`, `objective`, `deadline`), `message` is for
+    people; `retry_delay_s` is when a try is likely to succeed."""
+
+    reason: str
+    message: str
+    retry_delay_s: float
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request's place or its turn in the queue. `number` counts arrivals; `refusal`: why it was refused while it waited."""
+
+    item: FlowItem
+    number: int
+    arrived: float
+    state: TicketState = TicketState.WAITING
+    refusal: Refusal | None = None
+    expected_s: float | None = None  # until its first token, as was thought when it came
+    charged: float = field(default=0.0, repr=False)  # tokens taken from the tenant's bucket
+
+
+# How fast places come free while somebody needs one. Pure: seconds are passed in.
+
+
+MIN_RETRY_DELAY_S = 0.1
+MAX_RETRY_DELAY_S = 30.0
+UNKNOWN_RETRY_DELAY_S = 1.0
+RATE_WINDOW = 32
+
+
+def retry_delay_s(seconds: float | None) -> float:
+    """What a client is told: within bounds, a default while nothing is known."""
+    if seconds is None:
+        return UNKNOWN_RETRY_DELAY_S
+    return min(MAX_RETRY_DELAY_S, max(MIN_RETRY_DELAY_S, seconds))
+
+
+class BusyClock:
+    """Seconds in which somebody needed a place. What comes free meanwhile says how fast it can, an idle hour says nothing."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._looked_at: float | None = None
+        self._busy = False
+
+    def advance(self, now: float, *, busy: bool) -> float:
+        """`busy`: from `now` on. Returns the clock's own time, which stands still while nobody is busy."""
+        if self._busy and self._looked_at is not None:
+            self.now += max(0.0, now - self._looked_at)
+        self._looked_at, self._busy = now, busy
+        return self.now
+
+
+class DrainRate:
+    """How much comes free in a second, over the last releases. `now` is seconds of a BusyClock, amounts are the caller's."""
+
+    def __init__(self) -> None:
+        self._releases: deque[tuple[float, float]] = deque(maxlen=RATE_WINDOW)
+        self._total = 0.0
+
+    def record(self, now: float, amount: float = 1.0) -> None:
+        """So much came free."""
+        if len(self._releases) == RATE_WINDOW:
+            self._total -= self._releases[0][1]
+        self._releases.append((now, amount))
+        self._total += amount
+
+    def seconds_for(self, amount: float, now: float) -> float | None:
+        """Until `amount` and one release more have come free; None while nothing is known.
+
+        The window ends now, not at the last release, so that a mesh that stands still promises nothing soon.
+        """
+        if len(self._releases) < 2:
+            return None
+        spent_s = now - self._releases[0][0]
+        return (amount + self._total / len(self._releases)) * spent_s / self._total
+
 
 # How far forecasts of the time to the first token are to be trusted: by what came of those who were let in on them. Pure.
 #

@@ -6,7 +6,7 @@ from pdmesh.planning.objectives import Bounds
 from pdmesh.v1 import common_pb2
 from router.context import RouterContext
 from router.fleet.circuit_breaker import Role
-from router.flow_control.types import FlowItem, Forecast, nothing_known
+from router.flow_control.slo_admission import FlowItem, Forecast, nothing_known
 from router.routing.filters import NoPlacement, RoutingRequest
 from router.routing.routing_request import routing_request_of
 from router.tokenization.prepared_request import PreparedRequest

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from router.flow_control.types import FlowItem, Refusal, Ticket
+from router.flow_control.slo_admission import FlowItem, Refusal, Ticket
 from tests.examples.programs import ROOT, TIMEOUT_S, example, output_of, started
 from tests.router import stub_model
 from tests.router.mesh import Mesh, running_mesh

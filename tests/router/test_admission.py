@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from router.flow_control.capacity import OTHERS, AdmissionSettings, SameForAll, TenantLimits
 from router.flow_control.controller import Admission
-from router.flow_control.types import BATCH, INTERACTIVE, STANDARD, FlowItem, Forecast, Refusal, Ticket, TicketState
+from router.flow_control.slo_admission import BATCH, INTERACTIVE, STANDARD, FlowItem, Forecast, Refusal, Ticket, TicketState
 
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 3.0}
 

@@ -13,7 +13,7 @@ from pdmesh.runtime.errors import DETAILS_KEY, ResourceExhausted, Unavailable, e
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.frontend import Frontend
 from router.flow_control.capacity import SameForAll, TenantLimits
-from router.flow_control.types import Forecast
+from router.flow_control.slo_admission import Forecast
 from router.tokenization.prepared_request import PreparedRequest
 from tests.router.kserve import calls as kserve
 from tests.router.mesh import Mesh, expected, request, running_mesh

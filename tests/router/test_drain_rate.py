@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.flow_control.capacity import MAX_RETRY_DELAY_S, MIN_RETRY_DELAY_S, BusyClock, DrainRate, retry_delay_s
+from router.flow_control.slo_admission import MAX_RETRY_DELAY_S, MIN_RETRY_DELAY_S, BusyClock, DrainRate, retry_delay_s
 
 
 @pytest.mark.parametrize(

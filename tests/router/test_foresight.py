@@ -5,10 +5,23 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from router.flow_control.capacity import MAX_RETRY_DELAY_S, AdmissionSettings
+from router.flow_control.capacity import AdmissionSettings
 from router.flow_control.controller import Admission
-from router.flow_control.slo_admission import MAX_WAIT_S, SloEstimate, Verdict, verdict
-from router.flow_control.types import BATCH, INTERACTIVE, STANDARD, FlowItem, Forecast, Refusal, Ticket, TicketState
+from router.flow_control.slo_admission import (
+    BATCH,
+    INTERACTIVE,
+    MAX_RETRY_DELAY_S,
+    MAX_WAIT_S,
+    STANDARD,
+    FlowItem,
+    Forecast,
+    Refusal,
+    SloEstimate,
+    Ticket,
+    TicketState,
+    Verdict,
+    verdict,
+)
 from router.routing.cost_model import MAX_AHEAD_S
 
 GOOD = Forecast(ttft_s=0.1, tpot_s=0.02, has_room=True)

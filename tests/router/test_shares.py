@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from router.flow_control.capacity import AdmissionSettings
 from router.flow_control.controller import Admission
 from router.flow_control.fairness import BATCH_YIELDS, SAVED, FairShare
-from router.flow_control.types import BATCH, INTERACTIVE, STANDARD, FlowItem, Forecast, Ticket, TicketState
+from router.flow_control.slo_admission import BATCH, INTERACTIVE, STANDARD, FlowItem, Forecast, Ticket, TicketState
 from tests.router.test_admission import ask, order_of
 
 STEP_S, SERVICE_S = 0.02, 1.0

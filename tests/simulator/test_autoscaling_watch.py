@@ -20,7 +20,7 @@ from pdmesh.simulator.routers.routing import EPOCH, MODEL
 from pdmesh.simulator.settings import MeshSettings
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 from pdmesh.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
-from router.flow_control.types import BATCH, STANDARD
+from router.flow_control.slo_admission import BATCH, STANDARD
 from tests.autoscaler.routers import ToldRouter, serving
 from tests.simulator.specs import SMALL, SPEED
 

@@ -26,8 +26,8 @@ from types import FrameType
 # Everything of the repository that the measurement runs: modules that move are renamed here alone.
 from pdmesh.v1 import common_pb2
 from router.context import RouterContext
+from router.flow_control.slo_admission import FlowItem
 from router.flow_control.ttft_predictor import flow_item_of
-from router.flow_control.types import FlowItem
 from router.main import Router
 from router.tokenization.prepared_request import PreparedRequest
 from tests.kvtransfer.endpoints import World, running

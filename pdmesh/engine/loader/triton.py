@@ -11,7 +11,7 @@ from torch import Tensor
 from pdmesh.engine.backend_selection import Numerics
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.triton.cuda_graphs import DecodeSizes, make_recorder
-from pdmesh.engine.kernels.triton.linear import make_triton_linear
+from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear
 from pdmesh.engine.kernels.triton.model import KERNEL_REVISION, TritonModel, bounds_of
 from pdmesh.engine.kernels.triton.piecewise_graphs import token_buckets
 from pdmesh.engine.loader.kv_scales import KVScales

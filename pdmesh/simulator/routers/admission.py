@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pdmesh.simulator.events import EventQueue
 from pdmesh.simulator.request import Request
 from router.flow_control.controller import LOOK_PERIOD_S, Admission
-from router.flow_control.types import FlowItem, Refusal, Ticket, TicketState
+from router.flow_control.slo_admission import FlowItem, Refusal, Ticket, TicketState
 from router.lifecycle.capacity_queue import MAX_TRYING
 from router.lifecycle.placement import MIN_RETRY_GAP_S, RETRY_PERIOD_S
 

@@ -16,8 +16,8 @@ from pdmesh.simulator.routers.routing import MODEL, Decided, SimulatedRouting
 from pdmesh.simulator.settings import MeshSettings
 from router.fleet.worker import Dispatched
 from router.flow_control.controller import Admission
+from router.flow_control.slo_admission import FlowItem
 from router.flow_control.ttft_predictor import HELD_BYTES_PER_TOKEN
-from router.flow_control.types import FlowItem
 from router.routing.cost_model import Overhead
 from router.routing.filters import NoPlacement, blocks_for
 from router.routing.worker_snapshot import WorkerKey

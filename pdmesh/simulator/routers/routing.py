@@ -10,7 +10,7 @@ from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers.spec import WorkerSpec
 from pdmesh.simulator.workers.stats import Figures
 from router.fleet.worker import Dispatched, counted
-from router.flow_control.types import Forecast
+from router.flow_control.slo_admission import Forecast
 from router.kv_index.index import IN_FLIGHT_S, BlockMap, Part, PrefixMemory, together
 from router.routing.cost_model import OutputLengths, Overheads
 from router.routing.cost_policy import Policy, PredictPolicy

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pdmesh.engine.kernels.triton.sampling_kernels import mix
+from pdmesh.engine.kernels.triton.sampling.kernels import mix
 from pdmesh.engine.kv_cache.copies import Move
 from pdmesh.engine.kv_cache.ipc_pool import NUM_SUMS, Blocks
 

@@ -13,15 +13,15 @@ from torch import Tensor
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.cuda_graphs import DecodeGraphs, DecodeSizes, Recorder
-from pdmesh.engine.kernels.triton.linear import Fp8Linear, WordLinear
+from pdmesh.engine.kernels.triton.linear.linear import Fp8Linear, WordLinear
+from pdmesh.engine.kernels.triton.linear.weight_words import WeightWords
 from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata
 from pdmesh.engine.kernels.triton.piecewise_graphs import PieceGraphs
-from pdmesh.engine.kernels.triton.sampling import DeviceSampler
-from pdmesh.engine.kernels.triton.sampling_batch import MOST_ROWS
+from pdmesh.engine.kernels.triton.sampling.batch import MOST_ROWS
+from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.kernels.triton.split_kv import SPLITS, SplitBounds, Splits
 from pdmesh.engine.kernels.triton.step import StepOutput, TritonStep, tell
 from pdmesh.engine.kernels.triton.warmup import warm
-from pdmesh.engine.kernels.triton.weight_words import WeightWords
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.memory import MIB, effective_max_context, free_memory
 from pdmesh.engine.models.config import ModelConfig

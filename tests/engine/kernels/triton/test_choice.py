@@ -15,7 +15,7 @@ from pdmesh.engine.backend_selection import choose_numerics
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kernels.triton.model import TritonModel
-from pdmesh.engine.kernels.triton.sampling import DeviceSampler
+from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.kernels.triton.support import why_no_fp8_kv, why_not_here
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.loader.quantize import (

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import triton
 
+from pdmesh.engine.kernels.triton.linear.weight_product import TileShape
 from pdmesh.engine.kernels.triton.tiles import shared_bound
-from pdmesh.engine.kernels.triton.weight_product import TileShape
 from tests.engine.kernels.triton.arrivals import lacking
 from tests.engine.kernels.triton.cubins import count_spills
 from tests.engine.kernels.triton.launches import GROUPS

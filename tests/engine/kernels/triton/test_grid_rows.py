@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from pdmesh.engine.kernels.triton.linear import make_triton_linear
+from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear
+from pdmesh.engine.kernels.triton.linear.weight_product import TILE_ROWS_MAX, VECTOR_ROWS
 from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm, silu_mul
-from pdmesh.engine.kernels.triton.weight_product import TILE_ROWS_MAX, VECTOR_ROWS
 from pdmesh.engine.models import layers
 from tests.engine.kernels.triton.grid import name_of, pairwise
 from tests.engine.kernels.triton.test_linear import activations, assert_within_bound, quantized

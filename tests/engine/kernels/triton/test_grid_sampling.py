@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from pdmesh.engine.kernels.triton.sampling import DeviceSampler
+from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.sampling.sampler import Sampler, SampleRow
 from tests.engine.kernels.triton.grid import pairwise
 from tests.engine.kernels.triton.test_sampling import CHUNK, DEVICE, logits_of, row

@@ -6,9 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdmesh.engine.kernels.triton.linear import WordLinear, make_triton_linear, multiplies_fp8, rounded_rows, scaled_product
-from pdmesh.engine.kernels.triton.weight_product import Shares, WordProduct, expanded
-from pdmesh.engine.kernels.triton.weight_words import WeightWords, words_of_fp8, words_of_int4, words_of_int8
+from pdmesh.engine.kernels.triton.linear.linear import (
+    WordLinear,
+    make_triton_linear,
+    multiplies_fp8,
+    rounded_rows,
+    scaled_product,
+)
+from pdmesh.engine.kernels.triton.linear.weight_product import Shares, WordProduct, expanded
+from pdmesh.engine.kernels.triton.linear.weight_words import WeightWords, words_of_fp8, words_of_int4, words_of_int8
 from pdmesh.engine.loader.quantize import (
     Fp8Weight,
     Int4Weight,

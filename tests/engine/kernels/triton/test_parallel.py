@@ -17,7 +17,7 @@ import pdmesh.engine.kernels.triton.model as model_module
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kernels.triton.model import TritonModel
-from pdmesh.engine.kernels.triton.sampling import DeviceSampler
+from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.kv_cache.pool import KVShape
 from pdmesh.engine.loader.loader import load_model

@@ -13,9 +13,9 @@ import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdmesh.engine.kernels.triton.sampling import DeviceSampler, GreedyScratch, SamplingScratch, _likeliest, draw, greedy
-from pdmesh.engine.kernels.triton.sampling_batch import BatchMaker
-from pdmesh.engine.kernels.triton.sampling_kernels import exp_of, gumbel_of, random_bits
+from pdmesh.engine.kernels.triton.sampling.batch import BatchMaker
+from pdmesh.engine.kernels.triton.sampling.kernels import exp_of, gumbel_of, random_bits
+from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler, GreedyScratch, SamplingScratch, _likeliest, draw, greedy
 from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling import counter_rng
 from pdmesh.engine.sampling.sampler import Sampler, SampleRow, Unseen

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pdmesh.engine.kernels.triton.sampling import DeviceSampler
-from pdmesh.engine.kernels.triton.sampling_batch import IN_PROMPT, HistoryCounts
+from pdmesh.engine.kernels.triton.sampling.batch import IN_PROMPT, HistoryCounts
+from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.sampler import Sampler, SampleRow
 
@@ -67,7 +67,7 @@ def test_a_sequence_is_counted_on_as_it_grows(monkeypatch: pytest.MonkeyPatch) -
         converted.append(len(tokens))
         return as_array(tokens, dtype)
 
-    monkeypatch.setattr("pdmesh.engine.kernels.triton.sampling_batch.np.asarray", noted)
+    monkeypatch.setattr("pdmesh.engine.kernels.triton.sampling.batch.np.asarray", noted)
     sampler, owners = DeviceSampler(CHUNK), [Owner(tuple(range(i, 30))) for i in range(2)]
     for step in range(5):
         for owner, token in zip(owners, stepped(sampler, [owner.row() for owner in owners], step), strict=True):
@@ -130,7 +130,7 @@ def test_another_prompt_is_counted_anew_whatever_the_output() -> None:
 
 
 def test_rows_that_are_nobodys_are_counted_for_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdmesh.engine.kernels.triton.sampling_batch.MOST_ROWS", 4)
+    monkeypatch.setattr("pdmesh.engine.kernels.triton.sampling.batch.MOST_ROWS", 4)
     sampler = DeviceSampler(CHUNK)
     for step in range(6):
         owner = Owner(output=[step, step])
@@ -159,7 +159,7 @@ def test_rows_come_free_with_their_sequences_and_are_bounded() -> None:
 
 
 def test_growing_keeps_what_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdmesh.engine.kernels.triton.sampling_batch.MOST_ROWS", 2)
+    monkeypatch.setattr("pdmesh.engine.kernels.triton.sampling.batch.MOST_ROWS", 2)
     sampler, owners = DeviceSampler(CHUNK), [Owner((i, i + 1), [i + 2] * i) for i in range(7)]
     stepped(sampler, [owner.row() for owner in owners[:2]], 0)
     stepped(sampler, [owner.row() for owner in owners], 1)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pdmesh.engine.kernels.triton.linear.weight_product import TileShape
 from pdmesh.engine.kernels.triton.support import why_not
 from pdmesh.engine.kernels.triton.tiles import HOPPER_BYTES, Tiles, choose_tiles, shared_bound, shared_bytes
-from pdmesh.engine.kernels.triton.weight_product import TileShape
 from pdmesh.engine.models.config import ModelConfig
 
 A100, L40S = 166_912, 101_376

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from pdmesh.engine.kernels.triton.sampling import DeviceSampler
+from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.sampler import SampleRow
 

@@ -32,8 +32,8 @@ import torch
 import triton
 from torch import Tensor
 
-from pdmesh.engine.kernels.triton.sampling_batch import BatchMaker, SamplingBatch, to_device
-from pdmesh.engine.kernels.triton.sampling_kernels import (
+from pdmesh.engine.kernels.triton.sampling.batch import BatchMaker, SamplingBatch, to_device
+from pdmesh.engine.kernels.triton.sampling.kernels import (
     adjust_kernel,
     count_kernel,
     greedy_kernel,

@@ -30,8 +30,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
+from pdmesh.engine.kernels.triton.linear.weight_words import TILE_ROWS, TILE_WORDS, WeightWords
 from pdmesh.engine.kernels.triton.tiles import shared_bytes
-from pdmesh.engine.kernels.triton.weight_words import TILE_ROWS, TILE_WORDS, WeightWords
 
 # Kernels that multiply by weights in words (weight_words.py has their order). Launchers: weight_product.py.
 #

@@ -10,8 +10,15 @@ from torch import Tensor
 
 from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
 from pdmesh.engine.kernels.triton.kv import FLOAT8_MAX, FLOAT8_MIN_NORMAL, FLOAT8_SUBNORMAL
-from pdmesh.engine.kernels.triton.weight_product import HALVES, INVARIANT_BLOCK, TILE_ROWS_MAX, VECTOR_ROWS, WordProduct, expanded
-from pdmesh.engine.kernels.triton.weight_words import WeightWords, words_of_fp8, words_of_int4, words_of_int8
+from pdmesh.engine.kernels.triton.linear.weight_product import (
+    HALVES,
+    INVARIANT_BLOCK,
+    TILE_ROWS_MAX,
+    VECTOR_ROWS,
+    WordProduct,
+    expanded,
+)
+from pdmesh.engine.kernels.triton.linear.weight_words import WeightWords, words_of_fp8, words_of_int4, words_of_int8
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight
 from pdmesh.engine.models.layers import Linear, make_linear
 

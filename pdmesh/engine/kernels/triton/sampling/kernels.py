@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
-from pdmesh.engine.kernels.triton.sampling_batch import (
+from pdmesh.engine.kernels.triton.sampling.batch import (
     CHOICE,
     COUNT_ROW,
     FLOOR,
