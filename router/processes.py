@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from pdmesh.runtime import ports
-from pdmesh.runtime.child import ManagedProcess, StartFailed
+from pdmesh.runtime.child import ManagedProcess, StartFailed, import_path, python_command
 from pdmesh.runtime.config import ConfigError, to_env
 from pdmesh.runtime.process import Lifecycle
 from pdmesh.runtime.telemetry.config import TelemetryConfig
@@ -75,7 +75,7 @@ class Replica:
 
     def __init__(self, config: RouterConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = config.router_id
-        self._env = to_env(config)
+        self._env = {**to_env(config), **import_path()}
         self._stop_s = config.drain_grace_s + config.linger_s + STOP_MARGIN_S
         self._clock = clock
         self._pulse = Pulse()
@@ -133,7 +133,7 @@ class Replica:
             logger.error("%s", error)
 
     def _new(self) -> ManagedProcess:
-        return ManagedProcess(self.name, [sys.executable, "-m", "router"], env=self._env, on_line=self._heard)
+        return ManagedProcess(self.name, python_command("-m", "router"), env=self._env, on_line=self._heard)
 
     def _heard(self, line: str) -> None:
         """Their logs are ours."""

@@ -44,8 +44,8 @@ def recording(plan: ProcessPlan, records: Path) -> ProcessPlan:
     """A router's process with the recording one in its place; others as they are."""
     if plan.is_worker:
         return plan
-    assert plan.argv[:3] == (sys.executable, "-m", "router")
-    argv = (*plan.argv[:2], "benchmarks.clients.recording_router", *plan.argv[3:])
+    assert plan.argv[:4] == (sys.executable, "-P", "-m", "router")
+    argv = (*plan.argv[:3], "benchmarks.clients.recording_router", *plan.argv[4:])
     return replace(plan, argv=argv, env={**plan.env, FILE_VARIABLE: str(records)})
 
 

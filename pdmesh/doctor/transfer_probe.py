@@ -28,6 +28,7 @@ from kvtransfer.sender.send_queue import FirstTokensDrawn, complete_readiness
 from kvtransfer.sender.sender import Sender
 from kvtransfer.transports.grpc import SERVICE, add_push_service
 from kvtransfer.transports.registry import installed
+from pdmesh.runtime.child import import_path, python_command
 from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.v1 import common_pb2, transfer_pb2
 
@@ -95,9 +96,11 @@ async def _push(sender: Sender, reservation: common_pb2.Reservation, transport: 
 @asynccontextmanager
 async def _receiving_child(num_blocks: int) -> AsyncIterator[common_pb2.Reservation]:
     pipe = asyncio.subprocess.PIPE
-    command = (sys.executable, "-m", "pdmesh.doctor.transfer_probe", "receive", str(num_blocks))
+    command = python_command("-m", "pdmesh.doctor.transfer_probe", "receive", str(num_blocks))
     nowhere = asyncio.subprocess.DEVNULL  # what it logs when it is killed is no finding
-    child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=nowhere)
+    child = await asyncio.create_subprocess_exec(
+        *command, stdin=pipe, stdout=pipe, stderr=nowhere, env={**os.environ, **import_path()}
+    )
     try:
         assert child.stdout is not None
         async with asyncio.timeout(START_TIMEOUT_S):

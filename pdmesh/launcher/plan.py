@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pdmesh
 from pdmesh.engine.config import default_kv_share
-from pdmesh.runtime.child import StartFailed
+from pdmesh.runtime.child import StartFailed, import_path, python_command
 from pdmesh.runtime.config import to_env
 from pdmesh.runtime.rpc.tls import TlsConfig
 
@@ -241,16 +239,14 @@ def with_port(plan: ProcessPlan, port: int, flag: str = "--port") -> ProcessPlan
 
 
 def _command(module: str, flags: Mapping[str, str], more: tuple[str, ...]) -> tuple[str, ...]:
-    return (sys.executable, "-m", module, *(part for pair in flags.items() for part in pair), "--exit-with-parent", *more)
+    return (*python_command("-m", module), *(part for pair in flags.items() for part in pair), "--exit-with-parent", *more)
 
 
 def _environment(config: LocalMeshConfig, redis_url: str) -> dict[str, str]:
     """What children need to find this very code, installed or not; and the URL: it may hold a password, so it is no flag;
     and the certificates, or that there are none, whatever our own environment says."""
-    root = str(Path(pdmesh.__file__).resolve().parent.parent)
-    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
     collector = {"PDMESH_OTLP_ENDPOINT": config.otlp_endpoint} if config.otlp_endpoint else {}
-    python = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    python = {**import_path(), "PYTHONUNBUFFERED": "1"}
     return {**python, "PDMESH_REDIS": redis_url, **to_env(config.tls), **collector, **config.env}
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from pdmesh.models.catalogue import ModelError, Progress, building, exclusive, is_complete, publish, write_marker
 from pdmesh.models.download import megabytes, require_space, run_reporting
+from pdmesh.runtime.child import import_path, python_command
 
 _NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _FLOAT32_BYTES = 4
@@ -68,8 +68,6 @@ def convert_weights(gguf: Path, folder: Path, num_bytes: int, progress: Progress
         said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-1:]
         progress(f"converting {gguf.name}: weights to float32, {megabytes(num_bytes)}, {said[0] if said else 'starting'}")
 
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-c", _PROGRAM, str(gguf), str(folder)]
-    run_reporting(command, log, report, env={**os.environ, "PYTHONPATH": path})
+    command = python_command("-c", _PROGRAM, str(gguf), str(folder))
+    run_reporting(command, log, report, env={**os.environ, **import_path()})
     log.unlink()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import pdmesh
+from pdmesh.runtime.child import import_path, python_command
 from pdmesh.simulator.workers.spec import WorkerSpec, spec_of
 
 START_S = 600.0
@@ -31,14 +30,12 @@ class Measured:
 def measure(engine: dict[str, str | int], seconds: float, written: Path) -> Measured:
     """`engine`: fields of EngineConfig. What it says while it runs goes to standard error. Raises MeasureError."""
     asked = json.dumps({"engine": engine, "seconds": seconds})
-    root = str(Path(pdmesh.__file__).resolve().parents[1])
-    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
-    command = [sys.executable, "-m", "pdmesh.planner.engine_curve", asked]
+    command = python_command("-m", "pdmesh.planner.engine_curve", asked)
     try:
         ended = subprocess.run(
             command,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, **import_path()},
             timeout=seconds + START_S,
             check=False,
             text=True,

@@ -1,6 +1,6 @@
 """Child processes that are watched, heard and never left behind: for the launcher and for tests with real processes.
 
-worker = ManagedProcess("decode-1", [sys.executable, "-m", "decode_service"], env={...}, on_line=print)
+worker = ManagedProcess("decode-1", python_command("-m", "decode_service"), env={**import_path(), ...}, on_line=print)
 ready = await worker.start(timeout_s=60, on_progress=show)      # {"ready": true, "address": "127.0.0.1:40123", ...}
 await worker.stop(grace_s=10)                                    # SIGTERM, then SIGKILL to its own process group
 """
@@ -12,14 +12,28 @@ import contextlib
 import json
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
 
 from pdmesh.runtime import parent_death
 
 STDERR_TAIL_LINES = 40
 MAX_LINE_BYTES = 1 << 20
 OnLine = Callable[[str], None]
+
+
+def python_command(*arguments: str) -> list[str]:
+    """Return the command of a Python process that never looks modules up in the folder it is started in: people have packages
+    called `router` of their own."""
+    return [sys.executable, "-P", *arguments]
+
+
+def import_path() -> dict[str, str]:
+    """Return the environment with which a child finds this very code, installed or not."""
+    root = str(Path(__file__).resolve().parents[2])
+    return {"PYTHONPATH": os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)}
 
 
 class StartFailed(RuntimeError):

@@ -92,8 +92,8 @@ def test_only_routers_are_replaced() -> None:
     config = LocalMeshConfig(model="/models/router")
     (router,) = router_plans(config, "redis://")
     recorded = recording(router, Path("/records"))
-    assert recorded.argv[:3] == (sys.executable, "-m", "benchmarks.clients.recording_router")
-    assert recorded.argv[3:] == router.argv[3:] and recorded.env[FILE_VARIABLE] == "/records"
+    assert recorded.argv[:4] == (sys.executable, "-P", "-m", "benchmarks.clients.recording_router")
+    assert recorded.argv[4:] == router.argv[4:] and recorded.env[FILE_VARIABLE] == "/records"
     for worker in worker_plans(config, "redis://", [0, 1]):
         assert recording(worker, Path("/records")) is worker
 

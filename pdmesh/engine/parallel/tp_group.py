@@ -200,7 +200,7 @@ class _TensorParallelRank:
 
 
 def _command(fd: int) -> Sequence[str]:
-    return (sys.executable, "-m", "pdmesh.engine.parallel.rank", str(fd), str(os.getpid()))
+    return (sys.executable, "-P", "-m", "pdmesh.engine.parallel.rank", str(fd), str(os.getpid()))
 
 
 def _python_path() -> str:
