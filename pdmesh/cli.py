@@ -98,6 +98,7 @@ _EXTRAS = {
     "grpc_health": "services",
     "uvicorn": "services",
     "numpy": "services",
+    "cryptography": "services",
     "torch": "worker",
     "transformers": "local",
     "h11": "loadtest",

@@ -58,6 +58,7 @@ def _checks(options: Options) -> list[tuple[str, Callable[[], Check]]]:
         ("torch", partial(package, "torch", "worker", engine)),
         ("safetensors", partial(package, "safetensors", "worker", engine)),
         ("crc32c", partial(package, "crc32c", "worker", engine)),
+        ("cryptography", partial(package, "cryptography", "services", "`pdmesh up` and `pdmesh tls init` cannot start")),
         ("transformers", partial(package, "transformers", "local", "GGUF files cannot be converted", required=False)),
         ("redis", partial(software.redis, options.redis)),
         ("model", partial(software.model_files, options.model)),
@@ -75,7 +76,6 @@ def _checks(options: Options) -> list[tuple[str, Callable[[], Check]]]:
         (f"port {options.console_port}", partial(machine.port, options.console_port, "--console-port")),
         ("open files", machine.open_files),
         ("compiler", machine.compiler),
-        ("openssl", machine.openssl),
     ]
 
 
