@@ -117,7 +117,9 @@ def _issue(name: str, days: int, extensions: Sequence[tuple[x509.ExtensionType, 
             not_valid_after=now + timedelta(days=days),
         )
     except (ValueError, OverflowError) as error:
-        raise CertificateError(f"no certificate can be made for {name!r} and {days} days: {error}") from None
+        raise CertificateError(
+            f"no certificate can be made for {name!r} and {days} days ({error}); give a shorter name or fewer days"
+        ) from None
     for extension, critical in (*extensions, (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)):
         builder = builder.add_extension(extension, critical)
     return _Pair(builder.sign(ca.key if ca else key, hashes.SHA256()), key)
