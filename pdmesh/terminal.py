@@ -15,7 +15,7 @@ from rich.text import Text
 from rich.theme import Theme
 
 MAX_WIDTH = 100
-_THEME = Theme({"good": "green", "warning": "yellow", "bad": "red", "faint": "dim"})
+_THEME = Theme({"good": "green", "warning": "yellow", "bad": "red", "faint": "dim", "bar.complete": "green"})
 _BAR_WIDTH = 30
 
 

@@ -21,6 +21,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pdmesh.runtime.rpc.tls import MESH_NAME, TlsConfig
 
+_NO_USE = dict.fromkeys(("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False)
+_NO_USE |= {"encipher_only": False, "decipher_only": False}
+_SIGNS = x509.KeyUsage(digital_signature=True, key_cert_sign=False, crl_sign=False, **_NO_USE)
+_SIGNS_CERTIFICATES = x509.KeyUsage(digital_signature=False, key_cert_sign=True, crl_sign=True, **_NO_USE)
 CERT, KEY, CA = "tls.crt", "tls.key", "ca.crt"  # as in a Kubernetes TLS secret
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")  # clients over HTTP verify the address that they were given
 
@@ -39,10 +43,9 @@ def make_certificates(folder: Path, *, name: str = MESH_NAME, days: int = 365) -
         raise CertificateError(f"{folder} holds {', '.join(there)} already; give another folder, or delete them first")
     ca = _new_ca(days)
     mesh = _signed(ca, name, _THIS_MACHINE, days)
-    _write(folder / CA, ca.cert_pem)
-    _write(folder / CERT, mesh.cert_pem)
-    _write(folder / KEY, mesh.key_pem, private=True)
-    return TlsConfig(str(folder / CERT), str(folder / KEY), str(folder / CA), name)
+    _write(folder / CA, ca.cert.public_bytes(Encoding.PEM))
+    cert, key = mesh.write(folder / "tls")
+    return TlsConfig(str(cert), str(key), str(folder / CA), name)
 
 
 def make_ca(stem: Path, *, days: int = 365) -> Path:
@@ -65,18 +68,10 @@ class _Pair:
     cert: x509.Certificate
     key: ec.EllipticCurvePrivateKey
 
-    @property
-    def cert_pem(self) -> bytes:
-        return self.cert.public_bytes(Encoding.PEM)
-
-    @property
-    def key_pem(self) -> bytes:
-        return self.key.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption())
-
     def write(self, stem: Path) -> tuple[Path, Path]:
         cert, key = stem.with_suffix(".crt"), stem.with_suffix(".key")
-        _write(key, self.key_pem, private=True)
-        _write(cert, self.cert_pem)
+        _write(cert, self.cert.public_bytes(Encoding.PEM))
+        _write(key, self.key.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption()), private=True)
         return cert, key
 
 
@@ -87,7 +82,7 @@ def _read(stem: Path) -> _Pair:
 
 
 def _new_ca(days: int) -> _Pair:
-    extensions = ((x509.BasicConstraints(ca=True, path_length=None), True), (_key_usage("key_cert_sign", "crl_sign"), True))
+    extensions = ((x509.BasicConstraints(ca=True, path_length=None), True), (_SIGNS_CERTIFICATES, True))
     return _issue("pdmesh CA", days, extensions)
 
 
@@ -95,7 +90,7 @@ def _signed(ca: _Pair, name: str, more: Sequence[str], days: int) -> _Pair:
     issuer_key = ca.cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     extensions = (
         (x509.BasicConstraints(ca=False, path_length=None), True),
-        (_key_usage("digital_signature"), True),
+        (_SIGNS, True),
         (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), False),
         (x509.SubjectAlternativeName([x509.DNSName(name), *map(_alternative_name, more)]), False),
         (x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer_key), False),
@@ -108,14 +103,9 @@ def _issue(name: str, days: int, extensions: Sequence[tuple[x509.ExtensionType, 
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC).replace(microsecond=0)
     try:
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        builder = x509.CertificateBuilder(
-            subject_name=subject,
-            issuer_name=ca.cert.subject if ca else subject,
-            public_key=key.public_key(),
-            serial_number=x509.random_serial_number(),
-            not_valid_before=now,
-            not_valid_after=now + timedelta(days=days),
-        )
+        issuer = ca.cert.subject if ca else subject
+        serial, end = x509.random_serial_number(), now + timedelta(days=days)
+        builder = x509.CertificateBuilder(issuer, subject, key.public_key(), serial, now, end)
     except (ValueError, OverflowError) as error:
         raise CertificateError(
             f"no certificate can be made for {name!r} and {days} days ({error}); give a shorter name or fewer days"
@@ -123,16 +113,6 @@ def _issue(name: str, days: int, extensions: Sequence[tuple[x509.ExtensionType, 
     for extension, critical in (*extensions, (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)):
         builder = builder.add_extension(extension, critical)
     return _Pair(builder.sign(ca.key if ca else key, hashes.SHA256()), key)
-
-
-_KEY_USES = (
-    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
-    *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
-)
-
-
-def _key_usage(*allowed: str) -> x509.KeyUsage:
-    return x509.KeyUsage(**{use: use in allowed for use in _KEY_USES})
 
 
 def _alternative_name(text: str) -> x509.GeneralName:

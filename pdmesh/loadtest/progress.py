@@ -7,10 +7,8 @@ from collections import deque
 from types import TracebackType
 from typing import Self, TextIO
 
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
 
 from pdmesh.loadtest.record import Outcome, Record
 from pdmesh.loadtest.runner import Runner
@@ -18,7 +16,6 @@ from pdmesh.loadtest.stats import Latency
 from pdmesh.terminal import console
 
 _RECENT_S = 5.0
-_BAR_WIDTH = 10
 _FAILED = (Outcome.REFUSED, Outcome.TIMEOUT, Outcome.ERROR, Outcome.NOT_SENT)
 
 
@@ -27,7 +24,17 @@ class Progress:
 
     def __init__(self, stream: TextIO, runner: Runner, total_s: float, label: str = "") -> None:
         self._console = console(stream)
-        self._live = Live(console=self._console, transient=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        columns = (BarColumn(bar_width=10), TextColumn("{task.description}", markup=False))
+        self._bar = Bar(
+            *columns,
+            console=self._console,
+            transient=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            disable=not self._console.is_terminal,
+        )
+        self._shown = self._bar.add_task("", total=total_s)
         self._runner = runner
         self._total_s = total_s
         self._label = label
@@ -47,30 +54,20 @@ class Progress:
         assert self._task is not None
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._live.stop()
+        self._bar.stop()
         self._console.print(self._line())
 
     async def _write(self) -> None:
+        self._bar.start()
         while True:
             await asyncio.sleep(1.0 if self._console.is_terminal else 10.0)
-            if self._console.is_terminal:
-                self._live.start()
-                self._live.update(self._bar_and_line(), refresh=True)
-            else:
-                self._console.print(self._line())
+            self._show()
 
-    def _bar_and_line(self) -> Table:
-        shown = Table.grid(padding=(0, 1, 0, 0))
-        bar = ProgressBar(
-            total=self._total_s,
-            completed=self._now_s(),
-            width=_BAR_WIDTH,
-            style="faint",
-            complete_style="good",
-            finished_style="good",
-        )
-        shown.add_row(bar, Text(self._line(), no_wrap=True, overflow="ellipsis"))
-        return shown
+    def _show(self) -> None:
+        if self._console.is_terminal:
+            self._bar.update(self._shown, description=self._line(), completed=self._now_s(), refresh=True)
+        else:
+            self._console.print(self._line())
 
     def _line(self) -> str:
         now_s = self._now_s()
