@@ -91,8 +91,17 @@ COMMANDS = {
 }
 # Words behind a command that make another one of it, each with options of its own; "run" is the command itself.
 SUBCOMMANDS = {"loadtest": ("run", "compare", "report")}
-# What the commands beyond the client library need, by the package that is missing.
+# What brings all that these commands need; and for the others, what brings the package that is missing.
+_EXTRA_OF_COMMAND = {
+    "up": "local",
+    "demo": "local",
+    "profile": "local",
+    "plan": "services",
+    "keys": "services",
+    "tls": "services",
+}
 _EXTRAS = {
+    "rich": "cli",
     "redis": "services",
     "tokenizers": "services",
     "grpc_health": "services",
@@ -182,7 +191,7 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
         print(f"pdmesh {name}: {explain(error)}", file=sys.stderr)
         return exit_code(error)
     except ModuleNotFoundError as error:
-        print(f"pdmesh {name}: {_missing_package(error)}", file=sys.stderr)
+        print(f"pdmesh {name}: {_missing_package(name, error)}", file=sys.stderr)
         return EXIT_FAILED
 
 
@@ -213,7 +222,7 @@ def exit_code(error: MeshError) -> int:
     return EXIT_DEADLINE if isinstance(error, DeadlineExceeded) else EXIT_FAILED
 
 
-def _missing_package(error: ModuleNotFoundError) -> str:
+def _missing_package(command: str, error: ModuleNotFoundError) -> str:
     package = (error.name or "").partition(".")[0]
-    extra = _EXTRAS.get(package, "local")
+    extra = _EXTRA_OF_COMMAND.get(command) or _EXTRAS.get(package, "local")
     return f"the Python package {package!r} is missing; install what this command needs with: pip install 'pdmesh[{extra}]'"

@@ -1,79 +1,79 @@
-"""Plain-text building blocks for the terminal: tables, bars, units, colour. No dependency; no colour but on a terminal."""
+"""What commands show, drawn by rich: tables, bars, colours by meaning; and the units of their figures."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TextIO
 
+from rich.bar import Bar
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+from rich.theme import Theme
+
 MAX_WIDTH = 100
-_ELLIPSIS = "…"
-_GAP = "  "
+_THEME = Theme({"good": "green", "warning": "yellow", "bad": "red", "faint": "dim", "bar.complete": "green"})
+_BAR_WIDTH = 30
 
 
-@dataclass(frozen=True)
-class Palette:
-    """Colours by meaning; every method returns its text unchanged when colour is off."""
-
-    enabled: bool
-
-    def bold(self, text: str) -> str:
-        return self._wrap(text, "1")
-
-    def faint(self, text: str) -> str:
-        return self._wrap(text, "2")
-
-    def good(self, text: str) -> str:
-        return self._wrap(text, "32")
-
-    def warning(self, text: str) -> str:
-        return self._wrap(text, "33")
-
-    def bad(self, text: str) -> str:
-        return self._wrap(text, "31")
-
-    def _wrap(self, text: str, code: str) -> str:
-        return f"\x1b[{code}m{text}\x1b[0m" if self.enabled and text else text
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the program, which has an exit code for it."""
+        raise BrokenPipeError
 
 
-def palette(stream: TextIO, env: Mapping[str, str] = os.environ) -> Palette:
-    """Colours for `stream`: off unless it is a terminal, and off with NO_COLOR (https://no-color.org) or TERM=dumb."""
-    return Palette(stream.isatty() and not env.get("NO_COLOR") and env.get("TERM") != "dumb")
+def console(stream: TextIO, width: int = MAX_WIDTH) -> Console:
+    """Return a console for `stream` that is `width` columns wide, or as wide as a narrower terminal; only tables are cut to fit.
 
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], max_width: int = MAX_WIDTH) -> list[str]:
-    """Lines of a left-aligned table of at most `max_width` columns; the widest columns are cut with "…" to fit."""
-    cells = [list(headers), *(list(row) for row in rows)]
-    widths = _fitting(
-        [max(len(row[i]) for row in cells) for i in range(len(headers))], max_width - len(_GAP) * (len(headers) - 1)
+    It colours nothing unless `stream` is a terminal, nor with NO_COLOR (https://no-color.org) or TERM=dumb; text is no markup."""
+    made = _Console(
+        file=stream,
+        force_terminal=stream.isatty(),
+        color_system=None if os.environ.get("NO_COLOR") else "auto",
+        theme=_THEME,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        soft_wrap=True,
     )
-    return [_line(row, widths) for row in cells]
+    made.width = min(width, made.width) if made.is_terminal else width
+    return made
 
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return _GAP.join(_cut(cell, width).ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+def show(*parts: RenderableType, stream: TextIO | None = None, width: int = MAX_WIDTH) -> None:
+    """Write `parts` to `stream` (None: standard output), each on lines of its own."""
+    shown = console(stream or sys.stdout, width)
+    for part in parts:
+        shown.print(part)
 
 
-def _fitting(widths: list[int], room: int) -> list[int]:
-    """`widths` with the widest shortened until all fit in `room`; none below one character."""
-    widths = list(widths)
-    while sum(widths) > room and max(widths) > 1:
-        widths[widths.index(max(widths))] -= 1
-    return widths
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> Table:
+    """Return a left-aligned table of a line for each row, in `styles`; the widest columns are cut with "…" to fit."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for header in headers:
+        made.add_column(_cell(header))
+    for row, style in zip_longest(rows, styles, fillvalue=""):
+        made.add_row(*map(_cell, row), style=style)
+    return made
 
 
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(0, width - 1)] + _ELLIPSIS
+def _cell(text: str) -> Text:
+    # Here and not for the column: rich shrinks the widest of the columns that may wrap, but every one of those that may not.
+    return Text(text, no_wrap=True, overflow="ellipsis")
 
 
-def bar(share: float, width: int) -> str:
-    """A bar of `width` columns filled to `share` of 1, in eighths of a column; what is more than nothing shows."""
-    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
-    if share > 0:
-        eighths = max(1, eighths)
-    full, rest = divmod(eighths, 8)
-    return ("█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")).ljust(width)
+def breakdown(parts: Mapping[str, int], total: int) -> Table:
+    """Return a line for each part: its duration (nanoseconds), its share of `total` and a bar."""
+    made = Table.grid(padding=(0, 2, 0, 0))
+    for justify in ("left", "right", "right", "left"):
+        made.add_column(justify=justify)
+    for name, ns in parts.items():
+        share = 100 * ns / total if total else 0.0
+        made.add_row(name, duration(ns), f"{share:.1f} %", Bar(total, 0, ns, width=_BAR_WIDTH))
+    return made
 
 
 def duration(ns: float) -> str:
@@ -92,20 +92,3 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1000
     raise AssertionError("unreachable")
-
-
-def breakdown(parts: Mapping[str, int], total: int, width: int = 30) -> list[str]:
-    """One line per part with its duration (nanoseconds), its share of `total` and a bar."""
-    name_width = max(len(name) for name in parts)
-    return [
-        f"{name.ljust(name_width)}  {duration(ns):>9}  {_percent(ns, total):>6}  {bar(_share(ns, total), width)}".rstrip()
-        for name, ns in parts.items()
-    ]
-
-
-def _share(part: int, total: int) -> float:
-    return part / total if total else 0.0
-
-
-def _percent(part: int, total: int) -> str:
-    return f"{100 * _share(part, total):.1f} %"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import dataclass, field
 
@@ -9,9 +10,8 @@ from pdmesh.cli import explain
 from pdmesh.client.client import Client
 from pdmesh.client.types import Generation, Message
 from pdmesh.commands.options import Connection, Constraint, Routing, Sampling, flat
-from pdmesh.commands.streaming import show_json, show_text, show_timings
+from pdmesh.commands.streaming import show_json, show_text
 from pdmesh.errors import MeshError
-from pdmesh.terminal import palette
 
 _HELP = "/exit ends, /new starts over, Ctrl-C stops an answer"
 
@@ -34,6 +34,8 @@ class Options:
 
 def run(options: Options) -> int:
     """0 when the answer, or the conversation, is complete."""
+    if options.timings:
+        importlib.import_module("pdmesh.commands.timings")  # needs rich, and says so before anything is asked
     history = [Message("system", options.system)] if options.system else []
     with options.connection.client() as client:
         if options.message:
@@ -45,7 +47,7 @@ def run(options: Options) -> int:
 def _converse(client: Client, options: Options, system: list[Message]) -> int:
     if sys.stdin.isatty():
         names = ", ".join(model.name for model in client.list_models(timeout=options.connection.timeout))
-        print(palette(sys.stderr).faint(f"{names} · {_HELP}"), file=sys.stderr)
+        print(f"{names} · {_HELP}", file=sys.stderr)
     history = list(system)
     while (line := _read_line()) is not None:
         if line in ("/exit", "/quit"):
@@ -91,5 +93,7 @@ def _answer(client: Client, options: Options, messages: list[Message]) -> Genera
     with events:
         answer = show_json(events) if options.json else show_text(events)
     if options.timings:
+        from pdmesh.commands.timings import show_timings
+
         show_timings(answer)
     return answer

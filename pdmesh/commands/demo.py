@@ -11,15 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from rich.text import Text
+
 from pdmesh.client.client import AsyncClient
 from pdmesh.client.types import Completed, Delta, Event, Generation, Message
 from pdmesh.client.wire import generation
-from pdmesh.commands.streaming import timings_report
+from pdmesh.commands.timings import timings_report
 from pdmesh.launcher.mesh import LocalMesh, process_table
 from pdmesh.launcher.plan import LocalMeshConfig, check_packages
 from pdmesh.models import registry
 from pdmesh.runtime.child import StartFailed
-from pdmesh.terminal import palette
+from pdmesh.terminal import console, show
 
 _ANSWER_TIMEOUT_S = 120.0
 
@@ -65,7 +67,7 @@ async def _demo(options: Options, folder: Path) -> int:
     async with mesh:
         pids = mesh.pids
         _note(f"ready after {time.monotonic() - began:.1f} s")
-        print("\n".join(process_table(mesh, palette(sys.stdout))), flush=True)
+        show(process_table(mesh))
         async with AsyncClient(mesh.router_addresses) as client:
             await _talk(client, options)
     code = _check_ended(pids, time.monotonic() - began)
@@ -81,13 +83,13 @@ async def _talk(client: AsyncClient, options: Options) -> None:
         answer = await _ask(client, history, options.max_tokens)
         history.append(Message("assistant", answer.text))
         completed = Completed(answer.usage, answer.timings, answer.num_resumes)
-        print("\n" + "\n".join(timings_report(completed, palette(sys.stdout))), flush=True)
+        show("", *timings_report(completed))
 
 
 async def _ask(client: AsyncClient, history: list[Message], max_tokens: int) -> Generation:
     """Streams one answer to the terminal. Greedy: the same every time; REMOTE: there is a hand-off to see."""
-    colours = palette(sys.stdout)
-    print(f"\n{colours.bold('you')}    {history[-1].content}\n{colours.bold('model')}  ", end="", flush=True)
+    head = Text.assemble(("\nyou", "bold"), f"    {history[-1].content}\n", ("model", "bold"), "  ")
+    console(sys.stdout).print(head, end="")
     events: list[Event] = []
     stream = client.chat_stream(history, temperature=0.0, max_tokens=max_tokens, mode="remote", timeout=_ANSWER_TIMEOUT_S)
     async with stream:
@@ -119,4 +121,4 @@ def _exists(pid: int) -> bool:
 
 
 def _note(text: str) -> None:
-    print(palette(sys.stderr).faint(f"· {text}"), file=sys.stderr, flush=True)
+    show(Text(f"· {text}", "faint"), stream=sys.stderr)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+
+from rich.console import RenderableType
+from rich.text import Text
 
 from pdmesh.doctor import machine, software, transfer
 from pdmesh.doctor.check import Check, State, examine
 from pdmesh.launcher.plan import EMBEDDED_REDIS
 from pdmesh.models.catalogue import DEFAULT_MODEL
-from pdmesh.terminal import Palette, palette
+from pdmesh.terminal import show
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def run(options: Options) -> int:
     if options.json:
         print(json.dumps({"can_run": can_run, "checks": [_as_json(finding) for finding in findings]}, indent=2))
     else:
-        print("\n".join(report(findings, palette(sys.stdout))))
+        show(*report(findings))
     return 0 if can_run else 1
 
 
@@ -58,6 +60,7 @@ def _checks(options: Options) -> list[tuple[str, Callable[[], Check]]]:
         ("torch", partial(package, "torch", "worker", engine)),
         ("safetensors", partial(package, "safetensors", "worker", engine)),
         ("crc32c", partial(package, "crc32c", "worker", engine)),
+        ("cryptography", partial(package, "cryptography", "services", "`pdmesh up` and `pdmesh tls init` cannot start")),
         ("transformers", partial(package, "transformers", "local", "GGUF files cannot be converted", required=False)),
         ("redis", partial(software.redis, options.redis)),
         ("model", partial(software.model_files, options.model)),
@@ -75,23 +78,21 @@ def _checks(options: Options) -> list[tuple[str, Callable[[], Check]]]:
         (f"port {options.console_port}", partial(machine.port, options.console_port, "--console-port")),
         ("open files", machine.open_files),
         ("compiler", machine.compiler),
-        ("openssl", machine.openssl),
     ]
 
 
-def report(findings: list[Check], colours: Palette) -> list[str]:
+def report(findings: list[Check]) -> list[RenderableType]:
     """A line for each finding; under what is not OK, its cost and its remedy. Last the verdict."""
     width = max(len(finding.name) for finding in findings)
     blocking = [finding.name for finding in findings if finding.blocks]
-    verdict = colours.bad(f"a mesh cannot run here: {', '.join(blocking)}") if blocking else colours.good("a mesh can run here")
-    return [*(line for finding in findings for line in _lines(finding, width, colours)), "", verdict]
+    verdict = Text(f"a mesh cannot run here: {', '.join(blocking)}", "bad") if blocking else Text("a mesh can run here", "good")
+    return [*(line for finding in findings for line in _lines(finding, width)), "", verdict]
 
 
-def _lines(finding: Check, width: int, colours: Palette) -> list[str]:
-    paint = {State.OK: colours.good, State.WARN: colours.warning, State.MISSING: colours.warning}[finding.state]
-    if finding.blocks:
-        paint = colours.bad
-    lines = [f"{paint(finding.state.value.ljust(7))}  {finding.name.ljust(width)}  {finding.found}"]
+def _lines(finding: Check, width: int) -> list[RenderableType]:
+    style = "bad" if finding.blocks else "good" if finding.state is State.OK else "warning"
+    state = (finding.state.value.ljust(7), style)
+    lines: list[RenderableType] = [Text.assemble(state, f"  {finding.name.ljust(width)}  {finding.found}")]
     if finding.state is not State.OK:
         margin = " " * (width + 11)
         lines += [f"{margin}costs: {finding.cost}", f"{margin}do:    {finding.remedy}"]

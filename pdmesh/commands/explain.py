@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, field
 
 from google.protobuf.json_format import MessageToDict
+from rich.console import RenderableType
+from rich.text import Text
 
 from pdmesh.commands.options import Connection, flat
-from pdmesh.terminal import Palette, palette, table
+from pdmesh.terminal import show, table
 from pdmesh.v1 import common_pb2, mesh_pb2
 
 _HEADERS = ("DECODE", "PREFILL", "TTFT", "TPOT", "DELAY", "CACHED", "COST", "NOTE")
@@ -50,9 +51,8 @@ def run(options: Options) -> int:
     if options.json:
         print(json.dumps(MessageToDict(response, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)))
         return 0
-    colours = palette(sys.stdout)
-    shown = ["\n".join(decision_lines(decision, colours)) for decision in response.decisions]
-    print("\n\n".join(shown) or "this router has placed no request yet")
+    shown = [part for decision in response.decisions for part in ("", *decision_lines(decision))]
+    show(*(shown[1:] or ["this router has placed no request yet"]))
     return 0
 
 
@@ -70,19 +70,18 @@ def _request(options: Options) -> mesh_pb2.ExplainRequest:
     return mesh_pb2.ExplainRequest(generate=generate)
 
 
-def decision_lines(decision: mesh_pb2.Decision, colours: Palette) -> list[str]:
+def decision_lines(decision: mesh_pb2.Decision) -> list[RenderableType]:
     """One decision as lines for the terminal."""
-    head = (
-        f"request {colours.bold(decision.request_id)} · {decision.num_tokens} tokens · policy {decision.policy}, which took"
-        f" {decision.decision_us:.0f} µs with {decision.num_workers} workers · {decision.age_ms / 1000:.1f} s ago"
+    took = f"{decision.decision_us:.0f} µs with {decision.num_workers} workers"
+    head = Text.assemble(
+        "request ",
+        (decision.request_id, "bold"),
+        f" · {decision.num_tokens} tokens · policy {decision.policy}, which took {took} · {decision.age_ms / 1000:.1f} s ago",
     )
-    lines = [head, decision.reason]
-    if decision.candidates:
-        names, *rows = table(_HEADERS, [_row(candidate) for candidate in decision.candidates])
-        chosen = [candidate.chosen for candidate in decision.candidates]
-        lines += [colours.bold(names)]
-        lines += [colours.good(row) if taken else row for row, taken in zip(rows, chosen, strict=True)]
-    return lines + _observed(decision)
+    candidates = decision.candidates
+    styles = ["good" if candidate.chosen else "" for candidate in candidates]
+    tables = [table(_HEADERS, [_row(candidate) for candidate in candidates], styles)] if candidates else []
+    return [head, decision.reason, *tables, *_observed(decision)]
 
 
 def _row(candidate: mesh_pb2.Candidate) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 
 from pdmesh.commands.options import Connection, Constraint, Routing, Sampling, flat
-from pdmesh.commands.streaming import show_json, show_text, show_timings
+from pdmesh.commands.streaming import show_json, show_text
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Options:
 
 def run(options: Options) -> int:
     """Streams the answer; 0 when it is complete."""
+    if options.timings:
+        from pdmesh.commands.timings import show_timings  # needs rich, and says so before anything is asked
     given = {
         **options.sampling.given(),
         **options.constraint.given(),

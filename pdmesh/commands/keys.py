@@ -12,7 +12,7 @@ from typing import Literal
 
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.registry.records import InvalidRecord
-from pdmesh.terminal import table
+from pdmesh.terminal import show, table
 from router.auth import api_keys as key_file
 from router.auth.api_keys import REDIS_SCHEMES, ApiKey, KeyProblem, KeyTable, RedisKeys, hash_of, new_key
 
@@ -125,7 +125,7 @@ def _show(options: Options, keys: KeyTable) -> int:
         print(json.dumps([{name: value for name, value in asdict(key).items() if name != "hash"} for key in keys]))
         return 0
     rows = [(key.name, key.tenant or "(default)", "yes" if key.admin else "", _day(key.created), _end(key)) for key in keys]
-    print("\n".join(table(("name", "tenant", "admin", "created", "expires"), rows)))
+    show(table(("name", "tenant", "admin", "created", "expires"), rows))
     return 0
 
 

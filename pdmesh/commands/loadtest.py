@@ -34,7 +34,7 @@ from pdmesh.loadtest.targets.target import Target, TargetError
 from pdmesh.loadtest.workload import Arrivals, Limits, TrafficClass, Workload, num_cut
 from pdmesh.runtime.config import dump
 from pdmesh.runtime.rpc.tls import ClientTlsConfig
-from pdmesh.terminal import palette
+from pdmesh.terminal import show
 
 # Options of `pdmesh loadtest`, and what they say as a workload, objectives and a target.
 
@@ -339,7 +339,7 @@ async def _find_capacity(target: Target, measurement: Measurement, options: Opti
     )
     _report(replace(found.result, capacity=found.as_json()), options)
     if not options.json:
-        print("\n".join(["", *report_text.capacity_lines(found.capacities, palette(sys.stdout), found.stopped)]))
+        show("", *report_text.capacity_lines(found.capacities, found.stopped))
     return _exit_code_of_search(found)
 
 
@@ -421,7 +421,7 @@ def _report(measured: Result, options: Options) -> None:
     if options.json:
         print(json.dumps(result.as_json(measured)))
     else:
-        print("\n".join(report_text.lines(measured, palette(sys.stdout))))
+        show(*report_text.lines(measured))
     if options.output:
         result.write(measured, options.output)
     if options.html:

@@ -12,7 +12,7 @@ from pdmesh.loadtest import result
 from pdmesh.loadtest.compare import compare
 from pdmesh.loadtest.reports import comparison, text
 from pdmesh.loadtest.result import Result
-from pdmesh.terminal import palette, table
+from pdmesh.terminal import show, table
 
 EXIT_WORSE, EXIT_USAGE, EXIT_INVALID = 1, 2, 5
 
@@ -56,7 +56,7 @@ def run(options: Options) -> int:
         rows = [{**asdict(item), **{name: getattr(item, name) for name in extra}} for item in differences]
         print(json.dumps({"doubts": _doubts(a, b), "differences": rows}))
     else:
-        print("\n".join([*_doubts(a, b), *text.comparison_lines(differences, palette(sys.stdout))]))
+        show(*_doubts(a, b), text.comparison_table(differences))
     if options.fail_if_worse and not all(one.valid and not one.interrupted for one in (a, b)):
         return EXIT_INVALID
     return EXIT_WORSE if options.fail_if_worse and any(item.worse for item in differences) else 0
@@ -76,7 +76,7 @@ def _show_all(read: Mapping[str, Result], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([dict(zip(("name", *head[1:]), row, strict=True)) for row in rows]))
     else:
-        print("\n".join(table(head, rows)))
+        show(table(head, rows))
 
 
 def _doubts(a: Result, b: Result) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from pdmesh.loadtest import result
 from pdmesh.loadtest.reports import html as report_html
 from pdmesh.loadtest.reports import text
-from pdmesh.terminal import palette
+from pdmesh.terminal import show
 
 EXIT_USAGE = 2
 
@@ -36,5 +36,5 @@ def run(options: Options) -> int:
     except (ValueError, OSError) as error:
         print(f"pdmesh loadtest report: {error}", file=sys.stderr)
         return EXIT_USAGE
-    print("\n".join(text.lines(measured, palette(sys.stdout))))
+    show(*text.lines(measured))
     return 0

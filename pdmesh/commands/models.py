@@ -11,7 +11,7 @@ from pdmesh.commands.options import Connection, flat
 from pdmesh.errors import MeshError
 from pdmesh.models import registry
 from pdmesh.models.catalogue import cache_folder
-from pdmesh.terminal import size, table
+from pdmesh.terminal import show, size, table
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def _list(options: Options) -> int:
         (str(m["name"]), str(m["licence"]), size(model.source.num_bytes), "yes" if m["fetched"] else "no", str(m["title"]))
         for m, model in zip(known, registry.KNOWN_MODELS.values(), strict=True)
     ]
-    print("\n".join(table(("KNOWN MODEL", "LICENCE", "DOWNLOAD", "FETCHED", "WHAT"), rows)))
-    print(f"\nserved by {options.connection.router}: {_served_text(served)}")
+    known_models = table(("KNOWN MODEL", "LICENCE", "DOWNLOAD", "FETCHED", "WHAT"), rows)
+    show(known_models, "", f"served by {options.connection.router}: {_served_text(served)}")
     return 0
 
 

@@ -23,7 +23,7 @@ from pdmesh.planning.devices import Device, find_device
 from pdmesh.planning.roofline import Decoder, Roofline, read_decoder
 from pdmesh.simulator.config import SimulatorConfig
 from pdmesh.simulator.workers.spec import WorkerSpec, read_spec
-from pdmesh.terminal import palette
+from pdmesh.terminal import show
 
 # Durations as people write objectives: 200ms, 0.2s. Pure.
 
@@ -440,7 +440,7 @@ def _show(options: Options, workers: _Workers, plan: Plan, subject: Subject) -> 
     if output.json:
         print(json.dumps(report_text.as_json(plan, subject)))
     else:
-        print("\n".join(report_text.lines(plan, subject, palette(sys.stdout))))
+        show(*report_text.lines(plan, subject), width=report_text.WIDTH)
     if output.report:
         _write_report(output.report, report_html.page(plan, subject), mode="w")
         _note(f"written: {output.report}")

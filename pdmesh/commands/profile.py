@@ -7,8 +7,11 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rich.console import RenderableType
+from rich.text import Text
+
 from pdmesh.models import registry
-from pdmesh.terminal import breakdown, duration, palette
+from pdmesh.terminal import breakdown, duration, show
 
 if TYPE_CHECKING:
     from pdmesh.doctor.step_profile import StepProfile
@@ -64,17 +67,19 @@ def run(options: Options) -> int:
         print(f"pdmesh profile: {error}", file=sys.stderr)
         return 1
     profiles = [profiler.run(case) for case in cases]
-    print(_as_json(profiler.numeric_mode, profiles) if options.json else _report(profiler.numeric_mode, profiles))
+    if options.json:
+        print(_as_json(profiler.numeric_mode, profiles))
+    else:
+        show(*_report(profiler.numeric_mode, profiles))
     return 0
 
 
-def _report(numeric_mode: str, profiles: list[StepProfile]) -> str:
-    colours = palette(sys.stdout)
-    lines = [f"numbers and kernels: {numeric_mode}"]
+def _report(numeric_mode: str, profiles: list[StepProfile]) -> list[RenderableType]:
+    parts: list[RenderableType] = [f"numbers and kernels: {numeric_mode}"]
     for profile in profiles:
         title = f"{profile.case.name}: {duration(profile.wall_ns)} a step, {profile.tokens_per_s:,.0f} tokens/s"
-        lines += ["", colours.bold(title), *breakdown(profile.parts, profile.wall_ns)]
-    return "\n".join(lines)
+        parts += ["", Text(title, "bold"), breakdown(profile.parts, profile.wall_ns)]
+    return parts
 
 
 def _as_json(numeric_mode: str, profiles: list[StepProfile]) -> str:

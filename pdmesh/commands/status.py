@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
+from rich.console import RenderableType
+from rich.text import Text
 
 from pdmesh.client.client import Client
 from pdmesh.commands.options import Connection, flat
 from pdmesh.errors import MeshError
 from pdmesh.launcher import local_state
 from pdmesh.launcher import local_state as local_metrics
-from pdmesh.terminal import MAX_WIDTH, Palette, palette, table
+from pdmesh.terminal import MAX_WIDTH, console, show, table
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
-
-_CLEAR = "\x1b[H\x1b[2J"
 
 
 @dataclass(frozen=True)
@@ -42,72 +42,70 @@ def run(options: Options) -> int:
     """0 when the status was shown; with --watch it never ends by itself."""
     with options.connection.client() as client:
         if not options.watch:
-            print(_look(client, options))
+            _look(client, options)
             return 0
         while True:
-            _show_again(client, options)
+            try:
+                _look(client, options)
+            except MeshError as error:
+                _show(options, f"{options.connection.router}: {error.message}")
             time.sleep(options.period_s)
 
 
-def _show_again(client: Client, options: Options) -> None:
-    try:
-        text = _look(client, options)
-    except MeshError as error:
-        text = f"{options.connection.router}: {error.message}"
-    print(_CLEAR + text if sys.stdout.isatty() and not options.json else text, flush=True)
-
-
-def _look(client: Client, options: Options) -> str:
+def _look(client: Client, options: Options) -> None:
+    """Show the mesh as it is now. Raises MeshError."""
     status = client.status(timeout=options.connection.timeout)
     addresses = [worker.info.address for worker in status.workers if worker.alive]
     decided, metrics = local_state.latest(addresses), local_metrics.shown(addresses)
     if options.json:
         shown = MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         more = {"autoscaler": decided, "metrics": metrics}
-        return json.dumps(shown | {name: value for name, value in more.items() if value is not None})
-    colours = palette(sys.stdout)
-    lines = [*status_lines(status, colours), *decision_lines(decided, time.time(), colours), *metrics_lines(metrics, colours)]
-    return "\n".join(lines)
+        print(json.dumps(shown | {name: value for name, value in more.items() if value is not None}), flush=True)
+        return
+    _show(options, *status_lines(status), *decision_lines(decided, time.time()), *metrics_lines(metrics))
 
 
-def status_lines(status: mesh_pb2.GetStatusResponse, colours: Palette) -> list[str]:
+def _show(options: Options, *parts: RenderableType) -> None:
+    if options.watch and not options.json:
+        console(sys.stdout).clear()
+    show(*parts)
+
+
+def status_lines(status: mesh_pb2.GetStatusResponse) -> list[RenderableType]:
     """The status as lines for the terminal."""
     workers = sorted(status.workers, key=lambda worker: worker.info.worker_id)
     return [
-        *_router_lines(status, colours),
+        *_router_lines(status),
         "",
-        *(_worker_tables(workers, colours) if workers else [colours.warning("no worker is known")]),
-        *_speculation_lines(workers, colours),
-        *_breaker_lines(workers, colours),
+        *(_worker_tables(workers) if workers else [Text("no worker is known", "warning")]),
+        *_speculation_lines(workers),
+        *_breaker_lines(workers),
         *_objective_lines(status.objectives),
         *_admission_lines(status.admission),
     ]
 
 
-def decision_lines(decided: Mapping[str, Any] | None, wall_s: float, colours: Palette) -> list[str]:
+def decision_lines(decided: Mapping[str, Any] | None, wall_s: float) -> list[RenderableType]:
     """What the autoscaler on this machine has decided last of each pool, and why; nothing without one."""
     if decided is None:
         return []
     head = f"AUTOSCALER (pdmesh up --autoscale on this machine; decided {max(0.0, wall_s - decided['at_s']):.0f} s ago)"
     texts = (textwrap.wrap(pool["text"], MAX_WIDTH, subsequent_indent="  ") for pool in decided["pools"])
-    return ["", colours.bold(head), *(line for lines in texts for line in lines)]
+    return ["", Text(head, "bold"), *(line for lines in texts for line in lines)]
 
 
-def metrics_lines(metrics: Mapping[str, Any] | None, colours: Palette) -> list[str]:
+def metrics_lines(metrics: Mapping[str, Any] | None) -> list[RenderableType]:
     """Where the processes of a mesh on this machine show their metrics; nothing where they do not."""
     if metrics is None:
         return []
     rows = [(each["labels"]["instance"], f"http://{each['targets'][0]}/metrics") for each in metrics["targets"]]
-    head, *lines = table(("PROCESS", "METRICS"), rows)
-    return ["", colours.bold(head), *lines, f"for Prometheus: {metrics['file']}"]
+    return ["", table(("PROCESS", "METRICS"), rows), f"for Prometheus: {metrics['file']}"]
 
 
-def _router_lines(status: mesh_pb2.GetStatusResponse, colours: Palette) -> list[str]:
-    registry = colours.good("connected") if status.registry_connected else colours.bad("not connected")
-    lines = [
-        f"router {colours.bold(status.router_id)} · {status.num_inflight} of {status.max_inflight} requests in flight,"
-        f" {status.num_queued} of {status.max_queued} queued · registry {registry}"
-    ]
+def _router_lines(status: mesh_pb2.GetStatusResponse) -> list[RenderableType]:
+    registry = ("connected", "good") if status.registry_connected else ("not connected", "bad")
+    load = f"{status.num_inflight} of {status.max_inflight} requests in flight, {status.num_queued} of {status.max_queued} queued"
+    lines: list[RenderableType] = [Text.assemble("router ", (status.router_id, "bold"), f" · {load} · registry ", registry)]
     if status.prediction.num_requests:
         seen = status.prediction
         lines.append(
@@ -116,23 +114,18 @@ def _router_lines(status: mesh_pb2.GetStatusResponse, colours: Palette) -> list[
         )
     if status.num_token_mismatches:
         lines.append(
-            colours.bad(f"{status.num_token_mismatches} repeated indexes had another token: this is a bug, please report it")
+            Text(f"{status.num_token_mismatches} repeated indexes had another token: this is a bug, please report it", "bad")
         )
     return lines
 
 
-def _worker_tables(workers: Sequence[mesh_pb2.WorkerStatus], colours: Palette) -> list[str]:
+def _worker_tables(workers: Sequence[mesh_pb2.WorkerStatus]) -> list[RenderableType]:
     """Who they are, then what they do: together they would not fit 100 columns."""
     who = ("WORKER", "ROLES", "STATE", "EPOCH", "ADDRESS", "MODEL", "AGE")
     load = ("WORKER", "RUN", "WAIT", "RESERVED", "BLOCKS", "CACHED", "PREFILLED", "HITS", "GENERATED", "PREEMPTED", "FAILED")
-    tables = (table(who, [_identity_row(w) for w in workers]), table(load, [_load_row(w) for w in workers]))
-    first, second = (_painted(lines, workers, colours) for lines in tables)
-    return [*first, "", *second]
-
-
-def _painted(lines: list[str], workers: Sequence[mesh_pb2.WorkerStatus], colours: Palette) -> list[str]:
-    head, *rows = lines
-    return [colours.bold(head), *(row if worker.alive else colours.bad(row) for row, worker in zip(rows, workers, strict=True))]
+    styles = ["" if worker.alive else "bad" for worker in workers]
+    first = table(who, [_identity_row(worker) for worker in workers], styles)
+    return [first, "", table(load, [_load_row(worker) for worker in workers], styles)]
 
 
 def _identity_row(worker: mesh_pb2.WorkerStatus) -> tuple[str, ...]:
@@ -165,19 +158,18 @@ def _load_row(worker: mesh_pb2.WorkerStatus) -> tuple[str, ...]:
     )
 
 
-def _speculation_lines(workers: Sequence[mesh_pb2.WorkerStatus], colours: Palette) -> list[str]:
+def _speculation_lines(workers: Sequence[mesh_pb2.WorkerStatus]) -> list[RenderableType]:
     """Of workers on which somebody has guessed since their start, or has failed to."""
     guessing = [worker for worker in workers if _has_guessed(worker.load.speculation)]
     if not guessing:
         return []
     columns = ("WORKER", "TOKENS/STEP", "GUESSED", "KEPT", "TOOK", "KEPT BY PROPOSER")
-    head, *lines = table(columns, [_speculation_row(worker) for worker in guessing])
     failed = [
-        f"{worker.info.worker_id}: {name} has failed and guesses no more; the worker's log says why"
+        Text(f"{worker.info.worker_id}: {name} has failed and guesses no more; the worker's log says why", "bad")
         for worker in guessing
         for name in worker.load.speculation.failed_proposers
     ]
-    return ["", colours.bold(head), *lines, *map(colours.bad, failed)]
+    return ["", table(columns, [_speculation_row(worker) for worker in guessing]), *failed]
 
 
 def _has_guessed(report: worker_pb2.SpeculationReport) -> bool:
@@ -214,16 +206,14 @@ def role_names(roles: Sequence[worker_pb2.Role.ValueType]) -> str:
     return ",".join(worker_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in roles)
 
 
-def _breaker_lines(workers: Sequence[mesh_pb2.WorkerStatus], colours: Palette) -> list[str]:
+def _breaker_lines(workers: Sequence[mesh_pb2.WorkerStatus]) -> list[RenderableType]:
     """Nothing while this router has left nobody out."""
     judged = [(worker, breaker) for worker in workers for breaker in worker.breakers]
     if not judged:
         return []
-    head, *rows = table(
-        ("WORKER", "AS", "BREAKER", "LEFT OUT", "TIMES", "WHY"), [_breaker_row(worker, each) for worker, each in judged]
-    )
-    painted = (colours.bad(row) if each.left_out else row for row, (_, each) in zip(rows, judged, strict=True))
-    return ["", colours.bold(head), *painted]
+    head = ("WORKER", "AS", "BREAKER", "LEFT OUT", "TIMES", "WHY")
+    rows = [_breaker_row(worker, breaker) for worker, breaker in judged]
+    return ["", table(head, rows, ["bad" if breaker.left_out else "" for _, breaker in judged])]
 
 
 def _breaker_row(worker: mesh_pb2.WorkerStatus, breaker: mesh_pb2.BreakerStatus) -> tuple[str, ...]:
@@ -233,11 +223,11 @@ def _breaker_row(worker: mesh_pb2.WorkerStatus, breaker: mesh_pb2.BreakerStatus)
         mesh_pb2.BreakerState.Name(breaker.state).removeprefix("BREAKER_STATE_").lower().replace("_", "-"),
         f"{breaker.left_ms / 1000:.1f}s" if breaker.left_out else "no",
         str(breaker.num_ejections),
-        breaker.reason[:48],
+        breaker.reason,
     )
 
 
-def _admission_lines(tallies: Sequence[mesh_pb2.AdmissionStatus]) -> list[str]:
+def _admission_lines(tallies: Sequence[mesh_pb2.AdmissionStatus]) -> list[RenderableType]:
     """Nothing worth a table while one tenant's one priority is all there is and nobody was refused."""
     if len(tallies) < 2 and not any(tally.refused for tally in tallies):
         return []
@@ -252,18 +242,18 @@ def _admission_lines(tallies: Sequence[mesh_pb2.AdmissionStatus]) -> list[str]:
         )
         for tally in tallies
     ]
-    return ["", *table(("TENANT", "PRIORITY", "RUN", "WAIT", "ADMITTED", "REFUSED"), rows)]
+    return ["", table(("TENANT", "PRIORITY", "RUN", "WAIT", "ADMITTED", "REFUSED"), rows)]
 
 
 def _refusals(refused: Sequence[mesh_pb2.RefusalCount]) -> str:
     """How many, and of which reasons most: "42: 30 rate, 12 queue_full"."""
     by_count = sorted(refused, key=lambda each: -each.count)
     total, reasons = sum(each.count for each in refused), ", ".join(f"{each.count} {each.reason}" for each in by_count)
-    return f"{total}: {reasons}"[:36] if total else "0"
+    return f"{total}: {reasons}" if total else "0"
 
 
-def _objective_lines(objectives: Sequence[mesh_pb2.Objective]) -> list[str]:
+def _objective_lines(objectives: Sequence[mesh_pb2.Objective]) -> list[RenderableType]:
     if not objectives:
         return []
     rows = [(o.model, f"{o.ttft_ms} ms", f"{o.tpot_ms} ms", f"{100 * o.quantile:g} %") for o in objectives]
-    return ["", *table(("MODEL", "TTFT", "TPOT", "OF REQUESTS"), rows)]
+    return ["", table(("MODEL", "TTFT", "TPOT", "OF REQUESTS"), rows)]

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from rich.console import RenderableType
+
 from pdmesh.client.channel import DEFAULT_ADDRESS
 from pdmesh.commands.tls import exports
 from pdmesh.commands.up_autoscale import AutoscaleOptions, Shown, local_loop, scaled
@@ -25,7 +27,7 @@ from pdmesh.runtime.child import StartFailed
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import parse_endpoint
-from pdmesh.terminal import palette
+from pdmesh.terminal import show
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ async def _serve(config: LocalMeshConfig, scaling: AutoscaleOptions) -> int:
     _say(f"starting; logs in {mesh.log_dir}")
     try:
         async with mesh:
-            print(_summary(mesh, scaling), flush=True)
+            show(*_summary(mesh, scaling))
             async with _scaled(mesh, scaling) as targets, _metrics_told(mesh, targets):
                 await stop.wait()
             _say("stopping (Ctrl-C again: at once)")
@@ -219,26 +221,24 @@ async def _scaled(mesh: LocalMesh, scaling: AutoscaleOptions) -> AsyncIterator[t
         file.remove()
 
 
-def _summary(mesh: LocalMesh, scaling: AutoscaleOptions) -> str:
+def _summary(mesh: LocalMesh, scaling: AutoscaleOptions) -> list[RenderableType]:
     """What runs where, and what to do next. Raises ConfigError."""
     config = mesh.config
     routers = ",".join(mesh.router_addresses)
     flag = "" if routers == DEFAULT_ADDRESS else f" --router {routers}"
-    return "\n".join(
-        [
-            "",
-            *process_table(mesh, palette(sys.stdout)),
-            "",
-            *_tls_lines(config),
-            f"{config.name_of_model} on {config.device}; logs in {mesh.log_dir}",
-            *scaling.summary(config, mesh.log_dir),
-            *(f"OpenAI's API: {url}/v1" for url in mesh.http_urls),
-            *_metrics_lines(mesh),
-            *([f"console: {mesh.console_url}"] if mesh.console_url else []),
-            f'try: pdmesh chat{flag} "What is the capital of France?" --temperature 0',
-            "stop: Ctrl-C",
-        ]
-    )
+    return [
+        "",
+        process_table(mesh),
+        "",
+        *_tls_lines(config),
+        f"{config.name_of_model} on {config.device}; logs in {mesh.log_dir}",
+        *scaling.summary(config, mesh.log_dir),
+        *(f"OpenAI's API: {url}/v1" for url in mesh.http_urls),
+        *_metrics_lines(mesh),
+        *([f"console: {mesh.console_url}"] if mesh.console_url else []),
+        f'try: pdmesh chat{flag} "What is the capital of France?" --temperature 0',
+        "stop: Ctrl-C",
+    ]
 
 
 def _metrics_lines(mesh: LocalMesh) -> list[str]:

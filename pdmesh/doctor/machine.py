@@ -38,17 +38,6 @@ def compiler() -> Check:
     return missing("compiler", f"none of {', '.join(_COMPILERS)} on PATH", cost, "install gcc or clang (Debian: apt install gcc)")
 
 
-def openssl() -> Check:
-    """The command that makes certificates for `pdmesh up --tls`."""
-    path = shutil.which("openssl")
-    if path is not None:
-        return ok("openssl", f"{path}: {_first_line([path, 'version'])}")
-    cost = "`pdmesh up --tls` and `pdmesh tls init` cannot make certificates"
-    return missing(
-        "openssl", "not on PATH", cost, "install openssl (Debian: apt install openssl), or give certificates of your own"
-    )
-
-
 def _first_line(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     return done.stdout.strip().partition("\n")[0]

@@ -1,27 +1,32 @@
-"""A CA of one's own and one certificate for all of a mesh, made with the openssl command line.
+"""A CA of one's own and one certificate for all of a mesh.
 
-The CA's key is used once and then deleted: what it signed is all that it will ever sign, so whoever holds one of its certificates
-is of this mesh. For a CA that goes on signing, use cert-manager or your own.
+The CA's key signs once and is written nowhere: what it signed is all that it will ever sign, so whoever holds one of its
+certificates is of this mesh. For a CA that goes on signing, use cert-manager or your own.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
-import subprocess
-import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pdmesh.runtime.rpc.tls import MESH_NAME, TlsConfig
 
+_NO_USE = dict.fromkeys(("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False)
+_NO_USE |= {"encipher_only": False, "decipher_only": False}
+_SIGNS = x509.KeyUsage(digital_signature=True, key_cert_sign=False, crl_sign=False, **_NO_USE)
+_SIGNS_CERTIFICATES = x509.KeyUsage(digital_signature=False, key_cert_sign=True, crl_sign=True, **_NO_USE)
 CERT, KEY, CA = "tls.crt", "tls.key", "ca.crt"  # as in a Kubernetes TLS secret
-_SECONDS = 60.0
-_THIS_MACHINE = ("DNS:localhost", "IP:127.0.0.1", "IP:::1")  # clients over HTTP verify the address that they were given
-_CA_EXTENSIONS = "basicConstraints=critical,CA:TRUE\nkeyUsage=critical,keyCertSign,cRLSign\nsubjectKeyIdentifier=hash\n"
-_EXTENSIONS = (
-    "basicConstraints=critical,CA:FALSE\nkeyUsage=critical,digitalSignature\nextendedKeyUsage=serverAuth,clientAuth\n"
-    "subjectAltName={names}\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
-)
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")  # clients over HTTP verify the address that they were given
 
 
 class CertificateError(Exception):
@@ -29,73 +34,96 @@ class CertificateError(Exception):
 
 
 def make_certificates(folder: Path, *, name: str = MESH_NAME, days: int = 365) -> TlsConfig:
-    """Writes ca.crt, tls.crt and tls.key into `folder` (made if need be; the key is readable by this user only).
+    """Write ca.crt, tls.crt and tls.key into `folder` (made if need be; the key is readable by this user only).
 
     Raises CertificateError; also when one of the files is there already."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     there = [file for file in (CA, CERT, KEY) if (folder / file).exists()]
     if there:
         raise CertificateError(f"{folder} holds {', '.join(there)} already; give another folder, or delete them first")
-    with tempfile.TemporaryDirectory(prefix="pdmesh-ca-") as work:
-        ca = make_ca(Path(work) / "ca", days=days)
-        cert, key = sign(ca, Path(work) / "mesh", name=name, more=_THIS_MACHINE, days=days)
-        for source, target in ((ca.with_suffix(".crt"), CA), (cert, CERT), (key, KEY)):
-            _write(folder / target, source.read_bytes(), private=target == KEY)
-    return TlsConfig(str(folder / CERT), str(folder / KEY), str(folder / CA), name)
+    ca = _new_ca(days)
+    mesh = _signed(ca, name, _THIS_MACHINE, days)
+    _write(folder / CA, ca.cert.public_bytes(Encoding.PEM))
+    cert, key = mesh.write(folder / "tls")
+    return TlsConfig(str(cert), str(key), str(folder / CA), name)
 
 
 def make_ca(stem: Path, *, days: int = 365) -> Path:
-    """Key and certificate of a new CA at `stem`.key and `stem`.crt; returns `stem`. Raises CertificateError."""
-    request = _request(stem, "pdmesh CA")
-    _issue(request, stem, _CA_EXTENSIONS, days, ["-signkey", f"{stem}.key"])
+    """Write key and certificate of a new CA to `stem`.key and `stem`.crt; return `stem`. Raises CertificateError."""
+    _new_ca(days).write(stem)
     return stem
 
 
 def sign(ca: Path, stem: Path, *, name: str, more: Sequence[str] = (), days: int = 365) -> tuple[Path, Path]:
-    """A certificate for servers and clients that carries the DNS name `name` (and `more`, as openssl spells them), and its key.
+    """Write a certificate for servers and clients with the DNS name `name`, and its key; return both paths.
 
-    Raises CertificateError."""
-    request = _request(stem, name)
-    by_ca = ["-CA", f"{ca}.crt", "-CAkey", f"{ca}.key", "-CAcreateserial"]
-    _issue(request, stem, _EXTENSIONS.format(names=",".join((f"DNS:{name}", *more))), days, by_ca)
-    return stem.with_suffix(".crt"), stem.with_suffix(".key")
+    `ca` is the stem of `make_ca`; the certificate also carries `more` DNS names and IP addresses. Raises CertificateError."""
+    return _signed(_read(ca), name, more, days).write(stem)
 
 
-def _request(stem: Path, common_name: str) -> Path:
-    """A new key (ECDSA P-256) at `stem`.key, and a request to sign it."""
-    request = stem.with_suffix(".csr")
-    _write(Path(f"{stem}.key"), _openssl("ecparam", "-name", "prime256v1", "-genkey", "-noout"), private=True)
-    # A configuration of our own: the system's may be missing, or ask questions.
-    config = stem.with_suffix(".cnf")
-    config.write_text("[req]\nprompt=no\ndistinguished_name=dn\n[dn]\n" + f"CN={common_name}\n")
-    _openssl("req", "-new", "-key", f"{stem}.key", "-config", str(config), "-out", str(request))
-    return request
+@dataclass(frozen=True)
+class _Pair:
+    """A certificate and its private key."""
+
+    cert: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+    def write(self, stem: Path) -> tuple[Path, Path]:
+        cert, key = stem.with_suffix(".crt"), stem.with_suffix(".key")
+        _write(cert, self.cert.public_bytes(Encoding.PEM))
+        _write(key, self.key.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption()), private=True)
+        return cert, key
 
 
-def _issue(request: Path, stem: Path, extensions: str, days: int, signer: list[str]) -> None:
-    file = stem.with_suffix(".ext")
-    file.write_text(extensions)
-    issue = ["x509", "-req", "-in", str(request), "-out", f"{stem}.crt", "-days", str(days), "-sha256", "-extfile", str(file)]
-    _openssl(*issue, *signer)
+def _read(stem: Path) -> _Pair:
+    key = load_pem_private_key(stem.with_suffix(".key").read_bytes(), password=None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    return _Pair(x509.load_pem_x509_certificate(stem.with_suffix(".crt").read_bytes()), key)
 
 
-def _openssl(*arguments: str) -> bytes:
+def _new_ca(days: int) -> _Pair:
+    extensions = ((x509.BasicConstraints(ca=True, path_length=None), True), (_SIGNS_CERTIFICATES, True))
+    return _issue("pdmesh CA", days, extensions)
+
+
+def _signed(ca: _Pair, name: str, more: Sequence[str], days: int) -> _Pair:
+    issuer_key = ca.cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    extensions = (
+        (x509.BasicConstraints(ca=False, path_length=None), True),
+        (_SIGNS, True),
+        (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), False),
+        (x509.SubjectAlternativeName([x509.DNSName(name), *map(_alternative_name, more)]), False),
+        (x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer_key), False),
+    )
+    return _issue(name, days, extensions, ca)
+
+
+def _issue(name: str, days: int, extensions: Sequence[tuple[x509.ExtensionType, bool]], ca: _Pair | None = None) -> _Pair:
+    """Return a new ECDSA P-256 key and its certificate, signed by `ca` or, without one, by itself. Raises CertificateError."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC).replace(microsecond=0)
     try:
-        done = subprocess.run(["openssl", *arguments], capture_output=True, timeout=_SECONDS, check=True)
-    except FileNotFoundError:
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        issuer = ca.cert.subject if ca else subject
+        serial, end = x509.random_serial_number(), now + timedelta(days=days)
+        builder = x509.CertificateBuilder(issuer, subject, key.public_key(), serial, now, end)
+    except (ValueError, OverflowError) as error:
         raise CertificateError(
-            "the openssl command is missing; install the package openssl, or give certificates of your own"
+            f"no certificate can be made for {name!r} and {days} days ({error}); give a shorter name or fewer days"
         ) from None
-    except subprocess.TimeoutExpired:
-        raise CertificateError(f"openssl {arguments[0]} did not end within {_SECONDS:g} s; try again") from None
-    except subprocess.CalledProcessError as error:
-        problem = error.stderr.decode("utf-8", "replace").strip() or f"it ended with code {error.returncode}"
-        raise CertificateError(f"openssl {arguments[0]} failed: {problem}") from None
-    return done.stdout
+    for extension, critical in (*extensions, (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)):
+        builder = builder.add_extension(extension, critical)
+    return _Pair(builder.sign(ca.key if ca else key, hashes.SHA256()), key)
 
 
-def _write(path: Path, content: bytes, *, private: bool) -> None:
-    """A new file: an existing one may be readable by others."""
+def _alternative_name(text: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text))
+    except ValueError:
+        return x509.DNSName(text)
+
+
+def _write(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Write a new file: an existing one may be readable by others."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)

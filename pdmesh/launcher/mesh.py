@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rich.table import Table
+
 from pdmesh.client.client import AsyncClient
 from pdmesh.errors import MeshError
 from pdmesh.launcher.certificates import CertificateError, make_certificates
@@ -42,7 +44,7 @@ from pdmesh.launcher.plan import (
 from pdmesh.launcher.redis import RedisMember, require_redis
 from pdmesh.runtime.child import StartFailed
 from pdmesh.runtime.rpc.tls import TlsConfig
-from pdmesh.terminal import Palette, table
+from pdmesh.terminal import table
 
 _POLL_PERIOD_S = 0.05
 _REDIS_PATIENCE_S = 5.0
@@ -304,11 +306,10 @@ class LocalMesh:
 # A running local mesh as text.
 
 
-def process_table(mesh: LocalMesh, colours: Palette) -> list[str]:
+def process_table(mesh: LocalMesh) -> Table:
     """What runs where."""
     consoles = () if mesh.console is None else (mesh.console,)
     rows = [(m.name, ",".join(m.roles), str(m.pid), m.address) for m in (*mesh.routers, *mesh.workers, *consoles)]
     if mesh.redis_pid is not None:
         rows.append(("redis", "registry", str(mesh.redis_pid), mesh.redis_url.removeprefix("redis://")))
-    head, *lines = table(("PROCESS", "ROLES", "PID", "ADDRESS"), rows)
-    return [colours.bold(head), *lines]
+    return table(("PROCESS", "ROLES", "PID", "ADDRESS"), rows)

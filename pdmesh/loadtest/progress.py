@@ -1,4 +1,4 @@
-"""What a run shows while it runs: one line that is rewritten on a terminal, or a line every ten seconds in a log."""
+"""What a run shows while it runs: a bar and a line that change on a terminal, or a line every ten seconds in a log."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections import deque
 from types import TracebackType
 from typing import Self, TextIO
 
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
 from pdmesh.loadtest.record import Outcome, Record
 from pdmesh.loadtest.runner import Runner
 from pdmesh.loadtest.stats import Latency
+from pdmesh.terminal import console
 
 _RECENT_S = 5.0
 _FAILED = (Outcome.REFUSED, Outcome.TIMEOUT, Outcome.ERROR, Outcome.NOT_SENT)
@@ -19,11 +23,21 @@ class Progress:
     """Writes to `stream` for as long as it is entered."""
 
     def __init__(self, stream: TextIO, runner: Runner, total_s: float, label: str = "") -> None:
-        self._stream = stream
+        self._console = console(stream)
+        columns = (BarColumn(bar_width=10), TextColumn("{task.description}", markup=False))
+        self._bar = Bar(
+            *columns,
+            console=self._console,
+            transient=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            disable=not self._console.is_terminal,
+        )
+        self._shown = self._bar.add_task("", total=total_s)
         self._runner = runner
         self._total_s = total_s
         self._label = label
-        self._live = stream.isatty()
         self._seen = 0
         self._recent: deque[Record] = deque()
         self._num_ok = self._num_failed = 0
@@ -40,24 +54,34 @@ class Progress:
         assert self._task is not None
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        print(self._line(), file=self._stream, flush=True)
+        self._bar.stop()
+        self._console.print(self._line())
 
     async def _write(self) -> None:
+        self._bar.start()
         while True:
-            await asyncio.sleep(1.0 if self._live else 10.0)
-            print(self._line(), end="" if self._live else "\n", file=self._stream, flush=True)
+            await asyncio.sleep(1.0 if self._console.is_terminal else 10.0)
+            self._show()
+
+    def _show(self) -> None:
+        if self._console.is_terminal:
+            self._bar.update(self._shown, description=self._line(), completed=self._now_s(), refresh=True)
+        else:
+            self._console.print(self._line())
 
     def _line(self) -> str:
-        now_s = self._runner.now_s() if self._runner.log.started_at else 0.0
+        now_s = self._now_s()
         self._read(now_s)
         ttft = Latency.of(record.ttft_s for record in self._recent)
         rate = len(self._recent) / max(1e-9, min(_RECENT_S, now_s))
-        text = (
+        return (
             f"{self._label}{min(now_s, self._total_s):.0f}/{self._total_s:.0f} s · {rate:.1f} answers/s"
             f" · {self._runner.log.num_running} running · {self._num_ok} ok · {self._num_failed} failed"
             f" · TTFT p50 {ttft.p50:.0f} p99 {ttft.p99:.0f} ms"
         )
-        return f"\r\x1b[K{text}" if self._live else text
+
+    def _now_s(self) -> float:
+        return self._runner.now_s() if self._runner.log.started_at else 0.0
 
     def _read(self, now_s: float) -> None:
         """Takes in the records that are new; keeps those that ended lately."""

@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from rich.live import Live
+from rich.text import Text
+
 from pdmesh.models.catalogue import (
     KnownModel,
     ModelError,
@@ -26,9 +29,7 @@ from pdmesh.models.catalogue import (
     exclusive,
     publish,
 )
-
-# What a person sees while a model is fetched.
-
+from pdmesh.terminal import console
 
 _LINE_PERIOD_S = 5.0
 
@@ -40,28 +41,29 @@ class StderrProgress:
     """
 
     def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._step: str | None = None
-        self._shown_at = 0.0
+        self._console = console(sys.stderr)
+        self._live = Live(console=self._console, transient=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._latest = ""
+        self._printed_at = 0.0
 
     def __call__(self, message: str) -> None:
-        step, has_news, _ = message.partition(": ")
-        same_step, self._step = step == self._step, step
-        if self._is_terminal:
-            if has_news:  # a line that wraps cannot be overwritten
-                message = message[: shutil.get_terminal_size().columns - 1]
-            before = "\r\x1b[2K" if same_step else "\n" if self._shown_at else ""
-            print(f"{before}{message}", end="", file=sys.stderr, flush=True)
-        elif not same_step or time.monotonic() - self._shown_at >= _LINE_PERIOD_S:
-            print(message, file=sys.stderr, flush=True)
-        else:
-            return
-        self._shown_at = time.monotonic()
+        same_step = message.partition(": ")[0] == self._latest.partition(": ")[0]
+        if self._console.is_terminal:
+            if not same_step:
+                self.close()
+                self._live.start()
+            self._live.update(Text(message, no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif not same_step or time.monotonic() - self._printed_at >= _LINE_PERIOD_S:
+            self._console.print(message)
+            self._printed_at = time.monotonic()
+        self._latest = message
 
     def close(self) -> None:
-        """Ends the changing line."""
-        if self._is_terminal and self._shown_at:
-            print(file=sys.stderr, flush=True)
+        """The last message of a step stays."""
+        self._live.stop()
+        if self._console.is_terminal and self._latest:
+            self._console.print(self._latest)
+        self._latest = ""
 
 
 def megabytes(num_bytes: int) -> str:

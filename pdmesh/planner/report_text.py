@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from pdmesh.loadtest.record import Objectives
 from pdmesh.planner.meshes import Point, WorkerKind
 from pdmesh.planner.plan import Plan, Tried
 from pdmesh.planner.subject import Subject
 from pdmesh.planner.trial import Outcome
 from pdmesh.planning.devices import Device
-from pdmesh.terminal import Palette, table
+from pdmesh.terminal import table
 
 # What a plan means, in words: what takes the time, what would go wrong first, what does not run yet. Pure.
 
@@ -108,13 +112,14 @@ def _shares(parts: dict[str, float]) -> str:
     return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in named if seconds >= 0.01 * total)
 
 
+WIDTH = 130
 _LATENCIES = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")
 _HEAD = ("ATTAINED", "TTFT P50", "P99", "TPOT P50", "P99")
 
 
-def lines(plan: Plan, subject: Subject, colours: Palette) -> list[str]:
-    """The whole page."""
-    return [*_asked(plan, subject), "", *_chosen(plan, subject, colours), "", *_others(plan, subject), "", *_notes(plan, subject)]
+def lines(plan: Plan, subject: Subject) -> list[RenderableType]:
+    """The whole page, for a console of `WIDTH` columns."""
+    return [*_asked(plan, subject), "", *_chosen(plan, subject), "", _others(plan, subject), "", *_notes(plan, subject)]
 
 
 def objectives(plan: Plan) -> str:
@@ -177,12 +182,12 @@ def _asked(plan: Plan, subject: Subject) -> list[str]:
     ]
 
 
-def _chosen(plan: Plan, subject: Subject, colours: Palette) -> list[str]:
+def _chosen(plan: Plan, subject: Subject) -> list[RenderableType]:
     point, shape = plan.chosen.point, plan.chosen.point.shape
     traffic = plan.task.traffic
     per_million = subject.money.per_million(point.cost, traffic.num_output_tokens / traffic.duration_s)
     price = f", {per_million:.2f} for a million output tokens" if per_million is not None else ""
-    found = [colours.bold(f"chosen: {mesh_name(point)}: {cost(point, subject)}{price}")]
+    found: list[RenderableType] = [Text(f"chosen: {mesh_name(point)}: {cost(point, subject)}{price}", "bold")]
     if shape.prefill is not None:
         found.append(f"  prefill  {shape.prefill.name}: {prefill_limit(plan)}")
         found.append(f"  decode   {shape.decode.name}: {decode_limit(plan)}")
@@ -195,20 +200,19 @@ def _chosen(plan: Plan, subject: Subject, colours: Palette) -> list[str]:
     return [*found, "", *_expected(plan)]
 
 
-def _expected(plan: Plan) -> list[str]:
+def _expected(plan: Plan) -> list[RenderableType]:
     found = [("the load as it is", *cells(plan.expected))]
     if plan.task.headroom:
         found.append((f"{1 + plan.task.headroom:g} times the load", *cells(plan.chosen.outcome)))
     if plan.fewer is not None:
         found.append((f"with {plan.fewer.point.name} instead", *cells(plan.fewer.outcome)))
-    shown = table(("ms", *_HEAD), found)
     missed = misses((plan.fewer or plan.chosen).outcome)
-    return [*shown, f"{'a worker less would miss' if plan.fewer else 'missed'}: {missed}"]
+    return [table(("ms", *_HEAD), found), f"{'a worker less would miss' if plan.fewer else 'missed'}: {missed}"]
 
 
-def _others(plan: Plan, subject: Subject) -> list[str]:
+def _others(plan: Plan, subject: Subject) -> Table:
     head = ("MESH", subject.unit.upper(), *(("PRICE/h",) if subject.money.per_hour is not None else ()), *_HEAD, "EACH WORKER")
-    return table(head, [_row(tried, plan, subject) for tried in rows(plan)], max_width=130)
+    return table(head, [_row(tried, plan, subject) for tried in rows(plan)])
 
 
 def _row(tried: Tried, plan: Plan, subject: Subject) -> Sequence[str]:

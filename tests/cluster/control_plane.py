@@ -21,6 +21,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
 from pdmesh.launcher.certificates import make_ca, sign
 from pdmesh.runtime import parent_death
 from tests.cluster import network
@@ -157,22 +160,14 @@ class ControlPlane:
 
     def _make_certificates(self) -> None:
         ca = make_ca(self._folder / "ca")
-        names = ("DNS:kubernetes.default.svc", f"IP:{network.GATEWAY}", f"IP:{network.API_SERVICE}", "IP:127.0.0.1")
+        names = ("kubernetes.default.svc", network.GATEWAY, network.API_SERVICE, "127.0.0.1")
         sign(ca, self._folder / "apiserver", name="kubernetes", more=names)
         # Who calls aggregated servers in the name of others is known by a CA of its own.
         front = make_ca(self._folder / "front-ca")
         sign(front, self._folder / "front", name="front-proxy")
-        key = [
-            "openssl",
-            "genpkey",
-            "-algorithm",
-            "RSA",
-            "-pkeyopt",
-            "rsa_keygen_bits:2048",
-            "-out",
-            str(self._folder / "sa.key"),
-        ]
-        subprocess.run(key, check=True, capture_output=True)
+        key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+        pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        _write_private(self._folder / "sa.key", pem.decode())
 
     def _make_configurations(self) -> None:
         rows = (f'{token},{user},{user},"{USERS[user]}"' for user, token in self._tokens.items())

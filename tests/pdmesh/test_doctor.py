@@ -16,9 +16,7 @@ from pdmesh.doctor import machine, software, transfer
 from pdmesh.doctor.check import Check, State, examine, missing, ok
 from pdmesh.engine.kernels.cpu import build, isa
 from pdmesh.models.catalogue import KNOWN_MODELS
-from pdmesh.terminal import Palette
-
-PLAIN = Palette(enabled=False)
+from tests.support.terminal import plain
 
 
 def test_cpu_flags_of_x86_and_arm() -> None:
@@ -127,7 +125,7 @@ def test_a_check_that_fails_is_a_finding() -> None:
 
 def test_report_names_cost_and_remedy_and_verdict() -> None:
     findings = [ok("a", "fine"), missing("bb", "gone", "everything", "buy one", required=True)]
-    assert command.report(findings, PLAIN) == [
+    assert plain(*command.report(findings)) == [
         "OK       a   fine",
         "MISSING  bb  gone",
         "             costs: everything",
@@ -135,7 +133,7 @@ def test_report_names_cost_and_remedy_and_verdict() -> None:
         "",
         "a mesh cannot run here: bb",
     ]
-    assert command.report(findings[:1], PLAIN)[-1] == "a mesh can run here"
+    assert plain(*command.report(findings[:1]))[-1] == "a mesh can run here"
 
 
 def test_every_port_that_a_mesh_takes_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,11 +9,9 @@ import pytest
 from pdmesh.cli import EXIT_USAGE, run
 from pdmesh.commands.explain import decision_lines
 from pdmesh.commands.status import status_lines
-from pdmesh.terminal import Palette
 from pdmesh.v1 import mesh_pb2
 from tests.router.mesh import request, running_mesh, write_model
-
-PLAIN = Palette(False)
+from tests.support.terminal import plain
 
 
 async def test_a_request_and_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,9 +54,9 @@ def test_wrong_flags(flags: list[str], field: str, capsys: pytest.CaptureFixture
 
 def test_lines_of_one_that_predicts_nothing() -> None:
     candidate = mesh_pb2.Candidate(decode_worker_id="d0", prefill_worker_id="p0", chosen=True)
-    lines = decision_lines(mesh_pb2.Decision(request_id="r", reason="because", candidates=[candidate]), PLAIN)
+    lines = plain(*decision_lines(mesh_pb2.Decision(request_id="r", reason="because", candidates=[candidate])))
     assert lines[1] == "because" and "d0 ←" in lines[3] and "ms" not in lines[3]
 
 
 def test_status_without_predictions_says_nothing_of_them() -> None:
-    assert not any("prediction" in line for line in status_lines(mesh_pb2.GetStatusResponse(router_id="r"), PLAIN))
+    assert not any("prediction" in line for line in plain(*status_lines(mesh_pb2.GetStatusResponse(router_id="r"))))

@@ -12,7 +12,7 @@ import pytest
 from pdmesh.autoscaler.views import Decision, PoolDecision, PoolName
 from pdmesh.commands.status import decision_lines
 from pdmesh.launcher.local_state import FORGOTTEN_S, DecisionFile, latest
-from pdmesh.terminal import Palette
+from tests.support.terminal import plain
 
 HERE = "127.0.0.1:4001"
 REASON = "9.5 requests/s expected (8.1/s came) need 2 for TPOT 100 ms of 90%; " + "1 serves and 1 starts; " * 4
@@ -46,7 +46,7 @@ def test_of_a_process_that_was_killed_nothing_stays(tmp_path: Path) -> None:
     assert not (tmp_path / "1.json").exists()
     shown.decided(DECISION, 0.0)
     told = latest([HERE], tmp_path)
-    assert told is not None and decision_lines(told, told["at_s"], Palette(False)), "what cannot be read is in nobody's way"
+    assert told is not None and decision_lines(told, told["at_s"]), "what cannot be read is in nobody's way"
 
 
 def test_who_cannot_write_decides_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,9 +63,9 @@ def test_lines_say_how_old_it_is_and_the_whole_reason(tmp_path: Path) -> None:
     DecisionFile(lambda: [HERE], tmp_path).decided(DECISION, 0.0)
     told = latest([HERE], tmp_path)
     assert told is not None
-    lines = decision_lines(told, told["at_s"] + 3.2, Palette(False))
+    lines = plain(*decision_lines(told, told["at_s"] + 3.2))
     assert lines[1].startswith("AUTOSCALER") and "3 s ago" in lines[1]
     assert lines[2] == "prefill stays at 1: enough"
     assert " ".join(line.strip() for line in lines[3:]) == f"decode 1 → 2: {REASON}".strip()
     assert all(len(line) <= 100 for line in lines) and len(lines) > 4
-    assert decision_lines(None, 0.0, Palette(False)) == []
+    assert decision_lines(None, 0.0) == []

@@ -10,11 +10,10 @@ import pytest
 from pdmesh.commands.status import metrics_lines
 from pdmesh.launcher.local_state import MetricsFiles, Target, shown
 from pdmesh.launcher.plan import LocalMeshConfig, router_plans, worker_plan, worker_plans
-from pdmesh.terminal import Palette
+from tests.support.terminal import plain
 
 ROUTER = Target("router-0", "router", ("http://127.0.0.1:9464/metrics", "http://127.0.0.1:9465/metrics"))
 WORKER = Target("decode-0", "worker", ("http://127.0.0.1:9470/metrics",))
-PLAIN = Palette(enabled=False)
 
 
 def _port(argv: tuple[str, ...]) -> str | None:
@@ -49,7 +48,7 @@ def test_prometheus_and_status_find_what_there_is(tmp_path: Path) -> None:
     assert found[2] == {"targets": ["127.0.0.1:9470"], "labels": {"job": "pdmesh", "role": "worker", "instance": "decode-0"}}
     told = shown(["10.0.0.1:6"], tmp_path / "cache")
     assert told is not None and told["targets"] == found
-    assert any("decode-0" in line and "http://127.0.0.1:9470/metrics" in line for line in metrics_lines(told, PLAIN))
+    assert any("decode-0" in line and "http://127.0.0.1:9470/metrics" in line for line in plain(*metrics_lines(told)))
     assert shown(["10.9.9.9:1"], tmp_path / "cache") is None, "another mesh"
     files.remove()
     assert shown(["10.0.0.1:6"], tmp_path / "cache") is None and not files.targets_path.exists()

@@ -5,23 +5,18 @@ from __future__ import annotations
 import io
 
 import pytest
+from rich.text import Text
 
 from pdmesh.client.types import Completed, PrefillMode, Timings, Usage
 from pdmesh.commands.status import role_names, status_lines
-from pdmesh.commands.streaming import timings_report
-from pdmesh.terminal import Palette, bar, breakdown, duration, palette, size, table
+from pdmesh.commands.timings import timings_report
+from pdmesh.terminal import breakdown, console, duration, show, size, table
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
-
-PLAIN = Palette(enabled=False)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+from tests.support.terminal import Terminal, plain
 
 
 def test_table_aligns_and_fits() -> None:
-    lines = table(("A", "LONG NAME"), [("1", "x"), ("22", "y" * 200)], max_width=40)
+    lines = plain(table(("A", "LONG NAME"), [("1", "x"), ("22", "y" * 200)]), width=40)
     assert lines[0] == "A   LONG NAME"
     assert lines[1] == "1   x"
     assert max(map(len, lines)) == 40 and lines[2].endswith("…")
@@ -37,22 +32,51 @@ def test_size(num_bytes: float, text: str) -> None:
     assert size(num_bytes) == text
 
 
-def test_bar() -> None:
-    assert bar(0.0, 4) == "    "
-    assert bar(0.5, 4) == "██  "
-    assert bar(1e-9, 4) == "▏   "
-    assert bar(7.0, 4) == "████"
+def test_widest_columns_are_cut_first_and_a_row_stays_one_line() -> None:
+    rows = [("id-0123456789", "several words " * 9, "several words " * 8, "1.0s")]
+    (_, row) = plain(table(("ID", "LONG", "LONG TOO", "AGE"), rows))
+    assert row.startswith("id-0123456789  several") and row.endswith("…  1.0s") and row.count("…") == 2 and len(row) == 100
 
 
-def test_breakdown_survives_an_empty_total() -> None:
-    assert breakdown({"route": 0}, 0) == ["route       0 µs   0.0 %"]
+def test_breakdown_has_a_bar_for_each_share() -> None:
+    assert plain(breakdown({"route": 250_000, "prefill": 750_000}, 1_000_000)) == [
+        "route    250 µs  25.0 %  ███████▌",
+        "prefill  750 µs  75.0 %  ██████████████████████▌",
+    ]
+    assert plain(breakdown({"route": 0}, 0)) == ["route  0 µs  0.0 %"]
 
 
-def test_colour_only_on_a_terminal_that_wants_it() -> None:
-    assert palette(Terminal(), {"TERM": "xterm"}).bold("x") == "\x1b[1mx\x1b[0m"
-    assert palette(Terminal(), {"NO_COLOR": "1"}).bold("x") == "x"
-    assert palette(Terminal(), {"TERM": "dumb"}).bold("x") == "x"
-    assert palette(io.StringIO(), {}).bold("x") == "x"
+@pytest.mark.parametrize(
+    ("stream", "env", "shown"),
+    [
+        (Terminal, {"TERM": "xterm"}, "\x1b[31mx\x1b[0m\n"),
+        (Terminal, {"TERM": "xterm", "NO_COLOR": "1"}, "x\n"),
+        (Terminal, {"TERM": "dumb"}, "x\n"),
+        (io.StringIO, {"TERM": "xterm"}, "x\n"),
+        (io.StringIO, {"TERM": "xterm", "FORCE_COLOR": "1"}, "x\n"),
+    ],
+)
+def test_colour_only_on_a_terminal_that_wants_it(
+    stream: type[io.StringIO], env: dict[str, str], shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    written = stream()
+    show(Text("x", "bad"), stream=written)
+    assert written.getvalue() == shown
+
+
+def test_text_is_shown_as_it_is() -> None:
+    text = "[red]markup[/red] :smile: " + "a long line " * 20
+    assert plain(text) == [text.rstrip()] and plain(table(("[b]",), [("[red]x",)])) == ["[b]", "[red]x"]
+
+
+def test_a_terminal_that_is_narrower_gets_narrower_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert console(Terminal()).width == 60 and console(io.StringIO()).width == 100
+    monkeypatch.setenv("COLUMNS", "200")
+    assert console(Terminal()).width == 100
 
 
 def test_timings_report_shows_parts_sum_handoff_and_caches() -> None:
@@ -74,7 +98,7 @@ def test_timings_report_shows_parts_sum_handoff_and_caches() -> None:
         prefill_cached_tokens=16,
         num_retries=1,
     )
-    text = "\n".join(timings_report(Completed(Usage(40, 20, 16, 40, 31), timings, num_resumes=1), PLAIN))
+    text = "\n".join(plain(*timings_report(Completed(Usage(40, 20, 16, 40, 31), timings, num_resumes=1))))
     assert "drafted 40, kept 31" in text
     for expected in (
         "time to first token  100.0 ms",
@@ -94,7 +118,7 @@ def test_timings_report_shows_parts_sum_handoff_and_caches() -> None:
 
 def test_timings_report_of_a_local_request_with_one_token() -> None:
     timings = Timings(ttft_ns=1_000, prefill_compute_ns=1_000, mode=PrefillMode.LOCAL, decode_worker="decode-0")
-    text = "\n".join(timings_report(Completed(Usage(1, 1, 0), timings), PLAIN))
+    text = "\n".join(plain(*timings_report(Completed(Usage(1, 1, 0), timings))))
     assert "drafted" not in text
     assert "decode-0 prefilled the prompt itself" in text and "first gap" not in text and "one token" in text
 
@@ -111,12 +135,12 @@ def test_status_says_what_guessing_brings() -> None:
         mesh_pb2.WorkerStatus(info=worker_pb2.WorkerInfo(worker_id="d1")),
         mesh_pb2.WorkerStatus(info=worker_pb2.WorkerInfo(worker_id="p0"), load=worker_pb2.LoadReport(speculation=quiet)),
     ]
-    lines = status_lines(mesh_pb2.GetStatusResponse(workers=workers), PLAIN)
+    lines = plain(*status_lines(mesh_pb2.GetStatusResponse(workers=workers)))
     at = next(number for number, line in enumerate(lines) if "TOKENS/STEP" in line)
     assert " ".join(lines[at + 1].split()) == "d0 1.70 100 70 0.3s prompt_lookup 70 % of 100, heads 0 % of 0"
     assert lines[at + 2] == "d0: heads has failed and guesses no more; the worker's log says why"
     assert not any("d1" in line or "p0" in line for line in lines[at:])
-    assert not any("TOKENS/STEP" in line for line in status_lines(mesh_pb2.GetStatusResponse(workers=workers[1:]), PLAIN))
+    assert not any("TOKENS/STEP" in line for line in plain(*status_lines(mesh_pb2.GetStatusResponse(workers=workers[1:]))))
 
 
 def test_status_fits_a_hundred_columns() -> None:
@@ -153,12 +177,14 @@ def test_status_fits_a_hundred_columns() -> None:
             ),
         ],
     )
-    lines = status_lines(status, PLAIN)
+    lines = plain(*status_lines(status))
     text = "\n".join(lines)
     assert all(len(line) <= 100 for line in lines)
     assert "prefill,decode" in text and "19988/20000" in text and "ffffffff" in text and "lost" in text and "95 %" in text
     assert "(default)" in text and "interactive" in text and "12457: 12345 queue_full, 100 rate" in text
     assert "60.0s" in text and "1234" in text and "left out for 60.0 s: 100% of" in text and "half-open" in text
-    assert "BREAKER" not in "\n".join(status_lines(mesh_pb2.GetStatusResponse(workers=[mesh_pb2.WorkerStatus(info=info)]), PLAIN))
-    assert "no worker is known" in "\n".join(status_lines(mesh_pb2.GetStatusResponse(), PLAIN))
+    assert "BREAKER" not in "\n".join(
+        plain(*status_lines(mesh_pb2.GetStatusResponse(workers=[mesh_pb2.WorkerStatus(info=info)])))
+    )
+    assert "no worker is known" in "\n".join(plain(*status_lines(mesh_pb2.GetStatusResponse())))
     assert role_names([worker_pb2.ROLE_DECODE]) == "decode"

@@ -15,6 +15,7 @@ from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig, router_plans, worker_plans
 from pdmesh.runtime.config import ConfigError, load, parse
 from pdmesh.worker.config import WorkerConfig
+from tests.support.terminal import plain
 
 OPTIONS = AutoscaleOptions(autoscale=True, max_workers=5, min_workers=2, ttft_ms=700, tpot_ms=40, quantile=0.95)
 MODEL = LocalMeshConfig(model="smollm2")
@@ -22,7 +23,7 @@ MODEL = LocalMeshConfig(model="smollm2")
 
 def _lines(options: AutoscaleOptions, base: LocalMeshConfig, folder: Path) -> list[str]:
     config = replace(options.prepared(base) if options.autoscale else base, log_dir=str(folder))
-    return _summary(LocalMesh(config), options).splitlines()
+    return plain(*_summary(LocalMesh(config), options))
 
 
 def test_it_says_what_autoscaling_may_do_for_which_objectives_and_where_it_writes(tmp_path: Path) -> None:

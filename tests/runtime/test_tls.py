@@ -8,14 +8,22 @@ import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from google.protobuf.wrappers_pb2 import StringValue
 
-from pdmesh.launcher import certificates
 from pdmesh.launcher.certificates import CertificateError, make_certificates
 from pdmesh.runtime.config import ConfigError, parse, to_env
 from pdmesh.runtime.rpc.channel import Channels, connect
@@ -104,7 +112,8 @@ def test_another_name(ours: Authority) -> None:
 
 def test_a_key_with_a_password_is_not_asked_for(ours: Authority, tmp_path: Path) -> None:
     key = tmp_path / "locked.key"
-    certificates._openssl("pkcs8", "-topk8", "-in", ours.config().tls_key, "-out", str(key), "-passout", "pass:secret")
+    open_key = load_pem_private_key(Path(ours.config().tls_key).read_bytes(), password=None)
+    key.write_bytes(open_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")))
     assert "protected by a password" in problem_of(replace(ours.config(), tls_key=str(key)))
 
 
@@ -128,10 +137,21 @@ def test_what_is_made_by_hand_is_good_and_private(tmp_path: Path) -> None:
         make_certificates(tmp_path / "new")
 
 
-def test_without_openssl_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(CertificateError, match="install the package openssl"):
-        make_certificates(tmp_path / "new")
+@pytest.mark.parametrize(("name", "days"), [("pdmesh", 10_000_000), ("a" * 65, 1)])
+def test_what_no_certificate_can_say_is_named(name: str, days: int, tmp_path: Path) -> None:
+    with pytest.raises(CertificateError, match=f"and {days} days"):
+        make_certificates(tmp_path / "new", name=name, days=days)
+
+
+def test_a_certificate_says_for_whom_and_how_long_it_is_good(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path, name="my-mesh", days=3)
+    mesh, ca = (x509.load_pem_x509_certificate(Path(path).read_bytes()) for path in (made.tls_cert, made.tls_ca))
+    names = mesh.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["my-mesh", "localhost"]
+    assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] == ["127.0.0.1", "::1"]
+    assert mesh.not_valid_after_utc - mesh.not_valid_before_utc == timedelta(days=3)
+    assert isinstance(mesh.public_key(), ec.EllipticCurvePublicKey)
+    mesh.verify_directly_issued_by(ca)
 
 
 def test_sockets_of_ours_speak_tls_1_3_and_check_both_ends(ours: Authority) -> None:

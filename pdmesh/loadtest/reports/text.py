@@ -1,14 +1,18 @@
-"""A result for the terminal: lines of at most 100 columns."""
+"""A result for the terminal: lines and tables of at most 100 columns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from pdmesh.loadtest.compare import CONFIDENCE, Difference
 from pdmesh.loadtest.measure import Capacity, Trial
 from pdmesh.loadtest.result import Result
 from pdmesh.loadtest.stats import Latency, Summary
-from pdmesh.terminal import Palette, table
+from pdmesh.terminal import table
 
 _LATENCIES = ("ttft", "ttft_from_sent", "tpot", "itl", "e2e")
 NAMES = {
@@ -20,22 +24,22 @@ NAMES = {
 }
 
 
-def lines(result: Result, colours: Palette) -> list[str]:
+def lines(result: Result) -> list[RenderableType]:
     """All of a result but its time line."""
     summary = result.summary
     return [
-        colours.bold(f"{result.target} · {result.model or 'unknown model'} · {result.window.length_s:g} s"),
+        Text(f"{result.target} · {result.model or 'unknown model'} · {result.window.length_s:g} s", "bold"),
         _counts(summary),
         f"{summary.request_rate:.2f} requests/s · {summary.output_token_rate:.1f} tokens/s · goodput {summary.goodput:.2f}/s",
         "",
-        *_latency_table(result, colours),
+        _latency_table(result),
         "",
-        *_objective_lines(result, colours),
-        *_breakdown("CLASS", result.by_class, colours),
-        *_breakdown("TENANT", result.by_tenant, colours),
-        *_phase_lines(result.phases, colours),
-        *_error_lines(summary.errors, colours),
-        *_validity_lines(result, colours),
+        *_objective_lines(result),
+        *_breakdown("CLASS", result.by_class),
+        *_breakdown("TENANT", result.by_tenant),
+        *_phase_lines(result.phases),
+        *_error_lines(summary.errors),
+        *_validity_lines(result),
     ]
 
 
@@ -45,10 +49,9 @@ def _counts(summary: Summary) -> str:
     return f"{summary.num_requests} requests: {outcomes} · {summary.input_tokens} tokens in{cached}, {summary.output_tokens} out"
 
 
-def _latency_table(result: Result, colours: Palette) -> list[str]:
+def _latency_table(result: Result) -> Table:
     rows = [_latency_row(NAMES[name], getattr(result.summary, name)) for name in _LATENCIES]
-    head, *body = table(("ms", "MEAN", "P50", "P90", "P95", "P99", "MAX", "OF"), rows)
-    return [colours.bold(head), *body]
+    return table(("ms", "MEAN", "P50", "P90", "P95", "P99", "MAX", "OF"), rows)
 
 
 def _latency_row(name: str, latency: Latency) -> tuple[str, ...]:
@@ -70,15 +73,16 @@ def share(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.2f} %"
 
 
-def _objective_lines(result: Result, colours: Palette) -> list[str]:
+def _objective_lines(result: Result) -> list[RenderableType]:
     if result.summary.attained is None:
         return [f"objectives: none; {share(result.summary.attainment)} answered in full"]
-    verdict = colours.good("kept") if result.summary.attained else colours.bad("missed")
+    verdict = ("kept", "good") if result.summary.attained else ("missed", "bad")
     own = [f"  {name}: {objectives}" for name, objectives in result.objectives_by_class.items()]
-    return [f"objectives: {result.objectives}", *own, f"{share(result.summary.attainment)} attained: {verdict}"]
+    attained = Text.assemble(f"{share(result.summary.attainment)} attained: ", verdict)
+    return [f"objectives: {result.objectives}", *own, attained]
 
 
-def _breakdown(title: str, groups: Mapping[str, Summary], colours: Palette) -> list[str]:
+def _breakdown(title: str, groups: Mapping[str, Summary]) -> list[RenderableType]:
     if len(groups) < 2:
         return []
     head = (title, "REQUESTS", "OK", "ATTAINED", "GOODPUT/s", "TTFT P50", "P99", "TPOT P50", "P99")
@@ -94,31 +98,29 @@ def _breakdown(title: str, groups: Mapping[str, Summary], colours: Palette) -> l
         )
         for name, summary in groups.items()
     ]
-    first, *body = table(head, rows)
-    return ["", colours.bold(first), *body]
+    return ["", table(head, rows)]
 
 
-def _phase_lines(phases: Mapping[str, Mapping[str, float]], colours: Palette) -> list[str]:
+def _phase_lines(phases: Mapping[str, Mapping[str, float]]) -> list[RenderableType]:
     if not phases:
         return []
     names = list(phases["all"])
     rows = [(name, *(milliseconds(phases[group].get(name, 0.0)) for group in phases)) for name in names]
-    head, *body = table(("PHASE, mean ms", *(group.upper() for group in phases)), rows)
-    return ["", colours.bold(head), *body]
+    return ["", table(("PHASE, mean ms", *(group.upper() for group in phases)), rows)]
 
 
-def _error_lines(errors: Mapping[str, int], colours: Palette) -> list[str]:
+def _error_lines(errors: Mapping[str, int]) -> list[RenderableType]:
     if not errors:
         return []
-    return ["", colours.bold("ERRORS"), *(f"{number:>6}  {message[:90]}" for message, number in errors.items())]
+    return ["", Text("ERRORS", "bold"), *(f"{number:>6}  {message[:90]}" for message, number in errors.items())]
 
 
-def _validity_lines(result: Result, colours: Palette) -> list[str]:
+def _validity_lines(result: Result) -> list[RenderableType]:
     late = f"{milliseconds(result.lateness.p50)} ms (p50), {milliseconds(result.lateness.p99)} ms (p99)"
-    lines = ["", f"sent late by {late}: part of all latencies but the one from sent"]
+    lines: list[RenderableType] = ["", f"sent late by {late}: part of all latencies but the one from sent"]
     if result.interrupted:
-        lines.append(colours.warning("interrupted: only what was due before that is counted"))
-    return lines + [colours.bad(f"NOT VALID: {reason}") for reason in result.reasons]
+        lines.append(Text("interrupted: only what was due before that is counted", "warning"))
+    return [*lines, *(Text(f"NOT VALID: {reason}", "bad") for reason in result.reasons)]
 
 
 def trial_line(trial: Trial) -> str:
@@ -126,25 +128,25 @@ def trial_line(trial: Trial) -> str:
     return f"{trial.rate:8.3f} requests/s: {share(trial.attainment)} attained, goodput {trial.goodput:.3f}/s"
 
 
-def capacity_lines(capacities: Sequence[Capacity], colours: Palette, stopped: str = "") -> list[str]:
+def capacity_lines(capacities: Sequence[Capacity], stopped: str = "") -> list[RenderableType]:
     """What a search found; `stopped`: why it ended early."""
-    ended = [colours.warning(f"the search ended early: {stopped}")] if stopped else []
-    return [colours.bold("CAPACITY"), *(_capacity_line(capacity, colours, stopped) for capacity in capacities), *ended]
+    ended = [Text(f"the search ended early: {stopped}", "warning")] if stopped else []
+    return [Text("CAPACITY", "bold"), *(_capacity_line(capacity, stopped) for capacity in capacities), *ended]
 
 
-def _capacity_line(capacity: Capacity, colours: Palette, stopped: str) -> str:
+def _capacity_line(capacity: Capacity, stopped: str) -> RenderableType:
     of = f"{100 * capacity.attainment:g} % of requests keep their objectives"
     if capacity.rate is None and capacity.failed_rate is None:
-        return colours.bad(f"{of}: nothing was found")
+        return Text(f"{of}: nothing was found", "bad")
     if capacity.rate is None:
-        return colours.bad(f"{of}: at no rate (not at {capacity.failed_rate:.3g} requests/s)")
+        return Text(f"{of}: at no rate (not at {capacity.failed_rate:.3g} requests/s)", "bad")
     highest = "no rate that was measured was too high" if stopped else "no rate that was allowed was too high"
     bound = highest if capacity.failed_rate is None else f"not at {capacity.failed_rate:.4g}"
     rate = f"{'≥ ' if capacity.failed_rate is None else ''}{capacity.rate:.4g}"
     return f"{of} up to {rate} requests/s ({bound}); goodput there {capacity.goodput or 0:.4g} requests/s"
 
 
-def comparison_lines(differences: Sequence[Difference], colours: Palette) -> list[str]:
+def comparison_table(differences: Sequence[Difference]) -> Table:
     """Two results side by side."""
     head = ("", "A", "B", "B − A", f"{100 * CONFIDENCE:g} % INTERVAL", "CHANGE", "")
     rows = [
@@ -159,6 +161,4 @@ def comparison_lines(differences: Sequence[Difference], colours: Palette) -> lis
         )
         for item in differences
     ]
-    first, *body = table(head, rows)
-    paints = [colours.good if item.better else colours.bad if item.worse else str for item in differences]
-    return [colours.bold(first), *(paint(line) for paint, line in zip(paints, body, strict=True))]
+    return table(head, rows, ["good" if item.better else "bad" if item.worse else "" for item in differences])
