@@ -16,7 +16,7 @@ TORCH_FREE = [
     "pdmesh.runtime.rpc.server",
     "pdmesh.runtime.registry.registry",
 ]
-HEAVY = ["torch", "transformers", "engine"]
+HEAVY = ["torch", "transformers", "pdmesh.engine"]
 
 
 @pytest.mark.parametrize("module", TORCH_FREE)

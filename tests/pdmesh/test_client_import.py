@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "tokenizers", "redis", "engine", "numpy", "cryptography")
+HEAVY = ("torch", "transformers", "tokenizers", "redis", "pdmesh.engine", "numpy", "cryptography")
 # What an installation without extras must do without.
 EXTRA = (*HEAVY, "rich")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 NO_TORCH = """
 import sys
 import router.main
-print(sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "engine", "transformers")))
+print(sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "transformers") or name.startswith("pdmesh.engine")))
 """
 
 
