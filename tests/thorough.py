@@ -1,0 +1,39 @@
+"""What `make test-thorough` runs beyond `make test`: variants of properties whose other variants stay in every run.
+
+Each pattern is searched in a test's name with its parameters. `make test` keeps at least one variant of each property; the slow
+ones here differ in model family, number of ranks, transport or numbers only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import pytest
+
+SLOW = {
+    # One family of models stays (qwen2: biases), greedy and drawn; the other and four ranks in float32 are here.
+    "tests/engine/parallel/test_parallel_engine.py": r"\[qwen3|4-bfloat16|test_four_ranks\[",
+    "tests/engine/test_tails.py": r"\[(llama-odd-groups-native|mistral-window-torch|groups-7-native|head-dim-80-native)",
+    "tests/engine/kernels/triton/test_parallel.py": r"\[(4-none|2-int8|2-fp8)\]",
+    "tests/engine/kernels/triton/test_variants.py": r"\[(int8|int4)\]",
+    "tests/engine/kernels/cpu/test_model_bits.py": r"\[.*-(2|3|5|6|7|12|24|33)-(1|2)\]$|\[(groups|head)",
+    "tests/engine/kernels/cpu/test_model_tiers.py": r"\[portable",
+    "tests/engine/speculation/test_never_loses.py": r"\[.*-(1|2|3)\]$|test_wrong_guesses\[(0\.2|2\.0)",
+    "tests/engine/speculation/test_grammar.py": r"test_a_dead_end.*-(2|4|5)-1\]|test_same_answers.*torch",
+    "tests/benchmarks/test_spec_bench.py": r"test_acceptance_is_the_one_that_was_forced\[0\.",
+    "tests/benchmarks/test_gpu_bench.py": r"test_what_steps_launch_was_compiled_ahead\[int8\]",
+    # `make equality` runs all ways of all prompts; transformers' tokens are greedy, so the drawn ones stay beside them.
+    "tests/mesh/test_equality.py": r"\[greedy\]",
+    "tests/mesh/test_numbers.py": r"\[grpc-.*(bfloat16|int4|torch)|\[shm-.*(bfloat16|int4|torch)",
+    "tests/mesh/test_tensor_parallel.py": r"gives_the_same_tokens\[(shm-2-1|shm-2-2|tcp-1-2)\]",
+    "tests/mesh/test_layouts.py": r"other_block_sizes.*\[(shm-48-16|tcp-16-48)\]",
+}
+
+
+def mark(items: Iterable[pytest.Item]) -> None:
+    """Mark the tests of the table."""
+    for item in items:
+        file, _, name = item.nodeid.partition("::")
+        if (pattern := SLOW.get(file)) and re.search(pattern, name):
+            item.add_marker("thorough")
