@@ -196,8 +196,8 @@ class Admission:
             if victim is None:
                 return False
             for_rank = victim.item.rank > item.rank
-            whom = "requests of higher priority" if for_rank else "tenants that hold less of it"
-            message = f"the queue is full, and this request makes way for {whom}; retry later"
+            favoured = "requests of higher priority" if for_rank else "tenants that hold less of it"
+            message = f"the queue is full, and this request makes way for {favoured}; retry later"
             delay_s = self._full_delay_s(self._room.lanes[victim.item.lane])
             self._dispatch_order.refuse(victim, Refusal("priority" if for_rank else "share", message, delay_s))
             if self._room.holds(item):
