@@ -152,7 +152,7 @@ class RouterConfig:
     tls: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
     tls_client_auth: Literal["require", "none"] = field(
         default="require",
-        metadata={"help": "with TLS, whether clients show a certificate of the CA: require, or none to serve anybody"},
+        metadata={"help": "with TLS, whether clients show a certificate of the CA: require, or none to serve any client"},
     )
     log_requests: bool = field(
         default=False, metadata={"help": "write the text of prompts into the log; otherwise nothing that a client says is kept"}

@@ -1,5 +1,5 @@
-"""Decisions as messages, with the reason in words: why a request went where it went, or where one would go now. Nothing of any
-prompt is in it but its length."""
+"""Placement decisions as messages, with the reason in words: why a request went to its workers, or where it would go now. They
+hold nothing of a prompt but its length."""
 
 import time
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ MAX_CANDIDATES = 32
 
 
 def latest(core: RouterContext, count: int) -> mesh_pb2.ExplainResponse:
-    """The newest `count` decisions. Raises InvalidArgument."""
+    """Return the newest `count` decisions. Raises InvalidArgument."""
     if not 1 <= count <= MAX_LATEST:
         raise InvalidArgument("latest", f"latest: must be between 1 and {MAX_LATEST}, not {count}")
     return _response(core.decisions.latest(count))
 
 
 def of_request(core: RouterContext, request_id: str) -> mesh_pb2.ExplainResponse:
-    """All decisions about it. Raises NotFound, InvalidArgument."""
+    """Return all decisions about one request. Raises NotFound, InvalidArgument."""
     if not request_id:
         raise InvalidArgument("request_id", "request_id: must not be empty")
     found = core.decisions.of_request(request_id)
@@ -40,7 +40,7 @@ def of_request(core: RouterContext, request_id: str) -> mesh_pb2.ExplainResponse
 
 
 def dry_run(core: RouterContext, prepared: PreparedRequest) -> mesh_pb2.ExplainResponse:
-    """Where `job` would go now. Nothing is reserved or counted; of round-robin it is nobody's turn."""
+    """Return where the request would go now. Nothing is reserved or counted, and a round-robin policy does not advance."""
     began_ns = timings.now_ns()
     routing_request, fleet_snapshot = routing_request_of(core, prepared), core.fleet.fleet_snapshot
     choice = core.policy.choose(fleet_snapshot, routing_request, time.monotonic())
@@ -62,7 +62,7 @@ def dry_run(core: RouterContext, prepared: PreparedRequest) -> mesh_pb2.ExplainR
 
 
 def reason_of(placement: Placement) -> str:
-    """Why this one and not the next best of another kind, in words."""
+    """Return in words why this candidate was chosen, and not the next best one."""
     chosen = placement.chosen
     if placement.reason or chosen is None or chosen.prediction is None:
         return placement.reason or "as asked for"
@@ -78,7 +78,7 @@ def _reason(chosen: Candidate, placement: Placement) -> str:
 
 
 def _against(chosen: Candidate, rival: Candidate) -> str:
-    """The largest of what speaks for `chosen`."""
+    """Name the largest advantage of `chosen`."""
     if chosen.has_room and not rival.has_room:
         return f"{rival.decode.worker_id} has no room"
     ours, theirs = chosen.prediction, rival.prediction
@@ -144,7 +144,7 @@ def _note(candidate: Candidate) -> str:
     if candidate.prediction is not None:
         notes += _predicted_notes(candidate.prediction)
     if any(view.latency is None for view in (candidate.decode, candidate.prefill) if view is not None):
-        notes.append("speed not told")
+        notes.append("speed not reported")
     return ", ".join(notes)
 
 

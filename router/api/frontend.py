@@ -1,7 +1,8 @@
-"""What every protocol that clients speak stands on: requests as messages of `pdmesh.v1` in, their responses out.
+"""The frontend, which every client protocol shares: it takes requests as messages of `pdmesh.v1` and returns streams of
+responses.
 
 pdmesh.v1.Mesh (service.py) ─┐
-OpenAI over HTTP             ├─► Frontend ─► Jobs (checks, tokens) ─► Request (admission, course) ─► responses
+OpenAI over HTTP             ├─► Frontend ─► Preprocessor (checks, tokens) ─► Request (admission, dispatcher) ─► responses
 KServe v2, vLLM's engine     ┘
 """
 
@@ -29,11 +30,12 @@ from router.tokenization.preprocessor import Preprocessor
 
 LAST_WORDS_S = 2.0
 RequestMetadata = Iterable[tuple[str, str | bytes]]
-"""Of a gRPC call, or headers."""
+"""Metadata of a gRPC call, or HTTP headers."""
 
 
 class Frontend:
-    """Serves until it is drained. Whoever takes a stream closes it (`aclose`): that is how a client leaves."""
+    """Serve requests until the router is drained. The caller of `generate` or `chat` closes the stream with `aclose`, which also
+    cancels a request that has not ended."""
 
     def __init__(
         self, core: RouterContext, objectives: tuple[ModelObjective, ...], registry_connected: Callable[[], bool]
@@ -43,7 +45,7 @@ class Frontend:
         self._objectives = objectives
         self._registry_connected = registry_connected
         self._requests: set[Request] = set()
-        self._num_streams = 0  # with those whose requests are still being made
+        self._num_streams = 0  # includes streams whose requests are still being prepared
         self.on_asked: Callable[[str, int], None] | None = None  # tenant, and tokens of prompt and output
         self._draining = False
         self._idle = asyncio.Event()
@@ -56,8 +58,8 @@ class Frontend:
         received_ns: int | None = None,
         metadata: RequestMetadata | None = None,
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        """`started`, deltas, `completed`. `received_ns`: when it had arrived here, if not just now. `metadata` (or headers) may
-        name the caller's trace. Raises MeshError."""
+        """Return the stream of `started`, deltas, `completed`. `received_ns`: when the request arrived at this process; None:
+        now. `metadata` (or headers) may name the caller's trace. Raises MeshError."""
         received_ns = received_ns or now_ns()
         trace = self._trace(COMPLETION, received_ns, metadata)
         return self._stream(self._preprocessor.from_generate(request, time_left_s), received_ns, trace)
@@ -69,30 +71,30 @@ class Frontend:
         received_ns: int | None = None,
         metadata: RequestMetadata | None = None,
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        """As `generate`."""
+        """Return the same stream as `generate`, for a chat."""
         received_ns = received_ns or now_ns()
         trace = self._trace(CHAT, received_ns, metadata)
         return self._stream(self._preprocessor.from_chat(request, time_left_s), received_ns, trace)
 
     def refused(self, operation: str, error: BaseException, received_ns: int, metadata: RequestMetadata | None = None) -> None:
-        """A request ended before it could be made one of ours: it leaves a trace, and is counted, as those that are found invalid
-        here. `operation`: what it was to be."""
+        """Count a request that failed before it became a message of `pdmesh.v1`, and leave a trace of it, as for requests that
+        are found invalid here. `operation`: what it was to be."""
         self._never_began(error, received_ns, self._trace(operation, received_ns, metadata))
 
     async def tokenize(self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None = None) -> mesh_pb2.TokenizeResponse:
-        """Raises MeshError."""
+        """Return the token ids of a text or a chat. Raises MeshError."""
         return await self._preprocessor.tokenize(request, time_left_s)
 
     def models(self) -> mesh_pb2.ListModelsResponse:
-        """Served here, with their workers that are ready."""
+        """Return the models that this router serves, with their ready workers."""
         return status.models(self.core)
 
     def status(self) -> mesh_pb2.GetStatusResponse:
-        """This router's view of the mesh."""
+        """Return this router's view of the mesh."""
         return status.status(self.core, self._objectives, registry_connected=self._registry_connected())
 
     async def explain(self, request: mesh_pb2.ExplainRequest) -> mesh_pb2.ExplainResponse:
-        """Why requests went where they went. Raises MeshError."""
+        """Return placement decisions with their reasons. Raises MeshError."""
         what = request.WhichOneof("what")
         if what == "request_id":
             return explain.of_request(self.core, request.request_id)
@@ -106,11 +108,12 @@ class Frontend:
 
     @property
     def is_ready(self) -> bool:
-        """Can a request be owned by somebody now?"""
+        """Return whether some decode worker can take a request now."""
         return not self._draining and self.core.fleet.ready()
 
     async def drain(self, grace_s: float) -> None:
-        """Admit nobody; let streams finish for `grace_s` seconds, then end them so that their clients resume elsewhere."""
+        """Admit no further requests; let streams finish for `grace_s` seconds, then end them so that their clients resume
+        elsewhere."""
         self._draining = True
         self.core.flow_control.close(self._going())
         for timeout_s in (grace_s, LAST_WORDS_S):
@@ -119,7 +122,7 @@ class Frontend:
                 return
             except TimeoutError:
                 for request in self._requests:
-                    request.fail(Unavailable("this router is going; resume on another one"))
+                    request.fail(Unavailable("this router is shutting down; resume on another one"))
 
     async def _stream(
         self, making: Coroutine[object, object, PreparedRequest], received_ns: int, trace: RequestTrace = NO_TRACE
@@ -175,7 +178,7 @@ class Frontend:
         self._end(None, timings, trace, error)
 
     def _end(self, request: Request | None, timings: RequestTimings, trace: RequestTrace, error: BaseException | None) -> None:
-        """Whoever closes a stream behind its last message has not left early."""
+        """Record the end of a request. A stream that is closed after its last message counts as completed, not as cancelled."""
         if request is None:
             trace.ended(timings, None, error)
             self.core.metrics.ended(None, (0, 0), 0, timings, error)
@@ -191,15 +194,14 @@ class Frontend:
         return open_trace(self.core, operation, self.core.tracing.extract(metadata), received_ns)
 
     def _going(self) -> Unavailable:
-        return Unavailable("this router is going; use another one")
+        return Unavailable("this router is shutting down; use another one")
 
 
-# Options beside the message, in gRPC metadata or HTTP headers: for clients and proxies that cannot set its fields.
-
+# Request options in gRPC metadata or HTTP headers: for clients and proxies that cannot set the fields of the message.
 
 SLO_TTFT, SLO_TPOT = "x-pdmesh-slo-ttft-ms", "x-pdmesh-slo-tpot-ms"
 RETRIES = ("grpc-previous-rpc-attempts", "x-stainless-retry-count")
-"""What gRPC itself and OpenAI's clients say of how often they have tried before."""
+"""Headers in which gRPC itself and OpenAI's clients give the number of earlier attempts."""
 
 PRIORITY, TENANT = "x-pdmesh-priority", "x-pdmesh-tenant"
 MAX_MS = MAX_ATTEMPT = 2**32 - 1
@@ -213,8 +215,8 @@ _DIGITS = re.compile(r"[0-9]{1,10}")
 
 
 def fill(options: mesh_pb2.RequestOptions, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-    """Set the fields of `options` that are unset from what `metadata` says. Raises InvalidArgument that names the key, also where
-    the field wins."""
+    """Set the fields of `options` that are unset from `metadata`. Raises InvalidArgument that names the key, also for a key that
+    a field overrides."""
     for key, value in metadata:
         name = key.lower()
         if not isinstance(value, str):

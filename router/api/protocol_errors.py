@@ -1,4 +1,5 @@
-"""What protocols other than pdmesh's own share: errors that name a field of the caller's message, ids, rounded numbers."""
+"""Helpers that the protocols other than pdmesh's own share: errors that name a field of the caller's message, ids, rounded
+numbers."""
 
 import re
 import struct
@@ -11,13 +12,16 @@ _ODD = re.compile(r"[^A-Za-z0-9_-]+")
 
 
 def mesh_request_id(foreign: str) -> str:
-    """The caller's id, which may hold anything, as one for our logs and traces; empty if it is."""
+    """Return the caller's id, which may hold any characters, as an id for our logs and traces; empty if it is empty."""
     return _ODD.sub("-", foreign)[:64]
 
 
 def renamed(error: MeshError, names: Mapping[str, str]) -> MeshError:
-    """`error` with the caller's name for the field at fault: `names` maps ours to theirs; what lies within a field
-    ("messages[3].role", "sampling.stop[2]") follows it. An error about no field, or one without a name there, as it is."""
+    """Return `error` with the caller's name for the field at fault.
+
+    `names` maps our fields to the caller's; a path below a field ("messages[3].role", "sampling.stop[2]") is kept. An error
+    without a field, or about a field without a name there, is returned unchanged.
+    """
     theirs = their_name(error.field or "", names)
     if theirs is None:
         return error
@@ -26,7 +30,7 @@ def renamed(error: MeshError, names: Mapping[str, str]) -> MeshError:
 
 
 def their_name(field: str, names: Mapping[str, str]) -> str | None:
-    """The caller's name for our field; None without one. The longest match counts."""
+    """Return the caller's name for our field, by the longest prefix that is in `names`; None without one."""
     for end in range(len(field), 0, -1):
         if (end == len(field) or field[end] in ".[") and field[:end] in names:
             return names[field[:end]] + field[end:]
@@ -34,7 +38,7 @@ def their_name(field: str, names: Mapping[str, str]) -> str | None:
 
 
 def package_version() -> str:
-    """Of pdmesh. Empty where the code runs without having been installed."""
+    """Return the version of pdmesh; empty where the code runs without having been installed."""
     try:
         return version("pdmesh")
     except PackageNotFoundError:
@@ -42,8 +46,8 @@ def package_version() -> str:
 
 
 def shortest(value: float) -> float:
-    """The decimal that was meant by a 32-bit float: 0.7 came as 0.699999988, and draws with 0.7 have to be the same through
-    every protocol."""
+    """Return the shortest decimal that rounds to the same 32-bit float: 0.7 arrives as 0.699999988, and has to draw the same
+    tokens through every protocol."""
     for digits in range(1, 10):
         candidate = float(f"{value:.{digits}g}")
         if _as_float32(candidate) == value:
@@ -52,7 +56,7 @@ def shortest(value: float) -> float:
 
 
 def _as_float32(value: float) -> float | None:
-    """Rounded as the wire rounds it; None where it would be infinite."""
+    """Return `value` rounded to 32 bits; None where that would be infinite."""
     try:
         (rounded,) = struct.unpack("f", struct.pack("f", value))
     except OverflowError:

@@ -1,4 +1,4 @@
-"""The Mesh service on the wire: thin handlers around the frontend."""
+"""The service pdmesh.v1.Mesh on the wire: thin handlers around the frontend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class MeshService(MeshServicer):
-    """`pdmesh.v1.Mesh`."""
+    """Serve `pdmesh.v1.Mesh`."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend

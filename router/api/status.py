@@ -1,4 +1,4 @@
-"""The router's view of the mesh, as clients ask for it."""
+"""The router's view of the mesh as messages: models and status."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from router.telemetry.traffic import traffic_status
 
 
 def models(core: RouterContext) -> mesh_pb2.ListModelsResponse:
-    """The models served here, with the workers that take work for them now."""
+    """Return the models served here, with the workers that take requests for them now."""
     views = core.fleet.views()
     infos = [
         mesh_pb2.ModelInfo(
@@ -28,7 +28,7 @@ def models(core: RouterContext) -> mesh_pb2.ListModelsResponse:
 
 
 def status(core: RouterContext, objectives: Sequence[ModelObjective], *, registry_connected: bool) -> mesh_pb2.GetStatusResponse:
-    """Workers with their breakers, admission, objectives, traffic."""
+    """Return the workers with their circuit breakers, admission counts, objectives and traffic."""
     now = time.monotonic()
     breakers = BreakerStatuses(core.health_recorder, core.fleet.fleet_snapshot, now)
     admission = core.flow_control.admission
@@ -65,7 +65,7 @@ def _tally(tenant: str, priority: int, tally: Tally) -> mesh_pb2.AdmissionStatus
 
 
 def _worker(worker: Worker, breakers: BreakerStatuses, now: float) -> mesh_pb2.WorkerStatus:
-    """One that has never answered is shown by its address."""
+    """Return the status of one worker. A worker that has never answered is shown by its address."""
     last = worker.last
     if last is None:
         return mesh_pb2.WorkerStatus(info=worker_pb2.WorkerInfo(address=worker.address))

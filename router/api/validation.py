@@ -1,4 +1,4 @@
-"""Every field a client controls, checked before any worker hears of the request. Each refusal names the field."""
+"""Checks of every field that a client controls, made before any worker sees the request. Each error names the field."""
 
 import math
 import re
@@ -29,12 +29,12 @@ _MODES = {
 
 
 def refuse(field: str, problem: str) -> NoReturn:
-    """Raise InvalidArgument with the field's name in the message, too."""
+    """Raise InvalidArgument with the field's name also in the message."""
     raise InvalidArgument(field, f"{field}: {problem}")
 
 
 def check_prompt_text(text: str, max_bytes: int, *, field: str = "prompt") -> None:
-    """A text prompt: not empty, not larger than the router takes."""
+    """Refuse a text prompt that is empty or larger than the router takes."""
     if not text:
         refuse(field, "the text is empty; send at least one character or token")
     size = len(text.encode())
@@ -43,7 +43,7 @@ def check_prompt_text(text: str, max_bytes: int, *, field: str = "prompt") -> No
 
 
 def check_messages(messages: Messages, max_bytes: int) -> None:
-    """Messages of a chat: at least one, each with a role."""
+    """Refuse a chat without messages, with a message without a role, or with too much text."""
     if not messages:
         refuse("messages", "there are none; send at least one")
     if len(messages) > MAX_MESSAGES:
@@ -57,14 +57,14 @@ def check_messages(messages: Messages, max_bytes: int) -> None:
 
 
 def check_tokens(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Token ids exist in the vocabulary."""
+    """Refuse token ids that are not in the vocabulary."""
     if token_ids and max(token_ids) >= vocab_size:
         number, token_id = next((number, token_id) for number, token_id in enumerate(token_ids) if token_id >= vocab_size)
         refuse(f"{field}[{number}]", f"token id {token_id} does not exist: the vocabulary has {vocab_size}")
 
 
 def check_prompt_length(num_tokens: int, max_context: int) -> None:
-    """A prompt leaves room for at least one token."""
+    """Refuse a prompt that is empty or leaves no room for a token."""
     if num_tokens == 0:
         refuse("prompt", "it has no tokens; send at least one")
     if num_tokens >= max_context:
@@ -75,7 +75,7 @@ def check_prompt_length(num_tokens: int, max_context: int) -> None:
 
 
 def check_can_fit(fewest_tokens: int, max_context: int) -> None:
-    """A text that has too many tokens, whatever they are, is not worth tokenizing."""
+    """Refuse a text that has too many tokens under any tokenization, before it is tokenized."""
     if fewest_tokens >= max_context:
         refuse(
             "prompt",
@@ -85,7 +85,7 @@ def check_can_fit(fewest_tokens: int, max_context: int) -> None:
 
 
 def check_options(options: mesh_pb2.RequestOptions) -> None:
-    """Identifiers, enumerations and lengths."""
+    """Check identifiers, enumerations and lengths."""
     if options.request_id and not _REQUEST_ID.fullmatch(options.request_id):
         refuse("options.request_id", f"{options.request_id[:80]!r} is not 1 to 64 of [A-Za-z0-9_-]")
     if len(options.tenant) > MAX_TENANT_CHARS:
@@ -99,14 +99,14 @@ def check_options(options: mesh_pb2.RequestOptions) -> None:
 
 
 def mode_of(options: mesh_pb2.RequestOptions) -> Mode | None:
-    """The mode that checked options force; None: the router chooses."""
+    """Return the mode that checked options force; None: the router chooses."""
     return _MODES[options.mode]
 
 
 def check_resume(
     resume: mesh_pb2.Resume, sampling: common_pb2.SamplingParams, vocab_size: int
 ) -> tuple[common_pb2.EmittedChoice, ...]:
-    """The history of a resumed stream, one entry for each choice in order. `sampling` is complete (max_tokens, n)."""
+    """Return the history of a resumed stream, one entry for each choice in order. `sampling` is complete (max_tokens, n)."""
     if sampling.HasField("seed") and sampling.seed != resume.seed:
         refuse("resume.seed", f"{resume.seed} is not the seed of sampling, {sampling.seed}; send the one that `started` named")
     choices = [common_pb2.EmittedChoice(index=index) for index in range(sampling.n)]
@@ -132,8 +132,7 @@ def _check_emitted(field: str, emitted: common_pb2.EmittedChoice, sampling: comm
     check_tokens(f"{field}.token_ids", emitted.token_ids, vocab_size)
 
 
-# Sampling parameters of a client: checked, completed, and split into what workers get and what stays here (stop strings).
-
+# Sampling parameters of a client: checked, completed, and split into what workers get and what the router keeps (stop strings).
 
 MAX_TEMPERATURE = 100.0
 MIN_TEMPERATURE = 1e-4
@@ -149,7 +148,7 @@ _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pen
 
 @dataclass(frozen=True)
 class Limits:
-    """What the model allows. `room`: tokens of context that the prompt leaves, at least 1."""
+    """Hold what the model allows. `room`: tokens of context that the prompt leaves, at least 1."""
 
     vocab_size: int
     eos_token_ids: frozenset[int]
@@ -157,7 +156,7 @@ class Limits:
 
 
 def complete(sampling: common_pb2.SamplingParams, limits: Limits) -> common_pb2.SamplingParams:
-    """A checked copy with n and max_tokens set and without stop strings; seed as it was. Raises InvalidArgument."""
+    """Return a checked copy with n and max_tokens set and without stop strings; the seed is unchanged. Raises InvalidArgument."""
     _check_numbers(sampling)
     _check_lengths(sampling, limits)
     _check_stops(sampling, limits)
@@ -190,7 +189,7 @@ def _check_numbers(sampling: common_pb2.SamplingParams) -> None:
 
 
 def _check_temperature(temperature: float) -> None:
-    """Between zero and MIN_TEMPERATURE the quotient of logits leaves float32; 0 says greedy, and means it."""
+    """Refuse a temperature between 0 (greedy) and MIN_TEMPERATURE: logits divided by it leave the range of float32."""
     if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         refuse("sampling.temperature", f"{temperature} is neither 0 (greedy) nor in [{MIN_TEMPERATURE}, {MAX_TEMPERATURE:.0f}]")
 
@@ -225,15 +224,15 @@ def _check_stops(sampling: common_pb2.SamplingParams, limits: Limits) -> None:
         )
 
 
-# A client's constraint on its output, compiled before any worker hears of the request. Each refusal names the field.
+# A client's constraint on its output, compiled before any worker sees the request.
 
 
-# A hostile grammar takes one of these for a second, not all of us.
+# A pool of its own, so that a hostile grammar blocks one of these threads for a while, and nothing else.
 threads = WorkThreads("grammar", num_threads=2, max_waiting=64, timeout_s=5.0)
 
 
 async def compile_constraint(grammars: GrammarCompiler, sampling: common_pb2.SamplingParams) -> CompiledGrammar | None:
-    """The grammar of a request; None if it has no constraint. Raises InvalidArgument."""
+    """Return the compiled grammar of a request; None if it has no constraint. Raises InvalidArgument."""
     if not sampling.HasField("constraint"):
         return None
     kind = sampling.constraint.WhichOneof("kind")
@@ -253,7 +252,7 @@ async def compile_constraint(grammars: GrammarCompiler, sampling: common_pb2.Sam
 
 
 async def check_history(grammar: CompiledGrammar, emitted: Sequence[common_pb2.EmittedChoice]) -> None:
-    """What a client resumes from is the beginning of a sentence of the grammar. Raises InvalidArgument."""
+    """Check that the tokens from which a client resumes are a prefix of a sentence of the grammar. Raises InvalidArgument."""
     open_choices = [(number, choice) for number, choice in enumerate(emitted) if not choice.finish_reason]
 
     def find() -> tuple[int, int] | None:

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol v2 (KServe, Triton) over gRPC, in front of the mesh. The tensors: `catalogue.py`."""
+"""The Open Inference Protocol v2 (KServe, Triton) over gRPC, in front of the mesh. The module `tensors` lists the tensors."""

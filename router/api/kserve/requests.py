@@ -1,4 +1,4 @@
-"""From a ModelInferRequest to the frontend's messages, and what its answer has to look like."""
+"""From a ModelInferRequest to the frontend's messages, and to the form that its response has to have."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -13,8 +13,7 @@ from router.api.kserve.values import Value
 from router.api.protocol_errors import mesh_request_id
 from router.api.validation import MAX_MESSAGES, refuse
 
-# Parameters of a request, from its `parameters` and from the JSON in the tensor `sampling_parameters`, to our messages.
-
+# Parameters of a request, from `parameters` and from the JSON in the tensor `sampling_parameters`, to our messages.
 
 Read = Callable[[str, Value], object]
 _SAMPLING: dict[str, Read] = {
@@ -39,7 +38,7 @@ _CONSTRAINTS: dict[str, Read] = {
     "grammar": values.text,
     "choice": values.alternatives,
 }
-_NESTED = ("constraint", "structured_outputs", "guided_decoding")  # objects that hold one of the four, or "json"
+_NESTED = ("constraint", "structured_outputs", "guided_decoding")  # objects with one of the four kinds, or with "json"
 _OPTIONS: dict[str, Read] = {
     "tenant": values.text,
     "cache_salt": values.text,
@@ -47,7 +46,7 @@ _OPTIONS: dict[str, Read] = {
     "slo_tpot_ms": values.count,
 }
 _MODES = {"local": mesh_pb2.PREFILL_MODE_LOCAL, "remote": mesh_pb2.PREFILL_MODE_REMOTE}
-# Triton's: 0 is the default, 1 the highest.
+# Triton's priorities: 0 is the default, 1 the highest.
 _PRIORITIES = (
     common_pb2.PRIORITY_UNSPECIFIED,
     common_pb2.PRIORITY_INTERACTIVE,
@@ -60,7 +59,7 @@ NAMES = (*_SAMPLING, *_LISTS, *_CONSTRAINTS, *_NESTED, *_OPTIONS, "mode", "prior
 
 @dataclass
 class Parameters:
-    """What a request's parameters say. `timeout_s`: seconds, None without one. `names`: our fields to the caller's names."""
+    """Hold what a request's parameters say. `timeout_s`: seconds, None without one. `names`: our fields to the caller's names."""
 
     sampling: common_pb2.SamplingParams = field(default_factory=common_pb2.SamplingParams)
     options: mesh_pb2.RequestOptions = field(default_factory=mesh_pb2.RequestOptions)
@@ -70,7 +69,7 @@ class Parameters:
 
     @classmethod
     def read(cls, request: pb.ModelInferRequest, inputs: Inputs) -> "Parameters":
-        """Raises InvalidArgument that names the parameter."""
+        """Read and check the parameters. Raises InvalidArgument that names the parameter."""
         result = cls()
         seen: dict[str, str] = {}
         for name, where, value in (*_of_request(request), *_of_tensor(inputs)):
@@ -142,7 +141,7 @@ def _of_request(request: pb.ModelInferRequest) -> Iterator[tuple[str, str, Value
 
 
 def _of_tensor(inputs: Inputs) -> Iterator[tuple[str, str, Value]]:
-    """A null is as good as absent."""
+    """Yield the parameters in the JSON of the tensor. A null counts as absent."""
     text = inputs.text("sampling_parameters")
     where = input_name("sampling_parameters")
     for name, value in _object(where, text or "{}").items():
@@ -165,8 +164,8 @@ PROMPTS = ("text_input", "messages", "input_ids")
 
 @dataclass(frozen=True)
 class Ask:
-    """A checked request. `streamed`: its output is wanted in pieces. `outputs`: in this order. `prefix`: text before the first
-    output. `names`: our fields as the caller calls them."""
+    """Hold a checked request. `streamed`: its output is wanted in pieces. `outputs`: names, in this order. `prefix`: text before
+    the first output. `names`: our fields to the caller's names."""
 
     id: str
     message: mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest
@@ -179,7 +178,8 @@ class Ask:
 
     @classmethod
     def read(cls, request: pb.ModelInferRequest, *, can_stream: bool) -> "Ask":
-        """Raises InvalidArgument that names tensor or parameter, NotFound. `can_stream`: the call takes many responses."""
+        """Read and check a request. Raises InvalidArgument that names the tensor or parameter, NotFound. `can_stream`: the call
+        takes many responses."""
         check_version(request.model_version)
         inputs = Inputs.read(request)
         parameters = Parameters.read(request, inputs)
@@ -199,7 +199,7 @@ class Ask:
 
 
 def check_version(version: str) -> None:
-    """There is one version of each model."""
+    """Raise NotFound unless the version is empty or the only one that a model has."""
     if version not in ("", VERSION):
         raise NotFound(f'model_version: {version[:20]!r} is not served here; there is "{VERSION}"', field="model_version")
 
@@ -212,7 +212,7 @@ def _streamed(inputs: Inputs, *, can_stream: bool) -> bool:
 
 
 def _prompt(inputs: Inputs) -> str:
-    """The name of the tensor that holds it."""
+    """Return the name of the tensor that holds the prompt."""
     given = [name for name in PROMPTS if inputs.has(name)]
     if len(given) != 1:
         refuse(input_name(given[1] if given else PROMPTS[0]), f"send exactly one of {', '.join(PROMPTS)}")
@@ -244,7 +244,7 @@ def _ids(inputs: Inputs) -> list[int]:
 
 
 def _messages(text: str) -> list[mesh_pb2.ChatMessage]:
-    """[{"role": …, "content": …}, …] and nothing else."""
+    """Parse [{"role": …, "content": …}, …]; any other form is an error."""
     where = input_name("messages")
     try:
         dialogue = json.loads(text)
@@ -270,7 +270,8 @@ def _turn(where: str, turn: object) -> mesh_pb2.ChatMessage:
 
 
 def _prefix(inputs: Inputs, prompt: str, *, streamed: bool) -> str:
-    """Triton's `exclude_input_in_output` = false puts the prompt before the output. Absent, it is not there."""
+    """Return the prompt where Triton's `exclude_input_in_output` is false: it then stands before the output. The default is
+    true."""
     if inputs.flag("exclude_input_in_output") is not False:
         return ""
     where = input_name("exclude_input_in_output")

@@ -1,4 +1,4 @@
-"""From the frontend's messages to responses: the whole answer, or one for each delta."""
+"""From the frontend's messages to responses: the whole output at once, or one response for each delta."""
 
 import json
 import math
@@ -20,7 +20,7 @@ _REASONS = {
 
 @dataclass
 class Piece:
-    """Output of one choice: a delta, or all of them together."""
+    """Hold output of one choice: a delta, or all of its deltas together."""
 
     choice: int
     text: str = ""
@@ -30,7 +30,7 @@ class Piece:
     stop_reason: str = ""
 
     def add(self, delta: mesh_pb2.Delta) -> None:
-        """The next delta of the same choice."""
+        """Append the next delta of the same choice."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
@@ -38,7 +38,7 @@ class Piece:
 
 
 class Answer:
-    """Collects one request's messages and makes its responses."""
+    """Collect one request's messages and make its responses."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
@@ -48,7 +48,7 @@ class Answer:
         self._num_open = ask.message.sampling.n or 1
 
     def take(self, message: mesh_pb2.GenerateResponse) -> None:
-        """Takes in a message of an answer that is wanted as a whole."""
+        """Take in one message of a request whose output is wanted as a whole."""
         kind = message.WhichOneof("event")
         if kind == "delta":
             self._choices.setdefault(message.delta.choice, Piece(message.delta.choice)).add(message.delta)
@@ -56,7 +56,7 @@ class Answer:
             self._take_frame(message)
 
     def whole(self) -> pb.ModelInferResponse:
-        """The response, once everything was taken in."""
+        """Return the response, after every message was taken in."""
         pieces = [self._choices[choice] for choice in sorted(self._choices)]
         for piece in pieces:
             piece.text = self._ask.prefix + piece.text
@@ -66,8 +66,8 @@ class Answer:
         return response
 
     def piece(self, message: mesh_pb2.GenerateResponse) -> pb.ModelInferResponse | None:
-        """The streamed response to a message; None where there is none. The last one says so: it is an empty one after the
-        output if that was asked for, else the last output."""
+        """Return the streamed response to a message; None where there is none. The last one is marked as final: it is an empty
+        one after the output if that was asked for, else the last output."""
         kind = message.WhichOneof("event")
         if kind != "delta":
             self._take_frame(message)
@@ -86,7 +86,7 @@ class Answer:
             self._completed = message.completed
 
     def empty_final(self) -> pb.ModelInferResponse:
-        """The last response where one without outputs was asked for."""
+        """Return the final response without outputs, for requests that ask for one."""
         response = self._response([])
         response.parameters[FINAL].bool_param = True
         self._add_totals(response)
@@ -107,7 +107,7 @@ class Answer:
         return [_OF_ANSWER[name](self._started, self._completed.usage)]
 
     def _add_totals(self, response: pb.ModelInferResponse) -> None:
-        """Counts of tokens, and the mesh's own timings, as parameters."""
+        """Add token counts and the mesh's own timings as parameters."""
         usage, timings = self._completed.usage, self._completed.timings
         totals: Mapping[str, int] = {
             "num_input_tokens": usage.prompt_tokens,
@@ -126,7 +126,7 @@ class Answer:
 
 
 def failed(request: pb.ModelInferRequest, code: str, message: str) -> pb.ModelStreamInferResponse:
-    """The streamed response to a request that failed; `code` is the name of a gRPC status."""
+    """Return the streamed response to a request that failed; `code` is the name of a gRPC status."""
     response = pb.ModelStreamInferResponse(error_message=f"[{code}] {message}")
     infer = response.infer_response
     infer.model_name, infer.id = request.model_name, request.id
@@ -136,7 +136,7 @@ def failed(request: pb.ModelInferRequest, code: str, message: str) -> pb.ModelSt
 
 
 def _logprobs(piece: Piece) -> bytes:
-    """As JSON: for each token its id, text, log-probability, and the most likely ones with theirs."""
+    """Return JSON: for each token its id, text, log-probability, and the most likely tokens with theirs."""
     entries = [
         {**_logprob(entry.chosen), "top_logprobs": [_logprob(candidate) for candidate in entry.top]} for entry in piece.logprobs
     ]

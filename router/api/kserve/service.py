@@ -1,4 +1,4 @@
-"""`inference.GRPCInferenceService`: thin handlers around the frontend."""
+"""`inference.GRPCInferenceService`: thin handlers around the frontend, and concurrent requests on one stream."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ if TYPE_CHECKING:
     from pdmesh.third_party.kserve.grpc_service_pb2_grpc import _ServicerContext
 
 
-# Several requests at once on one stream: their responses as they come, in each request's order.
+# Several requests at once on one stream: responses go out as they come, in order within each request.
 
 
-# What one stream holds for a client that reads slowly; beyond it, its requests' own bounds hold (max_buffered_tokens).
+# Bounds what one stream holds for a slow client; above it, the bounds of each request apply (max_buffered_tokens).
 MAX_READY_RESPONSES = 64
 MAX_REQUESTS = 1024
-"""On one stream at a time; further ones are read when there is room."""
+"""Concurrent requests of one stream; further ones are read when one of these has ended."""
 
 Answering = Callable[[pb.ModelInferRequest], AsyncGenerator[pb.ModelInferResponse, None]]
 
 
 class Many:
-    """One stream. `answer` makes the responses of a request, or raises MeshError at once or later."""
+    """Serve one stream. `answer` makes the responses of a request, or raises MeshError at once or later."""
 
     def __init__(self, answer: Answering, *, wants_status: bool) -> None:
-        """`wants_status`: the first error ends the stream, as its status; else it is the response of its request alone."""
+        """Create the server of one stream. `wants_status`: the first error ends the stream as its status; else it is the response
+        of its request alone."""
         self._answer = answer
         self._wants_status = wants_status
         self._ready: asyncio.Queue[pb.ModelStreamInferResponse | BaseException | None] = asyncio.Queue(MAX_READY_RESPONSES)
@@ -46,7 +47,8 @@ class Many:
         self._running: set[asyncio.Task[None]] = set()
 
     async def responses(self, requests: AsyncIterator[pb.ModelInferRequest]) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
-        """Until the client has sent its last request and every one is answered. Left early, all of them are cancelled."""
+        """Yield responses until the client has sent its last request and every one is answered. When the generator is closed
+        early, all requests are cancelled."""
         reading = asyncio.create_task(self._read(requests), name="requests of a stream")
         try:
             while (response := await self._ready.get()) is not None:
@@ -90,12 +92,12 @@ class Many:
 
 
 SERVICE_NAME = "inference.GRPCInferenceService"
-# A client that sends this in its metadata wants an error as the status of the call, which ends it.
+# A client that sends this key in its metadata wants an error as the status of the call, which ends it.
 STATUS_ERRORS = "triton_grpc_error"
 
 
 class InferenceService(GRPCInferenceServiceServicer):
-    """One "model" for each model of the router."""
+    """Serve each model of the router as one "model" of the protocol."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
@@ -154,7 +156,7 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def _responses(
         self, ask: Ask, time_left_s: float | None, metadata: RequestMetadata | None
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        """One for each piece, or one in all."""
+        """Yield one response for each piece, or one for the whole output."""
         answer = Answer(ask)
         try:
             async with aclosing(self._messages(ask, time_left_s, metadata)) as messages:
@@ -180,7 +182,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         return self._frontend.generate(ask.message, limit, metadata=metadata)
 
     def _ready(self) -> dict[str, bool]:
-        """Models served here by name: does a worker decode it now?"""
+        """Return, for each model that is served here, whether a worker decodes it now."""
         return {model.name: self._frontend.is_ready and model.num_decode_workers > 0 for model in self._frontend.models().models}
 
     def _check_model(self, name: str, version: str) -> None:

@@ -1,7 +1,5 @@
-"""Tensors of the protocol to Python values and back. Bytes on the wire are little-endian; BYTES elements follow their length.
-
-Every refusal names the tensor: inputs["text_input"].
-"""
+"""Tensors of the protocol to Python values and back. Bytes on the wire are little-endian; each BYTES element follows its length.
+Every error names the tensor: inputs["text_input"]."""
 
 import math
 import struct
@@ -13,8 +11,7 @@ from pdmesh.third_party.kserve import model_config_pb2 as config_pb
 from router.api.protocol_errors import package_version
 from router.api.validation import refuse
 
-# The tensors of a model, as its metadata lists them; names as Triton's backends for language models use them.
-
+# The tensors of a model, as its metadata lists them, with the names that Triton's backends for language models use.
 
 VERSION = "1"
 PLATFORM = "pdmesh"
@@ -22,7 +19,8 @@ PLATFORM = "pdmesh"
 
 @dataclass(frozen=True)
 class Tensor:
-    """One input or output. `shape`: (1,) for one element, (-1,) for any number. `datatypes`: those accepted, the usual first."""
+    """Describe one input or output. `shape`: (1,) for one element, (-1,) for any number. `datatypes`: those accepted, the usual
+    one first."""
 
     name: str
     datatypes: tuple[str, ...]
@@ -30,7 +28,7 @@ class Tensor:
 
     @property
     def datatype(self) -> str:
-        """The usual one: what outputs have and metadata shows."""
+        """Return the usual datatype, which outputs have and metadata shows."""
         return self.datatypes[0]
 
 
@@ -59,8 +57,8 @@ OUTPUTS = {
     tensor.name: tensor
     for tensor in (
         Tensor("text_output", ("BYTES",), (-1,)),
-        Tensor("output_ids", ("INT32",), (-1,)),  # of all choices, one after the other
-        Tensor("finish_reason", ("BYTES",), (-1,)),  # "stop", "length"; "" while the choice goes on
+        Tensor("output_ids", ("INT32",), (-1,)),  # the choices one after the other
+        Tensor("finish_reason", ("BYTES",), (-1,)),  # "stop", "length"; "" while the choice continues
         Tensor("stop_reason", ("BYTES",), (-1,)),
         Tensor("logprobs", ("BYTES",), (-1,)),  # JSON, one entry for each token
         Tensor("cumulative_logprob", ("FP32",), (-1,)),
@@ -73,16 +71,16 @@ OUTPUTS = {
         Tensor("seed", ("UINT64",)),
     )
 }
-# Without a list of outputs in the request.
+# The outputs of a request that lists none.
 WHOLE_OUTPUTS = ("text_output", "output_ids", "finish_reason", "num_input_tokens", "num_output_tokens", "num_cached_tokens")
 PIECE_OUTPUTS = ("text_output", "output_ids", "finish_reason", "index")
-# Known when the answer is complete: not for its pieces.
+# Known only when the response is complete, so never in a streamed piece.
 LATE_OUTPUTS = frozenset({"num_cached_tokens", "num_drafted_tokens", "num_accepted_tokens"})
 
 
 Element = bytes | bool | int | float
 # datatype → (letter of struct, field of InferTensorContents)
-MAX_DIMENSIONS = 8  # their product is computed
+MAX_DIMENSIONS = 8  # bounds the product of the dimensions
 _FORMATS = {
     "BOOL": ("?", "bool_contents"),
     "INT32": ("i", "int_contents"),
@@ -97,13 +95,13 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a request by name, each the flat list of its elements."""
+    """Hold the inputs of a request by name, each as the flat list of its elements."""
 
     elements: Mapping[str, Sequence[Element]]
 
     @classmethod
     def read(cls, request: pb.ModelInferRequest) -> "Inputs":
-        """Raises InvalidArgument that names the tensor."""
+        """Read and check all inputs. Raises InvalidArgument that names the tensor."""
         raw = request.raw_input_contents
         if raw and len(raw) != len(request.inputs):
             refuse("raw_input_contents", f"{len(raw)} entries for {len(request.inputs)} inputs; send one for each, or none")
@@ -113,16 +111,16 @@ class Inputs:
             if tensor.name not in INPUTS:
                 refuse(name, f"there is no such input; there are {', '.join(INPUTS)}")
             if tensor.name in elements:
-                refuse(name, "is there twice")
+                refuse(name, "is given twice")
             elements[tensor.name] = _elements(name, tensor, raw[number] if raw else None)
         return cls(elements)
 
     def has(self, name: str) -> bool:
-        """Was it sent?"""
+        """Return whether the input was sent."""
         return name in self.elements
 
     def text(self, name: str) -> str | None:
-        """The one element of a BYTES tensor, as text; None if it was not sent."""
+        """Return the one element of a BYTES tensor as text; None if it was not sent."""
         if name not in self.elements:
             return None
         (element,) = self.elements[name]
@@ -133,12 +131,12 @@ class Inputs:
             refuse(input_name(name), f"is not UTF-8: {error}")
 
     def flag(self, name: str) -> bool | None:
-        """The one element of a BOOL tensor; None if it was not sent."""
+        """Return the one element of a BOOL tensor; None if it was not sent."""
         return bool(self.elements[name][0]) if name in self.elements else None
 
 
 def input_name(name: str) -> str:
-    """How errors name an input."""
+    """Return the name of an input in error messages."""
     return f'inputs["{name[:100]}"]'
 
 
@@ -154,7 +152,8 @@ def _elements(name: str, tensor: pb.ModelInferRequest.InferInputTensor, raw: byt
 
 
 def _contents(name: str, tensor: pb.ModelInferRequest.InferInputTensor) -> Sequence[Element]:
-    """Of the field that belongs to the datatype; elements in another one would be lost unnoticed."""
+    """Return the elements of the field that belongs to the datatype. Elements in another field are an error, since they would be
+    lost silently."""
     field = _FORMATS[tensor.datatype][1]
     other = [descriptor.name for descriptor, _ in tensor.contents.ListFields() if descriptor.name != field]
     if other:
@@ -190,7 +189,7 @@ def _unpacked_bytes(name: str, raw: bytes) -> list[Element]:
 
 
 def _check_shape(name: str, declared: Tensor, shape: tuple[int, ...], num_elements: int) -> None:
-    """`shape` may have more dimensions than declared, all of size 1: a batch of one."""
+    """Check the shape, which may have more dimensions than declared, all of size 1: a batch of one."""
     shown = list(shape[:8])
     if not shape or min(shape) < 0:
         refuse(name, f"shape is {shown}, expected {list(declared.shape)}")
@@ -205,7 +204,7 @@ def _check_shape(name: str, declared: Tensor, shape: tuple[int, ...], num_elemen
 
 
 def add_output(response: pb.ModelInferResponse, name: str, elements: Sequence[Element]) -> None:
-    """Appends one output, in one dimension, with raw contents."""
+    """Append one output with one dimension, as raw contents."""
     datatype = OUTPUTS[name].datatype
     response.outputs.add(name=name, datatype=datatype, shape=[len(elements)])
     letter = _FORMATS[datatype][0]
@@ -216,20 +215,19 @@ def add_output(response: pb.ModelInferResponse, name: str, elements: Sequence[El
     response.raw_output_contents.append(raw)
 
 
-# What the protocol tells of server and models.
-
+# Metadata of the server and of its models.
 
 EXTENSIONS = ("parameters", "model_configuration")
-_DATA_TYPES = {"BYTES": config_pb.TYPE_STRING}  # the others are called as their datatype
+_DATA_TYPES = {"BYTES": config_pb.TYPE_STRING}  # the other names are the same
 
 
 def server() -> pb.ServerMetadataResponse:
-    """Name and version of this package."""
+    """Return the name and version of this package."""
     return pb.ServerMetadataResponse(name=PLATFORM, version=package_version(), extensions=EXTENSIONS)
 
 
 def model(name: str) -> pb.ModelMetadataResponse:
-    """All tensors of a model."""
+    """Return all tensors of a model."""
     return pb.ModelMetadataResponse(
         name=name,
         versions=[VERSION],
@@ -240,7 +238,7 @@ def model(name: str) -> pb.ModelMetadataResponse:
 
 
 def config(name: str) -> config_pb.ModelConfig:
-    """The same, as Triton's tools read it."""
+    """Return the same as `model`, in the form that Triton's tools read."""
     return config_pb.ModelConfig(
         name=name,
         platform=PLATFORM,

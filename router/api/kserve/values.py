@@ -1,4 +1,5 @@
-"""Values of parameters, which come as JSON or as InferParameter and often as text ("0.7"): each read as what it has to be."""
+"""Readers for the values of parameters, which come as JSON or as InferParameter, and often as text ("0.7"). Errors name the
+field."""
 
 import json
 import math
@@ -12,7 +13,7 @@ _UINT32 = 2**32
 
 
 def number(field: str, value: Value) -> float:
-    """A finite number, also as text."""
+    """Return a finite number, which may come as text."""
     if isinstance(value, str):
         given = value
         try:
@@ -32,7 +33,7 @@ def _is_finite(value: int | float) -> bool:
 
 
 def whole(low: int, high: int) -> Callable[[str, Value], int]:
-    """Reads a whole number in [low, high), also as text."""
+    """Return a reader of whole numbers in [low, high), which may come as text."""
 
     def read(field: str, value: Value) -> int:
         if isinstance(value, str):
@@ -57,12 +58,12 @@ seed = whole(0, 2**64)
 
 
 def top_k(field: str, value: Value) -> int:
-    """-1 is a usual way to say "all", which is 0 here."""
+    """Return the number of likeliest tokens; -1, which is a usual way to say "all", becomes 0."""
     return max(0, whole(-1, _UINT32)(field, value))
 
 
 def flag(field: str, value: Value) -> bool:
-    """A truth value, also as text."""
+    """Return a truth value, which may come as text."""
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if not isinstance(value, bool):
@@ -71,7 +72,7 @@ def flag(field: str, value: Value) -> bool:
 
 
 def text(field: str, value: Value) -> str:
-    """Text."""
+    """Return text that is valid Unicode."""
     if not isinstance(value, str):
         refuse(field, f"{str(value)[:100]} is not text")
     try:
@@ -82,7 +83,7 @@ def text(field: str, value: Value) -> str:
 
 
 def texts(field: str, value: Value) -> list[str]:
-    """One string, a list of them, or such a list as JSON text."""
+    """Return a list of strings from one string, a list, or such a list as JSON text."""
     value = _from_json(value, "[") if isinstance(value, str) else value
     if isinstance(value, str):
         return [text(field, value)]
@@ -92,7 +93,7 @@ def texts(field: str, value: Value) -> list[str]:
 
 
 def counts(field: str, value: Value) -> list[int]:
-    """One number, a list of them, or such a list as JSON text."""
+    """Return a list of numbers from one number, a list, or such a list as JSON text."""
     value = _from_json(value, "[") if isinstance(value, str) else value
     if not isinstance(value, list):
         return [count(field, value)]
@@ -100,7 +101,7 @@ def counts(field: str, value: Value) -> list[int]:
 
 
 def schema(field: str, value: Value) -> str:
-    """A JSON Schema as JSON text, or the object itself."""
+    """Return a JSON Schema as text, from text or from the object itself."""
     if isinstance(value, str):
         return text(field, value)
     if not isinstance(value, dict):
@@ -109,12 +110,12 @@ def schema(field: str, value: Value) -> str:
 
 
 def alternatives(field: str, value: Value) -> common_pb2.Alternatives:
-    """A list of strings."""
+    """Return a list of strings as a constraint."""
     return common_pb2.Alternatives(values=texts(field, value))
 
 
 def _from_json(value: str, begin: str) -> Value:
-    """Parsed where it looks like JSON of that kind and is; else as it was."""
+    """Return `value` parsed where it is JSON that starts with `begin`; else unchanged."""
     if not value.lstrip().startswith(begin):
         return value
     try:
