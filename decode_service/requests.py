@@ -1,6 +1,6 @@
 """The requests of this decode worker: reserved, filled with KV, run and released, each exactly once.
 
-The pure state machine (`kvtransfer.reservation`) decides; this module acts on the engine. What frees a request's blocks, by state:
+The pure state machine (`kvtransfer.reservation`) decides; this module acts on the engine. What frees the blocks, by state:
 
   RESERVED, RECEIVING   this module, once the state has left them (which fences the writer) and `quiesce` has seen the last
                         writer leave

@@ -37,7 +37,7 @@ _POSITIVE = (
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """Hold every setting. Durations are seconds of the monotonic clock unless the name says `_ms`."""
+    """Configure a router. Durations are seconds of the monotonic clock unless the name says `_ms`."""
 
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
     port: int = field(default=50051, metadata={"help": "port to listen on; 0 picks a free one"})
